@@ -4,15 +4,15 @@
 
 namespace tandem {
 
-at::Tensor CausalContext::Attend(int64_t, const RaggedBatch& batch, const at::Tensor& q,
-                                 const at::Tensor& k, const at::Tensor& v) {
-  return ops::CausalAttention(q, k, v, batch.offsets);
+at::Tensor CausalContext::Attend(const AttentionLayer& layer, const RaggedBatch& batch,
+                                 const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  return ops::CausalAttention(q, k, v, batch.offsets, layer.window);
 }
 
-at::Tensor CachedContext::Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
-                                 const at::Tensor& k, const at::Tensor& v) {
-  return ops::CachedAttention(q, k, v, batch.offsets, sequences_, cache_.keys(layer),
-                              cache_.values(layer));
+at::Tensor CachedContext::Attend(const AttentionLayer& layer, const RaggedBatch& batch,
+                                 const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  return ops::CachedAttention(q, k, v, batch.offsets, sequences_, cache_.keys(layer.index),
+                              cache_.values(layer.index), layer.window);
 }
 
 }  // namespace tandem

@@ -7,11 +7,19 @@
 #include <cstdint>
 #include <utility>
 
+#include "common/kernels/attention_window.h"
 #include "common/model/kv_cache.h"
 #include "common/model/ragged_batch.h"
 #include "common/ops/paged_sequences.h"
 
 namespace tandem {
+
+// The layer of a model whose attention is computed, and what it attends to: the backbone says it,
+// and every context obeys.
+struct AttentionLayer {
+  int64_t index = 0;
+  int64_t window = kNoWindow;  // attention_window.h
+};
 
 class AttentionContext {
  public:
@@ -19,14 +27,14 @@ class AttentionContext {
 
   // Causal attention of one layer. q [T, heads, head_dim], k and v [T, key_value_heads, head_dim],
   // rotated; returns [T, heads * head_dim]. The softmax scale is 1 / sqrt(head_dim).
-  virtual at::Tensor Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
-                            const at::Tensor& k, const at::Tensor& v) = 0;
+  virtual at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch,
+                            const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) = 0;
 };
 
 // Attention of whole sequences, each to itself. Differentiable.
 class CausalContext : public AttentionContext {
  public:
-  at::Tensor Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
+  at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
 };
 
@@ -36,7 +44,7 @@ class CachedContext : public AttentionContext {
  public:
   CachedContext(KvCache& cache, ops::PagedSequences sequences)
       : cache_(cache), sequences_(std::move(sequences)) {}
-  at::Tensor Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
+  at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
 
  private:

@@ -22,6 +22,20 @@ const json* ConfigFields::Find(absl::string_view key) const {
   return found == object_.end() || found->is_null() ? nullptr : &*found;
 }
 
+bool ConfigFields::IsNull(absl::string_view key) const {
+  const auto found = object_.find(std::string(key));
+  return found != object_.end() && found->is_null();
+}
+
+absl::StatusOr<int64_t> ConfigFields::Count(absl::string_view key, int64_t fallback) const {
+  const json* value = Find(key);
+  if (value == nullptr) return fallback;
+  if (!value->is_number_integer() || *value < 0 || *value > kMaxSize) {
+    return InvalidField(Path(key), "must be an integer, 0 or more");
+  }
+  return value->get<int64_t>();
+}
+
 absl::StatusOr<int64_t> ConfigFields::Size(absl::string_view key,
                                            std::optional<int64_t> fallback) const {
   const json* value = Find(key);

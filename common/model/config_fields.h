@@ -29,10 +29,14 @@ class ConfigFields {
   std::string Path(absl::string_view key) const;
   // nullptr for an absent key.
   const nlohmann::json* Find(absl::string_view key) const;
+  // Whether the key is there and null, where that is not the same as absent.
+  bool IsNull(absl::string_view key) const;
 
   // A positive integer; an absent key gives `fallback`, or an error without one.
   absl::StatusOr<int64_t> Size(absl::string_view key, std::optional<int64_t> fallback = {}) const;
-  // A positive number; the same.
+  // The same for an integer that may be 0.
+  absl::StatusOr<int64_t> Count(absl::string_view key, int64_t fallback) const;
+  // A positive number; the same as Size.
   absl::StatusOr<double> Positive(absl::string_view key, std::optional<double> fallback) const;
   absl::StatusOr<std::optional<double>> MaybePositive(absl::string_view key) const;
   // A list of `count` positive numbers; an absent key is an error.

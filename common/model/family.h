@@ -67,7 +67,7 @@ class Family {
   virtual absl::Status CheckShards(const ModelConfig& config, int64_t shard_count,
                                    absl::string_view field) const = 0;
 
-  // Returns the shape of the cached keys and values of each layer, in one of `shard_count` shards.
+  // Returns what each layer caches and reads, in one of `shard_count` shards.
   virtual std::vector<LayerCache> CacheLayout(const ModelConfig& config,
                                               int64_t shard_count) const = 0;
   // Upper estimate of the values per token that are alive at the widest point of a forward pass

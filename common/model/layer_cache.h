@@ -1,8 +1,12 @@
-// The shape of a layer's entries in the KV cache. No torch.
+// A layer's entries in the KV cache: their shape, and which of them the layer reads. No torch.
 #ifndef TANDEM_COMMON_MODEL_LAYER_CACHE_H_
 #define TANDEM_COMMON_MODEL_LAYER_CACHE_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
+
+#include "common/kernels/attention_window.h"
 
 namespace tandem {
 
@@ -13,11 +17,25 @@ inline constexpr int64_t kKvBlockTokens = 64;
 // Returns the number of blocks that hold `tokens`.
 inline int64_t KvBlocks(int64_t tokens) { return (tokens + kKvBlockTokens - 1) / kKvBlockTokens; }
 
-// The shape [heads, head_dim] of a token's keys, and of its values.
+// The shape [heads, head_dim] of a token's keys, and of its values, and the window of them that a
+// token's row reads.
 struct LayerCache {
   int64_t heads = 0;
   int64_t head_dim = 0;
+  int64_t window = kNoWindow;
 };
+
+// Returns the longest window of the layers: a row reads nothing before it.
+inline int64_t LongestWindow(const std::vector<LayerCache>& layers) {
+  int64_t longest = 0;
+  for (const LayerCache& layer : layers) longest = std::max(longest, layer.window);
+  return longest;
+}
+
+// Returns the most blocks that the keys of a window lie in.
+inline int64_t WindowBlocks(int64_t window) {
+  return window == kNoWindow ? kNoWindow : KvBlocks(window) + 1;
+}
 
 }  // namespace tandem
 

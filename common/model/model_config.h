@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "common/kernels/attention_window.h"
 
 namespace tandem {
 
@@ -51,6 +52,20 @@ enum class QkNorm {
   kAllHeads,  // of all query heads of a token together, and of all key heads
 };
 
+// The windows of a model's layers (attention_window.h): some have one, and it is the same for all.
+struct LayerWindows {
+  int64_t window = kNoWindow;
+  // The first layer that has it; with `layers`, whether each one has it.
+  int64_t first_layer = 0;
+  std::vector<bool> layers = {};
+
+  int64_t OfLayer(int64_t layer) const {
+    const bool has_window =
+        layers.empty() ? layer >= first_layer : layers[static_cast<size_t>(layer)];
+    return has_window ? window : kNoWindow;
+  }
+};
+
 // How the dense decoder (families/dense_family.h) of one family differs from another's.
 struct DenseDecoderOptions {
   bool qkv_bias = false;
@@ -60,6 +75,7 @@ struct DenseDecoderOptions {
   // Whether a layer normalises the outputs of attention and MLP, before it adds them to the
   // residual, instead of their inputs.
   bool post_norm = false;
+  LayerWindows windows = {};
 };
 
 struct ModelConfig {

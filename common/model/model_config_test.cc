@@ -117,8 +117,9 @@ TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
       R"({"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12})";
   const absl::Status status = ParseModelConfig(gpt2).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(status.message(),
-            "config.json.model_type: gpt2 is not supported (llama, qwen2, qwen3, olmo2 are)");
+  EXPECT_EQ(
+      status.message(),
+      "config.json.model_type: gpt2 is not supported (llama, mistral, qwen2, qwen3, olmo2 are)");
 }
 
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
@@ -132,6 +133,58 @@ TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
   ExpectFieldError({{"partial_rotary_factor", 0.5}}, kNot, "config.json.partial_rotary_factor");
   ExpectFieldError({{"quantization_config", {{"bits", 4}}}}, kNot,
                    "config.json.quantization_config");
+}
+
+std::vector<int64_t> Windows(const std::string& family, const json& changes) {
+  json config = TinyConfigJson(family, {{"num_hidden_layers", 4}});
+  for (const auto& [key, value] : changes.items()) config[key] = value;  // null stays
+  const ModelConfig parsed = ParseModelConfig(config.dump()).value();
+  const Family* family_of = FindFamily(family).value();
+  std::vector<int64_t> windows;
+  for (const LayerCache& layer : family_of->CacheLayout(parsed, 1)) windows.push_back(layer.window);
+  return windows;
+}
+
+TEST(ModelConfigTest, LayersHaveTheWindowsOfTheirFamily) {
+  const int64_t none = kNoWindow;
+  using Expected = std::vector<int64_t>;
+  EXPECT_EQ(Windows("llama", {{"sliding_window", 7}}), (Expected{none, none, none, none}));
+  EXPECT_EQ(Windows("mistral", {{"sliding_window", 7}}), (Expected{7, 7, 7, 7}));
+  EXPECT_EQ(Windows("mistral", {{"sliding_window", nullptr}}), (Expected{none, none, none, none}));
+  json without = TinyConfigJson("mistral", {{"sliding_window", nullptr}});  // removed
+  EXPECT_EQ(ParseModelConfig(without.dump()).value().decoder.windows.OfLayer(0), 4096);
+  for (const char* family : {"qwen2", "qwen3"}) {
+    json qwen = {{"sliding_window", 7}, {"max_window_layers", 3}};
+    EXPECT_EQ(Windows(family, qwen), (Expected{none, none, none, none}));
+    qwen["use_sliding_window"] = true;
+    EXPECT_EQ(Windows(family, qwen), (Expected{none, none, none, 7}));
+    qwen["max_window_layers"] = 0;
+    EXPECT_EQ(Windows(family, qwen), (Expected{7, 7, 7, 7}));
+    qwen["max_window_layers"] = nullptr;  // 28
+    EXPECT_EQ(Windows(family, qwen), (Expected{none, none, none, none}));
+    qwen["layer_types"] = {"sliding_attention", "full_attention", "sliding_attention",
+                           "full_attention"};
+    EXPECT_EQ(Windows(family, qwen), (Expected{7, none, 7, none}));
+  }
+}
+
+TEST(ModelConfigTest, WrongWindowsAreNamed) {
+  const auto expect = [](const std::string& family, const json& changes, absl::StatusCode code,
+                         const std::string& field) {
+    const absl::Status status = ParseModelConfig(TinyConfigJson(family, changes).dump()).status();
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(FieldPath(status), "config.json." + field) << status;
+  };
+  const auto kInvalid = absl::StatusCode::kInvalidArgument;
+  expect("mistral", {{"sliding_window", 0}}, kInvalid, "sliding_window");
+  expect("qwen2", {{"use_sliding_window", true}, {"max_window_layers", -1}}, kInvalid,
+         "max_window_layers");
+  const json two = {"full_attention", "sliding_attention"};
+  expect("qwen2", {{"layer_types", two}}, kInvalid, "layer_types");  // without use_sliding_window
+  expect("qwen2", {{"use_sliding_window", true}, {"layer_types", two}, {"num_hidden_layers", 3}},
+         kInvalid, "layer_types");
+  expect("qwen3", {{"layer_types", {"full_attention", "linear_attention"}}},
+         absl::StatusCode::kUnimplemented, "layer_types");
 }
 
 TEST(ModelConfigTest, HostileTextIsRefused) {

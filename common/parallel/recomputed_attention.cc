@@ -15,7 +15,7 @@ using torch::autograd::variable_list;
 
 struct Call {
   AttentionContext& context;
-  int64_t layer;
+  AttentionLayer layer;
   const RaggedBatch& batch;
 };
 
@@ -43,8 +43,9 @@ class AttendFunction : public Function<AttendFunction> {
 
 }  // namespace
 
-at::Tensor RecomputedAttention::Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
-                                       const at::Tensor& k, const at::Tensor& v) {
+at::Tensor RecomputedAttention::Attend(const AttentionLayer& layer, const RaggedBatch& batch,
+                                       const at::Tensor& q, const at::Tensor& k,
+                                       const at::Tensor& v) {
   return AttendFunction::apply(q, k, v, std::make_shared<Call>(Call{*inside_, layer, batch}));
 }
 

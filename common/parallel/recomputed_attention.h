@@ -19,7 +19,7 @@ class RecomputedAttention : public AttentionContext {
   explicit RecomputedAttention(std::unique_ptr<AttentionContext> inside)
       : inside_(std::move(inside)) {}
 
-  at::Tensor Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
+  at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
 
  private:

@@ -67,6 +67,7 @@ std::vector<Case> Cases() {
   return {{"llama", "llama", none},
           {"llama with all biases", "llama", biases},
           {"tied llama", "llama", tied},
+          {"mistral", "mistral", none},
           {"qwen2", "qwen2", none},
           {"tied qwen3", "qwen3", tied},
           {"qwen3 critic", "qwen3", none, HeadKind::kValue},

@@ -180,6 +180,7 @@ INSTANTIATE_TEST_SUITE_P(
         Rounded("Pp2Rounded", 2, Megatron({.pipeline_model_parallel_size = 2})),
         Case{"Dp2", 2, Megatron({})}, Case{"Dp2Replicated", 2, StrategyOptions{.name = "megatron"}},
         Case{"Tp2", 2, Megatron({.tensor_model_parallel_size = 2})},
+        Case{"SingleMistral", 1, Single(), false, {}, DType::kFloat32, "mistral"},
         Case{"SingleOlmo2", 1, Single(), false, {}, DType::kFloat32, "olmo2"},
         Case{"Tp2Olmo2",
              2,

@@ -59,6 +59,10 @@ def rope(**parameters: object) -> dict:
     return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
+def window(**layers: object) -> dict:
+    return {"use_sliding_window": True, "sliding_window": 11, **layers}
+
+
 LONG_FACTOR = [1.0, 1.5, 2.5, 4.0, 8.0]
 
 
@@ -117,6 +121,20 @@ CASES = [
         "llama-longrope-single",
         "Llama",
         longrope(original_max_position_embeddings=32, short_factor=LONG_FACTOR, factor=2.0),
+    ),
+    Case("mistral", "Mistral", {"sliding_window": 11}),
+    Case("mistral-no-window", "Mistral", {"sliding_window": None}),
+    Case("mistral-narrow", "Mistral", {"sliding_window": 2}),
+    # A block of the KV cache, and what is none; as long as the longest sequence, and longer.
+    Case("mistral-block", "Mistral", {"sliding_window": 64}),
+    Case("mistral-odd-block", "Mistral", {"sliding_window": 67}),
+    Case("mistral-whole", "Mistral", {"sliding_window": 70}),
+    Case("mistral-longer", "Mistral", {"sliding_window": 71, "tie_word_embeddings": True}),
+    Case("qwen2-window", "Qwen2", window(max_window_layers=1)),
+    Case(
+        "qwen3-layer-types",
+        "Qwen3",
+        window(layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     ),
     Case("qwen2", "Qwen2", {}),
     Case("qwen2-tied", "Qwen2", {"tie_word_embeddings": True}),
@@ -366,7 +384,9 @@ def test_a_model_in_several_files_is_read(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", cases("llama-tied", "qwen2", "qwen3-tied-bias", "olmo2"), ids=lambda case: case.name
+    "case",
+    cases("llama-tied", "mistral", "qwen2", "qwen3-tied-bias", "olmo2"),
+    ids=lambda case: case.name,
 )
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.Path) -> None:
@@ -390,6 +410,17 @@ def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.P
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert_close(actual, reference(model.eval(), tokens, head), TINY_TOLERANCE)
+    # What `transformers` saves is read and exported with the same bytes.
+    model.save_pretrained(tmp_path / "again")
+    probe(
+        tmp_path,
+        tmp_path / "again",
+        sequences=tokens,
+        head=head,
+        save=str(tmp_path / "second"),
+    )
+    weights = [tmp_path / folder / "model.safetensors" for folder in ("exported", "second")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 @pytest.mark.skipif(

@@ -145,7 +145,8 @@ at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& 
   q = ops::RotaryEmbedding(q, pass.cos, pass.sin);
   k = ops::RotaryEmbedding(k, pass.cos, pass.sin);
   const at::Tensor v = Heads(qkv[2]);
-  at::Tensor attended = pass.context.Attend(index, pass.batch, q, k, v);
+  at::Tensor attended = pass.context.Attend(
+      {.index = index, .window = config_.decoder.windows.OfLayer(index)}, pass.batch, q, k, v);
   // After the last attention no block needs the other rows.
   if (pass.rows.defined() && index + 1 == config_.num_hidden_layers) {
     attended = attended.index_select(0, pass.rows);

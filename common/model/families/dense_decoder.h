@@ -1,5 +1,5 @@
-// The dense decoder that Llama, Qwen2, Qwen3 and OLMo 2 are variants of (dense_family.h): RMSNorm,
-// rotary grouped-query attention, SwiGLU (https://arxiv.org/abs/2302.13971).
+// The dense decoder that Llama, Mistral, Qwen2, Qwen3 and OLMo 2 are variants of (dense_family.h):
+// RMSNorm, rotary grouped-query attention, SwiGLU (https://arxiv.org/abs/2302.13971).
 //
 // A shard computes with the others of Placement::shard_group: heads, the MLP's inner columns and
 // the vocabulary are sharded over the ranks, and between linear maps each rank keeps the hidden

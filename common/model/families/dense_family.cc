@@ -1,7 +1,6 @@
 #include "common/model/families/dense_family.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,16 +22,6 @@ absl::Status RefuseUnsupported(const ConfigFields& fields) {
   TANDEM_ASSIGN_OR_RETURN(const std::string act, fields.String("hidden_act", "silu"));
   if (act != "silu")
     return fields.NotSupported("hidden_act", absl::StrCat("activation '", act, "'"));
-  TANDEM_ASSIGN_OR_RETURN(const bool sliding, fields.Bool("use_sliding_window", false));
-  if (sliding) return fields.NotSupported("use_sliding_window", "sliding-window attention");
-  if (const nlohmann::json* layers = fields.Find("layer_types");
-      layers != nullptr && layers->is_array()) {
-    for (const nlohmann::json& layer : *layers) {
-      if (layer != "full_attention") {
-        return fields.NotSupported("layer_types", absl::StrCat("layer type ", layer.dump()));
-      }
-    }
-  }
   TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
   if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
   return absl::OkStatus();
@@ -70,7 +59,7 @@ absl::Status DenseFamily::ReadConfig(const ConfigFields& fields, ModelConfig& co
                           fields.Positive("rms_norm_eps", default_rms_norm_eps_));
   TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range", 0.02));
   TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings, fields.Bool("tie_word_embeddings", false));
-  TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields));
+  TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields, config.num_hidden_layers));
   TANDEM_ASSIGN_OR_RETURN(config.rope,
                           ReadRopeConfig(fields, config.max_position_embeddings, config.head_dim));
   return RefuseUnsupported(fields);
@@ -173,9 +162,13 @@ absl::Status DenseFamily::CheckShards(const ModelConfig& config, int64_t shard_c
 
 std::vector<LayerCache> DenseFamily::CacheLayout(const ModelConfig& config,
                                                  int64_t shard_count) const {
-  return std::vector<LayerCache>(
-      static_cast<size_t>(config.num_hidden_layers),
-      {.heads = config.num_key_value_heads / shard_count, .head_dim = config.head_dim});
+  std::vector<LayerCache> layers;
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    layers.push_back({.heads = config.num_key_value_heads / shard_count,
+                      .head_dim = config.head_dim,
+                      .window = config.decoder.windows.OfLayer(i)});
+  }
+  return layers;
 }
 
 // The residual and its norm, then the inputs and outputs of either the attention or the MLP. A

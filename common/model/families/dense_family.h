@@ -33,8 +33,9 @@ struct TransformersClasses {
 
 class DenseFamily : public Family {
  public:
-  // Reads the family's own keys of config.json.
-  using OptionsFunction = absl::StatusOr<DenseDecoderOptions> (*)(const ConfigFields& fields);
+  // Reads the family's own keys of config.json, of a model with `num_layers` layers.
+  using OptionsFunction = absl::StatusOr<DenseDecoderOptions> (*)(const ConfigFields& fields,
+                                                                  int64_t num_layers);
 
   DenseFamily(std::string model_type, std::string class_prefix, OptionsFunction options,
               const TransformersClasses& classes = {})
@@ -42,8 +43,8 @@ class DenseFamily : public Family {
         options_(options),
         default_rms_norm_eps_(classes.rms_norm_eps) {}
 
-  // Refuses hidden_act other than silu, sliding windows, partial rotary, and the rope types of
-  // rope_config.h.
+  // Refuses hidden_act other than silu, partial rotary, the rope types that rope_config.h lacks,
+  // and what the family's OptionsFunction refuses.
   absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const override;
   std::vector<ParameterSpec> Parameters(const ModelConfig& config) const override;
   std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const override;

@@ -10,6 +10,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
 #include "common/model/families/dense_family.h"
+#include "common/model/families/layer_windows.h"
 #include "common/model/family.h"
 
 namespace tandem {
@@ -18,7 +19,8 @@ namespace {
 using Options = DenseDecoderOptions;
 
 // Llama, and SmolLM2: attention_bias covers the output projection too.
-absl::StatusOr<Options> LlamaOptions(const ConfigFields& fields) {
+absl::StatusOr<Options> LlamaOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
+  TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
   Options options;
   TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
   options.output_bias = options.qkv_bias;
@@ -26,12 +28,24 @@ absl::StatusOr<Options> LlamaOptions(const ConfigFields& fields) {
   return options;
 }
 
+// Mistral: no biases, and a window in all layers or none.
+absl::StatusOr<Options> MistralOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
+  Options options;
+  TANDEM_ASSIGN_OR_RETURN(options.windows, MistralWindows(fields));
+  return options;
+}
+
 // Qwen2 and Qwen2.5: queries, keys and values always have a bias, no other map does.
-absl::StatusOr<Options> Qwen2Options(const ConfigFields&) { return Options{.qkv_bias = true}; }
+absl::StatusOr<Options> Qwen2Options(const ConfigFields& fields, int64_t num_layers) {
+  Options options = {.qkv_bias = true};
+  TANDEM_ASSIGN_OR_RETURN(options.windows, QwenWindows(fields, num_layers));
+  return options;
+}
 
 // Qwen3: queries and keys are normalised head by head.
-absl::StatusOr<Options> Qwen3Options(const ConfigFields& fields) {
+absl::StatusOr<Options> Qwen3Options(const ConfigFields& fields, int64_t num_layers) {
   Options options = {.qk_norm = QkNorm::kEachHead};
+  TANDEM_ASSIGN_OR_RETURN(options.windows, QwenWindows(fields, num_layers));
   TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
   options.output_bias = options.qkv_bias;
   return options;
@@ -39,7 +53,8 @@ absl::StatusOr<Options> Qwen3Options(const ConfigFields& fields) {
 
 // OLMo 2 (https://arxiv.org/abs/2501.00656): norms behind attention and MLP, and of all queries and
 // all keys of a token.
-absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields) {
+absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields, int64_t /*num_layers*/) {
+  TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
   Options options = {.qk_norm = QkNorm::kAllHeads, .post_norm = true};
   TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
   options.output_bias = options.qkv_bias;
@@ -51,6 +66,7 @@ absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields) {
 const std::vector<const Family*>& Families() {
   static const auto* const families = new std::vector<const Family*>{
       new DenseFamily("llama", "Llama", LlamaOptions),
+      new DenseFamily("mistral", "Mistral", MistralOptions),
       new DenseFamily("qwen2", "Qwen2", Qwen2Options),
       new DenseFamily("qwen3", "Qwen3", Qwen3Options),
       new DenseFamily("olmo2", "Olmo2", Olmo2Options,

@@ -42,6 +42,7 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                            {"eos_token_id", 2},
                            {"bos_token_id", 1},
                            {"architectures", {"ForCausalLM"}}};
+  if (model_type == "mistral") config["sliding_window"] = 5;
   if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
   return config;
 }

@@ -14,19 +14,24 @@ int64_t ChunkBegin(int64_t length, int num_ranks, int64_t chunk) {
   return std::min(chunk * chunk_length, length);
 }
 
-// Returns the rows of the whole batch that a rank holds, in its order.
-at::Tensor RowsOf(const ContextShard& shard, int rank, at::Device device) {
-  std::vector<int64_t> rows;
+// Calls fn(offset, position) for each token that a rank holds, in its order; `offset` is the first
+// row of the token's sequence in the whole batch.
+template <typename Function>
+void ForEachToken(const ContextShard& shard, int rank, const Function& fn) {
   int64_t offset = 0;
   for (const int64_t length : shard.lengths) {
     for (const int64_t chunk : {rank, 2 * shard.num_ranks - 1 - rank}) {
       const int64_t end = ChunkBegin(length, shard.num_ranks, chunk + 1);
-      for (int64_t p = ChunkBegin(length, shard.num_ranks, chunk); p < end; ++p) {
-        rows.push_back(offset + p);
-      }
+      for (int64_t p = ChunkBegin(length, shard.num_ranks, chunk); p < end; ++p) fn(offset, p);
     }
     offset += length;
   }
+}
+
+// Returns the rows of the whole batch that a rank holds, in its order.
+at::Tensor RowsOf(const ContextShard& shard, int rank, at::Device device) {
+  std::vector<int64_t> rows;
+  ForEachToken(shard, rank, [&](int64_t offset, int64_t p) { rows.push_back(offset + p); });
   return at::tensor(rows, at::kLong).to(device);
 }
 
@@ -46,6 +51,12 @@ int64_t ContextShard::NumRows(int of_rank) const {
     rows += Chunks(of_rank, static_cast<int64_t>(s)).total();
   }
   return rows;
+}
+
+at::Tensor ContextShard::Positions(int of_rank) const {
+  std::vector<int64_t> positions;
+  ForEachToken(*this, of_rank, [&](int64_t, int64_t p) { positions.push_back(p); });
+  return at::tensor(positions, at::kLong).to(rows.device());
 }
 
 ContextShard MakeContextShard(const RaggedBatch& whole, int rank, int num_ranks) {

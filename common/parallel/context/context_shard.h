@@ -41,6 +41,9 @@ struct ContextShard {
   ChunkRows Chunks(int of_rank, int64_t sequence) const;
   // Returns a rank's number of rows: t for this one.
   int64_t NumRows(int of_rank) const;
+  // Returns the positions of a rank's rows, [t] int64 on the batch's device, as batch.positions for
+  // this one.
+  at::Tensor Positions(int of_rank) const;
 };
 
 // Returns the shard of `rank`, in [0, num_ranks), of a batch of whole sequences.

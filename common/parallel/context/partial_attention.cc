@@ -55,14 +55,20 @@ at::Tensor Product(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // Returns the scores [G, rows * M, keys]; -infinity where the mask hides the key.
-at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, bool causal, const Tile& tile) {
+at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, const KeyMask& mask,
+                  const Tile& tile) {
   at::Tensor scores = Product(Rows(q, tile), Keys(pair, tile).transpose(1, 2));
   scores.mul_(1.0 / std::sqrt(static_cast<double>(q.size(3))));
-  if (causal) {
-    const at::Tensor hidden =
-        at::ones({tile.rows, tile.keys}, q.options().dtype(at::kBool)).triu_(tile.row + 1);
+  const auto hide = [&](const at::Tensor& hidden) {  // [rows, keys]
     scores.view({q.size(0), tile.rows, q.size(2), tile.keys})
         .masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
+  };
+  if (mask.causal) {
+    hide(at::ones({tile.rows, tile.keys}, q.options().dtype(at::kBool)).triu_(tile.row + 1));
+  }
+  if (mask.window != kNoWindow) {
+    const at::Tensor rows = mask.row_positions.narrow(0, tile.row, tile.rows).unsqueeze(1);
+    hide(mask.key_positions.narrow(0, 0, tile.keys) <= rows - mask.window);
   }
   return scores;
 }
@@ -71,14 +77,15 @@ at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, bool causal, cons
 
 at::ScalarType SumType(at::ScalarType type) { return at::toOpMathType(type); }
 
-void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, bool causal,
+void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, const KeyMask& mask,
                   const AttentionSum& sum) {
   const at::ScalarType type = q_in.scalar_type();
   const at::Tensor q = Operand(q_in, type), pair = Operand(pair_in, type);
-  ForEachTile(q, pair, causal, [&](const Tile& tile) {
-    at::Tensor p = Scores(q, pair, causal, tile);
+  ForEachTile(q, pair, mask.causal, [&](const Tile& tile) {
+    at::Tensor p = Scores(q, pair, mask, tile);
     const at::Tensor peak = p.amax(-1, /*keepdim=*/true);
-    p.sub_(peak).exp_();
+    // Rows that see no key have no peak to subtract: 0, and not a number otherwise.
+    p.sub_(peak.clamp_min(std::numeric_limits<float>::lowest())).exp_();
     const at::Tensor log_sum = p.sum(-1, /*keepdim=*/true).log_().add_(peak);
     at::Tensor output = Product(Operand(p, type), Values(pair, tile));
     const at::Tensor all = Rows(sum.log_sum, tile), merged = at::logaddexp(all, log_sum);
@@ -88,15 +95,15 @@ void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, bool causal
   });
 }
 
-void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair_in, bool causal,
-                           const at::Tensor& dq, const at::Tensor& dpair) {
+void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair_in,
+                           const KeyMask& mask, const at::Tensor& dq, const at::Tensor& dpair) {
   const at::ScalarType type = rows.q.scalar_type();
   const at::Tensor q = Operand(rows.q, type), dy = Operand(rows.dy, type);
   const at::Tensor pair = Operand(pair_in, type);
   const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
-  ForEachTile(q, pair, causal, [&](const Tile& tile) {
+  ForEachTile(q, pair, mask.causal, [&](const Tile& tile) {
     const at::Tensor tile_dy = Rows(dy, tile);
-    const at::Tensor p = Scores(q, pair, causal, tile).sub_(Rows(rows.log_sum, tile)).exp_();
+    const at::Tensor p = Scores(q, pair, mask, tile).sub_(Rows(rows.log_sum, tile)).exp_();
     Values(dpair, tile).add_(Product(Operand(p, type).transpose(1, 2), tile_dy));
     at::Tensor ds = Product(tile_dy, Values(pair, tile).transpose(1, 2));
     ds = Operand(ds.sub_(Rows(rows.delta, tile)).mul_(p).mul_(scale), type);

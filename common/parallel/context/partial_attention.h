@@ -13,6 +13,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
+#include "common/kernels/attention_window.h"
+
 namespace tandem::parallel {
 
 // Returns the type in which sums are taken: float32 for bfloat16, else the type itself.
@@ -25,12 +29,21 @@ struct AttentionSum {
   at::Tensor log_sum;  // sums
 };
 
+// The keys that rows see.
+struct KeyMask {
+  // Whether R = K and row r sees keys 0 .. r of its window; else a row sees all keys of its window.
+  bool causal = false;
+  int64_t window = kNoWindow;  // attention_window.h
+  at::Tensor row_positions = {},
+             key_positions = {};  // [R] and [K] int64; undefined without a window
+};
+
 // Merges the attention of `q` to the keys of `pair` into `sum`, of the same rows. With l = log_sum,
 // and with o' and l' for these keys alone,
 //   l_new = log(e^l + e^l'),   o_new = e^(l - l_new) o + e^(l' - l_new) o'
-// (https://arxiv.org/abs/2310.01889). If `causal`, R = K and row r sees keys 0 .. r; else all.
-// The scores are scaled by 1 / sqrt(D).
-void AddAttention(const at::Tensor& q, const at::Tensor& pair, bool causal,
+// (https://arxiv.org/abs/2310.01889). The scores are scaled by 1 / sqrt(D). A row that sees none of
+// the keys must have seen others before.
+void AddAttention(const at::Tensor& q, const at::Tensor& pair, const KeyMask& mask,
                   const AttentionSum& sum);
 
 // The values of rows that their gradients need.
@@ -45,7 +58,7 @@ struct AttentionRows {
 // (pair), both of SumType:
 //   p = e^(s - log_sum),  dv = p^T dy,  ds = p (dy v^T - delta),  dq = ds k,  dk = ds^T q
 // (https://arxiv.org/abs/2205.14135, appendix B.2), with the scores s of AddAttention.
-void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair, bool causal,
+void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair, const KeyMask& mask,
                            const at::Tensor& dq, const at::Tensor& dpair);
 
 }  // namespace tandem::parallel

@@ -23,6 +23,15 @@ struct Span {
 
   at::Tensor RowsOf(const at::Tensor& x) const { return x.narrow(1, row, rows); }
   at::Tensor KeysOf(const at::Tensor& pair) const { return pair.narrow(2, key, keys); }
+  // The mask of these rows and keys, given the positions of all rows and of all keys that are here.
+  KeyMask Mask(int64_t window, const at::Tensor& row_positions,
+               const at::Tensor& key_positions) const {
+    if (window == kNoWindow) return {.causal = causal};
+    return {.causal = causal,
+            .window = window,
+            .row_positions = row_positions.narrow(0, row, rows),
+            .key_positions = key_positions.narrow(0, key, keys)};
+  }
 };
 
 // Keys and values on their way to the next rank, and others on their way from the previous one.
@@ -57,15 +66,17 @@ class Ring {
  public:
   Ring(std::shared_ptr<ranks::Communicator> communicator, const ContextShard& shard);
 
-  // Rotated q [t, heads, D], k and v [t, key_value_heads, D] -> the sums over all keys.
-  AttentionSum Forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
+  // Rotated q [t, heads, D], k and v [t, key_value_heads, D] -> the sums over the keys of `window`.
+  AttentionSum Forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       int64_t window) const;
   // The gradients of q, grouped, and of k and v, as a pair; in SumType.
   std::pair<at::Tensor, at::Tensor> Backward(const AttentionRows& rows, const at::Tensor& k,
-                                             const at::Tensor& v) const;
+                                             const at::Tensor& v, int64_t window) const;
 
  private:
   struct Step {
     int64_t source_rows;      // of the rank whose keys and values are here
+    at::Tensor positions;     // [source_rows]
     std::vector<Span> spans;  // none empty
   };
 
@@ -84,7 +95,8 @@ Ring::Ring(std::shared_ptr<ranks::Communicator> communicator, const ContextShard
               rank, " of ", size);
   for (int i = 0; i < size; ++i) {
     const int source = (rank + size - i) % size;
-    Step step = {.source_rows = shard.NumRows(source), .spans = {}};
+    Step step = {
+        .source_rows = shard.NumRows(source), .positions = shard.Positions(source), .spans = {}};
     int64_t key = 0;
     for (size_t s = 0; s < shard.lengths.size(); ++s) {
       const auto sequence = static_cast<int64_t>(s);
@@ -127,7 +139,8 @@ Transfer Ring::StartTransfer(const at::Tensor& pair, size_t next_step) const {
   return transfer;
 }
 
-AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at::Tensor& v) const {
+AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at::Tensor& v,
+                           int64_t window) const {
   TORCH_CHECK(q_in.size(0) == steps_[0].source_rows, "ring: ", q_in.size(0), " rows, not ",
               steps_[0].source_rows);
   const at::Tensor q = Grouped(q_in, k.size(1));
@@ -140,7 +153,8 @@ AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at
     Transfer next;
     if (i + 1 < steps_.size()) next = StartTransfer(pair, i + 1);
     for (const Span& span : steps_[i].spans) {
-      AddAttention(span.RowsOf(q), span.KeysOf(pair), span.causal,
+      AddAttention(span.RowsOf(q), span.KeysOf(pair),
+                   span.Mask(window, steps_[0].positions, steps_[i].positions),
                    {span.RowsOf(sum.output), span.RowsOf(sum.log_sum)});
     }
     pair = next.Finish();
@@ -149,7 +163,7 @@ AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at
 }
 
 std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows, const at::Tensor& k,
-                                                 const at::Tensor& v) const {
+                                                 const at::Tensor& v, int64_t window) const {
   const auto options = rows.q.options().dtype(SumType(rows.q.scalar_type()));
   at::Tensor dq = at::zeros(rows.q.sizes(), options);
   at::Tensor pair = Paired(k, v), own;
@@ -163,7 +177,9 @@ std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows, cons
     for (const Span& span : steps_[i].spans) {
       AddAttentionGradients({span.RowsOf(rows.q), span.RowsOf(rows.dy), span.RowsOf(rows.log_sum),
                              span.RowsOf(rows.delta)},
-                            span.KeysOf(pair), span.causal, span.RowsOf(dq), span.KeysOf(dpair));
+                            span.KeysOf(pair),
+                            span.Mask(window, steps_[0].positions, steps_[i].positions),
+                            span.RowsOf(dq), span.KeysOf(dpair));
     }
     if (i == 0) {
       own = dpair;
@@ -182,11 +198,13 @@ namespace {
 class RingFunction : public torch::autograd::Function<RingFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const std::shared_ptr<const Ring>& ring) {
-    const AttentionSum sum = ring->Forward(q, k, v);
+                            const at::Tensor& v, const std::shared_ptr<const Ring>& ring,
+                            int64_t window) {
+    const AttentionSum sum = ring->Forward(q, k, v, window);
     at::Tensor output = Ungrouped(sum.output).flatten(1, 2).to(q.scalar_type());
     context->save_for_backward({q, k, v, output, sum.log_sum});
     context->saved_data["ring"] = ops::SaveObject(ring);
+    context->saved_data["window"] = window;
     return output;
   }
 
@@ -203,10 +221,11 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
                                              .dy = Grouped(dy, groups),
                                              .log_sum = saved[4],
                                              .delta = Grouped(delta, groups)},
-                                            k, v);
+                                            k, v, context->saved_data["window"].toInt());
     return {Ungrouped(dq).to(q.scalar_type()),
             dpair[0].transpose(0, 1).to(k.scalar_type()),
             dpair[1].transpose(0, 1).to(v.scalar_type()),
+            {},
             {}};
   }
 };
@@ -217,9 +236,9 @@ RingContext::RingContext(std::shared_ptr<ranks::Communicator> communicator,
                          const ContextShard& shard)
     : ring_(std::make_shared<Ring>(std::move(communicator), shard)) {}
 
-at::Tensor RingContext::Attend(int64_t, const RaggedBatch&, const at::Tensor& q,
+at::Tensor RingContext::Attend(const AttentionLayer& layer, const RaggedBatch&, const at::Tensor& q,
                                const at::Tensor& k, const at::Tensor& v) {
-  return RingFunction::apply(q, k, v, ring_);
+  return RingFunction::apply(q, k, v, ring_, layer.window);
 }
 
 }  // namespace tandem::parallel

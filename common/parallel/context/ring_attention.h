@@ -17,10 +17,11 @@ namespace tandem::parallel {
 
 class Ring;
 
-// The attention context of passes over `shard.batch`, on all ranks of the shard's group. Attend and
-// its backward pass are collective, with n steps and 3 (n-1) sends on every rank, whatever its
-// number of rows; either all ranks want gradients or none does. Throws c10::Error as the
-// communicator does.
+// The attention context of passes over `shard.batch`, on all ranks of the shard's group. Keys
+// travel round the whole ring even where a window hides all of them from a rank. Attend and its
+// backward pass are collective, with n steps and 3 (n-1) sends on every rank, whatever its number
+// of rows; either all ranks want gradients or none does. Throws c10::Error as the communicator
+// does.
 //
 // The backward pass keeps q, k, v, the output and one number for each row and head; no
 // probabilities. Softmax and sums are float32 (float64 for float64).
@@ -36,7 +37,7 @@ class RingContext : public AttentionContext {
   RingContext(std::shared_ptr<ranks::Communicator> communicator, const ContextShard& shard);
 
   // `batch` is shard.batch. Differentiable.
-  at::Tensor Attend(int64_t layer, const RaggedBatch& batch, const at::Tensor& q,
+  at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
 
  private:

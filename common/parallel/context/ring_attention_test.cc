@@ -71,7 +71,7 @@ struct Attention {
 
 // Attention over whole sequences in float64, the same on every rank. The operands are exact in all
 // types.
-Attention WholeAttention(const RaggedBatch& batch) {
+Attention WholeAttention(const RaggedBatch& batch, int64_t window = kNoWindow) {
   at::manual_seed(3);
   const auto random = [&](at::IntArrayRef shape) {
     return at::randn(shape, at::kDouble).to(at::kBFloat16).to(at::kDouble);
@@ -89,7 +89,7 @@ Attention WholeAttention(const RaggedBatch& batch) {
   whole.q *= 4;
   for (at::Tensor* leaf : {&whole.q, &whole.k, &whole.v}) leaf->requires_grad_();
   whole.Run([&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-    return ops::CausalAttention(q, k, v, batch.offsets);
+    return ops::CausalAttention(q, k, v, batch.offsets, window);
   });
   return whole;
 }
@@ -103,25 +103,33 @@ class RingAttentionTest : public testing::TestWithParam<int> {};
 
 INSTANTIATE_TEST_SUITE_P(Ranks, RingAttentionTest, testing::Values(1, 2, 4));
 
+// A batch, and a window: shorter than a rank's chunk of a sequence, longer, and none.
+struct WholeCase {
+  std::vector<int64_t> lengths;
+  int64_t window = kNoWindow;
+};
+
 TEST_P(RingAttentionTest, OutputsAndGradientsAreThoseOfWholeSequences) {
   ranks::RunConnected(GetParam(), [](const std::shared_ptr<ranks::Communicator>& communicator) {
     // In the second batch some ranks have no row.
-    for (const std::vector<int64_t>& lengths : {kLengths, {2}}) {
+    for (const auto& [lengths, window] :
+         {WholeCase{kLengths}, {{2}}, {kLengths, 2}, {kLengths, 37}, {kLengths, 300}}) {
       const RaggedBatch batch = Batch(lengths);
       const ContextShard shard =
           MakeContextShard(batch, communicator->rank(), communicator->size());
       RingContext context(communicator, shard);
-      const Attention whole = WholeAttention(batch);
+      const Attention whole = WholeAttention(batch, window);
       for (const TypeCase& types :
            {TypeCase{at::kDouble, 1e-13}, {at::kFloat, 1e-5}, {at::kBFloat16, 1e-2}}) {
         Attention own = whole.Rows(shard.rows, types.type);
-        own.Run([&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-          return context.Attend(0, shard.batch, q, k, v);
+        own.Run([&, layer = AttentionLayer{.window = window}](
+                    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+          return context.Attend(layer, shard.batch, q, k, v);
         });
         const auto check = [&](const char* what, const at::Tensor& actual, const at::Tensor& all) {
           ASSERT_EQ(actual.scalar_type(), types.type) << what;
           EXPECT_LT(Error(actual, all, shard.rows), types.tolerance)
-              << what << " in " << types.type;
+              << what << " in " << types.type << " with a window of " << window;
         };
         check("y", own.y, whole.y);
         check("dq", own.dq, whole.dq);
@@ -138,10 +146,10 @@ TEST_P(RingAttentionTest, WithoutGradientsTheBitsAreTheSame) {
     const ContextShard shard = MakeContextShard(batch, communicator->rank(), communicator->size());
     RingContext context(communicator, shard);
     const Attention own = WholeAttention(batch).Rows(shard.rows, at::kFloat);
-    const at::Tensor with = context.Attend(0, shard.batch, own.q, own.k, own.v);
+    const at::Tensor with = context.Attend({}, shard.batch, own.q, own.k, own.v);
     EXPECT_TRUE(with.requires_grad());
     const at::NoGradGuard no_grad;
-    const at::Tensor without = context.Attend(0, shard.batch, own.q, own.k, own.v);
+    const at::Tensor without = context.Attend({}, shard.batch, own.q, own.k, own.v);
     EXPECT_FALSE(without.requires_grad());
     EXPECT_TRUE(at::equal(with, without));
   });
@@ -154,7 +162,7 @@ TEST_P(RingAttentionTest, TheBackwardPassNeedsNoContext) {
     const Attention whole = WholeAttention(batch);
     Attention own = whole.Rows(shard.rows, at::kDouble);
     own.Run([&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-      return RingContext(communicator, shard).Attend(0, shard.batch, q, k, v);
+      return RingContext(communicator, shard).Attend({}, shard.batch, q, k, v);
     });
     EXPECT_LT(Error(own.dk, whole.dk, shard.rows), 1e-13);
   });
@@ -174,7 +182,7 @@ TEST_P(RingAttentionTest, TheVolumeIsThatOfTheFormula) {
          {std::tuple{at::kFloat, 4, 4}, {at::kDouble, 8, 8}, {at::kBFloat16, 2, 4}}) {
       const Attention own = whole.Rows(shard.rows, type);
       communicator->ResetVolume();
-      const at::Tensor y = context.Attend(0, shard.batch, own.q, own.k, own.v);
+      const at::Tensor y = context.Attend({}, shard.batch, own.q, own.k, own.v);
       EXPECT_EQ(communicator->volume().send.calls, size - 1);
       EXPECT_EQ(communicator->volume().bytes(), pairs * bytes);
       communicator->ResetVolume();

@@ -91,6 +91,7 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         Layout{"llama_2_1", "llama"},
         Layout{.name = "tied_llama_2_2", .family = "llama", .tied = true, .junior_ranks = 2},
+        Layout{.name = "mistral_2_2", .family = "mistral", .junior_ranks = 2},
         Layout{.name = "qwen2_2_2", .family = "qwen2", .junior_ranks = 2},
         Layout{.name = "tied_qwen3_2_1", .family = "qwen3", .tied = true},
         Layout{.name = "qwen3_1_2", .family = "qwen3", .senior_ranks = 1, .junior_ranks = 2},

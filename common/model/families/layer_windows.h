@@ -1,0 +1,29 @@
+// Which layers of a dense decoder attend to a window, by the keys of config.json. No torch.
+#ifndef TANDEM_COMMON_MODEL_FAMILIES_LAYER_WINDOWS_H_
+#define TANDEM_COMMON_MODEL_FAMILIES_LAYER_WINDOWS_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/model/config_fields.h"
+#include "common/model/model_config.h"
+
+namespace tandem {
+
+// Keys and defaults are those of `transformers`.
+
+// Mistral: `sliding_window` in all layers, 4096 if the key is missing, none if it is null.
+absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields);
+
+// Qwen2 and Qwen3: with `use_sliding_window` the layers from `max_window_layers` on have
+// `sliding_window`, or those that `layer_types` calls "sliding_attention". INVALID_ARGUMENT with
+// the field's path for layer types that do not fit, UNIMPLEMENTED for others than these two.
+absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num_layers);
+
+// Families without windows: UNIMPLEMENTED where config.json asks for them.
+absl::Status RefuseWindows(const ConfigFields& fields);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_FAMILIES_LAYER_WINDOWS_H_
