@@ -63,6 +63,9 @@ inline constexpr ErrorReason kNoReferenceModel{
 inline constexpr ErrorReason kNoJuniorModel{
     "NO_JUNIOR_MODEL", "The KL towards the junior needs it in the trainer, which has none.",
     "Start the trainer with junior_model, or choose junior_kl_kind FORWARD_SAMPLED."};
+inline constexpr ErrorReason kBaseModelFrozen{
+    "BASE_MODEL_FROZEN", "A policy step trains the senior, which this trainer holds frozen.",
+    "Start the trainer without speculator.freeze_base_model, or send supervised steps."};
 
 // Any two models that write or judge the same tokens.
 inline constexpr ErrorReason kVocabularyMismatch{

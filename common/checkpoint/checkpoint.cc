@@ -28,6 +28,21 @@ absl::Status CheckReplaceable(const fs::path& target, const std::string& kind) {
                     absl::StrCat(target.string(), " is there and is no checkpoint of a ", kind));
 }
 
+// FAILED_PRECONDITION if `directory` is a path of `in_use`, or holds one.
+absl::Status CheckNotInUse(const std::string& directory, const std::vector<std::string>& in_use) {
+  std::error_code ignored;
+  const fs::path outer = fs::weakly_canonical(directory, ignored);
+  for (const std::string& path : in_use) {
+    if (path.empty()) continue;
+    const fs::path inner = fs::weakly_canonical(path, ignored);
+    if (std::mismatch(outer.begin(), outer.end(), inner.begin(), inner.end()).first ==
+        outer.end()) {
+      return absl::FailedPreconditionError(absl::StrCat(directory, " stays: ", path, " is in use"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status CheckName(const std::string& name) {
@@ -95,7 +110,8 @@ std::vector<Listed> List(const std::string& parent) {
   return listed;
 }
 
-absl::Status Prune(const std::string& just_saved, const Identity& identity, int64_t keep) {
+absl::Status Prune(const std::string& just_saved, const Identity& identity, int64_t keep,
+                   const std::vector<std::string>& in_use) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
   if (keep == 0) return absl::OkStatus();
   std::vector<std::string> others;
@@ -104,11 +120,12 @@ absl::Status Prune(const std::string& just_saved, const Identity& identity, int6
         listed.identity.run_id != identity.run_id) {
       continue;
     }
-    const absl::Status owned = CheckOwned(listed.path, fs::path(listed.path).filename().string());
-    if (owned.ok()) {
+    absl::Status removable = CheckOwned(listed.path, fs::path(listed.path).filename().string());
+    if (removable.ok()) removable = CheckNotInUse(listed.path, in_use);
+    if (removable.ok()) {
       others.push_back(listed.path);
     } else {
-      Log(LogLevel::kWarning, "checkpoint_not_pruned", {{"reason", owned.message()}});
+      Log(LogLevel::kWarning, "checkpoint_not_pruned", {{"reason", removable.message()}});
     }
   }
   const auto kept = static_cast<size_t>(keep - 1);

@@ -78,8 +78,9 @@ std::vector<Listed> List(const std::string& parent);
 
 // Removes the checkpoints beside `just_saved` that are of the same kind and run and have the lowest
 // steps, until `keep` are left with it; 0 keeps all. A checkpoint with a file that its manifest
-// does not list stays, does not count, and is logged.
-absl::Status Prune(const std::string& just_saved, const Identity& identity, int64_t keep);
+// does not list, and one that is or holds a path of `in_use`, stays, does not count, and is logged.
+absl::Status Prune(const std::string& just_saved, const Identity& identity, int64_t keep,
+                   const std::vector<std::string>& in_use = {});
 
 }  // namespace tandem::checkpoint
 

@@ -119,6 +119,28 @@ TEST_F(CheckpointTest, TheFilesOfAFolderAreListedAndVerified) {
   EXPECT_EQ(save({"folder/.hidden"}).status().code(), absl::StatusCode::kInternal);
 }
 
+// Programs that know version 2 alone would load a checkpoint without its folders.
+TEST_F(CheckpointTest, AFolderGivesTheManifestAVersionThatOlderProgramsRefuse) {
+  ASSERT_TRUE(SaveStep("step_1").ok());
+  EXPECT_THAT(ReadFile(Path("step_1/manifest.json")).value(), HasSubstr("\"version\": 2"));
+  const auto saved =
+      Save(parent_.string(), "step_2", {"trainer", 2}, [](const std::string& directory) {
+        fs::create_directories(fs::path(directory) / "folder");
+        return WriteFileDurably(absl::StrCat(directory, "/folder/a.txt"), "words");
+      });
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_TRUE(Verify(saved->path).ok());
+  std::string text = ReadFile(Path("step_2/manifest.json")).value();
+  EXPECT_THAT(text, HasSubstr("\"version\": 3"));
+  // Written before folders had a version of their own.
+  text.replace(text.find("\"version\": 3"), 12, "\"version\": 2");
+  ASSERT_TRUE(WriteFileDurably(Path("step_2/manifest.json"), text).ok());
+  EXPECT_TRUE(Verify(saved->path).ok());
+  text.replace(text.find("\"version\": 2"), 12, "\"version\": 4");
+  ASSERT_TRUE(WriteFileDurably(Path("step_2/manifest.json"), text).ok());
+  EXPECT_TRUE(absl::IsDataLoss(Verify(saved->path)));
+}
+
 TEST_F(CheckpointTest, EveryDamageOfTheManifestIsDetectedOrHarmless) {
   ASSERT_TRUE(SaveStep("step_1").ok());
   const std::string path = Path("step_1/manifest.json");
@@ -344,6 +366,22 @@ TEST_F(CheckpointTest, PruneLeavesWhatIsNotOfTheRunOrWasChanged) {
   EXPECT_TRUE(Verify(Path("other")).ok());
   EXPECT_TRUE(fs::exists(Path("step_2/notes.txt")));
   EXPECT_TRUE(fs::exists(Path("step_2/model.safetensors")));
+}
+
+TEST_F(CheckpointTest, PruneSparesWhatIsInUse) {
+  for (int step = 1; step <= 5; ++step) {
+    ASSERT_TRUE(Save(parent_.string(), absl::StrCat("step_", step), {"trainer", step},
+                     [](const std::string& directory) {
+                       return WriteFileDurably(absl::StrCat(directory, "/a.txt"), "words");
+                     })
+                    .ok());
+  }
+  const std::vector<std::string> in_use = {Path("step_1") + "/", Path("step_2/speculator"),
+                                           Path("step_5/../step_4"), Path("step"), ""};
+  ASSERT_TRUE(Prune(Path("step_5"), {.kind = "trainer"}, 1, in_use).ok());
+  for (int step = 1; step <= 5; ++step) {
+    EXPECT_EQ(fs::exists(Path(absl::StrCat("step_", step))), step != 3) << step;
+  }
 }
 
 TEST_F(CheckpointTest, PruneFollowsNoLink) {

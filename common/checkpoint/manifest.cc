@@ -21,7 +21,9 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr char kFormat[] = "tandem-checkpoint";
-constexpr int kFormatVersion = 2;
+// Programs that know version 2 alone would ignore what is in a folder, and write a next checkpoint
+// without it: they must refuse a checkpoint that has one.
+constexpr int kFormatVersion = 2, kFormatVersionWithFolders = 3;
 constexpr size_t kMaxManifestBytes = 16 << 20;
 
 // Whether `name` is a plain name, or one inside a folder with a plain name.
@@ -84,7 +86,8 @@ absl::StatusOr<Manifest> ReadManifest(const fs::path& directory) {
   if (!document.is_object() || document.value("format", json()) != kFormat) {
     return broken("is not a manifest");
   }
-  if (document.value("version", json()) != kFormatVersion) {
+  const json version = document.value("version", json());
+  if (version != kFormatVersion && version != kFormatVersionWithFolders) {
     return broken("is of a version that this build does not read");
   }
   if (!document.value("kind", json()).is_string() ||
@@ -141,9 +144,15 @@ absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const std::stri
     files.push_back({{"name", entry.name}, {"bytes", entry.bytes}, {"xxh3_128", entry.digest}});
     total += entry.bytes;
   }
-  const json manifest = {{"format", kFormat},     {"version", kFormatVersion},
-                         {"name", name},          {"kind", identity.kind},
-                         {"step", identity.step}, {"run_id", identity.run_id},
+  const bool has_folders = std::any_of(names.begin(), names.end(), [](const std::string& file) {
+    return file.find('/') != std::string::npos;
+  });
+  const json manifest = {{"format", kFormat},
+                         {"version", has_folders ? kFormatVersionWithFolders : kFormatVersion},
+                         {"name", name},
+                         {"kind", identity.kind},
+                         {"step", identity.step},
+                         {"run_id", identity.run_id},
                          {"files", files}};
   TANDEM_RETURN_IF_ERROR(WriteFileDurably(
       (directory / kManifestFile).string(),

@@ -509,6 +509,9 @@ absl::Status Resolve(RolloutServerConfig* config) {
 absl::Status Resolve(TrainerServerConfig* config) {
   TANDEM_RETURN_IF_ERROR(ResolveTraining(config, kTrainerPorts));
   if (!config->has_speculator()) return absl::OkStatus();
+  if (config->speculator().freeze_base_model() && !config->freeze().empty()) {
+    return InvalidField("freeze", "must be empty with speculator.freeze_base_model");
+  }
   return Resolve(config->mutable_speculator());
 }
 

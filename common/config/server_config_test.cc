@@ -296,6 +296,11 @@ TEST(ServerConfigTest, ASpeculatorHasAnAdapterAndALearningRateOfItsOwn) {
   const std::string whole = "adapter: mlp, optimizer: {learning_rate: 1e-3";
   EXPECT_EQ(path_of(whole + "}, inner_dim: -1"), "speculator.inner_dim");
   EXPECT_EQ(path_of(whole + ", beta1: 1}"), "speculator.optimizer.beta1");
+  EXPECT_EQ(path_of("freeze_base_model: true"), "speculator.adapter");
+  const std::string frozen = whole + "}, freeze_base_model: true";
+  EXPECT_EQ(path_of(frozen), "");
+  EXPECT_EQ(path_of(frozen + "}\nfreeze: [lm_head.weight]\noptimizer: {learning_rate: 1e-6"),
+            "freeze");
 }
 
 TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {

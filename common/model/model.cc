@@ -74,6 +74,12 @@ absl::Status CheckWeightDtype(const LoadOptions& options) {
   return absl::OkStatus();
 }
 
+absl::Status CheckFreezeAll(const LoadOptions& options) {
+  if (!options.requires_grad) return InvalidField("freeze_all", "needs requires_grad");
+  if (options.freeze.empty()) return absl::OkStatus();
+  return InvalidField("freeze", "has no meaning where every parameter is frozen");
+}
+
 }  // namespace
 
 Model::~Model() = default;
@@ -104,7 +110,10 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   model->family_ = family;
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, ModelParameters(config, head));
   std::vector<bool> trainable;
-  if (options.requires_grad) {
+  if (options.freeze_all) {
+    TANDEM_RETURN_IF_ERROR(CheckFreezeAll(options));
+    trainable.assign(specs.size(), false);
+  } else if (options.requires_grad) {
     TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, options.freeze));
   } else if (!options.freeze.empty()) {
     return InvalidField("freeze", "has no meaning for a model that does not train");

@@ -77,6 +77,9 @@ struct LoadOptions {
   bool requires_grad = false;
   // Patterns of the names that do not train (common/model/freeze.h).
   std::vector<std::string> freeze = {};
+  // Freezes every parameter of a model that would otherwise train: float32 values, digests and
+  // passes are those of a model in training. `freeze` must be empty.
+  bool freeze_all = false;
   Placement placement = {};
   // Set by a process that does not keep the whole of every block: a block's buffer has memory only
   // while it is filled, and until `block_filled` has returned, which takes what stays.

@@ -62,8 +62,10 @@ struct OutputShard {
   loss::VocabularyShard vocabulary;
 };
 
-// Lifetime: LoadModel and BuildOptimizer once, then passes and OptimizerStep in turns. Not
-// thread-safe. Exceptions of libtorch become INTERNAL.
+// Lifetime: LoadModel and BuildOptimizer once, then passes and OptimizerStep in turns. A model that
+// is frozen (LoadOptions::freeze_all) has no optimizer: neither BuildOptimizer nor ForwardBackward
+// is called, nor anything of the optimizer. Not thread-safe. Exceptions of libtorch become
+// INTERNAL.
 class Strategy {
  public:
   virtual ~Strategy() = default;

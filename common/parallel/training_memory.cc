@@ -53,7 +53,10 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
                           .blocks = {}};
   TANDEM_ASSIGN_OR_RETURN(const auto specs,
                           ModelParameters(model.config, {.kind = model.head, .tied = tied}));
-  TANDEM_ASSIGN_OR_RETURN(const auto trainable, TrainableParameters(specs, model.freeze));
+  std::vector<bool> trainable(specs.size(), false);
+  if (!model.freeze_all) {
+    TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, model.freeze));
+  }
   for (size_t i = 0; i < specs.size(); ++i) {
     const ParameterSpec& spec = specs[i];
     const int64_t numel = ShardNumel(spec, tensor_rank, tensor_ranks);
@@ -83,16 +86,17 @@ class Items {
  public:
   explicit Items(const TrainedModel& model) : on_host_(model.on_host) {}
 
+  // Adds nothing for 0 bytes, like the following two.
   void Add(const std::string& name, int64_t bytes) {
+    if (bytes == 0) return;
     plan_.items.push_back({.name = name, .bytes = bytes, .on_host = on_host_});
   }
   void AddOnHost(const std::string& name, int64_t bytes) {
+    if (bytes == 0) return;
     plan_.items.push_back({.name = name, .bytes = bytes, .on_host = true});
   }
-  // Adds the copies of float32 masters that linear maps multiply with, if there are any.
-  void AddComputeCopy(int64_t bytes) {
-    if (bytes > 0) Add("compute_copy", bytes);
-  }
+  // Adds the copies of float32 masters that linear maps multiply with.
+  void AddComputeCopy(int64_t bytes) { Add("compute_copy", bytes); }
   MemoryPlan Take() { return std::move(plan_); }
 
  private:
@@ -102,6 +106,7 @@ class Items {
 
 // Bytes per token that a pass keeps of the layers among blocks [begin, end).
 int64_t KeptBytes(const ShardedModel& model, Recompute recompute, const BlockRange& range) {
+  if (model.options.freeze_all) return 0;
   int64_t bytes = 0;
   for (int64_t block = range.begin; block < range.end; ++block) {
     if (block == 0 || block == model.last_block()) continue;
@@ -114,18 +119,20 @@ int64_t KeptBytes(const ShardedModel& model, Recompute recompute, const BlockRan
 }
 
 // Bytes per token that exist once, however many micro-batches are under way: the embedding's rows,
-// the final norm, the hidden states and their gradient; and where layers are computed again, one
-// layer with the gradients of its widest point.
+// the final norm, the hidden states and their gradient; where layers are computed again, one layer
+// with the gradients of its widest point; without autograd, a layer's widest point.
 int64_t WorkingBytes(const ShardedModel& model, Recompute recompute) {
   const int64_t ends = 4 * model.config.hidden_size * kFloatBytes;
+  const int64_t widest =
+      model.family.InferenceActivations(model.config, model.tensor_ranks) * kFloatBytes;
+  if (model.options.freeze_all) return ends + widest;
   if (recompute != Recompute::kFull) return ends;
   int64_t layer_bytes = 0;
   for (int64_t layer = 0; layer < model.config.num_hidden_layers; ++layer) {
     layer_bytes = std::max(
         layer_bytes, model.family.TrainingActivationBytes(model.config, layer, model.tensor_ranks));
   }
-  const int64_t widest = model.family.InferenceActivations(model.config, model.tensor_ranks);
-  return ends + layer_bytes + widest * kFloatBytes;
+  return ends + layer_bytes + widest;
 }
 
 int64_t WholePassBytes(const ShardedModel& model, Recompute recompute) {
@@ -210,6 +217,11 @@ int64_t PipelineBytes(const ShardedModel& model, Recompute recompute, const Pipe
                       int64_t stage) {
   // Enough micro-batches for a full pipeline.
   const int64_t micro_batches = 2 * shape.stages;
+  if (model.options.freeze_all) {
+    // Hidden states on their way to the next stage alone.
+    const int64_t sends = shape.stages > 1 ? kSendsInFlight : 0;
+    return sends * model.config.hidden_size * kFloatBytes / model.tensor_ranks;
+  }
   int64_t open = 0, peak = 0;
   for (const PipelineAction& action : PipelineSchedule(shape, micro_batches, stage)) {
     const BlockRange blocks =

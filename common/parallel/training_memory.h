@@ -21,16 +21,18 @@ struct TrainedModel {
   HeadKind head = HeadKind::kLm;  // kLm: a trainer's; kValue: a critic's
   bool untie_embeddings = false;
   std::vector<std::string> freeze = {};
+  bool freeze_all = false;               // LoadOptions::freeze_all: passes run without autograd
   DType dtype = DType::kFloat32;         // of the computation; weights are trained in float32
   DType weight_dtype = DType::kFloat32;  // whose values passes read (Placement::weight_dtype)
   bool on_host = true;                   // whether the CPU computes
 };
 
-// Returns the items of one rank: "weights", "gradients", "optimizer" and "activations"; with a
-// dtype or weight_dtype other than float32 "compute_copy"; under `zero` what it gathers block by
-// block. Weights, gradients and optimizer state are those of the strategy, but for the rounding up
-// of buffers; activations are an upper estimate for micro-batches of `tokens` tokens in all, and as
-// many of them under way as a pipeline stage ever has. Losses add what they need themselves.
+// Returns the items of one rank: "weights", "gradients", "optimizer" and "activations", of a frozen
+// model the first and last alone; with a dtype or weight_dtype other than float32 "compute_copy";
+// under `zero` what it gathers block by block. Weights, gradients and optimizer state are those of
+// the strategy, but for the rounding up of buffers; activations are an upper estimate for
+// micro-batches of `tokens` tokens in all, and as many of them under way as a pipeline stage ever
+// has. Losses add what they need themselves.
 //
 // `options` must fit the model and the `ranks` ranks (CheckMegatronOptions). INVALID_ARGUMENT for
 // "freeze"; UNIMPLEMENTED for a model_type that no family has.

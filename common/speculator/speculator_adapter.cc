@@ -132,6 +132,7 @@ absl::StatusOr<std::unique_ptr<Speculator>> SpeculatorAdapter::Read(
   auto loaded = LoadSpeculator(settings.path, options);
   if (!loaded.ok()) return PrependFieldPath("path", loaded.status());
   TANDEM_RETURN_IF_ERROR(CheckFits(**loaded, kind(), base));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("path", CheckFinite(settings.path, **loaded)));
   return loaded;
 }
 

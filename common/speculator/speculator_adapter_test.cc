@@ -6,8 +6,11 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <string>
 
 #include "absl/strings/match.h"
@@ -138,6 +141,27 @@ TEST_P(SpeculatorAdapterTest, AnotherSpeculatorsCheckpointIsRefusedByName) {
   fs::remove(directory_ / kCheckpointFolder / "config.json");
   EXPECT_TRUE(absl::IsDataLoss(adapter->LoadCheckpoint(directory_)));
   EXPECT_TRUE(at::equal(adapter->speculator().Value(HeadName(0)), before));
+}
+
+TEST_P(SpeculatorAdapterTest, ValuesThatAreNotFiniteAreRefusedByName) {
+  for (const double value : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    const auto adapter = Attached(Settings());
+    {
+      const at::NoGradGuard no_grad;
+      const auto& parameters = adapter->speculator().parameters();
+      const auto once = std::find_if(parameters.begin(), parameters.end(),
+                                     [](const auto& found) { return found.repeats.empty(); });
+      once->value.view(-1)[1] = value;
+    }
+    ASSERT_TRUE(adapter->SaveCheckpoint(directory_).ok());
+    const absl::Status refused =
+        Refusal({.adapter = GetParam(), .path = (directory_ / kCheckpointFolder).string()});
+    EXPECT_EQ(FieldPath(refused), "path") << refused;
+    EXPECT_TRUE(absl::StrContains(refused.message(), "tensor '")) << refused;
+    const absl::Status damaged = Attached(Settings())->LoadCheckpoint(directory_);
+    EXPECT_TRUE(absl::IsDataLoss(damaged)) << damaged;
+    fs::remove_all(directory_ / kCheckpointFolder);
+  }
 }
 
 TEST_P(SpeculatorAdapterTest, SizesOfTheBaseModelAreChecked) {

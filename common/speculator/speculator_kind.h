@@ -2,7 +2,8 @@
 // published config.json names; the rest of the code asks the kind.
 //
 // To add one, write a file like mlp_speculator.cc and put its kind into the table of
-// speculator_kind.cc.
+// speculator_kind.cc; then an adapter like mlp_adapter.cc, which trains it, and put that into the
+// table of speculator_adapter.cc. docs/architecture.md has the whole recipe.
 #ifndef TANDEM_COMMON_SPECULATOR_SPECULATOR_KIND_H_
 #define TANDEM_COMMON_SPECULATOR_SPECULATOR_KIND_H_
 

@@ -90,10 +90,10 @@ absl::Status OnRankZero(parallel::Strategy& strategy, absl::FunctionRef<absl::St
       .status();
 }
 
-absl::Status WriteState(const std::string& directory, const parallel::Strategy& strategy,
+absl::Status WriteState(const std::string& directory, int64_t optimizer_steps,
                         const TrainingState& state) {
   json text = ToJson(state);
-  text["optimizer_steps"] = strategy.optimizer_steps();
+  text["optimizer_steps"] = optimizer_steps;
   return WriteFileDurably(
       absl::StrCat(directory, "/", kStateFile),
       text.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n");
@@ -110,7 +110,8 @@ absl::Status SaveModel(parallel::Strategy& strategy, const std::string& director
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
                                                parallel::Strategy& strategy,
-                                               const TrainingState& state, Companion* companion) {
+                                               const TrainingState& state, Companion* companion,
+                                               const std::vector<std::string>& in_use) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
   const checkpoint::Identity identity = {.kind = state.kind,
                                          .step = state.version,
@@ -124,16 +125,22 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
         return pending.emplace(std::move(begun)).directory();
       }));
   TANDEM_RETURN_IF_ERROR(SaveModel(strategy, target, DType::kFloat32));
-  TANDEM_RETURN_IF_ERROR(ranks::Agree(strategy.ranks(), strategy.SaveOptimizer(target)));
+  const bool trains = strategy.model().num_trainable_parameters() > 0;
+  if (trains) {
+    TANDEM_RETURN_IF_ERROR(ranks::Agree(strategy.ranks(), strategy.SaveOptimizer(target)));
+  }
   TANDEM_ASSIGN_OR_RETURN(
       const checkpoint::Saved saved,
       ranks::FromRankZero<checkpoint::Saved>(
           strategy.ranks(), [&]() -> absl::StatusOr<checkpoint::Saved> {
-            TANDEM_RETURN_IF_ERROR(WriteState(target, strategy, state));
+            const int64_t optimizer_steps = trains                 ? strategy.optimizer_steps()
+                                            : companion != nullptr ? companion->updates()
+                                                                   : 0;
+            TANDEM_RETURN_IF_ERROR(WriteState(target, optimizer_steps, state));
             if (companion != nullptr) TANDEM_RETURN_IF_ERROR(companion->Save(target));
             TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed,
                                     (*std::move(pending)).Commit());
-            TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity, keep));
+            TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity, keep, in_use));
             return committed;
           }));
   return saved;

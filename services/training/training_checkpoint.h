@@ -3,7 +3,8 @@
 //
 // model.safetensors holds whole tensors, however the ranks shard them. The optimizer's state is in
 // one file per rank, which lists its slices of tensors
-// (common/parallel/optimizer/optimizer_state.h). Any layout of ranks reads what any other wrote.
+// (common/parallel/optimizer/optimizer_state.h); a frozen model has none. Any layout of ranks reads
+// what any other wrote.
 //
 // Every rank makes these calls, on one file system that all ranks see. Rank 0 creates the directory
 // and commits it once all ranks have written their files: the old checkpoint is there until then,
@@ -13,6 +14,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -26,13 +28,14 @@
 namespace tandem::training {
 
 // Writes directory/name and then removes the oldest checkpoints of this kind and run until `keep`
-// are left, never the one just written (0: all stay). A rank holds one block of the model beside
-// its shard. `companion`, unless it is nullptr, adds its own files.
+// are left, never the one just written nor one with a path of `in_use` (0: all stay). A rank holds
+// one block of the model beside its shard. `companion`, unless it is nullptr, adds its own files.
 absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
                                                const std::string& name, int64_t keep,
                                                parallel::Strategy& strategy,
                                                const TrainingState& state,
-                                               Companion* companion = nullptr);
+                                               Companion* companion = nullptr,
+                                               const std::vector<std::string>& in_use = {});
 
 // The contents of a step directory beside the optimizer's state.
 struct TrainingCheckpoint {

@@ -92,9 +92,12 @@ void TrainingCore::AddCommands() {
         if (request.expected_version.has_value()) {
           TANDEM_RETURN_IF_ERROR(CheckExpectedVersion(state_, *request.expected_version));
         }
+        // LoadBaseModel reads them again.
+        std::vector<std::string> in_use = {options_.model};
+        if (companion_ != nullptr) in_use.push_back(companion_->initial_directory());
         TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
                                 SaveTraining(request.directory, request.name, request.keep,
-                                             *strategy_, state_, companion_));
+                                             *strategy_, state_, companion_, in_use));
         unsaved_ = false;
         return saved;
       });
@@ -128,9 +131,11 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
   TANDEM_RETURN_IF_ERROR(RunAndAgree("model", [&] { return LoadModel(load); }));
   TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("model", model().weights_digest()));
   TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("tokenizer.json", vocabulary_digest_));
-  TANDEM_RETURN_IF_ERROR(RunAndAgree("optimizer", [&] {
-    return PrependFieldPath("optimizer", strategy_->BuildOptimizer(options_.optimizer));
-  }));
+  if (!frozen()) {
+    TANDEM_RETURN_IF_ERROR(RunAndAgree("optimizer", [&] {
+      return PrependFieldPath("optimizer", strategy_->BuildOptimizer(options_.optimizer));
+    }));
+  }
   RecordWeights(model().weights_digest());
   return absl::OkStatus();
 }
@@ -198,7 +203,7 @@ void TrainingCore::CheckSameOutcome(const std::string& command, const absl::Stat
   const absl::Status same =
       ranks_->CheckSame(absl::StrCat("outcome of '", command, "'"),
                         absl::StrCat(ErrorLine(status), ", version ", state_.version, " after ",
-                                     strategy_->optimizer_steps(), " updates"));
+                                     optimizer_steps(), " updates"));
   if (!same.ok()) ranks_->Fail(std::string(same.message()));
 }
 
@@ -206,6 +211,11 @@ SequenceLimits TrainingCore::limits() const {
   const Model& model = strategy_->model();
   return {.num_token_ids = model.num_token_ids(),
           .max_model_len = model.config().LongestSequence(options_.max_model_len)};
+}
+
+int64_t TrainingCore::optimizer_steps() const {
+  if (!frozen()) return strategy_->optimizer_steps();
+  return companion_ == nullptr ? 0 : companion_->updates();
 }
 
 WeightsVersion TrainingCore::weights() const {
@@ -230,7 +240,7 @@ void TrainingCore::RecordWeights(std::string digest) {
   EngineInfo info;
   info.model = model().Summary(limits().max_model_len);
   info.model.vocabulary_digest = vocabulary_digest_;
-  info.optimizer_steps = strategy_->optimizer_steps();
+  info.optimizer_steps = optimizer_steps();
   info.weights = {.version = state_.version, .digest = std::move(digest)};
   state_.lineage.Record(info.weights);
   weights_changed_ = false;
@@ -315,6 +325,7 @@ absl::Status TrainingCore::MakeUpdate(const StepIdentity& identity,
   } else {
     updates.entry->metrics = report.metrics;
   }
+  if (frozen()) return ApplyCompanionUpdate(updates);
   for (const char* name : {"grad_norm", "learning_rate", "updates", "updates_not_finite"}) {
     updates.entry->metrics[absl::StrCat(metric_prefix_, name)] = 0;
   }
@@ -345,12 +356,22 @@ absl::Status TrainingCore::ApplyUpdate(Updates& updates) {
   return UpdateCompanion();
 }
 
+absl::Status TrainingCore::ApplyCompanionUpdate(Updates& updates) {
+  // A version of its own for the companion, of a model that stays as it is.
+  std::string digest = weights().digest;
+  TANDEM_RETURN_IF_ERROR(UpdateCompanion());
+  if (updates.applied++ == 0) updates.entry->weights.version = ++state_.version;
+  RecordWeights(std::move(digest));
+  return absl::OkStatus();
+}
+
 absl::Status TrainingCore::UpdateCompanion() {
   if (companion_ == nullptr) return absl::OkStatus();
   const absl::Status status =
       RunAndAgree("update beside the model", [&] { return companion_->Update(); });
   if (!status.ok()) {
     // The model has an update that its companion lacks, or has in part.
+    companion_intact_ = false;
     broken_ = absl::DataLossError(absl::StrCat(
         "an update beside the model broke off: load a checkpoint (", status.message(), ")"));
   }
@@ -358,6 +379,7 @@ absl::Status TrainingCore::UpdateCompanion() {
 }
 
 void TrainingCore::Report(const Updates& updates) const {
+  if (frozen()) return;  // the model has no update to report
   std::map<std::string, double>& metrics = updates.entry->metrics;
   const auto set = [&](const char* name, double value) {
     metrics.at(absl::StrCat(metric_prefix_, name)) = value;
@@ -447,12 +469,12 @@ absl::Status TrainingCore::ReadCheckpoint(const std::string& path) {
   TANDEM_RETURN_IF_ERROR(
       RunAndAgree("tokenizer", [&] { return CheckVocabulary(path, vocabulary_digest_); }));
   if (companion_ != nullptr) {
-    TANDEM_RETURN_IF_ERROR(
-        RunAndAgree("checkpoint", [&] { return companion_->ReadCheckpoint(path); }));
+    TANDEM_RETURN_IF_ERROR(RunAndAgree(
+        "checkpoint", [&] { return companion_->ReadCheckpoint(path, companion_intact_); }));
   }
   return Replace(
-      path, [&] { return strategy_->LoadOptimizer(path); }, read.weights.tensors,
-      std::move(read.state));
+      path, [&] { return frozen() ? absl::OkStatus() : strategy_->LoadOptimizer(path); },
+      read.weights.tensors, std::move(read.state));
 }
 
 absl::Status TrainingCore::ReadBaseModel() {
@@ -469,8 +491,8 @@ absl::Status TrainingCore::ReadBaseModel() {
     return companion_ == nullptr ? absl::OkStatus() : companion_->ReadInitial();
   }));
   return Replace(
-      options_.model, [&] { return strategy_->ResetOptimizer(); }, base.tensors,
-      TrainingState{.kind = state_.kind});
+      options_.model, [&] { return frozen() ? absl::OkStatus() : strategy_->ResetOptimizer(); },
+      base.tensors, TrainingState{.kind = state_.kind});
 }
 
 absl::Status TrainingCore::Replace(absl::string_view source,
@@ -482,10 +504,12 @@ absl::Status TrainingCore::Replace(absl::string_view source,
       absl::StrCat("loading ", source, " broke off: load a checkpoint before anything else"));
   TANDEM_RETURN_IF_ERROR(strategy_->LoadParameters(weights));
   if (companion_ != nullptr) {
+    companion_intact_ = false;
     TANDEM_RETURN_IF_ERROR(RunAndAgree("weights beside the model", [&] {
       companion_->Adopt();
       return absl::OkStatus();
     }));
+    companion_intact_ = true;
   }
   state_ = std::move(state);
   broken_ = absl::OkStatus();

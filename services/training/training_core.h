@@ -147,6 +147,9 @@ class TrainingCore {
     return ranks_->FromRankZero<T>(ask);
   }
   Model& model() { return strategy_->model(); }
+  // Whether the model is frozen (LoadOptions::freeze_all): the companion trains alone. The strategy
+  // then has no optimizer: it runs Forward, and no ForwardBackward.
+  bool frozen() const { return strategy_->model().num_trainable_parameters() == 0; }
   parallel::Strategy& strategy() { return *strategy_; }
   // Returns the loss::MetricReduction over the ranks.
   auto reduction() {
@@ -160,7 +163,8 @@ class TrainingCore {
   SequenceLimits limits() const;
   WeightsVersion weights() const;
 
-  // Leaves the gradients of one update with the strategy, and adds its metrics to the report.
+  // Leaves the gradients of one update with the strategy, or with the companion alone where the
+  // model is frozen, and adds its metrics to the report.
   using UpdateGradients = std::function<absl::Status(StepReport& report)>;
 
   // Does a step exactly once. `prepare` checks the batch and returns its updates, or marks the step
@@ -238,6 +242,8 @@ class TrainingCore {
   absl::Status MakeUpdate(const StepIdentity& identity, const UpdateGradients& gradients,
                           StepReport& report, Updates& updates);
   absl::Status ApplyUpdate(Updates& updates);
+  // Makes the update of the companion, beside a model that is frozen.
+  absl::Status ApplyCompanionUpdate(Updates& updates);
   void Report(const Updates& updates) const;
   absl::Status UpdateCompanion();
   // Replaces weights and state, and the companion's by those that it has read. `load_optimizer`
@@ -247,6 +253,8 @@ class TrainingCore {
   // Updates the model's copies of its weights, and the digest, after weights have changed.
   absl::Status RefreshWeights();
   void RecordWeights(std::string digest);
+  // Number of updates of the model, or of the companion where the model is frozen.
+  int64_t optimizer_steps() const;
 
   const std::string metric_prefix_;
   const TrainingOptions options_;
@@ -264,6 +272,7 @@ class TrainingCore {
   std::string vocabulary_digest_;  // empty without one
   std::unique_ptr<parallel::Strategy> strategy_;
   Companion* companion_ = nullptr;
+  bool companion_intact_ = true;  // false from an update or a load that broke off, to the next load
   TrainingState state_;
   bool copies_stale_ = false;    // the model's copies of its weights lack the last update
   bool weights_changed_ = true;  // since the digest was computed

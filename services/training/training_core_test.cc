@@ -55,16 +55,18 @@ class FailingStrategy final : public parallel::SingleStrategy {
 class CountingCompanion final : public Companion {
  public:
   absl::Status Update() override {
-    ++updates;
+    ++count;
     if (std::exchange(fail_update, false)) throw std::runtime_error("beside the model");
     return absl::OkStatus();
   }
   absl::Status Save(const std::string& directory) override {
     std::filesystem::create_directory(directory + "/companion");
-    std::ofstream(directory + "/companion/updates.txt") << updates;
+    std::ofstream(directory + "/companion/updates.txt") << count;
     return absl::OkStatus();
   }
-  absl::Status ReadCheckpoint(const std::string& directory) override {
+  int64_t updates() const override { return count; }
+  absl::Status ReadCheckpoint(const std::string& directory, bool intact) override {
+    read_intact = intact;
     std::ifstream(directory + "/companion/updates.txt") >> read;
     return refuse_read ? absl::DataLossError("is damaged") : absl::OkStatus();
   }
@@ -72,10 +74,16 @@ class CountingCompanion final : public Companion {
     read = 0;
     return absl::OkStatus();
   }
-  void Adopt() override { updates = read; }
+  std::string initial_directory() const override { return initial; }
+  void Adopt() override {
+    if (std::exchange(fail_adopt, false)) throw std::runtime_error("beside the model");
+    count = read;
+  }
 
-  int updates = 0, read = -1;
-  bool fail_update = false, refuse_read = false;
+  int count = 0, read = -1;
+  bool read_intact = true;
+  std::string initial;
+  bool fail_update = false, refuse_read = false, fail_adopt = false;
 };
 
 class TrainingCoreTest : public ::testing::Test {
@@ -150,11 +158,11 @@ class TrainingCoreTest : public ::testing::Test {
 // The companion's update is made if and only if the model's is.
 TEST_F(TrainingCoreTest, TheCompanionLearnsWhatTheModelLearns) {
   ASSERT_TRUE(Step(Identity(0)).ok());
-  EXPECT_EQ(companion_.updates, 1);
+  EXPECT_EQ(companion_.count, 1);
   EXPECT_TRUE(Step(Identity(0))->replayed);
-  EXPECT_EQ(companion_.updates, 1);
+  EXPECT_EQ(companion_.count, 1);
   ASSERT_TRUE(Step(Identity(1), {}, /*updates=*/3).ok());
-  EXPECT_EQ(companion_.updates, 4);
+  EXPECT_EQ(companion_.count, 4);
   strategy_->not_finite = true;
   EXPECT_TRUE(Step(Identity(2))->report.skipped);
   strategy_->fail_before_update = true;
@@ -162,10 +170,10 @@ TEST_F(TrainingCoreTest, TheCompanionLearnsWhatTheModelLearns) {
   next.request_id = next.payload_digest = "next";
   next.step = 3;
   EXPECT_FALSE(Step(next).ok());
-  EXPECT_EQ(companion_.updates, 4);
+  EXPECT_EQ(companion_.count, 4);
   strategy_->fail_after_update = true;
   EXPECT_TRUE(Step(next).ok());
-  EXPECT_EQ(companion_.updates, 5);
+  EXPECT_EQ(companion_.count, 5);
 }
 
 TEST_F(TrainingCoreTest, ACompanionsUpdateThatBreaksOffNeedsACheckpoint) {
@@ -177,10 +185,48 @@ TEST_F(TrainingCoreTest, ACompanionsUpdateThatBreaksOffNeedsACheckpoint) {
   EXPECT_TRUE(absl::IsDataLoss(Step(Identity(1)).status()));
   EXPECT_TRUE(absl::IsDataLoss(Step(Identity(2)).status()));
   ASSERT_TRUE(core_->LoadCheckpoint({}, saved->path).ok());
-  EXPECT_EQ(companion_.updates, 1);
+  EXPECT_EQ(companion_.count, 1);
   EXPECT_TRUE(Step(Identity(1)).ok());
   ASSERT_TRUE(core_->LoadBaseModel({}).ok());
-  EXPECT_EQ(companion_.updates, 0);
+  EXPECT_EQ(companion_.count, 0);
+}
+
+// A checkpoint that has nothing of the companion must not bring back half an update.
+TEST_F(TrainingCoreTest, TheCompanionKnowsWhetherItsStateIsIntact) {
+  const std::string saved =
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "one"})->path;
+  ASSERT_TRUE(core_->LoadCheckpoint({}, saved).ok());
+  EXPECT_TRUE(companion_.read_intact);
+  companion_.fail_update = true;
+  EXPECT_TRUE(absl::IsDataLoss(Step(Identity(0)).status()));
+  companion_.refuse_read = true;
+  EXPECT_FALSE(core_->LoadCheckpoint({}, saved).ok());
+  companion_.refuse_read = false;
+  companion_.fail_adopt = true;
+  EXPECT_FALSE(core_->LoadCheckpoint({}, saved).ok());
+  EXPECT_FALSE(companion_.read_intact);
+  ASSERT_TRUE(core_->LoadCheckpoint({}, saved).ok());
+  EXPECT_FALSE(companion_.read_intact);
+  ASSERT_TRUE(core_->LoadCheckpoint({}, saved).ok());
+  EXPECT_TRUE(companion_.read_intact);
+}
+
+TEST_F(TrainingCoreTest, PruningSparesWhatTheBaseModelIsReadFrom) {
+  for (const char* name : {"one", "two", "three"}) {
+    ASSERT_TRUE(
+        core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = name, .keep = 2})
+            .ok());
+    companion_.initial = folder_ / "checkpoints/one/companion";
+  }
+  const auto there = [&](const char* name) {
+    return std::filesystem::exists(folder_ / absl::StrCat("checkpoints/", name));
+  };
+  EXPECT_TRUE(there("one") && there("two") && there("three"));
+  companion_.initial.clear();
+  ASSERT_TRUE(
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "three", .keep = 2})
+          .ok());
+  EXPECT_FALSE(there("one") && there("two"));
 }
 
 TEST_F(TrainingCoreTest, WhatTheCompanionRefusesIsNotLoaded) {
@@ -192,7 +238,7 @@ TEST_F(TrainingCoreTest, WhatTheCompanionRefusesIsNotLoaded) {
   companion_.refuse_read = true;
   EXPECT_TRUE(absl::IsDataLoss(core_->LoadCheckpoint({}, saved->path)));
   EXPECT_EQ(core_->Info().weights.digest, digest);
-  EXPECT_EQ(companion_.updates, 1);
+  EXPECT_EQ(companion_.count, 1);
   EXPECT_TRUE(Step(Identity(1)).ok());
 }
 

@@ -113,9 +113,8 @@ def test_a_cache_that_nobody_sized_fits_into_the_memory(directories):
     assert 0.5 * float(available) < float(needed) < float(available)
 
 
-def test_a_speculator_is_in_the_plan_of_every_rank(directories):
-    settings = ("adapter=mlp", "n_predict=1", "optimizer.learning_rate=0.001")
-    model = directories["SmolLM2-135M"]
+def plan_of_a_speculator(model, *settings):
+    settings = ("adapter=mlp", "n_predict=1", "optimizer.learning_rate=0.001", *settings)
     done = subprocess.run(
         [
             find_binary("tandem-trainer-server"),
@@ -128,8 +127,17 @@ def test_a_speculator_is_in_the_plan_of_every_rank(directories):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    parts = re.findall(r"^# +([\d.]+) GB +speculator_(\w+)", done.stdout, re.MULTILINE)
-    planned = {name: float(gigabytes) for gigabytes, name in parts}
+    parts = re.findall(r"^# +([\d.]+) GB +(\w+)", done.stdout, re.MULTILINE)
+    return {name: float(gigabytes) for gigabytes, name in parts}
+
+
+def test_a_speculator_is_in_the_plan_of_every_rank(directories):
+    plan = plan_of_a_speculator(directories["SmolLM2-135M"])
+    planned = {
+        name.removeprefix("speculator_"): gigabytes
+        for name, gigabytes in plan.items()
+        if name.startswith("speculator_")
+    }
     # Embedding and head, one projection, the norm.
     hidden, vocabulary = 576, 49152
     values = 2 * vocabulary * hidden + hidden * hidden + 2 * hidden
@@ -137,6 +145,18 @@ def test_a_speculator_is_in_the_plan_of_every_rank(directories):
     assert planned["weights"] == one
     assert planned["gradients"] == one
     assert planned["optimizer"] == pytest.approx(8 * values / 1e9, abs=0.001)
+    assert planned["logits"] == plan["logits"] > 0
+    assert planned["staging"] == pytest.approx(12 * values / 1e9, abs=0.001)
+
+
+def test_a_frozen_base_has_neither_gradients_nor_an_optimizer_in_the_plan(directories):
+    model = directories["SmolLM2-135M"]
+    trained = plan_of_a_speculator(model)
+    frozen = plan_of_a_speculator(model, "freeze_base_model=true")
+    assert {"gradients", "optimizer"} == trained.keys() - frozen.keys()
+    assert frozen["activations"] < 0.2 * trained["activations"]
+    differing = {name for name in frozen if frozen[name] != trained[name]}
+    assert differing <= {"activations", "in", "available"}
 
 
 def test_the_table_has_every_server_and_a_layout():

@@ -42,6 +42,8 @@ _SCALARS = {
 }
 # "Default 30." or "Defaults 7701 rollout, 7702 trainer, 7703 critic.", up to the sentence's end.
 _DEFAULT = re.compile(r"\bDefaults? (?P<value>.+?)(?:\.(?=\s|$)|;|, at most)")
+# "The optimizer; its learning_rate is required.", where the inner message has a default.
+_REQUIRED = re.compile(r"\bits (?P<field>\w+) is required\b")
 # The value of a field that is not set and has no default of its own.
 _ZERO = {"bool": "false", "integer": "0", "number": "0"}
 
@@ -63,6 +65,15 @@ class Group:
     title: str
     meaning: str
     rows: tuple[Row, ...]
+
+
+def _required(row: Row, path: str, comment: str) -> Row:
+    """Returns the row of a setting below `path`, whose comment may require it."""
+    found = _REQUIRED.search(comment)
+    if not found or row.path != f"{path}.{found['field']}":
+        return row
+    meaning = _DEFAULT.sub("", row.meaning).removesuffix(".").strip()
+    return replace(row, default="required", meaning=meaning)
 
 
 class Schema:
@@ -104,7 +115,8 @@ class Schema:
             path = prefix + field.name
             if field.type == FieldProto.TYPE_MESSAGE:
                 first, *others = self.groups(field.type_name, f"{path}.")
-                inner += [replace(first, title=path, meaning=comment), *others]
+                rows = tuple(_required(row, path, comment) for row in first.rows)
+                inner += [Group(path, comment, rows), *others]
             else:
                 own.append(self._row(path, field, comment))
         yield Group("", "", tuple(own))

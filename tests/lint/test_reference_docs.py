@@ -45,6 +45,8 @@ def test_defaults_come_from_the_comments(settings):
     assert settings["optimizer.schedule"].default == "constant"
     assert settings["server.insecure"].default == "false"
     assert settings["senior_model"].default == "required"
+    assert settings["speculator.optimizer.learning_rate"].default == "required"
+    assert "Default" not in settings["speculator.optimizer.learning_rate"].meaning
     assert settings["optimizer.total_steps"].default == ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
@@ -119,17 +119,15 @@ def remove_checkpoint(path: Path) -> str | None:
         return "its manifest.json is damaged"
     if manifest.name != path.name:
         return f"its manifest names the checkpoint {manifest.name!r}"
-    files = {MANIFEST, *(one.name for one in manifest.files)}
-    folders = {str(PurePosixPath(name).parent) for name in files}
+    listed = {path / MANIFEST, *(path / one.name for one in manifest.files)}
+    folders = {one.parent for one in listed} - {path}
     entries = sorted(path.rglob("*"))
     for entry in entries:
-        name = entry.relative_to(path).as_posix()
         is_folder = entry.is_dir() and not entry.is_symlink()
-        if name not in (folders if is_folder else files):
-            return f"{name} does not belong to the checkpoint"
-    # What lies in a folder goes before the folder.
-    for entry in reversed(entries):
-        if entry.relative_to(path).as_posix() in folders:
+        if entry not in (folders if is_folder else listed):
+            return f"{entry.relative_to(path)} does not belong to the checkpoint"
+    for entry in reversed(entries):  # a folder after what is in it
+        if entry in folders:
             entry.rmdir()
         elif entry != file:
             entry.unlink()

@@ -18,7 +18,7 @@ from tandem.run_files import read_json
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 # Files of a checkpoint that only training reads.
-_TRAINING_FILES = ("tandem_state.json", "optimizer*")
+_TRAINING_FILES = ("tandem_state.json", "optimizer*", "speculator_optimizer*")
 # Begins the names of a speculator's files in the manifest.
 _SPECULATOR = "speculator/"
 

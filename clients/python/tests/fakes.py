@@ -308,15 +308,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.LoadCheckpointResponse(weights=weights(self.world.version))
 
 
-def write_checkpoint(path, name=None):
-    """A checkpoint directory as the servers write it: two files, a speculator's, and a manifest.
+def write_checkpoint(path, name=None, files=("model.safetensors", "tandem_state.json")):
+    """A checkpoint directory as the servers write it, with a few files and a manifest.
 
     The manifest has the directory's name, or another `name`, as that of a copy has.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    files = ("model.safetensors", "speculator/config.json", "tandem_state.json")
-    (path / "speculator").mkdir(exist_ok=True)
     for file in files:
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
         (path / file).write_text("{}")
     manifest = {
         "kind": "trainer",

@@ -28,7 +28,8 @@ def write_checkpoint(directory, weights=WEIGHTS):
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text('{"eos_token_id": 0}')
     (directory / "tandem_state.json").write_text("{}")
-    (directory / "optimizer.safetensors").write_bytes(b"moments")
+    for name in ("optimizer", "speculator_optimizer"):
+        (directory / f"{name}.safetensors").write_bytes(b"moments")
     (directory / "speculator").mkdir()
     (directory / "speculator/config.json").write_text('{"n_predict": 3}')
     files = [

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from commands import contents, lines, tandem
 
 from tandem import run_dir, run_files, settings
-from tandem.checkpoints import SavedState
+from tandem.checkpoints import SavedState, remove_checkpoint
 from tandem.errors import RunDirectoryError
 from tandem.run_dir import RunDirectory
 from tandem.settings import RunSettings
@@ -148,6 +149,23 @@ def test_clean_removes_no_file_that_others_put_into_the_folders_of_a_run(run_fil
     assert not (run / "trajectories" / "step_2.jsonl").exists()
 
 
+def test_a_checkpoint_with_a_speculator_is_removed_with_its_folder(tmp_path):
+    files = ("model.safetensors", "speculator/config.json", "speculator/model.safetensors")
+    for name in ("own", "with_file", "with_folder", "cut_off"):
+        fakes.write_checkpoint(tmp_path / name, files=files)
+    (tmp_path / "with_file" / "speculator" / "mine.txt").write_text("x")
+    (tmp_path / "with_folder" / "mine").mkdir()
+    shutil.rmtree(tmp_path / "cut_off" / "speculator")
+    assert remove_checkpoint(tmp_path / "own") is None
+    assert remove_checkpoint(tmp_path / "cut_off") is None
+    for name, foreign in (("with_file", "speculator/mine.txt"), ("with_folder", "mine")):
+        before = contents(tmp_path / name)
+        why = remove_checkpoint(tmp_path / name)
+        assert why == f"{foreign} does not belong to the checkpoint"
+        assert contents(tmp_path / name) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["with_file", "with_folder"]
+
+
 @pytest.mark.parametrize("option", ["--clean", "--resume"])
 def test_a_checkpoint_that_a_user_copied_stays_and_is_named(run_file, tmp_path, option):
     tandem("train", run_file, "steps=2")
@@ -156,18 +174,14 @@ def test_a_checkpoint_that_a_user_copied_stays_and_is_named(run_file, tmp_path, 
         "step_000009": "its manifest names the checkpoint 'step_000002'",
         "critic/step_000008": "its manifest names the checkpoint ''",
         "step_000007": "notes.txt does not belong to the checkpoint",
-        "step_000004": "speculator/notes.txt does not belong to the checkpoint",
-        "step_000003": "mine does not belong to the checkpoint",
         "step_000006": "its manifest.json is damaged",
         "step_000005": "it is no checkpoint",
     }
     fakes.write_checkpoint(folder / "step_000009", name="step_000002")
     fakes.write_checkpoint(folder / "critic/step_000008", name="")
-    for name in ("step_000007", "step_000006", "step_000004", "step_000003", "mine"):
+    for name in ("step_000007", "step_000006", "mine"):
         fakes.write_checkpoint(folder / name)
     (folder / "step_000007" / "notes.txt").write_text("x")
-    (folder / "step_000004" / "speculator" / "notes.txt").write_text("x")
-    (folder / "step_000003" / "mine").mkdir()
     (folder / "step_000006" / "manifest.json").write_text('{"name": "step_000006", "files": [7]}')
     (folder / "step_000005").symlink_to(folder / "mine")
     before = {name: contents(folder / name) for name in kept}

@@ -67,9 +67,7 @@ def test_the_speculator_of_a_run_is_that_of_its_last_checkpoint(run_file, tmp_pa
     tandem("sft", run_file, "steps=1")
     write_checkpoint(tmp_path / "with")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
-    (tmp_path / "with" / "speculator" / "config.json").rename(
-        checkpoint / "speculator" / "config.json"
-    )
+    (tmp_path / "with" / "speculator").rename(checkpoint / "speculator")
     write_manifest(checkpoint)
     tandem("speculator", "export", tmp_path / "run", tmp_path / "heads")
     assert "MLPSpeculator" in (tmp_path / "heads" / "config.json").read_text()

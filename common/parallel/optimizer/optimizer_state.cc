@@ -15,6 +15,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "common/base/bounded_json.h"
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
@@ -118,7 +119,12 @@ absl::StatusOr<StoredState> Open(const std::string& directory) {
                                                  absl::EndsWith(name, ".safetensors"));
     if (is_state) names.insert(name);
   }
-  if (names.empty()) names.insert(kWholeFile);  // AddFile reports what is missing
+  if (names.empty()) {
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, "path",
+        absl::StrCat(directory, " has no state of an optimizer: a trainer with ",
+                     "speculator.freeze_base_model wrote it. Its files are good for `model`"));
+  }
   for (const std::string& name : names) {
     TANDEM_RETURN_IF_ERROR(AddFile(absl::StrCat(directory, "/", name), state));
   }

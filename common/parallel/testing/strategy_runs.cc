@@ -103,7 +103,7 @@ void Prepare(Strategy& strategy, const std::string& directory, const LoadOptions
   LoadOptions training = load;
   training.requires_grad = true;
   Check(strategy.LoadModel(directory, training));
-  Check(strategy.BuildOptimizer(optimizer));
+  if (!load.freeze_all) Check(strategy.BuildOptimizer(optimizer));
 }
 
 StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed) {

@@ -236,6 +236,12 @@ TEST(ObjectiveTest, WhatComesWithTheSamplesNeedsNoModel) {
   EXPECT_TRUE(CheckObjective(objective, {.reference = true, .junior = true}).ok());
 }
 
+TEST(ObjectiveTest, AFrozenModelHasNone) {
+  const absl::Status refused = CheckObjective({}, {.critic = true, .frozen = true});
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_EQ(Reason(refused), "BASE_MODEL_FROZEN");
+}
+
 TEST(BatchCheckTest, GoodBatchPasses) { EXPECT_TRUE(CheckPolicyBatch(TestBatch(), Limits()).ok()); }
 
 TEST(BatchCheckTest, ImportanceWeightsThatAreAllOneAreRefused) {

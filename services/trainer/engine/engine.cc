@@ -5,6 +5,7 @@
 #include <utility>
 #include <variant>
 
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
@@ -94,7 +95,8 @@ BatchLimits TorchEngine::Limits() const {
           .lineage = &core_->state().lineage,
           .support = {.critic = critic_ != nullptr,
                       .reference = models_->reference != nullptr,
-                      .junior = models_->junior_kl->has_junior()}};
+                      .junior = models_->junior_kl->has_junior(),
+                      .frozen = core_->frozen()}};
 }
 
 absl::StatusOr<StepResult> TorchEngine::DoStep(const CallScope& call,
@@ -135,10 +137,14 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
 
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options,
                                                      std::shared_ptr<CriticConnection> critic) {
+  if (options.freeze_base_model && options.speculator.adapter.empty()) {
+    return InvalidField("speculator.adapter", "is required by freeze_base_model");
+  }
   TANDEM_ASSIGN_OR_RETURN(
       std::unique_ptr<training::TrainingCore> core,
-      training::TrainingCore::Create("trainer", "policy/", options,
-                                     {.head = HeadKind::kLm, .requires_grad = true}));
+      training::TrainingCore::Create(
+          "trainer", "policy/", options,
+          {.head = HeadKind::kLm, .requires_grad = true, .freeze_all = options.freeze_base_model}));
   auto engine = std::make_unique<TorchEngine>(options, std::move(core), std::move(critic));
   TANDEM_RETURN_IF_ERROR(engine->Load());
   return engine;

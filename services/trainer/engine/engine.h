@@ -22,9 +22,10 @@ class Engine : public training::Engine {
   // field's path ("samples[3].trajectory.authorship_mask", "policy.kl_coefficient", "run_id"),
   // OUT_OF_RANGE for a batch or sequence that is too long, FAILED_PRECONDITION (reasons
   // STALE_POLICY_VERSION, TRAJECTORY_TOO_OLD, UNKNOWN_POLICY_VERSION, WEIGHTS_DIFFER, NO_CRITIC,
-  // NO_REFERENCE_MODEL), ALREADY_EXISTS (reason REQUEST_ID_REUSED), UNIMPLEMENTED. A step whose
-  // loss or gradient is not finite is skipped, also where that is the critic's. A step that has
-  // begun is finished even if its caller leaves, unless it waits for the critic.
+  // NO_REFERENCE_MODEL, BASE_MODEL_FROZEN), ALREADY_EXISTS (reason REQUEST_ID_REUSED),
+  // UNIMPLEMENTED. A step whose loss or gradient is not finite is skipped, also where that is the
+  // critic's. A step that has begun is finished even if its caller leaves, unless it waits for the
+  // critic.
   virtual absl::StatusOr<StepResult> TrainStep(const CallScope& call,
                                                const TrainStepRequest& request) = 0;
 

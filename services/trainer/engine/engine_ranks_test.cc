@@ -123,6 +123,17 @@ TrainStepRequest RequestOf(int64_t step) {
   return request;
 }
 
+TrainStepRequest SupervisedOf(int64_t step) {
+  TrainStepRequest request = RequestOf(step);
+  SupervisedBatch batch;
+  for (const PolicySample& sample : TestBatch().samples) {
+    batch.samples.push_back(
+        {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
+  }
+  request.batch = batch;
+  return request;
+}
+
 TEST_P(TrainerRanksTest, PolicyStepsAreThoseOfOneProcess) {
   expected_version_ = 4;
   const auto change = [](EngineOptions& options) {
@@ -243,13 +254,7 @@ TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
       variant(batch);
       ExpectSameReport(Step(engine, request), Step(*single, request));
     }
-    TrainStepRequest supervised = RequestOf(++step);
-    SupervisedBatch batch;
-    for (const PolicySample& sample : TestBatch().samples) {
-      batch.samples.push_back(
-          {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
-    }
-    supervised.batch = batch;
+    const TrainStepRequest supervised = SupervisedOf(++step);
     ExpectSameReport(Step(engine, supervised), Step(*single, supervised));
   });
 }
@@ -284,6 +289,46 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
     TrainStepRequest request = RequestOf(3);
     RecordLogProbs(*resumed, std::get<PolicyBatch>(request.batch));
     ExpectSameReport(last, Step(*resumed, request));
+  });
+}
+
+TEST_P(TrainerRanksTest, ASpeculatorLearnsAloneAsOnOneProcess) {
+  const TemporaryFolder shared;
+  expected_version_ = 5;
+  const auto change = [](EngineOptions& options) {
+    options.micro_batch_tokens = 12;
+    options.speculator = {.adapter = "mlp", .seed = 7, .n_predict = 2, .inner_dim = 16};
+    options.speculator_optimizer = options.optimizer;
+    options.freeze_base_model = true;
+  };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    const std::string digest = Digest(*single);
+    std::string saved;
+    StepResult last;
+    for (int64_t step = 1; step <= 5; ++step) {
+      const TrainStepRequest request = SupervisedOf(step);
+      last = Step(engine, request);
+      ExpectSameReport(last, Step(*single, request));
+      EXPECT_EQ(Digest(engine), digest);
+      if (step == 4)
+        saved =
+            engine.SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "four"})->path;
+    }
+    EXPECT_GT(last.report.metrics.at("speculator/loss"), 0);
+    const absl::Status refused = engine.TrainStep({}, Stamped(engine, RequestOf(6))).status();
+    EXPECT_EQ(Reason(refused), "BASE_MODEL_FROZEN") << refused;
+    const auto resumed = Make(options);
+    ASSERT_TRUE(resumed->LoadCheckpoint({}, saved).ok());
+    ExpectSameReport(last, Step(*resumed, SupervisedOf(5)));
+    // The checkpoint of one process goes on under any layout.
+    const auto of_single =
+        resumed->SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "five"}).value();
+    ASSERT_TRUE(engine.LoadCheckpoint({}, of_single.path).ok());
+    EXPECT_EQ(engine.Info().optimizer_steps, 5);
+    EXPECT_EQ(engine.Snapshot({}).value()->manifest().digest, digest);
   });
 }
 

@@ -5,9 +5,11 @@
 #include <fstream>
 
 #include "common/base/error.h"
+#include "common/base/status_macros.h"
 #include "common/speculator/speculator_files.h"
 #include "common/tensor/safetensors.h"
-#include "services/trainer/engine/testing/engine_fixture.h"
+#include "services/trainer/engine/speculator_trainer.h"
+#include "services/trainer/engine/testing/speculator_fixture.h"
 
 namespace tandem::trainer {
 namespace {
@@ -17,60 +19,6 @@ using ::testing::Contains;
 using ::testing::Key;
 using ::testing::Not;
 using ::testing::StartsWith;
-
-class EngineSpeculatorTest : public TrainerEngineTest {
- protected:
-  EngineOptions WithSpeculator(const std::string& adapter = "mlp") const {
-    EngineOptions options = Options();
-    options.micro_batch_tokens = 12;
-    options.speculator = {.adapter = adapter, .seed = 7, .n_predict = 2, .inner_dim = 16};
-    options.speculator_optimizer = options.optimizer;
-    options.speculator_optimizer.learning_rate = 2e-2;
-    return options;
-  }
-  EngineOptions Without() const {
-    EngineOptions options = Options();
-    options.micro_batch_tokens = 12;
-    return options;
-  }
-  static TrainStepRequest Supervised(int64_t step) {
-    TrainStepRequest request = TestRequest();
-    SupervisedBatch batch;
-    for (const PolicySample& sample : TestBatch().samples) {
-      batch.samples.push_back(
-          {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
-    }
-    request.batch = batch;
-    return Numbered(std::move(request), step);
-  }
-  static TrainStepRequest Policy(Engine& engine, int64_t step) {
-    PolicyBatch batch = TestBatch();
-    RecordLogProbs(engine, batch);
-    return Numbered(TestRequest(batch), step);
-  }
-  static TrainStepRequest Numbered(TrainStepRequest request, int64_t step) {
-    request.step = step;
-    request.request_id = request.payload_digest = absl::StrCat(step);
-    request.expected_version = step - 1;
-    return request;
-  }
-  std::string Save(Engine& engine, const std::string& name) const {
-    const auto saved =
-        engine.SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = name});
-    EXPECT_TRUE(saved.ok()) << saved.status();
-    return saved.ok() ? saved->path : "";
-  }
-  static std::string Bytes(const fs::path& path) {
-    std::ifstream file(path, std::ios::binary);
-    EXPECT_TRUE(file.good()) << path;
-    return std::string(std::istreambuf_iterator<char>(file), {});
-  }
-  // The weights and moments of the speculator.
-  static std::string State(const fs::path& checkpoint) {
-    return Bytes(checkpoint / "speculator" / "model.safetensors") +
-           Bytes(checkpoint / "speculator_optimizer.safetensors");
-  }
-};
 
 TEST_F(EngineSpeculatorTest, ItLearnsBesideSupervisedSteps) {
   for (const char* adapter : {"mlp", "arctic_lstm"}) {
@@ -177,6 +125,39 @@ TEST_F(EngineSpeculatorTest, ASpeculatorThatIsNotFiniteLeavesTheModelsStepAlone)
   EXPECT_THAT(result.report.metrics, Not(Contains(Key("speculator/loss"))));
 }
 
+TEST_F(EngineSpeculatorTest, UpdatesThatAreNotFiniteAreCountedOverTheStep) {
+  EngineOptions options = WithSpeculator();
+  const fs::path path = fs::path(Save(*Make(options), "start")) / "speculator";
+  auto loaded = speculator::LoadSpeculator(path, {}).value();
+  at::Tensor(loaded->buffer()).fill_(1e30f);
+  ASSERT_TRUE(speculator::SaveSpeculator(*loaded, folder_ / "overflowing").ok());
+  options.speculator = {.adapter = "mlp", .path = folder_ / "overflowing"};
+  const auto engine = Make(options);
+  TrainStepRequest request = Policy(*engine, 1);
+  std::get<PolicyBatch>(request.batch).objective.updates = {2, 2};
+  const auto metrics = Step(*engine, request).report.metrics;
+  EXPECT_EQ(metrics.at("policy/updates"), 4);
+  EXPECT_EQ(metrics.at("speculator/updates_not_finite"), 4);
+}
+
+TEST_F(EngineSpeculatorTest, FilesThatHaveChangedSinceTheStartAreRefused) {
+  EngineOptions options = WithSpeculator();
+  const fs::path own = folder_ / "own";
+  fs::copy(fs::path(Save(*Make(options), "start")) / "speculator", own);
+  options.speculator = {.adapter = "mlp", .path = own};
+  const auto engine = Make(options);
+  Step(*engine, Supervised(1));
+  const std::string before = State(Save(*engine, "before"));
+  auto loaded = speculator::LoadSpeculator(own, {}).value();
+  at::Tensor(loaded->buffer()).mul_(2);
+  fs::remove_all(own);
+  ASSERT_TRUE(speculator::SaveSpeculator(*loaded, own).ok());
+  const absl::Status refused = engine->LoadBaseModel({});
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_EQ(FieldPath(refused), "speculator.path");
+  EXPECT_EQ(State(Save(*engine, "after")), before);
+}
+
 // No sequence is long enough for a row of two heads.
 TEST_F(EngineSpeculatorTest, WithoutATargetThereIsNoUpdate) {
   const auto engine = Make(WithSpeculator());
@@ -227,6 +208,40 @@ TEST_F(EngineSpeculatorTest, CheckpointsWithAndWithoutOneAreLoaded) {
   EXPECT_NE(State(kept), State(own));  // the moments begin again
   ASSERT_TRUE(without->LoadCheckpoint({}, own).ok());
   EXPECT_EQ(Digest(*without), Digest(*with));
+}
+
+// What an update that broke off has left is not kept.
+TEST_F(EngineSpeculatorTest, WithoutOneInTheCheckpointHalfAnUpdateGivesWayToTheStart) {
+  const std::string plain = Save(*Make(Without()), "plain");
+  const auto learnt = Make(WithSpeculator());
+  const fs::path start = Save(*learnt, "start");
+  Step(*learnt, Supervised(1));
+  const fs::path own = Save(*learnt, "own");
+
+  const EngineOptions options = WithSpeculator();
+  const auto core = training::TrainingCore::Create("trainer", "policy/", options,
+                                                   {.head = HeadKind::kLm, .requires_grad = true})
+                        .value();
+  std::unique_ptr<SpeculatorTrainer> trainer;
+  const auto load = [&](const std::string& directory, bool intact) {
+    const absl::Status loaded = core->OnAllRanks("load", [&]() -> absl::Status {
+      if (trainer == nullptr) trainer = SpeculatorTrainer::Create(options, *core).value();
+      TANDEM_RETURN_IF_ERROR(trainer->ReadCheckpoint(directory, intact));
+      trainer->Adopt();
+      const fs::path written = folder_ / "written";
+      fs::create_directories(written);
+      return trainer->Save(written);
+    });
+    EXPECT_TRUE(loaded.ok()) << loaded;
+    return Bytes(fs::path(folder_ / "written") / "speculator" / "model.safetensors");
+  };
+  const auto weights = [](const fs::path& checkpoint) {
+    return Bytes(checkpoint / "speculator" / "model.safetensors");
+  };
+  EXPECT_EQ(load(own, true), weights(own));
+  EXPECT_EQ(load(plain, true), weights(own));
+  EXPECT_EQ(load(plain, false), weights(start));
+  EXPECT_EQ(load(own, false), weights(own));
 }
 
 TEST_F(EngineSpeculatorTest, AnotherSpeculatorsCheckpointIsRefusedAndChangesNothing) {

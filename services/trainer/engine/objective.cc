@@ -32,6 +32,12 @@ absl::Status CheckRewardKl(const PolicyObjective& objective) {
 }  // namespace
 
 absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSupport& support) {
+  if (support.frozen) {
+    return WithReason(
+        absl::FailedPreconditionError(
+            "the trainer takes supervised steps alone: speculator.freeze_base_model is set"),
+        reason::kBaseModelFrozen);
+  }
   TANDEM_RETURN_IF_ERROR(loss::CheckPolicyLossOptions(objective.loss));
   TANDEM_RETURN_IF_ERROR(loss::CheckLossScaleOptions(objective.scale));
   TANDEM_RETURN_IF_ERROR(loss::CheckRejectionOptions(objective.rejection));

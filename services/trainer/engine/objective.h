@@ -122,11 +122,13 @@ struct ObjectiveSupport {
   bool critic = false;
   bool reference = false;
   bool junior = false;
+  bool frozen = false;  // its own model: no objective of a policy can be trained
 };
 
 // Checks all that needs no samples. INVALID_ARGUMENT for a number out of bounds, UNIMPLEMENTED for
 // a choice that is not implemented, FAILED_PRECONDITION (reasons NO_CRITIC, NO_REFERENCE_MODEL,
-// NO_JUNIOR_MODEL) for a need that `support` lacks; paths as in PolicyObjective of the contract.
+// NO_JUNIOR_MODEL, BASE_MODEL_FROZEN) for a need that `support` lacks; paths as in PolicyObjective
+// of the contract.
 absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSupport& support);
 
 }  // namespace tandem::trainer

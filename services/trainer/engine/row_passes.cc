@@ -118,4 +118,21 @@ absl::Status AddGradients(TrainerModels& models, const TrainingRows& rows,
   return absl::OkStatus();
 }
 
+absl::Status AddSpeculatorGradients(TrainerModels& models, const TrainingRows& rows,
+                                    StepReport& report) {
+  models.speculator->BeginUpdate(rows, rows.sequences.all());
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::vector<double> micro_batches,
+      models.core.Forward(rows.sequences,
+                          [&](const training::MicroBatchInput& input,
+                              const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+                            TANDEM_RETURN_IF_ERROR(
+                                models.speculator->AddGradients(rows, input, hidden));
+                            return std::vector<double>{1};
+                          }));
+  TANDEM_RETURN_IF_ERROR(models.speculator->FinishUpdate(report.metrics));
+  report.metrics["policy/micro_batches"] = static_cast<double>(micro_batches.size());
+  return absl::OkStatus();
+}
+
 }  // namespace tandem::trainer

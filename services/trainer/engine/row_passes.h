@@ -46,6 +46,11 @@ absl::Status AddGradients(TrainerModels& models, const TrainingRows& rows,
                           const training::MiniBatch& range, const UpdateLoss& update_loss,
                           StepReport& report);
 
+// Leaves the gradients of the speculator, over all samples of the batch, and reports the number of
+// micro-batches. The model, which is frozen, runs without gradients and computes no loss.
+absl::Status AddSpeculatorGradients(TrainerModels& models, const TrainingRows& rows,
+                                    StepReport& report);
+
 }  // namespace tandem::trainer
 
 #endif  // TANDEM_SERVICES_TRAINER_ENGINE_ROW_PASSES_H_

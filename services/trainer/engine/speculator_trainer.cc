@@ -15,6 +15,7 @@
 #include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/loss/output_rows.h"
+#include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/training/learning_rate.h"
@@ -23,8 +24,18 @@
 namespace tandem::trainer {
 namespace {
 
+constexpr char kNotFinite[] = "speculator/updates_not_finite";
+
 std::string OptimizerFile(const std::string& directory) {
   return absl::StrCat(directory, "/speculator_optimizer.safetensors");
+}
+
+std::string DigestOf(const speculator::Speculator& speculator) {
+  NamedTensors weights;
+  for (const speculator::SpeculatorParameter& parameter : speculator.parameters()) {
+    weights.emplace_back(parameter.spec.name, parameter.value.detach());
+  }
+  return WeightsDigest(weights);
 }
 
 absl::StatusOr<NamedTensors> ReadMoments(const std::string& directory) {
@@ -63,7 +74,11 @@ absl::StatusOr<std::unique_ptr<SpeculatorTrainer>> SpeculatorTrainer::Create(
 SpeculatorTrainer::SpeculatorTrainer(const EngineOptions& options, training::TrainingCore& core,
                                      std::unique_ptr<speculator::SpeculatorAdapter> adapter,
                                      loss::LinearCrossEntropyOptions output_loss)
-    : options_(options.speculator_optimizer), core_(core), adapter_(std::move(adapter)) {
+    : options_(options.speculator_optimizer),
+      path_(options.speculator.path),
+      core_(core),
+      adapter_(std::move(adapter)),
+      initial_digest_(DigestOf(adapter_->speculator())) {
   loss_options_.count_correct = true;
   loss_options_.output_loss = std::move(output_loss);
   const at::NoGradGuard no_grad;
@@ -81,13 +96,7 @@ SpeculatorTrainer::SpeculatorTrainer(const EngineOptions& options, training::Tra
   optimizer_ = std::make_unique<training::AdamW>(std::move(updated), options_);
 }
 
-std::string SpeculatorTrainer::Digest() const {
-  NamedTensors weights;
-  for (const speculator::SpeculatorParameter& parameter : adapter_->speculator().parameters()) {
-    weights.emplace_back(parameter.spec.name, parameter.value.detach());
-  }
-  return WeightsDigest(weights);
-}
+std::string SpeculatorTrainer::Digest() const { return DigestOf(adapter_->speculator()); }
 
 int64_t SpeculatorTrainer::ReadTokens(const TrainingRows& rows, size_t s) const {
   const auto hidden = static_cast<int64_t>(rows.sequences.sequences()[s].input.size());
@@ -95,13 +104,24 @@ int64_t SpeculatorTrainer::ReadTokens(const TrainingRows& rows, size_t s) const 
   return std::min(static_cast<int64_t>(rows.texts[s].size()), hidden + n_predict() + 1);
 }
 
+int64_t SpeculatorTrainer::CountTargets(const TrainingRows& rows,
+                                        const training::SequenceRange& range) const {
+  int64_t targets = 0;
+  for (size_t s = range.begin; s < range.end; ++s) {
+    targets += std::max<int64_t>(0, ReadTokens(rows, s) - (n_predict() + 1));
+  }
+  return targets;
+}
+
+bool SpeculatorTrainer::HasTargets(const TrainingRows& rows,
+                                   const training::SequenceRange& range) const {
+  return CountTargets(rows, range) > 0;
+}
+
 void SpeculatorTrainer::BeginUpdate(const TrainingRows& rows,
                                     const training::SequenceRange& range) {
   complete_ = false;
-  targets_ = 0;
-  for (size_t s = range.begin; s < range.end; ++s) {
-    targets_ += std::max<int64_t>(0, ReadTokens(rows, s) - (n_predict() + 1));
-  }
+  targets_ = CountTargets(rows, range);
   const auto heads = static_cast<size_t>(n_predict());
   loss_options_.target_counts.assign(heads, targets_);
   loss_.assign(heads, 0);
@@ -149,17 +169,24 @@ absl::Status SpeculatorTrainer::AddGradients(const TrainingRows& rows,
 }
 
 absl::Status SpeculatorTrainer::FinishUpdate(std::map<std::string, double>& metrics) {
-  // The numbers of the step's former update.
-  std::erase_if(metrics,
-                [](const auto& metric) { return absl::StartsWith(metric.first, "speculator/"); });
+  // The numbers of the step's former update, but for the count.
+  std::erase_if(metrics, [](const auto& metric) {
+    return absl::StartsWith(metric.first, "speculator/") && metric.first != kNotFinite;
+  });
   if (targets_ == 0) return absl::OkStatus();
   parallel::Strategy& strategy = core_.strategy();
   TANDEM_RETURN_IF_ERROR(strategy.ReduceTensor(gradient_));
   TANDEM_RETURN_IF_ERROR(strategy.Reduce(absl::MakeSpan(loss_), {}));
   TANDEM_RETURN_IF_ERROR(strategy.Reduce(absl::MakeSpan(correct_), {}));
-  const double norm = training::GlobalNorm(gradients_);
+  // Rank 0's: another machine may sum up in another order, and clip by another factor.
+  TANDEM_ASSIGN_OR_RETURN(const double norm, ranks::FromRankZero<double>(strategy.ranks(), [&] {
+                            return absl::StatusOr<double>(training::GlobalNorm(gradients_));
+                          }));
   complete_ = std::isfinite(norm);
-  metrics["speculator/updates_not_finite"] = complete_ ? 0 : 1;
+  metrics[kNotFinite] += complete_ ? 0 : 1;
+  if (!complete_ && core_.frozen()) {
+    return NotFiniteError("the gradient norm of the speculator is not finite");
+  }
   if (!complete_) {
     Log(LogLevel::kWarning, "speculator_update_left_out",
         {{"reason", "its gradient norm is not finite"}});
@@ -190,12 +217,13 @@ absl::Status SpeculatorTrainer::Save(const std::string& directory) {
   return WriteNamedTensors(OptimizerFile(directory), optimizer_->State());
 }
 
-absl::Status SpeculatorTrainer::ReadCheckpoint(const std::string& directory) {
+absl::Status SpeculatorTrainer::ReadCheckpoint(const std::string& directory, bool intact) {
   staged_ = {};
   auto read = adapter_->ReadCheckpoint(directory);
   if (absl::IsNotFound(read.status())) {
-    Log(LogLevel::kWarning, "checkpoint_without_speculator", {{"path", directory}});
-    return absl::OkStatus();
+    Log(LogLevel::kWarning, "checkpoint_without_speculator",
+        {{"path", directory}, {"speculator", intact ? "kept" : "of the start"}});
+    return intact ? absl::OkStatus() : ReadInitial();
   }
   TANDEM_RETURN_IF_ERROR(read.status());
   TANDEM_ASSIGN_OR_RETURN(NamedTensors moments, ReadMoments(directory));
@@ -211,6 +239,10 @@ absl::Status SpeculatorTrainer::ReadInitial() {
   staged_ = {};
   auto read = adapter_->ReadInitial();
   if (!read.ok()) return PrependFieldPath("speculator", read.status());
+  if (DigestOf(**read) != initial_digest_) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "speculator.path",
+                      absl::StrCat("the weights in ", path_, " have changed since the start"));
+  }
   staged_.values = *std::move(read);
   return absl::OkStatus();
 }

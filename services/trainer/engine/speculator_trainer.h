@@ -1,4 +1,5 @@
-// Training of a speculator beside the trainer's model, on the hidden states of the same passes.
+// Training of a speculator beside the trainer's model, on the hidden states of the same passes, or
+// alone on those of a frozen model.
 //
 // Every rank holds the whole speculator, also a rank whose passes end before the output layer: one
 // sum over all ranks then gives each of them the gradient, all make the same update, and rank 0 can
@@ -36,6 +37,9 @@ class SpeculatorTrainer final : public training::Companion {
   // Returns a digest of the speculator's weights.
   std::string Digest() const;
 
+  // Whether the samples `range` of the batch have anything to learn from.
+  bool HasTargets(const TrainingRows& rows, const training::SequenceRange& range) const;
+
   // The gradients of one update, over the samples `range` of the batch: BeginUpdate, then
   // AddGradients for each micro-batch whose `hidden` states this rank has, then FinishUpdate on all
   // ranks. All tokens of prompts and responses are targets, as far as hidden states that the step
@@ -44,14 +48,17 @@ class SpeculatorTrainer final : public training::Companion {
   absl::Status AddGradients(const TrainingRows& rows, const training::MicroBatchInput& input,
                             const at::Tensor& hidden);
   // Adds up gradients and reports of all ranks, and replaces the metrics of a former update. A
-  // gradient that is not finite leaves the speculator's update out, not the step. Without a target
-  // there is no update and no metric.
+  // gradient that is not finite leaves the speculator's update out, not the step; it is a
+  // NotFiniteError where the model is frozen and the speculator's update is the whole step. Without
+  // a target there is no update and no metric.
   absl::Status FinishUpdate(std::map<std::string, double>& metrics);
 
   absl::Status Update() override;
+  int64_t updates() const override { return optimizer_->steps(); }
   absl::Status Save(const std::string& directory) override;
-  absl::Status ReadCheckpoint(const std::string& directory) override;
+  absl::Status ReadCheckpoint(const std::string& directory, bool intact) override;
   absl::Status ReadInitial() override;
+  std::string initial_directory() const override { return path_; }
   void Adopt() override;
 
  private:
@@ -67,15 +74,19 @@ class SpeculatorTrainer final : public training::Companion {
   // Returns how many tokens of sequence s of the batch the speculator reads: all, or those that its
   // last head predicts from the last hidden state.
   int64_t ReadTokens(const TrainingRows& rows, size_t s) const;
+  // Returns the number of targets of each head.
+  int64_t CountTargets(const TrainingRows& rows, const training::SequenceRange& range) const;
   int64_t n_predict() const { return adapter_->speculator().sizes().n_predict; }
 
   const OptimizerOptions options_;
+  const std::string path_;  // of the initial weights; empty: they are drawn
   training::TrainingCore& core_;
   const std::unique_ptr<speculator::SpeculatorAdapter> adapter_;
   speculator::SpeculatorLossOptions loss_options_;
   at::Tensor gradient_;                // flat; those of the parameters are views of it
   std::vector<at::Tensor> gradients_;  // of the parameters
   std::unique_ptr<training::AdamW> optimizer_;
+  const std::string initial_digest_;
   Staged staged_;
 
   // The update in progress:

@@ -7,6 +7,12 @@
 #include "services/trainer/engine/step_metrics.h"
 
 namespace tandem::trainer {
+namespace {
+
+constexpr char kNoTargetReason[] =
+    "every sequence of the batch is too short for the speculator, the only model that trains";
+
+}  // namespace
 
 absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> SupervisedStep::Prepare(
     StepReport& report) {
@@ -16,11 +22,17 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> SupervisedS
   AddBatchMetrics(batch_, report.metrics);
   rows_ = SupervisedRows(batch_, *scales);
   std::vector<training::TrainingCore::UpdateGradients> updates;
+  if (models_.core.frozen() && !models_.speculator->HasTargets(rows_, rows_.sequences.all())) {
+    report.skipped = true;
+    report.skip_reason = kNoTargetReason;
+    return updates;
+  }
   updates.emplace_back([this](StepReport& of_update) { return AddUpdate(of_update); });
   return updates;
 }
 
 absl::Status SupervisedStep::AddUpdate(StepReport& report) {
+  if (models_.core.frozen()) return AddSpeculatorGradients(models_, rows_, report);
   loss::SupervisedLossEvaluator evaluator(rows_.tokens.scales);
   TANDEM_RETURN_IF_ERROR(AddGradients(
       models_, rows_, rows_.sequences.all(),

@@ -30,6 +30,7 @@ struct EngineOptions : training::TrainingOptions {
   int64_t logits_chunk_bytes = 0;  // 0: LogitsChunkBytes says
   // Without an adapter no speculator trains beside the model.
   speculator::SpeculatorSettings speculator;
+  bool freeze_base_model = false;  // the speculator, which is there, trains alone
   OptimizerOptions speculator_optimizer = {};
 };
 

@@ -30,9 +30,10 @@ absl::Status AddFrozenModel(const std::string& name, const std::string& field,
   return absl::OkStatus();
 }
 
-// Adds a speculator, which every rank holds whole and in float32 under every strategy.
+// Adds a speculator, which every rank holds whole and in float32 under every strategy, and whose
+// heads' losses take `logits_chunk_bytes` beside the model's.
 absl::Status AddSpeculator(const config::v1::TrainerServerConfig& config, const ModelConfig& model,
-                           CountSpeculator count, MemoryPlan& plan) {
+                           CountSpeculator count, int64_t logits_chunk_bytes, MemoryPlan& plan) {
   if (config.speculator().adapter().empty()) return absl::OkStatus();
   const absl::StatusOr<int64_t> values =
       count(ToSpeculatorSettings(config.speculator()),
@@ -44,6 +45,9 @@ absl::Status AddSpeculator(const config::v1::TrainerServerConfig& config, const 
   plan.items.push_back({"speculator_weights", bytes, on_host});
   plan.items.push_back({"speculator_gradients", bytes, on_host});
   plan.items.push_back({"speculator_optimizer", 2 * bytes, on_host, "two moments"});
+  plan.items.push_back({"speculator_logits", logits_chunk_bytes, on_host});
+  plan.items.push_back({"speculator_staging", 3 * bytes, /*on_host=*/true,
+                        "weights and moments of a checkpoint, while it is loaded"});
   return absl::OkStatus();
 }
 
@@ -59,6 +63,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                              {.config = model,
                               .head = HeadKind::kLm,
                               .freeze = {config.freeze().begin(), config.freeze().end()},
+                              .freeze_all = config.speculator().freeze_base_model(),
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),
                               .on_host = on_host},
@@ -67,9 +72,9 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                                         config.compute(), plan));
   TANDEM_RETURN_IF_ERROR(
       AddFrozenModel("junior", "junior_model", config.junior_model(), config.compute(), plan));
-  TANDEM_RETURN_IF_ERROR(AddSpeculator(config, model, count_speculator, plan));
   const int64_t logits_chunk_bytes =
       LogitsChunkBytes(config.batch().logits_chunk_bytes(), model.vocab_size);
+  TANDEM_RETURN_IF_ERROR(AddSpeculator(config, model, count_speculator, logits_chunk_bytes, plan));
   // The KL towards the junior needs a second buffer.
   const int64_t buffers = config.junior_model().empty() ? 1 : 2;
   plan.items.push_back({"logits", buffers * logits_chunk_bytes, on_host});

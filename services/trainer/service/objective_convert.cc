@@ -260,7 +260,8 @@ absl::StatusOr<PolicyObjective> ResolveObjective(const v1::PolicyObjective& prot
 ObjectiveSupport SupportOf(const config::v1::TrainerServerConfig& config) {
   return {.critic = !config.critic_address().empty(),
           .reference = !config.reference_model().empty(),
-          .junior = !config.junior_model().empty()};
+          .junior = !config.junior_model().empty(),
+          .frozen = config.speculator().freeze_base_model()};
 }
 
 absl::StatusOr<std::string> ResolveObjectiveText(const std::string& text,

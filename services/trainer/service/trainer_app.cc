@@ -34,6 +34,7 @@ EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config,
   options.loss_impl = config.batch().loss_impl();
   options.logits_chunk_bytes = config.batch().logits_chunk_bytes();
   options.speculator = ToSpeculatorSettings(config.speculator());
+  options.freeze_base_model = config.speculator().freeze_base_model();
   options.speculator_optimizer = training::ToOptimizerOptions(config.speculator().optimizer());
   return options;
 }

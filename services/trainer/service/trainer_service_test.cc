@@ -2,6 +2,7 @@
 
 #include <thread>
 
+#include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/testing/fixture.h"
 
 namespace tandem::trainer {
@@ -452,6 +453,9 @@ TEST_F(TrainerServerTest, TheConfigurationBecomesTheEnginesOptions) {
   EXPECT_TRUE(options.speculator.tie_weights);
   EXPECT_EQ(options.speculator_optimizer.learning_rate, 1e-3);
   EXPECT_EQ(options.speculator_optimizer.beta2, 0.999);
+  EXPECT_FALSE(options.freeze_base_model || SupportOf(config).frozen);
+  config.mutable_speculator()->set_freeze_base_model(true);
+  EXPECT_TRUE(ToEngineOptions(config, {}).freeze_base_model && SupportOf(config).frozen);
   // Without settings: the defaults of server_config.proto.
   EXPECT_EQ(options.optimizer.max_grad_norm, 1);
   EXPECT_EQ(options.max_model_len, 2048);
