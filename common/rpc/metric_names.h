@@ -85,6 +85,10 @@ inline constexpr MetricSpec kServerRanks{MetricType::kGauge, "tandem_server_rank
                                          "Processes of the server."};
 inline constexpr MetricSpec kWeightsVersion{MetricType::kGauge, "tandem_weights_version",
                                             "Version of the weights that the server holds."};
+inline constexpr MetricSpec kSpeculatorVersion{
+    MetricType::kGauge, "tandem_speculator_version",
+    "Version of the speculator's weights, with senior_speculator; below tandem_weights_version "
+    "where updates come without a speculator."};
 inline constexpr MetricSpec kLastProgress{
     MetricType::kGauge, "tandem_last_progress_timestamp_seconds",
     "Unix time of the last forward pass or train step; 0 before the first."};
@@ -119,13 +123,15 @@ inline constexpr MetricSpec kCatchUpTokens{
 inline constexpr MetricSpec kDraftTokens{
     MetricType::kCounter,
     "tandem_draft_tokens_total",
-    "Drafts of speculative decoding that passes verified, by method.",
-    {"method"}};
+    "Drafts of speculative decoding that passes verified, by method and by their place behind the "
+    "last token (1 to 15).",
+    {"method", "position"}};
 inline constexpr MetricSpec kAcceptedDraftTokens{
     MetricType::kCounter,
     "tandem_accepted_draft_tokens_total",
-    "Drafts that were accepted: response tokens that cost no pass of their own, by method.",
-    {"method"}};
+    "Drafts that were accepted: response tokens that cost no pass of their own, by method and "
+    "place.",
+    {"method", "position"}};
 inline constexpr MetricSpec kForwardPasses{MetricType::kCounter, "tandem_forward_passes_total",
                                            "Forward passes of either model."};
 inline constexpr MetricSpec kKvTokens{
@@ -184,6 +190,13 @@ inline constexpr MetricSpec kPublishResults{
     "Publications to one receiver, by result (ok or failed).",
     {"result"}};
 
+inline constexpr MetricSpec kSpeculatorAccuracy{
+    MetricType::kGauge,
+    "tandem_speculator_accuracy",
+    "Share of its targets that a head of the speculator would have drafted, in the last step that "
+    "trained it.",
+    {"head"}};
+
 }  // namespace metric
 
 // Metrics of a step report that become gauges of the last step, by their report name; the
@@ -224,6 +237,9 @@ inline constexpr ReportMetric kReportMetrics[] = {
     {"critic/value_mean", "Mean predicted value."},
     {"critic/return_mean", "Mean return of the last step."},
     {"critic/learning_rate", "Learning rate of the critic in the last step."},
+    {"speculator/loss", "Sum over the speculator's heads of their mean cross-entropy, nats."},
+    {"speculator/grad_norm", "Gradient norm of the speculator before clipping."},
+    {"speculator/learning_rate", "Learning rate of the speculator in the last step."},
 };
 
 // "reward/mean" → "tandem_reward_mean"; "tandem/switches_per_seq" → "tandem_switches_per_seq". A

@@ -370,6 +370,16 @@ void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightMa
   proto->set_chunk_bytes(manifest.chunk_bytes);
   proto->set_digest(manifest.digest);
   proto->set_num_token_ids(manifest.num_token_ids);
+  if (!manifest.speculator.has_value()) return;
+  proto->mutable_speculator()->set_config(manifest.speculator->config);
+  proto->mutable_speculator()->set_digest(manifest.speculator->digest);
+}
+
+absl::Status CheckDigest(absl::string_view path, const std::string& digest) {
+  if (digest.size() == 32 && digest.find_first_not_of("0123456789abcdef") == std::string::npos) {
+    return absl::OkStatus();
+  }
+  return InvalidField(path, "must be 32 lower-case hexadecimal digits");
 }
 
 absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::WeightManifest& proto) {
@@ -405,12 +415,12 @@ absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::Weight
   manifest.total_bytes = total;
   TANDEM_RETURN_IF_ERROR(CheckInRange("chunk_bytes", proto.chunk_bytes(), 1, kMaxChunkBytes));
   manifest.chunk_bytes = proto.chunk_bytes();
-  if (proto.digest().size() != 32 ||
-      proto.digest().find_first_not_of("0123456789abcdef") != std::string::npos) {
-    return InvalidField("digest", "must be 32 lower-case hexadecimal digits");
-  }
+  TANDEM_RETURN_IF_ERROR(CheckDigest("digest", proto.digest()));
   manifest.digest = proto.digest();
   manifest.num_token_ids = proto.num_token_ids();
+  if (!proto.has_speculator()) return manifest;
+  TANDEM_RETURN_IF_ERROR(CheckDigest("speculator.digest", proto.speculator().digest()));
+  manifest.speculator = {proto.speculator().config(), proto.speculator().digest()};
   return manifest;
 }
 

@@ -152,6 +152,9 @@ grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServer
         GetVersionResponse response;
         WeightsVersionToProto(receiver_.load()->Version(), response.mutable_weights());
         response.set_open_update_id(receiver_.load()->OpenUpdateId());
+        if (const auto speculator = receiver_.load()->SpeculatorVersion()) {
+          WeightsVersionToProto(*speculator, response.mutable_speculator());
+        }
         return response;
       });
 }

@@ -25,30 +25,58 @@ class Sender {
  public:
   Sender(WeightService::StubInterface& receiver, const std::string& update_id,
          const WeightSource& source, const WeightSenderOptions& options)
-      : receiver_(receiver), update_id_(update_id), source_(source), options_(options) {}
+      : receiver_(receiver),
+        update_id_(update_id),
+        source_(source),
+        options_(options),
+        model_alone_(source.manifest().ModelAlone()) {}
 
   // One attempt, from wherever the receiver is.
-  absl::StatusOr<WeightsVersion> Attempt() {
+  absl::StatusOr<SentWeights> Attempt() {
+    progressed_ = false;
+    weights::v1::GetVersionResponse served;
+    CallContext context(options_.call, options_.version_timeout);
+    TANDEM_RETURN_IF_ERROR(FromGrpcStatus(receiver_.GetVersion(context.get(), {}, &served)));
+    const bool has_speculator = served.has_speculator();
+    manifest_ = has_speculator ? &source_.manifest() : &model_alone_;
+    if (Serves(served)) {
+      return SentWeights{.weights = WeightsVersionFromProto(served.weights()),
+                         .has_speculator = has_speculator,
+                         .bytes = furthest_chunk_ > 0 ? manifest_->total_bytes : 0};
+    }
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
     progressed_ = next_chunk > furthest_chunk_;
     furthest_chunk_ = std::max(furthest_chunk_, next_chunk);
     TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
-    return Commit();
+    TANDEM_ASSIGN_OR_RETURN(WeightsVersion committed, Commit());
+    return SentWeights{.weights = std::move(committed),
+                       .has_speculator = has_speculator,
+                       .bytes = manifest_->total_bytes};
   }
   // Whether the last attempt found more at the receiver than any before it.
   bool progressed() const { return progressed_; }
 
  private:
+  // Whether the receiver serves exactly what would be sent to it.
+  bool Serves(const weights::v1::GetVersionResponse& served) const {
+    const auto same = [&](const types::v1::WeightsVersion& version, const std::string& digest) {
+      return version.version() == manifest_->version && version.digest() == digest;
+    };
+    return same(served.weights(), manifest_->digest) &&
+           (!manifest_->speculator.has_value() ||
+            same(served.speculator(), manifest_->speculator->digest));
+  }
+
   absl::StatusOr<int64_t> Begin() {
     weights::v1::BeginUpdateRequest request;
     request.set_update_id(update_id_);
     request.set_allow_rollback(options_.allow_rollback);
-    WeightManifestToProto(source_.manifest(), request.mutable_manifest());
+    WeightManifestToProto(*manifest_, request.mutable_manifest());
     weights::v1::BeginUpdateResponse response;
     CallContext context(options_.call, options_.rpc_timeout);
     TANDEM_RETURN_IF_ERROR(
         FromGrpcStatus(receiver_.BeginUpdate(context.get(), request, &response)));
-    if (response.next_chunk() < 0 || response.next_chunk() > source_.manifest().num_chunks()) {
+    if (response.next_chunk() < 0 || response.next_chunk() > manifest_->num_chunks()) {
       return absl::InternalError(
           absl::StrCat("the receiver asks for chunk ", response.next_chunk()));
     }
@@ -56,7 +84,7 @@ class Sender {
   }
 
   absl::Status Upload(int64_t next_chunk) {
-    const WeightManifest& manifest = source_.manifest();
+    const WeightManifest& manifest = *manifest_;
     const int64_t num_chunks = manifest.num_chunks();
     if (next_chunk == num_chunks) return absl::OkStatus();
     weights::v1::UploadWeightsResponse response;
@@ -99,7 +127,7 @@ class Sender {
     CallContext context(options_.call, options_.rpc_timeout);
     TANDEM_RETURN_IF_ERROR(
         FromGrpcStatus(receiver_.CommitUpdate(context.get(), request, &response)));
-    const WeightManifest& manifest = source_.manifest();
+    const WeightManifest& manifest = *manifest_;
     WeightsVersion committed = WeightsVersionFromProto(response.weights());
     if (committed != WeightsVersion{manifest.version, manifest.digest}) {
       return WithReason(
@@ -115,6 +143,8 @@ class Sender {
   const std::string& update_id_;
   const WeightSource& source_;
   const WeightSenderOptions& options_;
+  const WeightManifest model_alone_;
+  const WeightManifest* manifest_ = nullptr;  // of what this receiver is sent
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;
 };
@@ -135,13 +165,13 @@ bool Retryable(const absl::Status& status) {
 
 }  // namespace
 
-absl::StatusOr<WeightsVersion> SendWeights(WeightService::StubInterface& receiver,
-                                           const std::string& update_id, const WeightSource& source,
-                                           const WeightSenderOptions& options) {
+absl::StatusOr<SentWeights> SendWeights(WeightService::StubInterface& receiver,
+                                        const std::string& update_id, const WeightSource& source,
+                                        const WeightSenderOptions& options) {
   Sender sender(receiver, update_id, source, options);
   absl::Duration backoff = options.backoff;
   for (int attempt = 1;; ++attempt) {
-    absl::StatusOr<WeightsVersion> result = sender.Attempt();
+    absl::StatusOr<SentWeights> result = sender.Attempt();
     if (sender.progressed()) {
       attempt = 1;
       backoff = options.backoff;

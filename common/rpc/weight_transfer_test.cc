@@ -26,9 +26,10 @@ namespace {
 // The receiver of the engines, behind a connection that breaks.
 class FlakyReceiver final : public WeightReceiver {
  public:
-  explicit FlakyReceiver(int64_t elements)
+  explicit FlakyReceiver(int64_t elements,
+                         std::optional<ReceivedSpeculator> speculator = std::nullopt)
       : receiver_({{.name = "w", .shape = {elements}}}, std::nullopt, /*num_token_ids=*/7, {},
-                  Tell(told_)) {}
+                  Tell(told_), std::move(speculator)) {}
 
   absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest,
                                 bool allow_rollback) override {
@@ -52,6 +53,9 @@ class FlakyReceiver final : public WeightReceiver {
   }
   absl::Status Abort(const std::string& id) override { return receiver_.Abort(id); }
   WeightsVersion Version() const override { return receiver_.Version(); }
+  std::optional<WeightsVersion> SpeculatorVersion() const override {
+    return receiver_.SpeculatorVersion();
+  }
   std::string OpenUpdateId() const override { return receiver_.OpenUpdateId(); }
 
   // The bytes of the update in force.
@@ -83,6 +87,15 @@ class BytesSource final : public WeightSource {
     manifest_.chunk_bytes = chunk_bytes;
     manifest_.digest = Checksum().Update(bytes_.data(), bytes_.size()).Hex();
     manifest_.num_token_ids = 7;
+  }
+  // The last of the elements become a speculator's.
+  void CutSpeculator(int64_t elements) {
+    const int64_t rest = manifest_.tensors[0].shape[0] - elements;
+    manifest_.tensors = {{"w", DType::kFloat32, {rest}},
+                         {"speculator.h", DType::kFloat32, {elements}}};
+    manifest_.digest = Checksum().Update(bytes_.data(), rest * 4).Hex();
+    manifest_.speculator = {
+        .config = "{}", .digest = Checksum().Update(bytes_.data() + rest * 4, elements * 4).Hex()};
   }
   const WeightManifest& manifest() const override { return manifest_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
@@ -150,11 +163,53 @@ TEST_F(WeightTransferTest, EveryByteArrivesAndIsCommitted) {
   const BytesSource source;
   const auto version = SendWeights(*stub_, "u1", source, Options());
   ASSERT_TRUE(version.ok()) << version.status();
-  EXPECT_EQ(version->version, 1);
-  EXPECT_EQ(version->digest, source.manifest().digest);
+  EXPECT_EQ(version->weights.version, 1);
+  EXPECT_EQ(version->weights.digest, source.manifest().digest);
+  EXPECT_EQ(version->bytes, 10480);
+  EXPECT_FALSE(version->has_speculator);
   EXPECT_EQ(receiver_.applied(), source.bytes_);
   EXPECT_NE(server_.metrics().Text().find("tandem_weight_bytes_received_total 10480"),
             std::string::npos);
+}
+
+TEST(WeightTransferSpeculatorTest, AReceiverIsSentTheSpeculatorThatItHasAUseFor) {
+  BytesSource source;
+  source.CutSpeculator(20);
+  const int64_t elements = BytesSource::kElements - 20;
+  const ReceivedSpeculator speculator = {.config = "{}",
+                                         .parameters = {{.name = "speculator.h", .shape = {20}}},
+                                         .initial = {.version = 0, .digest = std::string(32, '0')}};
+  FlakyReceiver with(elements, speculator), without(elements);
+  for (FlakyReceiver* receiver : {&with, &without}) {
+    receiver->chunks_until_break_ = 4;
+    TestServer server(
+        [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, receiver); });
+    const auto stub = weights::v1::WeightService::NewStub(server.channel());
+    WeightSenderOptions options;
+    options.backoff = absl::Milliseconds(1);
+    const auto sent = SendWeights(*stub, "u1", source, options);
+    ASSERT_TRUE(sent.ok()) << sent.status();
+    EXPECT_EQ(sent->weights.digest, source.manifest().digest);
+    EXPECT_EQ(sent->has_speculator, receiver == &with);
+    EXPECT_EQ(sent->bytes, receiver == &with ? 10480 : 10400);
+    EXPECT_EQ(receiver->applied(), source.bytes_.substr(0, sent->bytes));
+    const auto repeat = SendWeights(*stub, "u2", source, options);
+    ASSERT_TRUE(repeat.ok()) << repeat.status();
+    EXPECT_EQ(repeat->bytes, 0) << "it is served already";
+    EXPECT_EQ(repeat->has_speculator, receiver == &with);
+  }
+  EXPECT_EQ(*with.SpeculatorVersion(), (WeightsVersion{1, source.manifest().speculator->digest}));
+  // The same model with another speculator is another update.
+  BytesSource other;
+  other.bytes_.back() ^= 1;
+  other.CutSpeculator(20);
+  EXPECT_EQ(other.manifest().digest, source.manifest().digest);
+  TestServer server(
+      [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, &with); });
+  const auto stub = weights::v1::WeightService::NewStub(server.channel());
+  with.chunks_until_break_ = -1;
+  ASSERT_TRUE(SendWeights(*stub, "u3", other).ok());
+  EXPECT_EQ(with.SpeculatorVersion()->digest, other.manifest().speculator->digest);
 }
 
 TEST(WeightTransferLimitsTest, TheLargestChunksPassTheMessageLimit) {

@@ -49,7 +49,8 @@ Speculator::Speculator(const SpeculatorKind& kind, const SpeculatorSizes& sizes,
       sizes_(sizes),
       num_token_ids_(options.num_token_ids > 0 ? options.num_token_ids : sizes.vocab_size),
       requires_grad_(options.requires_grad),
-      config_(std::move(config)) {
+      config_(std::move(config)),
+      settings_(config_.dump()) {
   const at::NoGradGuard no_grad;
   int64_t values = 0;
   for (const SpeculatorParameterSpec& spec : specs) values += Aligned(spec.spec.numel());

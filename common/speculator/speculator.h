@@ -113,6 +113,9 @@ class Speculator {
   bool requires_grad() const { return requires_grad_; }
   // The content of config.json: the kind's keys, and the others that it was read with.
   const nlohmann::json& config() const { return config_; }
+  // The kind's keys alone, as text: equal for speculators that compute alike and have the same
+  // parameters.
+  const std::string& settings() const { return settings_; }
 
   // All parameters in a fixed order, each once. They share storage with the speculator.
   const std::vector<SpeculatorParameter>& parameters() const { return parameters_; }
@@ -140,6 +143,7 @@ class Speculator {
   const int64_t num_token_ids_;
   const bool requires_grad_;
   nlohmann::json config_;
+  const std::string settings_;
   at::Tensor buffer_;
   std::vector<SpeculatorParameter> parameters_;
   std::vector<at::Tensor> heads_;

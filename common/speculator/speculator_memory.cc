@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
@@ -10,15 +12,21 @@
 
 namespace tandem::speculator {
 
-absl::StatusOr<int64_t> SpeculatorBytes(const std::string& directory, int64_t hidden_size) {
-  return CatchTorchErrors("speculator", [&]() -> absl::StatusOr<int64_t> {
+absl::StatusOr<SpeculatorSize> MeasureSpeculator(const std::string& directory,
+                                                 int64_t hidden_size) {
+  return CatchTorchErrors("speculator", [&]() -> absl::StatusOr<SpeculatorSize> {
     TANDEM_ASSIGN_OR_RETURN(const auto speculator, DeclareSpeculator(directory, {}));
     if (const int64_t own = speculator->sizes().hidden_size; own != hidden_size) {
       return InvalidField("config.json",
                           absl::StrCat("is a speculator for hidden states of ", own,
                                        " numbers; those of the model have ", hidden_size));
     }
-    return static_cast<int64_t>(speculator->buffer().nbytes());
+    SpeculatorSize size = {.bytes = static_cast<int64_t>(speculator->buffer().nbytes())};
+    for (const SpeculatorParameter& parameter : speculator->parameters()) {
+      size.largest_bytes =
+          std::max(size.largest_bytes, static_cast<int64_t>(parameter.value.nbytes()));
+    }
+    return size;
   });
 }
 

@@ -9,9 +9,14 @@
 
 namespace tandem::speculator {
 
-// Returns the bytes that the parameters of the speculator in `directory` take. INVALID_ARGUMENT for
-// "config.json" if it drafts for models of another hidden size; errors of DeclareSpeculator.
-absl::StatusOr<int64_t> SpeculatorBytes(const std::string& directory, int64_t hidden_size);
+struct SpeculatorSize {
+  int64_t bytes = 0;          // of all parameters; 0 without a speculator
+  int64_t largest_bytes = 0;  // of the largest parameter
+};
+
+// Returns the size of the speculator in `directory`. INVALID_ARGUMENT for "config.json" if it
+// drafts for models of another hidden size; errors of DeclareSpeculator.
+absl::StatusOr<SpeculatorSize> MeasureSpeculator(const std::string& directory, int64_t hidden_size);
 
 }  // namespace tandem::speculator
 

@@ -24,6 +24,25 @@ absl::Status Stale(absl::string_view message) {
                     reason::kStaleWeightVersion);
 }
 
+// Checks that the tensors of a speculator are the last ones, so that a sender may leave them out.
+absl::Status CheckOrder(const std::vector<WeightSpec>& tensors) {
+  const auto first = std::ranges::find_if(tensors, IsOfSpeculator);
+  const auto wrong = std::find_if_not(first, tensors.end(), IsOfSpeculator);
+  if (wrong == tensors.end()) return absl::OkStatus();
+  return InvalidField(absl::StrCat("manifest.tensors[", wrong - tensors.begin(), "].name"),
+                      absl::StrCat("\"", wrong->name, "\" comes after \"", first->name,
+                                   "\": a speculator's tensors come last"));
+}
+
+// Returns DATA_LOSS where the two digests of `what` differ.
+absl::Status CheckDigest(absl::string_view what, const std::string& computed,
+                         const std::string& expected) {
+  if (computed == expected) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(what, " received have digest ", computed,
+                                          ", the manifest says ", expected,
+                                          "; the old weights stay in force"));
+}
+
 absl::Status NoSuchUpdate(const std::string& update_id) {
   return absl::NotFoundError(absl::StrCat("no open weight update with id \"", update_id, "\""));
 }
@@ -34,6 +53,7 @@ StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manif
                                      std::unique_ptr<NextWeights> weights)
     : id(std::move(id)),
       manifest(manifest),
+      model_bytes(manifest.model_bytes()),
       weights(std::move(weights)),
       stager(manifest.tensors, [this](const WeightSpec& spec, TensorBytes bytes) {
         return this->weights->Add(spec, std::move(bytes));
@@ -42,16 +62,42 @@ StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manif
 StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
                                            std::optional<WeightSpec> optional,
                                            int64_t num_token_ids, WeightsVersion initial,
-                                           Start start)
+                                           Start start,
+                                           std::optional<ReceivedSpeculator> speculator)
     : parameters_(std::move(parameters)),
       optional_(std::move(optional)),
       num_token_ids_(num_token_ids),
       start_(std::move(start)),
-      version_(std::move(initial)) {}
+      speculator_(std::move(speculator)),
+      version_(std::move(initial)) {
+  if (speculator_.has_value()) speculator_version_ = speculator_->initial;
+}
+
+absl::Status StagedWeightReceiver::CheckSpeculator(const SpeculatorManifest& manifest) const {
+  if (!speculator_.has_value()) {
+    return InvalidField("manifest.speculator", "this server has no speculator");
+  }
+  if (manifest.config != speculator_->config) {
+    return InvalidField("manifest.speculator.config",
+                        absl::StrCat("the speculator is ", manifest.config, ", this server's is ",
+                                     speculator_->config));
+  }
+  if (manifest.digest.size() != 32) {
+    return InvalidField("manifest.speculator.digest", "must be 32 hexadecimal digits");
+  }
+  return absl::OkStatus();
+}
 
 absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest) const {
   std::map<std::string, const WeightSpec*> missing;
   for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
+  if (manifest.speculator.has_value()) {
+    TANDEM_RETURN_IF_ERROR(CheckSpeculator(*manifest.speculator));
+    TANDEM_RETURN_IF_ERROR(CheckOrder(manifest.tensors));
+    for (const WeightSpec& parameter : speculator_->parameters) {
+      missing[parameter.name] = &parameter;
+    }
+  }
   std::set<std::string> seen;
   int64_t total_bytes = 0;
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
@@ -113,11 +159,12 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
   TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
   std::unique_lock lock(mutex_);
   // The sender missed the answer to its commit, or another sender sent the same weights.
-  if (manifest.version == version_.version && manifest.digest == version_.digest) {
+  const bool same = ServesModelLocked(manifest);
+  if (same && ServesSpeculatorLocked(manifest)) {
     last_committed_id_ = update_id;
     return manifest.num_chunks();
   }
-  const bool back = manifest.version <= version_.version;
+  const bool back = manifest.version <= version_.version && !same;
   if (back && !allow_rollback) {
     return Stale(absl::StrCat("version ", manifest.version, " is not above the one being served, ",
                               version_.version));
@@ -177,7 +224,10 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_i
                                              " bytes, holds ", data.size()));
   }
   update->stager.Write(data);
-  update->digest.Update(data.data(), data.size());
+  const int64_t of_model = std::clamp<int64_t>(update->model_bytes - update->received, 0, expected);
+  const auto count = static_cast<size_t>(of_model);
+  update->digest.Update(data.data(), count);
+  update->speculator_digest.Update(data.data() + count, data.size() - count);
   update->received += expected;
   return update->next_chunk();
 }
@@ -189,11 +239,10 @@ absl::Status StagedWeightReceiver::CheckStream(Update& update) {
                                                       update.received, " of ",
                                                       update.manifest.total_bytes, " bytes"));
   }
-  const std::string digest = update.digest.Hex();
-  if (digest == update.manifest.digest) return absl::OkStatus();
-  return absl::DataLossError(absl::StrCat("the weights received have digest ", digest,
-                                          ", the manifest says ", update.manifest.digest,
-                                          "; the old weights stay in force"));
+  TANDEM_RETURN_IF_ERROR(CheckDigest("the weights", update.digest.Hex(), update.manifest.digest));
+  if (!update.manifest.speculator.has_value()) return absl::OkStatus();
+  return CheckDigest("the speculator's weights", update.speculator_digest.Hex(),
+                     update.manifest.speculator->digest);
 }
 
 absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id,
@@ -224,6 +273,9 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
   const WeightManifest& manifest = update->manifest;
   if (manifest.version > version_.version) overtaken_id_.clear();
   version_ = {.version = manifest.version, .digest = manifest.digest};
+  if (manifest.speculator.has_value()) {
+    speculator_version_ = {.version = manifest.version, .digest = manifest.speculator->digest};
+  }
   last_committed_id_ = update->id;
   return version_;
 }
@@ -240,6 +292,21 @@ absl::Status StagedWeightReceiver::Abort(const std::string& update_id) {
 WeightsVersion StagedWeightReceiver::Version() const {
   std::lock_guard lock(mutex_);
   return version_;
+}
+
+std::optional<WeightsVersion> StagedWeightReceiver::SpeculatorVersion() const {
+  if (!speculator_.has_value()) return std::nullopt;
+  std::lock_guard lock(mutex_);
+  return speculator_version_;
+}
+
+bool StagedWeightReceiver::ServesModelLocked(const WeightManifest& manifest) const {
+  return version_ == WeightsVersion{manifest.version, manifest.digest};
+}
+
+bool StagedWeightReceiver::ServesSpeculatorLocked(const WeightManifest& manifest) const {
+  return !manifest.speculator.has_value() ||
+         speculator_version_ == WeightsVersion{manifest.version, manifest.speculator->digest};
 }
 
 std::string StagedWeightReceiver::OpenUpdateId() const {

@@ -22,6 +22,13 @@
 
 namespace tandem {
 
+// The speculator of a receiver's model.
+struct ReceivedSpeculator {
+  std::string config;                  // as SpeculatorManifest::config
+  std::vector<WeightSpec> parameters;  // with kSpeculatorPrefix
+  WeightsVersion initial;
+};
+
 // The engine's part of one update. It is destroyed when the update has ended, in force or not.
 class NextWeights {
  public:
@@ -42,9 +49,11 @@ class StagedWeightReceiver : public WeightReceiver {
 
   // `parameters` has the name and shape of every parameter of the model; dtypes are not compared,
   // as any floating type is converted. `optional` is a parameter that a manifest may leave out (a
-  // tied head). `num_token_ids`: those of the model, which a sender's model must have too.
+  // tied head). `num_token_ids`: those of the model, which a sender's model must have too. An
+  // update may leave out the `speculator`, which then stays.
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
-                       int64_t num_token_ids, WeightsVersion initial, Start start);
+                       int64_t num_token_ids, WeightsVersion initial, Start start,
+                       std::optional<ReceivedSpeculator> speculator = std::nullopt);
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id, const WeightManifest& manifest,
                                 bool allow_rollback) override;
@@ -54,6 +63,7 @@ class StagedWeightReceiver : public WeightReceiver {
                                         const CallScope& call) override;
   absl::Status Abort(const std::string& update_id) override;
   WeightsVersion Version() const override;
+  std::optional<WeightsVersion> SpeculatorVersion() const override;
   std::string OpenUpdateId() const override;
 
  private:
@@ -62,12 +72,13 @@ class StagedWeightReceiver : public WeightReceiver {
 
     const std::string id;
     const WeightManifest manifest;
+    const int64_t model_bytes;
     bool committing = false;  // guarded by the receiver's mutex
 
     // Held while a chunk is taken, which may wait for tensors to be added.
     std::mutex stream_mutex;
     int64_t received = 0;  // bytes, always a number of whole chunks
-    Checksum digest;
+    Checksum digest, speculator_digest;
 
     const std::unique_ptr<NextWeights> weights;
     TensorStager stager;  // last: it uses `weights`
@@ -78,6 +89,11 @@ class StagedWeightReceiver : public WeightReceiver {
   };
 
   absl::Status CheckManifest(const WeightManifest& manifest) const;
+  // Checks the manifest of a speculator, but for its tensors.
+  absl::Status CheckSpeculator(const SpeculatorManifest& manifest) const;
+  // Whether the manifest's weights are in force, and its speculator.
+  bool ServesModelLocked(const WeightManifest& manifest) const;
+  bool ServesSpeculatorLocked(const WeightManifest& manifest) const;
   absl::StatusOr<std::shared_ptr<Update>> FindOpenLocked(const std::string& update_id);
   // OK if the whole stream was received and has the manifest's digest.
   static absl::Status CheckStream(Update& update);
@@ -86,11 +102,13 @@ class StagedWeightReceiver : public WeightReceiver {
   const std::optional<WeightSpec> optional_;
   const int64_t num_token_ids_;
   const Start start_;
+  const std::optional<ReceivedSpeculator> speculator_;
 
   mutable std::mutex mutex_;
   std::condition_variable commit_ended_;
   std::shared_ptr<Update> open_;
   WeightsVersion version_;
+  WeightsVersion speculator_version_;  // with a speculator
   std::string last_committed_id_;
   // The update that a rollback replaced, until a higher version is committed. Its sender, of the
   // former run, may not know of the rollback yet.

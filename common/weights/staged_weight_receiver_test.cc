@@ -259,5 +259,143 @@ TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {
   EXPECT_EQ(receiver_.Commit("u", {})->version, 1);
 }
 
+// A receiver whose model has a speculator with one tensor of 8 bytes, behind the model's 32.
+class ReceivedSpeculatorTest : public ::testing::Test {
+ protected:
+  static constexpr char kConfig[] = R"({"n_predict":3})";
+
+  ReceivedSpeculatorTest()
+      : receiver_({{.name = "a", .shape = {8}}}, std::nullopt, /*num_token_ids=*/7,
+                  {.version = 0, .digest = "start"}, Tell(told_),
+                  ReceivedSpeculator{.config = kConfig,
+                                     .parameters = {{.name = "speculator.h", .shape = {2}}},
+                                     .initial = {.version = 0, .digest = "heads"}}) {}
+
+  static std::string DigestOf(const std::vector<std::byte>& stream, size_t begin, size_t end) {
+    return Checksum().Update(stream.data() + begin, end - begin).Hex();
+  }
+  WeightManifest Manifest(int64_t version = 1) const {
+    return {.version = version,
+            .tensors = {{.name = "a", .shape = {8}}, {.name = "speculator.h", .shape = {2}}},
+            .total_bytes = 40,
+            .chunk_bytes = 12,
+            .digest = DigestOf(stream_, 0, 32),
+            .num_token_ids = 7,
+            .speculator = {{.config = kConfig, .digest = DigestOf(stream_, 32, 40)}}};
+  }
+  absl::StatusOr<WeightsVersion> Send(const WeightManifest& manifest,
+                                      const std::vector<std::byte>& stream) {
+    const absl::Status begun = receiver_.Begin("u", manifest, false).status();
+    if (!begun.ok()) return begun;
+    const auto bytes = absl::MakeSpan(stream).first(manifest.total_bytes);
+    for (int64_t chunk = 0; chunk < manifest.num_chunks(); ++chunk) {
+      const auto sent = receiver_.Append("u", chunk, bytes.subspan(chunk * 12, 12));
+      if (!sent.ok()) return sent.status();
+    }
+    return receiver_.Commit("u", {});
+  }
+  absl::Status Refusal(const WeightManifest& manifest) {
+    const absl::Status status = receiver_.Begin("u", manifest, false).status();
+    EXPECT_EQ(receiver_.OpenUpdateId(), "");
+    return status;
+  }
+
+  const std::vector<std::byte> stream_ = Bytes(40);
+  Told told_;
+  StagedWeightReceiver receiver_;
+};
+
+TEST_F(ReceivedSpeculatorTest, TheSpeculatorMovesWithItsModel) {
+  EXPECT_EQ(receiver_.SpeculatorVersion()->digest, "heads");
+  const auto committed = Send(Manifest(), stream_);
+  ASSERT_TRUE(committed.ok()) << committed.status();
+  EXPECT_EQ(*committed, (WeightsVersion{1, DigestOf(stream_, 0, 32)}));
+  EXPECT_EQ(*receiver_.SpeculatorVersion(), (WeightsVersion{1, DigestOf(stream_, 32, 40)}));
+  EXPECT_EQ(told_.applied, stream_);
+}
+
+TEST_F(ReceivedSpeculatorTest, AnUpdateOfTheModelAloneLeavesIt) {
+  ASSERT_TRUE(Send(Manifest(), stream_).ok());
+  const WeightManifest alone = Manifest(2).ModelAlone();
+  EXPECT_EQ(alone.total_bytes, 32);
+  EXPECT_EQ(alone.digest, Manifest().digest) << "the digest is that of the model";
+  ASSERT_TRUE(Send(alone, stream_).ok());
+  EXPECT_EQ(receiver_.Version().version, 2);
+  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 1);
+}
+
+TEST_F(ReceivedSpeculatorTest, TheServedModelMayComeWithAnotherSpeculator) {
+  ASSERT_TRUE(Send(Manifest().ModelAlone(), stream_).ok());
+  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 0);
+  ASSERT_TRUE(Send(Manifest(), stream_).ok());
+  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 1);
+  told_.applied.clear();
+  EXPECT_EQ(*receiver_.Begin("again", Manifest(), false), Manifest().num_chunks());
+  EXPECT_TRUE(receiver_.Commit("again", {}).ok());
+  EXPECT_TRUE(told_.applied.empty()) << "both are served";
+}
+
+TEST_F(ReceivedSpeculatorTest, DamageOfEitherLeavesBothInForce) {
+  for (const size_t damaged : {31, 32}) {
+    std::vector<std::byte> stream = stream_;
+    stream[damaged] ^= std::byte{1};
+    const absl::Status status = Send(Manifest(), stream).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(status.message()),
+                testing::HasSubstr(damaged == 32 ? "the speculator's weights" : "the weights"));
+    EXPECT_EQ(receiver_.Version().version, 0);
+    EXPECT_EQ(receiver_.SpeculatorVersion()->version, 0);
+    EXPECT_TRUE(told_.applied.empty());
+  }
+}
+
+TEST_F(ReceivedSpeculatorTest, ASpeculatorThatDoesNotFitIsRefusedByName) {
+  WeightManifest manifest = Manifest();
+  manifest.tensors[1].shape = {1, 2};
+  const absl::Status shaped = Refusal(manifest);
+  EXPECT_EQ(FieldPath(shaped), "manifest.tensors[1].shape");
+  EXPECT_THAT(std::string(shaped.message()), testing::HasSubstr("speculator.h"));
+
+  manifest = Manifest();
+  manifest.tensors[1].name = "speculator.other";
+  EXPECT_EQ(FieldPath(Refusal(manifest)), "manifest.tensors[1].name");
+
+  manifest = Manifest();
+  manifest.tensors.pop_back();
+  manifest.total_bytes = 32;
+  EXPECT_THAT(std::string(Refusal(manifest).message()), testing::HasSubstr("speculator.h"));
+
+  manifest = Manifest();
+  std::swap(manifest.tensors[0], manifest.tensors[1]);
+  EXPECT_EQ(FieldPath(Refusal(manifest)), "manifest.tensors[1].name");
+
+  manifest = Manifest();
+  manifest.speculator->config = R"({"n_predict":2})";
+  const absl::Status other = Refusal(manifest);
+  EXPECT_EQ(FieldPath(other), "manifest.speculator.config");
+  EXPECT_THAT(std::string(other.message()), testing::HasSubstr(kConfig));
+
+  // Tensors of a speculator that no manifest describes are no tensors of the model.
+  manifest = Manifest();
+  manifest.speculator.reset();
+  EXPECT_EQ(FieldPath(Refusal(manifest)), "manifest.tensors[1].name");
+  EXPECT_EQ(receiver_.Version().version, 0);
+}
+
+TEST(StagedWeightReceiverWithoutSpeculatorTest, ASpeculatorIsRefused) {
+  Told told;
+  StagedWeightReceiver receiver({{.name = "a", .shape = {1}}}, std::nullopt, /*num_token_ids=*/7,
+                                {}, Tell(told));
+  EXPECT_EQ(receiver.SpeculatorVersion(), std::nullopt);
+  const WeightManifest manifest = {
+      .version = 1,
+      .tensors = {{.name = "a", .shape = {1}}, {.name = "speculator.h", .shape = {1}}},
+      .total_bytes = 8,
+      .digest = std::string(32, '0'),
+      .num_token_ids = 7,
+      .speculator = {{.config = "{}", .digest = std::string(32, '0')}}};
+  EXPECT_EQ(FieldPath(receiver.Begin("u", manifest, false).status()), "manifest.speculator");
+}
+
 }  // namespace
 }  // namespace tandem

@@ -15,6 +15,9 @@
 // A sender that was interrupted calls Begin with the same update id, and goes on at the chunk that
 // the receiver lacks. Nothing is served of an update before its Commit; Abort drops it.
 //
+// A speculator (common/speculator) of the sender's model travels in the same stream, behind the
+// model. A receiver without one is sent the model alone: the beginning of the stream.
+//
 // The files of a transfer:
 //   weight_snapshot.h           the trainer's copy of its weights, in a file
 //   weights_digest.h            the digest by which both ends recognise weights
@@ -28,11 +31,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
 #include "common/base/weights_version.h"
@@ -40,17 +45,50 @@
 
 namespace tandem {
 
+// Before the names of a speculator's tensors in an update.
+inline constexpr char kSpeculatorPrefix[] = "speculator.";
+
+inline bool IsOfSpeculator(const WeightSpec& tensor) {
+  return absl::StartsWith(tensor.name, kSpeculatorPrefix);
+}
+
+// The speculator in an update.
+struct SpeculatorManifest {
+  std::string config;  // its kind and settings as text, equal at both ends
+  std::string digest;  // XXH3-128 of the bytes of its tensors, 32 hexadecimal digits
+
+  bool operator==(const SpeculatorManifest&) const = default;
+};
+
 // Describes an update. The tensors' bytes, little endian and concatenated in this order, form one
-// byte stream, which travels in chunks.
+// byte stream, which travels in chunks. Those of a speculator come last.
 struct WeightManifest {
   int64_t version = 0;
   std::vector<WeightSpec> tensors;
   int64_t total_bytes = 0;
   int64_t chunk_bytes = 1 << 20;  // of every chunk but the last, which may be shorter
-  std::string digest;             // XXH3-128 of the stream, 32 hexadecimal digits
-  int64_t num_token_ids = 0;      // of the model: the rows of its vocabulary that have a token
+  // XXH3-128 of the bytes of the model's tensors, 32 hexadecimal digits: the same with a speculator
+  // and without.
+  std::string digest;
+  int64_t num_token_ids = 0;  // of the model: the rows of its vocabulary that have a token
+  std::optional<SpeculatorManifest> speculator = std::nullopt;
 
   bool operator==(const WeightManifest&) const = default;
+
+  // Returns the bytes of the model's tensors, with which the stream begins.
+  int64_t model_bytes() const {
+    int64_t bytes = 0;
+    for (const WeightSpec& tensor : tensors) bytes += IsOfSpeculator(tensor) ? 0 : tensor.bytes();
+    return bytes;
+  }
+  // Returns the manifest of the model without its speculator.
+  WeightManifest ModelAlone() const {
+    WeightManifest alone = *this;
+    std::erase_if(alone.tensors, IsOfSpeculator);
+    alone.total_bytes = model_bytes();
+    alone.speculator.reset();
+    return alone;
+  }
 
   int64_t num_chunks() const { return (total_bytes + chunk_bytes - 1) / chunk_bytes; }
 };
@@ -72,11 +110,12 @@ class WeightReceiver {
   // Opens an update, or continues the open one of that id and manifest. Returns the index of the
   // first chunk that is missing: num_chunks() where the manifest's weights are served already, so
   // that nothing is left to send and Commit returns at once. INVALID_ARGUMENT names a tensor that
-  // does not fit the model. FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) for another number of
-  // token ids than the model's; (reason STALE_WEIGHT_VERSION) for a version that is not above the
+  // does not fit the model, or "manifest.speculator" where the receiver has none or another one.
+  // FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) for another number of token ids than the
+  // model's; (reason STALE_WEIGHT_VERSION) for a version that is not above the
   // served one, or is below that of another open update; an open update of a lower version is
   // replaced. `allow_rollback` accepts such a version; the update that it replaces can be begun
-  // again with `allow_rollback` alone.
+  // again with `allow_rollback` alone. The served version may come again with another speculator.
   virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                         const WeightManifest& manifest, bool allow_rollback) = 0;
   // Takes the next chunk, and returns the index of the one after it. NOT_FOUND for an update that
@@ -94,6 +133,9 @@ class WeightReceiver {
   virtual absl::Status Abort(const std::string& update_id) = 0;
   // Returns the version that is served.
   virtual WeightsVersion Version() const = 0;
+  // Returns the version of the speculator, which is older than the model's where updates came
+  // without one; nullopt for a receiver that takes none.
+  virtual std::optional<WeightsVersion> SpeculatorVersion() const { return std::nullopt; }
   // Returns the id of the open update, or an empty string.
   virtual std::string OpenUpdateId() const = 0;
 };

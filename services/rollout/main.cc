@@ -19,6 +19,6 @@ int main(int argc, char** argv) {
       },
       [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
         TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
-        return tandem::rollout::PlanMemory(config, tandem::speculator::SpeculatorBytes);
+        return tandem::rollout::PlanMemory(config, tandem::speculator::MeasureSpeculator);
       });
 }

@@ -59,6 +59,9 @@ def unknown(expression: str) -> list[str]:
                     code for code in value.split("|") if code not in grpc.StatusCode.__members__
                 ]
                 found += [f'{metric}{{{label}="{code}"}}' for code in wrong]
+            elif label == "position":  # of a draft behind the last token
+                if value not in map(str, range(1, 16)):
+                    found.append(f'{metric}{{{label}="{value}"}}')
             # A metric that a rule or Prometheus itself makes has labels of its own.
             elif (
                 label in labels - TARGET_LABELS - {"grpc_method"}

@@ -187,6 +187,11 @@ class Session:
                     failures.append((targets[result.target], failure))
                 elif result.digest != reply.weights.digest:
                     raise TandemError(f"{result.target} received other weights than were sent")
+                elif result.speculator == trainer_pb2.SPECULATOR_DELIVERY_UNUSED:
+                    self._note_once(
+                        f"{result.target}: has no senior_speculator, and does not draft with the "
+                        "trainer's speculator"
+                    )
             return failures
 
     def require_weights(self, expected: server_pb2.WeightsVersion) -> None:
@@ -465,7 +470,7 @@ class Session:
             self.in_force["tandem"] = preflight.tandem_in_force(self.settings, servers.rollouts[0])
 
     def _note_once(self, text: str) -> None:
-        """Notes a text, unless the check of the cluster has noted it already."""
+        """Notes a text, unless it has been noted already."""
         if text not in self._noted:
             self._noted.add(text)
             self.note(text)

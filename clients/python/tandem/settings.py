@@ -723,7 +723,7 @@ def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
 
     `field` is where the section stands, for errors.
     """
-    for key in (*SERVER_MODELS, "senior_speculator"):
+    for key in SERVER_MODELS:
         if isinstance(section.get(key), str) and section[key]:
             revision = section.get(f"{key}_revision")
             section[key] = str(
@@ -735,10 +735,11 @@ def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
                     revision=revision if isinstance(revision, str) and revision else None,
                 )
             )
+    # A speculator is a directory: names of the Hub stand for models alone.
+    _anchor_path(section, "senior_speculator", base)
+    if isinstance(section.get("speculator"), dict):
+        _anchor_path(section["speculator"], "path", base)
     _anchor_path(section, "shutdown_checkpoint_directory", base)
-    speculator = section.get("speculator")
-    if isinstance(speculator, dict):
-        _anchor_path(speculator, "path", base)
     server = section.get("server")
     if not isinstance(server, dict):
         return

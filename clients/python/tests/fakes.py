@@ -93,6 +93,8 @@ class FakeWorld:
         self.max_queue = 4096
         self.max_num_seqs = 64
         self.max_samples = 4096
+        self.has_speculator = False  # the trainer
+        self.speculator_version = None  # of the rollout server; None: no senior_speculator
         self.vocabulary_digest = ""
         self.parameters = 1000
         self.eos_token_ids = []
@@ -139,6 +141,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
         reply.server.model.quantization = server_pb2.QUANTIZATION_NONE
         reply.server.model.max_model_len = self.world.max_model_len
         reply.server.advertised_address = "rollout.cluster:7701"
+        if self.world.speculator_version is not None:
+            reply.speculator_weights.version = self.world.speculator_version
         return reply
 
     def _leave(self):
@@ -219,7 +223,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
         reply = trainer_pb2.GetServerInfoResponse(
-            unsaved=self.world.unsaved, max_samples=self.world.max_samples
+            unsaved=self.world.unsaved,
+            max_samples=self.world.max_samples,
+            has_speculator=self.world.has_speculator,
         )
         self.world.describe(reply.server.model)
         reply.server.weights.version = self.world.version
@@ -263,6 +269,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         reply = trainer_pb2.PublishWeightsResponse(weights=weights(world.version))
         for target in request.targets:
             result = reply.results.add(target=target, digest="d")
+            if world.has_speculator:
+                unused = world.speculator_version is None
+                result.speculator = (
+                    trainer_pb2.SPECULATOR_DELIVERY_UNUSED
+                    if unused
+                    else trainer_pb2.SPECULATOR_DELIVERY_SERVED
+                )
             if world.version < world.published and not request.allow_rollback:
                 stale = error_status(9, "stale", reason="STALE_WEIGHT_VERSION")
                 result.status.CopyFrom(stale)

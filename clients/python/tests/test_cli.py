@@ -109,6 +109,18 @@ def test_generate_score_health_and_status_print_text_and_json(address, run_file,
     assert error.startswith("tandem: ")
 
 
+def test_status_names_a_server_that_does_not_use_the_speculator(world, address):
+    world.has_speculator = True
+    options = ["status", "--rollout", address, "--trainer", address]
+    forgotten = tandem(*options).stdout
+    assert "has no senior_speculator: the trainer's speculator is not used" in forgotten
+    assert "speculator=trains" in forgotten
+    world.speculator_version = 4
+    shown = tandem(*options).stdout
+    assert "speculator_version=4" in shown
+    assert "senior_speculator" not in shown
+
+
 def test_generate_separates_responses_and_passes_its_options_on(address, run_file, tmp_path):
     common = ["--rollout", address, "--tokenizer", tmp_path / "model", "--max-tokens", 4]
     texts = {

@@ -110,6 +110,20 @@ def test_a_server_that_is_behind_is_caught_up_and_another_is_left_alone(world, c
     assert world.targets == ["rollout.cluster:7701"]
 
 
+@pytest.mark.parametrize("version", [None, 0])
+def test_a_run_says_once_that_a_server_does_not_use_the_speculator(world, config, version):
+    world.has_speculator, world.speculator_version = True, version
+    notes = []
+    with Session(config, on_progress=notes.append) as session:
+        for _ in range(2):
+            world.version += 1
+            session.publish()
+    unused = [note for note in notes if "senior_speculator" in note]
+    assert len(unused) == (version is None)
+    assert all(note.startswith("rollout.cluster:7701: ") for note in unused)
+    assert published(world) == 2, "the run goes on"
+
+
 def test_other_weights_of_the_same_version_are_refused(world, config, address):
     world.served_digest = "other"
     with Session(config) as session, pytest.raises(FailedPreconditionError) as caught:

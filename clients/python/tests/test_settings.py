@@ -347,8 +347,8 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
     (folder / "sub").mkdir()
     (folder / "sub/cluster.yaml").write_text(
         "directory: servers\n"
-        "rollout: [{senior_model: m, junior_model: ../j, senior_speculator: s}]\n"
-        "trainer: {model: m, speculator: {adapter: mlp, path: s}}\n"
+        "rollout: [{senior_model: m, junior_model: ../j, senior_speculator: org/s}]\n"
+        "trainer: {model: m, speculator: {path: ../s}}\n"
     )
     monkeypatch.chdir(tmp_path)
     run = settings.load(
@@ -364,10 +364,11 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
         {
             "senior_model": str(folder / "sub/m"),
             "junior_model": str(folder / "j"),
-            "senior_speculator": str(folder / "sub/s"),
+            # A path, though models of the Hub have names like this.
+            "senior_speculator": str(folder / "sub/org/s"),
         }
     ]
-    assert run.cluster.trainer["speculator"]["path"] == str(folder / "sub/s")
+    assert run.cluster.trainer["speculator"] == {"path": str(folder / "s")}
     # A path in an override starts at the working directory.
     assert run.tokenizer == tmp_path / "other"
     assert run.cluster.trainer["model"] == str(tmp_path / "mine")

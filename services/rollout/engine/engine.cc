@@ -78,13 +78,16 @@ class EngineImpl : public Engine {
     const WeightsVersion senior_weights = {.version = 0, .digest = senior_.digest};
     weights_ = std::make_unique<StagedWeightReceiver>(
         models_->senior_parameters(), models_->tied_head(), info_.senior.num_token_ids,
-        senior_weights, [this] {
+        senior_weights,
+        [this] {
           return std::make_unique<SeniorUpdate>(
-              senior_.shard->model(), /*keeps_tensors=*/senior_.ranks.sharded(),
+              senior_.shard->model(), senior_.shard->speculator(),
+              /*keeps_tensors=*/senior_.ranks.sharded(),
               [this](SeniorUpdate& update, const WeightManifest& manifest, const CallScope& call) {
                 return thread_->Run(call, [&] { return SwapWeights(update, manifest); });
               });
-        });
+        },
+        models_->speculator());
     generator_ = std::make_unique<Generator>(
         GeneratorOptions{.limits = {.max_num_seqs = options.max_num_seqs,
                                     .max_batched_tokens = options.max_batched_tokens,
@@ -334,6 +337,7 @@ class EngineImpl : public Engine {
   // Runs between two passes. The tensors have been checked: other ranks accept what this one does.
   absl::Status SwapWeights(SeniorUpdate& update, const WeightManifest& manifest) {
     senior_.shard->model().Adopt(update.weights());
+    if (update.speculator() != nullptr) senior_.shard->SwapSpeculator(*update.speculator());
     if (senior_.ranks.sharded()) SendToOtherRanks(update.tensors());
     const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
     generator_->OnSeniorUpdated(weights, options_.on_weight_update);

@@ -39,14 +39,15 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options) {
   const ModelConfig* const junior = junior_config.has_value() ? &*junior_config : nullptr;
   TANDEM_RETURN_IF_ERROR(
       CheckRankLayout(options.layout, senior, junior, options.environment.world_size));
-  int64_t speculator_bytes = 0;
+  speculator::SpeculatorSize speculator;
   if (!options.senior_speculator.empty()) {
-    auto bytes = speculator::SpeculatorBytes(options.senior_speculator, senior.hidden_size);
-    if (!bytes.ok()) return PrependFieldPath("senior_speculator", bytes.status());
-    speculator_bytes = *bytes;
+    const auto measured =
+        speculator::MeasureSpeculator(options.senior_speculator, senior.hidden_size);
+    if (!measured.ok()) return PrependFieldPath("senior_speculator", measured.status());
+    speculator = *measured;
   }
   return PlanCacheBlocks(senior, junior,
-                         ToMemoryOptions(options, options.environment.rank, speculator_bytes));
+                         ToMemoryOptions(options, options.environment.rank, speculator));
 }
 
 // Returns the blocks that every rank has memory for. Collective.

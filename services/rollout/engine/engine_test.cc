@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <fstream>
 #include <future>
 #include <stdexcept>
@@ -18,8 +19,11 @@
 
 #include "common/base/error.h"
 #include "common/model/testing/padded_model.h"
+#include "common/speculator/speculator_files.h"
+#include "common/speculator/speculator_update.h"
 #include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/gate.h"
+#include "services/rollout/engine/testing/random_speculator.h"
 #include "services/rollout/engine/testing/recording_listener.h"
 #include "services/rollout/engine/testing/requests.h"
 #include "services/rollout/engine/testing/tiny_options.h"
@@ -752,6 +756,91 @@ TEST_F(EngineTest, CommittedWeightsWriteTheNextTokens) {
 void Stage(Engine& engine, const WeightManifest& manifest, const std::vector<std::byte>& stream) {
   ASSERT_TRUE(engine.weights().Begin("u", manifest, false).ok());
   ASSERT_TRUE(engine.weights().Append("u", 0, stream).ok());
+}
+
+// Appends a speculator to the stream of its model's update.
+void AddSpeculator(const speculator::Speculator& speculator, WeightManifest& manifest,
+                   std::vector<std::byte>& stream) {
+  for (const auto& [name, value] : speculator::WeightsToSend(speculator)) {
+    manifest.tensors.push_back({.name = name, .shape = value.sizes().vec()});
+    const size_t begin = stream.size();
+    stream.resize(begin + value.nbytes());
+    std::memcpy(stream.data() + begin, value.const_data_ptr(), value.nbytes());
+  }
+  manifest.total_bytes = manifest.chunk_bytes = static_cast<int64_t>(stream.size());
+  manifest.speculator = speculator::ManifestOf(speculator);
+}
+
+// Returns the response that drafts of heads verified, and their numbers.
+std::pair<Trajectory, DraftCounts> RunWithHeads(Engine& engine) {
+  PromptRequest request = RequestOf({.enabled = false});
+  request.sampling.max_tokens = 100;
+  request.sampling.ignore_eos = true;
+  request.speculative.method = SpeculativeMethod::kHeads;
+  const auto listener = Submit(engine, {request})[0];
+  listener->Wait();
+  return {listener->finished().at(0), listener->drafts().at(0)};
+}
+
+TEST_F(EngineTest, ASpeculatorIsReplacedWithItsSenior) {
+  TemporaryFolder folder;
+  const std::string old_heads = folder.path() + "/old", new_heads = folder.path() + "/new";
+  const std::string replacement = folder.path() + "/senior";
+  WriteTinyModelAndTokenizer(replacement, 5);
+  const auto model = *Model::Load(replacement);
+  const auto heads = RandomSpeculator(*model, 3, "mlp", /*seed=*/8);
+  ASSERT_TRUE(speculator::SaveSpeculator(*RandomSpeculator(*model, 3), old_heads).ok());
+  ASSERT_TRUE(speculator::SaveSpeculator(*heads, new_heads).ok());
+  std::vector<std::byte> stream;
+  WeightManifest manifest = ManifestOf(*model, 3, stream);
+  const std::string digest = manifest.digest;
+  AddSpeculator(*heads, manifest, stream);
+
+  EngineOptions options = Options();
+  options.senior_speculator = old_heads;
+  const auto engine = Create(options);
+  RunWithHeads(*engine);
+  Stage(*engine, manifest, stream);
+  EXPECT_EQ(engine->weights().SpeculatorVersion()->version, 0);
+  ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
+  EXPECT_EQ(engine->weights().Version(), (WeightsVersion{3, digest}));
+  EXPECT_EQ(*engine->weights().SpeculatorVersion(),
+            (WeightsVersion{3, manifest.speculator->digest}));
+
+  // As on a server that is started with both.
+  options.senior.model = replacement;
+  options.senior_speculator = new_heads;
+  const auto fresh = Create(options);
+  EXPECT_EQ(fresh->weights().SpeculatorVersion()->digest, manifest.speculator->digest);
+  options.senior_speculator = old_heads;
+  const auto behind = Create(options);
+  const auto [response, drafts] = RunWithHeads(*engine);
+  const auto [expected, expected_drafts] = RunWithHeads(*fresh);
+  EXPECT_EQ(response.response_token_ids, expected.response_token_ids);
+  EXPECT_EQ(response.author_logprobs, expected.author_logprobs);
+  EXPECT_EQ(drafts, expected_drafts);
+  EXPECT_NE(drafts, RunWithHeads(*behind).second) << "other heads draft otherwise";
+}
+
+TEST_F(EngineTest, AnUpdateWithoutASpeculatorLeavesIt) {
+  TemporaryFolder folder;
+  const auto model = *Model::Load(Senior());
+  const std::string heads = folder.path() + "/heads";
+  ASSERT_TRUE(speculator::SaveSpeculator(*RandomSpeculator(*model, 3), heads).ok());
+  std::vector<std::byte> stream;
+  const WeightManifest manifest = ManifestOf(*model, 3, stream);
+  EngineOptions options = Options();
+  options.senior_speculator = heads;
+  const auto engine = Create(options);
+  const auto [before, drafts] = RunWithHeads(*engine);
+  Stage(*engine, manifest, stream);
+  ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
+  EXPECT_EQ(engine->weights().Version().version, 3);
+  EXPECT_EQ(engine->weights().SpeculatorVersion()->version, 0);
+  const auto [after, same_drafts] = RunWithHeads(*engine);
+  EXPECT_EQ(after.author_logprobs, before.author_logprobs);
+  EXPECT_EQ(same_drafts, drafts);
+  EXPECT_EQ(Create()->weights().SpeculatorVersion(), std::nullopt);
 }
 
 // Writes slowly until something has happened, so that it happens in the middle of the response.

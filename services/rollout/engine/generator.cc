@@ -55,7 +55,7 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   return result;
 }
 
-DraftCounts& TotalOf(SpeculativeMethod method, EngineStats& totals) {
+DraftTotals& TotalOf(SpeculativeMethod method, EngineStats& totals) {
   if (method == SpeculativeMethod::kNgram) return totals.ngram_drafts_total;
   return method == SpeculativeMethod::kJunior ? totals.junior_drafts_total
                                               : totals.heads_drafts_total;
@@ -280,10 +280,9 @@ void Generator::TakeDraft(Sequence& sequence, const absl::StatusOr<SampledToken>
 
 void Generator::CountDrafts(DraftState& drafts, int64_t drafted, int64_t accepted) {
   drafts.length.OnPass(drafted, accepted);
-  for (DraftCounts* counts : {&drafts.counts, &TotalOf(drafts.method, totals_)}) {
-    counts->drafted += drafted;
-    counts->accepted += accepted;
-  }
+  drafts.counts.drafted += drafted;
+  drafts.counts.accepted += accepted;
+  TotalOf(drafts.method, totals_).Add(drafted, accepted);
 }
 
 void Generator::AskHeads(Sequence& sequence, int64_t row) {

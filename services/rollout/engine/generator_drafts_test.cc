@@ -73,14 +73,31 @@ TEST(GeneratorDraftsTest, RightDraftsSavePassesAndWrongOnesCostNone) {
   Harness right(kWide, 1, 2, /*eager_lanes=*/false, Oracle(texts, 0.0));
   ExpectSame(right.Run(WithDrafts(solo, kNgram)), expected);
   EXPECT_EQ(right.senior.passes, 5) << "each writes six tokens";
-  EXPECT_EQ(right.Stats().ngram_drafts_total, (DraftCounts{.drafted = 25, .accepted = 25}));
+  EXPECT_EQ(right.Stats().ngram_drafts_total.Sum(), (DraftCounts{.drafted = 25, .accepted = 25}));
+
+  const auto positions = right.Stats().ngram_drafts_total.by_position;
+  for (size_t i = 0; i < positions.size(); ++i) {
+    EXPECT_EQ(positions[i], (DraftCounts{.drafted = i < 5 ? 5 : 0, .accepted = i < 5 ? 5 : 0}))
+        << i;
+  }
 
   Harness wrong(kWide, 1, 2, /*eager_lanes=*/false, Oracle(texts, 1.0));
   ExpectSame(wrong.Run(WithDrafts(solo, kNgram)), expected);
   EXPECT_EQ(wrong.senior.passes, 30);
-  const DraftCounts missed = wrong.Stats().ngram_drafts_total;
+  const DraftCounts missed = wrong.Stats().ngram_drafts_total.Sum();
   EXPECT_EQ(missed.accepted, 0);
   EXPECT_EQ(missed.drafted, 5 + 1 + 1 + 1) << "then they pause, and one is tried again";
+}
+
+TEST(DraftTotalsTest, AcceptedDraftsAreTheFirstOfTheirPass) {
+  DraftTotals totals;
+  totals.Add(3, 1);
+  totals.Add(2, 2);
+  totals.Add(0, 0);
+  EXPECT_EQ(totals.by_position[0], (DraftCounts{.drafted = 2, .accepted = 2}));
+  EXPECT_EQ(totals.by_position[1], (DraftCounts{.drafted = 2, .accepted = 1}));
+  EXPECT_EQ(totals.by_position[2], (DraftCounts{.drafted = 1, .accepted = 0}));
+  EXPECT_EQ(totals.Sum(), (DraftCounts{.drafted = 5, .accepted = 3}));
 }
 
 TEST(GeneratorDraftsTest, NoStrategyChangesAndNoneNeedsMorePasses) {
@@ -97,10 +114,11 @@ TEST(GeneratorDraftsTest, NoStrategyChangesAndNoneNeedsMorePasses) {
         ExpectSame(harness.Run(WithDrafts(request, kNgram, 15)), expected);
         EXPECT_LE(Passes(harness), Passes(plain));
         const EngineStats stats = harness.Stats();
-        EXPECT_LE(harness.senior.consumed + harness.junior.consumed,
-                  plain.senior.consumed + plain.junior.consumed + stats.ngram_drafts_total.drafted);
+        EXPECT_LE(
+            harness.senior.consumed + harness.junior.consumed,
+            plain.senior.consumed + plain.junior.consumed + stats.ngram_drafts_total.Sum().drafted);
         if (wrong == 0.0) {
-          EXPECT_EQ(stats.ngram_drafts_total.accepted, stats.ngram_drafts_total.drafted)
+          EXPECT_EQ(stats.ngram_drafts_total.Sum().accepted, stats.ngram_drafts_total.Sum().drafted)
               << "no draft is verified behind a change of author";
         }
         EXPECT_EQ(stats.senior_tokens_total, plain.Stats().senior_tokens_total);
@@ -123,7 +141,7 @@ TEST(GeneratorDraftsTest, TextThatRepeatsIsFoundByNgrams) {
     ExpectSame(listener->finished().at(0), plain.Run(request));
     EXPECT_LT(Passes(harness), Passes(plain));
     EXPECT_GT(listener->drafts().at(0).accepted, 0);
-    EXPECT_EQ(listener->drafts().at(0), harness.Stats().ngram_drafts_total);
+    EXPECT_EQ(listener->drafts().at(0), harness.Stats().ngram_drafts_total.Sum());
   }
 }
 
@@ -140,11 +158,12 @@ TEST(GeneratorDraftsTest, AJuniorThatIsTheSeniorWritesDraftsThatAreAllAccepted) 
         const Trajectory expected = plain.Run(request);
         ExpectSame(harness.Run(WithDrafts(request, kJunior)), expected);
         const EngineStats stats = harness.Stats();
-        EXPECT_EQ(stats.junior_drafts_total.accepted, stats.junior_drafts_total.drafted);
+        EXPECT_EQ(stats.junior_drafts_total.Sum().accepted,
+                  stats.junior_drafts_total.Sum().drafted);
         EXPECT_LE(harness.senior.passes, plain.senior.passes);
         if (!tandem) {
           EXPECT_EQ(harness.senior.passes, 5);
-          EXPECT_EQ(stats.junior_drafts_total.drafted, 25);
+          EXPECT_EQ(stats.junior_drafts_total.Sum().drafted, 25);
           // A draft is consumed once: the junior reads the prompt and each token but the last ones.
           EXPECT_EQ(harness.junior.consumed, 6 + 25 + 4 - 1);
           EXPECT_EQ(harness.junior.passes, 25);
@@ -161,7 +180,7 @@ TEST(GeneratorDraftsTest, AJuniorThatIsNotTheSeniorPausesWhereItIsWrong) {
   const Trajectory expected = plain.Run(request);
   ExpectSame(harness.Run(WithDrafts(request, kJunior)), expected);
   EXPECT_LE(harness.senior.passes, 30);
-  EXPECT_GT(harness.Stats().junior_drafts_total.drafted, 0);
+  EXPECT_GT(harness.Stats().junior_drafts_total.Sum().drafted, 0);
   EXPECT_LT(harness.junior.passes, 20);
 }
 
@@ -175,7 +194,7 @@ TEST(GeneratorDraftsTest, HeadsDraftBehindEachTokenOfTheSenior) {
   Harness right;
   right.senior.keep_rows = true;
   ExpectSame(right.Run(WithDrafts(request, kOfHeads, 15)), expected);
-  EXPECT_EQ(right.Stats().heads_drafts_total, (DraftCounts{.drafted = 23, .accepted = 23}));
+  EXPECT_EQ(right.Stats().heads_drafts_total.Sum(), (DraftCounts{.drafted = 23, .accepted = 23}));
   EXPECT_EQ(right.senior.passes, 7) << "one token, then up to as many as there are heads and one";
   EXPECT_EQ(right.senior.draft_calls, 6) << "nobody drafts behind the end";
   EXPECT_EQ(right.junior.passes, 0);
@@ -185,7 +204,7 @@ TEST(GeneratorDraftsTest, HeadsDraftBehindEachTokenOfTheSenior) {
   wrong.senior.wrong_drafts = 1;
   ExpectSame(wrong.Run(WithDrafts(request, kOfHeads, 15)), expected);
   EXPECT_EQ(wrong.senior.passes, 30);
-  EXPECT_EQ(wrong.Stats().heads_drafts_total, (DraftCounts{.drafted = 7, .accepted = 0}))
+  EXPECT_EQ(wrong.Stats().heads_drafts_total.Sum(), (DraftCounts{.drafted = 7, .accepted = 0}))
       << "then they pause, and one is tried again";
 }
 
@@ -210,8 +229,8 @@ TEST(GeneratorDraftsTest, HeadsChangeNoStrategyAndDraftForTheSeniorAlone) {
         }
         EXPECT_EQ(harness.junior.draft_calls, 0);
         EXPECT_LE(harness.senior.passes, plain.senior.passes);
-        counts.drafted += harness.Stats().heads_drafts_total.drafted;
-        counts.accepted += harness.Stats().heads_drafts_total.accepted;
+        counts.drafted += harness.Stats().heads_drafts_total.Sum().drafted;
+        counts.accepted += harness.Stats().heads_drafts_total.Sum().accepted;
       }
     }
   }
@@ -387,12 +406,12 @@ TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
         EXPECT_EQ(streamed[index], trajectory.response_token_ids);
       }
     }
-    ngram.drafted += stats.ngram_drafts_total.drafted;
-    ngram.accepted += stats.ngram_drafts_total.accepted;
-    junior.drafted += stats.junior_drafts_total.drafted;
-    junior.accepted += stats.junior_drafts_total.accepted;
-    heads.drafted += stats.heads_drafts_total.drafted;
-    heads.accepted += stats.heads_drafts_total.accepted;
+    ngram.drafted += stats.ngram_drafts_total.Sum().drafted;
+    ngram.accepted += stats.ngram_drafts_total.Sum().accepted;
+    junior.drafted += stats.junior_drafts_total.Sum().drafted;
+    junior.accepted += stats.junior_drafts_total.Sum().accepted;
+    heads.drafted += stats.heads_drafts_total.Sum().drafted;
+    heads.accepted += stats.heads_drafts_total.Sum().accepted;
     preemptions += stats.preemptions_total;
   }
   EXPECT_GT(preemptions, 50);

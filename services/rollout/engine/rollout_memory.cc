@@ -85,9 +85,11 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
   if (options.rank == 0) {
     // The tensor that comes and the one that is packed (common/weights/tensor_stager.h); rank 0 of
     // a sharded senior keeps all of them for the others.
-    staged = senior.ranks > 1 ? all : 2 * largest;
-    plan.items.push_back(
-        {"weight_update_copy", WeightsOf(senior, specs, options.rank), options.on_host});
+    largest = std::max(largest, options.speculator.largest_bytes);
+    staged = senior.ranks > 1 ? all + 2 * options.speculator.largest_bytes : 2 * largest;
+    plan.items.push_back({"weight_update_copy",
+                          WeightsOf(senior, specs, options.rank) + options.speculator.bytes,
+                          options.on_host});
   }
   plan.items.push_back({"staged_weight_update", staged});
   return absl::OkStatus();
@@ -205,8 +207,8 @@ absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
   for (const Lane& lane : lanes) {
     TANDEM_RETURN_IF_ERROR(AddLane(lane, options, plan, pass));
   }
-  if (options.rank == 0 && options.speculator_bytes > 0) {
-    plan.items.push_back({"speculator_weights", options.speculator_bytes, options.on_host});
+  if (options.rank == 0 && options.speculator.bytes > 0) {
+    plan.items.push_back({"speculator_weights", options.speculator.bytes, options.on_host});
   }
   TANDEM_RETURN_IF_ERROR(AddUpdate(lanes.front(), options, plan));
   plan.items.push_back({"activations", pass.activations, options.on_host});
@@ -248,7 +250,7 @@ absl::StatusOr<std::vector<Lane>> PlanBlocks(const ModelConfig& senior, const Mo
 }  // namespace
 
 RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
-                                     int64_t speculator_bytes) {
+                                     const speculator::SpeculatorSize& speculator) {
   const auto lane = [&](const LaneOptions& one) {
     return LaneMemoryOptions{.max_model_len = one.max_model_len,
                              .storage = StorageOf(one, options)};
@@ -262,7 +264,7 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
           .on_host = options.compute.device == "cpu",
           .layout = options.layout,
           .rank = rank,
-          .speculator_bytes = speculator_bytes};
+          .speculator = speculator};
 }
 
 absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,

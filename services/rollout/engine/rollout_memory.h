@@ -8,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "common/base/memory_plan.h"
 #include "common/model/model_config.h"
+#include "common/speculator/speculator_memory.h"
 #include "common/tensor/dtype.h"
 #include "services/rollout/engine/lane_storage.h"
 #include "services/rollout/engine/rank_layout.h"
@@ -48,14 +49,14 @@ struct RolloutMemoryOptions {
   std::optional<int64_t> available_memory_bytes = std::nullopt;
   bool on_host = true;  // whether the CPU computes
   RankLayout layout = {};
-  int64_t rank = 0;              // rank 0 receives new weights, and has the speculator
-  int64_t speculator_bytes = 0;  // of its parameters (common/speculator/speculator_memory.h)
+  int64_t rank = 0;  // rank 0 receives new weights, and has the speculator
+  speculator::SpeculatorSize speculator = {};
 };
 
-// Returns the options of the memory on rank `rank`. `speculator_bytes` are those of the whole
-// speculator, whatever the rank; 0 without one.
+// Returns the options of the memory on rank `rank`. `speculator` is the server's, whatever the
+// rank.
 RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
-                                     int64_t speculator_bytes);
+                                     const speculator::SpeculatorSize& speculator);
 
 // Returns the blocks that kv_cache_bytes hold, as many for either lane, but no more than
 // max_num_seqs sequences of the lane's max_model_len tokens need. The scorer gets what one such

@@ -191,10 +191,13 @@ TEST(RolloutMemoryTest, ASpeculatorIsHeldByTheFirstRank) {
   const ModelConfig config = TinyConfig();
   RolloutMemoryOptions options = TwoLanes();
   const MemoryPlan without = RolloutMemory(config, &config, options).value();
-  options.speculator_bytes = 1000;
+  options.speculator = {.bytes = 1'000'000, .largest_bytes = 400'000};
   const MemoryPlan with = RolloutMemory(config, &config, options).value();
-  EXPECT_EQ(Items(with)["speculator_weights"], 1000);
-  EXPECT_EQ(with.host_bytes(), without.host_bytes() + 1000);
+  EXPECT_EQ(Items(with)["speculator_weights"], 1'000'000);
+  // An update makes a second copy of it, too, and stages its tensors.
+  EXPECT_EQ(Items(with)["weight_update_copy"], Items(without)["weight_update_copy"] + 1'000'000);
+  EXPECT_LT(Items(without)["staged_weight_update"], 800'000);
+  EXPECT_EQ(Items(with)["staged_weight_update"], 800'000);
   options.layout.tensor_parallel_size = 2;
   options.rank = 1;
   EXPECT_FALSE(

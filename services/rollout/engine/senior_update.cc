@@ -24,18 +24,30 @@ at::Tensor TensorOf(const WeightSpec& spec, TensorBytes bytes) {
 
 }  // namespace
 
-SeniorUpdate::SeniorUpdate(const Model& senior, bool keeps_tensors, Swap swap)
-    : senior_(senior), keeps_tensors_(keeps_tensors), swap_(std::move(swap)) {}
+SeniorUpdate::SeniorUpdate(const Model& senior, const speculator::Speculator* speculator,
+                           bool keeps_tensors, Swap swap)
+    : senior_(senior),
+      speculator_(speculator),
+      keeps_tensors_(keeps_tensors),
+      swap_(std::move(swap)) {}
 
 absl::Status SeniorUpdate::Add(const WeightSpec& spec, TensorBytes bytes) {
   ComputeAlone();
   return CatchTorchErrors("weights", [&]() -> absl::Status {
     if (weights_ == nullptr) weights_ = senior_.PrepareWeights();
     const at::Tensor tensor = TensorOf(spec, std::move(bytes));
+    if (IsOfSpeculator(spec)) return AddToSpeculator(spec.name, tensor);
     TANDEM_RETURN_IF_ERROR(weights_->Add(spec.name, tensor));
     if (keeps_tensors_) tensors_.emplace_back(spec.name, tensor);
     return absl::OkStatus();
   });
+}
+
+absl::Status SeniorUpdate::AddToSpeculator(const std::string& name, const at::Tensor& tensor) {
+  if (next_speculator_ == nullptr) {
+    TANDEM_ASSIGN_OR_RETURN(next_speculator_, speculator::PreparedSpeculator::Make(*speculator_));
+  }
+  return next_speculator_->Add(name, tensor);
 }
 
 absl::Status SeniorUpdate::Apply(const WeightManifest& manifest, const CallScope& call) {

@@ -1,14 +1,19 @@
-// One update of the senior's weights on rank 0: the engine's part of a weight transfer
-// (common/weights/staged_weight_receiver.h).
+// One update of the weights of the senior, and of its speculator, on rank 0: the engine's part of a
+// weight transfer (common/weights/staged_weight_receiver.h).
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SENIOR_UPDATE_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SENIOR_UPDATE_H_
 
+#include <ATen/core/Tensor.h>
+
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "common/model/model.h"
 #include "common/model/prepared_weights.h"
+#include "common/speculator/speculator.h"
+#include "common/speculator/speculator_update.h"
 #include "common/tensor/named_tensors.h"
 #include "common/weights/staged_weight_receiver.h"
 
@@ -22,9 +27,10 @@ class SeniorUpdate : public NextWeights {
   using Swap = std::function<absl::Status(SeniorUpdate& update, const WeightManifest& manifest,
                                           const CallScope& call)>;
 
-  // `senior` outlives the update. `keeps_tensors`: for a swap that sends the whole tensors to other
-  // ranks.
-  SeniorUpdate(const Model& senior, bool keeps_tensors, Swap swap);
+  // `senior` and its `speculator`, which may be null, outlive the update. `keeps_tensors`: for a
+  // swap that sends the senior's whole tensors to other ranks.
+  SeniorUpdate(const Model& senior, const speculator::Speculator* speculator, bool keeps_tensors,
+               Swap swap);
 
   // INVALID_ARGUMENT names a tensor that does not fit; RESOURCE_EXHAUSTED if memory runs out.
   absl::Status Add(const WeightSpec& spec, TensorBytes bytes) override;
@@ -33,15 +39,21 @@ class SeniorUpdate : public NextWeights {
 
   // For Model::Adopt. Complete when the swap is called.
   PreparedWeights& weights() { return *weights_; }
-  // Those that were added; empty unless they are kept.
+  // The speculator's; null if the update has none. Complete as the manifest is checked.
+  const speculator::PreparedSpeculator* speculator() const { return next_speculator_.get(); }
+  // The senior's that were added; empty unless they are kept.
   const NamedTensors& tensors() const { return tensors_; }
 
  private:
+  absl::Status AddToSpeculator(const std::string& name, const at::Tensor& tensor);
+
   const Model& senior_;
+  const speculator::Speculator* const speculator_;
   const bool keeps_tensors_;
   const Swap swap_;
   std::unique_ptr<PreparedWeights> weights_;  // nullptr before the first tensor
   NamedTensors tensors_;
+  std::unique_ptr<speculator::PreparedSpeculator> next_speculator_;
 };
 
 }  // namespace tandem::rollout

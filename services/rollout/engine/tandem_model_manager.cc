@@ -8,6 +8,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/layer_cache.h"
 #include "common/speculator/speculator_files.h"
+#include "common/speculator/speculator_update.h"
 #include "services/rollout/engine/lane_storage.h"
 
 namespace tandem::rollout {
@@ -115,6 +116,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
     TANDEM_ASSIGN_OR_RETURN(speculator,
                             LoadSpeculatorOf(*senior->model, options.senior_speculator));
     info.speculator_heads = speculator->sizes().n_predict;
+    manager->speculator_ = speculator::ReceivedBy(*speculator);
   }
   manager->blocks_ = ranks.blocks;
   if (ranks.server->leads()) {

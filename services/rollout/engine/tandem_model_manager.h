@@ -17,6 +17,7 @@
 #include "common/model/model.h"
 #include "common/tandem/vocabulary.h"
 #include "common/tensor/weight_spec.h"
+#include "common/weights/staged_weight_receiver.h"
 #include "services/rollout/engine/engine_ranks.h"
 #include "services/rollout/engine/ranked_runner.h"
 #include "services/rollout/engine/rollout_memory.h"
@@ -60,6 +61,8 @@ class TandemModelManager {
   const std::vector<WeightSpec>& senior_parameters() const { return senior_parameters_; }
   // The head of a senior whose head is its embedding; an update may contain it.
   const std::optional<WeightSpec>& tied_head() const { return tied_head_; }
+  // The senior's speculator, as an update may bring it: on rank 0, if the server has one.
+  const std::optional<ReceivedSpeculator>& speculator() const { return speculator_; }
 
  private:
   TandemModelManager() = default;
@@ -71,6 +74,7 @@ class TandemModelManager {
   std::vector<int32_t> eos_token_ids_;
   std::vector<WeightSpec> senior_parameters_;
   std::optional<WeightSpec> tied_head_;
+  std::optional<ReceivedSpeculator> speculator_;
 };
 
 }  // namespace tandem::rollout

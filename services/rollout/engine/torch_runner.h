@@ -12,6 +12,7 @@
 #include "common/model/kv_cache.h"
 #include "common/model/model.h"
 #include "common/speculator/speculator.h"
+#include "common/speculator/speculator_update.h"
 #include "common/tensor/dtype.h"
 #include "services/rollout/engine/model_runner.h"
 
@@ -26,6 +27,7 @@ class TorchRunner : public ModelRunner {
 
   const Model& model() const { return *model_; }
   Model& model() { return *model_; }
+  const speculator::Speculator* speculator() const { return speculator_.get(); }  // may be null
 
   // INTERNAL if libtorch throws; RESOURCE_EXHAUSTED if memory runs out; errors of Model::Decode.
   absl::Status Run(const Pass& pass, PassResults& results) override;
@@ -33,6 +35,8 @@ class TorchRunner : public ModelRunner {
   // if libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
   absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
                      std::vector<int32_t>& drafts) override;
+  // Exchanges the weights of the speculator, which there is, with new ones, between two passes.
+  void SwapSpeculator(const speculator::PreparedSpeculator& next) { next.SwapWith(*speculator_); }
   // Run on a rank whose logits another rank gathers: of the rows only the indices are read.
   absl::Status Follow(const Pass& pass);
 

@@ -2,6 +2,7 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_TYPES_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_TYPES_H_
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -121,6 +122,27 @@ struct DraftCounts {
   bool operator==(const DraftCounts&) const = default;
 };
 
+// DraftCounts of many passes, by the place of a draft behind the last token.
+struct DraftTotals {
+  std::array<DraftCounts, kMaxSpeculativeTokens> by_position = {};
+
+  // Counts the drafts of one pass. The accepted ones are the first.
+  void Add(int64_t drafted, int64_t accepted) {
+    for (int64_t i = 0; i < drafted; ++i) {
+      ++by_position[i].drafted;
+      by_position[i].accepted += i < accepted;
+    }
+  }
+  DraftCounts Sum() const {
+    DraftCounts sum;
+    for (const DraftCounts& counts : by_position) {
+      sum.drafted += counts.drafted;
+      sum.accepted += counts.accepted;
+    }
+    return sum;
+  }
+};
+
 // Receives the events of one prompt. Called on the engine thread: it must not block.
 class PromptListener {
  public:
@@ -187,9 +209,9 @@ struct EngineStats {
   int64_t shared_prefix_tokens_total = 0;
   int64_t preemptions_total = 0;     // of sequences that gave up their blocks
   int64_t forward_passes_total = 0;  // of generation
-  DraftCounts ngram_drafts_total;
-  DraftCounts junior_drafts_total;
-  DraftCounts heads_drafts_total;
+  DraftTotals ngram_drafts_total;
+  DraftTotals junior_drafts_total;
+  DraftTotals heads_drafts_total;
   int64_t score_passes_total = 0;
   // The end of the last pass or command on this rank.
   absl::Time last_progress = absl::InfinitePast();

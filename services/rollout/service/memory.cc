@@ -18,7 +18,7 @@
 namespace tandem::rollout {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config,
-                                      const SpeculatorSizer& speculator_bytes_of) {
+                                      const SpeculatorSizer& measure_speculator) {
   TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
   EngineOptions options = ToEngineOptions(config, environment);
   options.available_memory_bytes = AvailableMemoryOfRank(environment);
@@ -31,14 +31,14 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
   }
   TANDEM_RETURN_IF_ERROR(CheckRankLayout(
       options.layout, senior, junior.has_value() ? &*junior : nullptr, environment.world_size));
-  int64_t speculator_bytes = 0;
+  speculator::SpeculatorSize speculator;
   if (const std::string& directory = config.senior_speculator(); !directory.empty()) {
-    const absl::StatusOr<int64_t> bytes = speculator_bytes_of(directory, senior.hidden_size);
-    if (!bytes.ok()) return PrependFieldPath("senior_speculator", bytes.status());
-    speculator_bytes = *bytes;
+    const auto measured = measure_speculator(directory, senior.hidden_size);
+    if (!measured.ok()) return PrependFieldPath("senior_speculator", measured.status());
+    speculator = *measured;
   }
   return RolloutMemory(senior, junior.has_value() ? &*junior : nullptr,
-                       ToMemoryOptions(options, environment.rank, speculator_bytes));
+                       ToMemoryOptions(options, environment.rank, speculator));
 }
 
 }  // namespace tandem::rollout

@@ -8,20 +8,21 @@
 
 #include "absl/status/statusor.h"
 #include "common/base/memory_plan.h"
+#include "common/speculator/speculator_memory.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::rollout {
 
-// Returns the bytes of the parameters of a speculator for a model of that hidden size. The caller
-// passes speculator::SpeculatorBytes, because this library does not link torch.
-using SpeculatorSizer =
-    std::function<absl::StatusOr<int64_t>(const std::string& directory, int64_t hidden_size)>;
+// Returns the size of a speculator for a model of that hidden size. The caller passes
+// speculator::MeasureSpeculator, because this library does not link torch.
+using SpeculatorSizer = std::function<absl::StatusOr<speculator::SpeculatorSize>(
+    const std::string& directory, int64_t hidden_size)>;
 
 // Returns the memory plan of a resolved configuration on this machine. Errors are those of
 // CheckOptions, or name the field of a model or speculator whose config.json cannot be read or does
 // not fit, or of a layout that does not fit the ranks or the models.
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config,
-                                      const SpeculatorSizer& speculator_bytes_of);
+                                      const SpeculatorSizer& measure_speculator);
 
 }  // namespace tandem::rollout
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/machine_resources.h"
 #include "common/base/status_macros.h"
 #include "services/rollout/service/convert.h"
@@ -60,6 +61,9 @@ void RolloutApp::UpdateMetrics() {
   set(metric::kKvCapacity, stats.kv_capacity_tokens);
   set(metric::kPaused, stats.paused ? 1 : 0);
   set(metric::kWeightsVersion, engine_->weights().Version().version);
+  if (const auto speculator = engine_->weights().SpeculatorVersion()) {
+    set(metric::kSpeculatorVersion, speculator->version);
+  }
   total(metric::kTokensGenerated, stats.senior_tokens_total, {"senior"});
   total(metric::kTokensGenerated, stats.junior_tokens_total, {"junior"});
   total(metric::kHandoffs, stats.handoffs_total);
@@ -68,12 +72,18 @@ void RolloutApp::UpdateMetrics() {
   total(metric::kPromptTokens, stats.prompt_tokens_total);
   total(metric::kPrefixCacheTokens, stats.shared_prefix_tokens_total);
   total(metric::kPreemptions, stats.preemptions_total);
-  total(metric::kDraftTokens, stats.ngram_drafts_total.drafted, {"ngram"});
-  total(metric::kDraftTokens, stats.junior_drafts_total.drafted, {"junior"});
-  total(metric::kDraftTokens, stats.heads_drafts_total.drafted, {"heads"});
-  total(metric::kAcceptedDraftTokens, stats.ngram_drafts_total.accepted, {"ngram"});
-  total(metric::kAcceptedDraftTokens, stats.junior_drafts_total.accepted, {"junior"});
-  total(metric::kAcceptedDraftTokens, stats.heads_drafts_total.accepted, {"heads"});
+  for (const auto& [method, drafts] : {std::pair("ngram", &stats.ngram_drafts_total),
+                                       std::pair("junior", &stats.junior_drafts_total),
+                                       std::pair("heads", &stats.heads_drafts_total)}) {
+    for (size_t i = 0; i < drafts->by_position.size(); ++i) {
+      const DraftCounts& counts = drafts->by_position[i];
+      // The first position always, so that a rate begins at 0; the others once they are used.
+      if (i > 0 && counts.drafted == 0) break;
+      const std::vector<std::string> labels = {method, absl::StrCat(i + 1)};
+      total(metric::kDraftTokens, counts.drafted, labels);
+      total(metric::kAcceptedDraftTokens, counts.accepted, labels);
+    }
+  }
   total(metric::kForwardPasses, stats.forward_passes_total + stats.score_passes_total);
 }
 

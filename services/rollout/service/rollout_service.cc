@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/error_table.h"
+#include "common/rpc/proto_convert.h"
 #include "common/rpc/reactor_call.h"
 #include "common/rpc/server_info.h"
 #include "common/rpc/stream_message.h"
@@ -196,6 +197,9 @@ grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerCont
         *response.mutable_server() = rpc::DescribeServer(runtime_, "rollout");
         InfoToProto(engine.Info(), options_.tandem, engine.weights().Version(),
                     engine.Stats().paused, &response);
+        if (const auto speculator = engine.weights().SpeculatorVersion()) {
+          rpc::WeightsVersionToProto(*speculator, response.mutable_speculator_weights());
+        }
         response.set_max_queue(static_cast<int32_t>(options_.max_batch_samples));
         return response;
       });

@@ -2,13 +2,16 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
+#include "common/speculator/speculator_update.h"
 #include "common/weights/weight_snapshot.h"
 #include "services/trainer/engine/batch_check.h"
 #include "services/trainer/engine/policy_step.h"
@@ -37,9 +40,9 @@ class TorchEngine final : public training::CoreEngine<Engine> {
       models_.emplace(std::move(models));
       return absl::OkStatus();
     }));
-    if (models_->speculator != nullptr) {
-      TANDEM_RETURN_IF_ERROR(
-          core_->CheckSameOnAllRanks("speculator", models_->speculator->Digest()));
+    if (HasSpeculator()) {
+      const std::string digest = speculator::ManifestOf(models_->speculator->speculator()).digest;
+      TANDEM_RETURN_IF_ERROR(core_->CheckSameOnAllRanks("speculator", digest));
     }
     core_->Start();
     return absl::OkStatus();
@@ -64,6 +67,10 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   void AddCommands();
   absl::StatusOr<StepResult> DoStep(const CallScope& call, const TrainStepRequest& request);
   SnapshotResult TakeSnapshot();
+  // Copies the parameters, with the speculator behind them where one is described.
+  SnapshotResult CopyWeights(TensorSource parameters, const WeightsVersion& weights,
+                             std::optional<SpeculatorManifest> speculator) const;
+  bool HasSpeculator() const { return models_->speculator != nullptr; }
   BatchLimits Limits() const;
 
   const EngineOptions options_;
@@ -114,23 +121,43 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
   parallel::Strategy& strategy = core_->strategy();
   // Null on other ranks, which publish nothing.
   std::shared_ptr<const WeightSource> snapshot = snapshot_.lock();
+  std::optional<SpeculatorManifest> speculator;  // on rank 0, which sends it: all ranks have it
   TANDEM_ASSIGN_OR_RETURN(
       const bool held, ranks::FromRankZero<bool>(strategy.ranks(), [&] {
+        if (HasSpeculator()) speculator = speculator::ManifestOf(models_->speculator->speculator());
         return absl::StatusOr<bool>(snapshot != nullptr &&
                                     snapshot->manifest().version == weights.version &&
-                                    snapshot->manifest().digest == weights.digest);
+                                    snapshot->manifest().digest == weights.digest &&
+                                    snapshot->manifest().speculator == speculator);
       }));
   if (held) return snapshot;
   snapshot = nullptr;  // releases its file for the next one
   TANDEM_RETURN_IF_ERROR(
       parallel::UseWholeParameters(strategy, [&](TensorSource parameters) -> absl::Status {
-        TANDEM_ASSIGN_OR_RETURN(
-            snapshot, MakeWeightSnapshot(core_->model().WeightSpecs(DType::kFloat32), parameters,
-                                         weights, core_->model().num_token_ids()));
+        TANDEM_ASSIGN_OR_RETURN(snapshot, CopyWeights(parameters, weights, std::move(speculator)));
         return absl::OkStatus();
       }));
   snapshot_ = snapshot;
   return snapshot;
+}
+
+TorchEngine::SnapshotResult TorchEngine::CopyWeights(
+    TensorSource parameters, const WeightsVersion& weights,
+    std::optional<SpeculatorManifest> speculator) const {
+  std::vector<WeightSpec> specs = core_->model().WeightSpecs(DType::kFloat32);
+  NamedTensors behind;
+  if (speculator.has_value()) {
+    behind = speculator::WeightsToSend(models_->speculator->speculator());
+  }
+  for (const auto& [name, tensor] : behind) {
+    specs.push_back({.name = name, .shape = tensor.sizes().vec()});
+  }
+  const auto all = [&](TensorVisitor visit) -> absl::Status {
+    TANDEM_RETURN_IF_ERROR(parameters(visit));
+    return SourceOf(behind)(visit);
+  };
+  return MakeWeightSnapshot(specs, all, weights, core_->model().num_token_ids(),
+                            std::move(speculator));
 }
 
 }  // namespace

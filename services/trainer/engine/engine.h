@@ -34,7 +34,7 @@ class Engine : public training::Engine {
   virtual absl::StatusOr<LogProbsResult> ComputeLogProbs(const CallScope& call,
                                                          const LogProbsRequest& request) = 0;
 
-  // Returns a copy of the current weights, for publishing.
+  // Returns a copy of the current weights, for publishing. It has those of the speculator, too.
   virtual absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope& call) = 0;
 };
 

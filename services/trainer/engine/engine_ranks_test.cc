@@ -279,6 +279,11 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
       last = Step(engine, request);
       ExpectSameReport(last, Step(*single, request));
       EXPECT_GT(last.report.metrics.at("speculator/loss"), 0);
+      const auto source = engine.Snapshot({}).value();
+      EXPECT_EQ(source->manifest().version, step);
+      EXPECT_EQ(source->manifest().speculator->config,
+                single->Snapshot({}).value()->manifest().speculator->config);
+      EXPECT_EQ(source->manifest().tensors, single->Snapshot({}).value()->manifest().tensors);
       if (step == 2)
         saved =
             engine.SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "two"})->path;

@@ -3,10 +3,15 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/speculator/speculator_files.h"
+#include "common/speculator/speculator_update.h"
 #include "common/tensor/safetensors.h"
 #include "services/trainer/engine/speculator_trainer.h"
 #include "services/trainer/engine/testing/speculator_fixture.h"
@@ -66,6 +71,47 @@ TEST_F(EngineSpeculatorTest, TheModelHasTheBitsThatItHasWithoutOne) {
   }
   ASSERT_TRUE(with->ExportModel({}, folder_ / "exported", DType::kFloat32).ok());
   EXPECT_FALSE(fs::exists(fs::path(folder_ / "exported") / "speculator"));
+}
+
+// The tensors of a snapshot, as the bytes that are sent.
+std::map<std::string, std::string> TensorsOf(const WeightSource& source) {
+  std::map<std::string, std::string> tensors;
+  int64_t offset = 0;
+  for (const WeightSpec& spec : source.manifest().tensors) {
+    std::vector<std::byte> bytes(spec.bytes());
+    EXPECT_TRUE(source.Read(offset, absl::MakeSpan(bytes)).ok());
+    offset += spec.bytes();
+    tensors[spec.name].assign(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  }
+  EXPECT_EQ(offset, source.manifest().total_bytes);
+  return tensors;
+}
+
+TEST_F(EngineSpeculatorTest, ASnapshotHasTheModelAsWithoutOneAndTheSpeculatorBehindIt) {
+  const auto with = Make(WithSpeculator()), without = Make(Without());
+  std::optional<SpeculatorManifest> before;
+  for (int64_t step = 1; step <= 2; ++step) {
+    Step(*with, Supervised(step));
+    Step(*without, Supervised(step));
+    const auto source = with->Snapshot({}).value(), alone = without->Snapshot({}).value();
+    EXPECT_EQ(source->manifest().version, step);
+    EXPECT_EQ(source->manifest().ModelAlone(), alone->manifest());
+    EXPECT_EQ(alone->manifest().speculator, std::nullopt);
+    EXPECT_NE(source->manifest().speculator, before) << "the speculator has learnt";
+    before = source->manifest().speculator;
+
+    const auto saved = fs::path(Save(*with, absl::StrCat("step-", step))) / "speculator";
+    const auto speculator = speculator::LoadSpeculator(saved, {}).value();
+    EXPECT_EQ(source->manifest().speculator, speculator::ManifestOf(*speculator));
+    auto tensors = TensorsOf(*source);
+    for (const auto& [name, value] : speculator::WeightsToSend(*speculator)) {
+      const std::string bytes(static_cast<const char*>(value.const_data_ptr()), value.nbytes());
+      EXPECT_EQ(tensors.at(name), bytes) << name;
+      tensors.erase(name);
+    }
+    EXPECT_EQ(tensors, TensorsOf(*alone));
+    EXPECT_EQ(with->Snapshot({}).value(), source) << "while it is held, it is used again";
+  }
 }
 
 // The loss is a mean over all targets, however the batch is cut.

@@ -19,7 +19,6 @@
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/training/learning_rate.h"
-#include "common/weights/weights_digest.h"
 
 namespace tandem::trainer {
 namespace {
@@ -95,8 +94,6 @@ SpeculatorTrainer::SpeculatorTrainer(const EngineOptions& options, training::Tra
   }
   optimizer_ = std::make_unique<training::AdamW>(std::move(updated), options_);
 }
-
-std::string SpeculatorTrainer::Digest() const { return DigestOf(adapter_->speculator()); }
 
 int64_t SpeculatorTrainer::ReadTokens(const TrainingRows& rows, size_t s) const {
   const auto hidden = static_cast<int64_t>(rows.sequences.sequences()[s].input.size());

@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/speculator/speculator_adapter.h"
+#include "common/tensor/named_tensors.h"
 #include "common/training/adamw.h"
 #include "services/trainer/engine/training_rows.h"
 #include "services/trainer/engine/types.h"
@@ -34,8 +35,7 @@ class SpeculatorTrainer final : public training::Companion {
   static absl::StatusOr<std::unique_ptr<SpeculatorTrainer>> Create(const EngineOptions& options,
                                                                    training::TrainingCore& core);
 
-  // Returns a digest of the speculator's weights.
-  std::string Digest() const;
+  const speculator::Speculator& speculator() const { return adapter_->speculator(); }
 
   // Whether the samples `range` of the batch have anything to learn from.
   bool HasTargets(const TrainingRows& rows, const training::SequenceRange& range) const;

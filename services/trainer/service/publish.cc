@@ -11,39 +11,24 @@
 #include "common/base/host_port.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
-#include "common/rpc/weight_sender.h"
 
 namespace tandem::trainer {
 namespace {
 
 constexpr size_t kMaxParallelTargets = 16;
-constexpr absl::Duration kVersionTimeout = absl::Seconds(10);
 
-// Whether the receiver serves exactly these weights already. False if it does not answer: the
-// transfer then has the error.
-bool Serves(weights::v1::WeightService::StubInterface& receiver, const WeightManifest& manifest,
-            const CallScope& call) {
-  rpc::CallContext context(call, kVersionTimeout);
-  weights::v1::GetVersionResponse version;
-  return receiver.GetVersion(context.get(), {}, &version).ok() &&
-         version.weights().version() == manifest.version &&
-         version.weights().digest() == manifest.digest;
-}
-
-Delivery PublishToOne(const std::string& target, const WeightSource& source, bool allow_rollback,
-                      const rpc::ChannelOptions& channel_options, const CallScope& call) {
+absl::StatusOr<rpc::SentWeights> PublishToOne(const std::string& target, const WeightSource& source,
+                                              bool allow_rollback,
+                                              const rpc::ChannelOptions& channel_options,
+                                              const CallScope& call) {
   const WeightManifest& manifest = source.manifest();
   const auto receiver =
       weights::v1::WeightService::NewStub(rpc::MakeChannel(target, channel_options));
-  if (Serves(*receiver, manifest, call)) {
-    return {.result = WeightsVersion{manifest.version, manifest.digest}};
-  }
-  Delivery delivery;
-  delivery.result =
-      rpc::SendWeights(*receiver, absl::StrCat("v", manifest.version, "-", manifest.digest), source,
-                       {.allow_rollback = allow_rollback, .call = call});
-  if (delivery.result.ok()) delivery.bytes_sent = manifest.total_bytes;
-  return delivery;
+  std::string update_id = absl::StrCat("v", manifest.version, "-", manifest.digest);
+  if (manifest.speculator.has_value())
+    absl::StrAppend(&update_id, "-", manifest.speculator->digest);
+  return rpc::SendWeights(*receiver, update_id, source,
+                          {.allow_rollback = allow_rollback, .call = call});
 }
 
 }  // namespace
@@ -61,11 +46,10 @@ absl::Status CheckTargets(const std::vector<std::string>& targets) {
   return absl::OkStatus();
 }
 
-std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
-                                   const WeightSource& source, bool allow_rollback,
-                                   const rpc::ChannelOptions& channel_options,
-                                   const CallScope& call) {
-  std::vector<Delivery> deliveries(targets.size());
+std::vector<absl::StatusOr<rpc::SentWeights>> PublishToAll(
+    const std::vector<std::string>& targets, const WeightSource& source, bool allow_rollback,
+    const rpc::ChannelOptions& channel_options, const CallScope& call) {
+  std::vector<absl::StatusOr<rpc::SentWeights>> deliveries(targets.size());
   std::atomic<size_t> next = 0;
   const auto work = [&] {
     const ScopedCallLog call_log(call);
@@ -74,7 +58,7 @@ std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
         deliveries[i] = PublishToOne(targets[i], source, allow_rollback, channel_options, call);
         return absl::OkStatus();
       });
-      if (!done.ok()) deliveries[i].result = done;
+      if (!done.ok()) deliveries[i] = done;
     }
   };
   {

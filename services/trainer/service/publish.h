@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
 #include "common/rpc/channel.h"
+#include "common/rpc/weight_sender.h"
 #include "common/weights/weight_transfer.h"
 
 namespace tandem::trainer {
@@ -16,20 +17,15 @@ namespace tandem::trainer {
 // INVALID_ARGUMENT unless there is at least one target, each "host:port" and none twice.
 absl::Status CheckTargets(const std::vector<std::string>& targets);
 
-struct Delivery {
-  absl::StatusOr<WeightsVersion> result;  // the version that the receiver serves now
-  int64_t bytes_sent = 0;                 // 0 when the receiver already served these weights
-};
-
 // Sends `source` to every target and commits it there, in parallel. Blocks until every delivery has
 // succeeded or failed; they fail as soon as `call` is over. Deliveries are independent, and in the
-// order of `targets`. The update's id is made from version and digest, so a repeat continues where
-// an interrupted publication stopped. Receivers that serve the weights already are left alone.
-// `allow_rollback` also replaces an equal or higher version.
-std::vector<Delivery> PublishToAll(const std::vector<std::string>& targets,
-                                   const WeightSource& source, bool allow_rollback,
-                                   const rpc::ChannelOptions& channel_options,
-                                   const CallScope& call);
+// order of `targets`. The update's id is made from version and digests, so a repeat continues where
+// an interrupted publication stopped. Receivers that serve the weights already are left alone, and
+// those without a speculator get the model alone. `allow_rollback` also replaces an equal or higher
+// version.
+std::vector<absl::StatusOr<rpc::SentWeights>> PublishToAll(
+    const std::vector<std::string>& targets, const WeightSource& source, bool allow_rollback,
+    const rpc::ChannelOptions& channel_options, const CallScope& call);
 
 }  // namespace tandem::trainer
 

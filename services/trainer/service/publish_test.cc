@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -37,9 +38,11 @@ class ReceiverApp final : public rpc::ServerApp {
 
 // A receiver whose commits return the status of `apply`.
 struct ReceiverServer {
-  explicit ReceiverServer(absl::Status apply = absl::OkStatus(), int64_t version = -1)
+  explicit ReceiverServer(absl::Status apply = absl::OkStatus(), int64_t version = -1,
+                          std::optional<ReceivedSpeculator> speculator = std::nullopt)
       : receiver({{.name = "w", .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
-                 /*num_token_ids=*/0, {.version = version, .digest = ""}, Tell(told)) {
+                 /*num_token_ids=*/0, {.version = version, .digest = ""}, Tell(told),
+                 std::move(speculator)) {
     told.apply_status = std::move(apply);
   }
 
@@ -101,6 +104,33 @@ TEST_F(PublishTest, ARepeatSendsNothing) {
   EXPECT_EQ(repeat->results(0).status().code(), 0) << repeat->results(0).status().message();
   EXPECT_EQ(repeat->results(0).digest(), repeat->weights().digest());
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weight_bytes_sent_total 2097192"));
+}
+
+TEST_F(PublishTest, EveryReceiverIsAskedWhetherItTakesTheSpeculator) {
+  engine_->AddSpeculator(80);
+  const auto with_parameter = [](int64_t elements) {
+    return ReceivedSpeculator{.config = "{}",
+                              .parameters = {{.name = "speculator.h", .shape = {elements}}},
+                              .initial = {.version = -1, .digest = ""}};
+  };
+  ReceiverServer with(absl::OkStatus(), -1, with_parameter(20)), without,
+      other(absl::OkStatus(), -1, with_parameter(21));
+  const auto response =
+      Publish({with.server.address(), without.server.address(), other.server.address()});
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_EQ(response->bytes(), (2 << 20) + 120);
+  EXPECT_EQ(response->results(0).speculator(), v1::SPECULATOR_DELIVERY_SERVED);
+  EXPECT_EQ(response->results(1).speculator(), v1::SPECULATOR_DELIVERY_UNUSED);
+  for (const int i : {0, 1}) {
+    EXPECT_EQ(response->results(i).status().code(), 0) << response->results(i).status().message();
+    EXPECT_EQ(response->results(i).digest(), response->weights().digest());
+  }
+  EXPECT_EQ(with.receiver.SpeculatorVersion()->version, 0);
+  EXPECT_EQ(with.told.applied.size(), without.told.applied.size() + 80);
+  const absl::Status refused = rpc::FromRpcStatus(response->results(2).status());
+  EXPECT_EQ(FieldPath(refused), "manifest.tensors[1].shape");
+  EXPECT_EQ(response->results(2).speculator(), v1::SPECULATOR_DELIVERY_UNSPECIFIED);
+  EXPECT_EQ(other.receiver.Version().version, -1);
 }
 
 TEST_F(PublishTest, AReceiverGoesBackOnlyWhenItIsAskedTo) {

@@ -27,6 +27,24 @@ double Reported(const StepReport& report, const char* name) {
   return found == report.metrics.end() ? 0 : found->second;
 }
 
+// Says in the result of a publication, and in the log, whether the receiver drafts with the
+// trainer's speculator.
+void ReportSpeculator(bool served, v1::PublishResult& result) {
+  result.set_speculator(served ? v1::SPECULATOR_DELIVERY_SERVED : v1::SPECULATOR_DELIVERY_UNUSED);
+  if (served) return;
+  Log(LogLevel::kWarning, "speculator_unused",
+      {{"target", result.target()}, {"reason", "the server has no senior_speculator"}});
+}
+
+// Sets the gauges of the accuracies of a speculator's heads, if the step has trained one.
+void ReportHeads(const StepReport& report, rpc::Metrics& metrics) {
+  for (int head = 0;; ++head) {
+    const auto found = report.metrics.find(absl::StrCat("speculator/head_", head, "_accuracy"));
+    if (found == report.metrics.end()) return;
+    metrics.Gauge(rpc::metric::kSpeculatorAccuracy, {absl::StrCat(head)}).Set(found->second);
+  }
+}
+
 }  // namespace
 
 TrainerService::TrainerService(const TrainerServiceOptions& options,
@@ -55,6 +73,7 @@ grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerCont
         out.set_critic_address(options_.critic_address);
         out.set_unsaved(engine_->unsaved());
         out.set_max_samples(static_cast<int32_t>(options_.max_samples));
+        out.set_has_speculator(options_.has_speculator);
         return out;
       });
 }
@@ -124,6 +143,7 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(const TrainSt
   if (!result->replayed) {
     metrics_.Counter(rpc::metric::kDroppedSamples)
         .Increment(Reported(result->report, "policy/dropped_samples"));
+    ReportHeads(result->report, metrics_);
     v1::WatchStepsResponse event;
     *event.mutable_report() = response.report();
     watchers_.Publish(event);
@@ -175,29 +195,31 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
   TANDEM_RETURN_IF_ERROR(CheckTargets(targets));
   const rpc::PhaseTimer timer(metrics_, "publish");
   TANDEM_ASSIGN_OR_RETURN(const auto source, engine_->Snapshot(call));
-  const std::vector<Delivery> deliveries =
+  const std::vector<absl::StatusOr<rpc::SentWeights>> deliveries =
       PublishToAll(targets, *source, request.allow_rollback(), options_.publish_channel, call);
   v1::PublishWeightsResponse response;
   response.mutable_weights()->set_version(source->manifest().version);
   response.mutable_weights()->set_digest(source->manifest().digest);
   response.set_bytes(source->manifest().total_bytes);
   for (size_t i = 0; i < targets.size(); ++i) {
-    const Delivery& delivery = deliveries[i];
+    const absl::StatusOr<rpc::SentWeights>& delivery = deliveries[i];
     v1::PublishResult& result = *response.add_results();
     result.set_target(targets[i]);
-    *result.mutable_status() = rpc::ToRpcStatus(delivery.result.status());
-    if (delivery.result.ok()) {
-      result.set_digest(delivery.result->digest);
+    *result.mutable_status() = rpc::ToRpcStatus(delivery.status());
+    if (delivery.ok()) {
+      result.set_digest(delivery->weights.digest);
+      metrics_.Counter(rpc::metric::kWeightBytesSent)
+          .Increment(static_cast<double>(delivery->bytes));
+      if (source->manifest().speculator.has_value()) {
+        ReportSpeculator(delivery->has_speculator, result);
+      }
     } else {
       Log(LogLevel::kWarning, "publish_failed",
           {{"target", targets[i]},
            {"version", response.weights().version()},
-           {"error", delivery.result.status().ToString()}});
+           {"error", delivery.status().ToString()}});
     }
-    metrics_.Counter(rpc::metric::kPublishResults, {delivery.result.ok() ? "ok" : "failed"})
-        .Increment();
-    metrics_.Counter(rpc::metric::kWeightBytesSent)
-        .Increment(static_cast<double>(delivery.bytes_sent));
+    metrics_.Counter(rpc::metric::kPublishResults, {delivery.ok() ? "ok" : "failed"}).Increment();
   }
   return response;
 }

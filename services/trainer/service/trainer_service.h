@@ -21,6 +21,7 @@ struct TrainerServiceOptions : training::ServiceOptions {
   int64_t micro_batch_tokens = 0;  // for GetServerInfo, like critic_address
   std::string critic_address;
   ObjectiveSupport support;
+  bool has_speculator = false;  // whether a speculator trains beside the model
   rpc::ChannelOptions publish_channel;
 };
 

@@ -403,6 +403,18 @@ TEST_F(TrainerServerTest, StepsAreCountedInTheMetrics) {
   EXPECT_THAT(text, HasSubstr("tandem_step_seconds_count{phase=\"train\"} 2"));
 }
 
+TEST_F(TrainerServerTest, TheAccuracyOfEveryHeadIsAGauge) {
+  engine_->Report("speculator/loss", 7.5);
+  engine_->Report("speculator/head_0_accuracy", 0.75);
+  engine_->Report("speculator/head_1_accuracy", 0.25);
+  ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
+  const std::string text = server_.metrics().Text();
+  EXPECT_THAT(text, HasSubstr("tandem_speculator_loss 7.5"));
+  EXPECT_THAT(text, HasSubstr("tandem_speculator_accuracy{head=\"0\"} 0.75"));
+  EXPECT_THAT(text, HasSubstr("tandem_speculator_accuracy{head=\"1\"} 0.25"));
+  EXPECT_THAT(text, testing::Not(HasSubstr("head=\"2\"")));
+}
+
 TEST_F(TrainerServerTest, DroppedSamplesAreCounted) {
   engine_->Report("policy/dropped_samples", 3);
   for (int i = 0; i < 2; ++i) {  // a repeat counts nothing

@@ -85,6 +85,7 @@ def status(
         _status_row(kinds[role](address, timeout_seconds=5, retry=once, credentials=own))
         for role, address in [(one["role"], one["address"]) for one in known] or named.items()
     ]
+    _name_unused_speculators(rows)
     output.result({"servers": rows}, output.rows(rows, counts=("parameters",)))
     if not any(row["health"] == "SERVING" for row in rows):
         raise typer.Exit(EXIT_UNREACHABLE)
@@ -147,6 +148,11 @@ def _status_row(client: Any) -> dict[str, Any]:
             return row | {"problem": error.message}
     server = info.server
     has_junior = client.role == "rollout" and info.HasField("junior")
+    speculator: dict[str, Any] = {}
+    if client.role == "trainer" and info.has_speculator:
+        speculator["speculator"] = "trains"
+    if client.role == "rollout" and info.HasField("speculator_weights"):
+        speculator["speculator_version"] = info.speculator_weights.version
     return row | {
         "version": server.weights.version,
         "model": server.model.path,
@@ -154,6 +160,16 @@ def _status_row(client: Any) -> dict[str, Any]:
         **({"junior_storage": _storage(info.junior)} if has_junior else {}),
         "parameters": server.model.num_parameters,
         "digest": server.weights.digest,
+        **speculator,
         "uptime_seconds": round(server.uptime_seconds, 1),
         "software": server.software_version,
     }
+
+
+def _name_unused_speculators(rows: list[dict[str, Any]]) -> None:
+    """Names the rollout servers that do not draft with the speculator of the trainer."""
+    if not any("speculator" in row for row in rows):
+        return
+    for row in rows:
+        if row["role"] == "rollout" and "version" in row and "speculator_version" not in row:
+            row["problem"] = "has no senior_speculator: the trainer's speculator is not used"

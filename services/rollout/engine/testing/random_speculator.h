@@ -17,7 +17,8 @@ namespace tandem::rollout {
 
 // Returns a speculator with random weights for the model. Aborts on an error.
 inline std::unique_ptr<speculator::Speculator> RandomSpeculator(const Model& model, int64_t heads,
-                                                                const std::string& kind = "mlp") {
+                                                                const std::string& kind = "mlp",
+                                                                uint64_t seed = 3) {
   constexpr int kWidth = 20;
   const int64_t hidden = model.config().hidden_size;
   nlohmann::json config = {{"vocab_size", model.config().vocab_size},
@@ -34,7 +35,7 @@ inline std::unique_ptr<speculator::Speculator> RandomSpeculator(const Model& mod
   }
   return std::move(
              speculator::RandomSpeculator(*speculator::FindSpeculatorKind(kind, "kind").value(),
-                                          ConfigFields(config, "config.json"), /*seed=*/3,
+                                          ConfigFields(config, "config.json"), seed,
                                           {.num_token_ids = model.num_token_ids()}))
       .value();
 }

@@ -22,14 +22,20 @@ namespace tandem::trainer {
 // A source of `size` bytes, in a pattern that depends on the version.
 class FakeWeights final : public WeightSource {
  public:
-  explicit FakeWeights(int64_t version, int64_t size = 40) {
+  // With a speculator, that has the last `speculator` bytes.
+  explicit FakeWeights(int64_t version, int64_t size = 40, int64_t speculator = 0) {
     for (int64_t i = 0; i < size; ++i) {
       bytes_.push_back(static_cast<std::byte>((i * 7 + version) % 251));
     }
     manifest_.version = version;
-    manifest_.tensors = {{"w", DType::kFloat32, {size / 4}}};
+    const int64_t model = size - speculator;
+    manifest_.tensors = {{"w", DType::kFloat32, {model / 4}}};
     manifest_.total_bytes = size;
-    manifest_.digest = Checksum().Update(bytes_.data(), bytes_.size()).Hex();
+    manifest_.digest = Checksum().Update(bytes_.data(), model).Hex();
+    if (speculator == 0) return;
+    manifest_.tensors.push_back({"speculator.h", DType::kFloat32, {speculator / 4}});
+    manifest_.speculator = {.config = "{}",
+                            .digest = Checksum().Update(bytes_.data() + model, speculator).Hex()};
   }
   const WeightManifest& manifest() const override { return manifest_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
@@ -89,7 +95,8 @@ class FakeEngine final : public Engine {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
     // More than a chunk, and not a multiple of a chunk.
-    return std::make_shared<FakeWeights>(version_, (2 << 20) + 40);
+    return std::make_shared<FakeWeights>(version_, (2 << 20) + 40 + speculator_bytes_,
+                                         speculator_bytes_);
   }
 
   absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope&,
@@ -132,6 +139,11 @@ class FakeEngine final : public Engine {
   void Report(const std::string& metric, double value) {
     std::lock_guard lock(mutex_);
     metrics_[metric] = value;
+  }
+  // Snapshots have a speculator of so many bytes.
+  void AddSpeculator(int64_t bytes) {
+    std::lock_guard lock(mutex_);
+    speculator_bytes_ = bytes;
   }
   // Skips the next step, as for a number that is not finite.
   void SkipNext() {
@@ -197,6 +209,7 @@ class FakeEngine final : public Engine {
   bool skip_next_ = false;
   int running_ = 0;
   int64_t version_ = 0;
+  int64_t speculator_bytes_ = 0;
   absl::Status next_error_;
   std::map<std::string, StepReport> done_;
   std::map<std::string, double> metrics_ = {

@@ -1,0 +1,76 @@
+#include "common/speculator/speculator_update.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+#include "common/model/config_fields.h"
+#include "common/speculator/speculator_kind.h"
+#include "common/tensor/tensor_memory.h"
+#include "common/weights/weights_digest.h"
+
+namespace tandem::speculator {
+namespace {
+
+std::string NameInUpdate(const SpeculatorParameter& parameter) {
+  return absl::StrCat(kSpeculatorPrefix, parameter.spec.name);
+}
+
+}  // namespace
+
+NamedTensors WeightsToSend(const Speculator& speculator) {
+  NamedTensors weights;
+  for (const SpeculatorParameter& parameter : speculator.parameters()) {
+    weights.emplace_back(NameInUpdate(parameter), parameter.value.detach());
+  }
+  return weights;
+}
+
+SpeculatorManifest ManifestOf(const Speculator& speculator) {
+  return {.config = speculator.settings(), .digest = WeightsDigest(WeightsToSend(speculator))};
+}
+
+ReceivedSpeculator ReceivedBy(const Speculator& speculator) {
+  const SpeculatorManifest manifest = ManifestOf(speculator);
+  ReceivedSpeculator received = {.config = manifest.config,
+                                 .parameters = {},
+                                 .initial = {.version = 0, .digest = manifest.digest}};
+  for (const SpeculatorParameter& parameter : speculator.parameters()) {
+    received.parameters.push_back({.name = NameInUpdate(parameter), .shape = parameter.spec.shape});
+  }
+  return received;
+}
+
+absl::StatusOr<std::unique_ptr<PreparedSpeculator>> PreparedSpeculator::Make(
+    const Speculator& speculator) {
+  const at::Tensor& buffer = speculator.buffer();
+  TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Speculator> next,
+                          speculator.kind().create(ConfigFields(speculator.config(), "config.json"),
+                                                   {.num_token_ids = speculator.num_token_ids(),
+                                                    .device = buffer.device(),
+                                                    .dtype = buffer.scalar_type()}));
+  next->AllocateParameters();
+  return std::unique_ptr<PreparedSpeculator>(new PreparedSpeculator(std::move(next)));
+}
+
+absl::Status PreparedSpeculator::Add(const std::string& name, const at::Tensor& value) {
+  const auto& parameters = next_->parameters();
+  const auto found = std::ranges::find(parameters, name, NameInUpdate);
+  if (found == parameters.end()) return InvalidField(name, "is no parameter of the speculator");
+  if (value.sizes() != found->value.sizes()) {
+    return InvalidField(name, "has another shape than in the speculator");
+  }
+  const at::NoGradGuard no_grad;
+  found->value.copy_(value);
+  return absl::OkStatus();
+}
+
+void PreparedSpeculator::SwapWith(const Speculator& speculator) const {
+  SwapMemory(speculator.buffer(), next_->buffer());
+}
+
+}  // namespace tandem::speculator
