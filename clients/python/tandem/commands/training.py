@@ -92,7 +92,7 @@ def add_training(
     """Adds the command `name`, by default `kind`, which trains in a run directory of that kind.
 
     `implied` are overrides that come before the user's. `check` raises ConfigError for settings
-    that the command cannot run, and `check_servers` for running servers.
+    that the command cannot run, and `check_servers` for servers that the run does not start.
     """
 
     @command(group, name=name or kind, help=summary, cls=TrainingCommand)
@@ -139,7 +139,8 @@ def add_training(
                 Session(settings, output.note, purpose=kind) as session,
                 StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
             ):
-                check_servers(session)
+                if settings.cluster is None:
+                    check_servers(session)
                 last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
                 summary["last_step"] = last
                 output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
@@ -244,7 +245,7 @@ def show_preflight(
 ) -> None:
     """Checks all that a run needs; prints the settings in force and the sizes that follow.
 
-    `check_servers` is called where the run's servers run already.
+    `check_servers` is called for servers that the run does not start.
     """
     from tandem.preflight import Problems
     from tandem.session import Session
