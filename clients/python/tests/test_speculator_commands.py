@@ -67,9 +67,7 @@ def test_the_speculator_of_a_run_is_that_of_its_last_checkpoint(run_file, tmp_pa
     tandem("sft", run_file, "steps=1")
     write_checkpoint(tmp_path / "with")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
-    (tmp_path / "with" / "speculator" / "config.json").rename(
-        checkpoint / "speculator" / "config.json"
-    )
+    (tmp_path / "with" / "speculator").rename(checkpoint / "speculator")
     write_manifest(checkpoint)
     tandem("speculator", "export", tmp_path / "run", tmp_path / "heads")
     assert "MLPSpeculator" in (tmp_path / "heads" / "config.json").read_text()
@@ -102,6 +100,7 @@ def test_what_is_no_speculator_is_refused_and_nothing_is_written(tmp_path):
 
 
 def test_a_speculator_trains_on_the_senior_s_own_responses(world, run_file, tmp_path):
+    world.has_speculator = True
     trained = tandem("speculator", "train", run_file, "steps=2", "sft.batch_size=5")
     assert "run directory" in trained.stdout
     assert world.headers[0].WhichOneof("objective") == "supervised"
@@ -114,6 +113,7 @@ def test_a_speculator_trains_on_the_senior_s_own_responses(world, run_file, tmp_
 
 
 def test_an_override_lets_a_speculator_learn_the_rows_answers(world, run_file):
+    world.has_speculator = True
     tandem("speculator", "train", run_file, "steps=1", "sft.responses=rows")
     assert "Generate" not in {method for method, _ in world.calls}
     assert world.headers[0].num_samples == 16
@@ -128,6 +128,20 @@ def test_a_trainer_without_a_speculator_is_refused_before_it_starts(run_file, tm
         assert "cluster.trainer.speculator: the trainer trains no speculator" in done.stderr
         assert "hint: its `adapter` names the kind" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_running_trainer_without_a_speculator_is_refused_before_a_step(
+    world, run_file, address, tmp_path
+):
+    for arguments in ([], ["--dry-run"]):
+        done = tandem("speculator", "train", run_file, *arguments, check=2)
+        said = f"servers.trainer: the trainer at {address} trains no speculator"
+        assert said in done.stderr
+        assert "hint: the section `speculator` of its configuration" in done.stderr
+    assert world.headers == []
+    assert not (tmp_path / "run").exists()
+    world.has_speculator = True
+    tandem("speculator", "train", run_file, "--dry-run")
 
 
 @pytest.fixture

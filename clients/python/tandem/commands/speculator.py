@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,9 @@ from tandem.number_formats import NAMES
 from tandem.render import Output
 from tandem.settings import RunSettings, load
 
+if TYPE_CHECKING:
+    from tandem.session import Session
+
 speculator_app = typer.Typer(
     help="Train, measure and export speculators, which draft the senior's tokens.",
     no_args_is_help=True,
@@ -30,7 +33,7 @@ speculator_app = typer.Typer(
 app.add_typer(speculator_app, name="speculator")
 
 
-def _require_speculator(settings: RunSettings) -> None:
+def _require_section(settings: RunSettings) -> None:
     """Raises ConfigError unless the trainer of the run's own cluster trains a speculator."""
     if settings.cluster is None or settings.cluster.trainer is None:
         return
@@ -39,6 +42,15 @@ def _require_speculator(settings: RunSettings) -> None:
         raise ConfigError(
             "cluster.trainer.speculator: the trainer trains no speculator",
             hint="its `adapter` names the kind: mlp or arctic_lstm",
+        )
+
+
+def _require_speculator(session: Session) -> None:
+    """Raises ConfigError unless the running trainer trains a speculator."""
+    if not session.trainer.info().has_speculator:
+        raise ConfigError(
+            f"servers.trainer: the trainer at {session.trainer.address} trains no speculator",
+            hint="the section `speculator` of its configuration turns it on",
         )
 
 
@@ -51,7 +63,8 @@ add_training(
     group=speculator_app,
     name="train",
     implied=("sft.responses=senior",),
-    check=_require_speculator,
+    check=_require_section,
+    check_servers=_require_speculator,
 )
 
 

@@ -24,6 +24,7 @@ from tandem.settings import EvalMode, RunSettings
 from tandem.step_display import StepDisplay
 
 if TYPE_CHECKING:
+    from tandem.session import Session
     from tandem.settings import Purpose
 
 Resume = Annotated[
@@ -86,11 +87,12 @@ def add_training(
     name: str | None = None,
     implied: Sequence[str] = (),
     check: Callable[[RunSettings], None] = lambda settings: None,
+    check_servers: Callable[[Session], None] = lambda session: None,
 ) -> None:
     """Adds the command `name`, by default `kind`, which trains in a run directory of that kind.
 
     `implied` are overrides that come before the user's. `check` raises ConfigError for settings
-    that the command cannot run.
+    that the command cannot run, and `check_servers` for servers that the run does not start.
     """
 
     @command(group, name=name or kind, help=summary, cls=TrainingCommand)
@@ -124,7 +126,7 @@ def add_training(
             changes=change or (),
         )
         if dry_run:
-            show_preflight(output, settings, kind, open_run)
+            show_preflight(output, settings, kind, open_run, check_servers)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; Ctrl-C again: at once"
@@ -137,6 +139,8 @@ def add_training(
                 Session(settings, output.note, purpose=kind) as session,
                 StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
             ):
+                if settings.cluster is None:
+                    check_servers(session)
                 last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
                 summary["last_step"] = last
                 output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
@@ -237,8 +241,12 @@ def show_preflight(
     settings: RunSettings,
     purpose: Purpose,
     open_run: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    check_servers: Callable[[Session], None] = lambda session: None,
 ) -> None:
-    """Checks all that a run needs; prints the settings in force and the sizes that follow."""
+    """Checks all that a run needs; prints the settings in force and the sizes that follow.
+
+    `check_servers` is called for servers that the run does not start.
+    """
     from tandem.preflight import Problems
     from tandem.session import Session
 
@@ -256,6 +264,8 @@ def show_preflight(
             settings, lambda text: output.note(f"# {text}"), purpose=purpose, dry_run=True
         ) as session,
     ):
+        if settings.cluster is None:
+            check_servers(session)
         config |= session.in_force
     problems.raise_any()
     derived = settings.derived()
