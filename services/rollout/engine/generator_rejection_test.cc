@@ -271,7 +271,8 @@ TEST(GeneratorRejectionTest, AJuniorThatIsTheSeniorWritesDraftsThatAreAllAccepte
   request.sampling.ignore_eos = true;
   Harness harness(kWide, 7, 7);
   harness.Run(WithRejection(request, kJunior));
-  EXPECT_EQ(harness.Stats().junior_drafts_total, (DraftCounts{.drafted = 25, .accepted = 25}));
+  EXPECT_EQ(harness.Stats().junior_drafts_total.Sum(),
+            (DraftCounts{.drafted = 25, .accepted = 25}));
   EXPECT_EQ(harness.senior.passes, 5);
 }
 
