@@ -1,10 +1,10 @@
 // Drafts of one sequence: tokens that may come next, which a pass verifies all at once. No tensors.
 //
 // A draft is accepted if it equals the token that is drawn in its place, from the model's own
-// logits. By the exact rule the token depends on the position's own random number alone: so a
+// logits. By the exact rule the draw depends on the position's own random number alone: so a
 // response is the same, to the bit, whatever the drafts are; they only decide how many tokens a
-// pass writes (docs/adr/0047). By rejection sampling the draw prefers the draft, and the
-// distribution of responses alone is the same (docs/adr/0051).
+// pass writes (docs/adr/0047). By rejection sampling the draw prefers the draft: the distribution
+// of responses is the same, and their bits are not (docs/adr/0051).
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_DRAFTER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_DRAFTER_H_
 
@@ -57,10 +57,9 @@ struct DraftState {
   // because another author may write after the next draft.
   int64_t wanted = 0;
   bool closed = false;
-  // kJunior with rejection sampling: all drafts since the sequence's last token. Those behind
-  // `tokens` are not consumed, because another author may write behind them or there is no room;
-  // but the row before proposes the first of them, since leaving out drafts by what they are would
-  // change the distribution.
+  // kJunior with rejection sampling: all drafts behind the sequence's last token. Of those that
+  // `tokens` lacks, which no pass consumes, the first is proposed all the same: to leave out drafts
+  // because of what they are would change the distribution.
   std::vector<SampledDraft> sampled;
   std::vector<float> next_distribution;  // of the draft that a pass draws
   DraftCounts counts;

@@ -152,6 +152,7 @@ struct Mode {
   TandemConfig tandem;
   double temperature = 1.0;
   double top_p = 1.0;
+  bool eager_lanes = false;  // and log-probs of the other model
 };
 
 // Author changes do not depend on the sample.
@@ -164,16 +165,17 @@ std::vector<Mode> Modes() {
           {.tandem = {.enabled = false}, .temperature = 1.3, .top_p = 0.8},
           {.tandem = chunk},
           {.tandem = sentence},
-          {.tandem = sentence, .temperature = 0.8, .top_p = 0.7}};
+          {.tandem = sentence, .temperature = 0.8, .top_p = 0.7},
+          {.tandem = sentence, .temperature = 1.2, .eager_lanes = true}};
 }
 
 class GeneratorRejectionTest : public ::testing::TestWithParam<SpeculativeMethod> {
  protected:
   // One sequence runs at a time, since drafts are cut where many run. The n-grams are three fixed
   // tokens; the second one begins another sentence.
-  static Harness MakeHarness(SchedulerLimits limits = Limits(1)) {
+  static Harness MakeHarness(SchedulerLimits limits, bool eager_lanes = false) {
     static constexpr int32_t kDrafts[] = {30, 2, 31};
-    return Harness(limits, 1, 2, /*eager_lanes=*/false, [](const SpeculativeParams& params) {
+    return Harness(limits, 1, 2, eager_lanes, [](const SpeculativeParams& params) {
       return params.method == kNgram ? std::make_unique<StubbornDrafter>(kDrafts) : nullptr;
     });
   }
@@ -190,7 +192,8 @@ TEST_P(GeneratorRejectionTest, ResponsesHaveTheDistributionOfThoseWithoutDrafts)
     PromptRequest request = WithRejection(ManySamples(mode.tandem), GetParam());
     request.sampling.temperature = mode.temperature;
     request.sampling.top_p = mode.top_p;
-    Harness harness = MakeHarness();
+    request.return_other_logprobs = mode.eager_lanes;
+    Harness harness = MakeHarness(Limits(1), mode.eager_lanes);
     harness.senior.keep_rows = true;
     EXPECT_LT(Sigmas(harness, request), kSigmas);
     const DraftCounts added = Counts(harness);
