@@ -183,16 +183,27 @@ WeightManifest Manifest() {
   return manifest;
 }
 
+WeightManifest ManifestWithSpeculator() {
+  WeightManifest manifest = Manifest();
+  manifest.tensors.push_back({"speculator.h", DType::kFloat32, {2}});
+  manifest.total_bytes += 8;
+  manifest.speculator = {.config = "{}", .digest = std::string(32, 'b')};
+  return manifest;
+}
+
 TEST(WeightManifestTest, RoundTrip) {
-  weights::v1::WeightManifest proto;
-  WeightManifestToProto(Manifest(), &proto);
-  EXPECT_EQ(*WeightManifestFromProto(proto), Manifest());
+  for (const WeightManifest& manifest : {Manifest(), ManifestWithSpeculator()}) {
+    weights::v1::WeightManifest proto;
+    WeightManifestToProto(manifest, &proto);
+    EXPECT_EQ(*WeightManifestFromProto(proto), manifest);
+    EXPECT_EQ(manifest.ModelAlone(), Manifest());
+  }
 }
 
 TEST(WeightManifestTest, DamageIsNamed) {
   const auto path_after = [](const std::function<void(weights::v1::WeightManifest*)>& damage) {
     weights::v1::WeightManifest proto;
-    WeightManifestToProto(Manifest(), &proto);
+    WeightManifestToProto(ManifestWithSpeculator(), &proto);
     damage(&proto);
     return FieldPath(WeightManifestFromProto(proto).status()).value_or("");
   };
@@ -206,6 +217,8 @@ TEST(WeightManifestTest, DamageIsNamed) {
   EXPECT_EQ(path_after([](auto* m) { m->set_total_bytes(31); }), "total_bytes");
   EXPECT_EQ(path_after([](auto* m) { m->set_chunk_bytes(0); }), "chunk_bytes");
   EXPECT_EQ(path_after([](auto* m) { m->set_digest("xyz"); }), "digest");
+  EXPECT_EQ(path_after([](auto* m) { m->mutable_speculator()->clear_digest(); }),
+            "speculator.digest");
 }
 
 }  // namespace

@@ -147,6 +147,7 @@ bool Generator::Step() {
     if (plan.entries.empty()) continue;
     computed |= RunPass(lane, plan);
     if (!options_.eager_lanes) break;
+    scheduler_.AskForDrafts();  // again: the response has less room for them now
   }
   return computed;
 }

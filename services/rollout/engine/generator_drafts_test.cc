@@ -208,6 +208,50 @@ TEST(GeneratorDraftsTest, HeadsDraftBehindEachTokenOfTheSenior) {
       << "then they pause, and one is tried again";
 }
 
+TEST(GeneratorDraftsTest, DraftsOfTheJuniorOutliveAPassThatHasNoRoomForThem) {
+  for (const bool right : {true, false}) {
+    PromptRequest request = Request({.enabled = false}, 6, 5);
+    request.sampling.ignore_eos = true;
+    PromptRequest prefill = Request({.enabled = false}, 40, 9);
+    prefill.sampling.max_tokens = 1;
+    const uint64_t junior = right ? 1 : 2;
+    Harness plain(kWide, 1, junior), alone(kWide, 1, junior), harness(kWide, 1, junior);
+    const Trajectory expected = plain.Run(request);
+    ExpectSame(alone.Run(WithDrafts(request, kJunior)), expected);
+
+    const auto drafted = harness.Submit(WithDrafts(request, kJunior));
+    while (harness.junior.passes < 5) harness.generator.Step();
+    ASSERT_EQ(harness.senior.passes, 0) << "five drafts wait";
+    harness.Submit(prefill);
+    harness.generator.Step();
+    EXPECT_EQ(harness.senior.passes, 1);
+    EXPECT_EQ(harness.Stats().junior_drafts_total.Sum().drafted, 0);
+    harness.Finish();
+    ExpectSame(drafted->finished().at(0), expected);
+    if (right) {
+      EXPECT_LE(harness.junior.passes, alone.junior.passes) << "none was written twice";
+      EXPECT_EQ(drafted->drafts().at(0).accepted, drafted->drafts().at(0).drafted);
+    }
+  }
+}
+
+// The drafts that are wanted are counted again after each pass, of which eager lanes run two a
+// step.
+TEST(GeneratorDraftsTest, EagerLanesVerifyTheDraftsThatLaggingOnesDo) {
+  for (const auto strategy : kStrategies) {
+    for (const int64_t max_tokens : {7, 13, 30}) {
+      PromptRequest request = Request(Tandem(strategy, 1.0), 6, 5);
+      request.sampling.ignore_eos = true;
+      request.sampling.max_tokens = max_tokens;
+      Harness lagging(kWide, 7, 7), eager(kWide, 7, 7, /*eager_lanes=*/true);
+      const Trajectory expected = lagging.Run(WithDrafts(request, kJunior));
+      ExpectSame(eager.Run(WithDrafts(request, kJunior)), expected);
+      EXPECT_EQ(eager.Stats().junior_drafts_total.Sum(), lagging.Stats().junior_drafts_total.Sum())
+          << static_cast<int>(strategy) << ", " << max_tokens << " tokens";
+    }
+  }
+}
+
 TEST(GeneratorDraftsTest, HeadsChangeNoStrategyAndDraftForTheSeniorAlone) {
   DraftCounts counts;
   for (const auto strategy : kStrategies) {

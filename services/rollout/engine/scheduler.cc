@@ -200,7 +200,7 @@ int64_t Scheduler::CountWanted(const Sequence& sequence) const {
   return sequence.CountUsable(std::span(possible).first(most));
 }
 
-void Scheduler::ProposeDrafts(Author lane, Sequence& sequence, int64_t most) {
+int64_t Scheduler::ProposeDrafts(Author lane, Sequence& sequence, int64_t most) {
   DraftState& drafts = *sequence.drafts;
   if (drafts.drafter != nullptr) {
     const int64_t wanted = std::min(most, drafts.length.Next());
@@ -208,7 +208,7 @@ void Scheduler::ProposeDrafts(Author lane, Sequence& sequence, int64_t most) {
   }
   const int64_t proposed = std::min<int64_t>(most, std::ssize(drafts.tokens));
   const int64_t usable = sequence.CountUsable(std::span(drafts.tokens).first(proposed));
-  drafts.tokens.resize(Grow(lane, sequence, sequence.length() + usable) - sequence.length());
+  return Grow(lane, sequence, sequence.length() + usable) - sequence.length();
 }
 
 void Scheduler::PlanDrafts(Author lane, int64_t room) {
@@ -218,8 +218,7 @@ void Scheduler::PlanDrafts(Author lane, int64_t room) {
   int64_t left = std::ranges::count_if(plan_.entries, verifies);
   for (PassEntry& entry : plan_.entries) {
     if (!verifies(entry)) continue;
-    ProposeDrafts(lane, *entry.sequence, std::max<int64_t>(0, room) / left);
-    const int64_t added = std::ssize(entry.sequence->drafts->tokens);
+    const int64_t added = ProposeDrafts(lane, *entry.sequence, std::max<int64_t>(0, room) / left);
     entry.end += added;
     entry.draws += added;
     room -= added;
@@ -268,17 +267,28 @@ void Scheduler::Advance(Author lane, const PassEntry& entry, int64_t rejected) {
   }
   Confirm(lane, sequence);
   if (!entry.drafting && entry.draws > 0 && sequence.drafts != nullptr) {
-    SettleDrafts(sequence, entry.draws - 1 - rejected);
+    SettleDrafts(sequence, entry.draws - 1 - rejected, rejected > 0);
   }
 }
 
-void Scheduler::SettleDrafts(Sequence& sequence, int64_t accepted) {
-  sequence.drafts->tokens.clear();
-  sequence.drafts->closed = false;
+void Scheduler::SettleDrafts(Sequence& sequence, int64_t accepted, bool any_rejected) {
+  DraftState& drafts = *sequence.drafts;
+  // The last token that was drawn may be the draft behind those that the pass had room for.
+  const bool goes_on = drafts.method == SpeculativeMethod::kJunior && !any_rejected &&
+                       accepted < std::ssize(drafts.tokens) &&
+                       drafts.tokens[accepted] == sequence.tokens.back();
+  const int64_t right = accepted + (goes_on ? 1 : 0);
+  if (goes_on) {
+    drafts.tokens.erase(drafts.tokens.begin(), drafts.tokens.begin() + right);
+  } else {
+    drafts.tokens.clear();
+    drafts.closed = false;
+  }
   LaneState& junior = sequence.lane(Author::kJunior);
   if (junior.ahead == 0) return;
-  if (!sequence.wants_other) junior.cursor += std::min(accepted, junior.ahead);
-  junior.ahead = 0;
+  const int64_t read = sequence.wants_other ? 0 : std::min(right, junior.ahead);
+  junior.cursor += read;
+  junior.ahead = goes_on && !sequence.wants_other ? junior.ahead - read : 0;
   Confirm(Author::kJunior, sequence);
 }
 

@@ -105,13 +105,15 @@ class Scheduler {
   int64_t PlanEntry(Author lane, size_t index, int64_t budget);
   // Adds to the entries that write as many drafts as are proposed, `room` in all at most.
   void PlanDrafts(Author lane, int64_t room);
-  // Leaves at most `most` drafts of the sequence, those that the pass verifies.
-  void ProposeDrafts(Author lane, Sequence& sequence, int64_t most);
+  // Returns how many drafts of the sequence the pass verifies, at most `most`: the first ones.
+  int64_t ProposeDrafts(Author lane, Sequence& sequence, int64_t most);
   // Remembers the whole blocks of the tokens before the cursor, and gives back the blocks after
   // those that were consumed.
   void Confirm(Author lane, Sequence& sequence);
-  // Tells the junior's lane how many of the drafts that it wrote were accepted.
-  void SettleDrafts(Sequence& sequence, int64_t accepted);
+  // Drops the drafts of a sequence that the senior has written to, and tells the junior's lane how
+  // many of those that it wrote were accepted. The junior's stay that no pass had room for and that
+  // still go on from the sequence's tokens: they cost a pass each.
+  void SettleDrafts(Sequence& sequence, int64_t accepted, bool any_rejected);
   // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains.
   // Returns false if the sequence should wait for another sample of its prompt.
   bool TakePrefix(Author lane, Sequence& sequence);
