@@ -46,7 +46,7 @@ def main() -> None:
     samples = [SupervisedSample(row[:1].tolist(), row[1:].tolist()) for row in batch]
     speculator = {
         "adapter": "mlp",
-        "tie_weights": True,
+        "tie_weights": options.n_predict > 1,
         "n_predict": options.n_predict,
         "inner_dim": options.inner_dim,
         "optimizer": {"learning_rate": 1e-4},
