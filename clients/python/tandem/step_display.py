@@ -20,6 +20,8 @@ class _Column:
     form: str
     # A narrow terminal keeps the columns with the lowest numbers.
     priority: int
+    # Whether steps without the metric have no such column; else it is empty.
+    optional: bool = False
 
     @property
     def width(self) -> int:
@@ -31,6 +33,7 @@ _COLUMNS = (
     _Column("reward/mean", "reward", "{:.3f}", 0),
     _Column("reward/frac_zero_std", "flat", "{:.0%}", 8),
     _Column("loss/total", "loss", "{:+.4f}", 1),
+    _Column("speculator/loss", "heads", "{:.3f}", 1, optional=True),
     _Column("policy/grad_norm", "grad", "{:.3g}", 2),
     _Column("policy/entropy", "entropy", "{:.3g}", 10),
     _Column("mismatch/k3", "mismatch", "{:.1e}", 9),
@@ -101,7 +104,7 @@ class StepDisplay:
             self._progress.update(self._task, completed=line["step"], rate=f"{rate:.1f} s/step")
         if self._output.as_json:
             return
-        columns = self._columns()
+        columns = self._columns(line)
         if self._lines % _HEADER_EVERY == 0 or columns != self._shown_columns:
             names = [f"{column.name:>{column.width}}" for column in columns]
             self._print([*names, f"{'left':>{_LEFT_WIDTH}}"])
@@ -110,18 +113,19 @@ class StepDisplay:
         cells = [f"{cell(line.get(c.key), c.form):>{c.width}}" for c in columns]
         self._print([*cells, f"{_duration(left):>{_LEFT_WIDTH}}"])
 
-    def _columns(self) -> list[_Column]:
-        """Returns the columns that fit the terminal; all of them where there is none."""
+    def _columns(self, line: Mapping[str, Any]) -> list[_Column]:
+        """Returns the columns of a step that fit the terminal; all of them where there is none."""
+        present = [one for one in _COLUMNS if one.key in line or not one.optional]
         if not self._output.console.is_terminal:
-            return list(_COLUMNS)
+            return present
         free = self._output.console.width - _LEFT_WIDTH
         kept = set()
-        for column in sorted(_COLUMNS, key=lambda column: column.priority):
+        for column in sorted(present, key=lambda column: column.priority):
             free -= column.width + 1
             if free < 0:
                 break
             kept.add(column)
-        return [column for column in _COLUMNS if column in kept]
+        return [column for column in present if column in kept]
 
     def _print(self, cells: Sequence[str]) -> None:
         # A number that is wider than its column keeps a space before it.

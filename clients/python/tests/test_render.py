@@ -135,6 +135,15 @@ def test_large_numbers_do_not_touch():
     assert "1,234,567,890" in values.split()
 
 
+def test_steps_of_a_speculator_show_its_loss_on_every_terminal():
+    for width in (60, 200):
+        screen = Screen(width)
+        with StepDisplay(screen.output, 1, 5000) as display:
+            display.step(STEP | {"speculator/loss": 7.654})
+        header, values = (next(i for i in screen.lines if word in i) for word in ("heads", "7.654"))
+        assert values.split().index("7.654") == header.split().index("heads")
+
+
 def test_a_header_follows_a_terminal_that_changes_its_width():
     screen = Screen(200)
     with StepDisplay(screen.output, 1, 5000) as display:
