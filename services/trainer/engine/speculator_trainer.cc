@@ -16,6 +16,7 @@
 #include "common/base/status_macros.h"
 #include "common/loss/output_rows.h"
 #include "common/ranks/rank_agreement.h"
+#include "common/speculator/speculator_update.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/training/learning_rate.h"
@@ -30,11 +31,7 @@ std::string OptimizerFile(const std::string& directory) {
 }
 
 std::string DigestOf(const speculator::Speculator& speculator) {
-  NamedTensors weights;
-  for (const speculator::SpeculatorParameter& parameter : speculator.parameters()) {
-    weights.emplace_back(parameter.spec.name, parameter.value.detach());
-  }
-  return WeightsDigest(weights);
+  return speculator::ManifestOf(speculator).digest;
 }
 
 absl::StatusOr<NamedTensors> ReadMoments(const std::string& directory) {
