@@ -13,8 +13,6 @@
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 #include "common/loss/supervised_loss.h"
-#include "common/ops/ops.h"
-#include "common/tandem/tandem_sampler.h"
 
 namespace tandem::loss {
 namespace {
@@ -418,41 +416,6 @@ TEST(FusedOutputLossTest, LogProbsEqualTheOracle) {
   EXPECT_LT(MaxDifference(Vector(statistics.logprobs), p.LogProbs()), 1e-12);
   EXPECT_LT(MaxDifference(Vector(statistics.entropies), -(log_softmax.exp() * log_softmax).sum(1)),
             1e-12);
-}
-
-// With a vocabulary of several tiles, and with as many rows as threads divide.
-TEST(FusedOutputLossTest, LogProbsHaveTheBitsOfTheSampler) {
-  constexpr int64_t kTokens = 2 * kTileColumns + 907, kManyRows = 300;
-  at::manual_seed(3);
-  const at::Tensor hidden = at::randn({kManyRows, 100}), weight = at::randn({kTokens, 100}) * 0.3;
-  OutputRows rows;
-  for (int64_t row = 0; row < kManyRows; ++row) {
-    rows.positions.push_back(row);
-    rows.labels.push_back(row * 7919 % kTokens);
-    rows.temperatures.push_back(row % 2 ? 1.0 : 0.7);
-  }
-  auto loss = LinearCrossEntropyLoss::Create(weight).value();
-  ASSERT_EQ(loss->impl(), LossImpl::kTiles);
-  const std::vector<double> logprobs = loss->LogProbs(hidden, rows).value().logprobs;
-  std::vector<double> in_forward;
-  const auto keep = [&](int64_t, absl::Span<const double> values, auto&&...) {
-    in_forward.insert(in_forward.end(), values.begin(), values.end());
-    return absl::OkStatus();
-  };
-  OutputGradients gradients = {.hidden = at::zeros_like(hidden)};
-  ASSERT_TRUE(
-      loss->ForwardBackward(hidden, rows, keep, gradients, LossMode::kGradientInForward).ok());
-  TandemSampler sampler;
-  for (int64_t row = 0; row < kManyRows; ++row) {
-    // One row at a time, as a server decodes.
-    const at::Tensor logits = ops::Linear(hidden.narrow(0, row, 1), weight);
-    const std::span<const float> values(logits.const_data_ptr<float>(), kTokens);
-    const float logprob =
-        sampler.TokenLogProb(values, rows.temperatures[row], static_cast<int32_t>(rows.labels[row]))
-            .value();
-    EXPECT_EQ(static_cast<float>(logprobs[row]), logprob) << row;
-    EXPECT_EQ(static_cast<float>(in_forward[row]), logprob) << row;
-  }
 }
 
 TEST(FusedOutputLossTest, LargeLogitsStayFinite) {

@@ -404,6 +404,14 @@ TEST(CommunicatorConnectTest, MissingRanksAreNamed) {
   });
 }
 
+TEST(CommunicatorConnectTest, ARankWaitsForAHostThatStartsLater) {
+  RunOnRanks(2, [](const RankEnvironment& environment) {
+    if (environment.rank == 0) absl::SleepFor(absl::Seconds(1));
+    const auto world = Communicator::Connect(environment, {.timeout = absl::Seconds(60)});
+    EXPECT_TRUE(world.ok()) << world.status();
+  });
+}
+
 TEST(CommunicatorConnectTest, AHostThatIsNotThereIsUnavailable) {
   RunOnRanks(2, [](const RankEnvironment& environment) {
     if (environment.rank == 0) return;

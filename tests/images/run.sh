@@ -74,4 +74,11 @@ export REVISION
 ARTIFACTS=prebuilt BUILD_OPTIONS="--build-arg BASE=localhost/debian:12-slim" \
   docker/build.sh rollout trainer critic client demo-model
 
+setup/prometheus.sh
+for target in prometheus alertmanager; do
+  buildah build --quiet --layers --build-arg BASE=localhost/debian:12-slim --target "$target" \
+    --tag "localhost/$target:test" --file tests/images/monitoring/Dockerfile .cache/prometheus
+done
+export PROMETHEUS_IMAGE=localhost/prometheus:test ALERTMANAGER_IMAGE=localhost/alertmanager:test
+
 PYTHONPATH=clients/python .venv/bin/python -m pytest -q -p no:cacheprovider tests/images "$@"

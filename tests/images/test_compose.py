@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import secrets
 import signal
 import socket
 import subprocess
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,10 +176,11 @@ def _free_port() -> str:
 def project() -> Iterator[Project]:
     """The servers of the demo, brought up; everything is taken down at the end."""
     images = {"IMAGES": os.environ["IMAGES"], "TAG": os.environ["TAG"]}
-    ports = {f"{name}_PORT": _free_port() for name in ("ROLLOUT", "TRAINER", "CRITIC")}
+    programs = ("ROLLOUT", "TRAINER", "CRITIC", "PROMETHEUS", "ALERTMANAGER")
+    ports = {f"{name}_PORT": _free_port() for name in programs}
     one = Project(
         f"test{secrets.token_hex(3)}",
-        variables=images | ports | {"DEMO_STEPS": "2"},
+        variables=images | ports | {"DEMO_STEPS": "2", "ROLLOUT_MEMORY": "3g"},
     )
     try:
         # Where there is no systemd podman runs no health checks by itself, which the job waits for.
@@ -186,7 +190,7 @@ def project() -> Iterator[Project]:
             one.container(service).wait_healthy(PATIENCE)
         yield one
     finally:
-        used = ("demo", "cpu", "ranks")
+        used = ("demo", "cpu", "ranks", "monitoring")
         for service in set().union(*(PROFILES[profile] for profile in used)):
             engine.podman("rm", "--force", "--volumes", one.container(service).name, check=False)
         one(*(f"--profile={profile}" for profile in used), "down", "--volumes")
@@ -306,6 +310,47 @@ def test_a_killed_trainer_is_restarted_and_the_run_goes_on(project: Project):
     assert code == 0, logs
     assert trainer.inspect()["RestartCount"] > before["RestartCount"]
     assert steps(project, "killed") == [1, 2, 3, 4]
+
+
+def _ask(project: Project, program: str, path: str) -> Any:
+    """Returns the JSON answer of Prometheus or Alertmanager; None if there is none yet."""
+    port = project.variables[f"{program}_PORT"]
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+            return json.load(reply)
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def test_prometheus_scrapes_the_servers_and_alertmanager_has_its_alert(project: Project):
+    """Grafana is not brought up: Debian has no package of it."""
+    project("--profile=demo", "stop")
+    project("--profile=cpu", "up", "--detach")
+    rollout = project.container("rollout")
+    for one in (rollout, project.container("trainer")):
+        one.wait_healthy(PATIENCE)
+    project("--profile=monitoring", "up", "--detach", "prometheus", "alertmanager")
+
+    def values(query: str) -> dict[str, float]:
+        path = f"/api/v1/query?query={urllib.parse.quote(query)}"
+        found = _ask(project, "PROMETHEUS", path) or {"data": {"result": []}}
+        return {one["metric"]["server"]: float(one["value"][1]) for one in found["data"]["result"]}
+
+    engine.wait_for(lambda: values("tandem_server_ready").keys() == {"rollout", "trainer"}, 120)
+
+    # Another process takes the memory of the rollout server's container.
+    available = values("tandem_available_memory_bytes")["rollout"]
+    resident = values("process_resident_memory_bytes")["rollout"]
+    size = int(available - 0.02 * (available + resident))
+    hold = f"head -c {size} /dev/zero | tail -c {size} | sleep 1000"
+    engine.podman("exec", "--detach", rollout.name, "sh", "-c", hold)
+
+    def alerts() -> set[tuple[str, str]]:
+        found = _ask(project, "ALERTMANAGER", "/api/v2/alerts") or []
+        return {(one["labels"]["alertname"], one["labels"]["server"]) for one in found}
+
+    engine.wait_for(lambda: ("TandemMemoryShort", "rollout") in alerts(), 400)
+    project("--profile=monitoring", "stop")
 
 
 def test_a_trainer_of_two_ranks_serves_and_drains(project: Project):

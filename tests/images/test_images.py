@@ -279,7 +279,8 @@ def test_a_drain_lets_running_work_finish(models: Path):
 
 def test_a_server_over_its_memory_limit_refuses_to_start(models: Path):
     # The machine has more than this cache needs, the container has less.
-    more = ["--memory=600m", "--env=TANDEM__KV_CACHE_BYTES=1000000000"]
+    cache = {"MAX_NUM_SEQS": 50000, "KV_CACHE_BYTES": 1_000_000_000}
+    more = ["--memory=600m", *(f"--env=TANDEM__{key}={value}" for key, value in cache.items())]
     with engine.container("rollout", *options("rollout", models, *more)) as running:
         assert running.wait(60) == 1, running.logs()
         [failure] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import ssl
 import threading
 import urllib.error
@@ -160,6 +161,26 @@ def test_connections_that_tls_refuses_are_explained_and_counted(
     assert explanation in health.reason
     after = denials(server, directory)
     assert after.get(reason, 0) > before.get(reason, 0), after
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
+@pytest.mark.parametrize("port", ["address", "metrics_address"])
+@pytest.mark.parametrize("role", CLIENTS)
+def test_versions_of_tls_before_1_2_are_refused(secured, directory, role, port):
+    host, _, number = getattr(server_of(secured, role), port).rpartition(":")
+
+    def shake_hands(version):
+        context = ssl.create_default_context(cafile=directory.file("ca.crt"))
+        context.load_cert_chain(directory.file("client.crt"), directory.file("client.key"))
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        context.set_ciphers("ALL:@SECLEVEL=0")  # without it OpenSSL does not offer 1.1
+        context.minimum_version = context.maximum_version = version
+        with socket.create_connection((host, int(number)), timeout=10) as connection:
+            return context.wrap_socket(connection, server_hostname=host).version()
+
+    assert shake_hands(ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
+    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+        shake_hands(ssl.TLSVersion.TLSv1_1)
 
 
 def test_a_server_whose_certificate_expires_is_refused(models, tmp_path):

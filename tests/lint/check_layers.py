@@ -27,8 +27,8 @@ LAYERS: dict[str, set[str]] = {
     "common/base": set(),
     "common/tensor": {"common/base"},
     "common/weights": {"common/base", "common/tensor"},
-    "common/tandem": {"common/base"},
     "common/kernels": {"common/base", "common/tensor"},
+    "common/tandem": {"common/base", "common/tensor", "common/kernels"},
     "common/ops": {"common/base", "common/tensor", "common/kernels"},
     "common/model": {
         "common/base",
@@ -61,13 +61,14 @@ LAYERS: dict[str, set[str]] = {
         "common/model",
         "common/training",
     },
-    "common/config": {"common/base", "common/tandem", "proto"},
+    "common/config": {"common/base", "common/tensor", "common/kernels", "common/tandem", "proto"},
     # Converts between messages and the plain structs of these layers; rule 2 keeps torch out.
     "common/rpc": {
         "common/base",
         "common/config",
         "common/tensor",
         "common/weights",
+        "common/kernels",
         "common/tandem",
         "common/model",
         "proto",

@@ -29,7 +29,7 @@ check "generated pages" "$python" tests/lint/reference_docs.py check
 check "ruff" .venv/bin/ruff check --quiet .
 check "ruff format" .venv/bin/ruff format --quiet --check .
 check "mdformat" check_mdformat
-check "hadolint" .venv/bin/hadolint docker/Dockerfile
+check "hadolint" .venv/bin/hadolint docker/Dockerfile tests/images/monitoring/Dockerfile
 check "clang-format" check_clang_format
 check "clang-tidy ($scope files)" check_clang_tidy
 exit "$failed"

@@ -32,22 +32,24 @@ def export_checkpoint(checkpoint: Path, destination: Path, dtype: str) -> Path:
     """
     wanted = torch_name(dtype, "--dtype")
     with new_directory(destination) as folder:
-        for name in _verified_files(checkpoint):
-            if not any(Path(name).match(pattern) for pattern in _TRAINING_FILES):
-                _export_file(checkpoint / name, folder / name, wanted)
+        for file in _verified_files(checkpoint):
+            # Folders hold what is not the model: the speculator.
+            if file.parent == checkpoint and not any(map(file.match, _TRAINING_FILES)):
+                _export_file(file, folder / file.name, wanted)
     return destination.absolute()
 
 
-def _verified_files(checkpoint: Path) -> list[str]:
-    """Compares the files with the digests in the manifest; returns their names."""
-    files = read_json(checkpoint / MANIFEST)["files"]
-    for entry in files:
-        file = checkpoint / Path(entry["name"]).name
+def _verified_files(checkpoint: Path) -> list[Path]:
+    """Compares the files with the digests in the manifest; returns their paths."""
+    files = []
+    for entry in read_json(checkpoint / MANIFEST)["files"]:
+        file = checkpoint / entry["name"]
         if not file.is_file():
             raise ConfigError(f"{file}: is missing")
         if _digest(file) != entry["xxh3_128"]:
             raise ConfigError(f"{file}: its digest is not the manifest's: the file is damaged")
-    return [Path(entry["name"]).name for entry in files]
+        files.append(file)
+    return files
 
 
 def _digest(file: Path) -> str:

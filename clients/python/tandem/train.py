@@ -345,6 +345,8 @@ class Loop:
         """
         session, run = self._session, self._run
         session.require_weights(self.weights)
+        if self._critic is not None:
+            session.require_critic(self._critic.version)
         # Saving prunes older checkpoints before state.json names the new one. With one more to
         # keep, the checkpoint that it still names survives a crash; the next save prunes it.
         keep = session.settings.checkpoint.keep

@@ -29,9 +29,15 @@ def write_checkpoint(directory, weights=WEIGHTS):
     (directory / "generation_config.json").write_text('{"eos_token_id": 0}')
     (directory / "tandem_state.json").write_text("{}")
     (directory / "optimizer.safetensors").write_bytes(b"moments")
+    (directory / "speculator").mkdir()
+    (directory / "speculator/config.json").write_text('{"n_predict": 3}')
     files = [
-        {"name": file.name, "xxh3_128": xxhash.xxh3_128_hexdigest(file.read_bytes())}
-        for file in sorted(directory.iterdir())
+        {
+            "name": str(file.relative_to(directory)),
+            "xxh3_128": xxhash.xxh3_128_hexdigest(file.read_bytes()),
+        }
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
     ]
     (directory / "manifest.json").write_text(json.dumps({"files": files}))
     return directory
@@ -81,6 +87,13 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         export_checkpoint(checkpoint, tmp_path / "model", "fp32")
     (checkpoint / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json: is missing"):
+        export_checkpoint(checkpoint, tmp_path / "model", "fp32")
+
+
+def test_a_checkpoint_with_a_damaged_speculator_is_refused(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "step_000001")
+    (checkpoint / "speculator/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"speculator/config\.json: its digest is not"):
         export_checkpoint(checkpoint, tmp_path / "model", "fp32")
 
 
