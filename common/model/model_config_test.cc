@@ -130,6 +130,8 @@ TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
                    "config.json.layer_types");
   ExpectFieldError({{"rope_scaling", {{"rope_type", "proportional"}, {"factor", 2.0}}}}, kNot,
                    "config.json.rope_scaling.rope_type");
+  ExpectFieldError({{"rope_parameters", {{"full_attention", {{"rope_theta", 7.0}}}}}}, kNot,
+                   "config.json.rope_parameters.full_attention");
   ExpectFieldError({{"partial_rotary_factor", 0.5}}, kNot, "config.json.partial_rotary_factor");
   ExpectFieldError({{"quantization_config", {{"bits", 4}}}}, kNot,
                    "config.json.quantization_config");

@@ -69,6 +69,11 @@ absl::Status ReadLongRope(const ConfigFields& fields, int64_t head_dim, RopeConf
 }
 
 absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes, RopeConfig& rope) {
+  for (const char* layer_type : {"full_attention", "sliding_attention"}) {
+    if (fields.Find(layer_type) != nullptr) {
+      return fields.NotSupported(layer_type, "a rotation for one type of layers");
+    }
+  }
   TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
   if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
   TANDEM_ASSIGN_OR_RETURN(rope.type, ReadType(fields));

@@ -4,6 +4,9 @@
 
 #include <vector>
 
+#include "common/model/layer_cache.h"
+#include "services/rollout/engine/block_table.h"
+
 namespace tandem::rollout {
 namespace {
 
@@ -64,6 +67,28 @@ TEST(BlockPoolTest, TheFirstBlockWithSomeContentsStaysTheOneThatIsFound) {
   pool.Release(b);
   EXPECT_EQ(pool.Allocate(), b);
   EXPECT_EQ(pool.Find(kNoPrefix, kTokens)->block, a);
+}
+
+TEST(BlockTableTest, FirstBlocksAreGivenBackOnceAndStayKnown) {
+  BlockPool pool({.count = 4});
+  BlockTable table;
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(table.Grow(pool));
+  const std::vector<int32_t> tokens(2 * kKvBlockTokens, 5);
+  table.Remember(pool, tokens);
+  table.DropFirst(pool, 2);
+  table.DropFirst(pool, 1);
+  EXPECT_EQ(pool.num_held(), 2);
+  EXPECT_EQ(table.size(), 4) << "entries stay at their positions";
+  BlockTable other;
+  EXPECT_EQ(other.TakeKnown(pool, tokens), 2 * kKvBlockTokens);
+  EXPECT_EQ(pool.num_held(), 4);
+  table.Release(pool);
+  EXPECT_EQ(pool.num_held(), 2) << "what the other holds";
+  other.Release(pool);
+  EXPECT_EQ(pool.num_idle(), 4);
+  EXPECT_TRUE(table.Grow(pool));
+  table.Release(pool);
+  EXPECT_EQ(pool.num_held(), 0) << "a table that is used again holds all of its blocks";
 }
 
 TEST(BlockPoolTest, ForgottenContentsAreNotFoundAndPrefixesDoNotReturn) {

@@ -1,5 +1,6 @@
 #include "services/rollout/engine/block_table.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "common/model/layer_cache.h"
@@ -43,7 +44,14 @@ void BlockTable::Remember(BlockPool& pool, std::span<const int32_t> tokens) {
 
 void BlockTable::Shrink(BlockPool& pool, int64_t size) {
   // The last one first: see BlockPool::Release.
-  for (; this->size() > size; blocks_.pop_back()) pool.Release(blocks_.back());
+  for (; this->size() > size; blocks_.pop_back()) {
+    if (this->size() > num_dropped_) pool.Release(blocks_.back());
+  }
+  num_dropped_ = std::min(num_dropped_, this->size());
+}
+
+void BlockTable::DropFirst(BlockPool& pool, int64_t count) {
+  for (; num_dropped_ < count; ++num_dropped_) pool.Release(blocks_[num_dropped_]);
 }
 
 void BlockTable::Release(BlockPool& pool) {

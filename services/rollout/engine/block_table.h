@@ -10,14 +10,16 @@
 
 namespace tandem::rollout {
 
-// Every call gets the same pool. The table holds its blocks until Release; it does not know the
-// pool, so that a sequence is plain data.
+// Every call gets the same pool. The table holds its blocks until Release, or DropFirst for the
+// first ones; it does not know the pool, so that a sequence is plain data.
 class BlockTable {
  public:
-  // blocks()[i] is that of the positions from i * kKvBlockTokens on.
+  // blocks()[i] is that of the positions from i * kKvBlockTokens on. Others may hold the first
+  // num_dropped() of them by now.
   std::span<const int32_t> blocks() const { return blocks_; }
   bool empty() const { return blocks_.empty(); }
   int64_t size() const { return static_cast<int64_t>(blocks_.size()); }
+  int64_t num_dropped() const { return num_dropped_; }
 
   // Fills an empty table with the blocks that are known to contain the start of `tokens`; returns
   // the number of tokens in them.
@@ -29,11 +31,15 @@ class BlockTable {
   void Remember(BlockPool& pool, std::span<const int32_t> tokens);
   // Gives back the blocks after the first `size`, none of which Remember has told the pool of.
   void Shrink(BlockPool& pool, int64_t size);
+  // Gives back the first `count` blocks, which nothing reads any more: they lie before the window
+  // of every layer. Of those that Remember has told of, the pool still knows the contents.
+  void DropFirst(BlockPool& pool, int64_t count);
   // Gives all blocks back.
   void Release(BlockPool& pool);
 
  private:
   std::vector<int32_t> blocks_;
+  int64_t num_dropped_ = 0;      // of the first blocks
   int64_t num_known_ = 0;        // of the first blocks, whose contents the pool knows
   PrefixId prefix_ = kNoPrefix;  // up to the end of those
 };

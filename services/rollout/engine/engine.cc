@@ -42,6 +42,11 @@ constexpr int kScoreShare = 2;
 constexpr int64_t kMaxScores = 64;
 constexpr int64_t kMaxScoreBytes = 256 << 20;
 
+// Returns the longest window of the layers of a lane, which may have no model.
+int64_t WindowOf(const TandemModelManager::Lane& lane) {
+  return lane.shard == nullptr ? kNoWindow : LongestWindow(lane.shard->model().CacheLayout());
+}
+
 int64_t SizeBytes(const ScoreRequest& request) {
   int64_t tokens = 0;
   for (const ScoreSequence& sequence : request.sequences) {
@@ -92,7 +97,8 @@ class EngineImpl : public Engine {
         GeneratorOptions{.limits = {.max_num_seqs = options.max_num_seqs,
                                     .max_batched_tokens = options.max_batched_tokens,
                                     .num_blocks = {models_->blocks().senior.generator,
-                                                   models_->blocks().junior.generator}},
+                                                   models_->blocks().junior.generator},
+                                    .windows = {WindowOf(senior_), WindowOf(junior_)}},
                          .request_limits = limits_,
                          .eos_token_ids = models_->eos_token_ids(),
                          .senior_weights = senior_weights,

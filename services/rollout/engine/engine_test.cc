@@ -180,6 +180,56 @@ TEST_F(EngineTest, ABfloat16CacheChangesNoLaw) {
   EXPECT_NE(runs[3][0].author_logprobs, runs[0][0].author_logprobs) << "keys are not rounded";
 }
 
+// The senior attends to windows, so that its blocks are given back and others write into them; the
+// junior does not.
+TEST_F(EngineTest, BlocksThatAreGivenBackChangeNoBit) {
+  const TemporaryFolder folder;
+  const nlohmann::json window = {{"sliding_window", 70}};
+  WriteTinyModelAndTokenizer(folder.path() + "/senior", 1, window, "mistral");
+  WriteTinyModelAndTokenizer(folder.path() + "/junior", 2);
+  EngineOptions wide = TinyOptions(folder.path());
+  wide.senior.max_model_len = wide.junior.max_model_len = 250;
+  EngineOptions narrow = wide;  // room for the longest sequence of either lane
+  narrow.available_memory_bytes = 1;
+  narrow.max_batched_tokens = 20;
+  std::vector<PromptRequest> requests;
+  for (int i = 0; i < 6; ++i) {
+    // Two of three are the senior's alone.
+    PromptRequest request = RequestOf({.enabled = i % 3 == 0, .prob_senior = 0.5}, 70 + i);
+    for (int32_t token = 0; token < 110; ++token)
+      request.prompt_token_ids.push_back(3 + token % 50);
+    request.num_samples = 2;
+    request.return_other_logprobs = i == 0;
+    request.sampling.max_tokens = 130;
+    request.sampling.ignore_eos = true;
+    requests.push_back(request);
+  }
+  std::vector<std::vector<Trajectory>> runs;
+  for (const EngineOptions& options : {wide, narrow}) {
+    const auto engine = Create(options);
+    std::vector<Trajectory>& run = runs.emplace_back();
+    for (const auto& listener : Submit(*engine, requests)) {
+      listener->Wait();
+      for (const auto& [index, t] : listener->finished()) run.push_back(t);
+    }
+    // What was written through the cache is what a pass over the whole sequence says.
+    const Trajectory& t = run[2];
+    std::vector<int32_t> tokens = t.prompt_token_ids;
+    tokens.insert(tokens.end(), t.response_token_ids.begin(), t.response_token_ids.end());
+    const auto prompt_length = static_cast<int64_t>(t.prompt_token_ids.size());
+    const auto scores =
+        Score(*engine, {.sequences = {{tokens, prompt_length}}, .senior = true, .junior = false});
+    ASSERT_TRUE(scores.ok()) << scores.status();
+    EXPECT_EQ(scores->sequences[0].senior_logprobs, t.author_logprobs);
+  }
+  ASSERT_EQ(runs[0].size(), 12u);
+  for (size_t i = 0; i < runs[0].size(); ++i) {
+    EXPECT_EQ(runs[1][i].response_token_ids, runs[0][i].response_token_ids) << i;
+    EXPECT_EQ(runs[1][i].author_logprobs, runs[0][i].author_logprobs) << i;
+    EXPECT_EQ(runs[1][i].other_logprobs, runs[0][i].other_logprobs) << i;
+  }
+}
+
 TEST_F(EngineTest, ScoresOfABfloat16CacheHaveTheBitsOfTheResponse) {
   EngineOptions options = Options();
   options.kv_cache_dtype = DType::kBFloat16;

@@ -33,6 +33,11 @@ struct Lane {
   LaneBlocks blocks = {};
 
   int64_t longest_sequence() const { return config.LongestSequence(options.max_model_len); }
+  // The most blocks that a sequence holds between two passes: those of its window, or all.
+  int64_t sequence_blocks() const {
+    const int64_t window = LongestWindow(family->CacheLayout(config, /*shard_count=*/1));
+    return std::min(KvBlocks(longest_sequence()), WindowBlocks(window));
+  }
   // The fewest blocks that the lane works with: those of one sequence, beside the scorer's.
   int64_t fewest_blocks() const { return KvBlocks(longest_sequence()) + blocks.scorer; }
 };
@@ -123,7 +128,12 @@ absl::StatusOr<std::vector<Lane>> MakeLanes(const ModelConfig& senior, const Mod
   for (Lane& lane : lanes) {
     TANDEM_ASSIGN_OR_RETURN(lane.family, FindFamily(lane.config.model_type));
     const int64_t tokens = lane.longest_sequence();
-    lane.blocks = {.generator = options.max_num_seqs * KvBlocks(tokens),
+    // A pass may add a block to each sequence, and those of its tokens, before it gives back what
+    // lies before the windows.
+    const int64_t most =
+        options.max_num_seqs * (lane.sequence_blocks() + 1) + KvBlocks(options.max_batched_tokens);
+    lane.blocks = {.generator = std::min(std::max(most, KvBlocks(tokens)),
+                                         options.max_num_seqs * KvBlocks(tokens)),
                    .scorer = KvBlocks(std::max(tokens, options.max_batched_tokens))};
   }
   return lanes;
@@ -186,9 +196,11 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
       {.name = lane.name + "_kv_cache",
        .bytes = lane.blocks.total() * BlockBytes(lane, lane.ranks),
        .on_host = options.on_host,
-       .note = absl::StrCat("room for ", lane.blocks.generator / KvBlocks(tokens),
-                            " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens,
-                            " tokens (", lane.length_field, ")")});
+       .note = absl::StrCat(
+           "room for ",
+           std::min(lane.blocks.generator / lane.sequence_blocks(), options.max_num_seqs),
+           " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
+           lane.length_field, ")")});
   const int64_t activations =
       options.max_batched_tokens * lane.family->InferenceActivations(config, lane.ranks) * item;
   pass.activations = std::max(pass.activations, activations);

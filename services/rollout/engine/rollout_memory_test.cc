@@ -50,6 +50,25 @@ TEST(RolloutMemoryTest, EveryLaneHasACacheOfItsOwnLength) {
   EXPECT_EQ(items["junior_kv_cache"], (5 * 1 + 1) * block);
 }
 
+// A window of five tokens lies in two blocks at most, and a pass adds a third to each sequence; one
+// more holds the tokens of a pass.
+TEST(RolloutMemoryTest, SequencesWithWindowsNeedTheirBlocksAlone) {
+  const RolloutMemoryOptions options = {
+      .senior = Lane(1000), .junior = {}, .max_num_seqs = 5, .max_batched_tokens = 64};
+  const nlohmann::json positions = {{"max_position_embeddings", 1000}};
+  const ModelConfig mistral = TinyConfig("mistral", positions);
+  const auto bytes = [&](const ModelConfig& config) {
+    return Items(RolloutMemory(config, nullptr, options).value())["senior_kv_cache"];
+  };
+  const int64_t longest = 16;  // blocks of 1000 tokens, which the scorer has
+  EXPECT_EQ(bytes(mistral), (5 * 3 + 1 + longest) * CacheBytes(1));
+  EXPECT_EQ(bytes(TinyConfig("llama", positions)), (5 * longest + longest) * CacheBytes(1));
+  // A single sequence still fits as a whole: its prefix may be in the cache.
+  RolloutMemoryOptions one = options;
+  one.max_num_seqs = 1;
+  EXPECT_EQ(PlanCacheBlocks(mistral, nullptr, one)->senior.generator, longest);
+}
+
 TEST(RolloutMemoryTest, BothLanesHaveAsManyBlocksOfTheBytes) {
   const ModelConfig config = TinyConfig();
   const int64_t block = CacheBytes(1);

@@ -50,7 +50,9 @@ std::vector<const Prompt*> Scheduler::Admit() {
         has = (sequence.prompt_length() - 1) / kKvBlockTokens;
       }
       // For one more token.
-      unclaimed[LaneIndex(lane)] -= std::max<int64_t>(0, KvBlocks(sequence.length() + 1) - has);
+      const int64_t missing = std::max<int64_t>(0, KvBlocks(sequence.length() + 1) - has);
+      unclaimed[LaneIndex(lane)] -=
+          std::min(missing, WindowBlocks(limits_.windows[LaneIndex(lane)]));
     }
   };
   for (const Author lane : kAuthors) {
@@ -102,7 +104,9 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
   for (const auto& other : sequence.prompt->samples) {
     if (other == nullptr || other.get() == &sequence) continue;
     const LaneState& theirs = other->lane(lane);
-    if (theirs.cursor >= shared && theirs.epoch == epochs_[LaneIndex(lane)]) {
+    const int64_t tail = shared / kKvBlockTokens;  // the block that would be copied
+    if (theirs.cursor >= shared && theirs.epoch == epochs_[LaneIndex(lane)] &&
+        theirs.table.num_dropped() <= tail) {
       sibling = other.get();
       break;
     }
@@ -118,6 +122,7 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
     state.cursor = shared;
   }
   shared_tokens_total_ += state.cursor;
+  DropUnread(lane, state);
   return true;
 }
 
@@ -248,11 +253,18 @@ const PassPlan& Scheduler::Plan(Author lane) {
   return plan_;
 }
 
+void Scheduler::DropUnread(Author lane, LaneState& state) {
+  const int64_t first_key = FirstKey(state.cursor, limits_.windows[LaneIndex(lane)]);
+  state.table.DropFirst(pool(lane), first_key / kKvBlockTokens);
+}
+
 void Scheduler::Confirm(Author lane, Sequence& sequence) {
   LaneState& state = sequence.lane(lane);
   state.table.Shrink(pool(lane), KvBlocks(state.consumed()));
-  if (state.epoch != epochs_[LaneIndex(lane)]) return;
-  state.table.Remember(pool(lane), std::span(sequence.tokens).first(state.cursor));
+  if (state.epoch == epochs_[LaneIndex(lane)]) {
+    state.table.Remember(pool(lane), std::span(sequence.tokens).first(state.cursor));
+  }
+  DropUnread(lane, state);
 }
 
 void Scheduler::Advance(Author lane, const PassEntry& entry, int64_t rejected) {

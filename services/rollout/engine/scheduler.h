@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/kernels/attention_window.h"
 #include "services/rollout/engine/block_pool.h"
 #include "services/rollout/engine/model_runner.h"
 #include "services/rollout/engine/sequence.h"
@@ -28,6 +29,8 @@ struct SchedulerLimits {
   int64_t max_batched_tokens;  // tokens that one pass consumes
   // The first blocks of each lane's cache, enough for the longest sequence.
   std::array<int64_t, 2> num_blocks;
+  // The longest window of each lane's layers: no row reads the blocks before it.
+  std::array<int64_t, 2> windows = {kNoWindow, kNoWindow};
 };
 
 // One sequence in a pass: the pass consumes [begin, end) of its tokens with its drafts behind them.
@@ -107,8 +110,10 @@ class Scheduler {
   void PlanDrafts(Author lane, int64_t room);
   // Returns how many drafts of the sequence the pass verifies, at most `most`: the first ones.
   int64_t ProposeDrafts(Author lane, Sequence& sequence, int64_t most);
+  // Gives back the blocks before the window of the next row.
+  void DropUnread(Author lane, LaneState& state);
   // Remembers the whole blocks of the tokens before the cursor, and gives back the blocks after
-  // those that were consumed.
+  // those that were consumed and those before the window of the next row.
   void Confirm(Author lane, Sequence& sequence);
   // Drops the drafts of a sequence that the senior has written to, and tells the junior's lane how
   // many of those that it wrote were accepted. The junior's stay that no pass had room for and that

@@ -5,6 +5,8 @@
 
 #include <cmath>
 
+#include "common/model/layer_cache.h"
+
 namespace tandem::rollout {
 namespace {
 
@@ -471,6 +473,70 @@ TEST(SchedulerTest, TheNewestSequenceGivesUpItsBlocks) {
   EXPECT_EQ(again.entries[0].begin, 0) << "its block was given out";
   EXPECT_EQ(again.entries[0].end, 65);
   EXPECT_EQ(again.entries[0].draws, 1);
+}
+
+// Windows of 100 tokens lie in at most three blocks. A lane without windows keeps all.
+TEST(SchedulerTest, BlocksBehindTheWindowsAreGivenBack) {
+  SchedulerLimits limits = kWide;
+  limits.windows = {100, kNoWindow};
+  for (const bool windows : {true, false}) {
+    const auto prompt = MakePrompt(300, 1, {.tandem = false});
+    Scheduler scheduler(windows ? limits : kWide);
+    Enqueue(scheduler, *prompt);
+    scheduler.Admit();
+    Sequence& sequence = *prompt->samples[0];
+    for (int i = 0; i < 400; ++i) {
+      ASSERT_EQ(RunPass(scheduler, S).entries.size(), 1u);
+      const int64_t cursor = sequence.lane(S).cursor;
+      const int64_t unread = windows ? (cursor - 99) / 64 : 0;
+      ASSERT_EQ(scheduler.num_held_blocks(S), KvBlocks(cursor) - unread) << cursor;
+      if (windows) {
+        ASSERT_LE(scheduler.num_held_blocks(S), WindowBlocks(100));
+      }
+    }
+    scheduler.Remove(&sequence);
+    EXPECT_EQ(scheduler.num_held_blocks(S), 0);
+  }
+}
+
+// Each sequence has 700 tokens in the end, eleven blocks, of a cache of eight.
+TEST(SchedulerTest, SequencesWithWindowsAreLongerThanTheirBlocks) {
+  const auto first = MakePrompt(150, 1, {.tandem = false});
+  const auto second = MakePrompt(150, 1, {.tandem = false, .token = 2});
+  Scheduler scheduler(
+      {.max_num_seqs = 8, .max_batched_tokens = 150, .num_blocks = {8, 8}, .windows = {100, 100}});
+  Enqueue(scheduler, *first);
+  Enqueue(scheduler, *second);
+  scheduler.Admit();
+  EXPECT_EQ(scheduler.running().size(), 2u);
+  while (first->samples[0]->length() < 700 || second->samples[0]->length() < 700) {
+    ASSERT_FALSE(RunPass(scheduler, S).entries.empty());
+  }
+  EXPECT_EQ(scheduler.preemptions_total(), 0);
+}
+
+// The last prompt tokens are copied from a sample that still has them, or read again.
+TEST(SchedulerTest, ABlockThatASampleGaveBackIsNotCopied) {
+  for (const int64_t window : {int64_t{10}, kNoWindow}) {
+    const auto prompt = MakePrompt(100, 2, {.tandem = false});
+    SchedulerLimits limits = kWide;
+    limits.windows = {window, kNoWindow};
+    Scheduler scheduler(limits);
+    scheduler.Enqueue(prompt->samples[0].get());
+    scheduler.Admit();
+    for (int i = 0; i < 60; ++i) RunPass(scheduler, S);  // past both blocks of the prompt
+    Sequence* const later = prompt->samples[1].get();
+    scheduler.Enqueue(later);
+    scheduler.Admit();
+    const PassPlan plan = RunPass(scheduler, S);
+    ASSERT_EQ(plan.entries.size(), 2u);
+    for (const PassEntry& entry : plan.entries) {
+      if (entry.sequence == later) {
+        EXPECT_EQ(entry.begin, window == 10 ? 64 : 99);
+      }
+    }
+    EXPECT_EQ(plan.copies.size(), window == 10 ? 0u : 1u);
+  }
 }
 
 TEST(SchedulerTest, RunningSequencesAreInTheOrderOfTheirPriorities) {
