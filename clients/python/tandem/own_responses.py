@@ -63,7 +63,8 @@ def draw_own_responses(
 ) -> OwnResponses:
     """Draws one response of the senior alone to each prompt, by these weights of the trainer.
 
-    The responses are a function of the seed, the step, the examples and the weights alone.
+    The responses are a function of the seed, the step, the examples and the weights alone, unless
+    `speculative` accepts drafts by rejection sampling.
 
     Raises what Session.generate() raises.
     """

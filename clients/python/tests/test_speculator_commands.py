@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_the_speculator_of_a_run_is_that_of_its_last_checkpoint(run_file, tmp_pa
     tandem("sft", run_file, "steps=1")
     write_checkpoint(tmp_path / "with")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
-    (tmp_path / "with" / "speculator").rename(checkpoint / "speculator")
+    shutil.copytree(tmp_path / "with" / "speculator", checkpoint / "speculator", dirs_exist_ok=True)
     write_manifest(checkpoint)
     tandem("speculator", "export", tmp_path / "run", tmp_path / "heads")
     assert "MLPSpeculator" in (tmp_path / "heads" / "config.json").read_text()
