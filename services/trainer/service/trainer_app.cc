@@ -19,7 +19,7 @@ TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& co
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.critic_address = config.critic_address();
   options.support = SupportOf(config);
-  options.has_speculator = config.has_speculator();
+  options.has_speculator = !config.speculator().adapter().empty();
   options.publish_channel = rpc::ToChannelOptions(config.server());
   return options;
 }
