@@ -285,7 +285,7 @@ class ReceivedSpeculatorTest : public ::testing::Test {
   }
   absl::StatusOr<WeightsVersion> Send(const WeightManifest& manifest,
                                       const std::vector<std::byte>& stream) {
-    const absl::Status begun = receiver_.Begin("u", manifest, false).status();
+    absl::Status begun = receiver_.Begin("u", manifest, false).status();
     if (!begun.ok()) return begun;
     const auto bytes = absl::MakeSpan(stream).first(manifest.total_bytes);
     for (int64_t chunk = 0; chunk < manifest.num_chunks(); ++chunk) {
@@ -295,7 +295,7 @@ class ReceivedSpeculatorTest : public ::testing::Test {
     return receiver_.Commit("u", {});
   }
   absl::Status Refusal(const WeightManifest& manifest) {
-    const absl::Status status = receiver_.Begin("u", manifest, false).status();
+    absl::Status status = receiver_.Begin("u", manifest, false).status();
     EXPECT_EQ(receiver_.OpenUpdateId(), "");
     return status;
   }
