@@ -25,6 +25,7 @@ from monitor import INTERVAL, Monitor, has_data, wait_until
 from tandem.cluster import LocalCluster
 from tandem.errors import DataLossError, DeadlineError, UnavailableError
 from tandem.requests import PolicySample
+from test_speculative import write_speculator
 
 # Panels that have data only after a fault, and those of runs with a critic.
 AFTER_A_FAULT = {"Calls that failed"}
@@ -69,22 +70,35 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """Servers of every role, one of them of two ranks, after a GRPO run and a PPO run."""
     directory = tmp_path_factory.mktemp("watched")
     models = harness.make_models(directory / "models")
+    heads = str(write_speculator(directory / "heads", models.senior))
     with (
         harness.cluster(
             directory / "cluster",
             models,
-            rollout={"max_queue": 16, "server": {"drain_seconds": 240}},
+            rollout={
+                "max_queue": 16,
+                "server": {"drain_seconds": 240},
+                "senior_speculator": heads,
+            },
             trainer={
                 "ranks": 2,
                 # The alert of a missing rank fires before the other one gives up.
                 "strategy": {"name": "zero", "stage": 1, "heartbeat_timeout_seconds": 600},
                 "reference_model": str(models.senior),
                 "junior_model": str(models.junior),
+                "speculator": {
+                    "adapter": "mlp",
+                    "path": heads,
+                    "optimizer": {"learning_rate": 1e-3},
+                },
             },
             critic={},
         ) as running,
         Monitor(directory, running.servers) as monitor,
+        harness.rollout_client(running) as client,
     ):
+        # The run's authors may change with every token: nothing is drafted for it.
+        alone = harness.prompts(2, {"enabled": False}, speculative={"method": "heads"})
         found = Watched(running, monitor, directory)
         ups = len(running.servers)
         wait_until(lambda: len(monitor.query("up == 1")) == ups)
@@ -92,6 +106,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             steps = 3
 
             def on_step(line: dict[str, Any], name: str = name, steps: int = steps) -> None:
+                client.generate(alone)
                 time.sleep(INTERVAL + 1)
                 if line["step"] == steps:
                     found.look(f"during {name}")
