@@ -350,8 +350,7 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     const auto run = [&](ModelRunner& runner, const PassSequence& sequence,
                          const std::vector<BlockCopy>& copies, std::vector<float>& logprobs) {
       PassResults results;
-      const absl::Status status =
-          runner.Run({.copies = copies, .sequences = {&sequence, 1}}, results);
+      absl::Status status = runner.Run({.copies = copies, .sequences = {&sequence, 1}}, results);
       if (status.ok()) {
         for (const auto& result : results) logprobs.push_back(result->logprob);
       }
