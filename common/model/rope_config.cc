@@ -15,7 +15,7 @@ using Type = RopeConfig::Type;
 // Sizes of the model that a rotation depends on.
 struct RopeSizes {
   int64_t max_position_embeddings;
-  // Of pre-training, from the outer object of config.json, where it comes before that of the inner.
+  // The length of pre-training: that of config.json itself comes before the inner object's.
   std::optional<double> original_max_position_embeddings;
   int64_t head_dim;
 };

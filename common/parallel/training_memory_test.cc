@@ -140,7 +140,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
     step();
     const int64_t state =
         items["weights"] + items["compute_copy"] + items["gradients"] + items["optimizer"];
-    // What the plan leaves out is as large beside a frozen model, which is a quarter of the state.
+    // The plan leaves out as much beside a frozen model, which is a quarter of the state.
     const double left_out = (c.freeze_all ? 0.08 : 0.02) * static_cast<double>(state);
     EXPECT_NEAR(static_cast<double>(meter.held_bytes()), static_cast<double>(state), left_out);
 

@@ -30,7 +30,7 @@ std::vector<float> RandomLogits(uint32_t seed) {
   return logits;
 }
 
-// What temperature and cuts leave, in float64 and with a full sort.
+// The distribution that temperature and cuts leave, in float64 and with a full sort.
 Distribution Probabilities(const std::vector<float>& logits, const SamplingParams& params) {
   Distribution p;
   for (const float logit : logits) p.push_back(std::exp(logit / params.temperature));

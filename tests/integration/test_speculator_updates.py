@@ -18,7 +18,7 @@ from test_lane_laws import assert_same_bits, section
 from test_ranks import ranked
 from test_speculative import ACCEPTED, DRAFTS, HEADS, batch, total, write_speculator
 
-# Of the rollout server's senior and of the trainer.
+# The lanes of the rollout server, and the section of the trainer.
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-rank": ("float32", {}),
     "bfloat16": ("bfloat16-int8", {"compute": {"weight_dtype": "bfloat16", "num_threads": 1}}),
@@ -36,7 +36,7 @@ def trained(speculator: Path) -> dict[str, Any]:
 
 
 def successors(client: RolloutClient) -> dict[int, int]:
-    """What followed each token in the responses of a server, as a table of heads."""
+    """The token that followed each one in the responses of a server, as a table of heads."""
     follows = {}
     for response in map(harness.tokens, flat(client.generate(batch()))):
         follows |= dict(itertools.pairwise(response))

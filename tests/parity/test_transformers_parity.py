@@ -410,7 +410,7 @@ def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.P
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert_close(actual, reference(model.eval(), tokens, head), TINY_TOLERANCE)
-    # What `transformers` saves is read and exported with the same bytes.
+    # A directory that `transformers` saves is read and exported with the same bytes.
     model.save_pretrained(tmp_path / "again")
     probe(
         tmp_path,

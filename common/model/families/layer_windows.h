@@ -1,4 +1,4 @@
-// Which layers of a dense decoder attend to a window, by the keys of config.json. No torch.
+// The windows that the layers of a dense decoder attend to, by the keys of config.json. No torch.
 #ifndef TANDEM_COMMON_MODEL_FAMILIES_LAYER_WINDOWS_H_
 #define TANDEM_COMMON_MODEL_FAMILIES_LAYER_WINDOWS_H_
 

@@ -212,7 +212,7 @@ TEST_F(EngineTest, BlocksThatAreGivenBackChangeNoBit) {
       listener->Wait();
       for (const auto& [index, t] : listener->finished()) run.push_back(t);
     }
-    // What was written through the cache is what a pass over the whole sequence says.
+    // The log-probabilities written through the cache are those of a pass over the whole sequence.
     const Trajectory& t = run[2];
     std::vector<int32_t> tokens = t.prompt_token_ids;
     tokens.insert(tokens.end(), t.response_token_ids.begin(), t.response_token_ids.end());

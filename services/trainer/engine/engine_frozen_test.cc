@@ -4,7 +4,6 @@
 #include <filesystem>
 
 #include "common/base/error.h"
-#include "common/speculator/speculator_files.h"
 #include "services/trainer/engine/testing/speculator_fixture.h"
 
 namespace tandem::trainer {
@@ -140,11 +139,7 @@ TEST_F(EngineFrozenTest, AStepThatTeachesNothingIsSkipped) {
 
 TEST_F(EngineFrozenTest, AnUpdateThatIsNotFiniteSkipsTheStep) {
   EngineOptions options = Frozen();
-  const fs::path path = fs::path(Save(*Make(options), "start")) / "speculator";
-  auto loaded = speculator::LoadSpeculator(path, {}).value();
-  at::Tensor(loaded->buffer()).fill_(1e30f);
-  ASSERT_TRUE(speculator::SaveSpeculator(*loaded, folder_ / "overflowing").ok());
-  options.speculator = {.adapter = "mlp", .path = folder_ / "overflowing"};
+  StartFromOverflow(options);
   const auto engine = Make(options);
   const StepResult result = Step(*engine, Supervised(1));
   EXPECT_TRUE(result.report.skipped);

@@ -156,12 +156,7 @@ TEST_F(EngineSpeculatorTest, AStepThatIsLeftOutIsNotLearnt) {
 // A speculator whose numbers overflow leaves out its own update alone.
 TEST_F(EngineSpeculatorTest, ASpeculatorThatIsNotFiniteLeavesTheModelsStepAlone) {
   EngineOptions options = WithSpeculator();
-  const std::string checkpoint = Save(*Make(options), "start");
-  const fs::path path = fs::path(checkpoint) / "speculator";
-  auto loaded = speculator::LoadSpeculator(path, {}).value();
-  at::Tensor(loaded->buffer()).fill_(1e30f);
-  ASSERT_TRUE(speculator::SaveSpeculator(*loaded, folder_ / "overflowing").ok());
-  options.speculator = {.adapter = "mlp", .path = folder_ / "overflowing"};
+  StartFromOverflow(options);
   const auto engine = Make(options), without = Make(Without());
   const StepResult result = Step(*engine, Supervised(1));
   Step(*without, Supervised(1));
@@ -173,11 +168,7 @@ TEST_F(EngineSpeculatorTest, ASpeculatorThatIsNotFiniteLeavesTheModelsStepAlone)
 
 TEST_F(EngineSpeculatorTest, UpdatesThatAreNotFiniteAreCountedOverTheStep) {
   EngineOptions options = WithSpeculator();
-  const fs::path path = fs::path(Save(*Make(options), "start")) / "speculator";
-  auto loaded = speculator::LoadSpeculator(path, {}).value();
-  at::Tensor(loaded->buffer()).fill_(1e30f);
-  ASSERT_TRUE(speculator::SaveSpeculator(*loaded, folder_ / "overflowing").ok());
-  options.speculator = {.adapter = "mlp", .path = folder_ / "overflowing"};
+  StartFromOverflow(options);
   const auto engine = Make(options);
   TrainStepRequest request = Policy(*engine, 1);
   std::get<PolicyBatch>(request.batch).objective.updates = {2, 2};
@@ -256,7 +247,7 @@ TEST_F(EngineSpeculatorTest, CheckpointsWithAndWithoutOneAreLoaded) {
   EXPECT_EQ(Digest(*without), Digest(*with));
 }
 
-// What an update that broke off has left is not kept.
+// The weights that an update which broke off has left are not kept.
 TEST_F(EngineSpeculatorTest, WithoutOneInTheCheckpointHalfAnUpdateGivesWayToTheStart) {
   const std::string plain = Save(*Make(Without()), "plain");
   const auto learnt = Make(WithSpeculator());

@@ -2,6 +2,7 @@
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_TESTING_SPECULATOR_FIXTURE_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_TESTING_SPECULATOR_FIXTURE_H_
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/speculator/speculator_files.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
 
 namespace tandem::trainer {
@@ -57,6 +59,16 @@ class EngineSpeculatorTest : public TrainerEngineTest {
         engine.SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = name});
     EXPECT_TRUE(saved.ok()) << saved.status();
     return saved.ok() ? saved->path : "";
+  }
+  // Writes a speculator of the kind of `options` whose numbers overflow, and has them start from
+  // it.
+  void StartFromOverflow(EngineOptions& options) {
+    const auto engine = Make(options);
+    const auto path = std::filesystem::path(Save(*engine, "start")) / "speculator";
+    auto loaded = speculator::LoadSpeculator(path, {}).value();
+    at::Tensor(loaded->buffer()).fill_(1e30f);
+    ASSERT_TRUE(speculator::SaveSpeculator(*loaded, folder_ / "overflowing").ok());
+    options.speculator = {.adapter = options.speculator.adapter, .path = folder_ / "overflowing"};
   }
   static std::string Bytes(const std::filesystem::path& path) {
     std::ifstream file(path, std::ios::binary);
