@@ -10,6 +10,7 @@
 #include "common/model/rope.h"
 #include "common/model/shard.h"
 #include "common/ops/ops.h"
+#include "common/ops/pass_memory.h"
 #include "common/ops/rank_sum.h"
 #include "common/ops/token_shards.h"
 
@@ -58,7 +59,7 @@ DenseDecoder::DenseDecoder(const ModelConfig& config, const Placement& placement
 }
 
 at::Tensor DenseDecoder::Heads(const at::Tensor& x) const {
-  return x.unflatten(1, {x.size(1) / config_.head_dim, config_.head_dim});
+  return ops::SplitHeads(x, config_.head_dim);
 }
 
 DenseDecoder::QueriesAndKeys DenseDecoder::NormHeads(const Layer& layer, const at::Tensor& q,
@@ -132,15 +133,15 @@ at::Tensor DenseDecoder::AddOutput(const at::Tensor& residual, const ops::Linear
   const at::Tensor output = group_ == nullptr    ? map.Forward(x)
                             : pass.shards_tokens ? map.ForwardShard(x, group_)
                                                  : map.ForwardSum(x, group_);
-  return residual + (post_norm ? ops::RmsNorm(output, norm, config_.rms_norm_eps) : output);
+  return ops::Add(residual, post_norm ? ops::RmsNorm(output, norm, config_.rms_norm_eps) : output);
 }
 
 at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const {
   const int64_t ranks = group_ == nullptr ? 1 : group_->size();
   const int64_t q_size = config_.query_size() / ranks, kv_size = config_.key_value_size() / ranks;
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  const std::vector<at::Tensor> qkv = layer.qkv->Forward(Input(x, layer.attention_norm, pass))
-                                          .split_with_sizes({q_size, kv_size, kv_size}, 1);
+  const auto qkv = ops::SplitColumns(layer.qkv->Forward(Input(x, layer.attention_norm, pass)),
+                                     {q_size, kv_size, kv_size});
   auto [q, k] = NormHeads(layer, qkv[0], qkv[1]);
   q = ops::RotaryEmbedding(q, pass.cos, pass.sin);
   k = ops::RotaryEmbedding(k, pass.cos, pass.sin);
@@ -149,8 +150,8 @@ at::Tensor DenseDecoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& 
       {.index = index, .window = config_.decoder.windows.OfLayer(index)}, pass.batch, q, k, v);
   // After the last attention no block needs the other rows.
   if (pass.rows.defined() && index + 1 == config_.num_hidden_layers) {
-    attended = attended.index_select(0, pass.rows);
-    x = x.index_select(0, pass.rows);
+    attended = ops::SelectRows(attended, pass.rows);
+    x = ops::SelectRows(x, pass.rows);
   }
   x = AddOutput(x, *layer.output, attended, layer.attention_norm, pass);
   const at::Tensor gate_up = layer.gate_up->Forward(Input(x, layer.mlp_norm, pass));
