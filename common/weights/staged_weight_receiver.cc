@@ -90,7 +90,9 @@ absl::Status StagedWeightReceiver::CheckSpeculator(const SpeculatorManifest& man
 
 absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest) const {
   std::map<std::string, const WeightSpec*> missing;
-  for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
+  if (manifest.has_model()) {
+    for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
+  }
   if (manifest.speculator.has_value()) {
     TANDEM_RETURN_IF_ERROR(CheckSpeculator(*manifest.speculator));
     TANDEM_RETURN_IF_ERROR(CheckOrder(manifest.tensors));
@@ -158,6 +160,12 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
   if (update_id.empty()) return InvalidField("update_id", "must not be empty");
   TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
   std::unique_lock lock(mutex_);
+  if (!manifest.has_model() && manifest.digest != version_.digest) {
+    return InvalidField(
+        "manifest.tensors",
+        absl::StrCat("has no tensor of the model, whose digest is ", manifest.digest,
+                     "; the one being served is ", version_.digest));
+  }
   // The sender missed the answer to its commit, or another sender sent the same weights.
   const bool same = ServesModelLocked(manifest);
   if (same && ServesSpeculatorLocked(manifest)) {
@@ -239,7 +247,11 @@ absl::Status StagedWeightReceiver::CheckStream(Update& update) {
                                                       update.received, " of ",
                                                       update.manifest.total_bytes, " bytes"));
   }
-  TANDEM_RETURN_IF_ERROR(CheckDigest("the weights", update.digest.Hex(), update.manifest.digest));
+  // Without the model's tensors the digest is that of the served ones: only a commit changes them,
+  // and it ends every other update.
+  if (update.manifest.has_model()) {
+    TANDEM_RETURN_IF_ERROR(CheckDigest("the weights", update.digest.Hex(), update.manifest.digest));
+  }
   if (!update.manifest.speculator.has_value()) return absl::OkStatus();
   return CheckDigest("the speculator's weights", update.speculator_digest.Hex(),
                      update.manifest.speculator->digest);

@@ -335,6 +335,38 @@ TEST_F(ReceivedSpeculatorTest, TheServedModelMayComeWithAnotherSpeculator) {
   EXPECT_TRUE(told_.applied.empty()) << "both are served";
 }
 
+TEST_F(ReceivedSpeculatorTest, AServedModelNeedsNotComeAgain) {
+  ASSERT_TRUE(Send(Manifest(), stream_).ok());
+  std::vector<std::byte> heads = Bytes(8, 100);
+  WeightManifest manifest = Manifest(2).WithoutModel();
+  manifest.speculator->digest = DigestOf(heads, 0, 8);
+  EXPECT_EQ(manifest.total_bytes, 8);
+  ASSERT_TRUE(Send(manifest, heads).ok());
+  EXPECT_EQ(told_.applied, heads);
+  EXPECT_EQ(receiver_.Version(), (WeightsVersion{2, Manifest().digest}));
+  EXPECT_EQ(*receiver_.SpeculatorVersion(), (WeightsVersion{2, DigestOf(heads, 0, 8)}));
+  // A version alone.
+  manifest = Manifest(3).ModelAlone().WithoutModel();
+  EXPECT_EQ(manifest.num_chunks(), 0);
+  ASSERT_TRUE(Send(manifest, {}).ok());
+  EXPECT_EQ(receiver_.Version(), (WeightsVersion{3, Manifest().digest}));
+  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 2);
+}
+
+TEST_F(ReceivedSpeculatorTest, AModelThatIsNotServedMustCome) {
+  const absl::Status status = Refusal(Manifest().WithoutModel());
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "manifest.tensors");
+  ASSERT_TRUE(Send(Manifest(), stream_).ok());
+  WeightManifest other = Manifest(2).WithoutModel();
+  other.digest = std::string(32, '0');
+  EXPECT_EQ(FieldPath(Refusal(other)), "manifest.tensors");
+  std::vector<std::byte> heads = Bytes(8, 100);
+  EXPECT_EQ(Send(Manifest(2).WithoutModel(), heads).status().code(), absl::StatusCode::kDataLoss)
+      << "the bytes of another speculator";
+  EXPECT_EQ(receiver_.Version().version, 1);
+}
+
 TEST_F(ReceivedSpeculatorTest, DamageOfEitherLeavesBothInForce) {
   for (const size_t damaged : {31, 32}) {
     std::vector<std::byte> stream = stream_;

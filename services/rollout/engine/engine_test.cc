@@ -872,6 +872,33 @@ TEST_F(EngineTest, ASpeculatorIsReplacedWithItsSenior) {
   EXPECT_NE(drafts, RunWithHeads(*behind).second) << "other heads draft otherwise";
 }
 
+TEST_F(EngineTest, HeadsOfTheServedSeniorComeAlone) {
+  TemporaryFolder folder;
+  const auto model = *Model::Load(Senior());
+  const std::string old_heads = folder.path() + "/old", new_heads = folder.path() + "/new";
+  const auto heads = RandomSpeculator(*model, 3, "mlp", /*seed=*/8);
+  ASSERT_TRUE(speculator::SaveSpeculator(*RandomSpeculator(*model, 3), old_heads).ok());
+  ASSERT_TRUE(speculator::SaveSpeculator(*heads, new_heads).ok());
+  EngineOptions options = Options();
+  options.senior_speculator = old_heads;
+  const auto engine = Create(options);
+  const auto [before, old_drafts] = RunWithHeads(*engine);
+  const WeightsVersion served = engine->weights().Version();
+  WeightManifest manifest = {
+      .version = 3, .digest = served.digest, .num_token_ids = engine->info().senior.num_token_ids};
+  std::vector<std::byte> stream;
+  AddSpeculator(*heads, manifest, stream);
+  Stage(*engine, manifest, stream);
+  ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
+  EXPECT_EQ(engine->weights().Version(), (WeightsVersion{3, served.digest}));
+  EXPECT_EQ(engine->weights().SpeculatorVersion()->version, 3);
+  const auto [after, drafts] = RunWithHeads(*engine);
+  EXPECT_EQ(after.author_logprobs, before.author_logprobs);
+  EXPECT_NE(drafts, old_drafts);
+  options.senior_speculator = new_heads;
+  EXPECT_EQ(RunWithHeads(*Create(options)).second, drafts);
+}
+
 TEST_F(EngineTest, AnUpdateWithoutASpeculatorLeavesIt) {
   TemporaryFolder folder;
   const auto model = *Model::Load(Senior());

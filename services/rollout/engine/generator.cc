@@ -414,7 +414,9 @@ void Generator::FinishIfComplete(Sequence* sequence) {
 }
 
 void Generator::OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy) {
+  const bool same = weights.digest == senior_weights_->digest;
   senior_weights_ = std::make_shared<const WeightsVersion>(weights);
+  if (same) return;  // a new version of the same values: nothing is out of date
   scheduler_.BumpEpoch(Author::kSenior, policy == OnWeightUpdate::kRecompute);
 }
 

@@ -451,7 +451,8 @@ TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
       for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
       if (below(5) == 0) {  // the same weights again, so that the tokens stay
         harness.generator.OnSeniorUpdated(
-            {0, "zero"}, below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
+            {0, below(2) == 0 ? "again" : "zero"},
+            below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
       }
       if (below(6) == 0) {
         const auto victim = static_cast<size_t>(below(static_cast<int64_t>(i) + 1));
