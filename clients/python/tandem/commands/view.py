@@ -114,9 +114,7 @@ def view(
     title = f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
     title += f", {len(shown):,} of {total:,} trajectories"
     screen = Output(console=recording_console()) if as_picture else output
-    print_trajectories(
-        screen, codec, shown, title, advantage=advantage, gap=gap, drafts=drafts
-    )
+    print_trajectories(screen, codec, shown, title, advantage=advantage, gap=gap, drafts=drafts)
     if output_file is not None:
         write_atomically(output_file, picture(screen.console, f"tandem view {run_dir}"))
         output.result({"picture": str(output_file)}, str(output_file))

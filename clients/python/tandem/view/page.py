@@ -23,8 +23,9 @@ def page(
 ) -> str:
     """Returns the HTML page of a run called `name`.
 
-    `advantage`, `gap` and `drafts` say what it shows when it opens. Its data is JSON, one block for each step: [group, …] as _group() makes them. The files in page/ hold its
-    text, look and behaviour.
+    `advantage`, `gap` and `drafts` say what it shows when it opens. Its data is JSON, one block for
+    each step: [group, …] as _group() makes them. The files in page/ hold its text, look and
+    behaviour.
     """
     environment = Environment(
         loader=PackageLoader("tandem.view", "page"), autoescape=True, undefined=StrictUndefined

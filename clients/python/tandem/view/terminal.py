@@ -61,7 +61,10 @@ def print_trajectories(
     for place, ((_, name), group) in enumerate(groups):
         members = list(group)
         rows = [
-            (*_numbers(one, advantage=advantage, drafts=drafts), _response(codec, one, gap=gap, drafts=drafts, keep="\n"))
+            (
+                *_numbers(one, advantage=advantage, drafts=drafts),
+                _response(codec, one, gap=gap, drafts=drafts, keep="\n"),
+            )
             for one in members
         ]
         prompt = _prompt(codec, members[0], keep="\n").strip("\n")
