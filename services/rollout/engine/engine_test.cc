@@ -884,8 +884,10 @@ TEST_F(EngineTest, HeadsOfTheServedSeniorComeAlone) {
   const auto engine = Create(options);
   const auto [before, old_drafts] = RunWithHeads(*engine);
   const WeightsVersion served = engine->weights().Version();
-  WeightManifest manifest = {
-      .version = 3, .digest = served.digest, .num_token_ids = engine->info().senior.num_token_ids};
+  WeightManifest manifest;
+  manifest.version = 3;
+  manifest.digest = served.digest;
+  manifest.num_token_ids = engine->Info().senior.num_token_ids;
   std::vector<std::byte> stream;
   AddSpeculator(*heads, manifest, stream);
   Stage(*engine, manifest, stream);
