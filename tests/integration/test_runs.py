@@ -355,5 +355,4 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(fresh_pair, models, tmp_p
         marks = [record.pop("accepted_draft_mask") for record in recorded]
         assert recorded == without_drafts != []
         assert list(map(len, marks)) == [len(record["response_token_ids"]) for record in recorded]
-        assert sum(map(sum, marks)) > 0
         assert drafts() > before
