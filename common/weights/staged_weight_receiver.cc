@@ -157,6 +157,8 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
                                                     bool allow_rollback) {
   if (update_id.empty()) return InvalidField("update_id", "must not be empty");
   TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
+  // Dropped without the lock, as in Abort, and before the sender brings the first tensor.
+  std::shared_ptr<Update> former;
   std::unique_lock lock(mutex_);
   // The sender missed the answer to its commit, or another sender sent the same weights.
   const bool same = ServesModelLocked(manifest);
@@ -187,7 +189,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
     }
     if (back) overtaken_id_ = open_->id;
   }
-  open_.reset();  // before there is memory for the next
+  former = std::move(open_);
   open_ = std::make_shared<Update>(update_id, manifest, start_());
   return 0;
 }
