@@ -653,7 +653,7 @@ class PassCounter final : public PromptListener {
  public:
   explicit PassCounter(const Engine& engine) : engine_(engine) {}
   void OnTokens(TokensDelta) override { steps_.push_back(engine_.Stats()); }
-  void OnFinished(Trajectory, DraftCounts) override { finished_.set_value(); }
+  void OnFinished(Trajectory, SampleDrafts) override { finished_.set_value(); }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
   const std::vector<EngineStats>& WaitForSteps() {
     finished_.get_future().wait();
@@ -829,7 +829,7 @@ std::pair<Trajectory, DraftCounts> RunWithHeads(Engine& engine) {
   request.speculative.method = SpeculativeMethod::kHeads;
   const auto listener = Submit(engine, {request})[0];
   listener->Wait();
-  return {listener->finished().at(0), listener->drafts().at(0)};
+  return {listener->finished().at(0), listener->drafts().at(0).counts};
 }
 
 TEST_F(EngineTest, ASpeculatorIsReplacedWithItsSenior) {
@@ -901,7 +901,7 @@ class SlowListener final : public PromptListener {
     if (delta.offset == 1) arrived_.set_value();
     if (delta.offset >= 1) happened_.wait_for(std::chrono::milliseconds(100));
   }
-  void OnFinished(Trajectory trajectory, DraftCounts) override {
+  void OnFinished(Trajectory trajectory, SampleDrafts) override {
     finished_.set_value(std::move(trajectory));
   }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
@@ -1065,7 +1065,7 @@ TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
 class ThrowingListener final : public PromptListener {
  public:
   void OnTokens(TokensDelta) override { throw std::runtime_error("a listener broke"); }
-  void OnFinished(Trajectory, DraftCounts) override {}
+  void OnFinished(Trajectory, SampleDrafts) override {}
   void OnFailed(absl::Status status) override { failed_.set_value(std::move(status)); }
   absl::Status WaitForFailure() { return failed_.get_future().get(); }
 
@@ -1092,7 +1092,7 @@ TEST_F(EngineTest, AnExceptionInAStepFailsItsPromptsAndNotTheEngine) {
 class DeafListener : public PromptListener {
  public:
   void OnTokens(TokensDelta) override { throw std::runtime_error("no tokens please"); }
-  void OnFinished(Trajectory, DraftCounts) override {}
+  void OnFinished(Trajectory, SampleDrafts) override {}
   void OnFailed(absl::Status) override { throw std::runtime_error("no failures please"); }
 };
 
