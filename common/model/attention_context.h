@@ -5,20 +5,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <utility>
 
-#include "common/kernels/attention_window.h"
 #include "common/model/kv_cache.h"
 #include "common/model/ragged_batch.h"
+#include "common/ops/attention_scores.h"
 #include "common/ops/paged_sequences.h"
 
 namespace tandem {
 
-// The layer of a model whose attention is computed, and what it attends to: the backbone says it,
-// and every context obeys.
+// The layer of a model whose attention is computed, and how it attends: the backbone says it, and
+// every context obeys.
 struct AttentionLayer {
   int64_t index = 0;
-  int64_t window = kNoWindow;  // attention_window.h
+  ops::AttentionScores scores = {};
 };
 
 class AttentionContext {
@@ -26,7 +25,7 @@ class AttentionContext {
   virtual ~AttentionContext() = default;
 
   // Causal attention of one layer. q [T, heads, head_dim], k and v [T, key_value_heads, head_dim],
-  // rotated; returns [T, heads * head_dim]. The softmax scale is 1 / sqrt(head_dim).
+  // rotated; returns [T, heads * head_dim].
   virtual at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch,
                             const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) = 0;
 };
@@ -42,14 +41,15 @@ class CausalContext : public AttentionContext {
 // sequences, which attend to all tokens before.
 class CachedContext : public AttentionContext {
  public:
-  CachedContext(KvCache& cache, ops::PagedSequences sequences)
-      : cache_(cache), sequences_(std::move(sequences)) {}
+  // `sequences` outlives the context.
+  CachedContext(KvCache& cache, const ops::PagedSequences& sequences)
+      : cache_(cache), sequences_(sequences) {}
   at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
 
  private:
   KvCache& cache_;
-  const ops::PagedSequences sequences_;
+  const ops::PagedSequences& sequences_;
 };
 
 }  // namespace tandem

@@ -24,7 +24,7 @@ namespace tandem {
 class ConfigFields;
 
 // The implementations of Backbone (backbone.h). families/make_backbone.cc constructs them.
-enum class BackboneKind { kDenseDecoder };
+enum class BackboneKind { kDecoder };
 
 // A size of config.json and the axis of a tensor in the weight files that must have it.
 struct WeightFileSize {

@@ -66,8 +66,8 @@ struct LayerWindows {
   }
 };
 
-// How the dense decoder (families/dense_family.h) of one family differs from another's.
-struct DenseDecoderOptions {
+// How the dense decoder (families/decoder_family.h) of one family differs from another's.
+struct DecoderOptions {
   bool qkv_bias = false;
   bool output_bias = false;  // of the attention's output projection
   bool mlp_bias = false;
@@ -91,7 +91,7 @@ struct ModelConfig {
   double rms_norm_eps = 1e-6;
   RopeConfig rope;
   bool tie_word_embeddings = false;
-  DenseDecoderOptions decoder;
+  DecoderOptions decoder;
   double initializer_range = 0.02;
   // Union of config.json and generation_config.json, ascending.
   std::vector<int64_t> eos_token_ids;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "common/kernels/weight_format.h"
 #include "common/model/model_config.h"
 
 namespace tandem {
@@ -31,6 +32,12 @@ struct ParameterSpec {
 
   int64_t numel() const;
 };
+
+// Whether a model whose matrices are stored in `format` has the parameter packed: linear maps, the
+// embedding and the head, but no norms and biases.
+inline bool IsPacked(const ParameterSpec& spec, kernels::WeightFormat format) {
+  return format != kernels::WeightFormat::kDense && spec.shape.size() == 2;
+}
 
 // The last block of a pass through `layers` layers: the final norm and the head. Block 0 is the
 // embedding, block i + 1 is layer i.

@@ -8,8 +8,6 @@
 #include <cstddef>
 #include <limits>
 
-#include "common/kernels/attention_window.h"
-
 namespace tandem::ops {
 namespace {
 
@@ -62,14 +60,14 @@ std::vector<RowChunk> RowChunks(int64_t begin, int64_t end, int64_t window) {
 // Attention of the rows of a chunk: q [rows, heads, D], k and v [keys, kv_heads, D]
 // -> [rows, heads * D].
 at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                         const RowChunk& chunk) {
+                         const RowChunk& chunk, c10::optional<double> scale) {
   const int64_t rows = q.size(0), heads = q.size(1);
   const auto batched = [](const at::Tensor& x) {  // [1, heads, length, D]
     return x.transpose(0, 1).unsqueeze(0);
   };
   return at::scaled_dot_product_attention(batched(q), batched(RepeatHeads(k, heads)),
                                           batched(RepeatHeads(v, heads)), chunk.Mask(q.options()),
-                                          /*dropout_p=*/0.0, chunk.is_causal())
+                                          /*dropout_p=*/0.0, chunk.is_causal(), scale)
       .squeeze(0)
       .transpose(0, 1)
       .reshape({rows, heads * q.size(2)});
@@ -83,15 +81,15 @@ at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q)
 }  // namespace
 
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::vector<int64_t>& offsets, int64_t window) {
+                               const std::vector<int64_t>& offsets, const AttentionScores& scores) {
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
     if (length == 0) continue;
-    for (const RowChunk& chunk : RowChunks(0, length, window)) {
-      outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row, chunk.rows),
-                                      k.narrow(0, begin + chunk.key, chunk.keys),
-                                      v.narrow(0, begin + chunk.key, chunk.keys), chunk));
+    for (const RowChunk& chunk : RowChunks(0, length, scores.window)) {
+      outputs.push_back(AtenAttention(
+          q.narrow(0, begin + chunk.row, chunk.rows), k.narrow(0, begin + chunk.key, chunk.keys),
+          v.narrow(0, begin + chunk.key, chunk.keys), chunk, scores.scale));
     }
   }
   return JoinRows(outputs, q);
@@ -100,14 +98,14 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
-                               int64_t window) {
+                               const AttentionScores& scores) {
   const int64_t block_tokens = key_cache.size(2);
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s < sequences.starts.size(); ++s) {
     const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
     if (rows == 0) continue;
     const int64_t start = sequences.starts[s], end = start + rows;
-    const int64_t first_block = FirstKey(start, window) / block_tokens;
+    const int64_t first_block = FirstKey(start, scores.window) / block_tokens;
     const int64_t first_key = first_block * block_tokens;
     const at::Tensor table = sequences.block_table.select(0, static_cast<int64_t>(s))
                                  .slice(0, first_block, (end + block_tokens - 1) / block_tokens);
@@ -122,11 +120,11 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
       return by_position.index_select(0, table).flatten(0, 1).to(q.scalar_type());
     };
     const at::Tensor keys = appended(key_cache, k), values = appended(value_cache, v);
-    for (const RowChunk& chunk : RowChunks(start, end, window)) {
+    for (const RowChunk& chunk : RowChunks(start, end, scores.window)) {
       const int64_t key = chunk.key - first_key;
       outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row - start, chunk.rows),
                                       keys.narrow(0, key, chunk.keys),
-                                      values.narrow(0, key, chunk.keys), chunk));
+                                      values.narrow(0, key, chunk.keys), chunk, scores.scale));
     }
   }
   return JoinRows(outputs, q);
@@ -137,7 +135,7 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,
-                                               int64_t window) {
+                                               const AttentionScores& scores) {
   const at::Tensor dy = dy_in.view(q.sizes());
   AttentionGradients d = {at::empty(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()),
                           at::zeros(v.sizes(), v.options())};
@@ -154,7 +152,7 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
             .transpose(0, 1)
             .unsqueeze(0);
       };
-      for (const RowChunk& chunk : RowChunks(0, length, window)) {
+      for (const RowChunk& chunk : RowChunks(0, length, scores.window)) {
         const auto rows = [&](const at::Tensor& x) {
           return of_item(x, group, chunk.row, chunk.rows);
         };
@@ -165,9 +163,10 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
         const c10::optional<at::Tensor> mask = chunk.Mask(q.options());
         const at::Tensor qi = rows(q), ki = shared(k), vi = shared(v);
         const auto [y, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
-            qi, ki, vi, /*dropout_p=*/0.0, chunk.is_causal(), mask);
+            qi, ki, vi, /*dropout_p=*/0.0, chunk.is_causal(), mask, scores.scale);
         const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-            rows(dy), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0, chunk.is_causal(), mask);
+            rows(dy), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0, chunk.is_causal(), mask,
+            scores.scale);
         rows(d.q).copy_(dq);
         keys(d.k).add_(dk.sum(1, /*keepdim=*/true));
         keys(d.v).add_(dv.sum(1, /*keepdim=*/true));

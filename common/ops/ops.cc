@@ -13,6 +13,7 @@
 #include "common/ops/linear_function.h"
 #include "common/ops/parallel_for.h"
 #include "common/ops/parallel_linear.h"
+#include "common/ops/pass_memory.h"
 
 namespace tandem::ops {
 namespace {
@@ -79,15 +80,16 @@ void Attend(const kernels::AttentionArgs<uint16_t>& args) {
 // Attention of q to the keys and values of type Number at source(s) for each sequence s.
 template <typename Number, typename Source>
 at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
-                           const std::vector<int64_t>& offsets, int64_t window,
+                           const std::vector<int64_t>& offsets, const AttentionScores& scores,
                            const Source& source) {
   constexpr int64_t kRowsPerItem = 32;  // so that threads divide a long prompt
   struct Item {
     int64_t sequence, head, begin, end;
   };
   const int64_t heads = q.size(1), head_dim = q.size(2), group = heads / key_value_heads;
-  at::Tensor out = at::empty({q.size(0), heads * head_dim}, q.options());
-  std::vector<Item> items;
+  at::Tensor out = EmptyOnCpu({q.size(0), heads * head_dim});
+  thread_local std::vector<Item> items;  // keeps its memory for the next pass
+  items.clear();
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     for (int64_t begin = offsets[s]; begin < offsets[s + 1]; begin += kRowsPerItem) {
       const int64_t end = std::min(begin + kRowsPerItem, offsets[s + 1]);
@@ -96,10 +98,11 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
       }
     }
   }
-  const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  const auto run = [&](int64_t first, int64_t last) {
+  const float scale = scores.scale.has_value() ? static_cast<float>(*scores.scale)
+                                               : 1.0f / std::sqrt(static_cast<float>(head_dim));
+  const auto run = [&, all = items.data()](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const Item& item = items[i];
+      const Item& item = all[i];
       const AttentionSource<Number> from = source(item.sequence);
       const int64_t column = item.head * group * head_dim;
       Attend(kernels::AttentionArgs<Number>{
@@ -118,7 +121,7 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
           scale,
           from.blocks,
           from.block_stride,
-          window,
+          scores.window,
       });
     }
   };
@@ -143,7 +146,7 @@ template <typename Number>
 at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const std::vector<int64_t>& offsets,
                                  const PagedSequences& sequences, const at::Tensor& key_cache,
-                                 const at::Tensor& value_cache, int64_t window) {
+                                 const at::Tensor& value_cache, const AttentionScores& scores) {
   constexpr int64_t kTokens = kernels::kAttentionBlock;
   auto* const keys = static_cast<Number*>(key_cache.mutable_data_ptr());
   auto* const values = static_cast<Number*>(value_cache.mutable_data_ptr());
@@ -166,7 +169,7 @@ at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const
       append(values, value_cache, v);
     }
   }
-  return AttentionKernel<Number>(q, k.size(1), offsets, window, [&](int64_t sequence) {
+  return AttentionKernel<Number>(q, k.size(1), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<Number>{.k = keys,
                                    .k_position_stride = key_cache.stride(2),
                                    .k_head_stride = key_cache.stride(1),
@@ -191,7 +194,33 @@ KernelPath GetKernelPath() {
 }
 
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight) {
-  return at::embedding(weight, tokens);
+  if (!UseCpuKernels(weight)) return at::embedding(weight, tokens);
+  return SelectRows(weight, tokens);
+}
+
+at::Tensor SelectRows(const at::Tensor& x, const at::Tensor& rows) {
+  if (!UseCpuKernels(x) || x.dim() != 2 || x.stride(1) != 1) return x.index_select(0, rows);
+  const at::Tensor indices = rows.contiguous();
+  const int64_t count = indices.numel(), width = x.size(1);
+  const auto* const index = indices.const_data_ptr<int64_t>();
+  at::Tensor selected = EmptyOnCpu({count, width});
+  ParallelFor(count, width, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      TORCH_CHECK_INDEX(index[i] >= 0 && index[i] < x.size(0), "row ", index[i], " of ", x.size(0));
+      std::copy_n(Data(x) + index[i] * x.stride(0), width, MutableData(selected) + i * width);
+    }
+  });
+  return selected;
+}
+
+at::Tensor Add(const at::Tensor& residual, const at::Tensor& x) {
+  if (!UseCpuKernels(x)) return residual + x;
+  TORCH_CHECK(residual.sizes() == x.sizes() && residual.is_contiguous() && x.is_contiguous(),
+              "sum of ", residual.sizes(), " and ", x.sizes());
+  float* const sum = MutableData(residual);
+  const float* const addend = Data(x);
+  for (int64_t i = 0; i < x.numel(); ++i) sum[i] += addend[i];
+  return residual;
 }
 
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
@@ -200,7 +229,7 @@ at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
     return DifferentiableLinear(x, weight, bias.defined() ? at::TensorList(bias) : at::TensorList(),
                                 weight, bias);
   }
-  at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
+  at::Tensor y = EmptyOnCpu({x.size(0), weight.size(0)});
   LinearKernel(x, weight, bias, y, /*accumulate=*/false);
   return y;
 }
@@ -226,7 +255,7 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps)
   }
   if (at::GradMode::is_enabled()) return DifferentiableRmsNorm(x_in, weight, eps);
   const at::Tensor x = Packed(x_in);
-  at::Tensor y = at::empty(x.sizes(), x.options());
+  at::Tensor y = EmptyOnCpu(x.sizes());
   const int64_t width = x.size(-1);
   const int64_t inner = x.dim() == 3 ? x.size(1) : 1;  // heads
   const int64_t inner_stride = x.dim() == 3 ? x.stride(1) : 0;
@@ -249,7 +278,7 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
   }
   if (at::GradMode::is_enabled()) return DifferentiableRotary(x_in, cos, sin);
   const at::Tensor x = HeadsPacked(x_in);
-  at::Tensor y = at::empty(x.sizes(), x.options());
+  at::Tensor y = EmptyOnCpu(x.sizes());
   const int64_t heads = x.size(1), head_dim = x.size(2);
   ParallelFor(x.size(0), heads * head_dim, [&](int64_t begin, int64_t end) {
     kernels::GetCpuKernels().rotary({Data(x) + begin * x.stride(0), x.stride(0),
@@ -267,7 +296,7 @@ at::Tensor SwiGlu(const at::Tensor& gate_up_in) {
   }
   if (at::GradMode::is_enabled()) return DifferentiableSwiGlu(gate_up_in);
   const at::Tensor gate_up = Packed(gate_up_in);
-  at::Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
+  at::Tensor y = EmptyOnCpu({gate_up.size(0), width});
   const int64_t stride = gate_up.stride(0);
   ParallelFor(gate_up.size(0), 4 * width, [&](int64_t begin, int64_t end) {
     const float* gate = Data(gate_up) + begin * stride;
@@ -278,11 +307,11 @@ at::Tensor SwiGlu(const at::Tensor& gate_up_in) {
 }
 
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
-                           const std::vector<int64_t>& offsets, int64_t window) {
-  if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets, window);
-  if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets, window);
+                           const std::vector<int64_t>& offsets, const AttentionScores& scores) {
+  if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets, scores);
+  if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets, scores);
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-  return AttentionKernel<float>(q, k.size(1), offsets, window, [&](int64_t sequence) {
+  return AttentionKernel<float>(q, k.size(1), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<float>{Data(k) + offsets[sequence] * k.stride(0),
                                   k.stride(0),
                                   k.stride(1),
@@ -296,11 +325,11 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
 at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                            const at::Tensor& key_cache, const at::Tensor& value_cache,
-                           int64_t window) {
+                           const AttentionScores& scores) {
   TORCH_CHECK(!at::GradMode::is_enabled(), "cached attention has no gradient");
   if (!UseCpuKernels(q_in)) {
     return AtenCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache,
-                               window);
+                               scores);
   }
   constexpr int64_t kTokens = kernels::kAttentionBlock;
   const at::ScalarType type = key_cache.scalar_type();
@@ -312,9 +341,9 @@ at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
   if (type == at::kBFloat16) {
     return CachedAttentionKernel<uint16_t>(q, k, v, offsets, sequences, key_cache, value_cache,
-                                           window);
+                                           scores);
   }
-  return CachedAttentionKernel<float>(q, k, v, offsets, sequences, key_cache, value_cache, window);
+  return CachedAttentionKernel<float>(q, k, v, offsets, sequences, key_cache, value_cache, scores);
 }
 
 }  // namespace tandem::ops

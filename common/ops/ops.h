@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/kernels/attention_window.h"
+#include "common/ops/attention_scores.h"
 #include "common/ops/paged_sequences.h"
 
 namespace tandem::ops {
@@ -30,6 +30,12 @@ KernelPath GetKernelPath();
 
 // tokens [T] int64, weight [V, H] -> [T, H] in the weight's type.
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight);
+
+// Returns the given rows of x [N, W], in their order: rows [T] int64 -> [T, W].
+at::Tensor SelectRows(const at::Tensor& x, const at::Tensor& rows);
+
+// residual + x, of equal shapes. Like LinearAdd it overwrites `residual` without autograd.
+at::Tensor Add(const at::Tensor& residual, const at::Tensor& x);
 
 // x [T, in], weight [out, in], bias [out] or undefined -> x weight^T + bias, [T, out].
 // With the CPU kernels a row's bits are the same with and without autograd, whatever the batch.
@@ -56,11 +62,11 @@ at::Tensor RotaryEmbedding(const at::Tensor& x, const at::Tensor& cos, const at:
 // silu(gate) * up [T, I] for gate_up [T, 2 I], which has the gates in its first I columns.
 at::Tensor SwiGlu(const at::Tensor& gate_up);
 
-// Causal attention within each sequence, scale 1/sqrt(D). Sequence s has the rows from offsets[s]
-// to offsets[s + 1], and each row attends to the keys of its window (attention_window.h).
+// Causal attention within each sequence. Sequence s has the rows from offsets[s] to offsets[s + 1],
+// and each row attends to the keys of its window.
 // q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D].
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           const std::vector<int64_t>& offsets, int64_t window = kNoWindow);
+                           const std::vector<int64_t>& offsets, const AttentionScores& scores = {});
 
 // Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue sequence s at
 // position starts[s]. Writes k and v into the blocks of the sequences, rounded to the type of the
@@ -71,7 +77,7 @@ at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::T
 at::Tensor CachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                            const at::Tensor& key_cache, const at::Tensor& value_cache,
-                           int64_t window = kNoWindow);
+                           const AttentionScores& scores = {});
 
 }  // namespace tandem::ops
 

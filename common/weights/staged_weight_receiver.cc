@@ -159,6 +159,8 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
                                                     bool allow_rollback) {
   if (update_id.empty()) return InvalidField("update_id", "must not be empty");
   TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
+  // Dropped without the lock, as in Abort, and before the sender brings the first tensor.
+  std::shared_ptr<Update> former;
   std::unique_lock lock(mutex_);
   if (!manifest.has_model() && manifest.digest != version_.digest) {
     return InvalidField(
@@ -195,7 +197,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
     }
     if (back) overtaken_id_ = open_->id;
   }
-  open_.reset();  // before there is memory for the next
+  former = std::move(open_);
   open_ = std::make_shared<Update>(update_id, manifest, start_());
   return 0;
 }

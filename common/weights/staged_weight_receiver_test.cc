@@ -6,6 +6,7 @@
 #include <memory>
 #include <thread>
 
+#include "absl/synchronization/notification.h"
 #include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/weights/testing/told_weights.h"
@@ -248,6 +249,38 @@ TEST_F(StagedWeightReceiverTest, AnAbandonedUpdateLeavesNothing) {
   ASSERT_TRUE(receiver_.Abort("w").ok());
   EXPECT_EQ(told_.alive, 0);
   EXPECT_TRUE(told_.applied.empty());
+}
+
+// Takes a tensor when it is told to.
+class SlowWeights : public NextWeights {
+ public:
+  SlowWeights(absl::Notification& taking, absl::Notification& go) : taking_(taking), go_(go) {}
+  absl::Status Add(const WeightSpec&, TensorBytes) override {
+    taking_.Notify();
+    go_.WaitForNotification();
+    return absl::OkStatus();
+  }
+  absl::Status Apply(const WeightManifest&, const CallScope&) override { return absl::OkStatus(); }
+
+ private:
+  absl::Notification &taking_, &go_;
+};
+
+TEST_F(StagedWeightReceiverTest, OtherCallsDoNotWaitForTheTensorOfAnUpdateThatIsReplaced) {
+  absl::Notification taking, go;
+  StagedWeightReceiver receiver({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
+                                std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""},
+                                [&] { return std::make_unique<SlowWeights>(taking, go); });
+  ASSERT_TRUE(receiver.Begin("u", Manifest(5), false).ok());
+  for (const int64_t chunk : {0, 1}) {  // the whole of "a"
+    ASSERT_TRUE(receiver.Append("u", chunk, absl::MakeSpan(stream_).subspan(chunk * 12, 12)).ok());
+  }
+  taking.WaitForNotification();
+  std::thread next([&] { EXPECT_TRUE(receiver.Begin("w", Manifest(6), false).ok()); });
+  while (receiver.OpenUpdateId() != "w") std::this_thread::yield();
+  EXPECT_EQ(receiver.Version().version, 0);
+  go.Notify();
+  next.join();
 }
 
 TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {

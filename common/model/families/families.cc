@@ -9,14 +9,14 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
-#include "common/model/families/dense_family.h"
+#include "common/model/families/decoder_family.h"
 #include "common/model/families/layer_windows.h"
 #include "common/model/family.h"
 
 namespace tandem {
 namespace {
 
-using Options = DenseDecoderOptions;
+using Options = DecoderOptions;
 
 // Llama, and SmolLM2: attention_bias covers the output projection too.
 absl::StatusOr<Options> LlamaOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
@@ -65,12 +65,12 @@ absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields, int64_t /*num_l
 
 const std::vector<const Family*>& Families() {
   static const auto* const families = new std::vector<const Family*>{
-      new DenseFamily("llama", "Llama", LlamaOptions),
-      new DenseFamily("mistral", "Mistral", MistralOptions),
-      new DenseFamily("qwen2", "Qwen2", Qwen2Options),
-      new DenseFamily("qwen3", "Qwen3", Qwen3Options),
-      new DenseFamily("olmo2", "Olmo2", Olmo2Options,
-                      {.rms_norm_eps = 1e-5, .has_token_classifier = false}),
+      new DecoderFamily("llama", "Llama", LlamaOptions),
+      new DecoderFamily("mistral", "Mistral", MistralOptions),
+      new DecoderFamily("qwen2", "Qwen2", Qwen2Options),
+      new DecoderFamily("qwen3", "Qwen3", Qwen3Options),
+      new DecoderFamily("olmo2", "Olmo2", Olmo2Options,
+                        {.rms_norm_eps = 1e-5, .has_token_classifier = false}),
   };
   return *families;
 }

@@ -1,7 +1,6 @@
-#include "common/model/families/dense_family.h"
+#include "common/model/families/decoder_family.h"
 
 #include <algorithm>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -9,6 +8,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
+#include "common/model/families/parameter_list.h"
 #include "common/model/rope_config.h"
 #include "common/model/shard.h"
 
@@ -27,9 +27,32 @@ absl::Status RefuseUnsupported(const ConfigFields& fields) {
   return absl::OkStatus();
 }
 
+void AddGroupedQueryAttention(const ModelConfig& config, const std::string& prefix,
+                              ParameterList& list) {
+  const DecoderOptions& options = config.decoder;
+  list.ColumnParallel(prefix + "q_proj", config.query_size(), options.qkv_bias);
+  list.ColumnParallel(prefix + "k_proj", config.key_value_size(), options.qkv_bias);
+  list.ColumnParallel(prefix + "v_proj", config.key_value_size(), options.qkv_bias);
+  list.RowParallel(prefix + "o_proj", config.query_size(), options.output_bias);
+  if (options.qk_norm == QkNorm::kEachHead) {
+    list.Norm(prefix + "q_norm", config.head_dim);
+    list.Norm(prefix + "k_norm", config.head_dim);
+  } else if (options.qk_norm == QkNorm::kAllHeads) {
+    list.Norm(prefix + "q_norm", config.query_size(), /*shard_axis=*/0);
+    list.Norm(prefix + "k_norm", config.key_value_size(), /*shard_axis=*/0);
+  }
+}
+
+void AddGatedMlp(const ModelConfig& config, const std::string& prefix, ParameterList& list) {
+  const bool bias = config.decoder.mlp_bias;
+  list.ColumnParallel(prefix + "gate_proj", config.intermediate_size, bias);
+  list.ColumnParallel(prefix + "up_proj", config.intermediate_size, bias);
+  list.RowParallel(prefix + "down_proj", config.intermediate_size, bias);
+}
+
 }  // namespace
 
-absl::Status DenseFamily::ReadConfig(const ConfigFields& fields, ModelConfig& config) const {
+absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& config) const {
   TANDEM_ASSIGN_OR_RETURN(config.vocab_size, fields.Size("vocab_size"));
   TANDEM_ASSIGN_OR_RETURN(config.hidden_size, fields.Size("hidden_size"));
   TANDEM_ASSIGN_OR_RETURN(config.intermediate_size, fields.Size("intermediate_size"));
@@ -65,69 +88,24 @@ absl::Status DenseFamily::ReadConfig(const ConfigFields& fields, ModelConfig& co
   return RefuseUnsupported(fields);
 }
 
-std::vector<ParameterSpec> DenseFamily::Parameters(const ModelConfig& config) const {
-  std::vector<ParameterSpec> specs;
-  const int64_t hidden = config.hidden_size;
-  int64_t block = 0;
-  // Cut by output: the bias is cut with the rows that it belongs to.
-  const auto column_parallel = [&](const std::string& name, int64_t out, bool bias) {
-    specs.push_back(
-        {.name = name + ".weight", .shape = {out, hidden}, .shard_axis = 0, .block = block});
-    if (bias) {
-      specs.push_back({.name = name + ".bias",
-                       .shape = {out},
-                       .init = Init::kZeros,
-                       .shard_axis = 0,
-                       .block = block});
-    }
-  };
-  // Cut by input: the bias is added once, after the partial sums.
-  const auto row_parallel = [&](const std::string& name, int64_t in, bool bias) {
-    specs.push_back(
-        {.name = name + ".weight", .shape = {hidden, in}, .shard_axis = 1, .block = block});
-    if (bias) {
-      specs.push_back(
-          {.name = name + ".bias", .shape = {hidden}, .init = Init::kZeros, .block = block});
-    }
-  };
-  const auto norm = [&](const std::string& name, int64_t width,
-                        std::optional<int64_t> shard_axis = std::nullopt) {
-    specs.push_back({.name = name + ".weight",
-                     .shape = {width},
-                     .init = Init::kOnes,
-                     .shard_axis = shard_axis,
-                     .block = block});
-  };
-
-  specs.push_back({.name = kEmbeddingName, .shape = {config.vocab_size, hidden}, .shard_axis = 0});
+std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) const {
+  ParameterList list(config.hidden_size);
+  list.Embedding(config.vocab_size);
+  const LayerNormNames norms(config.decoder);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
-    block = i + 1;
+    list.StartBlock(i + 1);
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
-    const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
-    column_parallel(attention + "q_proj", config.query_size(), config.decoder.qkv_bias);
-    column_parallel(attention + "k_proj", config.key_value_size(), config.decoder.qkv_bias);
-    column_parallel(attention + "v_proj", config.key_value_size(), config.decoder.qkv_bias);
-    row_parallel(attention + "o_proj", config.query_size(), config.decoder.output_bias);
-    if (config.decoder.qk_norm == QkNorm::kEachHead) {
-      norm(attention + "q_norm", config.head_dim);
-      norm(attention + "k_norm", config.head_dim);
-    } else if (config.decoder.qk_norm == QkNorm::kAllHeads) {
-      norm(attention + "q_norm", config.query_size(), /*shard_axis=*/0);
-      norm(attention + "k_norm", config.key_value_size(), /*shard_axis=*/0);
-    }
-    column_parallel(mlp + "gate_proj", config.intermediate_size, config.decoder.mlp_bias);
-    column_parallel(mlp + "up_proj", config.intermediate_size, config.decoder.mlp_bias);
-    row_parallel(mlp + "down_proj", config.intermediate_size, config.decoder.mlp_bias);
-    const LayerNormNames norms(config.decoder);
-    norm(prefix + norms.attention, hidden);
-    norm(prefix + norms.mlp, hidden);
+    AddGroupedQueryAttention(config, prefix + "self_attn.", list);
+    AddGatedMlp(config, prefix + "mlp.", list);
+    list.Norm(prefix + norms.attention, config.hidden_size);
+    list.Norm(prefix + norms.mlp, config.hidden_size);
   }
-  block = LastBlock(config.num_hidden_layers);
-  norm("model.norm", hidden);
-  return specs;
+  list.StartBlock(LastBlock(config.num_hidden_layers));
+  list.Norm("model.norm", config.hidden_size);
+  return list.Take();
 }
 
-std::vector<WeightFileSize> DenseFamily::WeightFileSizes(const ModelConfig& config) const {
+std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& config) const {
   const std::string layer = "model.layers.0.";
   return {{kEmbeddingName, 0, config.vocab_size, "vocab_size"},
           {kEmbeddingName, 1, config.hidden_size, "hidden_size"},
@@ -138,8 +116,8 @@ std::vector<WeightFileSize> DenseFamily::WeightFileSizes(const ModelConfig& conf
            "times head_dim "}};
 }
 
-absl::Status DenseFamily::CheckShards(const ModelConfig& config, int64_t shard_count,
-                                      absl::string_view field) const {
+absl::Status DecoderFamily::CheckShards(const ModelConfig& config, int64_t shard_count,
+                                        absl::string_view field) const {
   // Whole heads: that their rows divide is not enough.
   const std::pair<const char*, int64_t> fields[] = {
       {"num_attention_heads", config.num_attention_heads},
@@ -160,8 +138,8 @@ absl::Status DenseFamily::CheckShards(const ModelConfig& config, int64_t shard_c
   return absl::OkStatus();
 }
 
-std::vector<LayerCache> DenseFamily::CacheLayout(const ModelConfig& config,
-                                                 int64_t shard_count) const {
+std::vector<LayerCache> DecoderFamily::CacheLayout(const ModelConfig& config,
+                                                   int64_t shard_count) const {
   std::vector<LayerCache> layers;
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     layers.push_back({.heads = config.num_key_value_heads / shard_count,
@@ -174,7 +152,7 @@ std::vector<LayerCache> DenseFamily::CacheLayout(const ModelConfig& config,
 // The residual and its norm, then the inputs and outputs of either the attention or the MLP. A
 // shard has its heads and columns of these, and what all shards bring to a sum. A norm behind the
 // maps has its input and output beside theirs, and the sum with the residual.
-int64_t DenseFamily::InferenceActivations(const ModelConfig& config, int64_t shard_count) const {
+int64_t DecoderFamily::InferenceActivations(const ModelConfig& config, int64_t shard_count) const {
   const int64_t attention = 3 * config.query_size() + 3 * config.key_value_size();
   const int64_t gathered = shard_count > 1 ? (shard_count + 1) * config.hidden_size : 0;
   const int64_t residuals = config.decoder.post_norm ? 4 : 3;
@@ -186,8 +164,8 @@ int64_t DenseFamily::InferenceActivations(const ModelConfig& config, int64_t sha
 // attention's output; gate, up and their product. SmolLM2-135M takes 0.87 of it; as much in bf16,
 // where norms and rotation stay float32. A shard keeps the gathered inputs of its maps whole, and
 // of a norm over heads of several shards also its result without the weight.
-int64_t DenseFamily::TrainingActivationBytes(const ModelConfig& config, int64_t /*layer*/,
-                                             int64_t shard_count) const {
+int64_t DecoderFamily::TrainingActivationBytes(const ModelConfig& config, int64_t /*layer*/,
+                                               int64_t shard_count) const {
   const int64_t whole = 2 * config.hidden_size;
   const int64_t heads = config.query_size() + config.key_value_size();
   const int64_t shared_norms =

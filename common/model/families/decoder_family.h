@@ -1,7 +1,7 @@
 // The families whose model is a dense decoder: one implementation, configured by
-// DenseDecoderOptions. dense_decoder.h computes it.
-#ifndef TANDEM_COMMON_MODEL_FAMILIES_DENSE_FAMILY_H_
-#define TANDEM_COMMON_MODEL_FAMILIES_DENSE_FAMILY_H_
+// DecoderOptions. decoder.h computes it.
+#ifndef TANDEM_COMMON_MODEL_FAMILIES_DECODER_FAMILY_H_
+#define TANDEM_COMMON_MODEL_FAMILIES_DECODER_FAMILY_H_
 
 #include <cstdint>
 #include <string>
@@ -14,7 +14,7 @@ namespace tandem {
 
 // The names of a layer's norms of [hidden_size] for attention and MLP, without ".weight".
 struct LayerNormNames {
-  explicit LayerNormNames(const DenseDecoderOptions& options) {
+  explicit LayerNormNames(const DecoderOptions& options) {
     if (options.post_norm) {
       attention = "post_attention_layernorm";
       mlp = "post_feedforward_layernorm";
@@ -31,14 +31,14 @@ struct TransformersClasses {
   bool has_token_classifier = true;
 };
 
-class DenseFamily : public Family {
+class DecoderFamily : public Family {
  public:
   // Reads the family's own keys of config.json, of a model with `num_layers` layers.
-  using OptionsFunction = absl::StatusOr<DenseDecoderOptions> (*)(const ConfigFields& fields,
-                                                                  int64_t num_layers);
+  using OptionsFunction = absl::StatusOr<DecoderOptions> (*)(const ConfigFields& fields,
+                                                             int64_t num_layers);
 
-  DenseFamily(std::string model_type, std::string class_prefix, OptionsFunction options,
-              const TransformersClasses& classes = {})
+  DecoderFamily(std::string model_type, std::string class_prefix, OptionsFunction options,
+                const TransformersClasses& classes = {})
       : Family(std::move(model_type), std::move(class_prefix), classes.has_token_classifier),
         options_(options),
         default_rms_norm_eps_(classes.rms_norm_eps) {}
@@ -55,7 +55,7 @@ class DenseFamily : public Family {
   int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count) const override;
   int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,
                                   int64_t shard_count) const override;
-  BackboneKind backbone() const override { return BackboneKind::kDenseDecoder; }
+  BackboneKind backbone() const override { return BackboneKind::kDecoder; }
 
  private:
   const OptionsFunction options_;
@@ -64,4 +64,4 @@ class DenseFamily : public Family {
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_MODEL_FAMILIES_DENSE_FAMILY_H_
+#endif  // TANDEM_COMMON_MODEL_FAMILIES_DECODER_FAMILY_H_

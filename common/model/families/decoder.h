@@ -1,5 +1,6 @@
-// The dense decoder that Llama, Mistral, Qwen2, Qwen3 and OLMo 2 are variants of (dense_family.h):
-// RMSNorm, rotary grouped-query attention, SwiGLU (https://arxiv.org/abs/2302.13971).
+// The dense decoder that Llama, Mistral, Qwen2, Qwen3 and OLMo 2 are variants of
+// (decoder_family.h): RMSNorm, rotary grouped-query attention, SwiGLU
+// (https://arxiv.org/abs/2302.13971).
 //
 // A shard computes with the others of Placement::shard_group: heads, the MLP's inner columns and
 // the vocabulary are sharded over the ranks, and between linear maps each rank keeps the hidden
@@ -13,8 +14,8 @@
 // A pass with a KV cache has few tokens and waits for each exchange: there every rank keeps all
 // tokens, and a layer is two sums of [T, H] in the order of the ranks (common/ops/rank_sum.h), and
 // one of those squares, the embedding one of [T, H].
-#ifndef TANDEM_COMMON_MODEL_FAMILIES_DENSE_DECODER_H_
-#define TANDEM_COMMON_MODEL_FAMILIES_DENSE_DECODER_H_
+#ifndef TANDEM_COMMON_MODEL_FAMILIES_DECODER_H_
+#define TANDEM_COMMON_MODEL_FAMILIES_DECODER_H_
 
 #include <ATen/core/Tensor.h>
 
@@ -22,6 +23,8 @@
 #include <vector>
 
 #include "common/model/backbone.h"
+#include "common/model/families/feed_forward.h"
+#include "common/model/families/self_attention.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_store.h"
 #include "common/ops/embedding_weight.h"
@@ -31,11 +34,11 @@
 
 namespace tandem {
 
-class DenseDecoder : public Backbone {
+class Decoder : public Backbone {
  public:
-  // Takes the parameters of DenseFamily::Parameters from `store`, which must outlive the decoder.
+  // Takes the parameters of DecoderFamily::Parameters from `store`, which must outlive the decoder.
   // Blocks that `placement` does not hold cannot be run.
-  DenseDecoder(const ModelConfig& config, const Placement& placement, ParameterStore& store);
+  Decoder(const ModelConfig& config, const Placement& placement, ParameterStore& store);
 
   ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
                       const at::Tensor& rows) const override;
@@ -46,27 +49,23 @@ class DenseDecoder : public Backbone {
  private:
   struct Layer {
     at::Tensor attention_norm, mlp_norm;  // of their inputs, or with post_norm their outputs
-    const ops::LinearWeight *qkv = nullptr, *output = nullptr, *gate_up = nullptr, *down = nullptr;
-    at::Tensor q_norm, k_norm;  // as QkNorm says: undefined, [head_dim], or [own heads * head_dim]
+    std::unique_ptr<SelfAttention> attention;
+    const ops::LinearWeight* output = nullptr;  // of the attention
+    std::unique_ptr<FeedForward> feed_forward;
   };
 
   at::Tensor RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const;
-  // Divides [T, heads * D] into [T, heads, D].
-  at::Tensor Heads(const at::Tensor& x) const;
-  struct QueriesAndKeys {
-    at::Tensor q, k;  // [T, heads, D]
-  };
-  // Normalises q and k [T, heads * D] as QkNorm says, and divides them into heads.
-  QueriesAndKeys NormHeads(const Layer& layer, const at::Tensor& q, const at::Tensor& k) const;
   at::Tensor Embed(const ModelPass& pass) const;
   // Gathers all tokens from the ranks' shards of them.
   at::Tensor Gathered(const at::Tensor& x, const ModelPass& pass) const;
-  // The input of attention or MLP, for all tokens, from the residual.
+  // Returns the input of attention or feed-forward network, for all tokens, from the residual.
   at::Tensor Input(const at::Tensor& residual, const at::Tensor& norm, const ModelPass& pass) const;
-  // Adds the output of attention or MLP to the residual: map(x), for a map that is sharded by
-  // input.
-  at::Tensor AddOutput(const at::Tensor& residual, const ops::LinearWeight& map,
-                       const at::Tensor& x, const at::Tensor& norm, const ModelPass& pass) const;
+  // Returns the tensor that attention and feed-forward network add their output to themselves:
+  // `residual`, or an undefined one if the output is normalised first.
+  at::Tensor Addend(const at::Tensor& residual) const;
+  // Returns the residual after a sublayer that returned `output` for Addend(residual).
+  at::Tensor AfterOutput(const at::Tensor& residual, const at::Tensor& output,
+                         const at::Tensor& norm) const;
 
   ModelConfig config_;
   at::ScalarType dtype_;                             // of the computation
@@ -79,4 +78,4 @@ class DenseDecoder : public Backbone {
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_MODEL_FAMILIES_DENSE_DECODER_H_
+#endif  // TANDEM_COMMON_MODEL_FAMILIES_DECODER_H_

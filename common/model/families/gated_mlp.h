@@ -1,0 +1,32 @@
+// The feed-forward network down(silu(gate(x)) * up(x)) (SwiGLU, https://arxiv.org/abs/2002.05202).
+#ifndef TANDEM_COMMON_MODEL_FAMILIES_GATED_MLP_H_
+#define TANDEM_COMMON_MODEL_FAMILIES_GATED_MLP_H_
+
+#include <memory>
+#include <string>
+
+#include "common/model/families/feed_forward.h"
+#include "common/model/parameter_store.h"
+#include "common/ops/linear_weight.h"
+#include "common/ops/tensor_parallel_group.h"
+
+namespace tandem {
+
+class GatedMlp : public FeedForward {
+ public:
+  // Takes "<prefix>gate_proj", "up_proj" and "down_proj" from `store`. `group` is nullptr for a
+  // whole model.
+  GatedMlp(const std::string& prefix, std::shared_ptr<ops::TensorParallelGroup> group,
+           ParameterStore& store);
+
+  at::Tensor Forward(const at::Tensor& x, const at::Tensor& residual,
+                     const ModelPass& pass) const override;
+
+ private:
+  const std::shared_ptr<ops::TensorParallelGroup> group_;
+  const ops::LinearWeight &gate_up_, &down_;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_FAMILIES_GATED_MLP_H_

@@ -1,0 +1,73 @@
+// The parameters of a family, declared block by block. No torch.
+#ifndef TANDEM_COMMON_MODEL_FAMILIES_PARAMETER_LIST_H_
+#define TANDEM_COMMON_MODEL_FAMILIES_PARAMETER_LIST_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/model/parameter_spec.h"
+
+namespace tandem {
+
+class ParameterList {
+ public:
+  // `hidden_size` is the width of the residual.
+  explicit ParameterList(int64_t hidden_size) : hidden_(hidden_size) {}
+
+  // Declares the token embedding, in block 0.
+  void Embedding(int64_t vocab_size) {
+    specs_.push_back({.name = kEmbeddingName, .shape = {vocab_size, hidden_}, .shard_axis = 0});
+  }
+
+  // What is declared next belongs to `block`; blocks are in ascending order.
+  void StartBlock(int64_t block) { block_ = block; }
+
+  // Declares a linear map from the residual to `out` columns, which shards divide; a shard has the
+  // bias of its columns.
+  void ColumnParallel(const std::string& name, int64_t out, bool bias) {
+    specs_.push_back(
+        {.name = name + ".weight", .shape = {out, hidden_}, .shard_axis = 0, .block = block_});
+    if (bias) {
+      specs_.push_back({.name = name + ".bias",
+                        .shape = {out},
+                        .init = Init::kZeros,
+                        .shard_axis = 0,
+                        .block = block_});
+    }
+  }
+
+  // Declares a linear map to the residual, whose input shards divide. The bias is added once, after
+  // the partial sums, and is whole on every shard.
+  void RowParallel(const std::string& name, int64_t in, bool bias) {
+    specs_.push_back(
+        {.name = name + ".weight", .shape = {hidden_, in}, .shard_axis = 1, .block = block_});
+    if (bias) {
+      specs_.push_back(
+          {.name = name + ".bias", .shape = {hidden_}, .init = Init::kZeros, .block = block_});
+    }
+  }
+
+  // Declares the weight of a norm over `width` values.
+  void Norm(const std::string& name, int64_t width,
+            std::optional<int64_t> shard_axis = std::nullopt) {
+    specs_.push_back({.name = name + ".weight",
+                      .shape = {width},
+                      .init = Init::kOnes,
+                      .shard_axis = shard_axis,
+                      .block = block_});
+  }
+
+  std::vector<ParameterSpec> Take() { return std::move(specs_); }
+
+ private:
+  const int64_t hidden_;
+  int64_t block_ = 0;
+  std::vector<ParameterSpec> specs_;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_FAMILIES_PARAMETER_LIST_H_
