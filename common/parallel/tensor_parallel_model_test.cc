@@ -75,6 +75,9 @@ std::vector<Case> Cases() {
           {"olmo2", "olmo2", biases},
           {"tied olmo2", "olmo2", tied},
           {"olmo2 critic", "olmo2", none, HeadKind::kValue},
+          {"gemma3", "gemma3_text", biases},
+          {"tied gemma3", "gemma3_text", tied},
+          {"gemma3 critic", "gemma3_text", none, HeadKind::kValue},
           {"half frozen", "qwen3", none, HeadKind::kLm, {kEmbeddingName, "model.layers.0.*"}}};
 }
 

@@ -43,6 +43,12 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                            {"bos_token_id", 1},
                            {"architectures", {"ForCausalLM"}}};
   if (model_type == "mistral") config["sliding_window"] = 5;
+  if (model_type == "gemma3_text") {  // a layer with a window and one without
+    config["sliding_window"] = 5;
+    config["sliding_window_pattern"] = 2;
+    config["query_pre_attn_scalar"] = 14;
+    config.erase("hidden_act");
+  }
   if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
   return config;
 }
