@@ -25,8 +25,9 @@ class AttentionContext {
  public:
   virtual ~AttentionContext() = default;
 
-  // Causal attention of one layer. q [T, heads, head_dim], k and v [T, key_value_heads, head_dim],
-  // rotated; returns [T, heads * head_dim]. The softmax scale is 1 / sqrt(head_dim).
+  // Causal attention of one layer. q [T, heads, head_dim] and k [T, key_value_heads, head_dim],
+  // rotated, v [T, key_value_heads, value_dim], not wider; returns [T, heads * value_dim]. The
+  // softmax scale is 1 / sqrt(head_dim).
   virtual at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch,
                             const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) = 0;
 };

@@ -28,8 +28,12 @@ struct ParameterSpec {
   std::optional<int64_t> shard_axis = std::nullopt;
   // The block of a pass that it belongs to (Backbone::RunBlock).
   int64_t block = 0;
+  // A matrix that stays dense where others are packed, and that is not rounded with them.
+  bool stays_dense = false;
 
   int64_t numel() const;
+  // Whether a packed format packs it, and bfloat16 weights round it.
+  bool packs() const { return shape.size() == 2 && !stays_dense; }
 };
 
 // The last block of a pass through `layers` layers: the final norm and the head. Block 0 is the

@@ -58,7 +58,7 @@ at::Tensor SwiGlu(const at::Tensor& gate_up);
 
 // Causal attention within each sequence, scale 1/sqrt(D). Sequence s has the rows from offsets[s]
 // to offsets[s + 1], and each row attends to the keys of its window (attention_window.h).
-// q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D].
+// q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], Dv <= D -> [T, heads * Dv].
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, int64_t window = kNoWindow);
 
@@ -66,7 +66,8 @@ at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::T
 // position starts[s]. Writes k and v into the blocks of the sequences, rounded to the type of the
 // cache, then attends to what the cache holds for the positions of each row's window. Blocks before
 // the window of a sequence's first new row are not read. key_cache and value_cache [blocks,
-// kv_heads, tokens in a block, D], device of q, fp32 or bf16 -> [T, heads * D] in q's type. No
+// kv_heads, tokens in a block, D or Dv], device of q, fp32 or bf16 -> [T, heads * Dv] in q's type.
+// The value cache may be columns of the key cache; `v` then is the same columns of `k`. No
 // autograd.
 at::Tensor CachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,

@@ -57,7 +57,7 @@ absl::StatusOr<std::vector<ParameterSpec>> Parameters(const ModelConfig& config)
 int64_t WeightBytes(const ParameterSpec& spec, int64_t rank, int64_t ranks,
                     const LaneStorage& storage) {
   const bool packed = storage.weight_format != kernels::WeightFormat::kDense;
-  if (!packed || spec.shape.size() != 2) {
+  if (!packed || !spec.packs()) {
     return ShardNumel(spec, rank, ranks) * static_cast<int64_t>(ItemSizeBytes(storage.dtype));
   }
   std::vector<int64_t> shape = spec.shape;
@@ -104,7 +104,7 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
 int64_t BlockBytes(const Lane& lane, int64_t ranks) {
   int64_t per_token = 0;
   for (const LayerCache& layer : lane.family->CacheLayout(lane.config, ranks)) {
-    per_token += 2 * layer.heads * layer.head_dim;  // keys and values
+    per_token += layer.values_per_token();
   }
   return kKvBlockTokens * per_token *
          static_cast<int64_t>(ItemSizeBytes(lane.options.storage.cache_dtype));
