@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <utility>
 
 #include "common/kernels/attention_window.h"
 #include "common/model/kv_cache.h"
@@ -43,14 +42,15 @@ class CausalContext : public AttentionContext {
 // sequences, which attend to all tokens before.
 class CachedContext : public AttentionContext {
  public:
-  CachedContext(KvCache& cache, ops::PagedSequences sequences)
-      : cache_(cache), sequences_(std::move(sequences)) {}
+  // `sequences` outlives the context.
+  CachedContext(KvCache& cache, const ops::PagedSequences& sequences)
+      : cache_(cache), sequences_(sequences) {}
   at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
 
  private:
   KvCache& cache_;
-  const ops::PagedSequences sequences_;
+  const ops::PagedSequences& sequences_;
 };
 
 }  // namespace tandem

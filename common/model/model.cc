@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
@@ -18,6 +19,7 @@
 #include "common/model/parameter_store.h"
 #include "common/model/prepared_weights.h"
 #include "common/ops/ops.h"
+#include "common/ops/pass_memory.h"
 #include "common/ops/token_shards.h"
 #include "common/weights/weights_digest.h"
 
@@ -251,15 +253,25 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   if (count == 0) {
     return at::empty({0, config_.hidden_size}, at::device(device()).dtype(dtype()));
   }
-  RaggedBatch batch;
-  batch.offsets = {0};
-  ops::PagedSequences sequences;
+  // The vectors keep their memory for the next pass.
+  thread_local RaggedBatch batch;
+  thread_local ops::PagedSequences sequences;
+  const absl::Cleanup release = [] {
+    for (at::Tensor* tensor : {&batch.tokens, &batch.positions, &sequences.block_table}) {
+      tensor->reset();
+    }
+  };
+  batch.offsets.assign(1, 0);
+  batch.positions_end = 0;
+  sequences.starts.clear();
   // Tokens, positions and wanted rows, so that one upload takes them all.
-  const at::Tensor indices = at::empty({2 * count + num_rows}, at::kLong);
+  const at::Tensor indices = ops::EmptyOnCpu({2 * count + num_rows}, at::kLong);
   int64_t* token = indices.mutable_data_ptr<int64_t>();
   int64_t *position = token + count, *row = position + count;
-  at::Tensor tables = at::zeros({static_cast<int64_t>(inputs.size()), longest_table}, at::kInt);
+  const at::Tensor tables =
+      ops::EmptyOnCpu({static_cast<int64_t>(inputs.size()), longest_table}, at::kInt);
   int32_t* table = tables.mutable_data_ptr<int32_t>();
+  std::fill_n(table, tables.numel(), 0);
   for (const DecodeInput& input : inputs) {
     const int64_t begin = batch.offsets.back();
     for (const int64_t wanted : input.output_rows) *row++ = begin + wanted;
@@ -273,13 +285,13 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
     batch.offsets.push_back(begin + end - input.start);
   }
   const at::Tensor uploaded = indices.to(device());
-  batch.tokens = uploaded.narrow(0, 0, count);
-  batch.positions = uploaded.narrow(0, count, count);
+  batch.tokens = ops::Narrow(uploaded, 0, 0, count);
+  batch.positions = ops::Narrow(uploaded, 0, count, count);
   sequences.block_table = tables.to(device());
   at::Tensor wanted;
-  if (num_rows != count) wanted = uploaded.narrow(0, 2 * count, num_rows);
+  if (num_rows != count) wanted = ops::Narrow(uploaded, 0, 2 * count, num_rows);
 
-  CachedContext context(cache, std::move(sequences));
+  CachedContext context(cache, sequences);
   ModelPass pass = backbone_->StartPass(batch, context, wanted);
   pass.shards_tokens = false;
   return backbone_->Run(pass);

@@ -82,8 +82,9 @@ at::Tensor LinearWeight::Infer(const at::Tensor& x, const at::Tensor& bias) cons
 at::Tensor LinearWeight::ForwardFirst(const at::Tensor& x, int64_t outs) const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "some columns of a map have no gradient");
   CheckFresh();
+  if (packed_ != nullptr) return packed_->Linear(x, compute_bias_, outs);
+  if (outs == compute_weight_.size(0)) return Linear(x, compute_weight_, compute_bias_);
   const at::Tensor bias = bias_.defined() ? compute_bias_.narrow(0, 0, outs) : at::Tensor();
-  if (packed_ != nullptr) return packed_->Linear(x, bias, outs);
   return Linear(x, compute_weight_.narrow(0, 0, outs), bias);
 }
 

@@ -13,6 +13,7 @@
 #include "common/ops/linear_function.h"
 #include "common/ops/parallel_for.h"
 #include "common/ops/parallel_linear.h"
+#include "common/ops/pass_memory.h"
 
 namespace tandem::ops {
 namespace {
@@ -88,8 +89,9 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads, int64_t
     int64_t sequence, key_value_head, head, heads, begin, end;
   };
   const int64_t heads = q.size(1), head_dim = q.size(2), group = heads / key_value_heads;
-  at::Tensor out = at::empty({q.size(0), heads * value_dim}, q.options());
-  std::vector<Item> items;
+  at::Tensor out = EmptyOnCpu({q.size(0), heads * value_dim});
+  thread_local std::vector<Item> items;  // keeps its memory for the next pass
+  items.clear();
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     for (int64_t begin = offsets[s]; begin < offsets[s + 1]; begin += kRowsPerItem) {
       const int64_t end = std::min(begin + kRowsPerItem, offsets[s + 1]);
@@ -102,9 +104,9 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads, int64_t
     }
   }
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  const auto run = [&](int64_t first, int64_t last) {
+  const auto run = [&, all = items.data()](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const Item& item = items[i];
+      const Item& item = all[i];
       const AttentionSource<Number> from = source(item.sequence);
       Attend(kernels::AttentionArgs<Number>{
           Data(q) + item.begin * q.stride(0) + item.head * head_dim,
@@ -197,7 +199,33 @@ KernelPath GetKernelPath() {
 }
 
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight) {
-  return at::embedding(weight, tokens);
+  if (!UseCpuKernels(weight)) return at::embedding(weight, tokens);
+  return SelectRows(weight, tokens);
+}
+
+at::Tensor SelectRows(const at::Tensor& x, const at::Tensor& rows) {
+  if (!UseCpuKernels(x) || x.dim() != 2 || x.stride(1) != 1) return x.index_select(0, rows);
+  const at::Tensor indices = rows.contiguous();
+  const int64_t count = indices.numel(), width = x.size(1);
+  const auto* const index = indices.const_data_ptr<int64_t>();
+  at::Tensor selected = EmptyOnCpu({count, width});
+  ParallelFor(count, width, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      TORCH_CHECK_INDEX(index[i] >= 0 && index[i] < x.size(0), "row ", index[i], " of ", x.size(0));
+      std::copy_n(Data(x) + index[i] * x.stride(0), width, MutableData(selected) + i * width);
+    }
+  });
+  return selected;
+}
+
+at::Tensor Add(const at::Tensor& residual, const at::Tensor& x) {
+  if (!UseCpuKernels(x)) return residual + x;
+  TORCH_CHECK(residual.sizes() == x.sizes() && residual.is_contiguous() && x.is_contiguous(),
+              "sum of ", residual.sizes(), " and ", x.sizes());
+  float* const sum = MutableData(residual);
+  const float* const addend = Data(x);
+  for (int64_t i = 0; i < x.numel(); ++i) sum[i] += addend[i];
+  return residual;
 }
 
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
@@ -206,7 +234,7 @@ at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
     return DifferentiableLinear(x, weight, bias.defined() ? at::TensorList(bias) : at::TensorList(),
                                 weight, bias);
   }
-  at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
+  at::Tensor y = EmptyOnCpu({x.size(0), weight.size(0)});
   LinearKernel(x, weight, bias, y, /*accumulate=*/false);
   return y;
 }
@@ -232,7 +260,7 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps)
   }
   if (at::GradMode::is_enabled()) return DifferentiableRmsNorm(x_in, weight, eps);
   const at::Tensor x = Packed(x_in);
-  at::Tensor y = at::empty(x.sizes(), x.options());
+  at::Tensor y = EmptyOnCpu(x.sizes());
   const int64_t width = x.size(-1);
   const int64_t inner = x.dim() == 3 ? x.size(1) : 1;  // heads
   const int64_t inner_stride = x.dim() == 3 ? x.stride(1) : 0;
@@ -255,7 +283,7 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
   }
   if (at::GradMode::is_enabled()) return DifferentiableRotary(x_in, cos, sin);
   const at::Tensor x = HeadsPacked(x_in);
-  at::Tensor y = at::empty(x.sizes(), x.options());
+  at::Tensor y = EmptyOnCpu(x.sizes());
   const int64_t heads = x.size(1), head_dim = x.size(2);
   ParallelFor(x.size(0), heads * head_dim, [&](int64_t begin, int64_t end) {
     kernels::GetCpuKernels().rotary({Data(x) + begin * x.stride(0), x.stride(0),
@@ -273,7 +301,7 @@ at::Tensor SwiGlu(const at::Tensor& gate_up_in) {
   }
   if (at::GradMode::is_enabled()) return DifferentiableSwiGlu(gate_up_in);
   const at::Tensor gate_up = Packed(gate_up_in);
-  at::Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
+  at::Tensor y = EmptyOnCpu({gate_up.size(0), width});
   const int64_t stride = gate_up.stride(0);
   ParallelFor(gate_up.size(0), 4 * width, [&](int64_t begin, int64_t end) {
     const float* gate = Data(gate_up) + begin * stride;

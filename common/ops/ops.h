@@ -31,6 +31,12 @@ KernelPath GetKernelPath();
 // tokens [T] int64, weight [V, H] -> [T, H] in the weight's type.
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight);
 
+// Returns the given rows of x [N, W], in their order: rows [T] int64 -> [T, W].
+at::Tensor SelectRows(const at::Tensor& x, const at::Tensor& rows);
+
+// residual + x, of equal shapes. Like LinearAdd it overwrites `residual` without autograd.
+at::Tensor Add(const at::Tensor& residual, const at::Tensor& x);
+
 // x [T, in], weight [out, in], bias [out] or undefined -> x weight^T + bias, [T, out].
 // With the CPU kernels a row's bits are the same with and without autograd, whatever the batch.
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});

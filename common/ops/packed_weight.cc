@@ -11,6 +11,7 @@
 #include "common/ops/packed_memory.h"
 #include "common/ops/parallel_for.h"
 #include "common/ops/parallel_linear.h"
+#include "common/ops/pass_memory.h"
 
 namespace tandem::ops {
 
@@ -57,7 +58,7 @@ at::Tensor PackedWeight::Rows(const at::Tensor& rows) const {
   for (int64_t i = 0; i < count; ++i) {
     TORCH_CHECK_INDEX(index[i] >= 0 && index[i] < out(), "row ", index[i], " of ", out());
   }
-  at::Tensor values = at::empty({count, in()}, at::kFloat);
+  at::Tensor values = EmptyOnCpu({count, in()});
   auto* const to = values.mutable_data_ptr<float>();
   ParallelFor(count, in(), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) kernels::UnpackRow(matrix_, index[i], to + i * in());
@@ -66,7 +67,7 @@ at::Tensor PackedWeight::Rows(const at::Tensor& rows) const {
 }
 
 at::Tensor PackedWeight::Linear(const at::Tensor& x, const at::Tensor& bias, int64_t outs) const {
-  at::Tensor y = at::empty({x.size(0), outs}, x.options());
+  at::Tensor y = EmptyOnCpu({x.size(0), outs});
   Multiply(x, bias, outs, y, /*accumulate=*/false);
   return y;
 }

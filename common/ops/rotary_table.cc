@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "common/ops/ops.h"
+
 namespace tandem::ops {
 
 void RotaryTable::Grow(int64_t length) {
@@ -33,7 +35,7 @@ std::pair<at::Tensor, at::Tensor> RotaryTable::Rows(const at::Tensor& positions,
     cos = cos_;
     sin = sin_;
   }
-  return {cos.index_select(0, positions), sin.index_select(0, positions)};
+  return {SelectRows(cos, positions), SelectRows(sin, positions)};
 }
 
 }  // namespace tandem::ops

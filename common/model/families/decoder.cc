@@ -92,7 +92,7 @@ at::Tensor Decoder::Addend(const at::Tensor& residual) const {
 at::Tensor Decoder::AfterOutput(const at::Tensor& residual, const at::Tensor& output,
                                 const at::Tensor& norm) const {
   if (!config_.decoder.post_norm) return output;
-  return residual + ops::RmsNorm(output, norm, config_.rms_norm_eps);
+  return ops::Add(residual, ops::RmsNorm(output, norm, config_.rms_norm_eps));
 }
 
 at::Tensor Decoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const {
@@ -100,8 +100,8 @@ at::Tensor Decoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& pass)
   at::Tensor attended = layer.attention->Attend(Input(x, layer.attention_norm, pass), pass);
   // After the last attention no block needs the other rows.
   if (pass.rows.defined() && index + 1 == config_.num_hidden_layers) {
-    attended = attended.index_select(0, pass.rows);
-    x = x.index_select(0, pass.rows);
+    attended = ops::SelectRows(attended, pass.rows);
+    x = ops::SelectRows(x, pass.rows);
   }
   x = AfterOutput(x, RowParallel(*layer.output, attended, Addend(x), pass, group_),
                   layer.attention_norm);

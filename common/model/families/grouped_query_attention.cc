@@ -3,9 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <utility>
-#include <vector>
 
 #include "common/ops/ops.h"
+#include "common/ops/pass_memory.h"
 #include "common/ops/rank_sum.h"
 
 namespace tandem {
@@ -37,7 +37,7 @@ GroupedQueryAttention::GroupedQueryAttention(const ModelConfig& config, int64_t 
       k_norm_(store.Take(prefix + "k_norm.weight")) {}
 
 at::Tensor GroupedQueryAttention::Heads(const at::Tensor& x) const {
-  return x.unflatten(1, {x.size(1) / config_.head_dim, config_.head_dim});
+  return ops::SplitHeads(x, config_.head_dim);
 }
 
 GroupedQueryAttention::QueriesAndKeys GroupedQueryAttention::NormHeads(const at::Tensor& q,
@@ -64,8 +64,7 @@ GroupedQueryAttention::QueriesAndKeys GroupedQueryAttention::NormHeads(const at:
 at::Tensor GroupedQueryAttention::Attend(const at::Tensor& x, const ModelPass& pass) const {
   const int64_t ranks = group_ == nullptr ? 1 : group_->size();
   const int64_t q_size = config_.query_size() / ranks, kv_size = config_.key_value_size() / ranks;
-  const std::vector<at::Tensor> qkv =
-      qkv_.Forward(x).split_with_sizes({q_size, kv_size, kv_size}, 1);
+  const auto qkv = ops::SplitColumns(qkv_.Forward(x), {q_size, kv_size, kv_size});
   auto [q, k] = NormHeads(qkv[0], qkv[1]);
   q = ops::RotaryEmbedding(q, pass.cos, pass.sin);
   k = ops::RotaryEmbedding(k, pass.cos, pass.sin);

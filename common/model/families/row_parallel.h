@@ -9,6 +9,7 @@
 
 #include "common/model/backbone.h"
 #include "common/ops/linear_weight.h"
+#include "common/ops/ops.h"
 #include "common/ops/tensor_parallel_group.h"
 
 namespace tandem {
@@ -22,7 +23,7 @@ inline at::Tensor RowParallel(const ops::LinearWeight& map, const at::Tensor& x,
   if (group == nullptr) return residual.defined() ? map.ForwardAdd(residual, x) : map.Forward(x);
   const at::Tensor output =
       pass.shards_tokens ? map.ForwardShard(x, group) : map.ForwardSum(x, group);
-  return residual.defined() ? residual + output : output;
+  return residual.defined() ? ops::Add(residual, output) : output;
 }
 
 }  // namespace tandem

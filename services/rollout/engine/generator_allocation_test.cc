@@ -1,11 +1,8 @@
-// Scheduler and generator allocate nothing in a step that only writes tokens. The operators new of
-// this program count.
+// Scheduler and generator allocate nothing in a step that only writes tokens.
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <memory>
-#include <new>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -13,24 +10,10 @@
 #include "absl/time/clock.h"
 #include "common/model/layer_cache.h"
 #include "services/rollout/engine/generator.h"
+#include "services/rollout/engine/testing/count_allocations.h"
 #include "services/rollout/engine/testing/fake_runner.h"
 #include "services/rollout/engine/testing/recording_listener.h"
 #include "services/rollout/engine/testing/requests.h"
-
-namespace {
-
-bool counting = false;
-int64_t allocations = 0;
-
-}  // namespace
-
-void* operator new(size_t size) {
-  if (counting) ++allocations;
-  if (void* const memory = std::malloc(size)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace tandem::rollout {
 namespace {
@@ -40,9 +23,9 @@ class UncountedRunner final : public ModelRunner {
  public:
   explicit UncountedRunner(uint64_t weights) : runner_(weights, 61, 100) {}
   absl::Status Run(const Pass& pass, PassResults& results) override {
-    const bool counted = std::exchange(counting, false);
+    const bool counted = counting_allocations.exchange(false);
     absl::Status status = runner_.Run(pass, results);
-    counting = counted;
+    counting_allocations = counted;
     return status;
   }
 
@@ -66,12 +49,10 @@ class GeneratorAllocationTest : public ::testing::Test {
 
   // Returns the number of allocations of a step, with what the engine asks for around it.
   int64_t Step() {
-    allocations = 0;
-    counting = true;
-    generator_.ExpireDeadlines(absl::Now());
-    generator_.Step();
-    counting = false;
-    return allocations;
+    return CountAllocations([&] {
+      generator_.ExpireDeadlines(absl::Now());
+      generator_.Step();
+    });
   }
   int64_t HeldBlocks() {
     EngineStats stats;
@@ -85,11 +66,8 @@ class GeneratorAllocationTest : public ::testing::Test {
 };
 
 TEST_F(GeneratorAllocationTest, OperatorNewCounts) {
-  allocations = 0;
-  counting = true;
-  const auto memory = std::make_unique<std::vector<int>>(3);
-  counting = false;
-  EXPECT_EQ(allocations, 2);
+  std::unique_ptr<std::vector<int>> memory;
+  EXPECT_EQ(CountAllocations([&] { memory = std::make_unique<std::vector<int>>(3); }), 2);
 }
 
 TEST_F(GeneratorAllocationTest, AStepThatOnlyWritesTokensAllocatesNothing) {

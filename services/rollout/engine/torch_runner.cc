@@ -71,38 +71,40 @@ absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t 
 }
 
 absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
-  std::vector<const OutputRow*> rows;
-  std::vector<int64_t> indices;
+  rows_.clear();
+  row_indices_.clear();
   for (const PassSequence& sequence : pass.sequences) {
     for (const OutputRow& row : sequence.rows) {
-      rows.push_back(&row);
-      indices.push_back(row.index);
+      rows_.push_back(&row);
+      row_indices_.push_back(row.index);
     }
   }
-  std::vector<DecodeInput> decode;
+  inputs_.clear();
   size_t first_row = 0;
   for (const PassSequence& sequence : pass.sequences) {
-    decode.push_back(
+    inputs_.push_back(
         {.blocks = sequence.blocks,
          .start = sequence.start,
          .tokens = sequence.tokens,
-         .output_rows = absl::MakeConstSpan(indices).subspan(first_row, sequence.rows.size())});
+         .output_rows =
+             absl::MakeConstSpan(row_indices_).subspan(first_row, sequence.rows.size())});
     first_row += sequence.rows.size();
   }
-  const auto total = static_cast<int64_t>(rows.size());
-  if (results != nullptr) results->assign(rows.size(), SampledToken());
+  const auto total = static_cast<int64_t>(rows_.size());
+  if (results != nullptr) results->assign(rows_.size(), SampledToken());
   hidden_.reset();
   return CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
+    const ops::PassMemoryScope scope(memory_);
     for (const BlockCopy& copy : pass.copies) cache_.CopyBlock(copy.from, copy.to);
-    TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, decode));
+    TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, inputs_));
     if (speculator_ != nullptr) hidden_ = hidden;
     const int64_t width = model_->num_token_ids();
     const int64_t chunk =
         std::max<int64_t>(1, kLogitsBytes / (width * static_cast<int64_t>(sizeof(float))));
     for (int64_t begin = 0; begin < total; begin += chunk) {
       const int64_t count = std::min(chunk, total - begin);
-      const at::Tensor rows_of_chunk = model_->ForwardLogits(hidden.narrow(0, begin, count));
+      const at::Tensor rows_of_chunk = model_->ForwardLogits(ops::Narrow(hidden, 0, begin, count));
       if (results == nullptr) continue;
       // The host waits for a GPU here: once per pass, unless the pass has very many rows.
       const at::Tensor logits = rows_of_chunk.to(at::kCPU, at::kFloat).contiguous();
@@ -111,7 +113,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
       ops::ParallelFor(count, width * kWorkPerLogit, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
           (*results)[begin + i] =
-              Read({data + i * width, static_cast<size_t>(width)}, *rows[begin + i]);
+              Read({data + i * width, static_cast<size_t>(width)}, *rows_[begin + i]);
         }
       });
     }

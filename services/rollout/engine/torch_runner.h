@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "common/model/kv_cache.h"
 #include "common/model/model.h"
+#include "common/ops/pass_memory.h"
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_update.h"
 #include "common/tensor/dtype.h"
@@ -46,6 +47,11 @@ class TorchRunner : public ModelRunner {
   std::unique_ptr<Model> model_;
   KvCache cache_;
   const std::unique_ptr<const speculator::Speculator> speculator_;
+  ops::PassMemory memory_;
+  // Of the pass that runs; they keep their memory for the next.
+  std::vector<const OutputRow*> rows_;
+  std::vector<int64_t> row_indices_;
+  std::vector<DecodeInput> inputs_;
   at::Tensor hidden_;  // with a speculator: of the last pass, [number of its rows, H]
 };
 
