@@ -6,18 +6,18 @@
 
 #include <cstdint>
 
-#include "common/kernels/attention_window.h"
 #include "common/model/kv_cache.h"
 #include "common/model/ragged_batch.h"
+#include "common/ops/attention_scores.h"
 #include "common/ops/paged_sequences.h"
 
 namespace tandem {
 
-// The layer of a model whose attention is computed, and what it attends to: the backbone says it,
-// and every context obeys.
+// The layer of a model whose attention is computed, and how it attends: the backbone says it, and
+// every context obeys.
 struct AttentionLayer {
   int64_t index = 0;
-  int64_t window = kNoWindow;  // attention_window.h
+  ops::AttentionScores scores = {};
 };
 
 class AttentionContext {
@@ -25,8 +25,7 @@ class AttentionContext {
   virtual ~AttentionContext() = default;
 
   // Causal attention of one layer. q [T, heads, head_dim] and k [T, key_value_heads, head_dim],
-  // rotated, v [T, key_value_heads, value_dim], not wider; returns [T, heads * value_dim]. The
-  // softmax scale is 1 / sqrt(head_dim).
+  // rotated, v [T, key_value_heads, value_dim], not wider; returns [T, heads * value_dim].
   virtual at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch,
                             const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) = 0;
 };

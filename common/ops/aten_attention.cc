@@ -8,8 +8,6 @@
 #include <cstddef>
 #include <limits>
 
-#include "common/kernels/attention_window.h"
-
 namespace tandem::ops {
 namespace {
 
@@ -68,7 +66,7 @@ std::vector<RowChunk> RowChunks(int64_t begin, int64_t end, int64_t window) {
 // Attention of the rows of a chunk: q [rows, heads, D], k [keys, kv_heads, D] and
 // v [keys, kv_heads, Dv] -> [rows, heads * Dv].
 at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                         const RowChunk& chunk) {
+                         const RowChunk& chunk, c10::optional<double> scale) {
   const int64_t rows = q.size(0), heads = q.size(1);
   const auto batched = [](const at::Tensor& x) {  // [1, heads, length, D]
     return x.transpose(0, 1).unsqueeze(0);
@@ -76,7 +74,7 @@ at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Ten
   return at::scaled_dot_product_attention(batched(q), batched(RepeatHeads(k, heads)),
                                           batched(RepeatHeads(PadColumns(v, q.size(2)), heads)),
                                           chunk.Mask(q.options()),
-                                          /*dropout_p=*/0.0, chunk.is_causal())
+                                          /*dropout_p=*/0.0, chunk.is_causal(), scale)
       .squeeze(0)
       .transpose(0, 1)
       .narrow(2, 0, v.size(2))
@@ -92,15 +90,15 @@ at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q,
 }  // namespace
 
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::vector<int64_t>& offsets, int64_t window) {
+                               const std::vector<int64_t>& offsets, const AttentionScores& scores) {
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
     if (length == 0) continue;
-    for (const RowChunk& chunk : RowChunks(0, length, window)) {
-      outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row, chunk.rows),
-                                      k.narrow(0, begin + chunk.key, chunk.keys),
-                                      v.narrow(0, begin + chunk.key, chunk.keys), chunk));
+    for (const RowChunk& chunk : RowChunks(0, length, scores.window)) {
+      outputs.push_back(AtenAttention(
+          q.narrow(0, begin + chunk.row, chunk.rows), k.narrow(0, begin + chunk.key, chunk.keys),
+          v.narrow(0, begin + chunk.key, chunk.keys), chunk, scores.scale));
     }
   }
   return JoinRows(outputs, q, v);
@@ -109,14 +107,14 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
-                               int64_t window) {
+                               const AttentionScores& scores) {
   const int64_t block_tokens = key_cache.size(2);
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s < sequences.starts.size(); ++s) {
     const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
     if (rows == 0) continue;
     const int64_t start = sequences.starts[s], end = start + rows;
-    const int64_t first_block = FirstKey(start, window) / block_tokens;
+    const int64_t first_block = FirstKey(start, scores.window) / block_tokens;
     const int64_t first_key = first_block * block_tokens;
     const at::Tensor table = sequences.block_table.select(0, static_cast<int64_t>(s))
                                  .slice(0, first_block, (end + block_tokens - 1) / block_tokens);
@@ -131,11 +129,11 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
       return by_position.index_select(0, table).flatten(0, 1).to(q.scalar_type());
     };
     const at::Tensor keys = appended(key_cache, k), values = appended(value_cache, v);
-    for (const RowChunk& chunk : RowChunks(start, end, window)) {
+    for (const RowChunk& chunk : RowChunks(start, end, scores.window)) {
       const int64_t key = chunk.key - first_key;
       outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row - start, chunk.rows),
                                       keys.narrow(0, key, chunk.keys),
-                                      values.narrow(0, key, chunk.keys), chunk));
+                                      values.narrow(0, key, chunk.keys), chunk, scores.scale));
     }
   }
   return JoinRows(outputs, q, v);
@@ -147,7 +145,7 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,
-                                               int64_t window) {
+                                               const AttentionScores& scores) {
   // The query heads of an item repeat its keys that many times.
   constexpr int64_t kHeadsPerItem = 8;
   const int64_t key_value_heads = k.size(1), group = q.size(1) / key_value_heads;
@@ -167,7 +165,7 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
       const int64_t row = offsets[s], length = offsets[s + 1] - row;
       const int64_t first_head = head * group + split * kHeadsPerItem;
       const int64_t heads = std::min(kHeadsPerItem, group - split * kHeadsPerItem);
-      for (const RowChunk& chunk : RowChunks(0, length, window)) {
+      for (const RowChunk& chunk : RowChunks(0, length, scores.window)) {
         const auto rows = [&](const at::Tensor& x) {  // [1, heads, rows, D]
           return x.narrow(0, row + chunk.row, chunk.rows)
               .narrow(1, first_head, heads)
@@ -190,10 +188,10 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
                 ? shared(v)
                 : PadColumns(keys(v), head_dim).expand({1, heads, chunk.keys, head_dim});
         const auto [y, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
-            qi, ki, vi, /*dropout_p=*/0.0, chunk.is_causal(), mask);
+            qi, ki, vi, /*dropout_p=*/0.0, chunk.is_causal(), mask, scores.scale);
         const auto [dqi, dki, dvi] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
             PadColumns(rows(dy), head_dim), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0,
-            chunk.is_causal(), mask);
+            chunk.is_causal(), mask, scores.scale);
         rows(dq).copy_(dqi);
         keys(dk[split]).add_(dki.sum(1, /*keepdim=*/true));
         keys(dv[split]).add_(dvi.sum(1, /*keepdim=*/true).narrow(3, 0, value_dim));

@@ -7,17 +7,18 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/ops/attention_scores.h"
 #include "common/ops/paged_sequences.h"
 
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::vector<int64_t>& offsets, int64_t window);
+                               const std::vector<int64_t>& offsets, const AttentionScores& scores);
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
-                               int64_t window);
+                               const AttentionScores& scores);
 
 struct AttentionGradients {
   at::Tensor q, k, v;
@@ -27,7 +28,8 @@ struct AttentionGradients {
 // [T, heads * Dv] of its result. They do not depend on the number of threads.
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
-                                               const std::vector<int64_t>& offsets, int64_t window);
+                                               const std::vector<int64_t>& offsets,
+                                               const AttentionScores& scores);
 
 }  // namespace tandem::ops
 

@@ -5,11 +5,13 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <memory>
 
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/aten_attention.h"
 #include "common/ops/ops.h"
 #include "common/ops/parallel_for.h"
+#include "common/ops/saved_object.h"
 
 namespace tandem::ops {
 namespace {
@@ -95,18 +97,18 @@ class AttentionFunction : public Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::vector<int64_t>& offsets,
-                            int64_t window) {
+                            const AttentionScores& scores) {
     context->save_for_backward({q, k, v});
     context->saved_data["offsets"] = offsets;
-    context->saved_data["window"] = window;
-    return CausalAttention(q, k, v, offsets, window);
+    context->saved_data["scores"] = SaveObject(std::make_shared<const AttentionScores>(scores));
+    return CausalAttention(q, k, v, offsets, scores);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const variable_list saved = context->get_saved_variables();
     const AttentionGradients d = AtenCausalAttentionBackward(
         gradients[0], saved[0], saved[1], saved[2], context->saved_data["offsets"].toIntVector(),
-        context->saved_data["window"].toInt());
+        *SavedObject<const AttentionScores>(context->saved_data["scores"]));
     return {d.q, d.k, d.v, {}, {}};
   }
 };
@@ -126,8 +128,9 @@ at::Tensor DifferentiableSwiGlu(const at::Tensor& gate_up) {
 }
 
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const std::vector<int64_t>& offsets, int64_t window) {
-  return AttentionFunction::apply(q, k, v, offsets, window);
+                                   const std::vector<int64_t>& offsets,
+                                   const AttentionScores& scores) {
+  return AttentionFunction::apply(q, k, v, offsets, scores);
 }
 
 }  // namespace tandem::ops

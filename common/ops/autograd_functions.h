@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/ops/attention_scores.h"
+
 namespace tandem::ops {
 
 // Operations of ops.h with autograd, in fp32 on the CPU. Gradients do not depend on the number of
@@ -18,7 +20,8 @@ at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, cons
 at::Tensor DifferentiableSwiGlu(const at::Tensor& gate_up);
 // The backward pass computes the attention again, in ATen, rather than keep its softmax.
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const std::vector<int64_t>& offsets, int64_t window);
+                                   const std::vector<int64_t>& offsets,
+                                   const AttentionScores& scores);
 
 }  // namespace tandem::ops
 

@@ -10,11 +10,13 @@
 
 namespace tandem::ops {
 
-// x [T, heads, in], weight [heads, out, in] -> x weight^T, [T, heads, out]. The rows of a head's
-// matrix lie one after the other.
+// In both, x [T, heads, in] or [T, heads * in]; the result has as many dimensions.
+
+// weight [heads, out, in] -> x weight^T, [T, heads, out]. The rows of a head's matrix lie one after
+// the other.
 at::Tensor HeadLinear(const at::Tensor& x, const at::Tensor& weight);
 
-// x [T, heads, in], weight [heads, in, out] -> x weight, [T, heads, out].
+// weight [heads, in, out] -> x weight, [T, heads, out].
 at::Tensor TransposedHeadLinear(const at::Tensor& x, const at::Tensor& weight);
 
 }  // namespace tandem::ops

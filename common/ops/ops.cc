@@ -80,7 +80,7 @@ void Attend(const kernels::AttentionArgs<uint16_t>& args) {
 // Attention of q to the keys and values of type Number at source(s) for each sequence s.
 template <typename Number, typename Source>
 at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads, int64_t value_dim,
-                           const std::vector<int64_t>& offsets, int64_t window,
+                           const std::vector<int64_t>& offsets, const AttentionScores& scores,
                            const Source& source) {
   constexpr int64_t kRowsPerItem = 32;   // so that threads divide a long prompt
   constexpr int64_t kHeadsPerItem = 16;  // and the heads of one that share a key
@@ -103,7 +103,8 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads, int64_t
       }
     }
   }
-  const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
+  const float scale = scores.scale.has_value() ? static_cast<float>(*scores.scale)
+                                               : 1.0f / std::sqrt(static_cast<float>(head_dim));
   const auto run = [&, all = items.data()](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const Item& item = all[i];
@@ -125,7 +126,7 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads, int64_t
           scale,
           from.blocks,
           from.block_stride,
-          window,
+          scores.window,
       });
     }
   };
@@ -151,7 +152,7 @@ template <typename Number>
 at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const std::vector<int64_t>& offsets,
                                  const PagedSequences& sequences, const at::Tensor& key_cache,
-                                 const at::Tensor& value_cache, int64_t window) {
+                                 const at::Tensor& value_cache, const AttentionScores& scores) {
   constexpr int64_t kTokens = kernels::kAttentionBlock;
   auto* const keys = static_cast<Number*>(key_cache.mutable_data_ptr());
   auto* const values = static_cast<Number*>(value_cache.mutable_data_ptr());
@@ -174,7 +175,7 @@ at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const
       append(values, value_cache, v);
     }
   }
-  return AttentionKernel<Number>(q, k.size(1), v.size(2), offsets, window, [&](int64_t sequence) {
+  return AttentionKernel<Number>(q, k.size(1), v.size(2), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<Number>{.k = keys,
                                    .k_position_stride = key_cache.stride(2),
                                    .k_head_stride = key_cache.stride(1),
@@ -312,11 +313,11 @@ at::Tensor SwiGlu(const at::Tensor& gate_up_in) {
 }
 
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
-                           const std::vector<int64_t>& offsets, int64_t window) {
-  if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets, window);
-  if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets, window);
+                           const std::vector<int64_t>& offsets, const AttentionScores& scores) {
+  if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets, scores);
+  if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets, scores);
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-  return AttentionKernel<float>(q, k.size(1), v.size(2), offsets, window, [&](int64_t sequence) {
+  return AttentionKernel<float>(q, k.size(1), v.size(2), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<float>{Data(k) + offsets[sequence] * k.stride(0),
                                   k.stride(0),
                                   k.stride(1),
@@ -330,11 +331,11 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
 at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                            const at::Tensor& key_cache, const at::Tensor& value_cache,
-                           int64_t window) {
+                           const AttentionScores& scores) {
   TORCH_CHECK(!at::GradMode::is_enabled(), "cached attention has no gradient");
   if (!UseCpuKernels(q_in)) {
     return AtenCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache,
-                               window);
+                               scores);
   }
   constexpr int64_t kTokens = kernels::kAttentionBlock;
   const at::ScalarType type = key_cache.scalar_type();
@@ -348,9 +349,9 @@ at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
   if (type == at::kBFloat16) {
     return CachedAttentionKernel<uint16_t>(q, k, v, offsets, sequences, key_cache, value_cache,
-                                           window);
+                                           scores);
   }
-  return CachedAttentionKernel<float>(q, k, v, offsets, sequences, key_cache, value_cache, window);
+  return CachedAttentionKernel<float>(q, k, v, offsets, sequences, key_cache, value_cache, scores);
 }
 
 }  // namespace tandem::ops

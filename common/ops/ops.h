@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/kernels/attention_window.h"
+#include "common/ops/attention_scores.h"
 #include "common/ops/paged_sequences.h"
 
 namespace tandem::ops {
@@ -62,11 +62,11 @@ at::Tensor RotaryEmbedding(const at::Tensor& x, const at::Tensor& cos, const at:
 // silu(gate) * up [T, I] for gate_up [T, 2 I], which has the gates in its first I columns.
 at::Tensor SwiGlu(const at::Tensor& gate_up);
 
-// Causal attention within each sequence, scale 1/sqrt(D). Sequence s has the rows from offsets[s]
-// to offsets[s + 1], and each row attends to the keys of its window (attention_window.h).
+// Causal attention within each sequence. Sequence s has the rows from offsets[s] to offsets[s + 1],
+// and each row attends to the keys of its window.
 // q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], Dv <= D -> [T, heads * Dv].
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           const std::vector<int64_t>& offsets, int64_t window = kNoWindow);
+                           const std::vector<int64_t>& offsets, const AttentionScores& scores = {});
 
 // Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue sequence s at
 // position starts[s]. Writes k and v into the blocks of the sequences, rounded to the type of the
@@ -78,7 +78,7 @@ at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::T
 at::Tensor CachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                            const at::Tensor& key_cache, const at::Tensor& value_cache,
-                           int64_t window = kNoWindow);
+                           const AttentionScores& scores = {});
 
 }  // namespace tandem::ops
 

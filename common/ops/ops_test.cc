@@ -83,7 +83,7 @@ TEST_F(OpsTest, TrainingHasTheBitsOfInference) {
   const at::Tensor q = at::randn({100, 6, 10}), k = at::randn({100, 2, 10});
   for (const int64_t window : kWindows) {
     ExpectTrainingHasTheBitsOfInference([&] {
-      return CausalAttention(q, k, at::sin(k), {0, 1, 1, 77, 100}, window);
+      return CausalAttention(q, k, at::sin(k), {0, 1, 1, 77, 100}, {.window = window});
     });
   }
 }
@@ -95,7 +95,8 @@ TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
   const at::Tensor q = at::randn({length, 6, 16}), k = at::randn({length, 3, 16});
   const at::Tensor v = at::randn({length, 3, 16});
   for (const int64_t window : kWindows) {
-    const at::Tensor whole = CausalAttention(q, k, v, {0, length}, window);
+    const AttentionScores scores = {.window = window, .scale = 0.7};
+    const at::Tensor whole = CausalAttention(q, k, v, {0, length}, scores);
     at::Tensor keys = at::full({4, 3, 64, 16}, std::nan("")), values = keys.clone();
     std::vector<int32_t> table = {3, 1, 0};
     for (const auto& [begin, end] :
@@ -107,7 +108,7 @@ TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
       };
       const at::Tensor out = CachedAttention(
           chunk(q), chunk(k), chunk(v), {0, rows},
-          {.starts = {begin}, .block_table = BlockTable({table})}, keys, values, window);
+          {.starts = {begin}, .block_table = BlockTable({table})}, keys, values, scores);
       EXPECT_TRUE(at::equal(out, chunk(whole))) << window << " " << begin;
     }
   }
@@ -201,31 +202,41 @@ TEST_F(OpsTest, GradientsAreThoseOfAten) {
   for (const int64_t window : {1, 29, 100, 300, 600}) {
     ExpectTheGradientsOfAten(
         {at::randn({700, 4, 8}), at::randn({700, 2, 8}), at::randn({700, 2, 8})}, [&](Leaves x) {
-          return CausalAttention(x[0], x[1], x[2], {0, 30, 100, 700}, window);
+          return CausalAttention(x[0], x[1], x[2], {0, 30, 100, 700}, {.window = window});
         });
   }
+  ExpectTheGradientsOfAten({at::randn({30, 4, 8}), at::randn({30, 2, 8}), at::randn({30, 2, 8})},
+                           [](Leaves x) {
+                             return CausalAttention(x[0], x[1], x[2], {0, 2, 30}, {.scale = 0.7});
+                           });
 }
 
-// The oracle of windows is a softmax over scores that are masked by hand, in double.
-TEST_F(OpsTest, AWindowHidesWhatLiesBeforeIt) {
+// The oracle is a softmax over scaled scores that are masked by hand, in double.
+TEST_F(OpsTest, AttentionScoresAreScaledAndHiddenBeforeTheWindow) {
   const int64_t length = 600;
   const at::Tensor q = at::randn({length, 2, 8}), k = at::randn({length, 1, 8});
   const at::Tensor v = at::randn({length, 1, 8});
   const auto heads = [](const at::Tensor& x) { return x.transpose(0, 1).to(at::kDouble); };
   const at::Tensor position = at::arange(length);
   const at::Tensor distance = position.unsqueeze(1) - position;
-  for (const int64_t window : {1, 29, 64, 300, 600}) {
-    const at::Tensor hidden = (distance < 0).logical_or(distance >= window);
+  for (const AttentionScores& options : {AttentionScores{.window = 1},
+                                         {.window = 29},
+                                         {.window = 64},
+                                         {.window = 300},
+                                         {.window = 600},
+                                         {.scale = 0.7},
+                                         {.window = 29, .scale = 0.7}}) {
+    const at::Tensor hidden = (distance < 0).logical_or(distance >= options.window);
     const at::Tensor scores = at::matmul(heads(q), heads(k).transpose(1, 2))
-                                  .div(std::sqrt(8.0))
+                                  .mul(options.scale.value_or(1 / std::sqrt(8.0)))
                                   .masked_fill(hidden, -std::numeric_limits<double>::infinity());
     const at::Tensor expected =
         at::matmul(scores.softmax(-1), heads(v)).transpose(0, 1).flatten(1).to(at::kFloat);
     for (const KernelPath path : {KernelPath::kAuto, KernelPath::kAten}) {
       SetKernelPath(path);
-      const at::Tensor y = CausalAttention(q, k, v, {0, length}, window);
+      const at::Tensor y = CausalAttention(q, k, v, {0, length}, options);
       SetKernelPath(KernelPath::kAuto);
-      EXPECT_LE((y - expected).abs().max().item<double>(), 5e-6) << window;
+      EXPECT_LE((y - expected).abs().max().item<double>(), 5e-6) << options.window;
     }
   }
 }
@@ -335,7 +346,7 @@ TEST_P(AtenPathTest, CausalAttentionOfRaggedBatches) {
   const at::Tensor q = Normal({50, 6, 16}), k = Normal({50, 2, 16}), v = Normal({50, 2, 16});
   for (const int64_t window : kWindows) {
     ExpectTheKernelsResult([&](auto on) {
-      return CausalAttention(on(q), on(k), on(v), {0, 1, 1, 37, 50}, window);
+      return CausalAttention(on(q), on(k), on(v), {0, 1, 1, 37, 50}, {.window = window});
     });
   }
 }
@@ -355,7 +366,7 @@ TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
         };
         const at::Tensor table = BlockTable(tables).to(keys.device());
         return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values,
-                               window);
+                               {.window = window});
       };
       // A prompt; more rows of it, into a second block, beside another prompt; more rows of both.
       return at::cat({pass(0, {0, 60}, {{4}}, {0}), pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),

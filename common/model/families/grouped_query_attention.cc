@@ -30,7 +30,7 @@ GroupedQueryAttention::GroupedQueryAttention(const ModelConfig& config, int64_t 
                                              std::shared_ptr<ops::TensorParallelGroup> group,
                                              ParameterStore& store)
     : config_(config),
-      layer_({.index = layer, .window = config.decoder.windows.OfLayer(layer)}),
+      layer_({.index = layer, .scores = {.window = config.decoder.windows.OfLayer(layer)}}),
       group_(std::move(group)),
       qkv_(store.TakeLinear({prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"})),
       q_norm_(store.Take(prefix + "q_norm.weight")),

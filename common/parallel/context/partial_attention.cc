@@ -4,7 +4,6 @@
 #include <ATen/OpMathType.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 namespace tandem::parallel {
@@ -55,20 +54,20 @@ at::Tensor Product(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // Returns the scores [G, rows * M, keys]; -infinity where the mask hides the key.
-at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, const KeyMask& mask,
+at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, const PartialScores& partial,
                   const Tile& tile) {
   at::Tensor scores = Product(Rows(q, tile), Keys(pair, tile).transpose(1, 2));
-  scores.mul_(1.0 / std::sqrt(static_cast<double>(q.size(3))));
+  scores.mul_(partial.scores.ScaleOf(q.size(3)));
   const auto hide = [&](const at::Tensor& hidden) {  // [rows, keys]
     scores.view({q.size(0), tile.rows, q.size(2), tile.keys})
         .masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
   };
-  if (mask.causal) {
+  if (partial.causal) {
     hide(at::ones({tile.rows, tile.keys}, q.options().dtype(at::kBool)).triu_(tile.row + 1));
   }
-  if (mask.window != kNoWindow) {
-    const at::Tensor rows = mask.row_positions.narrow(0, tile.row, tile.rows).unsqueeze(1);
-    hide(mask.key_positions.narrow(0, 0, tile.keys) <= rows - mask.window);
+  if (partial.scores.window != kNoWindow) {
+    const at::Tensor rows = partial.row_positions.narrow(0, tile.row, tile.rows).unsqueeze(1);
+    hide(partial.key_positions.narrow(0, 0, tile.keys) <= rows - partial.scores.window);
   }
   return scores;
 }
@@ -77,12 +76,12 @@ at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, const KeyMask& ma
 
 at::ScalarType SumType(at::ScalarType type) { return at::toOpMathType(type); }
 
-void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, const KeyMask& mask,
+void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, const PartialScores& scores,
                   const AttentionSum& sum) {
   const at::ScalarType type = q_in.scalar_type();
   const at::Tensor q = Operand(q_in, type), pair = Operand(pair_in, type);
-  ForEachTile(q, pair, mask.causal, [&](const Tile& tile) {
-    at::Tensor p = Scores(q, pair, mask, tile);
+  ForEachTile(q, pair, scores.causal, [&](const Tile& tile) {
+    at::Tensor p = Scores(q, pair, scores, tile);
     const at::Tensor peak = p.amax(-1, /*keepdim=*/true);
     // Rows that see no key have no peak to subtract: 0, and not a number otherwise.
     p.sub_(peak.clamp_min(std::numeric_limits<float>::lowest())).exp_();
@@ -96,14 +95,15 @@ void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, const KeyMa
 }
 
 void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair_in,
-                           const KeyMask& mask, const at::Tensor& dq, const at::Tensor& dpair) {
+                           const PartialScores& scores, const at::Tensor& dq,
+                           const at::Tensor& dpair) {
   const at::ScalarType type = rows.q.scalar_type();
   const at::Tensor q = Operand(rows.q, type), dy = Operand(rows.dy, type);
   const at::Tensor pair = Operand(pair_in, type);
-  const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
-  ForEachTile(q, pair, mask.causal, [&](const Tile& tile) {
+  const double scale = scores.scores.ScaleOf(q.size(3));
+  ForEachTile(q, pair, scores.causal, [&](const Tile& tile) {
     const at::Tensor tile_dy = Rows(dy, tile);
-    const at::Tensor p = Scores(q, pair, mask, tile).sub_(Rows(rows.log_sum, tile)).exp_();
+    const at::Tensor p = Scores(q, pair, scores, tile).sub_(Rows(rows.log_sum, tile)).exp_();
     Values(dpair, tile).add_(Product(Operand(p, type).transpose(1, 2), tile_dy));
     at::Tensor ds = Product(tile_dy, Values(pair, tile).transpose(1, 2));
     ds = Operand(ds.sub_(Rows(rows.delta, tile)).mul_(p).mul_(scale), type);

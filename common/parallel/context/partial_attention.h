@@ -15,7 +15,7 @@
 
 #include <cstdint>
 
-#include "common/kernels/attention_window.h"
+#include "common/ops/attention_scores.h"
 
 namespace tandem::parallel {
 
@@ -29,11 +29,11 @@ struct AttentionSum {
   at::Tensor log_sum;  // sums
 };
 
-// The keys that rows see.
-struct KeyMask {
+// The scores of rows and keys: those of `scores`, of which a row may see no more than some.
+struct PartialScores {
+  ops::AttentionScores scores = {};
   // Whether R = K and row r sees keys 0 .. r of its window; else a row sees all keys of its window.
   bool causal = false;
-  int64_t window = kNoWindow;  // attention_window.h
   at::Tensor row_positions = {},
              key_positions = {};  // [R] and [K] int64; undefined without a window
 };
@@ -41,9 +41,9 @@ struct KeyMask {
 // Merges the attention of `q` to the keys of `pair` into `sum`, of the same rows. With l = log_sum,
 // and with o' and l' for these keys alone,
 //   l_new = log(e^l + e^l'),   o_new = e^(l - l_new) o + e^(l' - l_new) o'
-// (https://arxiv.org/abs/2310.01889). The scores are scaled by 1 / sqrt(D). A row that sees none of
-// the keys must have seen others before.
-void AddAttention(const at::Tensor& q, const at::Tensor& pair, const KeyMask& mask,
+// (https://arxiv.org/abs/2310.01889). A row that sees none of the keys must have seen others
+// before.
+void AddAttention(const at::Tensor& q, const at::Tensor& pair, const PartialScores& scores,
                   const AttentionSum& sum);
 
 // The values of rows that their gradients need.
@@ -58,8 +58,9 @@ struct AttentionRows {
 // (pair), both of SumType:
 //   p = e^(s - log_sum),  dv = p^T dy,  ds = p (dy v^T - delta),  dq = ds k,  dk = ds^T q
 // (https://arxiv.org/abs/2205.14135, appendix B.2), with the scores s of AddAttention.
-void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair, const KeyMask& mask,
-                           const at::Tensor& dq, const at::Tensor& dpair);
+void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair,
+                           const PartialScores& scores, const at::Tensor& dq,
+                           const at::Tensor& dpair);
 
 }  // namespace tandem::parallel
 

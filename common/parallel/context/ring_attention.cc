@@ -23,12 +23,13 @@ struct Span {
 
   at::Tensor RowsOf(const at::Tensor& x) const { return x.narrow(1, row, rows); }
   at::Tensor KeysOf(const at::Tensor& pair) const { return pair.narrow(2, key, keys); }
-  // The mask of these rows and keys, given the positions of all rows and of all keys that are here.
-  KeyMask Mask(int64_t window, const at::Tensor& row_positions,
-               const at::Tensor& key_positions) const {
-    if (window == kNoWindow) return {.causal = causal};
-    return {.causal = causal,
-            .window = window,
+  // The scores of these rows and keys, given the positions of all rows and of all keys that are
+  // here.
+  PartialScores ScoresOf(const ops::AttentionScores& scores, const at::Tensor& row_positions,
+                         const at::Tensor& key_positions) const {
+    if (scores.window == kNoWindow) return {.scores = scores, .causal = causal};
+    return {.scores = scores,
+            .causal = causal,
             .row_positions = row_positions.narrow(0, row, rows),
             .key_positions = key_positions.narrow(0, key, keys)};
   }
@@ -66,12 +67,14 @@ class Ring {
  public:
   Ring(std::shared_ptr<ranks::Communicator> communicator, const ContextShard& shard);
 
-  // Rotated q [t, heads, D], k and v [t, key_value_heads, D] -> the sums over the keys of `window`.
+  // Rotated q [t, heads, D], k and v [t, key_value_heads, D] -> the sums over the keys of its
+  // window.
   AttentionSum Forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       int64_t window) const;
+                       const ops::AttentionScores& scores) const;
   // The gradients of q, grouped, and of k and v, as a pair; in SumType.
   std::pair<at::Tensor, at::Tensor> Backward(const AttentionRows& rows, const at::Tensor& k,
-                                             const at::Tensor& v, int64_t window) const;
+                                             const at::Tensor& v,
+                                             const ops::AttentionScores& scores) const;
 
  private:
   struct Step {
@@ -140,7 +143,7 @@ Transfer Ring::StartTransfer(const at::Tensor& pair, size_t next_step) const {
 }
 
 AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at::Tensor& v,
-                           int64_t window) const {
+                           const ops::AttentionScores& scores) const {
   TORCH_CHECK(q_in.size(0) == steps_[0].source_rows, "ring: ", q_in.size(0), " rows, not ",
               steps_[0].source_rows);
   const at::Tensor q = Grouped(q_in, k.size(1));
@@ -154,7 +157,7 @@ AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at
     if (i + 1 < steps_.size()) next = StartTransfer(pair, i + 1);
     for (const Span& span : steps_[i].spans) {
       AddAttention(span.RowsOf(q), span.KeysOf(pair),
-                   span.Mask(window, steps_[0].positions, steps_[i].positions),
+                   span.ScoresOf(scores, steps_[0].positions, steps_[i].positions),
                    {span.RowsOf(sum.output), span.RowsOf(sum.log_sum)});
     }
     pair = next.Finish();
@@ -163,7 +166,8 @@ AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at
 }
 
 std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows, const at::Tensor& k,
-                                                 const at::Tensor& v, int64_t window) const {
+                                                 const at::Tensor& v,
+                                                 const ops::AttentionScores& scores) const {
   const auto options = rows.q.options().dtype(SumType(rows.q.scalar_type()));
   at::Tensor dq = at::zeros(rows.q.sizes(), options);
   at::Tensor pair = Paired(k, v), own;
@@ -178,7 +182,7 @@ std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows, cons
       AddAttentionGradients({span.RowsOf(rows.q), span.RowsOf(rows.dy), span.RowsOf(rows.log_sum),
                              span.RowsOf(rows.delta)},
                             span.KeysOf(pair),
-                            span.Mask(window, steps_[0].positions, steps_[i].positions),
+                            span.ScoresOf(scores, steps_[0].positions, steps_[i].positions),
                             span.RowsOf(dq), span.KeysOf(dpair));
     }
     if (i == 0) {
@@ -199,12 +203,13 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::shared_ptr<const Ring>& ring,
-                            int64_t window) {
-    const AttentionSum sum = ring->Forward(q, k, v, window);
+                            const ops::AttentionScores& scores) {
+    const AttentionSum sum = ring->Forward(q, k, v, scores);
     at::Tensor output = Ungrouped(sum.output).flatten(1, 2).to(q.scalar_type());
     context->save_for_backward({q, k, v, output, sum.log_sum});
     context->saved_data["ring"] = ops::SaveObject(ring);
-    context->saved_data["window"] = window;
+    context->saved_data["scores"] =
+        ops::SaveObject(std::make_shared<const ops::AttentionScores>(scores));
     return output;
   }
 
@@ -217,11 +222,12 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
     const at::ScalarType type = SumType(q.scalar_type());
     const at::Tensor delta =
         (dy.to(type) * saved[3].view(q.sizes()).to(type)).sum(-1, /*keepdim=*/true);
-    const auto [dq, dpair] = ring->Backward({.q = Grouped(q, groups),
-                                             .dy = Grouped(dy, groups),
-                                             .log_sum = saved[4],
-                                             .delta = Grouped(delta, groups)},
-                                            k, v, context->saved_data["window"].toInt());
+    const auto [dq, dpair] = ring->Backward(
+        {.q = Grouped(q, groups),
+         .dy = Grouped(dy, groups),
+         .log_sum = saved[4],
+         .delta = Grouped(delta, groups)},
+        k, v, *ops::SavedObject<const ops::AttentionScores>(context->saved_data["scores"]));
     return {Ungrouped(dq).to(q.scalar_type()),
             dpair[0].transpose(0, 1).to(k.scalar_type()),
             dpair[1].transpose(0, 1).to(v.scalar_type()),
@@ -238,7 +244,7 @@ RingContext::RingContext(std::shared_ptr<ranks::Communicator> communicator,
 
 at::Tensor RingContext::Attend(const AttentionLayer& layer, const RaggedBatch&, const at::Tensor& q,
                                const at::Tensor& k, const at::Tensor& v) {
-  return RingFunction::apply(q, k, v, ring_, layer.window);
+  return RingFunction::apply(q, k, v, ring_, layer.scores);
 }
 
 }  // namespace tandem::parallel

@@ -71,7 +71,7 @@ struct Attention {
 
 // Attention over whole sequences in float64, the same on every rank. The operands are exact in all
 // types.
-Attention WholeAttention(const RaggedBatch& batch, int64_t window = kNoWindow) {
+Attention WholeAttention(const RaggedBatch& batch, const ops::AttentionScores& scores = {}) {
   at::manual_seed(3);
   const auto random = [&](at::IntArrayRef shape) {
     return at::randn(shape, at::kDouble).to(at::kBFloat16).to(at::kDouble);
@@ -89,7 +89,7 @@ Attention WholeAttention(const RaggedBatch& batch, int64_t window = kNoWindow) {
   whole.q *= 4;
   for (at::Tensor* leaf : {&whole.q, &whole.k, &whole.v}) leaf->requires_grad_();
   whole.Run([&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-    return ops::CausalAttention(q, k, v, batch.offsets, window);
+    return ops::CausalAttention(q, k, v, batch.offsets, scores);
   });
   return whole;
 }
@@ -103,33 +103,38 @@ class RingAttentionTest : public testing::TestWithParam<int> {};
 
 INSTANTIATE_TEST_SUITE_P(Ranks, RingAttentionTest, testing::Values(1, 2, 4));
 
-// A batch, and a window: shorter than a rank's chunk of a sequence, longer, and none.
+// A batch, and how it attends: to a window that is shorter than a rank's chunk of a sequence, or
+// longer; with another scale.
 struct WholeCase {
   std::vector<int64_t> lengths;
-  int64_t window = kNoWindow;
+  ops::AttentionScores scores = {};
 };
 
 TEST_P(RingAttentionTest, OutputsAndGradientsAreThoseOfWholeSequences) {
   ranks::RunConnected(GetParam(), [](const std::shared_ptr<ranks::Communicator>& communicator) {
     // In the second batch some ranks have no row.
-    for (const auto& [lengths, window] :
-         {WholeCase{kLengths}, {{2}}, {kLengths, 2}, {kLengths, 37}, {kLengths, 300}}) {
+    for (const auto& [lengths, scores] : {WholeCase{kLengths},
+                                          {{2}},
+                                          {kLengths, {.window = 2}},
+                                          {kLengths, {.window = 37}},
+                                          {kLengths, {.window = 300}},
+                                          {kLengths, {.scale = 0.05}}}) {
       const RaggedBatch batch = Batch(lengths);
       const ContextShard shard =
           MakeContextShard(batch, communicator->rank(), communicator->size());
       RingContext context(communicator, shard);
-      const Attention whole = WholeAttention(batch, window);
+      const Attention whole = WholeAttention(batch, scores);
       for (const TypeCase& types :
            {TypeCase{at::kDouble, 1e-13}, {at::kFloat, 1e-5}, {at::kBFloat16, 1e-2}}) {
         Attention own = whole.Rows(shard.rows, types.type);
-        own.Run([&, layer = AttentionLayer{.window = window}](
+        own.Run([&, layer = AttentionLayer{.scores = scores}](
                     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
           return context.Attend(layer, shard.batch, q, k, v);
         });
         const auto check = [&](const char* what, const at::Tensor& actual, const at::Tensor& all) {
           ASSERT_EQ(actual.scalar_type(), types.type) << what;
           EXPECT_LT(Error(actual, all, shard.rows), types.tolerance)
-              << what << " in " << types.type << " with a window of " << window;
+              << what << " in " << types.type << " with a window of " << scores.window;
         };
         check("y", own.y, whole.y);
         check("dq", own.dq, whole.dq);
