@@ -10,6 +10,7 @@
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/matrix_product.h"
 #include "common/ops/parallel_for.h"
+#include "common/ops/pass_memory.h"
 
 namespace tandem::ops {
 namespace {
@@ -20,13 +21,15 @@ using torch::autograd::variable_list;
 // Whether a head's matrix is stored output by output or input by input.
 enum class Storage { kByOutput, kByInput };
 
-// x [T, heads, in] -> [T, heads, out], on the kernels.
+// x [T, heads, in] or [T, heads * in] -> the same with `out`, on the kernels.
 at::Tensor Multiply(const at::Tensor& x_in, const at::Tensor& weight, Storage storage) {
   constexpr int64_t kRowsPerItem = 32;  // so that threads divide a long prompt
-  const at::Tensor x = x_in.stride(2) == 1 ? x_in : x_in.contiguous();
-  const int64_t rows = x.size(0), heads = x.size(1), in = x.size(2);
-  const int64_t out = weight.size(storage == Storage::kByOutput ? 1 : 2);
-  at::Tensor y = at::empty({rows, heads, out}, x.options());
+  const at::Tensor x = x_in.stride(-1) == 1 ? x_in : x_in.contiguous();
+  const bool by_output = storage == Storage::kByOutput;
+  const int64_t rows = x.size(0), heads = weight.size(0);
+  const int64_t in = weight.size(by_output ? 2 : 1), out = weight.size(by_output ? 1 : 2);
+  const int64_t head_stride = x.dim() == 3 ? x.stride(1) : in;
+  at::Tensor y = x.dim() == 3 ? EmptyOnCpu({rows, heads, out}) : EmptyOnCpu({rows, heads * out});
   const auto* const from = x.const_data_ptr<float>();
   const auto* const matrices = weight.const_data_ptr<float>();
   auto* const to = y.mutable_data_ptr<float>();
@@ -35,11 +38,11 @@ at::Tensor Multiply(const at::Tensor& x_in, const at::Tensor& weight, Storage st
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / chunks, row = item % chunks * kRowsPerItem;
       const int64_t count = std::min(kRowsPerItem, rows - row);
-      const float* const x_rows = from + row * x.stride(0) + head * x.stride(1);
+      const float* const x_rows = from + row * x.stride(0) + head * head_stride;
       const float* const matrix = matrices + head * weight.stride(0);
       float* const y_rows = to + (row * heads + head) * out;
       const int64_t y_stride = heads * out;
-      if (storage == Storage::kByOutput) {
+      if (by_output) {
         kernels::GetCpuKernels().linear({x_rows, x.stride(0), matrix, /*bias=*/nullptr, y_rows,
                                          y_stride, count, in, /*out_begin=*/0, out,
                                          /*accumulate=*/false});
@@ -53,10 +56,14 @@ at::Tensor Multiply(const at::Tensor& x_in, const at::Tensor& weight, Storage st
   return y;
 }
 
+at::Tensor InHeads(const at::Tensor& x, int64_t heads) {
+  return x.dim() == 3 ? x : x.unflatten(1, {heads, x.size(1) / heads});
+}
+
 // Returns the product of the heads' matrices a[head]^T b[head], for a [T, heads, m] and
 // b [T, heads, n]: [heads, m, n]. Each is computed on one thread.
-at::Tensor SumOverTokens(const at::Tensor& a, const at::Tensor& b) {
-  const int64_t heads = a.size(1);
+at::Tensor SumOverTokens(const at::Tensor& a_in, const at::Tensor& b_in, int64_t heads) {
+  const at::Tensor a = InHeads(a_in, heads), b = InHeads(b_in, heads);
   at::Tensor product = at::empty({heads, a.size(2), b.size(2)}, a.options());
   at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
     const at::NoGradGuard no_grad;  // a setting of this thread
@@ -81,26 +88,29 @@ class HeadLinearFunction : public torch::autograd::Function<HeadLinearFunction> 
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1];
     const bool by_output = context->saved_data["by_output"].toBool();
-    const at::Tensor dy = gradients[0].stride(2) == 1 ? gradients[0] : gradients[0].contiguous();
+    const at::Tensor dy = gradients[0].stride(-1) == 1 ? gradients[0] : gradients[0].contiguous();
     variable_list result(3);
     if (context->needs_input_grad(0)) {
       result[0] = Multiply(dy, weight, by_output ? Storage::kByInput : Storage::kByOutput);
     }
     if (context->needs_input_grad(1)) {
-      result[1] = by_output ? SumOverTokens(dy, x) : SumOverTokens(x, dy);
+      result[1] =
+          by_output ? SumOverTokens(dy, x, weight.size(0)) : SumOverTokens(x, dy, weight.size(0));
     }
     return result;
   }
 };
 
 at::Tensor Map(const at::Tensor& x, const at::Tensor& weight, Storage storage) {
-  const int64_t in = weight.size(storage == Storage::kByOutput ? 2 : 1);
-  TORCH_CHECK(x.dim() == 3 && weight.dim() == 3 && x.size(1) == weight.size(0) && x.size(2) == in,
+  const int64_t heads = weight.size(0), in = weight.size(storage == Storage::kByOutput ? 2 : 1);
+  TORCH_CHECK(weight.dim() == 3 && (x.dim() == 3 ? x.size(1) == heads && x.size(2) == in
+                                                 : x.dim() == 2 && x.size(1) == heads * in),
               "maps of heads: x ", x.sizes(), " against weight ", weight.sizes());
   if (!x.is_cpu() || x.scalar_type() != at::kFloat ||
       kernels::GetCpuKernels().transposed_linear == nullptr) {
     const at::Tensor matrices = storage == Storage::kByOutput ? weight.transpose(1, 2) : weight;
-    return at::bmm(x.transpose(0, 1), matrices).transpose(0, 1);
+    const at::Tensor y = at::bmm(InHeads(x, heads).transpose(0, 1), matrices).transpose(0, 1);
+    return x.dim() == 3 ? y : y.flatten(1);
   }
   TORCH_CHECK(
       weight.stride(2) == 1 && (storage == Storage::kByInput || weight.stride(1) == weight.size(2)),

@@ -55,6 +55,8 @@ TEST(HeadLinearTest, ARowHasTheSameBitsAloneAndInTraining) {
   x.latents = x.latents.narrow(0, 40, 1);
   EXPECT_TRUE(at::equal(absorbed.narrow(0, 40, 1), x.Absorbed()));
   EXPECT_TRUE(at::equal(expanded.narrow(0, 40, 1), x.Expanded()));
+  x.latents = x.latents.flatten(1);
+  EXPECT_TRUE(at::equal(expanded.narrow(0, 40, 1).flatten(1), x.Expanded()));
 }
 
 TEST(HeadLinearTest, GradientsAreThoseOfAten) {
@@ -67,7 +69,8 @@ TEST(HeadLinearTest, GradientsAreThoseOfAten) {
       *leaf = leaf->detach().clone().requires_grad_();
       leaves.push_back(*leaf);
     }
-    (x.Absorbed().square().sum() + x.Expanded().sin().sum()).backward();
+    const at::Tensor flat = HeadLinear(x.latents.flatten(1), x.Part(kKeys, kValues));
+    (x.Absorbed().square().sum() + x.Expanded().sin().sum() + flat.cos().sum()).backward();
     SetKernelPath(KernelPath::kAuto);
     for (at::Tensor& leaf : leaves) leaf = leaf.grad();
     return leaves;

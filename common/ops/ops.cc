@@ -295,6 +295,41 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
   return y;
 }
 
+at::Tensor SplitPairs(const at::Tensor& x_in) {
+  const int64_t heads = x_in.size(1), half = x_in.size(2) / 2;
+  if (!UseCpuKernels(x_in)) return x_in.unflatten(2, {half, 2}).transpose(2, 3).flatten(2);
+  const at::Tensor x = Packed(x_in);
+  at::Tensor y = EmptyOnCpu({x.size(0), heads, 2 * half});
+  for (int64_t row = 0; row < x.size(0); ++row) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const float* const from = Data(x) + row * x.stride(0) + head * x.stride(1);
+      float* const to = MutableData(y) + (row * heads + head) * 2 * half;
+      for (int64_t d = 0; d < half; ++d) {
+        to[d] = from[2 * d];
+        to[half + d] = from[2 * d + 1];
+      }
+    }
+  }
+  return y;
+}
+
+at::Tensor JoinWidths(const at::Tensor& a_in, const at::Tensor& b_in) {
+  if (!UseCpuKernels(a_in)) return at::cat({a_in, b_in}, 2);
+  const at::Tensor a = Packed(a_in), b = Packed(b_in);
+  const int64_t heads = a.size(1), width = a.size(2) + b.size(2);
+  at::Tensor y = EmptyOnCpu({a.size(0), heads, width});
+  ParallelFor(a.size(0), heads * width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t head = 0; head < heads; ++head) {
+        float* const to = MutableData(y) + (row * heads + head) * width;
+        std::copy_n(Data(a) + row * a.stride(0) + head * a.stride(1), a.size(2), to);
+        std::copy_n(Data(b) + row * b.stride(0) + head * b.stride(1), b.size(2), to + a.size(2));
+      }
+    }
+  });
+  return y;
+}
+
 at::Tensor SwiGlu(const at::Tensor& gate_up_in) {
   const int64_t width = gate_up_in.size(1) / 2;
   if (!HasCpuKernels(gate_up_in)) {

@@ -59,6 +59,13 @@ at::Tensor RmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps);
 // cos and sin [T, D/2] fp32 are those of the angles.
 at::Tensor RotaryEmbedding(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
+// Reorders the dimensions of x [T, heads, D] for RotaryEmbedding, where a model rotates the pairs
+// (2 d, 2 d + 1) instead: the first of each pair, and then the second ones.
+at::Tensor SplitPairs(const at::Tensor& x);
+
+// Joins a [T, heads, A] and b [T, heads, B] to [T, heads, A + B].
+at::Tensor JoinWidths(const at::Tensor& a, const at::Tensor& b);
+
 // silu(gate) * up [T, I] for gate_up [T, 2 I], which has the gates in its first I columns.
 at::Tensor SwiGlu(const at::Tensor& gate_up);
 

@@ -33,22 +33,30 @@ class LatentAttention : public SelfAttention {
   at::Tensor Attend(const at::Tensor& x, const ModelPass& pass) const override;
 
  private:
+  // Both maps of every head from the latent, views of kv_b_proj.
+  struct HeadMaps {
+    at::Tensor keys;    // [heads, qk_nope_head_dim, kv_lora_rank]
+    at::Tensor values;  // [heads, v_head_dim, kv_lora_rank]
+  };
+
+  HeadMaps Maps(at::ScalarType type) const;
   // Rotates x [T, heads, qk_rope_head_dim]. The result has the halves of the pairs apart, as
   // queries and keys both have.
   at::Tensor Rotated(const at::Tensor& x, const ModelPass& pass) const;
   // Returns the queries of this rank's heads [T, heads, cached_dim] to keys of latents. `latents`
   // [T, q_lora_rank + cached_dim] are those of x.
-  at::Tensor Queries(const at::Tensor& x, const at::Tensor& latents, const at::Tensor& maps,
+  at::Tensor Queries(const at::Tensor& x, const at::Tensor& latents, const HeadMaps& maps,
                      const ModelPass& pass) const;
 
   const LatentAttentionOptions options_;
   const AttentionLayer layer_;
-  const double query_factor_;
   const int64_t heads_;                  // of this rank
   const ops::LinearWeight& to_latents_;  // of queries, if they have one, and of keys and values
   const ops::LinearWeight& to_queries_;
   const at::Tensor q_norm_, kv_norm_;  // undefined without a latent of queries; [kv_lora_rank]
   const at::Tensor from_latent_;       // kv_b_proj
+  // Of a model that infers, whose passes make no views of parameters.
+  HeadMaps inference_maps_;
 };
 
 }  // namespace tandem
