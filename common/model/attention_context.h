@@ -18,6 +18,8 @@ namespace tandem {
 struct AttentionLayer {
   int64_t index = 0;
   ops::AttentionScores scores = {};
+  // Whether values are the first columns of the keys (latent attention): a view of them.
+  bool values_in_keys = false;
 };
 
 class AttentionContext {

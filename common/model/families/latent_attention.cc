@@ -32,7 +32,8 @@ LatentAttention::LatentAttention(const ModelConfig& config, int64_t layer,
     : options_(*config.decoder.latent),
       layer_({.index = layer,
               .scores = {.scale = YarnScoreFactor(config.rope) /
-                                  std::sqrt(static_cast<double>(options_.qk_head_dim()))}}),
+                                  std::sqrt(static_cast<double>(options_.qk_head_dim()))},
+              .values_in_keys = true}),
       heads_(config.num_attention_heads / (group == nullptr ? 1 : group->size())),
       to_latents_(store.TakeLinear(MapsToLatents(options_, prefix))),
       to_queries_(store.TakeLinear({prefix + (options_.q_lora_rank > 0 ? "q_b_proj" : "q_proj")})),
@@ -70,8 +71,8 @@ at::Tensor LatentAttention::Attend(const at::Tensor& x, const ModelPass& pass) c
   const int64_t width = options_.kv_lora_rank, rotated = options_.qk_rope_head_dim;
   const int64_t begin = options_.q_lora_rank;
   // Masters that do not train may have another type than the computation.
-  const bool ready = inference_maps_.keys.defined() &&
-                     inference_maps_.keys.scalar_type() == x.scalar_type();
+  const bool ready =
+      inference_maps_.keys.defined() && inference_maps_.keys.scalar_type() == x.scalar_type();
   const HeadMaps maps = ready ? inference_maps_ : Maps(x.scalar_type());
   const at::Tensor latents = to_latents_.Forward(x);
   const at::Tensor latent =
