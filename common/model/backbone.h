@@ -11,12 +11,17 @@
 
 namespace tandem {
 
+struct Rotation {
+  at::Tensor cos, sin;  // [T, head_dim / 2]
+};
+
 // The state that all blocks of one pass read.
 struct ModelPass {
   const RaggedBatch& batch;
   AttentionContext& context;
-  at::Tensor rows;      // [R] int64: the rows whose output is wanted; undefined: all
-  at::Tensor cos, sin;  // [T, head_dim]: the rotation of every token
+  at::Tensor rows;                // [R] int64: the rows whose output is wanted; undefined: all
+  Rotation rotation;              // of every token
+  Rotation window_rotation = {};  // in layers with a window, if ModelConfig has a window_rope
   // Whether a rank of a sharded model keeps only its shard of the tokens between linear maps.
   // Without that it keeps all tokens, and there is no autograd.
   bool shards_tokens = true;

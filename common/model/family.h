@@ -37,16 +37,22 @@ struct WeightFileSize {
 
 class Family {
  public:
-  Family(std::string model_type, std::string class_prefix, bool has_token_classifier)
+  // `classifier_prefix` is nullptr where classifiers begin with `class_prefix` too.
+  Family(std::string model_type, std::string class_prefix, bool has_token_classifier,
+         const char* classifier_prefix = nullptr)
       : model_type_(std::move(model_type)),
         class_prefix_(std::move(class_prefix)),
+        classifier_prefix_(classifier_prefix == nullptr ? class_prefix_ : classifier_prefix),
         has_token_classifier_(has_token_classifier) {}
   virtual ~Family() = default;
 
   const std::string& model_type() const { return model_type_; }
   // "Llama": exports name the architecture <prefix>ForCausalLM.
   const std::string& class_prefix() const { return class_prefix_; }
-  // Whether `transformers` has <prefix>ForTokenClassification, as which critics are exported.
+  // The same of the classes as which critics are exported: "Gemma3Text".
+  const std::string& classifier_prefix() const { return classifier_prefix_; }
+  // Whether `transformers` has <classifier prefix>ForTokenClassification, as which critics are
+  // exported; else they are its sequence classifiers.
   bool has_token_classifier() const { return has_token_classifier_; }
 
   // Reads the architecture from config.json into `config`. INVALID_ARGUMENT with the field's path
@@ -87,6 +93,7 @@ class Family {
  private:
   const std::string model_type_;
   const std::string class_prefix_;
+  const std::string classifier_prefix_;
   const bool has_token_classifier_;
 };
 

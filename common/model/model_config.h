@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "common/kernels/attention_window.h"
+#include "common/kernels/gate_activation.h"
 
 namespace tandem {
 
@@ -88,9 +89,14 @@ struct DecoderOptions {
   bool output_bias = false;  // of the attention's output projection
   bool mlp_bias = false;
   QkNorm qk_norm = QkNorm::kNone;
-  // Whether a layer normalises the outputs of attention and MLP, before it adds them to the
-  // residual, instead of their inputs.
+  // Whether a layer normalises the inputs of attention and MLP, and whether their outputs, before
+  // it adds them to the residual.
+  bool pre_norm = true;
   bool post_norm = false;
+  double norm_offset = 0;  // what every norm adds to its weight
+  kernels::GateActivation activation = kernels::GateActivation::kSilu;  // of the MLP
+  bool scale_embeddings = false;  // whether embeddings are multiplied by sqrt(hidden_size)
+  std::optional<double> attention_scale = std::nullopt;  // std::nullopt: 1 / sqrt(head_dim)
   LayerWindows windows = {};
   // In place of grouped-query attention.
   std::optional<LatentAttentionOptions> latent = std::nullopt;
@@ -111,6 +117,7 @@ struct ModelConfig {
   int64_t max_position_embeddings = 0;
   double rms_norm_eps = 1e-6;
   RopeConfig rope;
+  std::optional<RopeConfig> window_rope;  // of layers with a window, if it is another
   bool tie_word_embeddings = false;
   DecoderOptions decoder;
   double initializer_range = 0.02;
@@ -122,6 +129,7 @@ struct ModelConfig {
   // The longest sequence that the positions and their rotation allow, at most `limit`.
   int64_t LongestSequence(int64_t limit) const {
     if (max_position_embeddings > 0) limit = std::min(limit, max_position_embeddings);
+    if (window_rope) limit = std::min(limit, window_rope->longest_sequence.value_or(limit));
     return std::min(limit, rope.longest_sequence.value_or(limit));
   }
   // Width of a token's queries, and of its keys or its values.

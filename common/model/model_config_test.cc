@@ -117,9 +117,9 @@ TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
       R"({"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12})";
   const absl::Status status = ParseModelConfig(gpt2).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(
-      status.message(),
-      "config.json.model_type: gpt2 is not supported (llama, mistral, qwen2, qwen3, olmo2 are)");
+  EXPECT_EQ(status.message(),
+            "config.json.model_type: gpt2 is not supported (llama, mistral, qwen2, qwen3, olmo2, "
+            "gemma3_text are)");
 }
 
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
@@ -187,6 +187,47 @@ TEST(ModelConfigTest, WrongWindowsAreNamed) {
          kInvalid, "layer_types");
   expect("qwen3", {{"layer_types", {"full_attention", "linear_attention"}}},
          absl::StatusCode::kUnimplemented, "layer_types");
+}
+
+// The keys of a published config.json, most of which `transformers` has defaults for.
+TEST(ModelConfigTest, Gemma3IsReadWithTheDefaultsOfTransformers) {
+  const auto parsed = ParseModelConfig(R"({"model_type": "gemma3_text", "vocab_size": 262144,
+      "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 7,
+      "num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 32768,
+      "sliding_window": 512, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+      "attn_logit_softcapping": null, "final_logit_softcapping": null})");
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_TRUE(parsed->tie_word_embeddings);
+  EXPECT_EQ(parsed->head_dim, 256);
+  EXPECT_EQ(parsed->decoder.attention_scale, 1.0 / 16);
+  EXPECT_EQ(parsed->rope.theta, 1e6);
+  EXPECT_EQ(parsed->rope.factor, 8.0);
+  ASSERT_TRUE(parsed->window_rope.has_value());
+  EXPECT_EQ(parsed->window_rope->theta, 1e4);
+  EXPECT_EQ(parsed->window_rope->type, RopeConfig::Type::kDefault);
+  for (int64_t layer = 0; layer < 7; ++layer) {
+    EXPECT_EQ(parsed->decoder.windows.OfLayer(layer), layer == 5 ? kNoWindow : 512) << layer;
+  }
+}
+
+TEST(ModelConfigTest, WhatGemma3LacksHereIsNamed) {
+  const auto expect = [](const json& changes, absl::StatusCode code, const std::string& field) {
+    const absl::Status status =
+        ParseModelConfig(TinyConfigJson("gemma3_text", changes).dump()).status();
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(FieldPath(status), "config.json." + field) << status;
+  };
+  const auto kNot = absl::StatusCode::kUnimplemented, kInvalid = absl::StatusCode::kInvalidArgument;
+  expect({{"attn_logit_softcapping", 50.0}}, kNot, "attn_logit_softcapping");
+  expect({{"final_logit_softcapping", 30.0}}, kNot, "final_logit_softcapping");
+  expect({{"use_bidirectional_attention", true}}, kNot, "use_bidirectional_attention");
+  expect({{"hidden_activation", "silu"}}, kNot, "hidden_activation");
+  expect({{"rope_parameters", {{"rope_type", "default"}}}}, kNot, "rope_parameters.rope_type");
+  expect({{"rope_parameters", {{"full_attention", {{"rope_type", "linear"}}}}}}, kInvalid,
+         "rope_parameters.full_attention.factor");
+  expect({{"query_pre_attn_scalar", 0}}, kInvalid, "query_pre_attn_scalar");
+  expect({{"sliding_window_pattern", 0}}, kInvalid, "sliding_window_pattern");
+  expect({{"layer_types", {"full_attention"}}}, kInvalid, "layer_types");
 }
 
 TEST(ModelConfigTest, HostileTextIsRefused) {

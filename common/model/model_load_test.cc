@@ -384,10 +384,11 @@ TEST_F(ModelLoadTest, SavedCriticsComeBackWhateverTheirTieFlag) {
   ExpectSameParameters(*critic, **loaded);
 }
 
-// transformers has no Olmo2ForTokenClassification; a sequence classifier has no bias.
+// transformers has no Olmo2ForTokenClassification; a sequence classifier has no bias. Gemma 3's
+// classifier of texts begins with another prefix than its language model.
 TEST_F(ModelLoadTest, CriticsAreSavedAsAClassThatTransformersHas) {
-  const auto saved_class = [&](bool bias) {
-    EXPECT_TRUE(TinyModel("olmo2")->Save(directory_).ok());
+  const auto saved_class = [&](bool bias, const char* family = "olmo2") {
+    EXPECT_TRUE(TinyModel(family)->Save(directory_).ok());
     if (bias) {
       WriteWeights({{"score.weight", at::ones({1, 30})}, {"score.bias", at::ones({1})}},
                    "value_head.safetensors");
@@ -400,6 +401,9 @@ TEST_F(ModelLoadTest, CriticsAreSavedAsAClassThatTransformersHas) {
   };
   EXPECT_EQ(saved_class(false), json::array({"Olmo2ForSequenceClassification"}));
   EXPECT_EQ(saved_class(true), json::array({"Olmo2ForTokenClassification"}));
+  fs::remove_all(directory_);
+  EXPECT_EQ(saved_class(false, "gemma3_text"),
+            json::array({"Gemma3TextForSequenceClassification"}));
 }
 
 TEST_F(ModelLoadTest, EveryKnownNameOfAValueHeadIsRead) {

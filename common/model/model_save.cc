@@ -43,7 +43,9 @@ std::string Model::ExportedConfig(DType dtype) const {
                              : family_->has_token_classifier() || biased
                                  ? "ForTokenClassification"
                                  : "ForSequenceClassification";
-  config["architectures"] = {absl::StrCat(family_->class_prefix(), suffix)};
+  const std::string& prefix =
+      head_ == HeadKind::kLm ? family_->class_prefix() : family_->classifier_prefix();
+  config["architectures"] = {absl::StrCat(prefix, suffix)};
   if (head_ == HeadKind::kLm) config["tie_word_embeddings"] = tied_;
   if (head_ == HeadKind::kValue) {
     config["tie_word_embeddings"] = false;

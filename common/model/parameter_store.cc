@@ -83,7 +83,7 @@ Parameter* ParameterStore::FindMutable(const std::string& name) {
 }
 
 bool ParameterStore::IsPacked(const Parameter& parameter) const {
-  return placement_.weight_format != kernels::WeightFormat::kDense && parameter.spec.packs();
+  return tandem::IsPacked(parameter.spec, placement_.weight_format);
 }
 
 bool ParameterStore::HasRoundedCopies() const {

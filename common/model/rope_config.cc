@@ -12,6 +12,9 @@ namespace {
 
 using Type = RopeConfig::Type;
 
+constexpr const char* kFullAttention = "full_attention";
+constexpr const char* kSlidingAttention = "sliding_attention";
+
 // Sizes of the model that a rotation depends on.
 struct RopeSizes {
   int64_t max_position_embeddings;
@@ -69,7 +72,7 @@ absl::Status ReadLongRope(const ConfigFields& fields, int64_t head_dim, RopeConf
 }
 
 absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes, RopeConfig& rope) {
-  for (const char* layer_type : {"full_attention", "sliding_attention"}) {
+  for (const char* layer_type : {kFullAttention, kSlidingAttention}) {
     if (fields.Find(layer_type) != nullptr) {
       return fields.NotSupported(layer_type, "a rotation for one type of layers");
     }
@@ -104,24 +107,57 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes,
   return absl::OkStatus();
 }
 
+absl::StatusOr<RopeSizes> ReadSizes(const ConfigFields& fields, int64_t max_position_embeddings,
+                                    int64_t head_dim) {
+  RopeSizes sizes = {.max_position_embeddings = max_position_embeddings,
+                     .original_max_position_embeddings = {},
+                     .head_dim = head_dim};
+  TANDEM_ASSIGN_OR_RETURN(sizes.original_max_position_embeddings,
+                          fields.MaybePositive("original_max_position_embeddings"));
+  return sizes;
+}
+
+// Reads the object `key` of `fields` into `rope`, if it is there.
+absl::Status ReadRopeObject(const ConfigFields& fields, absl::string_view key,
+                            const RopeSizes& sizes, RopeConfig& rope) {
+  TANDEM_ASSIGN_OR_RETURN(const auto object, fields.Object(key));
+  if (!object.has_value()) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(rope.theta, object->Positive("rope_theta", rope.theta));
+  return ReadRopeScaling(*object, sizes, rope);
+}
+
 }  // namespace
 
 absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields,
                                           int64_t max_position_embeddings, int64_t head_dim) {
   RopeConfig rope;
   TANDEM_ASSIGN_OR_RETURN(rope.theta, fields.Positive("rope_theta", rope.theta));
-  RopeSizes sizes = {.max_position_embeddings = max_position_embeddings,
-                     .original_max_position_embeddings = {},
-                     .head_dim = head_dim};
-  TANDEM_ASSIGN_OR_RETURN(sizes.original_max_position_embeddings,
-                          fields.MaybePositive("original_max_position_embeddings"));
+  TANDEM_ASSIGN_OR_RETURN(const RopeSizes sizes,
+                          ReadSizes(fields, max_position_embeddings, head_dim));
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    TANDEM_ASSIGN_OR_RETURN(const auto scaling, fields.Object(key));
-    if (!scaling.has_value()) continue;
-    TANDEM_ASSIGN_OR_RETURN(rope.theta, scaling->Positive("rope_theta", rope.theta));
-    TANDEM_RETURN_IF_ERROR(ReadRopeScaling(*scaling, sizes, rope));
+    TANDEM_RETURN_IF_ERROR(ReadRopeObject(fields, key, sizes, rope));
   }
   return rope;
+}
+
+absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields,
+                                          int64_t max_position_embeddings, int64_t head_dim) {
+  LayerRopes ropes;
+  TANDEM_ASSIGN_OR_RETURN(ropes.full.theta, fields.Positive("rope_theta", 1e6));
+  TANDEM_ASSIGN_OR_RETURN(ropes.sliding.theta, fields.Positive("rope_local_base_freq", 1e4));
+  TANDEM_ASSIGN_OR_RETURN(const RopeSizes sizes,
+                          ReadSizes(fields, max_position_embeddings, head_dim));
+  TANDEM_RETURN_IF_ERROR(ReadRopeObject(fields, "rope_scaling", sizes, ropes.full));
+  TANDEM_ASSIGN_OR_RETURN(const auto by_type, fields.Object("rope_parameters"));
+  if (!by_type.has_value()) return ropes;
+  for (const char* key : {"rope_type", "rope_theta"}) {
+    if (by_type->Find(key) != nullptr) {
+      return by_type->NotSupported(key, "one rotation for all types of layers");
+    }
+  }
+  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*by_type, kFullAttention, sizes, ropes.full));
+  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*by_type, kSlidingAttention, sizes, ropes.sliding));
+  return ropes;
 }
 
 }  // namespace tandem

@@ -23,6 +23,17 @@ namespace tandem {
 absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields,
                                           int64_t max_position_embeddings, int64_t head_dim);
 
+// The rotations of a model whose layers with a window have one of their own (Gemma 3).
+struct LayerRopes {
+  RopeConfig full, sliding;
+};
+
+// Reads `rope_parameters` with an object for each type of layer, or `rope_theta` with
+// `rope_scaling` for layers without a window and `rope_local_base_freq` for those with one. Bases
+// that are missing are those of `transformers`: 1e6 and 1e4. Errors as those of ReadRopeConfig.
+absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields,
+                                          int64_t max_position_embeddings, int64_t head_dim);
+
 }  // namespace tandem
 
 #endif  // TANDEM_COMMON_MODEL_ROPE_CONFIG_H_

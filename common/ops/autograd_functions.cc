@@ -25,10 +25,11 @@ using torch::autograd::variable_list;
 class RmsNormFunction : public Function<RmsNormFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                            double eps) {
+                            double eps, double offset) {
     context->save_for_backward({x, weight});
     context->saved_data["eps"] = eps;
-    return RmsNorm(x, weight, eps);
+    context->saved_data["offset"] = offset;
+    return RmsNorm(x, weight, eps, offset);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
@@ -48,10 +49,11 @@ class RmsNormFunction : public Function<RmsNormFunction> {
              packed_dy.const_data_ptr<float>() + first, width, dx.mutable_data_ptr<float>() + first,
              width, dw.mutable_data_ptr<float>() + chunk * width,
              std::min(kRows, rows - chunk * kRows), width,
-             static_cast<float>(context->saved_data["eps"].toDouble())});
+             static_cast<float>(context->saved_data["eps"].toDouble()),
+             static_cast<float>(context->saved_data["offset"].toDouble())});
       }
     });
-    return {dx.view(saved[0].sizes()), dw.sum(0), {}};
+    return {dx.view(saved[0].sizes()), dw.sum(0), {}, {}};
   }
 };
 
@@ -70,11 +72,13 @@ class RotaryFunction : public Function<RotaryFunction> {
   }
 };
 
-class SwiGluFunction : public Function<SwiGluFunction> {
+class GatedFunction : public Function<GatedFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate_up) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& gate_up,
+                            GateActivation activation) {
     context->save_for_backward({gate_up});
-    return SwiGlu(gate_up);
+    context->saved_data["activation"] = static_cast<int64_t>(activation);
+    return Gated(gate_up, activation);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
@@ -82,14 +86,15 @@ class SwiGluFunction : public Function<SwiGluFunction> {
     const at::Tensor dy = gradients[0].contiguous();
     at::Tensor dx = at::empty_like(gate_up);
     const int64_t width = dy.size(1);
+    const auto activation = static_cast<GateActivation>(context->saved_data["activation"].toInt());
     ParallelFor(dy.size(0), 8 * width, [&](int64_t begin, int64_t end) {
       const float* gate = gate_up.const_data_ptr<float>() + 2 * width * begin;
       float* d_gate = dx.mutable_data_ptr<float>() + 2 * width * begin;
-      kernels::GetCpuKernels().swiglu_backward(
+      kernels::GetCpuKernels().gated_backward(
           {gate, gate + width, 2 * width, dy.const_data_ptr<float>() + width * begin, width, d_gate,
-           d_gate + width, 2 * width, end - begin, width});
+           d_gate + width, 2 * width, end - begin, width, activation});
     });
-    return {dx};
+    return {dx, {}};
   }
 };
 
@@ -115,16 +120,17 @@ class AttentionFunction : public Function<AttentionFunction> {
 
 }  // namespace
 
-at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  return RmsNormFunction::apply(x, weight, eps);
+at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                                 double offset) {
+  return RmsNormFunction::apply(x, weight, eps, offset);
 }
 
 at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
   return RotaryFunction::apply(x, cos, sin);
 }
 
-at::Tensor DifferentiableSwiGlu(const at::Tensor& gate_up) {
-  return SwiGluFunction::apply(gate_up);
+at::Tensor DifferentiableGated(const at::Tensor& gate_up, GateActivation activation) {
+  return GatedFunction::apply(gate_up, activation);
 }
 
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/kernels/gate_activation.h"
 #include "common/ops/attention_scores.h"
 
 namespace tandem::ops {
@@ -14,10 +15,11 @@ namespace tandem::ops {
 // Operations of ops.h with autograd, in fp32 on the CPU. Gradients do not depend on the number of
 // threads.
 
-at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps);
+at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                                 double offset);
 // No gradient flows into cos and sin.
 at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
-at::Tensor DifferentiableSwiGlu(const at::Tensor& gate_up);
+at::Tensor DifferentiableGated(const at::Tensor& gate_up, kernels::GateActivation activation);
 // The backward pass computes the attention again, in ATen, rather than keep its softmax.
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const std::vector<int64_t>& offsets,

@@ -254,12 +254,13 @@ at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::
   return residual;
 }
 
-at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps) {
+at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps, double offset) {
   if (!HasCpuKernels(x_in)) {
     const at::ScalarType type = at::toOpMathType(x_in.scalar_type());
-    return at::rms_norm(x_in.to(type), weight.sizes(), weight.to(type), eps).to(x_in.scalar_type());
+    const at::Tensor factor = offset == 0 ? weight.to(type) : weight.to(type) + offset;
+    return at::rms_norm(x_in.to(type), weight.sizes(), factor, eps).to(x_in.scalar_type());
   }
-  if (at::GradMode::is_enabled()) return DifferentiableRmsNorm(x_in, weight, eps);
+  if (at::GradMode::is_enabled()) return DifferentiableRmsNorm(x_in, weight, eps, offset);
   const at::Tensor x = Packed(x_in);
   at::Tensor y = EmptyOnCpu(x.sizes());
   const int64_t width = x.size(-1);
@@ -269,7 +270,7 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps)
     for (int64_t row = begin; row < end; ++row) {
       kernels::GetCpuKernels().rms_norm({Data(x) + row * x.stride(0), inner_stride, Data(weight),
                                          MutableData(y) + row * inner * width, width, inner, width,
-                                         static_cast<float>(eps)});
+                                         static_cast<float>(eps), static_cast<float>(offset)});
     }
   });
   return y;
@@ -330,19 +331,21 @@ at::Tensor JoinWidths(const at::Tensor& a_in, const at::Tensor& b_in) {
   return y;
 }
 
-at::Tensor SwiGlu(const at::Tensor& gate_up_in) {
+at::Tensor Gated(const at::Tensor& gate_up_in, GateActivation activation) {
   const int64_t width = gate_up_in.size(1) / 2;
   if (!HasCpuKernels(gate_up_in)) {
-    return at::silu(gate_up_in.narrow(1, 0, width)) * gate_up_in.narrow(1, width, width);
+    const at::Tensor gate = gate_up_in.narrow(1, 0, width);
+    return (activation == GateActivation::kSilu ? at::silu(gate) : at::gelu(gate, "tanh")) *
+           gate_up_in.narrow(1, width, width);
   }
-  if (at::GradMode::is_enabled()) return DifferentiableSwiGlu(gate_up_in);
+  if (at::GradMode::is_enabled()) return DifferentiableGated(gate_up_in, activation);
   const at::Tensor gate_up = Packed(gate_up_in);
   at::Tensor y = EmptyOnCpu({gate_up.size(0), width});
   const int64_t stride = gate_up.stride(0);
   ParallelFor(gate_up.size(0), 4 * width, [&](int64_t begin, int64_t end) {
     const float* gate = Data(gate_up) + begin * stride;
-    kernels::GetCpuKernels().swiglu(
-        {gate, gate + width, stride, MutableData(y) + begin * width, width, end - begin, width});
+    kernels::GetCpuKernels().gated({gate, gate + width, stride, MutableData(y) + begin * width,
+                                    width, end - begin, width, activation});
   });
   return y;
 }

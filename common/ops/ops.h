@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/kernels/gate_activation.h"
 #include "common/ops/attention_scores.h"
 #include "common/ops/paged_sequences.h"
 
@@ -51,9 +52,9 @@ void LinearOnThread(const at::Tensor& y, const at::Tensor& x, const at::Tensor& 
 at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,
                      const at::Tensor& bias = {});
 
-// x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 and then in x's type.
-// x [T, W] or [T, heads, W], weight [W] of any floating-point type.
-at::Tensor RmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps);
+// x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension, in fp32 and then in x's
+// type. x [T, W] or [T, heads, W], weight [W] of any floating-point type.
+at::Tensor RmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps, double offset = 0);
 
 // Rotates the pairs (d, d + D/2) of x [T, heads, D], the "rotate_half" convention of Hugging Face.
 // cos and sin [T, D/2] fp32 are those of the angles.
@@ -66,8 +67,13 @@ at::Tensor SplitPairs(const at::Tensor& x);
 // Joins a [T, heads, A] and b [T, heads, B] to [T, heads, A + B].
 at::Tensor JoinWidths(const at::Tensor& a, const at::Tensor& b);
 
-// silu(gate) * up [T, I] for gate_up [T, 2 I], which has the gates in its first I columns.
-at::Tensor SwiGlu(const at::Tensor& gate_up);
+using kernels::GateActivation;
+
+// activation(gate) * up [T, I] for gate_up [T, 2 I], which has the gates in its first I columns.
+at::Tensor Gated(const at::Tensor& gate_up, GateActivation activation);
+inline at::Tensor SwiGlu(const at::Tensor& gate_up) {
+  return Gated(gate_up, GateActivation::kSilu);
+}
 
 // Causal attention within each sequence. Sequence s has the rows from offsets[s] to offsets[s + 1],
 // and each row attends to the keys of its window.

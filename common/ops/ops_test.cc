@@ -78,7 +78,10 @@ TEST_F(OpsTest, TrainingHasTheBitsOfInference) {
   ExpectTrainingHasTheBitsOfInference([&] { return RmsNorm(fused, at::ones({100}), 1e-5); });
   const at::Tensor cos = at::randn({9, 6}), sin = at::randn({9, 6});
   ExpectTrainingHasTheBitsOfInference([&] { return RotaryEmbedding(heads, cos, sin); });
+  ExpectTrainingHasTheBitsOfInference([&] { return RmsNorm(fused, at::ones({100}), 1e-5, 1.0); });
   ExpectTrainingHasTheBitsOfInference([&] { return SwiGlu(fused.narrow(1, 10, 66)); });
+  ExpectTrainingHasTheBitsOfInference(
+      [&] { return Gated(fused.narrow(1, 10, 66), GateActivation::kGeluTanh); });
   ExpectTrainingHasTheBitsOfInference([&] { return SwiGlu(fused.t().contiguous().t()); });
   const at::Tensor q = at::randn({100, 6, 10}), k = at::randn({100, 2, 10});
   for (const int64_t window : kWindows) {
@@ -194,6 +197,11 @@ TEST_F(OpsTest, GradientsAreThoseOfAten) {
                            [&](Leaves x) { return RotaryEmbedding(x[0], cos, sin); });
   ExpectTheGradientsOfAten({3 * at::randn({9, 80})},
                            [](Leaves x) { return SwiGlu(x[0].narrow(1, 5, 70)); });
+  ExpectTheGradientsOfAten({3 * at::randn({9, 80})}, [](Leaves x) {
+    return Gated(x[0].narrow(1, 5, 70), GateActivation::kGeluTanh);
+  });
+  ExpectTheGradientsOfAten({at::randn({9, 30}), at::randn({30})},
+                           [](Leaves x) { return RmsNorm(x[0], x[1], 1e-3, 1.0); });
   ExpectTheGradientsOfAten({at::randn({30, 4, 8}), at::randn({30, 2, 8}), at::randn({30, 2, 8})},
                            [](Leaves x) {
                              return CausalAttention(x[0], x[1], x[2], {0, 2, 2, 30});
@@ -336,6 +344,7 @@ TEST_P(AtenPathTest, NormRotaryGateAndEmbedding) {
     return RotaryEmbedding(moved, cos.to(moved.device()), sin.to(moved.device()));
   });
   ExpectTheKernelsResult([&](auto on) { return SwiGlu(on(gate_up)); });
+  ExpectTheKernelsResult([&](auto on) { return Gated(on(gate_up), GateActivation::kGeluTanh); });
   ExpectTheKernelsResult([&](auto on) {
     const at::Tensor moved = on(table);
     return Embedding(tokens.to(moved.device()), moved);

@@ -63,6 +63,12 @@ def window(**layers: object) -> dict:
     return {"use_sliding_window": True, "sliding_window": 11, **layers}
 
 
+def gemma3(**changes: object) -> dict:
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    shape = {"sliding_window": 11, "query_pre_attn_scalar": 14, "layer_types": layers}
+    return {**shape, "tie_word_embeddings": True, **changes}
+
+
 LONG_FACTOR = [1.0, 1.5, 2.5, 4.0, 8.0]
 
 
@@ -188,6 +194,19 @@ CASES = [
             )
         ),
     ),
+    Case("gemma3", "Gemma3", gemma3()),
+    Case("gemma3-untied-bias", "Gemma3", gemma3(tie_word_embeddings=False, attention_bias=True)),
+    Case("gemma3-pattern", "Gemma3", gemma3(layer_types=None, sliding_window_pattern=3)),
+    Case(
+        "gemma3-linear",
+        "Gemma3",
+        gemma3(
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            }
+        ),
+    ),
 ]
 
 
@@ -198,12 +217,17 @@ def cases(*names: str) -> list[Case]:
 LLAMA = cases("llama")[0]
 # The class with one output per token, where it is not <family>ForTokenClassification. It has the
 # same `score`, and gives the last token's.
-VALUE_CLASSES = {"Olmo2": "SequenceClassification"}
+VALUE_CLASSES = {
+    "Olmo2": "Olmo2ForSequenceClassification",
+    "Gemma3": "Gemma3TextForSequenceClassification",
+}
+CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
 
 
 def class_name(case: Case, head: str) -> str:
-    value_class = VALUE_CLASSES.get(case.family, "TokenClassification")
-    return f"{case.family}For{value_class if head == 'value' else 'CausalLM'}"
+    if head == "value":
+        return VALUE_CLASSES.get(case.family, f"{case.family}ForTokenClassification")
+    return f"{case.family}ForCausalLM"
 
 
 def build(case: Case, head: str) -> torch.nn.Module:
@@ -221,7 +245,8 @@ def build(case: Case, head: str) -> torch.nn.Module:
         "eos_token_id": 2,
         "pad_token_id": None,
     }
-    config = getattr(transformers, f"{case.family}Config")(**{**shape, **case.changes})
+    config_class = CONFIG_CLASSES.get(case.family, f"{case.family}Config")
+    config = getattr(transformers, config_class)(**{**shape, **case.changes})
     torch.manual_seed(len(case.name))
     if head == "value":
         config.num_labels = 1
@@ -430,7 +455,7 @@ def test_a_model_in_several_files_is_read(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    cases("llama-tied", "mistral", "qwen2", "qwen3-tied-bias", "olmo2"),
+    cases("llama-tied", "mistral", "qwen2", "qwen3-tied-bias", "olmo2", "gemma3"),
     ids=lambda case: case.name,
 )
 @pytest.mark.parametrize("head", ["lm", "value"])

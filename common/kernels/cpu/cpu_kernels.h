@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "common/kernels/attention_window.h"
+#include "common/kernels/gate_activation.h"
 #include "common/kernels/weight_format.h"
 
 namespace tandem::kernels {
@@ -99,7 +100,7 @@ struct AttentionArgs {
 };
 inline constexpr int64_t kAttentionBlock = 64;
 
-// y = x / sqrt(mean(x^2) + eps) * w, row by row (https://arxiv.org/abs/1910.07467).
+// y = x / sqrt(mean(x^2) + eps) * (w + w_offset), row by row (https://arxiv.org/abs/1910.07467).
 // y may be x.
 struct RmsNormArgs {
   const float* x;
@@ -110,10 +111,11 @@ struct RmsNormArgs {
   int64_t rows;
   int64_t width;
   float eps;
+  float w_offset = 0;
 };
 
-// Gradients of RmsNormArgs by x and w: with r = 1 / sqrt(mean(x^2) + eps),
-//   dx = r (w dy - x r^2 mean(x w dy)) and dw += r x dy, row after row.
+// Gradients of RmsNormArgs by x and w: with r = 1 / sqrt(mean(x^2) + eps) and v = w + w_offset,
+//   dx = r (v dy - x r^2 mean(x v dy)) and dw += r x dy, row after row.
 struct RmsNormBackwardArgs {
   const float* x;
   int64_t x_stride;
@@ -126,6 +128,7 @@ struct RmsNormBackwardArgs {
   int64_t rows;
   int64_t width;
   float eps;
+  float w_offset = 0;
 };
 
 // Rotary embedding: rotates the pairs (d, d + head_dim / 2) of every head, as Hugging Face orders
@@ -144,8 +147,8 @@ struct RotaryArgs {
   int64_t head_dim;
 };
 
-// y = gate * sigmoid(gate) * up.
-struct SwiGluArgs {
+// y = activation(gate) * up.
+struct GatedArgs {
   const float* gate;
   const float* up;
   int64_t in_stride;  // between rows of gate, and of up
@@ -153,11 +156,12 @@ struct SwiGluArgs {
   int64_t y_stride;
   int64_t rows;
   int64_t width;
+  GateActivation activation = GateActivation::kSilu;
 };
 
-// Gradients of SwiGluArgs: with s = sigmoid(gate),
-//   d gate = dy up s (1 + gate (1 - s)) and d up = dy gate s.
-struct SwiGluBackwardArgs {
+// Gradients of GatedArgs: with activation(g) = g s, s = sigmoid(u(g)),
+//   d gate = dy up s (1 + gate (1 - s) u') and d up = dy gate s.
+struct GatedBackwardArgs {
   const float* gate;
   const float* up;
   int64_t in_stride;  // between rows of gate, and of up
@@ -168,6 +172,7 @@ struct SwiGluBackwardArgs {
   int64_t out_stride;  // between rows of d_gate, and of d_up
   int64_t rows;
   int64_t width;
+  GateActivation activation = GateActivation::kSilu;
 };
 
 // Statistics of the rows of a tile of logits. With z_j the logits of a row times its scale:
@@ -271,8 +276,8 @@ struct CpuKernels {
   void (*rms_norm)(const RmsNormArgs&) = nullptr;
   void (*rms_norm_backward)(const RmsNormBackwardArgs&) = nullptr;
   void (*rotary)(const RotaryArgs&) = nullptr;
-  void (*swiglu)(const SwiGluArgs&) = nullptr;
-  void (*swiglu_backward)(const SwiGluBackwardArgs&) = nullptr;
+  void (*gated)(const GatedArgs&) = nullptr;
+  void (*gated_backward)(const GatedBackwardArgs&) = nullptr;
   void (*logit_statistics)(const LogitStatisticsArgs&) = nullptr;
   void (*logit_gradient)(const LogitGradientArgs&) = nullptr;
   void (*divergence_statistics)(const DivergenceStatisticsArgs&) = nullptr;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numbers>
 #include <random>
 #include <string>
 #include <vector>
@@ -340,30 +341,48 @@ TEST_P(CpuKernelsTest, RmsNormBackwardMatchesDouble) {
   }
 }
 
-TEST_P(CpuKernelsTest, SwiGluBackwardMatchesDoubleForExtremeGatesToo) {
+// u(g) and its derivative, for which the activation is g sigmoid(u(g)).
+struct GateOracle {
+  GateActivation activation;
+  double (*argument)(double g);
+  double (*slope)(double g);
+};
+const GateOracle kGates[] = {
+    {GateActivation::kSilu, [](double g) { return g; }, [](double) { return 1.0; }},
+    {GateActivation::kGeluTanh,
+     [](double g) { return std::sqrt(8 / std::numbers::pi) * (g + 0.044715 * g * g * g); },
+     [](double g) { return std::sqrt(8 / std::numbers::pi) * (1 + 3 * 0.044715 * g * g); }}};
+
+Floats GatesWithExtremes() {
   Floats gate = RandomFloats(37, 11, 4.0f);
   gate[0] = -200, gate[1] = 200, gate[2] = -88, gate[3] = 0;
-  const Floats up = RandomFloats(37, 12), dy = RandomFloats(37, 13);
-  Floats d_gate(37), d_up(37);
-  kernels_->swiglu_backward(
-      {gate.data(), up.data(), 37, dy.data(), 37, d_gate.data(), d_up.data(), 37, 1, 37});
-  for (int i = 0; i < 37; ++i) {
-    const double g = gate[i], s = 1 / (1 + std::exp(-g));
-    const double expected = double{dy[i]} * up[i] * s * (1 + g * (1 - s));
-    EXPECT_NEAR(d_gate[i], expected, 2e-6 * (1 + std::abs(expected))) << g;
-    EXPECT_NEAR(d_up[i], dy[i] * g * s, 2e-6 * (1 + std::abs(dy[i] * g * s))) << g;
+  return gate;
+}
+
+TEST_P(CpuKernelsTest, GatedBackwardMatchesDoubleForExtremeGatesToo) {
+  const Floats gate = GatesWithExtremes(), up = RandomFloats(37, 12), dy = RandomFloats(37, 13);
+  for (const GateOracle& oracle : kGates) {
+    Floats d_gate(37), d_up(37);
+    kernels_->gated_backward({gate.data(), up.data(), 37, dy.data(), 37, d_gate.data(), d_up.data(),
+                              37, 1, 37, oracle.activation});
+    for (int i = 0; i < 37; ++i) {
+      const double g = gate[i], s = 1 / (1 + std::exp(-oracle.argument(g)));
+      const double expected = double{dy[i]} * up[i] * s * (1 + g * (1 - s) * oracle.slope(g));
+      EXPECT_NEAR(d_gate[i], expected, 2e-6 * (1 + std::abs(expected))) << g;
+      EXPECT_NEAR(d_up[i], dy[i] * g * s, 2e-6 * (1 + std::abs(dy[i] * g * s))) << g;
+    }
   }
 }
 
-TEST_P(CpuKernelsTest, SwiGluMatchesDoubleForExtremeGatesToo) {
-  Floats gate = RandomFloats(37, 11, 4.0f);
-  gate[0] = -200, gate[1] = 200, gate[2] = -88, gate[3] = 0;
-  const Floats up = RandomFloats(37, 12);
-  Floats y(37);
-  kernels_->swiglu({gate.data(), up.data(), 37, y.data(), 37, 1, 37});
-  for (int i = 0; i < 37; ++i) {
-    const double expected = gate[i] / (1 + std::exp(-double{gate[i]})) * up[i];
-    EXPECT_NEAR(y[i], expected, 1e-6 * (1 + std::abs(expected))) << gate[i];
+TEST_P(CpuKernelsTest, GatedMatchesDoubleForExtremeGatesToo) {
+  const Floats gate = GatesWithExtremes(), up = RandomFloats(37, 12);
+  for (const GateOracle& oracle : kGates) {
+    Floats y(37);
+    kernels_->gated({gate.data(), up.data(), 37, y.data(), 37, 1, 37, oracle.activation});
+    for (int i = 0; i < 37; ++i) {
+      const double expected = gate[i] / (1 + std::exp(-oracle.argument(gate[i]))) * up[i];
+      EXPECT_NEAR(y[i], expected, 1e-6 * (1 + std::abs(expected))) << gate[i];
+    }
   }
 }
 

@@ -377,9 +377,9 @@ void RmsNorm(const RmsNormArgs& a) {
     for (; k < a.width; ++k) sum = __builtin_fmaf(x[k], x[k], sum);
     const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(a.width) + a.eps);
     for (k = 0; k + kWidth <= a.width; k += kWidth) {
-      Store(y + k, Load(x + k) * factor * Load(a.w + k));
+      Store(y + k, Load(x + k) * factor * (Load(a.w + k) + a.w_offset));
     }
-    for (; k < a.width; ++k) y[k] = x[k] * factor * a.w[k];
+    for (; k < a.width; ++k) y[k] = x[k] * factor * (a.w[k] + a.w_offset);
   }
 }
 
@@ -393,24 +393,24 @@ void RmsNormBackward(const RmsNormBackwardArgs& a) {
     int64_t k = 0;
     for (; k + kWidth <= a.width; k += kWidth) {
       squares += Load(x + k) * Load(x + k);
-      products += Load(x + k) * (Load(a.w + k) * Load(dy + k));
+      products += Load(x + k) * ((Load(a.w + k) + a.w_offset) * Load(dy + k));
     }
     float square = Sum(squares), product = Sum(products);
     for (; k < a.width; ++k) {
       square = __builtin_fmaf(x[k], x[k], square);
-      product = __builtin_fmaf(x[k], a.w[k] * dy[k], product);
+      product = __builtin_fmaf(x[k], (a.w[k] + a.w_offset) * dy[k], product);
     }
     const float factor = 1.0f / __builtin_sqrtf(square / width + a.eps);
     const float along_x = factor * factor * factor * product / width;
     for (k = 0; k + kWidth <= a.width; k += kWidth) {
       const Vec xk = Load(x + k), dyk = Load(dy + k);
       Store(a.dw + k, Load(a.dw + k) + xk * factor * dyk);
-      Store(dx + k, Load(a.w + k) * dyk * factor - xk * along_x);
+      Store(dx + k, (Load(a.w + k) + a.w_offset) * dyk * factor - xk * along_x);
     }
     for (; k < a.width; ++k) {
       const float dyk = dy[k];
       a.dw[k] += x[k] * factor * dyk;
-      dx[k] = a.w[k] * dyk * factor - x[k] * along_x;
+      dx[k] = (a.w[k] + a.w_offset) * dyk * factor - x[k] * along_x;
     }
   }
 }
@@ -450,7 +450,22 @@ TANDEM_INLINE void StoreSome(float* p, Vec v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = v[i];
 }
 
-void SwiGlu(const SwiGluArgs& a) {
+// u(g) and its derivative, for which the activation of the gate g is g sigmoid(u(g)).
+constexpr float kGeluLinear = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+constexpr float kGeluCubic = 0.044715f * kGeluLinear;
+template <GateActivation kActivation>
+TANDEM_INLINE Vec GateArgument(Vec g) {
+  if constexpr (kActivation == GateActivation::kSilu) return g;
+  return g * (g * g * kGeluCubic + kGeluLinear);
+}
+template <GateActivation kActivation>
+TANDEM_INLINE Vec GateSlope(Vec g) {
+  if constexpr (kActivation == GateActivation::kSilu) return Splat(1.0f);
+  return g * g * (3 * kGeluCubic) + kGeluLinear;
+}
+
+template <GateActivation kActivation>
+TANDEM_INLINE void GatedRows(const GatedArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) {
     const float* gate = a.gate + row * a.in_stride;
     const float* up = a.up + row * a.in_stride;
@@ -458,12 +473,20 @@ void SwiGlu(const SwiGluArgs& a) {
     for (int64_t k = 0; k < a.width; k += kWidth) {
       const int64_t count = Min(kWidth, a.width - k);
       const Vec g = LoadSome(gate + k, count);
-      StoreSome(y + k, g / (1.0f + ExpMinus(g)) * LoadSome(up + k, count), count);
+      StoreSome(y + k,
+                g / (1.0f + ExpMinus(GateArgument<kActivation>(g))) * LoadSome(up + k, count),
+                count);
     }
   }
 }
 
-void SwiGluBackward(const SwiGluBackwardArgs& a) {
+void Gated(const GatedArgs& a) {
+  a.activation == GateActivation::kSilu ? GatedRows<GateActivation::kSilu>(a)
+                                        : GatedRows<GateActivation::kGeluTanh>(a);
+}
+
+template <GateActivation kActivation>
+TANDEM_INLINE void GatedBackwardRows(const GatedBackwardArgs& a) {
   for (int64_t row = 0; row < a.rows; ++row) {
     const float* gate = a.gate + row * a.in_stride;
     const float* up = a.up + row * a.in_stride;
@@ -473,11 +496,17 @@ void SwiGluBackward(const SwiGluBackwardArgs& a) {
     for (int64_t k = 0; k < a.width; k += kWidth) {
       const int64_t count = Min(kWidth, a.width - k);
       const Vec g = LoadSome(gate + k, count), d = LoadSome(dy + k, count);
-      const Vec s = 1.0f / (1.0f + ExpMinus(g));
-      StoreSome(d_gate + k, d * LoadSome(up + k, count) * s * (1.0f + g * (1.0f - s)), count);
+      const Vec s = 1.0f / (1.0f + ExpMinus(GateArgument<kActivation>(g)));
+      const Vec slope = g * (1.0f - s) * GateSlope<kActivation>(g);
+      StoreSome(d_gate + k, d * LoadSome(up + k, count) * s * (1.0f + slope), count);
       StoreSome(d_up + k, d * g * s, count);
     }
   }
+}
+
+void GatedBackward(const GatedBackwardArgs& a) {
+  a.activation == GateActivation::kSilu ? GatedBackwardRows<GateActivation::kSilu>(a)
+                                        : GatedBackwardRows<GateActivation::kGeluTanh>(a);
 }
 
 TANDEM_INLINE Vec Max(Vec a, Vec b) { return a > b ? a : b; }
@@ -640,8 +669,8 @@ constexpr CpuKernels SimdKernels(const char* name) {
           .rms_norm = RmsNorm,
           .rms_norm_backward = RmsNormBackward,
           .rotary = Rotary,
-          .swiglu = SwiGlu,
-          .swiglu_backward = SwiGluBackward,
+          .gated = Gated,
+          .gated_backward = GatedBackward,
           .logit_statistics = LogitStatistics,
           .logit_gradient = LogitGradient,
           .divergence_statistics = DivergenceStatistics,

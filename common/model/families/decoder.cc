@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -35,38 +36,64 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
           std::make_unique<GroupedQueryAttention>(config_, i, attention, group_, store);
     }
     layer.output = &store.TakeLinear({attention + "o_proj"});
-    layer.feed_forward = std::make_unique<GatedMlp>(mlp, group_, store);
-    layer.attention_norm = store.Take(absl::StrCat(prefix, norms.attention, ".weight"));
-    layer.mlp_norm = store.Take(absl::StrCat(prefix, norms.mlp, ".weight"));
+    layer.feed_forward = std::make_unique<GatedMlp>(mlp, config.decoder.activation, group_, store);
+    const auto norm = [&](const std::string& name) {
+      return store.Take(absl::StrCat(prefix, name, ".weight"));
+    };
+    layer.attention_norms = {norm(norms.attention_input), norm(norms.attention_output)};
+    layer.mlp_norms = {norm(norms.mlp_input), norm(norms.mlp_output)};
   }
+  // `transformers` rounds it, too.
+  embedding_scale_ =
+      at::scalar_tensor(std::sqrt(static_cast<double>(config.hidden_size)), dtype_).item<double>();
   norm_ = store.Take("model.norm.weight");
-  RopeFrequencies rope = ComputeRopeFrequencies(config.rope, config.head_dim);
-  rotary_ = std::make_unique<ops::RotaryTable>(std::move(rope.inverse), rope.attention_scaling,
-                                               placement.device);
+  const auto rotary = [&](const RopeConfig& config_of_rope) {
+    RopeFrequencies rope = ComputeRopeFrequencies(config_of_rope, config.head_dim);
+    return std::make_unique<ops::RotaryTable>(std::move(rope.inverse), rope.attention_scaling,
+                                              placement.device);
+  };
+  rotary_ = rotary(config.rope);
+  if (config.window_rope) window_rotary_ = rotary(*config.window_rope);
 }
 
 ModelPass Decoder::StartPass(const RaggedBatch& batch, AttentionContext& context,
                              const at::Tensor& rows) const {
-  const auto [cos, sin] = rotary_->Rows(batch.positions, batch.positions_end);
-  return {.batch = batch, .context = context, .rows = rows, .cos = cos, .sin = sin};
+  const auto rotation = [&](ops::RotaryTable& table) {
+    auto [cos, sin] = table.Rows(batch.positions, batch.positions_end);
+    return Rotation{std::move(cos), std::move(sin)};
+  };
+  return {.batch = batch,
+          .context = context,
+          .rows = rows,
+          .rotation = rotation(*rotary_),
+          .window_rotation = window_rotary_ == nullptr ? Rotation{} : rotation(*window_rotary_)};
 }
 
 at::Tensor Decoder::RunBlock(int64_t block, const at::Tensor& hidden, const ModelPass& pass) const {
   if (block == 0) return Embed(pass);
   if (block == num_blocks() - 1) {
-    return Gathered(ops::RmsNorm(hidden, norm_, config_.rms_norm_eps), pass);
+    return Gathered(Normed(hidden, norm_), pass);
   }
   return RunLayer(block - 1, hidden, pass);
 }
 
+at::Tensor Decoder::Embedded(const at::Tensor& tokens) const {
+  at::Tensor rows = embedding_.Forward(tokens).to(dtype_);
+  return config_.decoder.scale_embeddings ? rows.mul_(embedding_scale_) : rows;
+}
+
+at::Tensor Decoder::Normed(const at::Tensor& x, const at::Tensor& weight) const {
+  return ops::RmsNorm(x, weight, config_.rms_norm_eps, config_.decoder.norm_offset);
+}
+
 at::Tensor Decoder::Embed(const ModelPass& pass) const {
   const at::Tensor& tokens = pass.batch.tokens;
-  if (group_ == nullptr) return embedding_.Forward(tokens).to(dtype_);
+  if (group_ == nullptr) return Embedded(tokens);
   const Shard shard = {.index = group_->rank(), .count = group_->size()};
   const int64_t rows = embedding_.rows();
   const at::Tensor own = tokens - shard.Begin(config_.vocab_size);
   const at::Tensor others = own.lt(0).logical_or_(own.ge(rows));
-  const at::Tensor found = embedding_.Forward(own.clamp(0, rows - 1)).to(dtype_);
+  const at::Tensor found = Embedded(own.clamp(0, rows - 1));
   // One rank has the row and the others add zeros to it.
   const at::Tensor own_rows = found.masked_fill(others.unsqueeze(1), 0);
   return pass.shards_tokens ? ops::ScatterSum(own_rows, group_)
@@ -78,35 +105,30 @@ at::Tensor Decoder::Gathered(const at::Tensor& x, const ModelPass& pass) const {
   return ops::GatherTokens(x, pass.batch.tokens.size(0), group_);
 }
 
-at::Tensor Decoder::Input(const at::Tensor& residual, const at::Tensor& norm,
+at::Tensor Decoder::Input(const at::Tensor& residual, const Norms& norms,
                           const ModelPass& pass) const {
-  return Gathered(
-      config_.decoder.post_norm ? residual : ops::RmsNorm(residual, norm, config_.rms_norm_eps),
-      pass);
-}
-
-at::Tensor Decoder::Addend(const at::Tensor& residual) const {
-  return config_.decoder.post_norm ? at::Tensor() : residual;
+  return Gathered(norms.input.defined() ? Normed(residual, norms.input) : residual, pass);
 }
 
 at::Tensor Decoder::AfterOutput(const at::Tensor& residual, const at::Tensor& output,
-                                const at::Tensor& norm) const {
-  if (!config_.decoder.post_norm) return output;
-  return ops::Add(residual, ops::RmsNorm(output, norm, config_.rms_norm_eps));
+                                const Norms& norms) const {
+  return norms.output.defined() ? ops::Add(residual, Normed(output, norms.output)) : output;
 }
 
 at::Tensor Decoder::RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  at::Tensor attended = layer.attention->Attend(Input(x, layer.attention_norm, pass), pass);
+  at::Tensor attended = layer.attention->Attend(Input(x, layer.attention_norms, pass), pass);
   // After the last attention no block needs the other rows.
   if (pass.rows.defined() && index + 1 == config_.num_hidden_layers) {
     attended = ops::SelectRows(attended, pass.rows);
     x = ops::SelectRows(x, pass.rows);
   }
-  x = AfterOutput(x, RowParallel(*layer.output, attended, Addend(x), pass, group_),
-                  layer.attention_norm);
-  const at::Tensor input = Input(x, layer.mlp_norm, pass);
-  return AfterOutput(x, layer.feed_forward->Forward(input, Addend(x), pass), layer.mlp_norm);
+  x = AfterOutput(
+      x, RowParallel(*layer.output, attended, Addend(x, layer.attention_norms), pass, group_),
+      layer.attention_norms);
+  const Norms& norms = layer.mlp_norms;
+  return AfterOutput(x, layer.feed_forward->Forward(Input(x, norms, pass), Addend(x, norms), pass),
+                     norms);
 }
 
 }  // namespace tandem

@@ -1,4 +1,4 @@
-// The dense decoder that Llama, Mistral, Qwen2, Qwen3 and OLMo 2 are variants of
+// The dense decoder that Llama, Mistral, Qwen2, Qwen3, OLMo 2 and Gemma 3 are variants of
 // (decoder_family.h): RMSNorm, rotary grouped-query attention, SwiGLU
 // (https://arxiv.org/abs/2302.13971).
 //
@@ -47,8 +47,12 @@ class Decoder : public Backbone {
                       const ModelPass& pass) const override;
 
  private:
+  // The weights of the norms of a sublayer's input and output, undefined where it has none.
+  struct Norms {
+    at::Tensor input, output;
+  };
   struct Layer {
-    at::Tensor attention_norm, mlp_norm;  // of their inputs, or with post_norm their outputs
+    Norms attention_norms, mlp_norms;
     std::unique_ptr<SelfAttention> attention;
     const ops::LinearWeight* output = nullptr;  // of the attention
     std::unique_ptr<FeedForward> feed_forward;
@@ -58,22 +62,28 @@ class Decoder : public Backbone {
   at::Tensor Embed(const ModelPass& pass) const;
   // Gathers all tokens from the ranks' shards of them.
   at::Tensor Gathered(const at::Tensor& x, const ModelPass& pass) const;
+  at::Tensor Normed(const at::Tensor& x, const at::Tensor& weight) const;
   // Returns the input of attention or feed-forward network, for all tokens, from the residual.
-  at::Tensor Input(const at::Tensor& residual, const at::Tensor& norm, const ModelPass& pass) const;
+  at::Tensor Input(const at::Tensor& residual, const Norms& norms, const ModelPass& pass) const;
+  // Returns the residual after a sublayer that returned `output` for Addend(residual, norms).
+  at::Tensor AfterOutput(const at::Tensor& residual, const at::Tensor& output,
+                         const Norms& norms) const;
   // Returns the tensor that attention and feed-forward network add their output to themselves:
   // `residual`, or an undefined one if the output is normalised first.
-  at::Tensor Addend(const at::Tensor& residual) const;
-  // Returns the residual after a sublayer that returned `output` for Addend(residual).
-  at::Tensor AfterOutput(const at::Tensor& residual, const at::Tensor& output,
-                         const at::Tensor& norm) const;
+  static at::Tensor Addend(const at::Tensor& residual, const Norms& norms) {
+    return norms.output.defined() ? at::Tensor() : residual;
+  }
+  // Returns the embeddings of tokens of this rank's rows, as the first layer reads them.
+  at::Tensor Embedded(const at::Tensor& tokens) const;
 
   ModelConfig config_;
   at::ScalarType dtype_;                             // of the computation
   std::shared_ptr<ops::TensorParallelGroup> group_;  // nullptr: the model is whole
   ops::EmbeddingWeight embedding_;
+  double embedding_scale_ = 1;  // sqrt(hidden_size), rounded to dtype_
   std::vector<Layer> layers_;
   at::Tensor norm_;
-  std::unique_ptr<ops::RotaryTable> rotary_;
+  std::unique_ptr<ops::RotaryTable> rotary_, window_rotary_;  // the second as window_rope
 };
 
 }  // namespace tandem

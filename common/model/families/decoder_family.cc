@@ -20,25 +20,29 @@ namespace {
 constexpr int64_t kFloatBytes = 4;
 
 // Features that would change the numbers and that the dense decoder lacks.
-absl::Status RefuseUnsupported(const ConfigFields& fields) {
-  TANDEM_ASSIGN_OR_RETURN(const std::string act, fields.String("hidden_act", "silu"));
-  if (act != "silu")
-    return fields.NotSupported("hidden_act", absl::StrCat("activation '", act, "'"));
+absl::Status RefuseUnsupported(const ConfigFields& fields, const TransformersClasses& classes) {
+  const char* const key = classes.activation_key;
+  TANDEM_ASSIGN_OR_RETURN(const std::string act, fields.String(key, classes.activation));
+  if (act != classes.activation) {
+    return fields.NotSupported(key, absl::StrCat("activation '", act, "'"));
+  }
   TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
   if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
   return absl::OkStatus();
 }
 
 // Reads the width of a head.
-absl::Status ReadHeads(const ConfigFields& fields, ModelConfig& config) {
-  if (fields.Find("head_dim") == nullptr && config.hidden_size % config.num_attention_heads != 0) {
+absl::Status ReadHeads(const ConfigFields& fields, const TransformersClasses& classes,
+                       ModelConfig& config) {
+  if (fields.Find("head_dim") == nullptr && !classes.head_dim.has_value() &&
+      config.hidden_size % config.num_attention_heads != 0) {
     return InvalidField(fields.Path("hidden_size"),
                         "must be a multiple of num_attention_heads when head_dim is not given");
   }
   TANDEM_ASSIGN_OR_RETURN(
       config.head_dim,
-      fields.Size("head_dim",
-                  std::max<int64_t>(1, config.hidden_size / config.num_attention_heads)));
+      fields.Size("head_dim", classes.head_dim.value_or(std::max<int64_t>(
+                                  1, config.hidden_size / config.num_attention_heads))));
   if (config.head_dim % 2 != 0) {
     return InvalidField(fields.Path("head_dim"), "must be even for rotary embeddings");
   }
@@ -85,20 +89,30 @@ absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& 
   }
   TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields, config.num_hidden_layers));
   TANDEM_RETURN_IF_ERROR(config.decoder.latent.has_value() ? ReadLatentHeads(fields, config)
-                                                           : ReadHeads(fields, config));
+                                                           : ReadHeads(fields, classes_, config));
   TANDEM_ASSIGN_OR_RETURN(config.max_position_embeddings,
                           fields.Size("max_position_embeddings", 2048));
   TANDEM_ASSIGN_OR_RETURN(config.rms_norm_eps,
-                          fields.Positive("rms_norm_eps", default_rms_norm_eps_));
+                          fields.Positive("rms_norm_eps", classes_.rms_norm_eps));
   TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range", 0.02));
-  TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings, fields.Bool("tie_word_embeddings", false));
-  TANDEM_ASSIGN_OR_RETURN(config.rope,
-                          ReadRopeConfig(fields, config.max_position_embeddings, config.head_dim));
-  return RefuseUnsupported(fields);
+  TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings,
+                          fields.Bool("tie_word_embeddings", classes_.tie_word_embeddings));
+  if (classes_.layer_ropes) {
+    TANDEM_ASSIGN_OR_RETURN(
+        const LayerRopes ropes,
+        ReadLayerRopes(fields, config.max_position_embeddings, config.head_dim));
+    config.rope = ropes.full;
+    config.window_rope = ropes.sliding;
+  } else {
+    TANDEM_ASSIGN_OR_RETURN(
+        config.rope, ReadRopeConfig(fields, config.max_position_embeddings, config.head_dim));
+  }
+  return RefuseUnsupported(fields, classes_);
 }
 
 std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) const {
-  ParameterList list(config.hidden_size);
+  const bool ones = config.decoder.norm_offset == 0;
+  ParameterList list(config.hidden_size, ones ? Init::kOnes : Init::kZeros);
   list.Embedding(config.vocab_size);
   const LayerNormNames norms(config.decoder);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
@@ -108,8 +122,10 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
         ? AddLatentAttention(config, prefix + "self_attn.", list)
         : AddGroupedQueryAttention(config, prefix + "self_attn.", list);
     AddGatedMlp(config, prefix + "mlp.", list);
-    list.Norm(prefix + norms.attention, config.hidden_size);
-    list.Norm(prefix + norms.mlp, config.hidden_size);
+    for (const std::string& norm :
+         {norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output}) {
+      if (!norm.empty()) list.Norm(prefix + norm, config.hidden_size);
+    }
   }
   list.StartBlock(LastBlock(config.num_hidden_layers));
   list.Norm("model.norm", config.hidden_size);
@@ -184,7 +200,7 @@ int64_t DecoderFamily::InferenceActivations(const ModelConfig& config, int64_t s
       latent ? LatentInferenceActivations(config, shard_count)
              : (3 * config.query_size() + 3 * config.key_value_size()) / shard_count;
   const int64_t gathered = shard_count > 1 ? (shard_count + 1) * config.hidden_size : 0;
-  const int64_t residuals = config.decoder.post_norm ? 4 : 3;
+  const int64_t residuals = 2 + config.decoder.pre_norm + 2 * config.decoder.post_norm;
   return residuals * config.hidden_size + gathered +
          std::max(attention, 3 * config.intermediate_size / shard_count);
 }
@@ -204,8 +220,9 @@ int64_t DecoderFamily::TrainingActivationBytes(const ModelConfig& config, int64_
   const int64_t heads = config.query_size() + config.key_value_size();
   const int64_t shared_norms =
       shard_count > 1 && config.decoder.qk_norm == QkNorm::kAllHeads ? heads : 0;
-  const int64_t cut = 3 * config.hidden_size + 2 * config.query_size() + 2 * heads + shared_norms +
-                      4 * config.intermediate_size;
+  const int64_t norms = 1 + 2 * (config.decoder.pre_norm + config.decoder.post_norm);
+  const int64_t cut = norms * config.hidden_size + 2 * config.query_size() + 2 * heads +
+                      shared_norms + 4 * config.intermediate_size;
   return (whole + cut / shard_count) * kFloatBytes;
 }
 

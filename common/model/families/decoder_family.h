@@ -4,6 +4,7 @@
 #define TANDEM_COMMON_MODEL_FAMILIES_DECODER_FAMILY_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,23 +13,36 @@
 
 namespace tandem {
 
-// The names of a layer's norms of [hidden_size] for attention and MLP, without ".weight".
+// The names of a layer's norms of [hidden_size], without ".weight"; empty for those that the layer
+// has not. A layer with norms of inputs alone calls the MLP's after the attention before it.
 struct LayerNormNames {
   explicit LayerNormNames(const DecoderOptions& options) {
+    if (options.pre_norm) {
+      attention_input = "input_layernorm";
+      mlp_input = options.post_norm ? "pre_feedforward_layernorm" : "post_attention_layernorm";
+    }
     if (options.post_norm) {
-      attention = "post_attention_layernorm";
-      mlp = "post_feedforward_layernorm";
+      attention_output = "post_attention_layernorm";
+      mlp_output = "post_feedforward_layernorm";
     }
   }
 
-  const char* attention = "input_layernorm";
-  const char* mlp = "post_attention_layernorm";
+  std::string attention_input, attention_output, mlp_input, mlp_output;
 };
 
 // Facts of a family that stand in the code of `transformers`, not in config.json.
 struct TransformersClasses {
-  double rms_norm_eps = 1e-6;  // where config.json has none
+  double rms_norm_eps = 1e-6;                      // where config.json has none
+  bool tie_word_embeddings = false;                // the same
+  std::optional<int64_t> head_dim = std::nullopt;  // the same; std::nullopt: hidden_size over heads
+  // The key of the MLP's activation, and the one that the family computes, its default.
+  const char* activation_key = "hidden_act";
+  const char* activation = "silu";
+  // Whether layers with a window have a rotation of their own.
+  bool layer_ropes = false;
   bool has_token_classifier = true;
+  // What the name of the sequence classifier begins with, if not with the family's prefix.
+  const char* classifier_prefix = nullptr;
 };
 
 class DecoderFamily : public Family {
@@ -39,12 +53,13 @@ class DecoderFamily : public Family {
 
   DecoderFamily(std::string model_type, std::string class_prefix, OptionsFunction options,
                 const TransformersClasses& classes = {})
-      : Family(std::move(model_type), std::move(class_prefix), classes.has_token_classifier),
+      : Family(std::move(model_type), std::move(class_prefix), classes.has_token_classifier,
+               classes.classifier_prefix),
         options_(options),
-        default_rms_norm_eps_(classes.rms_norm_eps) {}
+        classes_(classes) {}
 
-  // Refuses hidden_act other than silu, partial rotary, the rope types that rope_config.h lacks,
-  // and what the family's OptionsFunction refuses.
+  // Refuses activations other than the family's, partial rotary, the rope types that rope_config.h
+  // lacks, and what the family's OptionsFunction refuses.
   absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const override;
   std::vector<ParameterSpec> Parameters(const ModelConfig& config) const override;
   std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const override;
@@ -60,7 +75,7 @@ class DecoderFamily : public Family {
 
  private:
   const OptionsFunction options_;
-  const double default_rms_norm_eps_;
+  const TransformersClasses classes_;
 };
 
 }  // namespace tandem

@@ -1,6 +1,7 @@
 // The table of families. Each row of it has a row in README.md, a name in
 // clients/python/tandem/models.py and a case in tests/parity/test_transformers_parity.py, which
 // tests/lint/test_families.py compares.
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -56,7 +57,7 @@ absl::StatusOr<Options> Qwen3Options(const ConfigFields& fields, int64_t num_lay
 // all keys of a token.
 absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields, int64_t /*num_layers*/) {
   TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
-  Options options = {.qk_norm = QkNorm::kAllHeads, .post_norm = true};
+  Options options = {.qk_norm = QkNorm::kAllHeads, .pre_norm = false, .post_norm = true};
   TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
   options.output_bias = options.qkv_bias;
   return options;
@@ -77,6 +78,29 @@ absl::StatusOr<Options> DeepseekV3Options(const ConfigFields& fields, int64_t nu
   return options;
 }
 
+// Gemma 3 (https://arxiv.org/abs/2503.19786), the language model alone: norms before and behind
+// attention and MLP, with 1 added to their weights, windows in most layers, scaled embeddings.
+// Attention has no soft cap in `transformers`, whatever the key says.
+absl::StatusOr<Options> Gemma3Options(const ConfigFields& fields, int64_t num_layers) {
+  for (const char* key : {"attn_logit_softcapping", "final_logit_softcapping"}) {
+    if (fields.Find(key) != nullptr) return fields.NotSupported(key, "a soft cap of Gemma 3");
+  }
+  TANDEM_ASSIGN_OR_RETURN(const bool both_ways, fields.Bool("use_bidirectional_attention", false));
+  if (both_ways)
+    return fields.NotSupported("use_bidirectional_attention", "attention to the future");
+  Options options = {.qk_norm = QkNorm::kEachHead,
+                     .post_norm = true,
+                     .norm_offset = 1,
+                     .activation = kernels::GateActivation::kGeluTanh,
+                     .scale_embeddings = true};
+  TANDEM_ASSIGN_OR_RETURN(options.windows, Gemma3Windows(fields, num_layers));
+  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
+  options.output_bias = options.qkv_bias;
+  TANDEM_ASSIGN_OR_RETURN(const double width, fields.Positive("query_pre_attn_scalar", 256.0));
+  options.attention_scale = 1 / std::sqrt(width);
+  return options;
+}
+
 }  // namespace
 
 const std::vector<const Family*>& Families() {
@@ -88,6 +112,14 @@ const std::vector<const Family*>& Families() {
       new DecoderFamily("olmo2", "Olmo2", Olmo2Options,
                         {.rms_norm_eps = 1e-5, .has_token_classifier = false}),
       new DecoderFamily("deepseek_v3", "DeepseekV3", DeepseekV3Options),
+      new DecoderFamily("gemma3_text", "Gemma3", Gemma3Options,
+                        {.tie_word_embeddings = true,
+                         .head_dim = 256,
+                         .activation_key = "hidden_activation",
+                         .activation = "gelu_pytorch_tanh",
+                         .layer_ropes = true,
+                         .has_token_classifier = false,
+                         .classifier_prefix = "Gemma3Text"}),
   };
   return *families;
 }

@@ -7,15 +7,16 @@
 
 namespace tandem {
 
-GatedMlp::GatedMlp(const std::string& prefix, std::shared_ptr<ops::TensorParallelGroup> group,
-                   ParameterStore& store)
-    : group_(std::move(group)),
+GatedMlp::GatedMlp(const std::string& prefix, kernels::GateActivation activation,
+                   std::shared_ptr<ops::TensorParallelGroup> group, ParameterStore& store)
+    : activation_(activation),
+      group_(std::move(group)),
       gate_up_(store.TakeLinear({prefix + "gate_proj", prefix + "up_proj"})),
       down_(store.TakeLinear({prefix + "down_proj"})) {}
 
 at::Tensor GatedMlp::Forward(const at::Tensor& x, const at::Tensor& residual,
                              const ModelPass& pass) const {
-  return RowParallel(down_, ops::SwiGlu(gate_up_.Forward(x)), residual, pass, group_);
+  return RowParallel(down_, ops::Gated(gate_up_.Forward(x), activation_), residual, pass, group_);
 }
 
 }  // namespace tandem

@@ -1,10 +1,12 @@
-// The feed-forward network down(silu(gate(x)) * up(x)) (SwiGLU, https://arxiv.org/abs/2002.05202).
+// The feed-forward network down(activation(gate(x)) * up(x)) (SwiGLU, GeGLU,
+// https://arxiv.org/abs/2002.05202).
 #ifndef TANDEM_COMMON_MODEL_FAMILIES_GATED_MLP_H_
 #define TANDEM_COMMON_MODEL_FAMILIES_GATED_MLP_H_
 
 #include <memory>
 #include <string>
 
+#include "common/kernels/gate_activation.h"
 #include "common/model/families/feed_forward.h"
 #include "common/model/parameter_store.h"
 #include "common/ops/linear_weight.h"
@@ -16,13 +18,14 @@ class GatedMlp : public FeedForward {
  public:
   // Takes "<prefix>gate_proj", "up_proj" and "down_proj" from `store`. `group` is nullptr for a
   // whole model.
-  GatedMlp(const std::string& prefix, std::shared_ptr<ops::TensorParallelGroup> group,
-           ParameterStore& store);
+  GatedMlp(const std::string& prefix, kernels::GateActivation activation,
+           std::shared_ptr<ops::TensorParallelGroup> group, ParameterStore& store);
 
   at::Tensor Forward(const at::Tensor& x, const at::Tensor& residual,
                      const ModelPass& pass) const override;
 
  private:
+  const kernels::GateActivation activation_;
   const std::shared_ptr<ops::TensorParallelGroup> group_;
   const ops::LinearWeight &gate_up_, &down_;
 };

@@ -30,7 +30,9 @@ GroupedQueryAttention::GroupedQueryAttention(const ModelConfig& config, int64_t 
                                              std::shared_ptr<ops::TensorParallelGroup> group,
                                              ParameterStore& store)
     : config_(config),
-      layer_({.index = layer, .scores = {.window = config.decoder.windows.OfLayer(layer)}}),
+      layer_({.index = layer,
+              .scores = {.window = config.decoder.windows.OfLayer(layer),
+                         .scale = config.decoder.attention_scale}}),
       group_(std::move(group)),
       qkv_(store.TakeLinear({prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"})),
       q_norm_(store.Take(prefix + "q_norm.weight")),
@@ -42,12 +44,13 @@ at::Tensor GroupedQueryAttention::Heads(const at::Tensor& x) const {
 
 GroupedQueryAttention::QueriesAndKeys GroupedQueryAttention::NormHeads(const at::Tensor& q,
                                                                        const at::Tensor& k) const {
-  const double eps = config_.rms_norm_eps;
+  const double eps = config_.rms_norm_eps, offset = config_.decoder.norm_offset;
   switch (config_.decoder.qk_norm) {
     case QkNorm::kNone:
       return {Heads(q), Heads(k)};
     case QkNorm::kEachHead:
-      return {ops::RmsNorm(Heads(q), q_norm_, eps), ops::RmsNorm(Heads(k), k_norm_, eps)};
+      return {ops::RmsNorm(Heads(q), q_norm_, eps, offset),
+              ops::RmsNorm(Heads(k), k_norm_, eps, offset)};
     case QkNorm::kAllHeads:
       break;
   }
@@ -66,8 +69,11 @@ at::Tensor GroupedQueryAttention::Attend(const at::Tensor& x, const ModelPass& p
   const int64_t q_size = config_.query_size() / ranks, kv_size = config_.key_value_size() / ranks;
   const auto qkv = ops::SplitColumns(qkv_.Forward(x), {q_size, kv_size, kv_size});
   auto [q, k] = NormHeads(qkv[0], qkv[1]);
-  q = ops::RotaryEmbedding(q, pass.cos, pass.sin);
-  k = ops::RotaryEmbedding(k, pass.cos, pass.sin);
+  const Rotation& rotation = layer_.scores.window != kNoWindow && config_.window_rope
+                                 ? pass.window_rotation
+                                 : pass.rotation;
+  q = ops::RotaryEmbedding(q, rotation.cos, rotation.sin);
+  k = ops::RotaryEmbedding(k, rotation.cos, rotation.sin);
   return pass.context.Attend(layer_, pass.batch, q, k, Heads(qkv[2]));
 }
 

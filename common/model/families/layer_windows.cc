@@ -44,6 +44,14 @@ absl::StatusOr<std::optional<std::vector<bool>>> SlidingLayers(const ConfigField
   return std::optional<std::vector<bool>>(sliding);
 }
 
+absl::Status CheckNumLayers(const ConfigFields& fields, const std::vector<bool>& sliding,
+                            int64_t num_layers) {
+  if (static_cast<int64_t>(sliding.size()) == num_layers) return absl::OkStatus();
+  return InvalidField(fields.Path("layer_types"),
+                      absl::StrCat("has ", sliding.size(), " entries, and the model ", num_layers,
+                                   " layers (num_hidden_layers)"));
+}
+
 }  // namespace
 
 absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields) {
@@ -64,11 +72,7 @@ absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num
                             fields.Count("max_window_layers", kDefaultMaxWindowLayers));
     return windows;
   }
-  if (static_cast<int64_t>(sliding->size()) != num_layers) {
-    return InvalidField(fields.Path("layer_types"),
-                        absl::StrCat("has ", sliding->size(), " entries, and the model ",
-                                     num_layers, " layers (num_hidden_layers)"));
-  }
+  TANDEM_RETURN_IF_ERROR(CheckNumLayers(fields, *sliding, num_layers));
   if (!window.has_value() && std::find(sliding->begin(), sliding->end(), true) != sliding->end()) {
     return InvalidField(
         fields.Path("layer_types"),
@@ -76,6 +80,20 @@ absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num
                      used ? "sliding_window is null" : "use_sliding_window is false"));
   }
   windows.layers = *sliding;
+  return windows;
+}
+
+absl::StatusOr<LayerWindows> Gemma3Windows(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_ASSIGN_OR_RETURN(const int64_t window, fields.Size("sliding_window", kDefaultWindow));
+  TANDEM_ASSIGN_OR_RETURN(const int64_t pattern, fields.Size("sliding_window_pattern", 6));
+  TANDEM_ASSIGN_OR_RETURN(const std::optional<std::vector<bool>> sliding, SlidingLayers(fields));
+  LayerWindows windows = {.window = window};
+  if (sliding.has_value()) {
+    TANDEM_RETURN_IF_ERROR(CheckNumLayers(fields, *sliding, num_layers));
+    windows.layers = *sliding;
+  } else {
+    for (int64_t i = 0; i < num_layers; ++i) windows.layers.push_back((i + 1) % pattern != 0);
+  }
   return windows;
 }
 

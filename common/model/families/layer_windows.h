@@ -21,6 +21,10 @@ absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields);
 // the field's path for layer types that do not fit, UNIMPLEMENTED for others than these two.
 absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num_layers);
 
+// Gemma 3: `layer_types`, or all layers but every `sliding_window_pattern`-th, 6 if the key is
+// missing, have `sliding_window`, 4096 if the key is missing. Errors as those of QwenWindows.
+absl::StatusOr<LayerWindows> Gemma3Windows(const ConfigFields& fields, int64_t num_layers);
+
 // Families without windows: UNIMPLEMENTED where config.json asks for them.
 absl::Status RefuseWindows(const ConfigFields& fields);
 

@@ -14,8 +14,9 @@ namespace tandem {
 
 class ParameterList {
  public:
-  // `hidden_size` is the width of the residual.
-  explicit ParameterList(int64_t hidden_size) : hidden_(hidden_size) {}
+  // `hidden_size` is the width of the residual; weights of norms start as `norm_init`.
+  explicit ParameterList(int64_t hidden_size, Init norm_init = Init::kOnes)
+      : hidden_(hidden_size), norm_init_(norm_init) {}
 
   // Declares the token embedding, in block 0.
   void Embedding(int64_t vocab_size) {
@@ -75,7 +76,7 @@ class ParameterList {
             std::optional<int64_t> shard_axis = std::nullopt) {
     specs_.push_back({.name = name + ".weight",
                       .shape = {width},
-                      .init = Init::kOnes,
+                      .init = norm_init_,
                       .shard_axis = shard_axis,
                       .block = block_});
   }
@@ -84,6 +85,7 @@ class ParameterList {
 
  private:
   const int64_t hidden_;
+  const Init norm_init_;
   int64_t block_ = 0;
   std::vector<ParameterSpec> specs_;
 };

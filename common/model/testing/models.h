@@ -50,6 +50,12 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                         {"qk_rope_head_dim", 6},
                         {"v_head_dim", 5}});
   }
+  if (model_type == "gemma3_text") {  // a layer with a window and one without
+    config["sliding_window"] = 5;
+    config["sliding_window_pattern"] = 2;
+    config["query_pre_attn_scalar"] = 14;
+    config.erase("hidden_act");
+  }
   if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
   if (model_type == "deepseek_v3") {
     config["num_key_value_heads"] = config["num_attention_heads"];

@@ -15,13 +15,13 @@ struct TinyKind {
 };
 
 inline std::vector<TinyKind> EveryTinyKind() {
-  return {
-      {"llama", false, false},       {"llama", true, false},       {"llama", true, true},
-      {"mistral", false, false},     {"mistral", true, false},     {"mistral", false, true},
-      {"qwen2", false, false},       {"qwen2", true, false},       {"qwen2", false, true},
-      {"qwen3", false, false},       {"qwen3", true, false},       {"qwen3", true, true},
-      {"olmo2", false, false},       {"olmo2", true, false},       {"olmo2", false, true},
-      {"deepseek_v3", false, false}, {"deepseek_v3", true, false}, {"deepseek_v3", false, true}};
+  return {{"llama", false, false},       {"llama", true, false},       {"llama", true, true},
+          {"mistral", false, false},     {"mistral", true, false},     {"mistral", false, true},
+          {"qwen2", false, false},       {"qwen2", true, false},       {"qwen2", false, true},
+          {"qwen3", false, false},       {"qwen3", true, false},       {"qwen3", true, true},
+          {"olmo2", false, false},       {"olmo2", true, false},       {"olmo2", false, true},
+          {"deepseek_v3", false, false}, {"deepseek_v3", true, false}, {"deepseek_v3", false, true},
+          {"gemma3_text", false, false}, {"gemma3_text", true, false}, {"gemma3_text", true, true}};
 }
 
 inline std::string NameOf(const TinyKind& kind) {

@@ -342,9 +342,9 @@ class EngineImpl : public Engine {
 
   // Runs between two passes. The tensors have been checked: other ranks accept what this one does.
   absl::Status SwapWeights(SeniorUpdate& update, const WeightManifest& manifest) {
-    senior_.shard->model().Adopt(update.weights());
+    if (update.weights() != nullptr) senior_.shard->model().Adopt(*update.weights());
     if (update.speculator() != nullptr) senior_.shard->SwapSpeculator(*update.speculator());
-    if (senior_.ranks.sharded()) SendToOtherRanks(update.tensors());
+    if (update.weights() != nullptr && senior_.ranks.sharded()) SendToOtherRanks(update.tensors());
     const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
     generator_->OnSeniorUpdated(weights, options_.on_weight_update);
     scorer_->OnSeniorUpdated(weights);

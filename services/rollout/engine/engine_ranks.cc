@@ -42,7 +42,8 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options) {
   speculator::SpeculatorSize speculator;
   if (!options.senior_speculator.empty()) {
     const auto measured =
-        speculator::MeasureSpeculator(options.senior_speculator, senior.hidden_size);
+        speculator::MeasureSpeculator(options.senior_speculator, senior.hidden_size,
+                                      PacksHeads(StorageOf(options.senior, options)));
     if (!measured.ok()) return PrependFieldPath("senior_speculator", measured.status());
     speculator = *measured;
   }

@@ -56,8 +56,7 @@ absl::StatusOr<std::vector<ParameterSpec>> Parameters(const ModelConfig& config)
 // or the embedding.
 int64_t WeightBytes(const ParameterSpec& spec, int64_t rank, int64_t ranks,
                     const LaneStorage& storage) {
-  const bool packed = storage.weight_format != kernels::WeightFormat::kDense;
-  if (!packed || !spec.packs()) {
+  if (!IsPacked(spec, storage.weight_format)) {
     return ShardNumel(spec, rank, ranks) * static_cast<int64_t>(ItemSizeBytes(storage.dtype));
   }
   std::vector<int64_t> shape = spec.shape;

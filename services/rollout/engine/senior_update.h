@@ -37,8 +37,9 @@ class SeniorUpdate : public NextWeights {
   // Errors of PreparedWeights::CheckComplete and of the swap.
   absl::Status Apply(const WeightManifest& manifest, const CallScope& call) override;
 
-  // For Model::Adopt. Complete when the swap is called.
-  PreparedWeights& weights() { return *weights_; }
+  // For Model::Adopt. Complete when the swap is called; null if the update leaves the senior as it
+  // is.
+  PreparedWeights* weights() { return weights_.get(); }
   // The speculator's; null if the update has none. Complete as the manifest is checked.
   const speculator::PreparedSpeculator* speculator() const { return next_speculator_.get(); }
   // The senior's that were added; empty unless they are kept.
@@ -51,7 +52,7 @@ class SeniorUpdate : public NextWeights {
   const speculator::Speculator* const speculator_;
   const bool keeps_tensors_;
   const Swap swap_;
-  std::unique_ptr<PreparedWeights> weights_;  // nullptr before the first tensor
+  std::unique_ptr<PreparedWeights> weights_;  // nullptr before the first tensor of the senior
   NamedTensors tensors_;
   std::unique_ptr<speculator::PreparedSpeculator> next_speculator_;
 };
