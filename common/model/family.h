@@ -84,6 +84,10 @@ class Family {
   virtual int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,
                                           int64_t shard_count) const = 0;
 
+  // Whether a tensor of the weight files belongs to a part of the model that the backbone does not
+  // have, and that an export must still contain as it was.
+  virtual bool KeepsTensor(const ModelConfig& config, absl::string_view name) const = 0;
+
   virtual BackboneKind backbone() const = 0;
 
  private:

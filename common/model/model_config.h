@@ -67,6 +67,22 @@ struct LayerWindows {
   }
 };
 
+// Multi-head latent attention (families/latent_attention.h). Names are those of config.json.
+struct LatentAttentionOptions {
+  int64_t q_lora_rank = 0;  // 0: queries have no latent
+  int64_t kv_lora_rank = 0;
+  // Of a head: the widths of queries and keys without and with rotation, and of values.
+  int64_t qk_nope_head_dim = 0;
+  int64_t qk_rope_head_dim = 0;
+  int64_t v_head_dim = 0;
+  bool rope_interleave = true;  // the rotated pairs are neighbours
+  bool latent_bias = false;     // of the maps to the latents
+
+  int64_t qk_head_dim() const { return qk_nope_head_dim + qk_rope_head_dim; }
+  // Width of a token in the cache: the latent and the rotated part of the key.
+  int64_t cached_dim() const { return kv_lora_rank + qk_rope_head_dim; }
+};
+
 // How the dense decoder (families/decoder_family.h) of one family differs from another's.
 struct DecoderOptions {
   bool qkv_bias = false;
@@ -82,6 +98,11 @@ struct DecoderOptions {
   bool scale_embeddings = false;  // whether embeddings are multiplied by sqrt(hidden_size)
   std::optional<double> attention_scale = std::nullopt;  // std::nullopt: 1 / sqrt(head_dim)
   LayerWindows windows = {};
+  // In place of grouped-query attention.
+  std::optional<LatentAttentionOptions> latent = std::nullopt;
+  // Layers for multi-token prediction behind the others, which a checkpoint may have. Their tensors
+  // are kept and not used.
+  int64_t num_nextn_predict_layers = 0;
 };
 
 struct ModelConfig {

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/model/family.h"
 #include "common/model/initial_value.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
@@ -63,6 +64,7 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
                                                       const std::vector<ParameterSpec>& specs,
                                                       const ModelConfig& config,
                                                       const HeadOptions& head) {
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   std::map<std::string, const ParameterSpec*> by_name;
   for (const ParameterSpec& spec : specs) by_name[spec.name] = &spec;
   std::map<std::string, const TensorView*> given;  // by parameter
@@ -80,7 +82,7 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
       place = view;
     } else if (name == kLmHeadName && head.kind != HeadKind::kLm) {
       continue;  // replaced by the head that was asked for
-    } else if (!IsOldBuffer(name)) {
+    } else if (!IsOldBuffer(name) && !family->KeepsTensor(config, name)) {
       return TensorError(*view, "unexpected: the model has no such parameter");
     }
   }
@@ -137,6 +139,11 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
   TANDEM_ASSIGN_OR_RETURN(const std::vector<const TensorView*> assigned,
                           Assign(files, specs, config, head));
   TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, head, options));
+  for (const TensorView* view : files.tensors) {
+    if (!model->family_->KeepsTensor(config, view->name)) continue;
+    model->kept_tensors_.push_back(
+        {.name = view->name, .dtype = view->dtype, .shape = view->shape});
+  }
   // Others compare it, and look for its files, from other working directories.
   model->source_directory_ = fs::absolute(directory).lexically_normal().string();
   model->value_head_seed_ = options.value_head_seed;

@@ -40,7 +40,7 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
   for (size_t i = 0; i < specs.size(); ++i) {
     Parameter parameter = {
         .spec = specs[i], .shard = {}, .trainable = store->training_ && trainable[i], .value = {}};
-    parameter.rounded = placement.weight_dtype == at::kBFloat16 && specs[i].shape.size() == 2;
+    parameter.rounded = placement.weight_dtype == at::kBFloat16 && specs[i].packs();
     if (const std::optional<int64_t> axis = specs[i].shard_axis; axis.has_value()) {
       parameter.shard = {*axis, placement.shard_index, placement.shard_count};
     }

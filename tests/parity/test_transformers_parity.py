@@ -77,6 +77,20 @@ def longrope(**parameters: object) -> dict:
     return rope(rope_type="longrope", **{**lists, **parameters})
 
 
+def latent(**changes: object) -> dict:
+    """The attention of DeepSeek-V3, with a dense feed-forward network in every layer."""
+    return {
+        "num_key_value_heads": 6,
+        "q_lora_rank": 17,
+        "kv_lora_rank": 19,
+        "qk_nope_head_dim": 9,
+        "qk_rope_head_dim": 10,
+        "v_head_dim": 7,
+        "first_k_dense_replace": 3,
+        **changes,
+    }
+
+
 CASES = [
     Case("llama", "Llama", {}),
     Case("llama-tied", "Llama", {"tie_word_embeddings": True}),
@@ -149,6 +163,37 @@ CASES = [
     Case("olmo2", "Olmo2", {}),
     Case("olmo2-tied-bias", "Olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
     Case("olmo2-mha", "Olmo2", {"num_key_value_heads": 6, "head_dim": 8}),
+    Case("deepseek_v3", "DeepseekV3", latent()),
+    Case(
+        "deepseek_v3-tied-bias", "DeepseekV3", latent(tie_word_embeddings=True, attention_bias=True)
+    ),
+    Case("deepseek_v3-plain-queries", "DeepseekV3", latent(q_lora_rank=None, attention_bias=True)),
+    Case("deepseek_v3-halves", "DeepseekV3", latent(rope_interleave=False)),
+    # Values wider than keys without rotation, as wide as the latent, and a single head.
+    Case("deepseek_v3-wide", "DeepseekV3", latent(v_head_dim=19, qk_nope_head_dim=4)),
+    Case(
+        "deepseek_v3-single-head",
+        "DeepseekV3",
+        latent(num_attention_heads=1, num_key_value_heads=1, kv_lora_rank=64),
+    ),
+    Case(
+        "deepseek_v3-many-heads",
+        "DeepseekV3",
+        latent(num_attention_heads=21, num_key_value_heads=21, kv_lora_rank=70),
+    ),
+    Case(
+        "deepseek_v3-yarn",
+        "DeepseekV3",
+        latent(
+            **rope(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=0.707,
+                mscale_all_dim=1.3,
+            )
+        ),
+    ),
     Case("gemma3", "Gemma3", gemma3()),
     Case("gemma3-untied-bias", "Gemma3", gemma3(tie_word_embeddings=False, attention_bias=True)),
     Case("gemma3-pattern", "Gemma3", gemma3(layer_types=None, sliding_window_pattern=3)),

@@ -4,10 +4,12 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
+#include "common/model/families/latent_attention_family.h"
 #include "common/model/families/parameter_list.h"
 #include "common/model/rope_config.h"
 #include "common/model/shard.h"
@@ -26,6 +28,24 @@ absl::Status RefuseUnsupported(const ConfigFields& fields, const TransformersCla
   }
   TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
   if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
+  return absl::OkStatus();
+}
+
+// Reads the width of a head.
+absl::Status ReadHeads(const ConfigFields& fields, const TransformersClasses& classes,
+                       ModelConfig& config) {
+  if (fields.Find("head_dim") == nullptr && !classes.head_dim.has_value() &&
+      config.hidden_size % config.num_attention_heads != 0) {
+    return InvalidField(fields.Path("hidden_size"),
+                        "must be a multiple of num_attention_heads when head_dim is not given");
+  }
+  TANDEM_ASSIGN_OR_RETURN(
+      config.head_dim,
+      fields.Size("head_dim", classes.head_dim.value_or(std::max<int64_t>(
+                                  1, config.hidden_size / config.num_attention_heads))));
+  if (config.head_dim % 2 != 0) {
+    return InvalidField(fields.Path("head_dim"), "must be even for rotary embeddings");
+  }
   return absl::OkStatus();
 }
 
@@ -67,18 +87,9 @@ absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& 
         fields.Path("num_key_value_heads"),
         absl::StrCat("must divide num_attention_heads (", config.num_attention_heads, ")"));
   }
-  if (fields.Find("head_dim") == nullptr && !classes_.head_dim.has_value() &&
-      config.hidden_size % config.num_attention_heads != 0) {
-    return InvalidField(fields.Path("hidden_size"),
-                        "must be a multiple of num_attention_heads when head_dim is not given");
-  }
-  TANDEM_ASSIGN_OR_RETURN(
-      config.head_dim,
-      fields.Size("head_dim", classes_.head_dim.value_or(std::max<int64_t>(
-                                  1, config.hidden_size / config.num_attention_heads))));
-  if (config.head_dim % 2 != 0) {
-    return InvalidField(fields.Path("head_dim"), "must be even for rotary embeddings");
-  }
+  TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields, config.num_hidden_layers));
+  TANDEM_RETURN_IF_ERROR(config.decoder.latent.has_value() ? ReadLatentHeads(fields, config)
+                                                           : ReadHeads(fields, classes_, config));
   TANDEM_ASSIGN_OR_RETURN(config.max_position_embeddings,
                           fields.Size("max_position_embeddings", 2048));
   TANDEM_ASSIGN_OR_RETURN(config.rms_norm_eps,
@@ -86,7 +97,6 @@ absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& 
   TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range", 0.02));
   TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings,
                           fields.Bool("tie_word_embeddings", classes_.tie_word_embeddings));
-  TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields, config.num_hidden_layers));
   if (classes_.layer_ropes) {
     TANDEM_ASSIGN_OR_RETURN(
         const LayerRopes ropes,
@@ -108,7 +118,9 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     list.StartBlock(i + 1);
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
-    AddGroupedQueryAttention(config, prefix + "self_attn.", list);
+    config.decoder.latent.has_value()
+        ? AddLatentAttention(config, prefix + "self_attn.", list)
+        : AddGroupedQueryAttention(config, prefix + "self_attn.", list);
     AddGatedMlp(config, prefix + "mlp.", list);
     for (const std::string& norm :
          {norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output}) {
@@ -121,14 +133,20 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
 }
 
 std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& config) const {
-  const std::string layer = "model.layers.0.";
-  return {{kEmbeddingName, 0, config.vocab_size, "vocab_size"},
-          {kEmbeddingName, 1, config.hidden_size, "hidden_size"},
-          {layer + "mlp.gate_proj.weight", 0, config.intermediate_size, "intermediate_size"},
-          {layer + "self_attn.q_proj.weight", 0, config.query_size(), "num_attention_heads",
-           "times head_dim "},
-          {layer + "self_attn.k_proj.weight", 0, config.key_value_size(), "num_key_value_heads",
-           "times head_dim "}};
+  const std::string layer = "model.layers.0.", attention = layer + "self_attn.";
+  std::vector<WeightFileSize> sizes = {
+      {kEmbeddingName, 0, config.vocab_size, "vocab_size"},
+      {kEmbeddingName, 1, config.hidden_size, "hidden_size"},
+      {layer + "mlp.gate_proj.weight", 0, config.intermediate_size, "intermediate_size"}};
+  if (config.decoder.latent.has_value()) {
+    for (WeightFileSize& size : LatentFileSizes(config, attention)) sizes.push_back(size);
+    return sizes;
+  }
+  sizes.push_back({attention + "q_proj.weight", 0, config.query_size(), "num_attention_heads",
+                   "times head_dim "});
+  sizes.push_back({attention + "k_proj.weight", 0, config.key_value_size(), "num_key_value_heads",
+                   "times head_dim "});
+  return sizes;
 }
 
 absl::Status DecoderFamily::CheckShards(const ModelConfig& config, int64_t shard_count,
@@ -155,6 +173,7 @@ absl::Status DecoderFamily::CheckShards(const ModelConfig& config, int64_t shard
 
 std::vector<LayerCache> DecoderFamily::CacheLayout(const ModelConfig& config,
                                                    int64_t shard_count) const {
+  if (config.decoder.latent.has_value()) return LatentCacheLayout(config);
   std::vector<LayerCache> layers;
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     layers.push_back({.heads = config.num_key_value_heads / shard_count,
@@ -164,15 +183,26 @@ std::vector<LayerCache> DecoderFamily::CacheLayout(const ModelConfig& config,
   return layers;
 }
 
+bool DecoderFamily::KeepsTensor(const ModelConfig& config, absl::string_view name) const {
+  for (int64_t i = 0; i < config.decoder.num_nextn_predict_layers; ++i) {
+    const std::string prefix = absl::StrCat("model.layers.", config.num_hidden_layers + i, ".");
+    if (absl::StartsWith(name, prefix)) return true;
+  }
+  return false;
+}
+
 // The residual and its norm, then the inputs and outputs of either the attention or the MLP. A
 // shard has its heads and columns of these, and what all shards bring to a sum. A norm behind the
 // maps has its input and output beside theirs, and the sum with the residual.
 int64_t DecoderFamily::InferenceActivations(const ModelConfig& config, int64_t shard_count) const {
-  const int64_t attention = 3 * config.query_size() + 3 * config.key_value_size();
+  const bool latent = config.decoder.latent.has_value();
+  const int64_t attention =
+      latent ? LatentInferenceActivations(config, shard_count)
+             : (3 * config.query_size() + 3 * config.key_value_size()) / shard_count;
   const int64_t gathered = shard_count > 1 ? (shard_count + 1) * config.hidden_size : 0;
   const int64_t residuals = 2 + config.decoder.pre_norm + 2 * config.decoder.post_norm;
   return residuals * config.hidden_size + gathered +
-         std::max(attention, 3 * config.intermediate_size) / shard_count;
+         std::max(attention, 3 * config.intermediate_size / shard_count);
 }
 
 // Norms with their inputs; queries, keys and values before and after rotation and repetition; the
@@ -182,6 +212,11 @@ int64_t DecoderFamily::InferenceActivations(const ModelConfig& config, int64_t s
 int64_t DecoderFamily::TrainingActivationBytes(const ModelConfig& config, int64_t /*layer*/,
                                                int64_t shard_count) const {
   const int64_t whole = 2 * config.hidden_size;
+  if (config.decoder.latent.has_value()) {
+    const int64_t cut = 3 * config.hidden_size + 4 * config.intermediate_size;
+    return (whole + cut / shard_count + LatentTrainingActivations(config, shard_count)) *
+           kFloatBytes;
+  }
   const int64_t heads = config.query_size() + config.key_value_size();
   const int64_t shared_norms =
       shard_count > 1 && config.decoder.qk_norm == QkNorm::kAllHeads ? heads : 0;

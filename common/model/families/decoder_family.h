@@ -70,6 +70,7 @@ class DecoderFamily : public Family {
   int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count) const override;
   int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,
                                   int64_t shard_count) const override;
+  bool KeepsTensor(const ModelConfig& config, absl::string_view name) const override;
   BackboneKind backbone() const override { return BackboneKind::kDecoder; }
 
  private:

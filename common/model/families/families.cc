@@ -11,6 +11,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
 #include "common/model/families/decoder_family.h"
+#include "common/model/families/latent_attention_family.h"
 #include "common/model/families/layer_windows.h"
 #include "common/model/family.h"
 
@@ -62,6 +63,21 @@ absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields, int64_t /*num_l
   return options;
 }
 
+// DeepSeek-V3 (https://arxiv.org/abs/2412.19437): latent attention.
+absl::StatusOr<Options> DeepseekV3Options(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
+  Options options;
+  TANDEM_ASSIGN_OR_RETURN(options.latent, ReadLatentAttention(fields));
+  options.output_bias = options.latent->latent_bias;
+  TANDEM_ASSIGN_OR_RETURN(const int64_t dense, fields.Count("first_k_dense_replace", 3));
+  if (dense < num_layers) {
+    return fields.NotSupported("first_k_dense_replace", "a layer with experts");
+  }
+  TANDEM_ASSIGN_OR_RETURN(options.num_nextn_predict_layers,
+                          fields.Count("num_nextn_predict_layers", 1));
+  return options;
+}
+
 // Gemma 3 (https://arxiv.org/abs/2503.19786), the language model alone: norms before and behind
 // attention and MLP, with 1 added to their weights, windows in most layers, scaled embeddings.
 // Attention has no soft cap in `transformers`, whatever the key says.
@@ -95,6 +111,7 @@ const std::vector<const Family*>& Families() {
       new DecoderFamily("qwen3", "Qwen3", Qwen3Options),
       new DecoderFamily("olmo2", "Olmo2", Olmo2Options,
                         {.rms_norm_eps = 1e-5, .has_token_classifier = false}),
+      new DecoderFamily("deepseek_v3", "DeepseekV3", DeepseekV3Options),
       new DecoderFamily("gemma3_text", "Gemma3", Gemma3Options,
                         {.tie_word_embeddings = true,
                          .head_dim = 256,

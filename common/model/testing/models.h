@@ -43,6 +43,13 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                            {"bos_token_id", 1},
                            {"architectures", {"ForCausalLM"}}};
   if (model_type == "mistral") config["sliding_window"] = 5;
+  if (model_type == "deepseek_v3") {
+    config.merge_patch({{"q_lora_rank", 11},
+                        {"kv_lora_rank", 13},
+                        {"qk_nope_head_dim", 7},
+                        {"qk_rope_head_dim", 6},
+                        {"v_head_dim", 5}});
+  }
   if (model_type == "gemma3_text") {  // a layer with a window and one without
     config["sliding_window"] = 5;
     config["sliding_window_pattern"] = 2;
@@ -50,6 +57,10 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
     config.erase("hidden_act");
   }
   if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
+  if (model_type == "deepseek_v3") {
+    config["num_key_value_heads"] = config["num_attention_heads"];
+    config["first_k_dense_replace"] = config["num_hidden_layers"];
+  }
   return config;
 }
 

@@ -20,6 +20,7 @@ inline std::vector<TinyKind> EveryTinyKind() {
           {"qwen2", false, false},       {"qwen2", true, false},       {"qwen2", false, true},
           {"qwen3", false, false},       {"qwen3", true, false},       {"qwen3", true, true},
           {"olmo2", false, false},       {"olmo2", true, false},       {"olmo2", false, true},
+          {"deepseek_v3", false, false}, {"deepseek_v3", true, false}, {"deepseek_v3", false, true},
           {"gemma3_text", false, false}, {"gemma3_text", true, false}, {"gemma3_text", true, true}};
 }
 

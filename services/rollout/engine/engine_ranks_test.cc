@@ -102,6 +102,7 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{.name = "tied_qwen3_2_1", .family = "qwen3", .tied = true},
         Layout{.name = "qwen3_1_2", .family = "qwen3", .senior_ranks = 1, .junior_ranks = 2},
         Layout{.name = "olmo2_2_2", .family = "olmo2", .junior_ranks = 2},
+        Layout{.name = "deepseek_v3_2_2", .family = "deepseek_v3", .junior_ranks = 2},
         Layout{.name = "gemma3_2_2", .family = "gemma3_text", .tied = true, .junior_ranks = 2},
         Layout{.name = "llama_4_2", .family = "llama", .senior_ranks = 4, .junior_ranks = 2}),
     [](const auto& info) { return std::string(info.param.name); });

@@ -102,7 +102,7 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
 int64_t BlockBytes(const Lane& lane, int64_t ranks) {
   int64_t per_token = 0;
   for (const LayerCache& layer : lane.family->CacheLayout(lane.config, ranks)) {
-    per_token += 2 * layer.heads * layer.head_dim;  // keys and values
+    per_token += layer.values_per_token();
   }
   return kKvBlockTokens * per_token *
          static_cast<int64_t>(ItemSizeBytes(lane.options.storage.cache_dtype));
