@@ -28,6 +28,8 @@ struct ParameterSpec {
   std::optional<int64_t> shard_axis = std::nullopt;
   // The block of a pass that it belongs to (Backbone::RunBlock).
   int64_t block = 0;
+  // Whether gradients change it. A buffer of `transformers` is loaded and saved alone.
+  bool trains = true;
 
   int64_t numel() const;
 };

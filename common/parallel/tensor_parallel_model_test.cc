@@ -75,6 +75,9 @@ std::vector<Case> Cases() {
           {"olmo2", "olmo2", biases},
           {"tied olmo2", "olmo2", tied},
           {"olmo2 critic", "olmo2", none, HeadKind::kValue},
+          {"mixtral", "mixtral", none},
+          {"tied qwen2_moe", "qwen2_moe", tied},
+          {"qwen3_moe critic", "qwen3_moe", none, HeadKind::kValue},
           {"half frozen", "qwen3", none, HeadKind::kLm, {kEmbeddingName, "model.layers.0.*"}}};
 }
 

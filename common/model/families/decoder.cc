@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/model/families/decoder_family.h"
+#include "common/model/families/expert_mlp.h"
 #include "common/model/families/gated_mlp.h"
 #include "common/model/families/grouped_query_attention.h"
 #include "common/model/families/row_parallel.h"
@@ -25,11 +26,15 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     if (!placement.Holds(i + 1)) continue;
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
-    const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+    const std::string attention = prefix + "self_attn.";
     Layer& layer = layers_[static_cast<size_t>(i)];
     layer.attention = std::make_unique<GroupedQueryAttention>(config_, i, attention, group_, store);
     layer.output = &store.TakeLinear({attention + "o_proj"});
-    layer.feed_forward = std::make_unique<GatedMlp>(mlp, group_, store);
+    if (config.decoder.experts.OfLayer(i)) {
+      layer.feed_forward = std::make_unique<ExpertMlp>(config.decoder, prefix, group_, store);
+    } else {
+      layer.feed_forward = std::make_unique<GatedMlp>(prefix + "mlp.", group_, store);
+    }
     layer.attention_norm = store.Take(absl::StrCat(prefix, norms.attention, ".weight"));
     layer.mlp_norm = store.Take(absl::StrCat(prefix, norms.mlp, ".weight"));
   }

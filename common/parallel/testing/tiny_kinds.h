@@ -15,11 +15,14 @@ struct TinyKind {
 };
 
 inline std::vector<TinyKind> EveryTinyKind() {
-  return {{"llama", false, false},   {"llama", true, false},   {"llama", true, true},
-          {"mistral", false, false}, {"mistral", true, false}, {"mistral", false, true},
-          {"qwen2", false, false},   {"qwen2", true, false},   {"qwen2", false, true},
-          {"qwen3", false, false},   {"qwen3", true, false},   {"qwen3", true, true},
-          {"olmo2", false, false},   {"olmo2", true, false},   {"olmo2", false, true}};
+  return {{"llama", false, false},     {"llama", true, false},     {"llama", true, true},
+          {"mistral", false, false},   {"mistral", true, false},   {"mistral", false, true},
+          {"qwen2", false, false},     {"qwen2", true, false},     {"qwen2", false, true},
+          {"qwen3", false, false},     {"qwen3", true, false},     {"qwen3", true, true},
+          {"olmo2", false, false},     {"olmo2", true, false},     {"olmo2", false, true},
+          {"mixtral", false, false},   {"mixtral", true, false},   {"mixtral", false, true},
+          {"qwen2_moe", false, false}, {"qwen2_moe", true, false}, {"qwen2_moe", false, true},
+          {"qwen3_moe", false, false}, {"qwen3_moe", true, false}, {"qwen3_moe", false, true}};
 }
 
 inline std::string NameOf(const TinyKind& kind) {
