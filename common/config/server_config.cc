@@ -1,9 +1,11 @@
 #include "common/config/server_config.h"
 
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/message.h>
+
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -389,73 +391,54 @@ absl::Status CheckRevision(const std::string& field, const std::string& revision
                                    " lower-case hexadecimal digits, got \"", revision, "\""));
 }
 
-// Resolved settings of one lane, "senior" or "junior".
-struct LaneSettings {
-  absl::string_view lane;
-  std::string dtype;
-  types::v1::Quantization quantization;
-  std::optional<double> gpu_memory_utilization;
-  bool enforce_eager;
-  std::string model_revision;
-};
-
-absl::Status CheckLane(const LaneSettings& lane, const v1::ComputeOptions& compute) {
-  const auto field = [&](absl::string_view name) { return absl::StrCat(lane.lane, "_", name); };
-  TANDEM_RETURN_IF_ERROR(CheckOneOf(field("dtype"), lane.dtype, {"float32", "bfloat16"}));
-  TANDEM_RETURN_IF_ERROR(CheckQuantization(field("quantization"), lane.quantization, compute));
-  if (lane.gpu_memory_utilization.has_value()) {
-    TANDEM_RETURN_IF_ERROR(CheckMemoryUtilization(field("gpu_memory_utilization"),
-                                                  *lane.gpu_memory_utilization, compute));
+// Resolves the settings that a lane, "senior" or "junior", has under its name.
+absl::Status ResolveLane(absl::string_view lane, RolloutServerConfig* config) {
+  const google::protobuf::Reflection& reflection = *config->GetReflection();
+  const auto path = [&](absl::string_view name) { return absl::StrCat(lane, "_", name); };
+  const auto field = [&](absl::string_view name) {
+    return config->GetDescriptor()->FindFieldByName(path(name));
+  };
+  const auto text = [&](absl::string_view name) {
+    return reflection.GetString(*config, field(name));
+  };
+  if (text("dtype").empty()) {
+    reflection.SetString(config, field("dtype"), config->compute().dtype());
   }
-  if (!lane.enforce_eager) {
-    return FieldError(absl::StatusCode::kUnimplemented, field("enforce_eager"),
+  const auto* const quantization = field("quantization");
+  if (reflection.GetEnumValue(*config, quantization) == types::v1::QUANTIZATION_UNSPECIFIED) {
+    reflection.SetEnumValue(config, quantization, types::v1::QUANTIZATION_NONE);
+  }
+  const auto* const enforce_eager = field("enforce_eager");
+  if (!reflection.HasField(*config, enforce_eager)) {
+    reflection.SetBool(config, enforce_eager, true);
+  }
+  TANDEM_RETURN_IF_ERROR(CheckOneOf(path("dtype"), text("dtype"), {"float32", "bfloat16"}));
+  TANDEM_RETURN_IF_ERROR(CheckQuantization(
+      path("quantization"),
+      static_cast<types::v1::Quantization>(reflection.GetEnumValue(*config, quantization)),
+      config->compute()));
+  const auto* const utilization = field("gpu_memory_utilization");
+  if (reflection.HasField(*config, utilization)) {
+    TANDEM_RETURN_IF_ERROR(CheckMemoryUtilization(path("gpu_memory_utilization"),
+                                                  reflection.GetDouble(*config, utilization),
+                                                  config->compute()));
+  }
+  if (!reflection.GetBool(*config, enforce_eager)) {
+    return FieldError(absl::StatusCode::kUnimplemented, path("enforce_eager"),
                       "false asks for captured CUDA graphs, which there are not yet");
   }
-  return CheckRevision(field("model_revision"), lane.model_revision);
-}
-
-absl::Status ResolveSenior(RolloutServerConfig* config) {
-  if (config->senior_dtype().empty()) config->set_senior_dtype(config->compute().dtype());
-  if (config->senior_quantization() == types::v1::QUANTIZATION_UNSPECIFIED) {
-    config->set_senior_quantization(types::v1::QUANTIZATION_NONE);
-  }
-  TANDEM_DEFAULT(config, max_model_len, 2048);
-  TANDEM_DEFAULT(config, senior_enforce_eager, true);
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
-  std::optional<double> utilization;
-  if (config->has_senior_gpu_memory_utilization()) {
-    utilization = config->senior_gpu_memory_utilization();
-  }
-  return CheckLane({.lane = "senior",
-                    .dtype = config->senior_dtype(),
-                    .quantization = config->senior_quantization(),
-                    .gpu_memory_utilization = utilization,
-                    .enforce_eager = config->senior_enforce_eager(),
-                    .model_revision = config->senior_model_revision()},
-                   config->compute());
+  return CheckRevision(path("model_revision"), text("model_revision"));
 }
 
 // Leaves the junior's settings as they are where there is no junior.
-absl::Status ResolveJunior(RolloutServerConfig* config) {
+absl::Status ResolveLanes(RolloutServerConfig* config) {
+  TANDEM_DEFAULT(config, max_model_len, 2048);
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
+  TANDEM_RETURN_IF_ERROR(ResolveLane("senior", config));
   if (config->junior_model().empty()) return CheckNoJuniorSettings(*config);
-  if (config->junior_dtype().empty()) config->set_junior_dtype(config->compute().dtype());
-  if (config->junior_quantization() == types::v1::QUANTIZATION_UNSPECIFIED) {
-    config->set_junior_quantization(types::v1::QUANTIZATION_NONE);
-  }
   TANDEM_DEFAULT(config, junior_max_model_len, config->max_model_len());
-  TANDEM_DEFAULT(config, junior_enforce_eager, true);
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("junior_max_model_len", config->junior_max_model_len(), 2));
-  std::optional<double> utilization;
-  if (config->has_junior_gpu_memory_utilization()) {
-    utilization = config->junior_gpu_memory_utilization();
-  }
-  return CheckLane({.lane = "junior",
-                    .dtype = config->junior_dtype(),
-                    .quantization = config->junior_quantization(),
-                    .gpu_memory_utilization = utilization,
-                    .enforce_eager = config->junior_enforce_eager(),
-                    .model_revision = config->junior_model_revision()},
-                   config->compute());
+  return ResolveLane("junior", config);
 }
 
 absl::Status Resolve(v1::SpeculatorOptions* options) {
@@ -485,8 +468,7 @@ absl::Status Resolve(RolloutServerConfig* config) {
   }
   TANDEM_RETURN_IF_ERROR(CheckGiven("senior_model", config->senior_model()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_tandem(), !config->junior_model().empty()));
-  TANDEM_RETURN_IF_ERROR(ResolveSenior(config));
-  TANDEM_RETURN_IF_ERROR(ResolveJunior(config));
+  TANDEM_RETURN_IF_ERROR(ResolveLanes(config));
   TANDEM_DEFAULT(config, max_num_seqs, 64);
   TANDEM_DEFAULT(config, max_batched_tokens, 2048);
   TANDEM_DEFAULT(config, max_queue, 4096);

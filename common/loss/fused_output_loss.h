@@ -28,6 +28,7 @@ struct OutputRows {
 struct RowLogProbs {
   std::vector<double> logprobs;
   std::vector<double> entropies;
+  int64_t num_greatest = 0;  // rows whose label has the greatest logit
 };
 
 // Called for consecutive runs of rows, once for each row and in order: reads their log-probs and

@@ -474,6 +474,34 @@ TEST(FusedOutputLossTest, TilesOfTheVocabularyEqualTheWhole) {
   }
 }
 
+TEST(FusedOutputLossTest, LabelsWithTheGreatestLogitAreCounted) {
+  Problem p;
+  constexpr int64_t kTokens = 2 * kTileColumns + 907;
+  p.weight = at::randn({kTokens, kHidden}, at::kDouble).to(at::kFloat).to(at::kDouble);
+  p.hidden = p.hidden.to(at::kFloat).to(at::kDouble);
+  const at::Tensor greatest = p.hidden.matmul(p.weight.t()).argmax(1);
+  constexpr int64_t kRight = 4;
+  for (int64_t row = 0; row < kRows; ++row) {
+    const int64_t label = greatest[row].item<int64_t>();
+    p.rows.labels[static_cast<size_t>(row)] = row < kRight ? label : (label + 1) % kTokens;
+  }
+  const auto none = [](auto&&...) { return absl::OkStatus(); };
+  for (const LossImpl impl : {LossImpl::kTiles, LossImpl::kRows, LossImpl::kAten}) {
+    auto loss =
+        LinearCrossEntropyLoss::Create(p.weight.to(at::kFloat), {.impl = impl, .chunk_size = 5})
+            .value();
+    EXPECT_EQ(loss->LogProbs(p.hidden.to(at::kFloat), p.rows)->num_greatest, kRight);
+    for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
+      OutputGradients gradients;
+      int64_t found = -1;
+      ASSERT_TRUE(
+          loss->ForwardBackward(p.hidden.to(at::kFloat), p.rows, none, gradients, mode, &found)
+              .ok());
+      EXPECT_EQ(found, kRight);
+    }
+  }
+}
+
 TEST(FusedOutputLossTest, EqualsTheOracleOnAGpu) {
   if (!at::hasCUDA()) GTEST_SKIP() << "no usable GPU";
   const Problem problem;

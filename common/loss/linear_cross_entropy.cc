@@ -416,9 +416,11 @@ LossMode LinearCrossEntropyLoss::ModeFor(LossMode asked_for, int64_t rows) const
 absl::Status LinearCrossEntropyLoss::ForwardBackward(const at::Tensor& hidden,
                                                      const OutputRows& rows,
                                                      TokenLossFunction function,
-                                                     OutputGradients& gradients, LossMode mode) {
+                                                     OutputGradients& gradients, LossMode mode,
+                                                     int64_t* num_greatest) {
   const at::NoGradGuard no_grad;
   TANDEM_RETURN_IF_ERROR(CheckRows(hidden, rows));
+  if (num_greatest != nullptr) *num_greatest = 0;
   if (rows.positions.empty()) return absl::OkStatus();
   const auto count = static_cast<int64_t>(rows.positions.size());
   const Call call(*this, hidden, rows, ModeFor(mode, count));
@@ -430,6 +432,7 @@ absl::Status LinearCrossEntropyLoss::ForwardBackward(const at::Tensor& hidden,
     TANDEM_RETURN_IF_ERROR(
         function(begin, host.logprobs, host.entropies, absl::MakeSpan(c), absl::MakeSpan(e)));
     call.Backward(begin, end, statistics, c, e, gradients);
+    if (num_greatest != nullptr) *num_greatest += host.num_greatest;
   }
   return absl::OkStatus();
 }

@@ -73,11 +73,12 @@ class LinearCrossEntropyLoss {
       at::Tensor weight, const LinearCrossEntropyOptions& options = {});
 
   // Computes the loss of `rows` of `hidden` [T, H] through `function`, and adds its gradients.
-  // INVALID_ARGUMENT for shapes or labels that do not fit; after an error the gradients hold an
-  // unusable partial sum.
+  // If `num_greatest` is not nullptr, it is set to the number of rows whose label has the greatest
+  // logit. INVALID_ARGUMENT for shapes or labels that do not fit; after an error the gradients hold
+  // an unusable partial sum.
   absl::Status ForwardBackward(const at::Tensor& hidden, const OutputRows& rows,
                                TokenLossFunction function, OutputGradients& gradients,
-                               LossMode mode = LossMode::kAuto);
+                               LossMode mode = LossMode::kAuto, int64_t* num_greatest = nullptr);
 
   // Returns the log-probabilities and entropies of `rows`, without any gradient.
   absl::StatusOr<RowLogProbs> LogProbs(const at::Tensor& hidden, const OutputRows& rows);

@@ -88,6 +88,7 @@ RowLogProbs LogProbs(const RowStatistics& rows) {
     const kernels::LogitRow whole = {.max = max[row], .sum = sum[row], .weighted = weighted[row]};
     result.logprobs.push_back(kernels::LogProb(label[row], whole));
     result.entropies.push_back(std::log(whole.sum) - whole.weighted / whole.sum);
+    result.num_greatest += label[row] == max[row];
   }
   return result;
 }

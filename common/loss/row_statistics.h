@@ -37,8 +37,8 @@ RowStatistics MergeTiles(const RowStatistics& tiles);
 // all-reduce one maximum and one sum.
 RowStatistics MergeRanks(const RowStatistics& rows, ops::TensorParallelGroup& group);
 
-// Returns log softmax(z)_y and the entropy of softmax(z), from merged statistics. A GPU is waited
-// for, once.
+// Returns log softmax(z)_y and the entropy of softmax(z), from merged statistics, and counts the
+// rows with z_y = max. A GPU is waited for, once.
 RowLogProbs LogProbs(const RowStatistics& rows);
 
 }  // namespace tandem::loss

@@ -18,14 +18,16 @@ namespace tandem {
 struct AttentionLayer {
   int64_t index = 0;
   ops::AttentionScores scores = {};
+  // Whether values are the first columns of the keys (latent attention): a view of them.
+  bool values_in_keys = false;
 };
 
 class AttentionContext {
  public:
   virtual ~AttentionContext() = default;
 
-  // Causal attention of one layer. q [T, heads, head_dim], k and v [T, key_value_heads, head_dim],
-  // rotated; returns [T, heads * head_dim].
+  // Causal attention of one layer. q [T, heads, head_dim] and k [T, key_value_heads, head_dim],
+  // rotated, v [T, key_value_heads, value_dim], not wider; returns [T, heads * value_dim].
   virtual at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch,
                             const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) = 0;
 };

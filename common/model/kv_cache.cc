@@ -8,10 +8,12 @@ KvCache::KvCache(const std::vector<LayerCache>& layers, int64_t num_blocks, at::
                  at::ScalarType dtype)
     : num_blocks_(num_blocks) {
   for (const LayerCache& layer : layers) {
-    for (auto* blocks : {&keys_, &values_}) {
-      blocks->push_back(at::empty({num_blocks, layer.heads, kKvBlockTokens, layer.head_dim},
-                                  at::device(device).dtype(dtype)));
-    }
+    const auto blocks = [&] {
+      return at::empty({num_blocks, layer.heads, kKvBlockTokens, layer.head_dim},
+                       at::device(device).dtype(dtype));
+    };
+    keys_.push_back(blocks());
+    values_.push_back(layer.value_dim > 0 ? keys_.back().narrow(3, 0, layer.value_dim) : blocks());
   }
 }
 

@@ -27,7 +27,8 @@ class KvCache {
   // Copies a whole block, in all layers.
   void CopyBlock(int64_t from, int64_t to);
 
-  // [num_blocks, heads, kKvBlockTokens, head_dim], of the layer's LayerCache.
+  // [num_blocks, heads, kKvBlockTokens, head_dim], of the layer's LayerCache. Values may be a view
+  // of the keys' first columns.
   const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }
   const at::Tensor& values(int64_t layer) const { return values_[layer]; }
 

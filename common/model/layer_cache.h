@@ -23,6 +23,12 @@ struct LayerCache {
   int64_t heads = 0;
   int64_t head_dim = 0;
   int64_t window = kNoWindow;
+  // If not 0, values take no memory of their own: they are the first `value_dim` columns of the
+  // keys (latent attention).
+  int64_t value_dim = 0;
+
+  // Returns the numbers that the cache stores for a token.
+  int64_t values_per_token() const { return heads * head_dim * (value_dim > 0 ? 1 : 2); }
 };
 
 // Returns the longest window of the layers: a row reads nothing before it.

@@ -220,7 +220,8 @@ class Model {
   // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
   // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory
   // still has them: FAILED_PRECONDITION if tokenizer.json is gone from there though the number of
-  // token ids, which it says, is not vocab_size. A critic is written as
+  // token ids, which it says, is not vocab_size, or if tensors that an export keeps as they were
+  // (Family::KeepsTensor) are gone. A critic is written as
   // <Family>ForTokenClassification with `score.weight`; where `transformers` has no such class, as
   // <Family>ForSequenceClassification. `parameters` gives whole parameters, of which one at a time
   // is held and converted.
@@ -239,11 +240,15 @@ class Model {
   void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);
   std::string ExportedConfig(DType dtype) const;
+  // Reads kept_tensors_ from the source.
+  absl::Status VisitKeptTensors(TensorVisitor visit) const;
 
   ModelConfig config_;
   int64_t num_token_ids_ = 0;
   const Family* family_ = nullptr;
   std::string source_directory_;
+  // Tensors of the source that exports contain as they are (Family::KeepsTensor).
+  std::vector<WeightSpec> kept_tensors_;
   HeadKind head_ = HeadKind::kLm;
   ValueHeadSource value_head_source_ = ValueHeadSource::kNone;
   uint64_t value_head_seed_ = 0;

@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 
+#include <deque>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/model/family.h"
 #include "common/model/initial_value.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
@@ -37,6 +39,7 @@ struct ModelFiles {
   std::unique_ptr<SafetensorsDirectory> directory;
   std::unique_ptr<SafetensorsFile> value_head_file;  // may be null
   std::vector<const TensorView*> tensors;            // of both
+  std::deque<TensorView> unstacked;                  // views into tensors of several parameters
   ValueHeadTensors value_head;                       // with kValue
 
   static absl::StatusOr<ModelFiles> Open(const std::string& directory, HeadKind head) {
@@ -57,12 +60,44 @@ struct ModelFiles {
   }
 };
 
+// Puts a view of every parameter in the place of the tensors in which files hold several
+// (Family::StackedTensors).
+absl::Status Unstack(const std::vector<StackedTensor>& stacks, ModelFiles& files) {
+  std::map<absl::string_view, const StackedTensor*> by_name;
+  for (const StackedTensor& stack : stacks) by_name[stack.name] = &stack;
+  std::vector<const TensorView*> tensors;
+  for (const TensorView* view : files.tensors) {
+    const auto found = by_name.find(view->name);
+    if (found == by_name.end()) {
+      tensors.push_back(view);
+      continue;
+    }
+    const StackedTensor& stack = *found->second;
+    TANDEM_RETURN_IF_ERROR(CheckFloatTensor(*view, stack.shape));
+    const auto count = stack.parameters.size();
+    const auto columns = stack.shape.back();
+    int64_t rows = 1;
+    for (size_t axis = 0; axis + 1 < stack.shape.size(); ++axis) rows *= stack.shape[axis];
+    for (size_t i = 0; i < count; ++i) {
+      TensorView part = *view;
+      part.name = stack.parameters[i];
+      part.shape = {rows / static_cast<int64_t>(count), columns};
+      part.bytes = view->bytes / count;
+      part.data = view->data + i * part.bytes;
+      tensors.push_back(&files.unstacked.emplace_back(std::move(part)));
+    }
+  }
+  files.tensors = std::move(tensors);
+  return absl::OkStatus();
+}
+
 // Returns the tensor of each of `specs`, in their order; nullptr for a value head that the files
 // lack. A tensor without a parameter is an error.
 absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
                                                       const std::vector<ParameterSpec>& specs,
                                                       const ModelConfig& config,
                                                       const HeadOptions& head) {
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   std::map<std::string, const ParameterSpec*> by_name;
   for (const ParameterSpec& spec : specs) by_name[spec.name] = &spec;
   std::map<std::string, const TensorView*> given;  // by parameter
@@ -80,7 +115,7 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
       place = view;
     } else if (name == kLmHeadName && head.kind != HeadKind::kLm) {
       continue;  // replaced by the head that was asked for
-    } else if (!IsOldBuffer(name)) {
+    } else if (!IsOldBuffer(name) && !family->KeepsTensor(config, name)) {
       return TensorError(*view, "unexpected: the model has no such parameter");
     }
   }
@@ -118,8 +153,10 @@ at::Tensor WholeTensor(const ParameterSpec& spec, const TensorView* view, double
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                                                    const LoadOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(directory));
-  TANDEM_ASSIGN_OR_RETURN(const ModelFiles files, ModelFiles::Open(directory, options.head));
+  TANDEM_ASSIGN_OR_RETURN(ModelFiles files, ModelFiles::Open(directory, options.head));
   TANDEM_RETURN_IF_ERROR(CheckSizes(config, *files.directory));
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
+  TANDEM_RETURN_IF_ERROR(Unstack(family->StackedTensors(config), files));
   if (options.head == HeadKind::kValue && config.tie_word_embeddings &&
       files.value_head.weight == nullptr && !options.untie_embeddings) {
     return InvalidField("use_value_head",
@@ -137,6 +174,11 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
   TANDEM_ASSIGN_OR_RETURN(const std::vector<const TensorView*> assigned,
                           Assign(files, specs, config, head));
   TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, head, options));
+  for (const TensorView* view : files.tensors) {
+    if (!model->family_->KeepsTensor(config, view->name)) continue;
+    model->kept_tensors_.push_back(
+        {.name = view->name, .dtype = view->dtype, .shape = view->shape});
+  }
   // Others compare it, and look for its files, from other working directories.
   model->source_directory_ = fs::absolute(directory).lexically_normal().string();
   model->value_head_seed_ = options.value_head_seed;
@@ -151,6 +193,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
 absl::StatusOr<SourceParameters> Model::ReadSource() const {
   const at::NoGradGuard no_grad;
   TANDEM_ASSIGN_OR_RETURN(ModelFiles opened, ModelFiles::Open(source_directory_, head_));
+  TANDEM_RETURN_IF_ERROR(Unstack(family_->StackedTensors(config_), opened));
   const auto files = std::make_shared<const ModelFiles>(std::move(opened));
   std::vector<ParameterSpec> specs;
   for (const auto& parameter : store_->parameters()) specs.push_back(parameter.spec);

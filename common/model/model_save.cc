@@ -13,6 +13,7 @@
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
 #include "common/tensor/aten_bytes.h"
+#include "common/tensor/safetensors.h"
 #include "common/tensor/tensor_memory.h"
 
 namespace tandem {
@@ -57,6 +58,21 @@ std::string Model::ExportedConfig(DType dtype) const {
   return absl::StrCat(config.dump(2), "\n");
 }
 
+absl::Status Model::VisitKeptTensors(TensorVisitor visit) const {
+  if (kept_tensors_.empty()) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const auto files, SafetensorsDirectory::Open(source_directory_));
+  for (const WeightSpec& spec : kept_tensors_) {
+    const TensorView* const view = files->Find(spec.name);
+    if (view == nullptr || view->dtype != spec.dtype || view->shape != spec.shape) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(source_directory_, ": tensor '", spec.name,
+                       "' is not what it was when the model was loaded: an export keeps it"));
+    }
+    TANDEM_RETURN_IF_ERROR(visit(spec.name, AliasAsAten(*view)));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Model::Save(const std::string& directory, DType dtype) const {
   if (placement_.weight_format != kernels::WeightFormat::kDense) {
     return absl::UnimplementedError("a model with packed weights cannot be saved");
@@ -77,8 +93,14 @@ absl::Status Model::Save(const std::string& directory, DType dtype, TensorSource
   fs::create_directories(directory, error);
   if (error) return FileError(error.value(), "cannot create", directory);
   const fs::path target(directory);
-  TANDEM_RETURN_IF_ERROR(WriteTensors(target / "model.safetensors", WeightSpecs(dtype), parameters,
-                                      {{"format", "pt"}}));
+  std::vector<WeightSpec> specs = WeightSpecs(dtype);
+  specs.insert(specs.end(), kept_tensors_.begin(), kept_tensors_.end());
+  const auto all = [&](TensorVisitor visit) -> absl::Status {
+    TANDEM_RETURN_IF_ERROR(parameters(visit));
+    return VisitKeptTensors(visit);
+  };
+  TANDEM_RETURN_IF_ERROR(
+      WriteTensors(target / "model.safetensors", specs, all, {{"format", "pt"}}));
   for (const char* name : kCompanionFiles) {
     const fs::path source = fs::path(source_directory_) / name;
     if (name == kTokenizerFile && num_token_ids_ < config_.vocab_size &&

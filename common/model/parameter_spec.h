@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "common/kernels/weight_format.h"
 #include "common/model/model_config.h"
 
 namespace tandem {
@@ -28,9 +29,21 @@ struct ParameterSpec {
   std::optional<int64_t> shard_axis = std::nullopt;
   // The block of a pass that it belongs to (Backbone::RunBlock).
   int64_t block = 0;
+  // A matrix that stays dense where others are packed, and that is not rounded with them.
+  bool stays_dense = false;
+  // Whether gradients change it. A buffer of `transformers` is loaded and saved alone.
+  bool trains = true;
 
   int64_t numel() const;
+  // Whether a packed format packs it, and bfloat16 weights round it.
+  bool packs() const { return shape.size() == 2 && !stays_dense; }
 };
+
+// Whether a model whose matrices are stored in `format` has the parameter packed: linear maps, the
+// embedding and the head, but no norms and biases.
+inline bool IsPacked(const ParameterSpec& spec, kernels::WeightFormat format) {
+  return format != kernels::WeightFormat::kDense && spec.packs();
+}
 
 // The last block of a pass through `layers` layers: the final norm and the head. Block 0 is the
 // embedding, block i + 1 is layer i.

@@ -40,10 +40,11 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
   for (size_t i = 0; i < specs.size(); ++i) {
     Parameter parameter = {
         .spec = specs[i], .shard = {}, .trainable = store->training_ && trainable[i], .value = {}};
-    parameter.rounded = placement.weight_dtype == at::kBFloat16 && specs[i].shape.size() == 2;
+    parameter.rounded = placement.weight_dtype == at::kBFloat16 && specs[i].packs();
     if (const std::optional<int64_t> axis = specs[i].shard_axis; axis.has_value()) {
       parameter.shard = {*axis, placement.shard_index, placement.shard_count};
     }
+    store->indices_.emplace(specs[i].name, i);
     store->parameters_.push_back(std::move(parameter));
   }
   store->AllocateBlocks();
@@ -72,10 +73,8 @@ void ParameterStore::AllocateBlocks() {
 }
 
 const Parameter* ParameterStore::Find(const std::string& name) const {
-  for (const Parameter& parameter : parameters_) {
-    if (parameter.spec.name == name) return &parameter;
-  }
-  return nullptr;
+  const auto found = indices_.find(name);
+  return found == indices_.end() ? nullptr : &parameters_[found->second];
 }
 
 Parameter* ParameterStore::FindMutable(const std::string& name) {
@@ -83,8 +82,7 @@ Parameter* ParameterStore::FindMutable(const std::string& name) {
 }
 
 bool ParameterStore::IsPacked(const Parameter& parameter) const {
-  return placement_.weight_format != kernels::WeightFormat::kDense &&
-         parameter.spec.shape.size() == 2;
+  return tandem::IsPacked(parameter.spec, placement_.weight_format);
 }
 
 bool ParameterStore::HasRoundedCopies() const {

@@ -98,4 +98,10 @@ RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim)
   return result;
 }
 
+double YarnScoreFactor(const RopeConfig& rope) {
+  if (rope.type != RopeConfig::Type::kYarn || !rope.mscale_all_dim.has_value()) return 1.0;
+  const double scale = YarnScale(rope.factor, *rope.mscale_all_dim);
+  return scale * scale;
+}
+
 }  // namespace tandem

@@ -16,6 +16,10 @@ struct RopeFrequencies {
 // Returns the same numbers as `transformers` (modeling_rope_utils).
 RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim);
 
+// Returns the factor by which yarn with `mscale_all_dim` changes the scale of DeepSeek's attention:
+// (0.1 mscale_all_dim ln(factor) + 1)^2, else 1.
+double YarnScoreFactor(const RopeConfig& rope);
+
 }  // namespace tandem
 
 #endif  // TANDEM_COMMON_MODEL_ROPE_H_

@@ -21,6 +21,12 @@ at::Tensor RepeatHeads(const at::Tensor& x, int64_t heads) {
       .reshape({x.size(0), heads, x.size(2)});
 }
 
+// Returns x [.., width] with zeros up to `width`: the fused kernels of ATen need values as wide as
+// keys, and the columns of the result that belong to zeros are left out.
+at::Tensor PadColumns(const at::Tensor& x, int64_t width) {
+  return x.size(-1) == width ? x : at::constant_pad_nd(x, {0, width - x.size(-1)});
+}
+
 // Consecutive rows of a sequence and the keys that they attend to, by their positions.
 struct RowChunk {
   int64_t row, rows, key, keys;
@@ -57,8 +63,8 @@ std::vector<RowChunk> RowChunks(int64_t begin, int64_t end, int64_t window) {
   return chunks;
 }
 
-// Attention of the rows of a chunk: q [rows, heads, D], k and v [keys, kv_heads, D]
-// -> [rows, heads * D].
+// Attention of the rows of a chunk: q [rows, heads, D], k [keys, kv_heads, D] and
+// v [keys, kv_heads, Dv] -> [rows, heads * Dv].
 at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                          const RowChunk& chunk, c10::optional<double> scale) {
   const int64_t rows = q.size(0), heads = q.size(1);
@@ -66,15 +72,18 @@ at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Ten
     return x.transpose(0, 1).unsqueeze(0);
   };
   return at::scaled_dot_product_attention(batched(q), batched(RepeatHeads(k, heads)),
-                                          batched(RepeatHeads(v, heads)), chunk.Mask(q.options()),
+                                          batched(RepeatHeads(PadColumns(v, q.size(2)), heads)),
+                                          chunk.Mask(q.options()),
                                           /*dropout_p=*/0.0, chunk.is_causal(), scale)
       .squeeze(0)
       .transpose(0, 1)
-      .reshape({rows, heads * q.size(2)});
+      .narrow(2, 0, v.size(2))
+      .reshape({rows, heads * v.size(2)});
 }
 
-at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q) {
-  if (outputs.empty()) return q.reshape({0, q.size(1) * q.size(2)});
+at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q,
+                    const at::Tensor& v) {
+  if (outputs.empty()) return at::empty({0, q.size(1) * v.size(2)}, q.options());
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
 }
 
@@ -92,7 +101,7 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
           v.narrow(0, begin + chunk.key, chunk.keys), chunk, scores.scale));
     }
   }
-  return JoinRows(outputs, q);
+  return JoinRows(outputs, q, v);
 }
 
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -127,54 +136,72 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
                                       values.narrow(0, key, chunk.keys), chunk, scores.scale));
     }
   }
-  return JoinRows(outputs, q);
+  return JoinRows(outputs, q, v);
 }
 
-// Divides the work by sequence and key/value head. Operations of ATen on whole batches, each of
-// which would wake the threads, are many times slower on short sequences.
+// Divides the work by sequence, key/value head, and the query heads that share it. Operations of
+// ATen on whole batches, each of which would wake the threads, are many times slower on short
+// sequences.
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,
                                                const AttentionScores& scores) {
-  const at::Tensor dy = dy_in.view(q.sizes());
-  AttentionGradients d = {at::empty(q.sizes(), q.options()), at::zeros(k.sizes(), k.options()),
-                          at::zeros(v.sizes(), v.options())};
+  // The query heads of an item repeat its keys that many times.
+  constexpr int64_t kHeadsPerItem = 8;
   const int64_t key_value_heads = k.size(1), group = q.size(1) / key_value_heads;
+  const int64_t head_dim = q.size(2), value_dim = v.size(2);
+  const at::Tensor dy = dy_in.view({q.size(0), q.size(1), value_dim});
+  const int64_t splits = (group + kHeadsPerItem - 1) / kHeadsPerItem;
+  // The gradients of keys and values have a sum for each split, [splits, T, kv_heads, D].
+  const auto sums = [&](const at::Tensor& x) {
+    return at::zeros({splits, x.size(0), x.size(1), x.size(2)}, x.options());
+  };
+  const at::Tensor dq = at::empty(q.sizes(), q.options()), dk = sums(k), dv = sums(v);
   const auto run = [&](int64_t begin, int64_t end) {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t s = item / key_value_heads, head = item % key_value_heads;
+      const int64_t split = item % splits, head = item / splits % key_value_heads;
+      const int64_t s = item / splits / key_value_heads;
       const int64_t row = offsets[s], length = offsets[s + 1] - row;
-      const auto of_item = [&](const at::Tensor& x, int64_t heads, int64_t first, int64_t count) {
-        return x
-            .narrow(0, row + first, count)  // [1, heads, count, D]
-            .narrow(1, head * heads, heads)
-            .transpose(0, 1)
-            .unsqueeze(0);
-      };
+      const int64_t first_head = head * group + split * kHeadsPerItem;
+      const int64_t heads = std::min(kHeadsPerItem, group - split * kHeadsPerItem);
       for (const RowChunk& chunk : RowChunks(0, length, scores.window)) {
-        const auto rows = [&](const at::Tensor& x) {
-          return of_item(x, group, chunk.row, chunk.rows);
+        const auto rows = [&](const at::Tensor& x) {  // [1, heads, rows, D]
+          return x.narrow(0, row + chunk.row, chunk.rows)
+              .narrow(1, first_head, heads)
+              .transpose(0, 1)
+              .unsqueeze(0);
         };
-        const auto keys = [&](const at::Tensor& x) { return of_item(x, 1, chunk.key, chunk.keys); };
+        const auto keys = [&](const at::Tensor& x) {  // [1, 1, keys, D]
+          return x.narrow(0, row + chunk.key, chunk.keys)
+              .narrow(1, head, 1)
+              .transpose(0, 1)
+              .unsqueeze(0);
+        };
         const auto shared = [&](const at::Tensor& x) {
-          return keys(x).expand({1, group, chunk.keys, x.size(2)});
+          return keys(x).expand({1, heads, chunk.keys, x.size(2)});
         };
         const c10::optional<at::Tensor> mask = chunk.Mask(q.options());
-        const at::Tensor qi = rows(q), ki = shared(k), vi = shared(v);
+        const at::Tensor qi = rows(q), ki = shared(k);
+        const at::Tensor vi =
+            value_dim == head_dim
+                ? shared(v)
+                : PadColumns(keys(v), head_dim).expand({1, heads, chunk.keys, head_dim});
         const auto [y, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
             qi, ki, vi, /*dropout_p=*/0.0, chunk.is_causal(), mask, scores.scale);
-        const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-            rows(dy), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0, chunk.is_causal(), mask,
-            scores.scale);
-        rows(d.q).copy_(dq);
-        keys(d.k).add_(dk.sum(1, /*keepdim=*/true));
-        keys(d.v).add_(dv.sum(1, /*keepdim=*/true));
+        const auto [dqi, dki, dvi] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+            PadColumns(rows(dy), head_dim), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0,
+            chunk.is_causal(), mask, scores.scale);
+        rows(dq).copy_(dqi);
+        keys(dk[split]).add_(dki.sum(1, /*keepdim=*/true));
+        keys(dv[split]).add_(dvi.sum(1, /*keepdim=*/true).narrow(3, 0, value_dim));
       }
     }
   };
-  at::parallel_for(0, (static_cast<int64_t>(offsets.size()) - 1) * key_value_heads, 1, run);
-  return d;
+  const int64_t sequences = static_cast<int64_t>(offsets.size()) - 1;
+  at::parallel_for(0, sequences * key_value_heads * splits, 1, run);
+  if (splits == 1) return {dq, dk[0], dv[0]};
+  return {dq, dk.sum(0), dv.sum(0)};
 }
 
 }  // namespace tandem::ops

@@ -25,7 +25,7 @@ struct AttentionGradients {
 };
 
 // Returns the gradients of causal attention on the CPU in float32, for the gradient dy
-// [T, heads * D] of its result. They do not depend on the number of threads.
+// [T, heads * Dv] of its result. They do not depend on the number of threads.
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,

@@ -79,22 +79,27 @@ void Attend(const kernels::AttentionArgs<uint16_t>& args) {
 
 // Attention of q to the keys and values of type Number at source(s) for each sequence s.
 template <typename Number, typename Source>
-at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
+at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads, int64_t value_dim,
                            const std::vector<int64_t>& offsets, const AttentionScores& scores,
                            const Source& source) {
-  constexpr int64_t kRowsPerItem = 32;  // so that threads divide a long prompt
+  constexpr int64_t kRowsPerItem = 32;   // so that threads divide a long prompt
+  constexpr int64_t kHeadsPerItem = 16;  // and the heads of one that share a key
+  // Query heads [head, head + heads) of the rows [begin, end).
   struct Item {
-    int64_t sequence, head, begin, end;
+    int64_t sequence, key_value_head, head, heads, begin, end;
   };
   const int64_t heads = q.size(1), head_dim = q.size(2), group = heads / key_value_heads;
-  at::Tensor out = EmptyOnCpu({q.size(0), heads * head_dim});
+  at::Tensor out = EmptyOnCpu({q.size(0), heads * value_dim});
   thread_local std::vector<Item> items;  // keeps its memory for the next pass
   items.clear();
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     for (int64_t begin = offsets[s]; begin < offsets[s + 1]; begin += kRowsPerItem) {
       const int64_t end = std::min(begin + kRowsPerItem, offsets[s + 1]);
       for (int64_t head = 0; head < key_value_heads; ++head) {
-        items.push_back({static_cast<int64_t>(s), head, begin, end});
+        for (int64_t first = 0; first < group; first += kHeadsPerItem) {
+          items.push_back({static_cast<int64_t>(s), head, head * group + first,
+                           std::min(kHeadsPerItem, group - first), begin, end});
+        }
       }
     }
   }
@@ -104,19 +109,19 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
     for (int64_t i = first; i < last; ++i) {
       const Item& item = all[i];
       const AttentionSource<Number> from = source(item.sequence);
-      const int64_t column = item.head * group * head_dim;
       Attend(kernels::AttentionArgs<Number>{
-          Data(q) + item.begin * q.stride(0) + column,
+          Data(q) + item.begin * q.stride(0) + item.head * head_dim,
           q.stride(0),
-          from.k + item.head * from.k_head_stride,
+          from.k + item.key_value_head * from.k_head_stride,
           from.k_position_stride,
-          from.v + item.head * from.v_head_stride,
+          from.v + item.key_value_head * from.v_head_stride,
           from.v_position_stride,
-          MutableData(out) + item.begin * heads * head_dim + column,
-          heads * head_dim,
+          MutableData(out) + (item.begin * heads + item.head) * value_dim,
+          heads * value_dim,
           item.end - item.begin,
-          group,
+          item.heads,
           head_dim,
+          value_dim,
           from.first_position + item.begin - offsets[item.sequence],
           scale,
           from.blocks,
@@ -125,7 +130,8 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads,
       });
     }
   };
-  ParallelFor(static_cast<int64_t>(items.size()), group * head_dim * kernels::kAttentionBlock, run);
+  ParallelFor(static_cast<int64_t>(items.size()),
+              std::min(group, kHeadsPerItem) * head_dim * kernels::kAttentionBlock, run);
   return out;
 }
 
@@ -169,7 +175,7 @@ at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const
       append(values, value_cache, v);
     }
   }
-  return AttentionKernel<Number>(q, k.size(1), offsets, scores, [&](int64_t sequence) {
+  return AttentionKernel<Number>(q, k.size(1), v.size(2), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<Number>{.k = keys,
                                    .k_position_stride = key_cache.stride(2),
                                    .k_head_stride = key_cache.stride(1),
@@ -290,6 +296,41 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
   return y;
 }
 
+at::Tensor SplitPairs(const at::Tensor& x_in) {
+  const int64_t heads = x_in.size(1), half = x_in.size(2) / 2;
+  if (!UseCpuKernels(x_in)) return x_in.unflatten(2, {half, 2}).transpose(2, 3).flatten(2);
+  const at::Tensor x = Packed(x_in);
+  at::Tensor y = EmptyOnCpu({x.size(0), heads, 2 * half});
+  for (int64_t row = 0; row < x.size(0); ++row) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const float* const from = Data(x) + row * x.stride(0) + head * x.stride(1);
+      float* const to = MutableData(y) + (row * heads + head) * 2 * half;
+      for (int64_t d = 0; d < half; ++d) {
+        to[d] = from[2 * d];
+        to[half + d] = from[2 * d + 1];
+      }
+    }
+  }
+  return y;
+}
+
+at::Tensor JoinWidths(const at::Tensor& a_in, const at::Tensor& b_in) {
+  if (!UseCpuKernels(a_in)) return at::cat({a_in, b_in}, 2);
+  const at::Tensor a = Packed(a_in), b = Packed(b_in);
+  const int64_t heads = a.size(1), width = a.size(2) + b.size(2);
+  at::Tensor y = EmptyOnCpu({a.size(0), heads, width});
+  ParallelFor(a.size(0), heads * width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t head = 0; head < heads; ++head) {
+        float* const to = MutableData(y) + (row * heads + head) * width;
+        std::copy_n(Data(a) + row * a.stride(0) + head * a.stride(1), a.size(2), to);
+        std::copy_n(Data(b) + row * b.stride(0) + head * b.stride(1), b.size(2), to + a.size(2));
+      }
+    }
+  });
+  return y;
+}
+
 at::Tensor Gated(const at::Tensor& gate_up_in, GateActivation activation) {
   const int64_t width = gate_up_in.size(1) / 2;
   if (!HasCpuKernels(gate_up_in)) {
@@ -314,7 +355,7 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
   if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets, scores);
   if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets, scores);
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
-  return AttentionKernel<float>(q, k.size(1), offsets, scores, [&](int64_t sequence) {
+  return AttentionKernel<float>(q, k.size(1), v.size(2), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<float>{Data(k) + offsets[sequence] * k.stride(0),
                                   k.stride(0),
                                   k.stride(1),
@@ -336,9 +377,11 @@ at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
   }
   constexpr int64_t kTokens = kernels::kAttentionBlock;
   const at::ScalarType type = key_cache.scalar_type();
-  TORCH_CHECK(key_cache.size(2) == kTokens && key_cache.is_contiguous() &&
-                  value_cache.size(2) == kTokens && value_cache.is_contiguous(),
-              "the blocks of the cache must be contiguous and hold ", kTokens, " tokens");
+  TORCH_CHECK(key_cache.size(2) == kTokens && key_cache.stride(3) == 1 &&
+                  value_cache.size(2) == kTokens && value_cache.stride(3) == 1,
+              "a token of the cache must be contiguous, and a block hold ", kTokens, " tokens");
+  TORCH_CHECK(key_cache.stride(0) == value_cache.stride(0),
+              "blocks of keys and of values must be as far apart");
   TORCH_CHECK((type == at::kFloat || type == at::kBFloat16) && value_cache.scalar_type() == type,
               "keys and values must be float32 or bfloat16, both of one type");
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);

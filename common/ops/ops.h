@@ -60,6 +60,13 @@ at::Tensor RmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps, do
 // cos and sin [T, D/2] fp32 are those of the angles.
 at::Tensor RotaryEmbedding(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
+// Reorders the dimensions of x [T, heads, D] for RotaryEmbedding, where a model rotates the pairs
+// (2 d, 2 d + 1) instead: the first of each pair, and then the second ones.
+at::Tensor SplitPairs(const at::Tensor& x);
+
+// Joins a [T, heads, A] and b [T, heads, B] to [T, heads, A + B].
+at::Tensor JoinWidths(const at::Tensor& a, const at::Tensor& b);
+
 using kernels::GateActivation;
 
 // activation(gate) * up [T, I] for gate_up [T, 2 I], which has the gates in its first I columns.
@@ -70,7 +77,7 @@ inline at::Tensor SwiGlu(const at::Tensor& gate_up) {
 
 // Causal attention within each sequence. Sequence s has the rows from offsets[s] to offsets[s + 1],
 // and each row attends to the keys of its window.
-// q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D].
+// q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], Dv <= D -> [T, heads * Dv].
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const AttentionScores& scores = {});
 
@@ -78,7 +85,8 @@ at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::T
 // position starts[s]. Writes k and v into the blocks of the sequences, rounded to the type of the
 // cache, then attends to what the cache holds for the positions of each row's window. Blocks before
 // the window of a sequence's first new row are not read. key_cache and value_cache [blocks,
-// kv_heads, tokens in a block, D], device of q, fp32 or bf16 -> [T, heads * D] in q's type. No
+// kv_heads, tokens in a block, D or Dv], device of q, fp32 or bf16 -> [T, heads * Dv] in q's type.
+// The value cache may be columns of the key cache; `v` then is the same columns of `k`. No
 // autograd.
 at::Tensor CachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,

@@ -74,8 +74,9 @@ at::Tensor PassMemory::View(const at::Tensor& x, at::IntArrayRef sizes, at::IntA
   return x.as_strided(sizes, strides, offset);
 }
 
-PassMemoryScope::PassMemoryScope(PassMemory& memory) : outer_(std::exchange(current, &memory)) {
+PassMemoryScope::PassMemoryScope(PassMemory& memory) : outer_(current) {
   TORCH_CHECK(c10::InferenceMode::is_enabled(), "tensors are used again in inference mode alone");
+  current = &memory;
 }
 
 PassMemoryScope::~PassMemoryScope() { current = outer_; }

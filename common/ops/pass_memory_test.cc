@@ -108,6 +108,8 @@ TEST_F(PassMemoryTest, AScopeEnds) {
 TEST(PassMemoryScopeTest, NeedsInferenceMode) {
   PassMemory memory;
   EXPECT_THROW(PassMemoryScope scope(memory), c10::Error);
+  EmptyOnCpu({8});
+  EXPECT_EQ(memory.kept_bytes(), 0) << "it is not in use";
 }
 
 TEST_F(PassMemoryTest, ResultsOutliveTheMemory) {

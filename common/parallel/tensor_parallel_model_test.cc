@@ -75,9 +75,15 @@ std::vector<Case> Cases() {
           {"olmo2", "olmo2", biases},
           {"tied olmo2", "olmo2", tied},
           {"olmo2 critic", "olmo2", none, HeadKind::kValue},
+          {"deepseek_v3 with biases", "deepseek_v3", biases},
+          {"tied deepseek_v3", "deepseek_v3", {{"tie_word_embeddings", true}, {"q_lora_rank", 7}}},
+          {"deepseek_v3 critic", "deepseek_v3", none, HeadKind::kValue},
           {"gemma3", "gemma3_text", biases},
           {"tied gemma3", "gemma3_text", tied},
           {"gemma3 critic", "gemma3_text", none, HeadKind::kValue},
+          {"mixtral", "mixtral", none},
+          {"tied qwen2_moe", "qwen2_moe", tied},
+          {"qwen3_moe critic", "qwen3_moe", none, HeadKind::kValue},
           {"half frozen", "qwen3", none, HeadKind::kLm, {kEmbeddingName, "model.layers.0.*"}}};
 }
 
@@ -85,7 +91,9 @@ std::vector<Case> Cases() {
 std::vector<Case> CasesOfBothNorms() {
   std::vector<Case> both;
   for (const Case& c : Cases()) {
-    if (c.name == std::string("llama with all biases") || c.name == std::string("olmo2")) {
+    // And latents, which need none.
+    if (c.name == std::string("llama with all biases") || c.name == std::string("olmo2") ||
+        c.name == std::string("tied deepseek_v3")) {
       both.push_back(c);
     }
   }
@@ -327,13 +335,15 @@ TEST_P(TensorParallelModelTest, Bfloat16StaysClose) {
       const Result exact = Train(*MakeModel(c, Options(c)), {5, 1, 7}, nullptr);
       const auto half = MakeModel(c, Options(c, PlacementIn(group, at::kBFloat16)));
       const Result actual = Train(*half, {5, 1, 7}, group);
-      ExpectClose(actual.hidden, exact.hidden, 0.03, c.name);
+      // Latents round once more between two maps.
+      const double slack = c.family == std::string("deepseek_v3") ? 1.5 : 1;
+      ExpectClose(actual.hidden, exact.hidden, 0.03 * slack, c.name);
       for (const Parameter& parameter : half->DeclaredParameters()) {
         if (!parameter.trainable) continue;
         const at::Tensor& all = exact.gradients.at(parameter.spec.name);
         const at::Tensor expected = parameter.shard.Of(all);
         EXPECT_LE((actual.gradients.at(parameter.spec.name) - expected).norm().item<double>(),
-                  0.06 * all.norm().item<double>())
+                  0.06 * slack * all.norm().item<double>())
             << c.name << " " << parameter.spec.name;
       }
     }

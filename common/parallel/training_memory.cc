@@ -64,8 +64,12 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
     BlockSize& block = sharded.blocks[static_cast<size_t>(spec.block)];
     block.all += numel;
     if (trainable[i]) block.trained += numel;
-    // Neither norms nor the rows of an embedding are multiplied.
-    if (spec.init != Init::kOnes && (tied || spec.name != kEmbeddingName)) block.linear += numel;
+    // Neither norms nor the rows of an embedding are multiplied, and some matrices are not rounded.
+    const bool rounds = model.weight_dtype != DType::kFloat32;
+    if (spec.init != Init::kOnes && (tied || spec.name != kEmbeddingName) &&
+        !(rounds && spec.stays_dense)) {
+      block.linear += numel;
+    }
   }
   return sharded;
 }

@@ -24,7 +24,9 @@ namespace {
 const nlohmann::json kShape = {
     {"vocab_size", 512},      {"hidden_size", 64},         {"intermediate_size", 160},
     {"num_hidden_layers", 4}, {"num_attention_heads", 4},  {"num_key_value_heads", 2},
-    {"head_dim", 16},         {"initializer_range", 0.02}, {"max_position_embeddings", 512}};
+    {"head_dim", 16},         {"initializer_range", 0.02}, {"max_position_embeddings", 512},
+    {"q_lora_rank", 24},      {"kv_lora_rank", 32},        {"qk_nope_head_dim", 16},
+    {"qk_rope_head_dim", 8},  {"v_head_dim", 16}};
 constexpr int64_t kTokens = 512;  // of a micro-batch
 constexpr int64_t kMicroBatches = 8;
 
@@ -192,6 +194,32 @@ INSTANTIATE_TEST_SUITE_P(
              {},
              DType::kFloat32,
              "olmo2"},
+        Case{"SingleMixtral", 1, Single(), false, {}, DType::kFloat32, "mixtral"},
+        Case{"SingleQwen2Moe", 1, Single(), false, {}, DType::kFloat32, "qwen2_moe"},
+        Case{"Tp2Qwen3Moe",
+             2,
+             Megatron({.tensor_model_parallel_size = 2}),
+             false,
+             {},
+             DType::kFloat32,
+             "qwen3_moe"},
+        Case{"SingleDeepseek", 1, Single(), false, {}, DType::kFloat32, "deepseek_v3"},
+        Case{"SingleDeepseekBfloat16", 1, Single(), false, {}, DType::kBFloat16, "deepseek_v3"},
+        Case{"SingleDeepseekRounded",
+             1,
+             Single(),
+             false,
+             {},
+             DType::kFloat32,
+             "deepseek_v3",
+             DType::kBFloat16},
+        Case{"Tp2Deepseek",
+             2,
+             Megatron({.tensor_model_parallel_size = 2}),
+             false,
+             {},
+             DType::kFloat32,
+             "deepseek_v3"},
         Case{"SingleGemma3", 1, Single(), false, {}, DType::kFloat32, "gemma3_text"},
         Case{"Tp2Gemma3",
              2,

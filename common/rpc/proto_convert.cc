@@ -386,7 +386,6 @@ absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::Weight
   WeightManifest manifest;
   if (proto.version() < 0) return InvalidField("version", "must not be negative");
   manifest.version = proto.version();
-  if (proto.tensors().empty()) return InvalidField("tensors", "is required");
   std::set<std::string> names;
   int64_t total = 0;
   for (int i = 0; i < proto.tensors_size(); ++i) {

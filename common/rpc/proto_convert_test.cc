@@ -207,7 +207,7 @@ TEST(WeightManifestTest, DamageIsNamed) {
     damage(&proto);
     return FieldPath(WeightManifestFromProto(proto).status()).value_or("");
   };
-  EXPECT_EQ(path_after([](auto* m) { m->clear_tensors(); }), "tensors");
+  EXPECT_EQ(path_after([](auto* m) { m->clear_tensors(); }), "total_bytes");
   EXPECT_EQ(path_after([](auto* m) { m->mutable_tensors(1)->set_name("a"); }), "tensors[1].name");
   EXPECT_EQ(path_after([](auto* m) { m->mutable_tensors(1)->clear_dtype(); }), "tensors[1].dtype");
   EXPECT_EQ(path_after([](auto* m) { m->mutable_tensors(0)->set_shape(1, -3); }),

@@ -25,11 +25,7 @@ class Sender {
  public:
   Sender(WeightService::StubInterface& receiver, const std::string& update_id,
          const WeightSource& source, const WeightSenderOptions& options)
-      : receiver_(receiver),
-        update_id_(update_id),
-        source_(source),
-        options_(options),
-        model_alone_(source.manifest().ModelAlone()) {}
+      : receiver_(receiver), update_id_(update_id), source_(source), options_(options) {}
 
   // One attempt, from wherever the receiver is.
   absl::StatusOr<SentWeights> Attempt() {
@@ -38,12 +34,13 @@ class Sender {
     CallContext context(options_.call, options_.version_timeout);
     TANDEM_RETURN_IF_ERROR(FromGrpcStatus(receiver_.GetVersion(context.get(), {}, &served)));
     const bool has_speculator = served.has_speculator();
-    manifest_ = has_speculator ? &source_.manifest() : &model_alone_;
+    ChooseParts(served);
     if (Serves(served)) {
       return SentWeights{.weights = WeightsVersionFromProto(served.weights()),
                          .has_speculator = has_speculator,
-                         .bytes = furthest_chunk_ > 0 ? manifest_->total_bytes : 0};
+                         .bytes = furthest_chunk_ > 0 ? sent_bytes_ : 0};
     }
+    sent_bytes_ = manifest_.total_bytes;
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
     progressed_ = next_chunk > furthest_chunk_;
     furthest_chunk_ = std::max(furthest_chunk_, next_chunk);
@@ -51,32 +48,42 @@ class Sender {
     TANDEM_ASSIGN_OR_RETURN(WeightsVersion committed, Commit());
     return SentWeights{.weights = std::move(committed),
                        .has_speculator = has_speculator,
-                       .bytes = manifest_->total_bytes};
+                       .bytes = manifest_.total_bytes};
   }
   // Whether the last attempt found more at the receiver than any before it.
   bool progressed() const { return progressed_; }
 
  private:
+  // Leaves out what the receiver cannot take, and a model that it serves, under any version.
+  void ChooseParts(const weights::v1::GetVersionResponse& served) {
+    const WeightManifest& whole = source_.manifest();
+    manifest_ = served.has_speculator() ? whole : whole.ModelAlone();
+    first_byte_ = 0;
+    if (served.weights().digest() != whole.digest) return;
+    first_byte_ = whole.model_bytes();
+    manifest_ = manifest_.WithoutModel();
+  }
+
   // Whether the receiver serves exactly what would be sent to it.
   bool Serves(const weights::v1::GetVersionResponse& served) const {
     const auto same = [&](const types::v1::WeightsVersion& version, const std::string& digest) {
-      return version.version() == manifest_->version && version.digest() == digest;
+      return version.version() == manifest_.version && version.digest() == digest;
     };
-    return same(served.weights(), manifest_->digest) &&
-           (!manifest_->speculator.has_value() ||
-            same(served.speculator(), manifest_->speculator->digest));
+    return same(served.weights(), manifest_.digest) &&
+           (!manifest_.speculator.has_value() ||
+            same(served.speculator(), manifest_.speculator->digest));
   }
 
   absl::StatusOr<int64_t> Begin() {
     weights::v1::BeginUpdateRequest request;
     request.set_update_id(update_id_);
     request.set_allow_rollback(options_.allow_rollback);
-    WeightManifestToProto(*manifest_, request.mutable_manifest());
+    WeightManifestToProto(manifest_, request.mutable_manifest());
     weights::v1::BeginUpdateResponse response;
     CallContext context(options_.call, options_.rpc_timeout);
     TANDEM_RETURN_IF_ERROR(
         FromGrpcStatus(receiver_.BeginUpdate(context.get(), request, &response)));
-    if (response.next_chunk() < 0 || response.next_chunk() > manifest_->num_chunks()) {
+    if (response.next_chunk() < 0 || response.next_chunk() > manifest_.num_chunks()) {
       return absl::InternalError(
           absl::StrCat("the receiver asks for chunk ", response.next_chunk()));
     }
@@ -84,7 +91,7 @@ class Sender {
   }
 
   absl::Status Upload(int64_t next_chunk) {
-    const WeightManifest& manifest = *manifest_;
+    const WeightManifest& manifest = manifest_;
     const int64_t num_chunks = manifest.num_chunks();
     if (next_chunk == num_chunks) return absl::OkStatus();
     weights::v1::UploadWeightsResponse response;
@@ -98,7 +105,7 @@ class Sender {
       const int64_t size = std::min(manifest.chunk_bytes, manifest.total_bytes - offset);
       std::string& data = *chunk.mutable_data();
       data.resize(static_cast<size_t>(size));
-      read = source_.Read(offset,
+      read = source_.Read(first_byte_ + offset,
                           absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size()));
       if (!read.ok()) {
         context.get()->TryCancel();
@@ -127,7 +134,7 @@ class Sender {
     CallContext context(options_.call, options_.rpc_timeout);
     TANDEM_RETURN_IF_ERROR(
         FromGrpcStatus(receiver_.CommitUpdate(context.get(), request, &response)));
-    const WeightManifest& manifest = *manifest_;
+    const WeightManifest& manifest = manifest_;
     WeightsVersion committed = WeightsVersionFromProto(response.weights());
     if (committed != WeightsVersion{manifest.version, manifest.digest}) {
       return WithReason(
@@ -143,8 +150,9 @@ class Sender {
   const std::string& update_id_;
   const WeightSource& source_;
   const WeightSenderOptions& options_;
-  const WeightManifest model_alone_;
-  const WeightManifest* manifest_ = nullptr;  // of what this receiver is sent
+  WeightManifest manifest_;  // of what this receiver is sent
+  int64_t first_byte_ = 0;   // of that in the source's stream
+  int64_t sent_bytes_ = 0;   // of the last attempt that began an update
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;
 };

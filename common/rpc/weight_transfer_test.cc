@@ -208,7 +208,10 @@ TEST(WeightTransferSpeculatorTest, AReceiverIsSentTheSpeculatorThatItHasAUseFor)
       [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, &with); });
   const auto stub = weights::v1::WeightService::NewStub(server.channel());
   with.chunks_until_break_ = -1;
-  ASSERT_TRUE(SendWeights(*stub, "u3", other).ok());
+  const auto heads_alone = SendWeights(*stub, "u3", other);
+  ASSERT_TRUE(heads_alone.ok()) << heads_alone.status();
+  EXPECT_EQ(heads_alone->bytes, 80) << "the model is served already";
+  EXPECT_EQ(with.applied(), other.bytes_.substr(10400));
   EXPECT_EQ(with.SpeculatorVersion()->digest, other.manifest().speculator->digest);
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <tuple>
 
+#include "absl/functional/function_ref.h"
 #include "common/ops/ops.h"
 
 namespace tandem::speculator {
@@ -35,17 +36,29 @@ at::Tensor ArgmaxOfChunk(const at::Tensor& x, const at::Tensor& weight) {
   return best_index;
 }
 
+// Calls `argmax` for up to `chunk_rows` rows of x at a time; returns all its results.
+at::Tensor InChunks(const at::Tensor& x, int64_t chunk_rows,
+                    absl::FunctionRef<at::Tensor(const at::Tensor& chunk)> argmax) {
+  const at::NoGradGuard no_grad;
+  at::Tensor indices = at::empty({x.size(0)}, x.options().dtype(at::kLong));
+  for (int64_t begin = 0; begin < x.size(0); begin += chunk_rows) {
+    const int64_t rows = std::min(chunk_rows, x.size(0) - begin);
+    indices.narrow(0, begin, rows).copy_(argmax(x.narrow(0, begin, rows)));
+  }
+  return indices;
+}
+
 }  // namespace
 
 at::Tensor ArgmaxRows(const at::Tensor& x, const at::Tensor& weight) {
-  const at::NoGradGuard no_grad;
-  constexpr int64_t kChunkRows = kTileLogits / kMinTileColumns;
-  at::Tensor indices = at::empty({x.size(0)}, x.options().dtype(at::kLong));
-  for (int64_t begin = 0; begin < x.size(0); begin += kChunkRows) {
-    const int64_t rows = std::min(kChunkRows, x.size(0) - begin);
-    indices.narrow(0, begin, rows).copy_(ArgmaxOfChunk(x.narrow(0, begin, rows), weight));
-  }
-  return indices;
+  return InChunks(x, kTileLogits / kMinTileColumns,
+                  [&](const at::Tensor& chunk) { return ArgmaxOfChunk(chunk, weight); });
+}
+
+at::Tensor ArgmaxRows(const at::Tensor& x, const ops::PackedWeight& weight, int64_t vocabulary) {
+  return InChunks(x, std::max<int64_t>(1, kTileLogits / vocabulary), [&](const at::Tensor& chunk) {
+    return weight.Linear(chunk, /*bias=*/{}, vocabulary).argmax(/*dim=*/1);
+  });
 }
 
 }  // namespace tandem::speculator

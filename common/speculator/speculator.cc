@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
@@ -21,9 +22,29 @@ namespace {
 // Bounds of what a config.json may ask for. The number of parameters then fits 64 bits.
 constexpr int64_t kMaxSize = int64_t{1} << 24, kMaxSteps = 64;
 
+constexpr kernels::WeightFormat kHeadFormat = kernels::WeightFormat::kBfloat16;
+
+bool IsHead(const SpeculatorParameterSpec& parameter) {
+  return absl::StartsWith(parameter.spec.name, "head.");
+}
+
 int64_t Aligned(int64_t numel) { return (numel + 31) / 32 * 32; }
 
 }  // namespace
+
+int64_t SpeculatorParameter::bytes() const {
+  if (value.defined()) return static_cast<int64_t>(value.nbytes());
+  return kernels::PackedBytes(kHeadFormat, spec.shape[0], spec.shape[1]);
+}
+
+void SpeculatorParameter::Assign(const at::Tensor& values) const {
+  const at::NoGradGuard no_grad;
+  if (packed == nullptr) {
+    value.copy_(values);
+  } else {
+    packed->SetRows(0, values, ops::PackThreads::kOne);  // an update packs beside serving
+  }
+}
 
 std::string HeadName(int64_t step) { return absl::StrCat("head.", step, ".weight"); }
 
@@ -39,6 +60,9 @@ absl::Status CheckOptions(const SpeculatorOptions& options, const SpeculatorSize
     return FieldError(absl::StatusCode::kUnimplemented, "dtype",
                       "only float32 speculators are there yet");
   }
+  if (options.packs_heads && (options.requires_grad || !ops::PackedWeight::IsSupported())) {
+    return InvalidField("packs_heads", "needs the CPU's own kernels, and heads that do not train");
+  }
   return CheckInRange("num_token_ids", options.num_token_ids, 0, sizes.vocab_size);
 }
 
@@ -49,25 +73,33 @@ Speculator::Speculator(const SpeculatorKind& kind, const SpeculatorSizes& sizes,
       sizes_(sizes),
       num_token_ids_(options.num_token_ids > 0 ? options.num_token_ids : sizes.vocab_size),
       requires_grad_(options.requires_grad),
+      packs_heads_(options.packs_heads),
       config_(std::move(config)),
       settings_(config_.dump()) {
   const at::NoGradGuard no_grad;
+  const auto packs = [&](const auto& parameter) { return packs_heads_ && IsHead(parameter); };
   int64_t values = 0;
-  for (const SpeculatorParameterSpec& spec : specs) values += Aligned(spec.spec.numel());
+  for (const SpeculatorParameterSpec& spec : specs) {
+    if (!packs(spec)) values += Aligned(spec.spec.numel());
+  }
   buffer_ = EmptyWithoutMemory(values, at::device(options.device).dtype(options.dtype));
   int64_t begin = 0;
   for (const SpeculatorParameterSpec& spec : specs) {
+    if (packs(spec)) {
+      parameters_.push_back({spec, {}});
+      continue;
+    }
     const at::Tensor value = buffer_.narrow(0, begin, spec.spec.numel()).view(spec.spec.shape);
     begin += Aligned(spec.spec.numel());
     parameters_.push_back({spec, value.detach().requires_grad_(options.requires_grad)});
   }
   for (int64_t step = 0; step < sizes.n_predict; ++step) {
     const std::string name = HeadName(step);
-    for (const SpeculatorParameter& parameter : parameters_) {
-      const auto& repeats = parameter.repeats;
-      if (parameter.spec.name == name ||
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const auto& repeats = parameters_[i].repeats;
+      if (parameters_[i].spec.name == name ||
           std::find(repeats.begin(), repeats.end(), name) != repeats.end()) {
-        heads_.push_back(parameter.value);
+        heads_.push_back(i);
       }
     }
   }
@@ -80,7 +112,14 @@ void Speculator::KeepOtherKeys(const nlohmann::json& config) {
   config_ = std::move(merged);
 }
 
-void Speculator::AllocateParameters() { AllocateMemory(buffer_); }
+void Speculator::AllocateParameters() {
+  AllocateMemory(buffer_);
+  for (SpeculatorParameter& parameter : parameters_) {
+    if (parameter.value.defined()) continue;
+    const std::vector<int64_t>& shape = parameter.spec.shape;
+    parameter.packed = std::make_shared<ops::PackedWeight>(kHeadFormat, shape[0], shape[1]);
+  }
+}
 
 const at::Tensor& Speculator::Value(absl::string_view name) const {
   const auto found = std::find_if(
@@ -120,7 +159,10 @@ absl::StatusOr<at::Tensor> Speculator::Draft(const at::Tensor& hidden, const at:
   std::vector<at::Tensor> drafts;
   at::Tensor last = tokens;
   for (int64_t step = 0; step < count; ++step) {
-    last = ArgmaxRows(pass->Step(last), output_weight(step));
+    const at::Tensor state = pass->Step(last);
+    const SpeculatorParameter& head = head_parameter(step);
+    last = head.packed == nullptr ? ArgmaxRows(state, output_weight(step))
+                                  : ArgmaxRows(state, *head.packed, num_token_ids_);
     drafts.push_back(last);
   }
   return at::stack(drafts, /*dim=*/1);

@@ -21,6 +21,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -28,6 +29,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "common/model/parameter_spec.h"
+#include "common/ops/packed_weight.h"
 #include "common/tensor/named_tensors.h"
 
 namespace tandem::speculator {
@@ -50,6 +52,9 @@ struct SpeculatorOptions {
   at::Device device = at::kCPU;
   // float32, or float64 for tests of gradients.
   at::ScalarType dtype = at::kFloat;
+  // Whether heads are packed in bfloat16, for a speculator that drafts and does not train. Needs
+  // ops::PackedWeight::IsSupported().
+  bool packs_heads = false;
 };
 
 // A parameter before it has memory.
@@ -61,7 +66,13 @@ struct SpeculatorParameterSpec {
 };
 
 struct SpeculatorParameter : SpeculatorParameterSpec {
-  at::Tensor value;  // a view of Speculator::buffer()
+  at::Tensor value;  // a view of Speculator::buffer(); undefined if the parameter is packed
+  // Of a packed head; null before AllocateParameters.
+  std::shared_ptr<ops::PackedWeight> packed = nullptr;
+
+  int64_t bytes() const;
+  // Takes values [shape] of any floating-point type and device.
+  void Assign(const at::Tensor& values) const;
 };
 
 // The rows that a pass starts from.
@@ -103,7 +114,8 @@ class Speculator {
                                    int64_t count) const;
 
   // The matrix [vocab_size, m] of a step's head, a parameter; tied heads are the same tensor.
-  const at::Tensor& head(int64_t step) const { return heads_[static_cast<size_t>(step)]; }
+  // Undefined if heads are packed.
+  const at::Tensor& head(int64_t step) const { return head_parameter(step).value; }
   // Its rows [V, m] of token ids.
   at::Tensor output_weight(int64_t step) const { return head(step).narrow(0, 0, num_token_ids_); }
 
@@ -111,6 +123,7 @@ class Speculator {
   const SpeculatorSizes& sizes() const { return sizes_; }
   int64_t num_token_ids() const { return num_token_ids_; }
   bool requires_grad() const { return requires_grad_; }
+  bool packs_heads() const { return packs_heads_; }
   // The content of config.json: the kind's keys, and the others that it was read with.
   const nlohmann::json& config() const { return config_; }
   // The kind's keys alone, as text: equal for speculators that compute alike and have the same
@@ -119,17 +132,21 @@ class Speculator {
 
   // All parameters in a fixed order, each once. They share storage with the speculator.
   const std::vector<SpeculatorParameter>& parameters() const { return parameters_; }
-  // The memory of all parameters: flat, each aligned to 32 values.
+  // The digest that ManifestOf (speculator_update.h) gives the weights as loaded from a directory;
+  // empty for others.
+  const std::string& loaded_digest() const { return loaded_digest_; }
+  // The memory of all parameters that are not packed: flat, each aligned to 32 values.
   const at::Tensor& buffer() const { return buffer_; }
   // Returns the parameter of that name; throws c10::Error if there is none.
   const at::Tensor& Value(absl::string_view name) const;
 
-  // The following two are called once, before anything else.
+  // The following three are called once, before anything else.
 
   // Adds the keys of a config.json that config() lacks.
   void KeepOtherKeys(const nlohmann::json& config);
   // Gives the parameters memory, which is not initialised.
   void AllocateParameters();
+  void SetLoadedDigest(std::string digest) { loaded_digest_ = std::move(digest); }
 
  protected:
   // Declares the parameters, without memory. `config` has the kind's keys. The heads are the
@@ -138,15 +155,21 @@ class Speculator {
              const std::vector<SpeculatorParameterSpec>& specs, const SpeculatorOptions& options);
 
  private:
+  const SpeculatorParameter& head_parameter(int64_t step) const {
+    return parameters_[heads_[static_cast<size_t>(step)]];
+  }
+
   const SpeculatorKind& kind_;
   const SpeculatorSizes sizes_;
   const int64_t num_token_ids_;
   const bool requires_grad_;
+  const bool packs_heads_;
   nlohmann::json config_;
   const std::string settings_;
   at::Tensor buffer_;
   std::vector<SpeculatorParameter> parameters_;
-  std::vector<at::Tensor> heads_;
+  std::vector<size_t> heads_;  // by step the index of the parameter
+  std::string loaded_digest_;
 };
 
 // The name of the head of a step, in files of every kind.

@@ -21,6 +21,7 @@
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/tensor/tensor_check.h"
+#include "common/weights/weights_digest.h"
 
 namespace tandem::speculator {
 namespace {
@@ -102,10 +103,13 @@ absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& di
   TANDEM_ASSIGN_OR_RETURN(const std::vector<const TensorView*> assigned,
                           Assign(*files, speculator->parameters()));
   speculator->AllocateParameters();
-  const at::NoGradGuard no_grad;
+  WeightsHasher hasher;
   for (size_t i = 0; i < assigned.size(); ++i) {
-    speculator->parameters()[i].value.copy_(AliasAsAten(*assigned[i]));
+    const at::Tensor values = AliasAsAten(*assigned[i]).to(speculator->buffer().scalar_type());
+    speculator->parameters()[i].Assign(values);
+    hasher.Add(values);
   }
+  speculator->SetLoadedDigest(hasher.Hex());
   return speculator;
 }
 

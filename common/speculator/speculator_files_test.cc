@@ -12,6 +12,8 @@
 
 #include "common/base/atomic_file.h"
 #include "common/base/error.h"
+#include "common/speculator/speculator_memory.h"
+#include "common/speculator/speculator_update.h"
 #include "common/speculator/testing/cases.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
@@ -200,6 +202,31 @@ TEST_P(SpeculatorFilesTest, HalfPrecisionFilesAreReadIntoFp32) {
   ASSERT_TRUE(loaded.ok()) << loaded.status();
   EXPECT_EQ((*loaded)->buffer().scalar_type(), at::kFloat);
   EXPECT_TRUE(at::equal((*loaded)->head(0), speculator->head(0).to(at::kBFloat16).to(at::kFloat)));
+}
+
+TEST_P(SpeculatorFilesTest, PackedHeadsTakeLessMemoryAndHaveTheSameDigest) {
+  const auto speculator = TinySpeculator(GetParam().config);
+  ASSERT_TRUE(SaveSpeculator(*speculator, directory_.string()).ok());
+  const auto packed = LoadSpeculator(directory_.string(), {.packs_heads = true}).value();
+  EXPECT_EQ(packed->loaded_digest(), ManifestOf(*speculator).digest);
+  EXPECT_EQ(Load().value()->loaded_digest(), ManifestOf(*speculator).digest);
+  RoundHeads(*speculator);
+  const at::Tensor hidden = at::arange(4 * kHidden, at::kFloat).view({4, kHidden}).sin();
+  const at::Tensor tokens = at::tensor({3, 1, 4, 9}, at::kLong);
+  EXPECT_TRUE(at::equal(packed->Draft(hidden, tokens, kSteps).value(),
+                        speculator->Draft(hidden, tokens, kSteps).value()));
+
+  const auto measured = [&](bool packs_heads) {
+    return MeasureSpeculator(directory_.string(), kHidden, packs_heads).value();
+  };
+  int64_t saved = speculator->buffer().nbytes() - packed->buffer().nbytes();
+  for (const SpeculatorParameter& parameter : packed->parameters()) {
+    if (parameter.packed == nullptr) continue;
+    saved -= kernels::PackedBytes(kernels::WeightFormat::kBfloat16, kVocabulary, kState);
+  }
+  EXPECT_EQ(measured(false).bytes, speculator->buffer().nbytes());
+  EXPECT_EQ(measured(true).bytes, measured(false).bytes - saved);
+  EXPECT_EQ(measured(true).largest_bytes, measured(false).largest_bytes);
 }
 
 TEST_P(SpeculatorFilesTest, ATruncatedFileIsRefused) {

@@ -64,7 +64,7 @@ absl::StatusOr<std::unique_ptr<Speculator>> RandomSpeculator(const SpeculatorKin
   const at::NoGradGuard no_grad;
   const at::Generator generator = at::detail::createCPUGenerator(seed);
   for (const SpeculatorParameter& parameter : speculator->parameters()) {
-    parameter.value.copy_(InitialValue(parameter.spec, parameter.initializer_range, generator));
+    parameter.Assign(InitialValue(parameter.spec, parameter.initializer_range, generator));
   }
   return speculator;
 }

@@ -13,7 +13,6 @@
 #include "common/base/status_macros.h"
 #include "common/loss/output_rows.h"
 #include "common/loss/supervised_loss.h"
-#include "common/speculator/argmax_rows.h"
 
 namespace tandem::speculator {
 
@@ -63,7 +62,7 @@ absl::StatusOr<SpeculatorLossReport> SpeculatorLoss::Run(const SpeculatorBatch& 
       AlignRows(batch.sequences, batch.labels, n_predict, speculator_.num_token_ids()));
   SpeculatorLossReport report;
   if (rows.size() == 0) {
-    report.heads.resize(static_cast<size_t>(n_predict), EmptyReport());
+    report.heads.resize(static_cast<size_t>(n_predict));
     return report;
   }
 
@@ -92,19 +91,12 @@ absl::StatusOr<SpeculatorLossReport> SpeculatorLoss::Run(const SpeculatorBatch& 
   return report;
 }
 
-HeadReport SpeculatorLoss::EmptyReport() const {
-  HeadReport report;
-  if (options_.count_correct) report.correct = 0;
-  return report;
-}
-
 absl::StatusOr<HeadReport> SpeculatorLoss::RunHead(int64_t head, const at::Tensor& state,
                                                    const loss::OutputRows& targets,
                                                    at::Tensor* state_gradient) const {
   const at::Tensor hidden = state.detach();
   const at::Tensor weight = speculator_.output_weight(head).detach();
-  HeadReport report = EmptyReport();
-  report.targets = static_cast<int64_t>(targets.labels.size());
+  HeadReport report = {.targets = static_cast<int64_t>(targets.labels.size())};
   loss::OutputGradients gradients;
   if (state_gradient != nullptr) {
     gradients.hidden = at::zeros_like(hidden);
@@ -112,12 +104,6 @@ absl::StatusOr<HeadReport> SpeculatorLoss::RunHead(int64_t head, const at::Tenso
   }
   if (report.targets == 0) return report;
 
-  if (options_.count_correct) {
-    const at::Tensor drafts = ArgmaxRows(
-        hidden.index_select(0, loss::ToDevice(targets.positions, hidden.device())), weight);
-    const at::Tensor labels = loss::ToDevice(targets.labels, hidden.device());
-    report.correct = (drafts == labels).sum().item<int64_t>();
-  }
   TANDEM_ASSIGN_OR_RETURN(const double scale, Scale(head, report.targets));
   const std::vector<double> scales(targets.labels.size(), options_.coefficient * scale);
   loss::SupervisedLossEvaluator evaluator(scales);
@@ -125,6 +111,7 @@ absl::StatusOr<HeadReport> SpeculatorLoss::RunHead(int64_t head, const at::Tenso
                           loss::LinearCrossEntropyLoss::Create(weight, options_.output_loss));
   if (state_gradient == nullptr) {
     TANDEM_ASSIGN_OR_RETURN(const loss::RowLogProbs rows, output->LogProbs(hidden, targets));
+    report.correct = rows.num_greatest;
     std::vector<double> unused(scales.size());
     TANDEM_RETURN_IF_ERROR(evaluator.Evaluate(0, rows.logprobs, rows.entropies,
                                               absl::MakeSpan(unused), absl::MakeSpan(unused)));
@@ -134,7 +121,7 @@ absl::StatusOr<HeadReport> SpeculatorLoss::RunHead(int64_t head, const at::Tenso
     gradients.weight = gradient.narrow(0, 0, weight.size(0));
     TANDEM_RETURN_IF_ERROR(output->ForwardBackward(
         hidden, targets, [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
-        gradients));
+        gradients, loss::LossMode::kAuto, &report.correct));
   }
   report.loss = evaluator.loss() / options_.coefficient;
   return report;

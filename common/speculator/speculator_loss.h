@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -33,16 +32,13 @@ struct SpeculatorLossOptions {
   // means divide by it, so that losses and gradients of the micro-batches add up. Empty: the batch
   // is whole.
   std::vector<int64_t> target_counts = {};
-  // Whether to count the targets that the heads would have drafted, which costs one more product
-  // with each head.
-  bool count_correct = false;
   loss::LinearCrossEntropyOptions output_loss = {};
 };
 
 struct HeadReport {
-  double loss = 0;                                // mean over the targets; 0 if there are none
-  int64_t targets = 0;                            // of this call
-  std::optional<int64_t> correct = std::nullopt;  // targets with the greatest logit
+  double loss = 0;      // mean over the targets; 0 if there are none
+  int64_t targets = 0;  // of this call
+  int64_t correct = 0;  // targets with the greatest logit
 };
 
 struct SpeculatorLossReport {
@@ -68,8 +64,6 @@ class SpeculatorLoss {
  private:
   absl::Status Check(const SpeculatorBatch& batch) const;
   absl::StatusOr<SpeculatorLossReport> Run(const SpeculatorBatch& batch, bool backward) const;
-  // Returns the report of a head without targets.
-  HeadReport EmptyReport() const;
   // Returns the report of a head, and sets `state_gradient` if it is not nullptr.
   absl::StatusOr<HeadReport> RunHead(int64_t head, const at::Tensor& state,
                                      const loss::OutputRows& targets,

@@ -73,7 +73,7 @@ struct Padded {
 SpeculatorLossReport Expected(const Speculator& speculator, const Padded& padded) {
   const Oracle oracle(speculator);
   SpeculatorLossReport report;
-  report.heads.resize(kSteps, {.correct = 0});
+  report.heads.resize(kSteps);
   for (size_t s = 0; s < kLengths.size(); ++s) {
     const auto row = static_cast<int64_t>(s);
     for (int64_t t = 0; t < kLengths[s] - kSteps - 1; ++t) {
@@ -91,7 +91,7 @@ SpeculatorLossReport Expected(const Speculator& speculator, const Padded& padded
         HeadReport& head = report.heads[static_cast<size_t>(i)];
         head.loss += std::log(sum) - of_head[static_cast<size_t>(label)];
         head.targets += 1;
-        *head.correct += Oracle::Argmax(of_head) == label;
+        head.correct += Oracle::Argmax(of_head) == label;
       }
     }
   }
@@ -140,7 +140,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, SpeculatorLossTest, testing::ValuesIn(Cases()), 
 
 TEST_P(SpeculatorLossTest, PackedAndPaddedBatchesHaveTheOraclesLoss) {
   const auto speculator = Make();
-  const SpeculatorLoss loss(*speculator, {.count_correct = true});
+  const SpeculatorLoss loss(*speculator);
   const SpeculatorLossReport expected = Expected(*speculator, padded_);
   ASSERT_GT(expected.heads.back().targets, 3);
   for (const SpeculatorBatch& batch : {padded_.Packed(), padded_.InRows()}) {
@@ -152,8 +152,8 @@ TEST_P(SpeculatorLossTest, PackedAndPaddedBatchesHaveTheOraclesLoss) {
     ExpectSame(*trained, expected, 1e-12);
   }
   const auto single = Make(at::kFloat);
-  ExpectSame(SpeculatorLoss(*single, {.count_correct = true}).Evaluate(padded_.Packed()).value(),
-             Expected(*single, padded_), 1e-6);
+  ExpectSame(SpeculatorLoss(*single).Evaluate(padded_.Packed()).value(), Expected(*single, padded_),
+             1e-6);
 }
 
 TEST_P(SpeculatorLossTest, GradientsAreTheDifferencesOfTheOracle) {
@@ -289,8 +289,7 @@ TEST_F(SpeculatorBatchTest, AHeadWithoutTargetsHasNoLoss) {
   EXPECT_EQ(one.loss, one.heads[0].loss);
 
   batch.sequences = {{.begin = 0, .length = kSteps + 1}};
-  const SpeculatorLossReport none =
-      SpeculatorLoss(*speculator_, {.count_correct = true}).ForwardBackward(batch).value();
+  const SpeculatorLossReport none = SpeculatorLoss(*speculator_).ForwardBackward(batch).value();
   EXPECT_EQ(none.loss, 0);
   ASSERT_EQ(none.heads.size(), static_cast<size_t>(kSteps));
   EXPECT_EQ(none.heads[0].correct, 0);

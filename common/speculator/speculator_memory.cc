@@ -12,10 +12,11 @@
 
 namespace tandem::speculator {
 
-absl::StatusOr<SpeculatorSize> MeasureSpeculator(const std::string& directory,
-                                                 int64_t hidden_size) {
+absl::StatusOr<SpeculatorSize> MeasureSpeculator(const std::string& directory, int64_t hidden_size,
+                                                 bool packs_heads) {
   return CatchTorchErrors("speculator", [&]() -> absl::StatusOr<SpeculatorSize> {
-    TANDEM_ASSIGN_OR_RETURN(const auto speculator, DeclareSpeculator(directory, {}));
+    TANDEM_ASSIGN_OR_RETURN(const auto speculator,
+                            DeclareSpeculator(directory, {.packs_heads = packs_heads}));
     if (const int64_t own = speculator->sizes().hidden_size; own != hidden_size) {
       return InvalidField("config.json",
                           absl::StrCat("is a speculator for hidden states of ", own,
@@ -23,8 +24,9 @@ absl::StatusOr<SpeculatorSize> MeasureSpeculator(const std::string& directory,
     }
     SpeculatorSize size = {.bytes = static_cast<int64_t>(speculator->buffer().nbytes())};
     for (const SpeculatorParameter& parameter : speculator->parameters()) {
-      size.largest_bytes =
-          std::max(size.largest_bytes, static_cast<int64_t>(parameter.value.nbytes()));
+      if (!parameter.value.defined()) size.bytes += parameter.bytes();
+      const auto staged = parameter.spec.numel() * static_cast<int64_t>(sizeof(float));
+      size.largest_bytes = std::max(size.largest_bytes, staged);
     }
     return size;
   });

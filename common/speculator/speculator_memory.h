@@ -11,12 +11,13 @@ namespace tandem::speculator {
 
 struct SpeculatorSize {
   int64_t bytes = 0;          // of all parameters; 0 without a speculator
-  int64_t largest_bytes = 0;  // of the largest parameter
+  int64_t largest_bytes = 0;  // of the largest parameter in float32
 };
 
-// Returns the size of the speculator in `directory`. INVALID_ARGUMENT for "config.json" if it
-// drafts for models of another hidden size; errors of DeclareSpeculator.
-absl::StatusOr<SpeculatorSize> MeasureSpeculator(const std::string& directory, int64_t hidden_size);
+// Returns the size of the speculator in `directory`, whose heads may be packed. INVALID_ARGUMENT
+// for "config.json" if it drafts for models of another hidden size; errors of DeclareSpeculator.
+absl::StatusOr<SpeculatorSize> MeasureSpeculator(const std::string& directory, int64_t hidden_size,
+                                                 bool packs_heads);
 
 }  // namespace tandem::speculator
 

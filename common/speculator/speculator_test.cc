@@ -210,6 +210,8 @@ TEST(SpeculatorConfigTest, OptionsAreRefusedByName) {
   const ConfigFields fields(config, "config.json");
   EXPECT_EQ(FieldPath(MlpSpeculatorKind().create(fields, {.num_token_ids = 12}).status()),
             "num_token_ids");
+  const SpeculatorOptions trains = {.requires_grad = true, .packs_heads = true};
+  EXPECT_EQ(FieldPath(MlpSpeculatorKind().create(fields, trains).status()), "packs_heads");
   const absl::Status status = MlpSpeculatorKind().create(fields, {.dtype = at::kBFloat16}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(FieldPath(status), "dtype");

@@ -35,10 +35,9 @@ SpeculatorManifest ManifestOf(const Speculator& speculator) {
 }
 
 ReceivedSpeculator ReceivedBy(const Speculator& speculator) {
-  const SpeculatorManifest manifest = ManifestOf(speculator);
-  ReceivedSpeculator received = {.config = manifest.config,
+  ReceivedSpeculator received = {.config = speculator.settings(),
                                  .parameters = {},
-                                 .initial = {.version = 0, .digest = manifest.digest}};
+                                 .initial = {.version = 0, .digest = speculator.loaded_digest()}};
   for (const SpeculatorParameter& parameter : speculator.parameters()) {
     received.parameters.push_back({.name = NameInUpdate(parameter), .shape = parameter.spec.shape});
   }
@@ -52,7 +51,8 @@ absl::StatusOr<std::unique_ptr<PreparedSpeculator>> PreparedSpeculator::Make(
                           speculator.kind().create(ConfigFields(speculator.config(), "config.json"),
                                                    {.num_token_ids = speculator.num_token_ids(),
                                                     .device = buffer.device(),
-                                                    .dtype = buffer.scalar_type()}));
+                                                    .dtype = buffer.scalar_type(),
+                                                    .packs_heads = speculator.packs_heads()}));
   next->AllocateParameters();
   return std::unique_ptr<PreparedSpeculator>(new PreparedSpeculator(std::move(next)));
 }
@@ -61,16 +61,20 @@ absl::Status PreparedSpeculator::Add(const std::string& name, const at::Tensor& 
   const auto& parameters = next_->parameters();
   const auto found = std::ranges::find(parameters, name, NameInUpdate);
   if (found == parameters.end()) return InvalidField(name, "is no parameter of the speculator");
-  if (value.sizes() != found->value.sizes()) {
+  if (value.sizes() != found->spec.shape) {
     return InvalidField(name, "has another shape than in the speculator");
   }
-  const at::NoGradGuard no_grad;
-  found->value.copy_(value);
+  found->Assign(value);
   return absl::OkStatus();
 }
 
 void PreparedSpeculator::SwapWith(const Speculator& speculator) const {
   SwapMemory(speculator.buffer(), next_->buffer());
+  for (size_t i = 0; i < next_->parameters().size(); ++i) {
+    if (const auto& packed = speculator.parameters()[i].packed; packed != nullptr) {
+      packed->Swap(*next_->parameters()[i].packed);
+    }
+  }
 }
 
 }  // namespace tandem::speculator

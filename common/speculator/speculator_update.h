@@ -24,7 +24,8 @@ NamedTensors WeightsToSend(const Speculator& speculator);
 // Describes the speculator to a receiver. Reads all values, for their digest.
 SpeculatorManifest ManifestOf(const Speculator& speculator);
 
-// Describes what a receiver with this speculator takes; its weights are version 0.
+// Describes what a receiver with this speculator takes, which was loaded from a directory; its
+// weights are version 0.
 ReceivedSpeculator ReceivedBy(const Speculator& speculator);
 
 // New weights of a speculator, made beside those that draft. Used by one thread at a time.

@@ -34,12 +34,30 @@ TEST_P(SpeculatorUpdateTest, NewWeightsDraftAsTheSendersDo) {
   EXPECT_EQ(ManifestOf(*old), ManifestOf(*sender));
 }
 
+TEST_P(SpeculatorUpdateTest, PackedHeadsDraftAsRoundedOnesDo) {
+  SpeculatorOptions options = {.num_token_ids = kVocabulary - 1, .packs_heads = true};
+  const auto packed = TinySpeculator(GetParam().config, options, /*seed=*/1);
+  options.packs_heads = false;
+  const auto dense = TinySpeculator(GetParam().config, options, /*seed=*/1);
+  const auto sender = TinySpeculator(GetParam().config, options, /*seed=*/5);
+  const auto prepared = PreparedSpeculator::Make(*packed).value();
+  for (const auto& [name, value] : WeightsToSend(*sender)) {
+    ASSERT_TRUE(prepared->Add(name, value).ok()) << name;
+  }
+  RoundHeads(*dense);
+  RoundHeads(*sender);
+  EXPECT_TRUE(at::equal(DraftsOf(*packed), DraftsOf(*dense)));
+  prepared->SwapWith(*packed);
+  EXPECT_TRUE(at::equal(DraftsOf(*packed), DraftsOf(*sender)));
+}
+
 TEST_P(SpeculatorUpdateTest, AReceiverExpectsWhatASenderSends) {
-  const auto speculator = TinySpeculator(GetParam().config);
+  auto speculator = TinySpeculator(GetParam().config);
+  speculator->SetLoadedDigest("as loaded");
   const ReceivedSpeculator received = ReceivedBy(*speculator);
   const SpeculatorManifest manifest = ManifestOf(*speculator);
   EXPECT_EQ(received.config, manifest.config);
-  EXPECT_EQ(received.initial, (WeightsVersion{.version = 0, .digest = manifest.digest}));
+  EXPECT_EQ(received.initial, (WeightsVersion{.version = 0, .digest = "as loaded"}));
   const NamedTensors sent = WeightsToSend(*speculator);
   EXPECT_EQ(WeightsDigest(sent), manifest.digest);
   ASSERT_EQ(received.parameters.size(), sent.size());

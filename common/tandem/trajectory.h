@@ -1,5 +1,6 @@
 // One response with its provenance, as plain data. The rollout engine writes it, and the trainer's
-// reads it. Mirrors tandem.types.v1.Trajectory.
+// reads it. Mirrors tandem.types.v1.Trajectory, but for accepted_draft_mask, on which nothing
+// depends.
 #ifndef TANDEM_COMMON_TANDEM_TRAJECTORY_H_
 #define TANDEM_COMMON_TANDEM_TRAJECTORY_H_
 

@@ -90,7 +90,9 @@ absl::Status StagedWeightReceiver::CheckSpeculator(const SpeculatorManifest& man
 
 absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest) const {
   std::map<std::string, const WeightSpec*> missing;
-  for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
+  if (manifest.has_model()) {
+    for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
+  }
   if (manifest.speculator.has_value()) {
     TANDEM_RETURN_IF_ERROR(CheckSpeculator(*manifest.speculator));
     TANDEM_RETURN_IF_ERROR(CheckOrder(manifest.tensors));
@@ -157,7 +159,15 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
                                                     bool allow_rollback) {
   if (update_id.empty()) return InvalidField("update_id", "must not be empty");
   TANDEM_RETURN_IF_ERROR(CheckManifest(manifest));
+  // Dropped without the lock, as in Abort, and before the sender brings the first tensor.
+  std::shared_ptr<Update> former;
   std::unique_lock lock(mutex_);
+  if (!manifest.has_model() && manifest.digest != version_.digest) {
+    return InvalidField(
+        "manifest.tensors",
+        absl::StrCat("has no tensor of the model, whose digest is ", manifest.digest,
+                     "; the one being served is ", version_.digest));
+  }
   // The sender missed the answer to its commit, or another sender sent the same weights.
   const bool same = ServesModelLocked(manifest);
   if (same && ServesSpeculatorLocked(manifest)) {
@@ -187,7 +197,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
     }
     if (back) overtaken_id_ = open_->id;
   }
-  open_.reset();  // before there is memory for the next
+  former = std::move(open_);
   open_ = std::make_shared<Update>(update_id, manifest, start_());
   return 0;
 }
@@ -239,7 +249,11 @@ absl::Status StagedWeightReceiver::CheckStream(Update& update) {
                                                       update.received, " of ",
                                                       update.manifest.total_bytes, " bytes"));
   }
-  TANDEM_RETURN_IF_ERROR(CheckDigest("the weights", update.digest.Hex(), update.manifest.digest));
+  // Without the model's tensors the digest is that of the served ones: only a commit changes them,
+  // and it ends every other update.
+  if (update.manifest.has_model()) {
+    TANDEM_RETURN_IF_ERROR(CheckDigest("the weights", update.digest.Hex(), update.manifest.digest));
+  }
   if (!update.manifest.speculator.has_value()) return absl::OkStatus();
   return CheckDigest("the speculator's weights", update.speculator_digest.Hex(),
                      update.manifest.speculator->digest);

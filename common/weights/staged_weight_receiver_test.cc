@@ -6,6 +6,7 @@
 #include <memory>
 #include <thread>
 
+#include "absl/synchronization/notification.h"
 #include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/weights/testing/told_weights.h"
@@ -250,6 +251,38 @@ TEST_F(StagedWeightReceiverTest, AnAbandonedUpdateLeavesNothing) {
   EXPECT_TRUE(told_.applied.empty());
 }
 
+// Takes a tensor when it is told to.
+class SlowWeights : public NextWeights {
+ public:
+  SlowWeights(absl::Notification& taking, absl::Notification& go) : taking_(taking), go_(go) {}
+  absl::Status Add(const WeightSpec&, TensorBytes) override {
+    taking_.Notify();
+    go_.WaitForNotification();
+    return absl::OkStatus();
+  }
+  absl::Status Apply(const WeightManifest&, const CallScope&) override { return absl::OkStatus(); }
+
+ private:
+  absl::Notification &taking_, &go_;
+};
+
+TEST_F(StagedWeightReceiverTest, OtherCallsDoNotWaitForTheTensorOfAnUpdateThatIsReplaced) {
+  absl::Notification taking, go;
+  StagedWeightReceiver receiver({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
+                                std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""},
+                                [&] { return std::make_unique<SlowWeights>(taking, go); });
+  ASSERT_TRUE(receiver.Begin("u", Manifest(5), false).ok());
+  for (const int64_t chunk : {0, 1}) {  // the whole of "a"
+    ASSERT_TRUE(receiver.Append("u", chunk, absl::MakeSpan(stream_).subspan(chunk * 12, 12)).ok());
+  }
+  taking.WaitForNotification();
+  std::thread next([&] { EXPECT_TRUE(receiver.Begin("w", Manifest(6), false).ok()); });
+  while (receiver.OpenUpdateId() != "w") std::this_thread::yield();
+  EXPECT_EQ(receiver.Version().version, 0);
+  go.Notify();
+  next.join();
+}
+
 TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {
   told_.apply_status = absl::DeadlineExceededError("the deadline has passed");
   ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
@@ -333,6 +366,38 @@ TEST_F(ReceivedSpeculatorTest, TheServedModelMayComeWithAnotherSpeculator) {
   EXPECT_EQ(*receiver_.Begin("again", Manifest(), false), Manifest().num_chunks());
   EXPECT_TRUE(receiver_.Commit("again", {}).ok());
   EXPECT_TRUE(told_.applied.empty()) << "both are served";
+}
+
+TEST_F(ReceivedSpeculatorTest, AServedModelNeedsNotComeAgain) {
+  ASSERT_TRUE(Send(Manifest(), stream_).ok());
+  std::vector<std::byte> heads = Bytes(8, 100);
+  WeightManifest manifest = Manifest(2).WithoutModel();
+  manifest.speculator->digest = DigestOf(heads, 0, 8);
+  EXPECT_EQ(manifest.total_bytes, 8);
+  ASSERT_TRUE(Send(manifest, heads).ok());
+  EXPECT_EQ(told_.applied, heads);
+  EXPECT_EQ(receiver_.Version(), (WeightsVersion{2, Manifest().digest}));
+  EXPECT_EQ(*receiver_.SpeculatorVersion(), (WeightsVersion{2, DigestOf(heads, 0, 8)}));
+  // A version alone.
+  manifest = Manifest(3).ModelAlone().WithoutModel();
+  EXPECT_EQ(manifest.num_chunks(), 0);
+  ASSERT_TRUE(Send(manifest, {}).ok());
+  EXPECT_EQ(receiver_.Version(), (WeightsVersion{3, Manifest().digest}));
+  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 2);
+}
+
+TEST_F(ReceivedSpeculatorTest, AModelThatIsNotServedMustCome) {
+  const absl::Status status = Refusal(Manifest().WithoutModel());
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "manifest.tensors");
+  ASSERT_TRUE(Send(Manifest(), stream_).ok());
+  WeightManifest other = Manifest(2).WithoutModel();
+  other.digest = std::string(32, '0');
+  EXPECT_EQ(FieldPath(Refusal(other)), "manifest.tensors");
+  std::vector<std::byte> heads = Bytes(8, 100);
+  EXPECT_EQ(Send(Manifest(2).WithoutModel(), heads).status().code(), absl::StatusCode::kDataLoss)
+      << "the bytes of another speculator";
+  EXPECT_EQ(receiver_.Version().version, 1);
 }
 
 TEST_F(ReceivedSpeculatorTest, DamageOfEitherLeavesBothInForce) {

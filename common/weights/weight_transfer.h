@@ -61,7 +61,9 @@ struct SpeculatorManifest {
 };
 
 // Describes an update. The tensors' bytes, little endian and concatenated in this order, form one
-// byte stream, which travels in chunks. Those of a speculator come last.
+// byte stream, which travels in chunks. Those of a speculator come last. An update may leave out
+// all tensors of the model where the receiver serves that model already: then it brings the
+// version, and the speculator if it has one.
 struct WeightManifest {
   int64_t version = 0;
   std::vector<WeightSpec> tensors;
@@ -80,6 +82,14 @@ struct WeightManifest {
     int64_t bytes = 0;
     for (const WeightSpec& tensor : tensors) bytes += IsOfSpeculator(tensor) ? 0 : tensor.bytes();
     return bytes;
+  }
+  bool has_model() const { return !tensors.empty() && !IsOfSpeculator(tensors.front()); }
+  // Returns the manifest without the tensors of the model.
+  WeightManifest WithoutModel() const {
+    WeightManifest rest = *this;
+    std::erase_if(rest.tensors, [](const WeightSpec& tensor) { return !IsOfSpeculator(tensor); });
+    rest.total_bytes -= model_bytes();
+    return rest;
   }
   // Returns the manifest of the model without its speculator.
   WeightManifest ModelAlone() const {
@@ -114,7 +124,8 @@ class WeightReceiver {
   // FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) for another number of token ids than the
   // model's; (reason STALE_WEIGHT_VERSION) for a version that is not above the
   // served one, or is below that of another open update; an open update of a lower version is
-  // replaced. `allow_rollback` accepts such a version; the update that it replaces can be begun
+  // replaced. INVALID_ARGUMENT for "manifest.tensors" without the model's where another model is
+  // served. `allow_rollback` accepts such a version; the update that it replaces can be begun
   // again with `allow_rollback` alone. The served version may come again with another speculator.
   virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                         const WeightManifest& manifest, bool allow_rollback) = 0;

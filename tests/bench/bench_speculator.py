@@ -5,13 +5,16 @@
 Trainer servers with the same model and the same sequences, fp32, on the same cores in turn: a
 supervised step of the model; one with a speculator beside it; a speculator alone on the frozen
 model. Every token but the first of a sequence is learnt by the model, and all that they can predict
-by the heads.
+by the heads. Two more servers with the speculator alone differ in `batch.logits_chunk_bytes`, the
+budget of the logits of a loss: their peaks of memory differ by no more than the budgets do, however
+many heads there are. Beside it stand the bytes of all logits of the heads.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,13 +23,16 @@ from typing import Any
 
 import torch
 from alternate import alternate
+from status_bytes import status_bytes
 from tandem.client import TrainerClient
 from tandem.cluster import LocalCluster
 from tandem.requests import SupervisedSample
 from tandem.settings import ClusterSettings
 
 _PEER = "supervised step"
+_ALONE = "speculator alone"
 _BAR = 2.0  # times the rate of the peer
+_BUDGETS = (48 << 20, 144 << 20)  # bytes
 
 
 def main() -> None:
@@ -54,7 +60,7 @@ def main() -> None:
     servers: dict[str, dict[str, Any]] = {
         _PEER: {},
         "with a speculator": {"speculator": speculator},
-        "speculator alone": {"speculator": speculator | {"freeze_base_model": True}},
+        _ALONE: {"speculator": speculator | {"freeze_base_model": True}},
     }
     sides: dict[str, Callable[[], int]] = {}
     pids: list[int] = []
@@ -76,8 +82,34 @@ def main() -> None:
             f"{options.n_predict} heads of width {options.inner_dim}"
         )
         ratios = alternate(sides, peer=_PEER, rounds=options.rounds, unit="tokens", pids=pids)
-    met = "met" if ratios["speculator alone"] >= _BAR else "missed"
+    met = "met" if ratios[_ALONE] >= _BAR else "missed"
     print(f"  bar of the speculator alone: {_BAR} x {_PEER}, {met}")
+    peaks = [_peak_bytes(options, servers[_ALONE], samples, budget) for budget in _BUDGETS]
+    rows = options.sequences * (options.tokens - options.n_predict - 1)
+    vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
+    print(
+        f"  memory of the losses: {(peaks[1] - peaks[0]) >> 20} MiB more with a budget of "
+        f"{(_BUDGETS[1] - _BUDGETS[0]) >> 20} MiB more; all logits of the heads have "
+        f"{(4 * rows * vocabulary * options.n_predict) >> 20} MiB"
+    )
+
+
+def _peak_bytes(
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    samples: list[SupervisedSample],
+    budget: int,
+) -> int:
+    """Returns the peak of the resident set of a trainer after two steps."""
+    batch = {"micro_batch_tokens": options.micro_batch_tokens, "logits_chunk_bytes": budget}
+    trainer = {"model": str(options.model), "batch": batch} | settings
+    with tempfile.TemporaryDirectory() as directory:
+        cluster = LocalCluster(ClusterSettings(directory=Path(directory), trainer=trainer))
+        with cluster, TrainerClient(cluster.trainer.address) as client:
+            step = _steps(client, samples, tokens=0)
+            step()
+            step()
+            return status_bytes("VmHWM", cluster.servers[0].process.pid)
 
 
 def _steps(

@@ -73,7 +73,7 @@ class Listener final : public PromptListener {
  public:
   explicit Listener(Progress* progress) : progress_(progress) {}
   void OnTokens(tandem::rollout::TokensDelta) override { progress_->OnTokens(); }
-  void OnFinished(tandem::Trajectory, tandem::rollout::DraftCounts) override {
+  void OnFinished(tandem::Trajectory, tandem::rollout::SampleDrafts) override {
     progress_->OnFinished();
   }
   void OnFailed(absl::Status status) override { Check(status); }

@@ -267,11 +267,12 @@ def logprobs(trajectory: trajectory_pb2.Trajectory, model: str) -> np.ndarray:
     return np.where(mine, author, other)
 
 
-def without_versions(trajectory: trajectory_pb2.Trajectory) -> bytes:
-    """Returns the bytes of a trajectory without the senior's versions."""
+def response_bytes(trajectory: trajectory_pb2.Trajectory) -> bytes:
+    """Returns the bytes of a trajectory without the senior's versions and the marks of drafts."""
     copy = trajectory_pb2.Trajectory()
     copy.CopyFrom(trajectory)
     copy.ClearField("senior_versions")
+    copy.ClearField("accepted_draft_mask")
     return copy.SerializeToString(deterministic=True)
 
 

@@ -335,9 +335,11 @@ def test_a_dry_run_names_the_mistakes_that_servers_find(
 def test_a_run_with_drafts_has_the_bits_of_one_without(fresh_pair, models, tmp_path):
     def trajectories(name):
         files = sorted((tmp_path / name / "run" / "trajectories").glob("*.jsonl"))
-        return [file.read_bytes() for file in files]
+        return [record for file in files for record in harness.json_lines(file)]
 
     plain = run_on(fresh_pair, models, tmp_path / "plain")
+    without_drafts = trajectories("plain")
+    assert {record.pop("accepted_draft_mask") for record in without_drafts} == {None}
     server = fresh_pair.rollouts[0]
     count = "tandem_draft_tokens_total"
 
@@ -349,5 +351,8 @@ def test_a_run_with_drafts_has_the_bits_of_one_without(fresh_pair, models, tmp_p
         before = drafts()
         speculative = {"method": method, "prompt_lookup_min": 1}
         assert run_on(fresh_pair, models, tmp_path / method, speculative=speculative) == plain
-        assert trajectories(method) == trajectories("plain") != []
+        recorded = trajectories(method)
+        marks = [record.pop("accepted_draft_mask") for record in recorded]
+        assert recorded == without_drafts != []
+        assert list(map(len, marks)) == [len(record["response_token_ids"]) for record in recorded]
         assert drafts() > before

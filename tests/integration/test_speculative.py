@@ -141,6 +141,7 @@ def test_a_junior_that_is_the_senior_is_right(models, tmp_path, lanes):
             expected = client.generate([prompt])[0]
             assert_same_bits([event.trajectory], expected)
             assert event.draft_tokens > 0
+            assert sum(event.trajectory.accepted_draft_mask) == event.accepted_draft_tokens
             if "bfloat16" not in lanes and "int" not in lanes:
                 assert event.accepted_draft_tokens == event.draft_tokens == 90 * 5 / 6
         assert total(running, ACCEPTED, "junior") > total(running, DRAFTS, "junior") / 10

@@ -10,6 +10,7 @@ from typing import Any
 import harness
 import pytest
 from harness import flat
+from safetensors.torch import load_file
 from tandem.client import RolloutClient
 from tandem.errors import from_status
 from tandem.requests import SupervisedSample
@@ -27,12 +28,20 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "two-ranks-pipeline": ("float32", ranked("pipeline")),
 }
 VERSION = "tandem_speculator_version"
+SENT = "tandem_weight_bytes_sent_total"
 
 
 def trained(speculator: Path) -> dict[str, Any]:
     """The section of a trainer that goes on with this speculator, but hardly moves it."""
     optimizer = {"learning_rate": 1e-6}
     return {"speculator": {"adapter": "mlp", "path": str(speculator), "optimizer": optimizer}}
+
+
+def weight_bytes(speculator: Path) -> int:
+    """The bytes of the values of a speculator in float32."""
+    return sum(
+        4 * tensor.numel() for tensor in load_file(speculator / "model.safetensors").values()
+    )
 
 
 def successors(client: RolloutClient) -> dict[int, int]:
@@ -90,6 +99,7 @@ def test_published_heads_draft_and_change_no_response(models, tmp_path, layout):
         # The senior is the one that is served, the heads are others.
         reply = trainer.publish_weights([server.address])
         assert reply.results[0].speculator == trainer_pb2.SPECULATOR_DELIVERY_SERVED
+        assert harness.gauge(running.trainer, SENT) == weight_bytes(knowing), "the heads alone"
         served = client.info()
         assert served.server.weights == before.server.weights == reply.weights
         assert served.speculator_weights.version == 0
@@ -108,10 +118,45 @@ def test_published_heads_draft_and_change_no_response(models, tmp_path, layout):
         assert_drafts_change_nothing(client)
 
         # The digest says that nothing is left to send.
-        sent = harness.gauge(running.trainer, "tandem_weight_bytes_sent_total")
+        sent = harness.gauge(running.trainer, SENT)
+        assert sent > 2 * weight_bytes(knowing)
         reply = trainer.publish_weights([server.address])
         assert reply.results[0].speculator == trainer_pb2.SPECULATOR_DELIVERY_SERVED
-        assert harness.gauge(running.trainer, "tandem_weight_bytes_sent_total") == sent
+        assert harness.gauge(running.trainer, SENT) == sent
+
+
+@pytest.mark.parametrize("has_speculator", [True, False])
+def test_a_frozen_senior_is_not_sent_again(models, tmp_path, has_speculator):
+    """A publication brings the heads, and the version alone to a server that has no heads."""
+    heads = write_speculator(tmp_path / "heads", models.senior)
+    speculator = trained(heads)["speculator"] | {"freeze_base_model": True}
+    served = {"senior_speculator": str(heads)} if has_speculator else {}
+    with (
+        harness.cluster(
+            tmp_path / "cluster",
+            models,
+            rollout=section("float32", **served),
+            trainer={"speculator": speculator},
+        ) as running,
+        harness.rollout_client(running) as client,
+        harness.trainer_client(running) as trainer,
+    ):
+        [server] = running.rollouts
+        before = client.info().server.weights
+        for step in (1, 2):
+            supervised_step(trainer, step)
+            reply = trainer.publish_weights([server.address])
+            info = client.info()
+            assert info.server.weights == reply.weights
+            assert (info.server.weights.version, info.server.weights.digest) == (
+                step,
+                before.digest,
+            )
+            assert info.speculator_weights.version == (step if has_speculator else 0)
+            sent = harness.gauge(running.trainer, SENT)
+            assert sent == (step * weight_bytes(heads) if has_speculator else 0)
+        if has_speculator:
+            assert_drafts_change_nothing(client)
 
 
 def test_heads_that_no_update_brings_stay_and_draft(models, tmp_path):

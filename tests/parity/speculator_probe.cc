@@ -76,13 +76,12 @@ absl::Status Run(const std::string& directory, const std::string& input_path,
   TANDEM_ASSIGN_OR_RETURN(const at::Tensor drafts,
                           speculator->Draft(hidden, tokens, speculator->sizes().n_predict));
   output.emplace_back("drafts", drafts);
-  TANDEM_ASSIGN_OR_RETURN(
-      const SpeculatorLossReport report,
-      SpeculatorLoss(*speculator, {.count_correct = true}).ForwardBackward(batch));
+  TANDEM_ASSIGN_OR_RETURN(const SpeculatorLossReport report,
+                          SpeculatorLoss(*speculator).ForwardBackward(batch));
   std::vector<double> losses, correct;
   for (const HeadReport& head : report.heads) {
     losses.push_back(head.loss);
-    correct.push_back(static_cast<double>(*head.correct));
+    correct.push_back(static_cast<double>(head.correct));
   }
   output.emplace_back("head_losses", at::tensor(losses, at::kFloat));
   output.emplace_back("correct", at::tensor(correct, at::kFloat));

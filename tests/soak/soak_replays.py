@@ -126,7 +126,7 @@ class Replays:
     ) -> None:
         if self._numerics.exact:
             common = len(soaked.response_token_ids)
-            if harness.without_versions(soaked) != harness.without_versions(alone):
+            if harness.response_bytes(soaked) != harness.response_bytes(alone):
                 raise DisturbanceError(
                     f"alone it is another response:\n{shown(soaked)}\n{shown(alone)}"
                 )

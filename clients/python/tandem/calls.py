@@ -7,7 +7,7 @@ the messages of the contract, failures the exceptions of tandem.errors.
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from tandem import requests
 from tandem.critic.v1 import critic_pb2, critic_pb2_grpc
@@ -109,13 +109,51 @@ class RolloutCalls(Transport):
         return (await self._call("GetVersion", request)).weights
 
 
-class TrainerCalls(Transport):
+class CheckpointCalls(Transport):
+    """Saves and loads what a server trains."""
+
+    # The module with the server's messages.
+    _messages: ClassVar[Any]
+
+    async def save_checkpoint(
+        self, directory: str, name: str, keep: int = 0, *, expected_version: int | None = None
+    ) -> str:
+        """Writes an atomic checkpoint; returns its path on the server's file system.
+
+        A relative `directory` starts at the client's working directory. Raises
+        FailedPreconditionError, with nothing written, if the server has another version than
+        `expected_version`: the call is repeated when the server is lost, and a server that was
+        restarted has its initial weights.
+        """
+        place = requests.server_path(directory)
+        request = self._messages.SaveCheckpointRequest(
+            directory=place, name=name, keep=keep, expected_version=expected_version
+        )
+        reply = await self._call("SaveCheckpoint", request)
+        return reply.path
+
+    async def load_checkpoint(self, path: str) -> server_pb2.WeightsVersion:
+        """Loads a checkpoint and returns its weights.
+
+        A relative path starts at the client's working directory.
+        """
+        request = self._messages.LoadCheckpointRequest(path=requests.server_path(path))
+        return (await self._call("LoadCheckpoint", request)).weights
+
+    async def load_base_model(self) -> server_pb2.WeightsVersion:
+        """Loads all weights of the start, version 0, with a new optimizer."""
+        request = self._messages.LoadCheckpointRequest(base_model=True)
+        return (await self._call("LoadCheckpoint", request)).weights
+
+
+class TrainerCalls(CheckpointCalls):
     """Trains the senior."""
 
     role = "trainer"
     default_address = "127.0.0.1:7702"
     default_timeout_seconds = 3600.0
     stubs = (trainer_pb2_grpc.TrainerServiceStub,)
+    _messages = trainer_pb2
 
     async def info(self) -> trainer_pb2.GetServerInfoResponse:
         """Returns the server's configuration, model and weights."""
@@ -181,36 +219,6 @@ class TrainerCalls(Transport):
         to_message(objective, request.policy, "objective")
         return (await self._call("CheckObjective", request)).policy
 
-    async def save_checkpoint(
-        self, directory: str, name: str, keep: int = 0, *, expected_version: int | None = None
-    ) -> str:
-        """Writes an atomic checkpoint; returns its path on the server's file system.
-
-        A relative `directory` starts at the client's working directory. Raises
-        FailedPreconditionError, with nothing written, if the server has another version than
-        `expected_version`: the call is repeated when the server is lost, and a server that was
-        restarted has its initial weights.
-        """
-        place = requests.server_path(directory)
-        request = trainer_pb2.SaveCheckpointRequest(
-            directory=place, name=name, keep=keep, expected_version=expected_version
-        )
-        reply = await self._call("SaveCheckpoint", request)
-        return reply.path
-
-    async def load_checkpoint(self, path: str) -> server_pb2.WeightsVersion:
-        """Loads a checkpoint and returns its weights.
-
-        A relative path starts at the client's working directory.
-        """
-        request = trainer_pb2.LoadCheckpointRequest(path=requests.server_path(path))
-        return (await self._call("LoadCheckpoint", request)).weights
-
-    async def load_base_model(self) -> server_pb2.WeightsVersion:
-        """Loads the weights of the start, version 0, with a new optimizer."""
-        request = trainer_pb2.LoadCheckpointRequest(base_model=True)
-        return (await self._call("LoadCheckpoint", request)).weights
-
     async def export_model(self, path: str, *, dtype: str = "fp32") -> str:
         """Writes the weights as a Hugging Face directory, which must not exist; returns its path.
 
@@ -227,13 +235,14 @@ class TrainerCalls(Transport):
         return self._stream("WatchSteps", request)
 
 
-class CriticCalls(Transport):
+class CriticCalls(CheckpointCalls):
     """Predicts returns with a value head."""
 
     role = "critic"
     default_address = "127.0.0.1:7703"
     default_timeout_seconds = 3600.0
     stubs = (critic_pb2_grpc.CriticServiceStub,)
+    _messages = critic_pb2
 
     async def info(self) -> critic_pb2.GetServerInfoResponse:
         """Returns the server's configuration, model and weights."""
@@ -252,36 +261,6 @@ class CriticCalls(Transport):
     ) -> critic_pb2.TrainStepResponse:
         """Sends the messages of a raw TrainStep call, which in a PPO run the trainer makes."""
         return await self._send("TrainStep", messages, timeout_seconds)
-
-    async def save_checkpoint(
-        self, directory: str, name: str, keep: int = 0, *, expected_version: int | None = None
-    ) -> str:
-        """Writes an atomic checkpoint; returns its path on the server's file system.
-
-        A relative `directory` starts at the client's working directory. Raises
-        FailedPreconditionError, with nothing written, if the server has another version than
-        `expected_version`: the call is repeated when the server is lost, and a server that was
-        restarted has its initial weights.
-        """
-        place = requests.server_path(directory)
-        request = critic_pb2.SaveCheckpointRequest(
-            directory=place, name=name, keep=keep, expected_version=expected_version
-        )
-        reply = await self._call("SaveCheckpoint", request)
-        return reply.path
-
-    async def load_checkpoint(self, path: str) -> server_pb2.WeightsVersion:
-        """Loads a checkpoint and returns its weights.
-
-        A relative path starts at the client's working directory.
-        """
-        request = critic_pb2.LoadCheckpointRequest(path=requests.server_path(path))
-        return (await self._call("LoadCheckpoint", request)).weights
-
-    async def load_base_model(self) -> server_pb2.WeightsVersion:
-        """Loads the weights and the value head of the start, version 0, with a new optimizer."""
-        request = critic_pb2.LoadCheckpointRequest(base_model=True)
-        return (await self._call("LoadCheckpoint", request)).weights
 
     async def export_model(self, path: str, *, dtype: str = "fp32") -> str:
         """Writes a Hugging Face token-classification directory as the trainer's export_model()."""

@@ -30,6 +30,7 @@ NOT_COMPARED = frozenset(
         # The load decides how many drafts a pass has; the response does not depend on them.
         "tandem.rollout.v1.FinishedEvent.draft_tokens",
         "tandem.rollout.v1.FinishedEvent.accepted_draft_tokens",
+        "tandem.types.v1.Trajectory.accepted_draft_mask",
         # Drawn at random by the sender of an update.
         "tandem.weights.v1.GetVersionResponse.open_update_id",
     }

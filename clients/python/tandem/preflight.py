@@ -112,7 +112,13 @@ def check_servers(
             check_junior(modes_in(settings, purpose), rollout.has_junior, rollout.whose)
         for field, drafts in drafts_in(settings, purpose).items():
             with problems.collect():
-                _check_drafts(f"{field}.method: {drafts.method}", drafts.method, rollout)
+                require_drafter(
+                    f"{field}.method",
+                    drafts.method,
+                    has_junior=rollout.has_junior,
+                    has_speculator=rollout.has_speculator,
+                    whose=rollout.whose,
+                )
         if purpose != "train":
             continue
         if settings.tandem.enabled:
@@ -356,13 +362,15 @@ def require_junior(field: str, has_junior: bool, whose: str, or_else: str = "") 
         )
 
 
-def _check_drafts(field: str, method: str, rollout: RolloutFacts) -> None:
-    """Raises ConfigError for drafts from a model that the rollout server does not have."""
+def require_drafter(
+    field: str, method: str, *, has_junior: bool, has_speculator: bool, whose: str
+) -> None:
+    """Raises ConfigError for drafts from a model that the server `whose` does not have."""
     if method == "junior":
-        require_junior(field, rollout.has_junior, rollout.whose)
-    if method == "heads" and not rollout.has_speculator:
+        require_junior(f"{field}: {method}", has_junior, whose)
+    if method == "heads" and not has_speculator:
         raise ConfigError(
-            f"{field}: {rollout.whose} has no speculator",
+            f"{field}: {method}: {whose} has no speculator",
             hint="senior_speculator among a rollout server's settings names one",
         )
 

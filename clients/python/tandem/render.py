@@ -21,6 +21,9 @@ from tandem.text import GrowingText, TextCodec
 SENIOR_STYLE = "bold cyan"
 JUNIOR_STYLE = "underline yellow"
 LEGEND = "senior, [junior]"
+# Added to an author's style.
+DRAFT_STYLE = "reverse"
+DRAFT_LEGEND = "‹accepted draft›"
 
 
 def use_any_encoding() -> None:
@@ -124,30 +127,47 @@ def picture(console: Console, title: str) -> str:
 
 
 class AuthoredText:
-    """A text that grows by author: senior bold cyan, junior yellow, underlined and in brackets."""
+    """A text that grows by author: senior bold cyan, junior yellow, underlined and in brackets.
+
+    Accepted drafts are reversed and between ‹ and ›, inside of the brackets.
+    """
 
     def __init__(self, keep: str = "\n") -> None:
         """Begins an empty text; control characters other than `keep` are shown by their escapes."""
         self._text = Text()
         self._author = 1
+        self._draft = 0
         self._keep = keep
 
-    def append(self, author: int, text: str, note: str = "") -> None:
-        """Appends the text of a token by an author (1: senior), and a note about it."""
+    def append(self, author: int, text: str, note: str = "", draft: int = 0) -> None:
+        """Appends the text of a token by an author (1: senior), and a note about it.
+
+        `draft`: 1 for an accepted draft.
+        """
         # A token that completes no character has no text.
         if not text:
             return
-        if author != self._author:
-            self._text.append("]" if author else "[", style="dim")
-            self._author = author
+        self._mark(author, draft)
         style = SENIOR_STYLE if author else JUNIOR_STYLE
+        if draft:
+            style += f" {DRAFT_STYLE}"
         self._text.append(visible(text, self._keep), style=style)
         self._text.append(note, style="dim")
 
     def end(self) -> None:
-        """Closes the bracket of a text that ends with the junior."""
-        if not self._author:
-            self._text.append("]", style="dim")
+        """Closes the marks of a text that ends with the junior or with a draft."""
+        self._mark(1, 0)
+
+    def _mark(self, author: int, draft: int) -> None:
+        """Ends and begins the marks before a token."""
+        other = author != self._author
+        marks = "›" if self._draft and (other or not draft) else ""
+        if other:
+            marks += "]" if author else "["
+        if draft and (other or not self._draft):
+            marks += "‹"
+        self._text.append(marks, style="dim")
+        self._author, self._draft = author, draft
 
     def take(self) -> Text:
         """Returns the text that was appended since the last call."""
@@ -160,11 +180,15 @@ def authored_text(
     mask: Sequence[int],
     notes: Iterable[str] = itertools.repeat(""),
     keep: str = "\n",
+    drafts: Iterable[int] = itertools.repeat(0),
 ) -> Text:
-    """Returns a whole response as AuthoredText makes it; `notes` has one note for every token."""
+    """Returns a whole response as AuthoredText makes it.
+
+    `notes` and `drafts` have a note, and whether it is an accepted draft, for every token.
+    """
     text = AuthoredText(keep)
-    for author, token, note in zip(mask, texts, notes, strict=False):
-        text.append(author, token, note)
+    for author, token, note, draft in zip(mask, texts, notes, drafts, strict=False):
+        text.append(author, token, note, draft)
     text.end()
     return text.take()
 

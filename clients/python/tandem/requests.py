@@ -181,6 +181,8 @@ class PolicySample:
     def message(self) -> trainer_pb2.TrainStepRequest:
         """Returns the message of the contract."""
         sample = trainer_pb2.PolicySample(trajectory=self.trajectory, group_id=self.group_id)
+        # Depends on the load: a step that is repeated with responses drawn again is the same step.
+        sample.trajectory.ClearField("accepted_draft_mask")
         if self.reward is not None:
             sample.reward = self.reward
         if self.advantages is not None:

@@ -46,6 +46,7 @@ def trajectory_record(
         "prompt_token_ids": list(trajectory.prompt_token_ids),
         "response_token_ids": list(trajectory.response_token_ids),
         "authorship_mask": mask,
+        "accepted_draft_mask": list(trajectory.accepted_draft_mask) or None,
         "senior_logprobs": _known(logprobs.senior),
         "junior_logprobs": _known(logprobs.junior) if trajectory.tandem.enabled else None,
         "log_keep_mass": keep_mass,

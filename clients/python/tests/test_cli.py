@@ -16,6 +16,7 @@ from commands import tandem
 from tandem import __version__ as tandem_version
 from tandem import cli, running_clusters
 from tandem.credentials import NO_CREDENTIALS
+from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1.trainer_pb2 import StepReport
 
 
@@ -121,7 +122,8 @@ def test_status_names_a_server_that_does_not_use_the_speculator(world, address):
     assert "senior_speculator" not in shown
 
 
-def test_generate_separates_responses_and_passes_its_options_on(address, run_file, tmp_path):
+def test_generate_separates_responses_and_passes_its_options_on(world, address, run_file, tmp_path):
+    asked = []
     common = ["--rollout", address, "--tokenizer", tmp_path / "model", "--max-tokens", 4]
     texts = {
         stream: tandem("generate", "w1 w2", "w3", *common, "--samples", 2, stream).stdout
@@ -147,14 +149,21 @@ def test_generate_separates_responses_and_passes_its_options_on(address, run_fil
     assert [sampling[key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
     done = tandem("generate", "w1", *common, "--strategy", "chnk", check=2)
     assert done.stderr.startswith("tandem: --strategy: 'chnk' is none of bernoulli, chunk,")
-    drafted = tandem("generate", "w1", *common, *options, "--speculative", "ngram")
+    world.on_prompt = lambda prompt: asked.append(prompt.speculative.acceptance_rule)
+    drafts = ["--speculative", "ngram", "--acceptance-rule", "rejection_sampling"]
+    drafted = tandem("generate", "w1", *common, *options, *drafts)
     assert json.loads(drafted.stdout) == record
+    assert asked == [rollout_pb2.ACCEPTANCE_RULE_REJECTION_SAMPLING]
+    done = tandem("generate", "w1", *common, "--acceptance-rule", "all", check=2)
+    assert done.stderr.startswith("tandem: --acceptance-rule: 'all' is none of exact, rejection_s")
     done = tandem("generate", "w1", *common, "--speculative", "eagle", check=2)
     assert done.stderr.startswith("tandem: --speculative: 'eagle' is none of none, ngram,")
     for method, says in (("eagle", "'eagle' is none of"), ("heads", "heads: the rollout server")):
         where = ["--rollout", address, "--tokenizer", tmp_path / "model"]
         done = tandem("serve-openai", *where, "--speculative", method, check=2)
         assert done.stderr.startswith(f"tandem: --speculative: {says}")
+    done = tandem("serve-openai", *where, "--acceptance-rule", "all", check=2)
+    assert done.stderr.startswith("tandem: --acceptance-rule: 'all' is none of exact, rejection_s")
     done = tandem("generate", "w1", *common, "--max-tokens", 200)
     assert done.stderr == (
         "warning: --max-tokens 200: the server's max_model_len of 128 leaves 127 tokens after a "

@@ -548,8 +548,14 @@ def test_tokens_that_no_event_told_come_with_the_end(codec):
 
 def test_all_responses_have_the_drafts_of_the_server(address, codec, world):
     asked = []
-    world.on_prompt = lambda prompt: asked.append(prompt.speculative.method)
-    settings = Settings(address, codec, "senior", max_model_len=128, speculative="ngram")
+    world.on_prompt = lambda prompt: asked.append(prompt.speculative)
+    drafts = {"method": "ngram", "acceptance_rule": "rejection_sampling"}
+    settings = Settings(address, codec, "senior", max_model_len=128, speculative=drafts)
     with TestClient(application(settings)) as http:
         assert complete(http).status_code == 200
-    assert asked == [rollout_pb2.SPECULATIVE_METHOD_NGRAM]
+    assert asked == [
+        rollout_pb2.SpeculativeConfig(
+            method=rollout_pb2.SPECULATIVE_METHOD_NGRAM,
+            acceptance_rule=rollout_pb2.ACCEPTANCE_RULE_REJECTION_SAMPLING,
+        )
+    ]

@@ -644,7 +644,9 @@ def test_equal_bits_are_equal_and_fields_of_the_machine_are_not_compared():
 def test_numbers_of_drafts_are_not_compared_and_their_response_is():
     one, other = (
         rollout_pb2.FinishedEvent(
-            trajectory={"seed": 1}, draft_tokens=count, accepted_draft_tokens=count
+            trajectory={"seed": 1, "accepted_draft_mask": bytes([1] * count)},
+            draft_tokens=count,
+            accepted_draft_tokens=count,
         )
         for count in (4, 5)
     )

@@ -226,6 +226,20 @@ def test_authors_differ_in_brackets_as_well_as_in_colour():
     assert {str(span.style) for span in text.spans} >= {"bold cyan", "underline yellow"}
 
 
+@pytest.mark.parametrize(
+    ("authors", "drafts", "shown"),
+    [
+        ([1, 1, 1], [0, 1, 1], "a‹bc›"),
+        ([1, 0, 0], [1, 1, 0], "‹a›[‹b›c]"),
+        ([0, 0, 1], [1, 1, 1], "[‹ab›]‹c›"),
+    ],
+)
+def test_accepted_drafts_have_marks_of_their_own(authors, drafts, shown):
+    text = authored_text(["a", "b", "c"], authors, drafts=drafts)
+    assert text.plain == shown
+    assert any("reverse" in str(span.style) for span in text.spans)
+
+
 def test_bytes_of_a_character_show_with_the_token_that_completes_it():
     assert authored_text(["a", "", "é"], [1, 0, 1]).plain == "aé"
 

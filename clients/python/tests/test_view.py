@@ -111,6 +111,7 @@ def test_a_gap_is_senior_minus_junior_where_both_are_known():
     [
         ({"authorship_mask": [1]}, "authorship_mask: 1 entries for 2 response tokens"),
         ({"authorship_mask": [1, 2]}, "authorship_mask.1: "),
+        ({"accepted_draft_mask": [1]}, "accepted_draft_mask: 1 entries for 2 response tokens"),
         ({"senior_logprobs": [0.0, float("nan")]}, "senior_logprobs.1: "),
         ({"junior_logprobs": [0.0] * 3}, "junior_logprobs: 3 entries for 2 response tokens"),
         ({"response_token_ids": ["5", 6]}, "response_token_ids.0: "),
@@ -236,6 +237,33 @@ def test_large_gaps_stand_behind_their_tokens():
     assert screen.lines[-1] == "    0.50  [a{+2.5}b]c"
 
 
+DRAFTED = {"mask": [1, 1, 0, 0, 1], "accepted_draft_mask": [0, 1, 1, 0, 1]}
+
+
+def test_accepted_drafts_are_marked_and_counted_where_they_are_asked_for():
+    rows = [trajectory("p", "abcde", **DRAFTED), trajectory("p", "f")]
+    screen = Screen(80)
+    print_trajectories(screen.output, Letters(), rows, "Step 1", drafts=True)
+    assert screen.lines == [
+        "Step 1: senior, [junior], ‹accepted draft›",
+        "step-1/p",
+        "  p",
+        "  reward  drafts  response",
+        "    0.50       3  a‹b›[‹c›d]‹e›",
+        "    0.50       -  f",
+    ]
+    screen = Screen(80)
+    print_trajectories(screen.output, Letters(), rows, "Step 1")
+    assert screen.lines[-2:] == ["    0.50  ab[cd]e", "    0.50  f"]
+
+
+def test_a_page_knows_the_accepted_drafts():
+    found = Page(make_page(trajectory("p", "abcde", **DRAFTED), trajectory("p", "f"), drafts=True))
+    marks = [sample["accepted_draft_mask"] for sample in found.samples]
+    assert marks == [DRAFTED["accepted_draft_mask"], None]
+    assert found.run["drafts"] is True
+
+
 def test_trajectories_are_plain_lines_without_a_terminal():
     screen = Screen(60, terminal=False)
     rows = [trajectory("a\tb" + "c" * 100, "x\ny", mask=[1, 0, 0], group_id="g0")]
@@ -300,8 +328,8 @@ class Page(HTMLParser):
         return [sample for step in self.steps for group in step for sample in group["samples"]]
 
 
-def make_page(*trajectories, name="run"):
-    return page(name, Letters(), trajectories, advantage=False, gap=False)
+def make_page(*trajectories, name="run", drafts=False):
+    return page(name, Letters(), trajectories, advantage=False, gap=False, drafts=drafts)
 
 
 NASTY = (
@@ -394,7 +422,7 @@ def test_a_page_holds_what_the_run_recorded(run_file, tmp_path):
     assert [group["group_id"] for group in groups] == [
         f"step-{step}/prompt-{prompt}" for step in range(1, 6) for prompt in range(3)
     ]
-    assert found.run == {"name": "run", "advantage": False, "shade": "none"}
+    assert found.run == {"name": "run", "advantage": False, "drafts": False, "shade": "none"}
 
 
 def test_view_shows_the_last_step_and_what_is_asked_for(run_file, tmp_path):
@@ -421,6 +449,7 @@ def test_view_shows_the_last_step_and_what_is_asked_for(run_file, tmp_path):
     assert "holds steps 1 to 3" in tandem("view", run, "--step", 7, check=2).stderr
     assert "--step: 'x' is neither" in tandem("view", run, "--step", "x", check=2).stderr
     assert "--gap" in tandem("view", run, "--json", "--gap", check=2).stderr
+    assert "--drafts" in tandem("view", run, "--json", "--drafts", check=2).stderr
     assert "holds no run" in tandem("view", tmp_path, check=2).stderr
 
 

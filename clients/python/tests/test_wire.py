@@ -10,6 +10,7 @@ import pytest
 from tandem.errors import ConfigError
 from tandem.logprobs import LogProbs
 from tandem.renamed import NEW_NAMES
+from tandem.requests import PolicySample
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import objective_pb2
 from tandem.trajectory_record import trajectory_record
@@ -18,6 +19,7 @@ from tandem.wire import from_tensor, short_floats, to_message, to_tensor
 
 KEYS = {
     "place", "row", "scores", "prompt_token_ids", "response_token_ids", "authorship_mask",
+    "accepted_draft_mask",
     "senior_logprobs", "junior_logprobs", "log_keep_mass", "finish_reason", "text", "reward",
     "overlong_punishment", "group_id", "sample_index", "seed", "senior_versions", "junior_version",
     "sampling", "tandem",
@@ -109,6 +111,16 @@ def test_record_sorts_log_probs_by_model():
     assert record["tandem"]["selection_strategy"] == "bernoulli"
 
 
+def test_marks_of_drafts_are_recorded_and_no_part_of_a_step():
+    trajectory = fakes.sample(prompt(), 0, 0)
+    marks = [index % 2 for index in range(len(trajectory.response_token_ids))]
+    trajectory.accepted_draft_mask = bytes(marks)
+    assert trajectory_record(trajectory, text="")["accepted_draft_mask"] == marks
+    sent = PolicySample(trajectory, "g").message().policy_sample.trajectory
+    assert not sent.accepted_draft_mask
+    assert sent.response_token_ids == trajectory.response_token_ids
+
+
 def test_log_probs_are_arrays_by_author_and_by_model():
     both = LogProbs.of(fakes.sample(prompt(return_other_logprobs=True), 0, 0))
     assert {True, False} == set(both.is_senior.tolist())
@@ -129,6 +141,7 @@ def test_record_has_null_where_nothing_was_computed():
     ):
         assert (senior is None) == (author == 0)
         assert (junior is None) == (author == 1)
+    assert record["accepted_draft_mask"] is None
     solo = prompt()
     solo.tandem.enabled = False
     record = trajectory_record(fakes.sample(solo, 0, 0), text="")

@@ -33,6 +33,20 @@ struct LinearArgs {
   bool accumulate;  // adds to what y holds (a residual) instead of overwriting it
 };
 
+// y[r, o] = sum_k x[r, k] w[k, o]: a linear map whose matrix is stored input by input. The sum is
+// one chain of fused multiply-adds over k in ascending order, as in LinearArgs.
+struct TransposedLinearArgs {
+  const float* x;
+  int64_t x_stride;  // elements between rows
+  const float* w;    // [in, out]
+  int64_t w_stride;
+  float* y;
+  int64_t y_stride;
+  int64_t rows;
+  int64_t in;
+  int64_t out;
+};
+
 // LinearArgs with a packed matrix (packed_weight.h), for the outputs of its panels [panel_begin,
 // panel_end). The result has the bits of LinearArgs with the values of the packed weights.
 struct PackedLinearArgs {
@@ -60,6 +74,7 @@ struct PackedLinearArgs {
 //
 // `Number` is the type of keys and values: float, or uint16_t for bf16, which is widened as it is
 // loaded. Sums are float32, and the result has the bits of float32 keys and values of equal value.
+// Values may be narrower than queries and keys, and may be columns of the keys.
 template <typename Number>
 struct AttentionArgs {
   const float* q;  // row r, head g is at q + r * q_stride + g * head_dim
@@ -68,11 +83,12 @@ struct AttentionArgs {
   int64_t k_stride;
   const Number* v;
   int64_t v_stride;
-  float* out;  // as q
+  float* out;  // row r, head g is at out + r * out_stride + g * value_dim
   int64_t out_stride;
   int64_t rows;
-  int64_t group;  // query heads of this key/value head
-  int64_t head_dim;
+  int64_t group;      // query heads of this key/value head
+  int64_t head_dim;   // width of queries and keys
+  int64_t value_dim;  // width of values
   int64_t first_position;
   float scale;
   // If set, keys and values lie in blocks of kAttentionBlock positions: those of position p in
@@ -254,6 +270,7 @@ struct CpuKernels {
   const char* name;  // "portable", "avx2" or "avx512", the instruction set; or "aten"
   void (*linear)(const LinearArgs&) = nullptr;
   void (*packed_linear)(const PackedLinearArgs&) = nullptr;
+  void (*transposed_linear)(const TransposedLinearArgs&) = nullptr;
   void (*attention)(const AttentionArgs<float>&) = nullptr;
   void (*bfloat16_attention)(const AttentionArgs<uint16_t>&) = nullptr;
   void (*rms_norm)(const RmsNormArgs&) = nullptr;

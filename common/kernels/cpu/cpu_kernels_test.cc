@@ -91,6 +91,25 @@ TEST_P(CpuKernelsTest, LinearRowsDoNotDependOnTheSplit) {
   }
 }
 
+TEST_P(CpuKernelsTest, TransposedLinearMatchesDoubleAndRowsDoNotDependOnOthers) {
+  for (const int64_t out : {1, 16, 67, 130}) {
+    const int64_t rows = 9, in = 21, stride = out + 3;
+    const Floats x = RandomFloats(rows * in, 1), w = RandomFloats(in * stride, 2);
+    Floats y(rows * out), single(rows * out);
+    kernels_->transposed_linear({x.data(), in, w.data(), stride, y.data(), out, rows, in, out});
+    for (int64_t r = 0; r < rows; ++r) {
+      kernels_->transposed_linear(
+          {&x[r * in], in, w.data(), stride, &single[r * out], out, 1, in, out});
+      for (int64_t o = 0; o < out; ++o) {
+        double expected = 0;
+        for (int64_t k = 0; k < in; ++k) expected += double{x[r * in + k]} * w[k * stride + o];
+        ASSERT_NEAR(y[r * out + o], expected, 5e-6) << out;
+      }
+    }
+    EXPECT_EQ(y, single) << out;
+  }
+}
+
 struct AttentionProblem {
   int64_t length, group, head_dim, window;
   Floats q, k, v;
@@ -107,7 +126,7 @@ struct AttentionProblem {
   void Run(const CpuKernels& kernels, int64_t begin, int64_t rows, Floats& out) const {
     const int64_t width = group * head_dim;
     kernels.attention({&q[begin * width], width, k.data(), head_dim, v.data(), head_dim,
-                       &out[begin * width], width, rows, group, head_dim, begin,
+                       &out[begin * width], width, rows, group, head_dim, head_dim, begin,
                        1.0f / std::sqrt(static_cast<float>(head_dim)), /*blocks=*/nullptr,
                        /*block_stride=*/0, window});
   }
@@ -154,6 +173,25 @@ TEST_P(CpuKernelsTest, AttentionMatchesDouble) {
           }
           ASSERT_NEAR(out[(row * group + g) * head_dim + d], expected, 5e-6);
         }
+      }
+    }
+  }
+}
+
+// Latent attention: the values are columns of the keys.
+TEST_P(CpuKernelsTest, NarrowerValuesAreTheColumnsOfWiderOnes) {
+  for (const auto& [head_dim, value_dim] :
+       {std::pair<int64_t, int64_t>{5, 3}, {20, 16}, {80, 71}, {72, 64}}) {
+    AttentionProblem problem(150, 3, head_dim);
+    problem.v = problem.k;
+    Floats wide(problem.q.size()), narrow(150 * 3 * value_dim);
+    problem.Run(*kernels_, 0, 150, wide);
+    kernels_->attention({problem.q.data(), 3 * head_dim, problem.k.data(), head_dim,
+                         problem.k.data(), head_dim, narrow.data(), 3 * value_dim, 150, 3, head_dim,
+                         value_dim, 0, 1.0f / std::sqrt(static_cast<float>(head_dim))});
+    for (int64_t row = 0; row < 150 * 3; ++row) {
+      for (int64_t d = 0; d < value_dim; ++d) {
+        ASSERT_NEAR(narrow[row * value_dim + d], wide[row * head_dim + d], 1e-6) << head_dim;
       }
     }
   }
@@ -214,7 +252,7 @@ TEST_P(CpuKernelsTest, AttentionToBfloat16HasTheBitsOfFloatsOfEqualValue) {
     problem.Run(*kernels_, 0, 150, expected);
     const int64_t width = 3 * head_dim;
     kernels_->bfloat16_attention({problem.q.data(), width, k.data(), head_dim, v.data(), head_dim,
-                                  out.data(), width, 150, 3, head_dim, 0,
+                                  out.data(), width, 150, 3, head_dim, head_dim, 0,
                                   1.0f / std::sqrt(static_cast<float>(head_dim))});
     EXPECT_EQ(out, expected) << head_dim;
   }

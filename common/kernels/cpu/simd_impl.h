@@ -210,21 +210,21 @@ TANDEM_INLINE void AccumulateTile(const Queries& queries, const float (*p)[kBloc
 template <int R = kRows, typename Number>
 TANDEM_INLINE void AccumulateValues(const Queries& queries, const float (*p)[kBlock],
                                     const float* decay, const Number* v, int64_t v_stride,
-                                    const KeyRange& keys, int64_t head_dim) {
+                                    const KeyRange& keys, int64_t value_dim) {
   if constexpr (R > 0) {
     if (queries.count < R) {
-      return AccumulateValues<R - 1>(queries, p, decay, v, v_stride, keys, head_dim);
+      return AccumulateValues<R - 1>(queries, p, decay, v, v_stride, keys, value_dim);
     }
     // A sum is a chain over the keys: several of them are in flight.
     constexpr int kVectors = 4;
     int64_t d = 0;
-    for (; d + kVectors * kWidth <= head_dim; d += kVectors * kWidth) {
+    for (; d + kVectors * kWidth <= value_dim; d += kVectors * kWidth) {
       AccumulateTile<R, kVectors>(queries, p, decay, v, v_stride, keys, d);
     }
-    for (; d + kWidth <= head_dim; d += kWidth) {
+    for (; d + kWidth <= value_dim; d += kWidth) {
       AccumulateTile<R, 1>(queries, p, decay, v, v_stride, keys, d);
     }
-    for (; d < head_dim; ++d) {
+    for (; d < value_dim; ++d) {
       for (int i = 0; i < R; ++i) {
         float acc = queries.out[i][d] * decay[i];
         for (int64_t j = keys.first[i]; j < keys.end[i]; ++j) {
@@ -282,7 +282,7 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
     queries.sum[i] = __builtin_fmaf(queries.sum[i], decay[i], Sum(sums));
     queries.max[i] = highest;
   }
-  AccumulateValues(queries, p, decay, a.v + offset(a.v_stride), a.v_stride, range, a.head_dim);
+  AccumulateValues(queries, p, decay, a.v + offset(a.v_stride), a.v_stride, range, a.value_dim);
 }
 
 template <typename Number>
@@ -295,12 +295,12 @@ void Attention(const AttentionArgs<Number>& a) {
       const int64_t row = (first + i) / a.group;
       const int64_t head = (first + i) % a.group;
       queries.q[i] = a.q + row * a.q_stride + head * a.head_dim;
-      queries.out[i] = a.out + row * a.out_stride + head * a.head_dim;
+      queries.out[i] = a.out + row * a.out_stride + head * a.value_dim;
       queries.first_key[i] = FirstKey(a.first_position + row, a.window);
       queries.num_keys[i] = a.first_position + row + 1;
       queries.max[i] = -__builtin_inff();
       queries.sum[i] = 0;
-      for (int64_t d = 0; d < a.head_dim; ++d) queries.out[i][d] = 0;
+      for (int64_t d = 0; d < a.value_dim; ++d) queries.out[i][d] = 0;
     }
     // The first row begins first, and the last one ends last.
     const int64_t num_keys = queries.num_keys[queries.count - 1];
@@ -309,8 +309,60 @@ void Attention(const AttentionArgs<Number>& a) {
       AttendBlock(a, queries, begin, Min(kBlock, num_keys - begin));
     }
     for (int64_t i = 0; i < queries.count; ++i) {
-      for (int64_t d = 0; d < a.head_dim; ++d) queries.out[i][d] /= queries.sum[i];
+      for (int64_t d = 0; d < a.value_dim; ++d) queries.out[i][d] /= queries.sum[i];
     }
+  }
+}
+
+// TransposedLinear for R rows from x on, and D vectors of outputs from `out` on.
+template <int R, int D>
+TANDEM_INLINE void TransposedTile(const TransposedLinearArgs& a, int64_t row, int64_t out) {
+  const float* x = a.x + row * a.x_stride;
+  const float* w = a.w + out;
+  Vec sums[R][D];
+  TANDEM_UNROLL for (int r = 0; r < R; ++r) {
+    TANDEM_UNROLL for (int c = 0; c < D; ++c) sums[r][c] = Vec{};
+  }
+  for (int64_t k = 0; k < a.in; ++k) {
+    Vec wk[D];
+    TANDEM_UNROLL for (int c = 0; c < D; ++c) wk[c] = Load(w + k * a.w_stride + c * kWidth);
+    TANDEM_UNROLL for (int r = 0; r < R; ++r) {
+      TANDEM_UNROLL for (int c = 0; c < D; ++c) sums[r][c] += wk[c] * x[r * a.x_stride + k];
+    }
+  }
+  TANDEM_UNROLL for (int r = 0; r < R; ++r) {
+    TANDEM_UNROLL for (int c = 0; c < D; ++c) {
+      Store(a.y + (row + r) * a.y_stride + out + c * kWidth, sums[r][c]);
+    }
+  }
+}
+
+template <int R = kRows>
+TANDEM_INLINE void TransposedRows(const TransposedLinearArgs& a, int64_t row, int64_t rows) {
+  if constexpr (R > 0) {
+    if (rows < R) return TransposedRows<R - 1>(a, row, rows);
+    // A sum is a chain over the inputs: several of them are in flight.
+    constexpr int kVectors = 4;
+    int64_t out = 0;
+    for (; out + kVectors * kWidth <= a.out; out += kVectors * kWidth) {
+      TransposedTile<R, kVectors>(a, row, out);
+    }
+    for (; out + kWidth <= a.out; out += kWidth) TransposedTile<R, 1>(a, row, out);
+    for (; out < a.out; ++out) {
+      for (int64_t r = row; r < row + R; ++r) {
+        float sum = 0;
+        for (int64_t k = 0; k < a.in; ++k) {
+          sum = __builtin_fmaf(a.x[r * a.x_stride + k], a.w[k * a.w_stride + out], sum);
+        }
+        a.y[r * a.y_stride + out] = sum;
+      }
+    }
+  }
+}
+
+void TransposedLinear(const TransposedLinearArgs& a) {
+  for (int64_t row = 0; row < a.rows; row += kRows) {
+    TransposedRows(a, row, Min(kRows, a.rows - row));
   }
 }
 
@@ -611,6 +663,7 @@ void DivergenceGradient(const DivergenceGradientArgs& a) {
 // expression: the tables are ready before any static object asks for them.
 constexpr CpuKernels SimdKernels(const char* name) {
   return {.name = name,
+          .transposed_linear = TransposedLinear,
           .attention = Attention<float>,
           .bfloat16_attention = Attention<uint16_t>,
           .rms_norm = RmsNorm,

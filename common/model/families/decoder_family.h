@@ -63,6 +63,7 @@ class DecoderFamily : public Family {
   absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const override;
   std::vector<ParameterSpec> Parameters(const ModelConfig& config) const override;
   std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const override;
+  std::vector<StackedTensor> StackedTensors(const ModelConfig& config) const override;
   absl::Status CheckShards(const ModelConfig& config, int64_t shard_count,
                            absl::string_view field) const override;
   std::vector<LayerCache> CacheLayout(const ModelConfig& config,
@@ -70,6 +71,7 @@ class DecoderFamily : public Family {
   int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count) const override;
   int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,
                                   int64_t shard_count) const override;
+  bool KeepsTensor(const ModelConfig& config, absl::string_view name) const override;
   BackboneKind backbone() const override { return BackboneKind::kDecoder; }
 
  private:

@@ -40,6 +40,26 @@ class ParameterList {
     }
   }
 
+  // Declares a linear map without bias from `in` values to `out` columns, which shards divide.
+  // `stays_dense`: see ParameterSpec.
+  void ColumnParallelFrom(const std::string& name, int64_t in, int64_t out,
+                          bool stays_dense = false) {
+    specs_.push_back({.name = name + ".weight",
+                      .shape = {out, in},
+                      .shard_axis = 0,
+                      .block = block_,
+                      .stays_dense = stays_dense});
+  }
+
+  // Declares a linear map from the residual to `out` columns, which every shard holds whole.
+  void Whole(const std::string& name, int64_t out, bool bias) {
+    specs_.push_back({.name = name + ".weight", .shape = {out, hidden_}, .block = block_});
+    if (bias) {
+      specs_.push_back(
+          {.name = name + ".bias", .shape = {out}, .init = Init::kZeros, .block = block_});
+    }
+  }
+
   // Declares a linear map to the residual, whose input shards divide. The bias is added once, after
   // the partial sums, and is whole on every shard.
   void RowParallel(const std::string& name, int64_t in, bool bias) {
@@ -49,6 +69,17 @@ class ParameterList {
       specs_.push_back(
           {.name = name + ".bias", .shape = {hidden_}, .init = Init::kZeros, .block = block_});
     }
+  }
+
+  // Declares a linear map from the residual to `out` columns that every shard computes whole.
+  void Whole(const std::string& name, int64_t out) {
+    specs_.push_back({.name = name + ".weight", .shape = {out, hidden_}, .block = block_});
+  }
+
+  // Declares `width` numbers that no gradient changes, 0 at first and whole on every shard.
+  void Buffer(const std::string& name, int64_t width) {
+    specs_.push_back(
+        {.name = name, .shape = {width}, .init = Init::kZeros, .block = block_, .trains = false});
   }
 
   // Declares the weight of a norm over `width` values.

@@ -21,7 +21,7 @@ struct Tile {
 // Calls fn(tile) for tiles that together cover all rows and the keys that they see.
 template <typename Function>
 void ForEachTile(const at::Tensor& q, const at::Tensor& pair, bool causal, const Function& fn) {
-  const int64_t rows = q.size(1), keys = pair.size(2), heads = q.size(0) * q.size(2);
+  const int64_t rows = q.size(1), keys = pair.size(1), heads = q.size(0) * q.size(2);
   const int64_t max_scores = q.is_cpu() ? kMaxScoresOnCpu : kMaxScores;
   const int64_t step = std::clamp(max_scores / (heads * keys), kMinTileRows, kMaxTileRows);
   for (int64_t row = 0; row < rows; row += step) {
@@ -35,11 +35,13 @@ at::Tensor Rows(const at::Tensor& x, const Tile& tile) {
   return x.narrow(1, tile.row, tile.rows).view({x.size(0), tile.rows * x.size(2), x.size(3)});
 }
 
-at::Tensor Keys(const at::Tensor& pair, const Tile& tile) {
-  return pair[0].narrow(1, 0, tile.keys);
+// Keys of width D in `pair`, and values of width Dv.
+at::Tensor Keys(const at::Tensor& pair, const Tile& tile, int64_t width) {
+  return pair.narrow(1, 0, tile.keys).narrow(2, 0, width);
 }
-at::Tensor Values(const at::Tensor& pair, const Tile& tile) {
-  return pair[1].narrow(1, 0, tile.keys);
+at::Tensor Values(const at::Tensor& pair, const Tile& tile, int64_t key_width, int64_t width) {
+  const int64_t first = pair.size(2) == key_width ? 0 : key_width;
+  return pair.narrow(1, 0, tile.keys).narrow(2, first, width);
 }
 
 // Converts an operand of a product: the CPU has no products of bfloat16 that give float32.
@@ -56,7 +58,7 @@ at::Tensor Product(const at::Tensor& a, const at::Tensor& b) {
 // Returns the scores [G, rows * M, keys]; -infinity where the mask hides the key.
 at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, const PartialScores& partial,
                   const Tile& tile) {
-  at::Tensor scores = Product(Rows(q, tile), Keys(pair, tile).transpose(1, 2));
+  at::Tensor scores = Product(Rows(q, tile), Keys(pair, tile, q.size(3)).transpose(1, 2));
   scores.mul_(partial.scores.ScaleOf(q.size(3)));
   const auto hide = [&](const at::Tensor& hidden) {  // [rows, keys]
     scores.view({q.size(0), tile.rows, q.size(2), tile.keys})
@@ -86,7 +88,8 @@ void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, const Parti
     // Rows that see no key have no peak to subtract: 0, and not a number otherwise.
     p.sub_(peak.clamp_min(std::numeric_limits<float>::lowest())).exp_();
     const at::Tensor log_sum = p.sum(-1, /*keepdim=*/true).log_().add_(peak);
-    at::Tensor output = Product(Operand(p, type), Values(pair, tile));
+    at::Tensor output =
+        Product(Operand(p, type), Values(pair, tile, q.size(3), sum.output.size(3)));
     const at::Tensor all = Rows(sum.log_sum, tile), merged = at::logaddexp(all, log_sum);
     output.mul_((peak - merged).exp_());
     Rows(sum.output, tile).mul_((all - merged).exp_()).add_(output);
@@ -101,14 +104,16 @@ void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair_in,
   const at::Tensor q = Operand(rows.q, type), dy = Operand(rows.dy, type);
   const at::Tensor pair = Operand(pair_in, type);
   const double scale = scores.scores.ScaleOf(q.size(3));
+  const int64_t width = q.size(3), value_width = dy.size(3);
   ForEachTile(q, pair, scores.causal, [&](const Tile& tile) {
     const at::Tensor tile_dy = Rows(dy, tile);
     const at::Tensor p = Scores(q, pair, scores, tile).sub_(Rows(rows.log_sum, tile)).exp_();
-    Values(dpair, tile).add_(Product(Operand(p, type).transpose(1, 2), tile_dy));
-    at::Tensor ds = Product(tile_dy, Values(pair, tile).transpose(1, 2));
+    Values(dpair, tile, width, value_width)
+        .add_(Product(Operand(p, type).transpose(1, 2), tile_dy));
+    at::Tensor ds = Product(tile_dy, Values(pair, tile, width, value_width).transpose(1, 2));
     ds = Operand(ds.sub_(Rows(rows.delta, tile)).mul_(p).mul_(scale), type);
-    Rows(dq, tile).add_(Product(ds, Keys(pair, tile)));
-    Keys(dpair, tile).add_(Product(ds.transpose(1, 2), Rows(q, tile)));
+    Rows(dq, tile).add_(Product(ds, Keys(pair, tile, width)));
+    Keys(dpair, tile, width).add_(Product(ds.transpose(1, 2), Rows(q, tile)));
   });
 }
 

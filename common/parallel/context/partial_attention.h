@@ -3,9 +3,11 @@
 //
 // Layouts, all contiguous in their last dimension: G key/value heads, M query heads for each of
 // them, R rows, K keys, none of them 0.
-//   rows [G, R, M, D]      queries, outputs and their gradients
+//   rows [G, R, M, D]      queries and their gradients
+//   outputs [G, R, M, Dv]  outputs and their gradients
 //   sums [G, R, M, 1]      a number for each row and query head
-//   pair [2, G, K, D]      keys and values
+//   pair [G, K, D + Dv]    keys and values side by side, or [G, K, D]: the first Dv columns of keys
+//                          are the values
 // Inputs are of any floating-point type; a GPU multiplies them in it. Sums are of SumType.
 // Temporary memory is for a bounded number of scores.
 #ifndef TANDEM_COMMON_PARALLEL_CONTEXT_PARTIAL_ATTENTION_H_
@@ -25,7 +27,7 @@ at::ScalarType SumType(at::ScalarType type);
 // The outputs of rows over the keys seen so far, and the logarithms of the sums of the exponentials
 // of their scores: 0 and -infinity before the first key. Both of SumType.
 struct AttentionSum {
-  at::Tensor output;   // rows
+  at::Tensor output;   // outputs
   at::Tensor log_sum;  // sums
 };
 
@@ -49,9 +51,9 @@ void AddAttention(const at::Tensor& q, const at::Tensor& pair, const PartialScor
 // The values of rows that their gradients need.
 struct AttentionRows {
   at::Tensor q;        // rows
-  at::Tensor dy;       // rows: the gradient of the output
+  at::Tensor dy;       // outputs: the gradient of the output
   at::Tensor log_sum;  // sums over all keys, in SumType
-  at::Tensor delta;    // sums of dy * output over D, in SumType
+  at::Tensor delta;    // sums of dy * output over Dv, in SumType
 };
 
 // Adds the gradients of the attention of `rows` to the keys of `pair` to `dq` (rows) and `dpair`

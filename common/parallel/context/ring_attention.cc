@@ -22,7 +22,7 @@ struct Span {
   bool causal;
 
   at::Tensor RowsOf(const at::Tensor& x) const { return x.narrow(1, row, rows); }
-  at::Tensor KeysOf(const at::Tensor& pair) const { return pair.narrow(2, key, keys); }
+  at::Tensor KeysOf(const at::Tensor& pair) const { return pair.narrow(1, key, keys); }
   // The scores of these rows and keys, given the positions of all rows and of all keys that are
   // here.
   PartialScores ScoresOf(const ops::AttentionScores& scores, const at::Tensor& row_positions,
@@ -55,9 +55,16 @@ at::Tensor Grouped(const at::Tensor& x, int64_t groups) {
 // The reverse: [G, T, M, D] -> [T, heads, D].
 at::Tensor Ungrouped(const at::Tensor& x) { return x.transpose(0, 1).flatten(1, 2); }
 
-at::Tensor Paired(const at::Tensor& k, const at::Tensor& v) {
-  return at::stack({k.transpose(0, 1), v.transpose(0, 1)});
-}
+// Keys and values of one attention as they travel, in one tensor (partial_attention.h).
+struct KeysAndValues {
+  const at::Tensor &k, &v;
+  bool values_in_keys;
+
+  at::Tensor Pair() const {
+    const at::Tensor keys = k.transpose(0, 1);
+    return values_in_keys ? keys.contiguous() : at::cat({keys, v.transpose(0, 1)}, 2);
+  }
+};
 
 }  // namespace
 
@@ -67,13 +74,12 @@ class Ring {
  public:
   Ring(std::shared_ptr<ranks::Communicator> communicator, const ContextShard& shard);
 
-  // Rotated q [t, heads, D], k and v [t, key_value_heads, D] -> the sums over the keys of its
-  // window.
-  AttentionSum Forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+  // Rotated q [t, heads, D], k [t, key_value_heads, D] and v [t, key_value_heads, Dv] -> the sums
+  // over the keys of its window.
+  AttentionSum Forward(const at::Tensor& q, const KeysAndValues& keys,
                        const ops::AttentionScores& scores) const;
   // The gradients of q, grouped, and of k and v, as a pair; in SumType.
-  std::pair<at::Tensor, at::Tensor> Backward(const AttentionRows& rows, const at::Tensor& k,
-                                             const at::Tensor& v,
+  std::pair<at::Tensor, at::Tensor> Backward(const AttentionRows& rows, const KeysAndValues& keys,
                                              const ops::AttentionScores& scores) const;
 
  private:
@@ -123,7 +129,7 @@ Ring::Ring(std::shared_ptr<ranks::Communicator> communicator, const ContextShard
 Transfer Ring::StartTransfer(const at::Tensor& pair, size_t next_step) const {
   const int rank = communicator_->rank(), size = communicator_->size();
   std::vector<int64_t> sizes = pair.sizes().vec();
-  sizes[2] = steps_[next_step % steps_.size()].source_rows;
+  sizes[1] = steps_[next_step % steps_.size()].source_rows;
   Transfer transfer = {
       .outgoing = pair, .incoming = at::empty(sizes, pair.options()), .sent = {}, .received = {}};
   const auto send = [&] { transfer.sent = communicator_->SendAsync(pair, (rank + 1) % size); };
@@ -142,16 +148,17 @@ Transfer Ring::StartTransfer(const at::Tensor& pair, size_t next_step) const {
   return transfer;
 }
 
-AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at::Tensor& v,
+AttentionSum Ring::Forward(const at::Tensor& q_in, const KeysAndValues& keys,
                            const ops::AttentionScores& scores) const {
   TORCH_CHECK(q_in.size(0) == steps_[0].source_rows, "ring: ", q_in.size(0), " rows, not ",
               steps_[0].source_rows);
-  const at::Tensor q = Grouped(q_in, k.size(1));
+  const at::Tensor q = Grouped(q_in, keys.k.size(1));
   const auto options = q.options().dtype(SumType(q.scalar_type()));
-  AttentionSum sum = {.output = at::zeros(q.sizes(), options),
-                      .log_sum = at::full({q.size(0), q.size(1), q.size(2), 1},
-                                          -std::numeric_limits<double>::infinity(), options)};
-  at::Tensor pair = Paired(k, v);
+  AttentionSum sum = {
+      .output = at::zeros({q.size(0), q.size(1), q.size(2), keys.v.size(2)}, options),
+      .log_sum = at::full({q.size(0), q.size(1), q.size(2), 1},
+                          -std::numeric_limits<double>::infinity(), options)};
+  at::Tensor pair = keys.Pair();
   for (size_t i = 0; i < steps_.size(); ++i) {
     Transfer next;
     if (i + 1 < steps_.size()) next = StartTransfer(pair, i + 1);
@@ -165,12 +172,12 @@ AttentionSum Ring::Forward(const at::Tensor& q_in, const at::Tensor& k, const at
   return sum;
 }
 
-std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows, const at::Tensor& k,
-                                                 const at::Tensor& v,
+std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows,
+                                                 const KeysAndValues& keys,
                                                  const ops::AttentionScores& scores) const {
   const auto options = rows.q.options().dtype(SumType(rows.q.scalar_type()));
   at::Tensor dq = at::zeros(rows.q.sizes(), options);
-  at::Tensor pair = Paired(k, v), own;
+  at::Tensor pair = keys.Pair(), own;
   // A rank keeps the gradients that it adds to its own keys and values. The sum of those of the
   // other ranks follows the pair round the ring, one step behind, and arrives after the last step.
   Transfer sums;
@@ -203,13 +210,12 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::shared_ptr<const Ring>& ring,
-                            const ops::AttentionScores& scores) {
-    const AttentionSum sum = ring->Forward(q, k, v, scores);
+                            const AttentionLayer& layer) {
+    const AttentionSum sum = ring->Forward(q, {k, v, layer.values_in_keys}, layer.scores);
     at::Tensor output = Ungrouped(sum.output).flatten(1, 2).to(q.scalar_type());
     context->save_for_backward({q, k, v, output, sum.log_sum});
     context->saved_data["ring"] = ops::SaveObject(ring);
-    context->saved_data["scores"] =
-        ops::SaveObject(std::make_shared<const ops::AttentionScores>(scores));
+    context->saved_data["layer"] = ops::SaveObject(std::make_shared<const AttentionLayer>(layer));
     return output;
   }
 
@@ -217,20 +223,25 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
     const auto ring = ops::SavedObject<const Ring>(context->saved_data["ring"]);
-    const int64_t groups = k.size(1);
-    const at::Tensor dy = gradients[0].view(q.sizes());
+    const auto layer = ops::SavedObject<const AttentionLayer>(context->saved_data["layer"]);
+    const int64_t groups = k.size(1), width = k.size(2);
+    const at::Tensor dy = gradients[0].view({q.size(0), q.size(1), v.size(2)});
     const at::ScalarType type = SumType(q.scalar_type());
     const at::Tensor delta =
-        (dy.to(type) * saved[3].view(q.sizes()).to(type)).sum(-1, /*keepdim=*/true);
-    const auto [dq, dpair] = ring->Backward(
-        {.q = Grouped(q, groups),
-         .dy = Grouped(dy, groups),
-         .log_sum = saved[4],
-         .delta = Grouped(delta, groups)},
-        k, v, *ops::SavedObject<const ops::AttentionScores>(context->saved_data["scores"]));
+        (dy.to(type) * saved[3].view(dy.sizes()).to(type)).sum(-1, /*keepdim=*/true);
+    const auto [dq, dpair] = ring->Backward({.q = Grouped(q, groups),
+                                             .dy = Grouped(dy, groups),
+                                             .log_sum = saved[4],
+                                             .delta = Grouped(delta, groups)},
+                                            {k, v, layer->values_in_keys}, layer->scores);
+    const at::Tensor by_row = dpair.transpose(0, 1);
+    // The gradient of keys has that of values in it where values are keys.
+    const at::Tensor dv = layer->values_in_keys
+                              ? at::Tensor()
+                              : by_row.narrow(2, width, v.size(2)).to(v.scalar_type());
     return {Ungrouped(dq).to(q.scalar_type()),
-            dpair[0].transpose(0, 1).to(k.scalar_type()),
-            dpair[1].transpose(0, 1).to(v.scalar_type()),
+            by_row.narrow(2, 0, width).to(k.scalar_type()),
+            dv,
             {},
             {}};
   }
@@ -244,7 +255,7 @@ RingContext::RingContext(std::shared_ptr<ranks::Communicator> communicator,
 
 at::Tensor RingContext::Attend(const AttentionLayer& layer, const RaggedBatch&, const at::Tensor& q,
                                const at::Tensor& k, const at::Tensor& v) {
-  return RingFunction::apply(q, k, v, ring_, layer.scores);
+  return RingFunction::apply(q, k, v, ring_, layer);
 }
 
 }  // namespace tandem::parallel

@@ -27,7 +27,8 @@ class Ring;
 // probabilities. Softmax and sums are float32 (float64 for float64).
 //
 // A rank r of n sends for each layer, with t_i the rows of rank i, T their sum, and
-// w = 2 * key_value_heads * head_dim:
+// w = key_value_heads * (head_dim + value_dim), or key_value_heads * head_dim where values are
+// columns of the keys (AttentionLayer::values_in_keys):
 //   forward   k, v    w (T - t_{r+1}) numbers in the type of q   (all rows but those of r + 1)
 //   backward  k, v    the same again
 //             dk, dv  w (T - t_r) numbers in float32 (float64)   (all rows but its own)

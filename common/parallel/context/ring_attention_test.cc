@@ -198,6 +198,40 @@ TEST_P(RingAttentionTest, TheVolumeIsThatOfTheFormula) {
   });
 }
 
+// Latent attention: one key for all heads, and values that are its first columns.
+TEST_P(RingAttentionTest, ValuesThatAreColumnsOfKeysTravelOnce) {
+  ranks::RunConnected(GetParam(), [](const std::shared_ptr<ranks::Communicator>& communicator) {
+    constexpr int64_t kValueDim = 7;
+    const int rank = communicator->rank(), size = communicator->size();
+    const RaggedBatch batch = Batch({1, 5, 0, 130});
+    const ContextShard shard = MakeContextShard(batch, rank, size);
+    const AttentionLayer layer = {.scores = {.scale = 0.4}, .values_in_keys = true};
+    const int64_t tokens = batch.num_tokens();
+    at::manual_seed(4);
+    const at::Tensor dy = at::randn({tokens, kHeads * kValueDim}, at::kDouble);
+    at::Tensor q = at::randn({tokens, kHeads, kHeadDim}, at::kDouble).requires_grad_();
+    at::Tensor k = at::randn({tokens, 1, kHeadDim}, at::kDouble).requires_grad_();
+    const at::Tensor y =
+        ops::CausalAttention(q, k, k.narrow(2, 0, kValueDim), batch.offsets, layer.scores);
+    y.backward(dy);
+
+    const auto leaf = [&](const at::Tensor& x) {
+      return x.detach().index_select(0, shard.rows).requires_grad_();
+    };
+    const at::Tensor own_q = leaf(q), own_k = leaf(k);
+    RingContext context(communicator, shard);
+    communicator->ResetVolume();
+    const at::Tensor own_y =
+        context.Attend(layer, shard.batch, own_q, own_k, own_k.narrow(2, 0, kValueDim));
+    EXPECT_EQ(communicator->volume().bytes(),
+              8 * kHeadDim * (tokens - shard.NumRows((rank + 1) % size)));
+    own_y.backward(dy.index_select(0, shard.rows));
+    EXPECT_LT(Error(own_y.detach(), y, shard.rows), 1e-13);
+    EXPECT_LT(Error(own_q.grad(), q.grad(), shard.rows), 1e-13);
+    EXPECT_LT(Error(own_k.grad(), k.grad(), shard.rows), 1e-13);
+  });
+}
+
 TEST_P(RingAttentionTest, RefusesTheShardOfAnother) {
   ranks::RunConnected(GetParam(), [](const std::shared_ptr<ranks::Communicator>& communicator) {
     const ContextShard shard =

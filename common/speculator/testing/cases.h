@@ -87,6 +87,14 @@ inline std::unique_ptr<Speculator> TinySpeculator(const nlohmann::json& config,
   return speculator;
 }
 
+// Rounds the heads of a speculator that does not pack them, as packing does.
+inline void RoundHeads(const Speculator& speculator) {
+  const at::NoGradGuard no_grad;
+  for (int64_t step = 0; step < speculator.sizes().n_predict; ++step) {
+    speculator.head(step).copy_(speculator.head(step).to(at::kBFloat16));
+  }
+}
+
 }  // namespace tandem::speculator
 
 #endif  // TANDEM_COMMON_SPECULATOR_TESTING_CASES_H_

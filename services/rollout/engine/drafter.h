@@ -62,7 +62,7 @@ struct DraftState {
   // because of what they are would change the distribution.
   std::vector<SampledDraft> sampled;
   std::vector<float> next_distribution;  // of the draft that a pass draws
-  DraftCounts counts;
+  SampleDrafts outcome;
 };
 
 }  // namespace tandem::rollout

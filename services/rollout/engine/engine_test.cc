@@ -653,7 +653,7 @@ class PassCounter final : public PromptListener {
  public:
   explicit PassCounter(const Engine& engine) : engine_(engine) {}
   void OnTokens(TokensDelta) override { steps_.push_back(engine_.Stats()); }
-  void OnFinished(Trajectory, DraftCounts) override { finished_.set_value(); }
+  void OnFinished(Trajectory, SampleDrafts) override { finished_.set_value(); }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
   const std::vector<EngineStats>& WaitForSteps() {
     finished_.get_future().wait();
@@ -829,7 +829,7 @@ std::pair<Trajectory, DraftCounts> RunWithHeads(Engine& engine) {
   request.speculative.method = SpeculativeMethod::kHeads;
   const auto listener = Submit(engine, {request})[0];
   listener->Wait();
-  return {listener->finished().at(0), listener->drafts().at(0)};
+  return {listener->finished().at(0), listener->drafts().at(0).counts};
 }
 
 TEST_F(EngineTest, ASpeculatorIsReplacedWithItsSenior) {
@@ -872,6 +872,33 @@ TEST_F(EngineTest, ASpeculatorIsReplacedWithItsSenior) {
   EXPECT_NE(drafts, RunWithHeads(*behind).second) << "other heads draft otherwise";
 }
 
+TEST_F(EngineTest, HeadsOfTheServedSeniorComeAlone) {
+  TemporaryFolder folder;
+  const auto model = *Model::Load(Senior());
+  const auto heads = RandomSpeculator(*model, 3, "mlp", /*seed=*/8);
+  EngineOptions options = Options();
+  options.senior_speculator = folder.path() + "/heads";
+  ASSERT_TRUE(
+      speculator::SaveSpeculator(*RandomSpeculator(*model, 3), options.senior_speculator).ok());
+  const auto engine = Create(options);
+  const Trajectory before = RunWithHeads(*engine).first;
+  const WeightsVersion served = engine->weights().Version();
+  WeightManifest manifest;
+  manifest.version = 3;
+  manifest.digest = served.digest;
+  manifest.num_token_ids = engine->Info().senior.num_token_ids;
+  std::vector<std::byte> stream;
+  AddSpeculator(*heads, manifest, stream);
+  Stage(*engine, manifest, stream);
+  ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
+  EXPECT_EQ(engine->weights().Version(), (WeightsVersion{3, served.digest}));
+  EXPECT_EQ(*engine->weights().SpeculatorVersion(),
+            (WeightsVersion{3, manifest.speculator->digest}));
+  const Trajectory after = RunWithHeads(*engine).first;
+  EXPECT_EQ(after.author_logprobs, before.author_logprobs);
+  EXPECT_EQ(after.senior_versions.front().weights.version, 3);
+}
+
 TEST_F(EngineTest, AnUpdateWithoutASpeculatorLeavesIt) {
   TemporaryFolder folder;
   const auto model = *Model::Load(Senior());
@@ -901,7 +928,7 @@ class SlowListener final : public PromptListener {
     if (delta.offset == 1) arrived_.set_value();
     if (delta.offset >= 1) happened_.wait_for(std::chrono::milliseconds(100));
   }
-  void OnFinished(Trajectory trajectory, DraftCounts) override {
+  void OnFinished(Trajectory trajectory, SampleDrafts) override {
     finished_.set_value(std::move(trajectory));
   }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
@@ -1065,7 +1092,7 @@ TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
 class ThrowingListener final : public PromptListener {
  public:
   void OnTokens(TokensDelta) override { throw std::runtime_error("a listener broke"); }
-  void OnFinished(Trajectory, DraftCounts) override {}
+  void OnFinished(Trajectory, SampleDrafts) override {}
   void OnFailed(absl::Status status) override { failed_.set_value(std::move(status)); }
   absl::Status WaitForFailure() { return failed_.get_future().get(); }
 
@@ -1092,7 +1119,7 @@ TEST_F(EngineTest, AnExceptionInAStepFailsItsPromptsAndNotTheEngine) {
 class DeafListener : public PromptListener {
  public:
   void OnTokens(TokensDelta) override { throw std::runtime_error("no tokens please"); }
-  void OnFinished(Trajectory, DraftCounts) override {}
+  void OnFinished(Trajectory, SampleDrafts) override {}
   void OnFailed(absl::Status) override { throw std::runtime_error("no failures please"); }
 };
 

@@ -303,8 +303,10 @@ void Generator::TakeDraft(Sequence& sequence, const absl::StatusOr<SampledToken>
 
 void Generator::CountDrafts(DraftState& drafts, int64_t drafted, int64_t accepted) {
   drafts.length.OnPass(drafted, accepted);
-  drafts.counts.drafted += drafted;
-  drafts.counts.accepted += accepted;
+  drafts.outcome.counts.drafted += drafted;
+  drafts.outcome.counts.accepted += accepted;
+  drafts.outcome.accepted_mask.insert(drafts.outcome.accepted_mask.end(), accepted, 1);
+  drafts.outcome.accepted_mask.push_back(0);  // the token that the pass drew behind them
   TotalOf(drafts.method, totals_).Add(drafted, accepted);
 }
 
@@ -405,13 +407,16 @@ void Generator::FinishIfComplete(Sequence* sequence) {
   Prompt* const prompt = sequence->prompt;
   scheduler_.Remove(sequence);
   const std::unique_ptr<Sequence> owned = std::move(prompt->samples[sequence->sample_index]);
-  prompt->listener->OnFinished(MakeTrajectory(*owned, options_.junior_version),
-                               owned->drafts == nullptr ? DraftCounts() : owned->drafts->counts);
+  SampleDrafts drafts;
+  if (owned->drafts != nullptr) drafts = std::move(owned->drafts->outcome);
+  prompt->listener->OnFinished(MakeTrajectory(*owned, options_.junior_version), std::move(drafts));
   if (--prompt->unfinished == 0) TakeOut(prompt->id);
 }
 
 void Generator::OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy) {
+  const bool same = weights.digest == senior_weights_->digest;
   senior_weights_ = std::make_shared<const WeightsVersion>(weights);
+  if (same) return;  // a new version of the same values: nothing is out of date
   scheduler_.BumpEpoch(Author::kSenior, policy == OnWeightUpdate::kRecompute);
 }
 

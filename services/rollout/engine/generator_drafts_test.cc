@@ -89,6 +89,24 @@ TEST(GeneratorDraftsTest, RightDraftsSavePassesAndWrongOnesCostNone) {
   EXPECT_EQ(missed.drafted, 5 + 1 + 1 + 1) << "then they pause, and one is tried again";
 }
 
+TEST(GeneratorDraftsTest, AcceptedDraftsAreMarked) {
+  PromptRequest solo = Request({.enabled = false});
+  solo.sampling.ignore_eos = true;
+  solo.sampling.max_tokens = 8;
+  Harness plain;
+  const OracleDrafter::Texts texts = {TextOf(plain.Run(solo))};
+  const auto marks = [&](const PromptRequest& request, double wrong) {
+    Harness harness(kWide, 1, 2, /*eager_lanes=*/false, Oracle(texts, wrong));
+    const auto listener = harness.Submit(request);
+    harness.Finish();
+    return listener->drafts().at(0).accepted_mask;
+  };
+  EXPECT_THAT(marks(solo, 0.0), testing::IsEmpty()) << "no drafts were asked for";
+  const PromptRequest drafted = WithDrafts(solo, kNgram, 2);
+  EXPECT_THAT(marks(drafted, 0.0), testing::ElementsAre(1, 1, 0, 1, 1, 0, 1, 0));
+  EXPECT_THAT(marks(drafted, 1.0), testing::ElementsAre(0, 0, 0, 0, 0, 0, 0, 0));
+}
+
 TEST(DraftTotalsTest, AcceptedDraftsAreTheFirstOfTheirPass) {
   DraftTotals totals;
   totals.Add(3, 1);
@@ -140,8 +158,8 @@ TEST(GeneratorDraftsTest, TextThatRepeatsIsFoundByNgrams) {
     harness.Finish();
     ExpectSame(listener->finished().at(0), plain.Run(request));
     EXPECT_LT(Passes(harness), Passes(plain));
-    EXPECT_GT(listener->drafts().at(0).accepted, 0);
-    EXPECT_EQ(listener->drafts().at(0), harness.Stats().ngram_drafts_total.Sum());
+    EXPECT_GT(listener->drafts().at(0).counts.accepted, 0);
+    EXPECT_EQ(listener->drafts().at(0).counts, harness.Stats().ngram_drafts_total.Sum());
   }
 }
 
@@ -230,7 +248,7 @@ TEST(GeneratorDraftsTest, DraftsOfTheJuniorOutliveAPassThatHasNoRoomForThem) {
     ExpectSame(drafted->finished().at(0), expected);
     if (right) {
       EXPECT_LE(harness.junior.passes, alone.junior.passes) << "none was written twice";
-      EXPECT_EQ(drafted->drafts().at(0).accepted, drafted->drafts().at(0).drafted);
+      EXPECT_EQ(drafted->drafts().at(0).counts.accepted, drafted->drafts().at(0).counts.drafted);
     }
   }
 }
@@ -365,6 +383,16 @@ TEST(GeneratorDraftsTest, ARowBehindARejectedDraftMayHaveNoNumbers) {
   }
 }
 
+// The mask of accepted drafts fits the response and their number, if drafts were asked for.
+void ExpectMarked(const SampleDrafts& drafts, const Trajectory& trajectory) {
+  if (drafts.accepted_mask.empty()) {
+    EXPECT_EQ(drafts.counts, DraftCounts());
+    return;
+  }
+  EXPECT_EQ(drafts.accepted_mask.size(), trajectory.response_token_ids.size());
+  EXPECT_EQ(std::ranges::count(drafts.accepted_mask, 1), drafts.counts.accepted);
+}
+
 // Random prompts with drafts of every kind that arrive, share prefixes, are cancelled and
 // preempted, and see new weights, under random limits.
 TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
@@ -423,7 +451,8 @@ TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
       for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
       if (below(5) == 0) {  // the same weights again, so that the tokens stay
         harness.generator.OnSeniorUpdated(
-            {0, "zero"}, below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
+            {0, below(2) == 0 ? "again" : "zero"},
+            below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
       }
       if (below(6) == 0) {
         const auto victim = static_cast<size_t>(below(static_cast<int64_t>(i) + 1));
@@ -446,6 +475,7 @@ TEST(GeneratorDraftsTest, RandomWorkloadsWriteTheSameWithDrafts) {
       }
       for (const auto& [index, trajectory] : expected[i]) {
         ExpectSame(listeners[i]->finished().at(index), trajectory);
+        ExpectMarked(listeners[i]->drafts().at(index), trajectory);
         if (!requests[i].stream_tokens) continue;
         EXPECT_EQ(streamed[index], trajectory.response_token_ids);
       }

@@ -409,6 +409,26 @@ TEST(GeneratorTest, AFailedPassFailsItsPromptsOnly) {
   EXPECT_EQ(senior_only->finished().size(), 1u);
 }
 
+TEST(GeneratorTest, AVersionOfTheSameValuesRecomputesNothing) {
+  PromptRequest request = Request({.enabled = false});
+  request.sampling.ignore_eos = true;
+  const auto run = [&](const std::string& digest) {
+    Harness harness;
+    const auto listener = harness.Submit(request);
+    for (int i = 0; i < 12; ++i) harness.generator.Step();
+    harness.generator.OnSeniorUpdated({4, digest}, OnWeightUpdate::kRecompute);
+    harness.Finish();
+    const std::vector<VersionRun> versions = listener->finished().at(0).senior_versions;
+    EXPECT_EQ(versions.back().weights, (WeightsVersion{4, digest}));
+    EXPECT_EQ(versions.size(), 2u);
+    return harness.senior.consumed;
+  };
+  Harness undisturbed;
+  undisturbed.Run(request);
+  EXPECT_EQ(run("zero"), undisturbed.senior.consumed);
+  EXPECT_GT(run("four"), undisturbed.senior.consumed);
+}
+
 TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
   PromptRequest request = Request(Tandem(SelectionStrategy::kWord), 6, 21);
   request.sampling.ignore_eos = true;
@@ -536,7 +556,8 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
       for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
       if (below(6) == 0) {  // the same weights again, so that the tokens stay
         harness.generator.OnSeniorUpdated(
-            {i, "zero"}, below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
+            {i, below(2) == 0 ? "again" : "zero"},
+            below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
         ++updates;
       }
       if (below(5) == 0) {

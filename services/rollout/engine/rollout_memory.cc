@@ -56,8 +56,7 @@ absl::StatusOr<std::vector<ParameterSpec>> Parameters(const ModelConfig& config)
 // or the embedding.
 int64_t WeightBytes(const ParameterSpec& spec, int64_t rank, int64_t ranks,
                     const LaneStorage& storage) {
-  const bool packed = storage.weight_format != kernels::WeightFormat::kDense;
-  if (!packed || spec.shape.size() != 2) {
+  if (!IsPacked(spec, storage.weight_format)) {
     return ShardNumel(spec, rank, ranks) * static_cast<int64_t>(ItemSizeBytes(storage.dtype));
   }
   std::vector<int64_t> shape = spec.shape;
@@ -85,17 +84,16 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
     all += spec.numel() * kFloatBytes;
     largest = std::max(largest, spec.numel() * kFloatBytes);
   }
-  // Other ranks get one tensor after the other, and change their shards in place.
-  int64_t staged = largest;
+  int64_t staged = largest;  // other ranks get one tensor after the other
+  int64_t copy = WeightsOf(senior, specs, options.rank);
   if (options.rank == 0) {
     // The tensor that comes and the one that is packed (common/weights/tensor_stager.h); rank 0 of
     // a sharded senior keeps all of them for the others.
     largest = std::max(largest, options.speculator.largest_bytes);
     staged = senior.ranks > 1 ? all + 2 * options.speculator.largest_bytes : 2 * largest;
-    plan.items.push_back({"weight_update_copy",
-                          WeightsOf(senior, specs, options.rank) + options.speculator.bytes,
-                          options.on_host});
+    copy += options.speculator.bytes;
   }
+  plan.items.push_back({"weight_update_copy", copy, options.on_host});
   plan.items.push_back({"staged_weight_update", staged});
   return absl::OkStatus();
 }
@@ -104,7 +102,7 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
 int64_t BlockBytes(const Lane& lane, int64_t ranks) {
   int64_t per_token = 0;
   for (const LayerCache& layer : lane.family->CacheLayout(lane.config, ranks)) {
-    per_token += 2 * layer.heads * layer.head_dim;  // keys and values
+    per_token += layer.values_per_token();
   }
   return kKvBlockTokens * per_token *
          static_cast<int64_t>(ItemSizeBytes(lane.options.storage.cache_dtype));

@@ -206,6 +206,22 @@ TEST(RolloutMemoryTest, ARankCountsWhatItHolds) {
   EXPECT_EQ(PlanCacheBlocks(config, &config, options)->junior.total(), 12) << "no limit of its own";
 }
 
+TEST(RolloutMemoryTest, HeadsArePackedWhereTheSeniorIsHeldInFewerBits) {
+  EngineOptions options{};
+  options.compute.device = "cpu";
+  options.compute.kernels = "auto";
+  const auto packs = [&](DType dtype, Quantization quantization) {
+    options.senior = {
+        .model = "", .dtype = dtype, .quantization = quantization, .max_model_len = 0};
+    return PacksHeads(StorageOf(options.senior, options));
+  };
+  EXPECT_FALSE(packs(DType::kFloat32, Quantization::kNone));
+  EXPECT_TRUE(packs(DType::kBFloat16, Quantization::kNone));
+  EXPECT_TRUE(packs(DType::kFloat32, Quantization::kInt8));
+  options.compute.kernels = "aten";
+  EXPECT_FALSE(packs(DType::kBFloat16, Quantization::kNone));
+}
+
 TEST(RolloutMemoryTest, ASpeculatorIsHeldByTheFirstRank) {
   const ModelConfig config = TinyConfig();
   RolloutMemoryOptions options = TwoLanes();
@@ -292,7 +308,7 @@ TEST(RolloutMemoryTest, RanksHoldTheirShardsOfTheLanes) {
       << "rank 0 has a row more, in the embedding and in the head";
   EXPECT_FALSE(second.contains("junior_weights"));
   EXPECT_EQ(second["staged_weight_update"], 4 * 61 * senior.hidden_size) << "a tensor at a time";
-  EXPECT_FALSE(second.contains("weight_update_copy"));
+  EXPECT_EQ(second["weight_update_copy"], second["senior_weights"]);
 }
 
 TEST(RolloutMemoryTest, AnUpdateTakesTwoTensorsAndASecondCopyOfTheWeights) {

@@ -202,7 +202,9 @@ void Scorer::End(std::deque<std::unique_ptr<Job>>::iterator position, const absl
 }
 
 void Scorer::OnSeniorUpdated(const WeightsVersion& weights) {
+  const bool same = weights.digest == senior_weights_.digest;
   senior_weights_ = weights;
+  if (same) return;
   pool(Author::kSenior).Forget();
   for (size_t i = jobs_.size(); i-- > 0;) {
     Job& job = *jobs_[i];

@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/tandem/tandem_sampler.h"
 #include "services/rollout/engine/testing/fake_runner.h"
@@ -120,12 +121,26 @@ TEST_F(ScorerTest, NewWeightsStartTheSeniorsPartAgain) {
   EXPECT_EQ(junior_.passes, junior_passes);
 }
 
+TEST_F(ScorerTest, AVersionOfTheSameValuesStartsNothingAgain) {
+  const ScoreRequest request = Request(20, 23);
+  const auto alone = Submit(request);
+  Finish();
+  const int64_t passes = senior_.passes;
+  const auto result = Submit(request);
+  scorer_.Step();
+  scorer_.OnSeniorUpdated({.version = 4, .digest = (**alone)->weights.digest});
+  Finish();
+  ASSERT_TRUE((*result)->ok());
+  EXPECT_EQ((**result)->weights.version, 4);
+  EXPECT_LE(senior_.passes, 2 * passes);
+}
+
 TEST_F(ScorerTest, ARequestThatIsAlwaysOvertakenEnds) {
   const auto result = Submit(Request(20, 23));
   for (int64_t version = 1; version <= Scorer::kMaxRestarts + 1; ++version) {
     EXPECT_FALSE(result->has_value());
     scorer_.Step();
-    scorer_.OnSeniorUpdated({version, "next"});
+    scorer_.OnSeniorUpdated({version, absl::StrCat("next-", version)});
   }
   ASSERT_TRUE(result->has_value());
   EXPECT_EQ((*result)->status().code(), absl::StatusCode::kAborted);

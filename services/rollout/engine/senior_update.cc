@@ -34,9 +34,9 @@ SeniorUpdate::SeniorUpdate(const Model& senior, const speculator::Speculator* sp
 absl::Status SeniorUpdate::Add(const WeightSpec& spec, TensorBytes bytes) {
   ComputeAlone();
   return CatchTorchErrors("weights", [&]() -> absl::Status {
-    if (weights_ == nullptr) weights_ = senior_.PrepareWeights();
     const at::Tensor tensor = TensorOf(spec, std::move(bytes));
     if (IsOfSpeculator(spec)) return AddToSpeculator(spec.name, tensor);
+    if (weights_ == nullptr) weights_ = senior_.PrepareWeights();
     TANDEM_RETURN_IF_ERROR(weights_->Add(spec.name, tensor));
     if (keeps_tensors_) tensors_.emplace_back(spec.name, tensor);
     return absl::OkStatus();
@@ -51,7 +51,7 @@ absl::Status SeniorUpdate::AddToSpeculator(const std::string& name, const at::Te
 }
 
 absl::Status SeniorUpdate::Apply(const WeightManifest& manifest, const CallScope& call) {
-  TANDEM_RETURN_IF_ERROR(weights_->CheckComplete());
+  if (manifest.has_model()) TANDEM_RETURN_IF_ERROR(weights_->CheckComplete());
   return swap_(*this, manifest, call);
 }
 

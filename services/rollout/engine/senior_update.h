@@ -23,7 +23,7 @@ namespace tandem::rollout {
 // hand of the engine thread. The swap is the engine's.
 class SeniorUpdate : public NextWeights {
  public:
-  // Puts the update in force on the engine thread; blocks.
+  // Puts the update in force; blocks.
   using Swap = std::function<absl::Status(SeniorUpdate& update, const WeightManifest& manifest,
                                           const CallScope& call)>;
 
@@ -37,12 +37,14 @@ class SeniorUpdate : public NextWeights {
   // Errors of PreparedWeights::CheckComplete and of the swap.
   absl::Status Apply(const WeightManifest& manifest, const CallScope& call) override;
 
-  // For Model::Adopt. Complete when the swap is called.
-  PreparedWeights& weights() { return *weights_; }
+  // For Model::Adopt. Complete when the swap is called; null if the update leaves the senior as it
+  // is.
+  PreparedWeights* weights() { return weights_.get(); }
   // The speculator's; null if the update has none. Complete as the manifest is checked.
   const speculator::PreparedSpeculator* speculator() const { return next_speculator_.get(); }
-  // The senior's that were added; empty unless they are kept.
+  // The senior's that were added; empty unless they are kept, and after DropTensors.
   const NamedTensors& tensors() const { return tensors_; }
+  void DropTensors() { tensors_.clear(); }
 
  private:
   absl::Status AddToSpeculator(const std::string& name, const at::Tensor& tensor);
@@ -51,7 +53,7 @@ class SeniorUpdate : public NextWeights {
   const speculator::Speculator* const speculator_;
   const bool keeps_tensors_;
   const Swap swap_;
-  std::unique_ptr<PreparedWeights> weights_;  // nullptr before the first tensor
+  std::unique_ptr<PreparedWeights> weights_;  // nullptr before the first tensor of the senior
   NamedTensors tensors_;
   std::unique_ptr<speculator::PreparedSpeculator> next_speculator_;
 };

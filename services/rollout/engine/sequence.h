@@ -97,6 +97,7 @@ struct Sequence {
     other_logprobs.reserve(count);
     log_keep_mass.reserve(count);
     senior_weights.reserve(count);
+    if (drafts != nullptr) drafts->outcome.accepted_mask.reserve(count);
   }
 
   // One entry per response token.

@@ -46,9 +46,11 @@ ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& opti
 
 // Loads the speculator onto the senior's device.
 absl::StatusOr<std::unique_ptr<const speculator::Speculator>> LoadSpeculatorOf(
-    const Model& senior, const std::string& directory) {
+    const Model& senior, const EngineOptions& options) {
   auto loaded = speculator::LoadSpeculator(
-      directory, {.num_token_ids = senior.num_token_ids(), .device = senior.device()});
+      options.senior_speculator, {.num_token_ids = senior.num_token_ids(),
+                                  .device = senior.device(),
+                                  .packs_heads = PacksHeads(StorageOf(options.senior, options))});
   if (!loaded.ok()) return PrependFieldPath("senior_speculator", loaded.status());
   return loaded;
 }
@@ -113,8 +115,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   }
   std::unique_ptr<const speculator::Speculator> speculator;
   if (!options.senior_speculator.empty() && ranks.server->leads()) {
-    TANDEM_ASSIGN_OR_RETURN(speculator,
-                            LoadSpeculatorOf(*senior->model, options.senior_speculator));
+    TANDEM_ASSIGN_OR_RETURN(speculator, LoadSpeculatorOf(*senior->model, options));
     info.speculator_heads = speculator->sizes().n_predict;
     manager->speculator_ = speculator::ReceivedBy(*speculator);
   }

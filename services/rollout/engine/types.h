@@ -123,6 +123,15 @@ struct DraftCounts {
   bool operator==(const DraftCounts&) const = default;
 };
 
+// The drafts of one sample.
+struct SampleDrafts {
+  DraftCounts counts;
+  // One per response token: 1 = an accepted draft. Empty if the prompt asks for no drafts.
+  std::vector<uint8_t> accepted_mask;
+
+  bool operator==(const SampleDrafts&) const = default;
+};
+
 // DraftCounts of many passes, by the place of a draft behind the last token.
 struct DraftTotals {
   std::array<DraftCounts, kMaxSpeculativeTokens> by_position = {};
@@ -151,7 +160,7 @@ class PromptListener {
   // Called with stream_tokens alone.
   virtual void OnTokens(TokensDelta delta) = 0;
   // Called once for every sample, in any order.
-  virtual void OnFinished(Trajectory trajectory, DraftCounts drafts) = 0;
+  virtual void OnFinished(Trajectory trajectory, SampleDrafts drafts) = 0;
   // Called at most once, in place of the samples that have not finished: CANCELLED,
   // DEADLINE_EXCEEDED, INTERNAL. No call follows.
   virtual void OnFailed(absl::Status status) = 0;

@@ -156,13 +156,15 @@ v1::GenerateResponse TokensToProto(const std::string& request_id, const TokensDe
 }
 
 v1::GenerateResponse FinishedToProto(const std::string& request_id, const Trajectory& trajectory,
-                                     DraftCounts drafts) {
+                                     const SampleDrafts& drafts) {
   v1::GenerateResponse response;
   v1::FinishedEvent* event = response.mutable_finished();
   event->set_request_id(request_id);
   rpc::TrajectoryToProto(trajectory, event->mutable_trajectory());
-  event->set_draft_tokens(static_cast<int32_t>(drafts.drafted));
-  event->set_accepted_draft_tokens(static_cast<int32_t>(drafts.accepted));
+  event->mutable_trajectory()->set_accepted_draft_mask(drafts.accepted_mask.data(),
+                                                       drafts.accepted_mask.size());
+  event->set_draft_tokens(static_cast<int32_t>(drafts.counts.drafted));
+  event->set_accepted_draft_tokens(static_cast<int32_t>(drafts.counts.accepted));
   return response;
 }
 

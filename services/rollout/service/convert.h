@@ -22,7 +22,7 @@ absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
 
 v1::GenerateResponse TokensToProto(const std::string& request_id, const TokensDelta& delta);
 v1::GenerateResponse FinishedToProto(const std::string& request_id, const Trajectory& trajectory,
-                                     DraftCounts drafts);
+                                     const SampleDrafts& drafts);
 v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::Status& status);
 
 ScoreRequest ScoreFromProto(const v1::ScoreRequest& proto);  // the engine checks it

@@ -44,7 +44,7 @@ class GenerateStream::Listener final : public PromptListener {
   Listener(std::shared_ptr<GenerateStream> stream, std::string request_id)
       : stream_(std::move(stream)), request_id_(std::move(request_id)) {}
   void OnTokens(TokensDelta delta) override { stream_->OnTokens(request_id_, delta); }
-  void OnFinished(Trajectory trajectory, DraftCounts drafts) override {
+  void OnFinished(Trajectory trajectory, SampleDrafts drafts) override {
     stream_->OnFinished(request_id_, trajectory, drafts);
   }
   void OnFailed(absl::Status status) override { stream_->OnFailed(request_id_, status); }
@@ -262,7 +262,7 @@ void GenerateStream::OnTokens(const std::string& request_id, const TokensDelta& 
 }
 
 void GenerateStream::OnFinished(const std::string& request_id, const Trajectory& trajectory,
-                                DraftCounts drafts) {
+                                const SampleDrafts& drafts) {
   std::lock_guard lock(mutex_);
   const auto found = pending_.find(request_id);
   if (found == pending_.end()) return;

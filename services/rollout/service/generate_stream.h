@@ -98,7 +98,8 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
   void Fail(const std::string& request_id, const absl::Status& status);
 
   void OnTokens(const std::string& request_id, const TokensDelta& delta);
-  void OnFinished(const std::string& request_id, const Trajectory& trajectory, DraftCounts drafts);
+  void OnFinished(const std::string& request_id, const Trajectory& trajectory,
+                  const SampleDrafts& drafts);
   void OnFailed(const std::string& request_id, const absl::Status& status);
 
   // Called with mutex_ held.

@@ -13,10 +13,11 @@
 
 namespace tandem::rollout {
 
-// Returns the size of a speculator for a model of that hidden size. The caller passes
+// Returns the size of a speculator for a model of that hidden size, with or without packed heads.
+// The caller passes
 // speculator::MeasureSpeculator, because this library does not link torch.
 using SpeculatorSizer = std::function<absl::StatusOr<speculator::SpeculatorSize>(
-    const std::string& directory, int64_t hidden_size)>;
+    const std::string& directory, int64_t hidden_size, bool packs_heads)>;
 
 // Returns the memory plan of a resolved configuration on this machine. Errors are those of
 // CheckOptions, or name the field of a model or speculator whose config.json cannot be read or does

@@ -82,6 +82,7 @@ TEST_F(RolloutServiceTest, EverySampleComesBackAndTheStreamEnds) {
     ASSERT_TRUE(event.has_finished()) << event.DebugString();
     EXPECT_EQ(event.finished().draft_tokens(), 4);
     EXPECT_EQ(event.finished().accepted_draft_tokens(), 3);
+    EXPECT_EQ(event.finished().trajectory().accepted_draft_mask(), (std::string{1, 1, 0, 1, 0}));
     const auto trajectory = rpc::TrajectoryFromProto(event.finished().trajectory());
     ASSERT_TRUE(trajectory.ok()) << trajectory.status();
     EXPECT_EQ(trajectory->response_token_ids.size(), 5u);

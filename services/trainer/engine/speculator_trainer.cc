@@ -75,7 +75,6 @@ SpeculatorTrainer::SpeculatorTrainer(const EngineOptions& options, training::Tra
       core_(core),
       adapter_(std::move(adapter)),
       initial_digest_(DigestOf(adapter_->speculator())) {
-  loss_options_.count_correct = true;
   loss_options_.output_loss = std::move(output_loss);
   const at::NoGradGuard no_grad;
   gradient_ = at::zeros_like(adapter_->speculator().buffer());
@@ -157,7 +156,7 @@ absl::Status SpeculatorTrainer::AddGradients(const TrainingRows& rows,
   TANDEM_RETURN_IF_ERROR(report.status());
   for (size_t head = 0; head < loss_.size(); ++head) {
     loss_[head] += report->heads[head].loss;
-    correct_[head] += static_cast<double>(report->heads[head].correct.value_or(0));
+    correct_[head] += static_cast<double>(report->heads[head].correct);
   }
   return absl::OkStatus();
 }

@@ -37,8 +37,17 @@ TokenizerOption = Annotated[
 SpeculativeOption = Annotated[
     str | None,
     typer.Option(
-        help="Source of drafts: none, ngram, junior or heads. Responses are the same; they may be "
-        "written faster. Default: none.",
+        help="Source of drafts: none, ngram, junior or heads. By the exact rule responses are the "
+        "same; they may be written faster. Default: none.",
         metavar="METHOD",
+    ),
+]
+
+AcceptanceRuleOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Condition under which a draft is accepted: exact, or rejection_sampling, which keeps "
+        "the distribution of the responses alone. Default: exact.",
+        metavar="RULE",
     ),
 ]

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tandem.command_line import JsonFlag, command
-from tandem.commands.options import RolloutAddress, SpeculativeOption, TokenizerOption
+from tandem.commands.options import (
+    AcceptanceRuleOption,
+    RolloutAddress,
+    SpeculativeOption,
+    TokenizerOption,
+)
 from tandem.credentials import (
     NO_CREDENTIALS,
     Credentials,
@@ -47,6 +52,7 @@ def serve_openai(
         typer.Option("--tandem", help="Let the junior write too where a request does not say."),
     ] = False,
     speculative: SpeculativeOption = None,
+    acceptance_rule: AcceptanceRuleOption = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -96,14 +102,14 @@ def serve_openai(
     with connect(RolloutClient, rollout, "--rollout", credentials) as client:
         info = client.info()
         served = info.server.model
-        _check_drafts(speculative, info)
+        _check_drafts(speculative, acceptance_rule, info)
         settings = Settings(
             address=client.address,
             codec=codec_of(client, tokenizer),
             model=model_name or Path(served.path).name,
             max_model_len=longest_sequence(info, junior=tandem or speculative == "junior"),
             tandem=tandem,
-            speculative=speculative,
+            speculative={"method": speculative, "acceptance_rule": acceptance_rule},
             credentials=client.credentials,
             api_keys=keys,
         )
@@ -124,21 +130,28 @@ def serve_openai(
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def _check_drafts(method: str | None, info: rollout_pb2.GetServerInfoResponse) -> None:
+def _check_drafts(
+    method: str | None, rule: str | None, info: rollout_pb2.GetServerInfoResponse
+) -> None:
     """Raises ConfigError for drafts of an unknown kind, or that the rollout server cannot make."""
+    from tandem.preflight import require_drafter
     from tandem.rollout.v1 import rollout_pb2
     from tandem.wire import enum_names
 
-    methods = enum_names(rollout_pb2.SpeculativeMethod.DESCRIPTOR)
-    if method is not None and method not in methods:
-        raise ConfigError(f"--speculative: {method!r} is none of {', '.join(methods)}")
-    if method == "junior" and not info.HasField("junior"):
-        raise ConfigError("--speculative: junior: the rollout server has no junior")
-    if method == "heads" and not info.speculator_heads:
-        raise ConfigError(
-            "--speculative: heads: the rollout server has no speculator",
-            hint="senior_speculator among its settings names one",
-        )
+    for option, value, kind in (
+        ("--speculative", method, rollout_pb2.SpeculativeMethod),
+        ("--acceptance-rule", rule, rollout_pb2.AcceptanceRule),
+    ):
+        known = enum_names(kind.DESCRIPTOR)
+        if value is not None and value not in known:
+            raise ConfigError(f"{option}: {value!r} is none of {', '.join(known)}")
+    require_drafter(
+        "--speculative",
+        method or "none",
+        has_junior=info.HasField("junior"),
+        has_speculator=bool(info.speculator_heads),
+        whose="the rollout server",
+    )
 
 
 def _https(certificate: Path | None, key: Path | None) -> dict[str, Path]:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tandem.command_line import JsonFlag, command
-from tandem.commands.options import RolloutAddress, SpeculativeOption, TokenizerOption
+from tandem.commands.options import (
+    AcceptanceRuleOption,
+    RolloutAddress,
+    SpeculativeOption,
+    TokenizerOption,
+)
 from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError, RpcError
 from tandem.render import Output, ResponsePrinter
@@ -77,6 +82,7 @@ def generate(
     ] = None,
     solo: Annotated[bool, typer.Option("--solo", help="Let the senior answer alone.")] = False,
     speculative: SpeculativeOption = None,
+    acceptance_rule: AcceptanceRuleOption = None,
     stream: Annotated[
         bool | None,
         typer.Option(
@@ -127,7 +133,7 @@ def generate(
                 sampling=sampling,
                 tandem=tandem,
                 return_other_logprobs=as_json and not solo,
-                speculative={"method": speculative},
+                speculative={"method": speculative, "acceptance_rule": acceptance_rule},
                 stream_tokens=output.console.is_terminal if stream is None else stream,
                 request_id=f"prompt-{index}",
             )

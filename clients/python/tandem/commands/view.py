@@ -52,6 +52,9 @@ def view(
         bool,
         typer.Option("--gap", help="Show also the log-prob gaps of tokens: senior minus junior."),
     ] = False,
+    drafts: Annotated[
+        bool, typer.Option("--drafts", help="Mark and count also the accepted drafts.")
+    ] = False,
     output_file: Annotated[
         Path | None,
         typer.Option(
@@ -80,8 +83,8 @@ def view(
     records_alone = as_json and output_file is None
     # A picture shows what a terminal does, and as much.
     as_picture = output_file is not None and output_file.suffix == ".svg"
-    if records_alone and (advantage or gap):
-        raise ConfigError("--advantage, --gap: --json prints the records as they are")
+    if records_alone and (advantage or gap or drafts):
+        raise ConfigError("--advantage, --gap, --drafts: --json prints the records as they are")
     wanted = Filter(Range.parse(reward, "--reward") if reward is not None else None, text)
     steps = recorded_steps(run_dir)
     if step is not None:
@@ -102,7 +105,7 @@ def view(
     if output_file is not None and not as_picture:
         name = run_dir.resolve().name
         chosen = itertools.islice(found, count)
-        html = page(name, codec, chosen, advantage=advantage, gap=gap)
+        html = page(name, codec, chosen, advantage=advantage, gap=gap, drafts=drafts)
         write_atomically(output_file, html)
         output.result({"page": str(output_file)}, f"{output_file}: open it in a browser")
         return
@@ -111,7 +114,7 @@ def view(
     title = f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
     title += f", {len(shown):,} of {total:,} trajectories"
     screen = Output(console=recording_console()) if as_picture else output
-    print_trajectories(screen, codec, shown, title, advantage=advantage, gap=gap)
+    print_trajectories(screen, codec, shown, title, advantage=advantage, gap=gap, drafts=drafts)
     if output_file is not None:
         write_atomically(output_file, picture(screen.console, f"tandem view {run_dir}"))
         output.result({"picture": str(output_file)}, str(output_file))

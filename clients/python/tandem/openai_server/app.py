@@ -9,9 +9,9 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -64,7 +64,7 @@ class Settings:
         model: the name of the model that requests must give.
         max_model_len: most tokens of prompt and response.
         tandem: whether the junior takes part where a request does not say.
-        speculative: source of the drafts of all responses; None: there are none.
+        speculative: fields of SpeculativeConfig, of all responses.
         timeout_seconds: longest time of a request.
         credentials: those for the rollout server; None: those of the environment.
         api_keys: keys, one of which a request must show; None: any request is answered.
@@ -75,7 +75,7 @@ class Settings:
     model: str
     max_model_len: int
     tandem: bool = False
-    speculative: str | None = None
+    speculative: Mapping[str, Any] = field(default_factory=dict)
     timeout_seconds: float = 3600.0
     credentials: Credentials | None = None
     api_keys: WatchedFiles[tuple[str, ...]] | None = None
@@ -308,7 +308,7 @@ class _Server:
                             "stop_token_ids": stop_ids,
                         },
                         tandem=tandem,
-                        speculative={"method": self._settings.speculative},
+                        speculative=self._settings.speculative,
                         stream_tokens=True,
                         request_id=f"choice-{index}",
                         # Higher comes first among prompts, lower in OpenAI requests.

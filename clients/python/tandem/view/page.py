@@ -13,20 +13,31 @@ from tandem.view.trajectories import Trajectory
 
 
 def page(
-    name: str, codec: TextCodec, trajectories: Iterable[Trajectory], *, advantage: bool, gap: bool
+    name: str,
+    codec: TextCodec,
+    trajectories: Iterable[Trajectory],
+    *,
+    advantage: bool,
+    gap: bool,
+    drafts: bool,
 ) -> str:
     """Returns the HTML page of a run called `name`.
 
-    `advantage` and `gap` say whether it opens with advantages and log-prob gaps shown. Its data is
-    JSON, one block for each step: [group, …] as _group() makes them. The files in page/ hold its
-    text, look and behaviour.
+    `advantage`, `gap` and `drafts` say what it shows when it opens. Its data is JSON, one block for
+    each step: [group, …] as _group() makes them. The files in page/ hold its text, look and
+    behaviour.
     """
     environment = Environment(
         loader=PackageLoader("tandem.view", "page"), autoescape=True, undefined=StrictUndefined
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment.get_template("page.html").render(
-        run={"name": name, "advantage": advantage, "shade": "gap" if gap else "none"},
+        run={
+            "name": name,
+            "advantage": advantage,
+            "drafts": drafts,
+            "shade": "gap" if gap else "none",
+        },
         steps=_steps(codec, trajectories),
     )
 
@@ -62,6 +73,7 @@ def _group(codec: TextCodec, members: Sequence[Trajectory]) -> dict[str, Any]:
             | {
                 "scores": one.scores,
                 "advantage": one.advantage,
+                "accepted_draft_mask": one.accepted_drafts,
                 "token_texts": codec.token_texts(one.record["response_token_ids"]),
             }
             for one in members

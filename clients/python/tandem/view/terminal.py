@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tandem.render import LEGEND, Output, authored_text, cell, tab_separated, visible
+from tandem.render import DRAFT_LEGEND, LEGEND, Output, authored_text, cell, tab_separated, visible
 from tandem.text import TextCodec
 from tandem.view.trajectories import Trajectory
 
@@ -25,18 +25,22 @@ def print_trajectories(
     *,
     advantage: bool = False,
     gap: bool = False,
+    drafts: bool = False,
 ) -> None:
     """Prints prompts with their rows, and responses by author.
 
     Without a terminal they are tab-separated lines, which lack the rows.
 
     `advantage` adds the reward's distance from its group's mean, `gap` the log-prob gap of the
-    tokens where it is large.
+    tokens where it is large, `drafts` marks and counts the accepted drafts.
     """
     first, trajectories = _peeked(trajectories)
     scores = list(first.scores) if first else []
     heads = ["reward", *scores, *(["advantage"] if advantage else [])]
+    heads += ["drafts"] if drafts else []
     legend = f"{title}: {LEGEND}"
+    if drafts:
+        legend += f", {DRAFT_LEGEND}"
     if gap:
         legend += f", {{senior - junior log-prob}} from {NOTABLE_GAP:g} nat on"
     if not output.console.is_terminal:
@@ -44,9 +48,9 @@ def print_trajectories(
         rows = (
             [
                 visible(one.record["group_id"]),
-                *_numbers(one, advantage=advantage),
+                *_numbers(one, advantage=advantage, drafts=drafts),
                 _prompt(codec, one, keep=""),
-                _response(codec, one, gap=gap, keep=""),
+                _response(codec, one, gap=gap, drafts=drafts, keep=""),
             ]
             for one in trajectories
         )
@@ -57,7 +61,10 @@ def print_trajectories(
     for place, ((_, name), group) in enumerate(groups):
         members = list(group)
         rows = [
-            (*_numbers(one, advantage=advantage), _response(codec, one, gap=gap, keep="\n"))
+            (
+                *_numbers(one, advantage=advantage, drafts=drafts),
+                _response(codec, one, gap=gap, drafts=drafts, keep="\n"),
+            )
             for one in members
         ]
         prompt = _prompt(codec, members[0], keep="\n").strip("\n")
@@ -96,21 +103,29 @@ def _table(
     return table
 
 
-def _numbers(trajectory: Trajectory, *, advantage: bool) -> Iterator[str]:
+def _numbers(trajectory: Trajectory, *, advantage: bool, drafts: bool) -> Iterator[str]:
     yield cell(trajectory.record["reward"], "{:.2f}")
     for score in trajectory.scores.values():
         yield cell(score, "{:.2f}")
     if advantage:
         yield cell(trajectory.advantage, "{:+.2f}")
+    if drafts:
+        accepted = trajectory.accepted_drafts
+        yield cell(None if accepted is None else sum(accepted), "{}")
 
 
 def _prompt(codec: TextCodec, trajectory: Trajectory, keep: str) -> str:
     return visible(codec.decode(trajectory.record["prompt_token_ids"]), keep)
 
 
-def _response(codec: TextCodec, trajectory: Trajectory, *, gap: bool, keep: str) -> Text:
+def _response(
+    codec: TextCodec, trajectory: Trajectory, *, gap: bool, drafts: bool, keep: str
+) -> Text:
     record = trajectory.record
     gaps = trajectory.gaps if gap else [None] * len(record["authorship_mask"])
     notes = ["" if g is None or abs(g) < NOTABLE_GAP else f"{{{g:+.1f}}}" for g in gaps]
     texts = codec.token_texts(record["response_token_ids"])
-    return authored_text(texts, record["authorship_mask"], notes, keep)
+    marked = trajectory.accepted_drafts if drafts else None
+    return authored_text(
+        texts, record["authorship_mask"], notes, keep, marked or itertools.repeat(0)
+    )

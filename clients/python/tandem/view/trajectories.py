@@ -34,10 +34,11 @@ class _Record(BaseModel):
     scores: dict[str, FiniteFloat | None] = {}
     place: str | None = None
     row: dict[str, Any] | None = None
+    accepted_draft_mask: list[Literal[0, 1]] | None = None
 
 
 # The keys whose lists have one entry per response token.
-_PER_TOKEN = ("authorship_mask", "senior_logprobs", "junior_logprobs")
+_PER_TOKEN = ("authorship_mask", "accepted_draft_mask", "senior_logprobs", "junior_logprobs")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Trajectory:
             (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
             for name, value in row.items()
         ]
+
+    @property
+    def accepted_drafts(self) -> list[int] | None:
+        """By token whether it is an accepted draft (1); None where no drafts were asked for."""
+        return self.record.get("accepted_draft_mask")
 
     @property
     def gaps(self) -> list[float | None]:
@@ -176,7 +182,7 @@ def _checked(place: str, record: dict[str, Any]) -> dict[str, Any]:
         raise RunDirectoryError(f"{place}: {key}: {first['msg']}") from None
     length = len(record["response_token_ids"])
     for key in _PER_TOKEN:
-        if record[key] is not None and len(record[key]) != length:
+        if record.get(key) is not None and len(record[key]) != length:
             raise RunDirectoryError(
                 f"{place}: {key}: {len(record[key])} entries for {length} response tokens"
             )

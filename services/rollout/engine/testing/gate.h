@@ -20,7 +20,7 @@ class Gate final : public PromptListener {
     arrived_.set_value();
     opened_.get_future().wait();
   }
-  void OnFinished(Trajectory trajectory, DraftCounts) override {
+  void OnFinished(Trajectory trajectory, SampleDrafts) override {
     finished_.set_value(std::move(trajectory));
   }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }

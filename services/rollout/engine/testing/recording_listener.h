@@ -23,11 +23,11 @@ class RecordingListener : public PromptListener {
     deltas_.push_back(std::move(delta));
     changed_.notify_all();
   }
-  void OnFinished(Trajectory trajectory, DraftCounts drafts) override {
+  void OnFinished(Trajectory trajectory, SampleDrafts drafts) override {
     std::lock_guard lock(mutex_);
     const uint64_t index = trajectory.sample_index;
     finished_.emplace(index, std::move(trajectory));
-    drafts_.emplace(index, drafts);
+    drafts_.emplace(index, std::move(drafts));
     changed_.notify_all();
   }
   void OnFailed(absl::Status status) override {
@@ -60,7 +60,7 @@ class RecordingListener : public PromptListener {
     std::lock_guard lock(mutex_);
     return finished_;
   }
-  std::map<uint64_t, DraftCounts> drafts() const {
+  std::map<uint64_t, SampleDrafts> drafts() const {
     std::lock_guard lock(mutex_);
     return drafts_;
   }
@@ -78,7 +78,7 @@ class RecordingListener : public PromptListener {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::map<uint64_t, Trajectory> finished_;
-  std::map<uint64_t, DraftCounts> drafts_;
+  std::map<uint64_t, SampleDrafts> drafts_;
   std::vector<TokensDelta> deltas_;
   std::optional<absl::Status> failure_;
 };

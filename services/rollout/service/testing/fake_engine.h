@@ -237,8 +237,9 @@ class FakeEngine final : public Engine {
                                               {static_cast<uint8_t>(t % 2 == 0)}});
       }
       if (t + 1 == request.sampling.max_tokens) {
-        prompt.submission.listener->OnFinished(Response(request, static_cast<uint64_t>(sample)),
-                                               {.drafted = 4, .accepted = 3});
+        prompt.submission.listener->OnFinished(
+            Response(request, static_cast<uint64_t>(sample)),
+            {.counts = {.drafted = 4, .accepted = 3}, .accepted_mask = {1, 1, 0, 1, 0}});
       }
     }
   }

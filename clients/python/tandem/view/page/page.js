@@ -85,6 +85,16 @@ function shade(span, sample, t, kind) {
   span.style.setProperty("--shade", Math.min(1, Math.abs(value) / full).toFixed(3));
 }
 
+function isDraft(sample, t) {
+  return sample.accepted_draft_mask !== null && sample.accepted_draft_mask[t] === 1;
+}
+
+function draftCount(sample) {
+  if (sample.accepted_draft_mask === null) return "no drafts asked for";
+  const count = sample.accepted_draft_mask.reduce((sum, one) => sum + one, 0);
+  return `${count} accepted drafts`;
+}
+
 function number(value, digits) {
   return value === null ? "-" : value.toFixed(digits);
 }
@@ -96,8 +106,8 @@ function signed(value, digits) {
 function tokenTable(sample) {
   const table = document.createElement("table");
   const head = table.createTHead().insertRow();
-  for (const name of ["", "token", "id", "author", "senior", "junior", "gap"]) {
-    head.append(element("th", { token: "text", author: "author" }[name] ?? "", name));
+  for (const name of ["", "token", "id", "author", "draft", "senior", "junior", "gap"]) {
+    head.append(element("th", { token: "text", author: "author", draft: "author" }[name] ?? "", name));
   }
   const body = table.createTBody();
   sample.response_token_ids.forEach((id, t) => {
@@ -109,6 +119,7 @@ function tokenTable(sample) {
       element("td", `text token ${author}`, text),
       element("td", "", id),
       element("td", "author", author),
+      element("td", "author", isDraft(sample, t) ? "accepted" : ""),
       element("td", "", number(sample.senior_logprobs[t], 3)),
       element("td", "", number(juniorLogprob(sample, t), 3)),
       element("td", "", signed(gapOf(sample, t), 3)),
@@ -137,12 +148,14 @@ function drawSample(sample, kind) {
     element("span", "advantage", signed(sample.advantage, 2)),
     ...Object.entries(sample.scores).map(([name, score]) =>
       element("span", "score", `${visible(name)} ${number(score, 2)}`)),
+    element("span", "drafts", draftCount(sample)),
     element("span", "sample-name", `sample ${sample.sample_index}, ${sample.finish_reason}`),
   );
   const response = element("div", "response");
   sample.token_texts.forEach((text, t) => {
     const author = sample.authorship_mask[t] ? "senior" : "junior";
-    const span = element("span", `token ${author}`, visible(text));
+    const draft = isDraft(sample, t) ? " draft" : "";
+    const span = element("span", `token ${author}${draft}`, visible(text));
     if (kind !== "none") shade(span, sample, t, kind);
     response.append(span);
   });
@@ -163,7 +176,9 @@ function rowList(columns) {
 function draw() {
   const kind = form.elements.shade.value;
   document.body.className = `shade-${kind}`;
-  document.body.classList.toggle("show-advantage", form.elements.advantage.checked);
+  for (const name of ["advantage", "drafts"]) {
+    document.body.classList.toggle(`show-${name}`, form.elements[name].checked);
+  }
   const shown = found.slice(first, first + PAGE_SIZE);
   list.replaceChildren();
   let group = null;
@@ -199,7 +214,7 @@ document.addEventListener("click", (event) => {
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("reset", () => setTimeout(filter));
 form.addEventListener("input", (event) => {
-  if (["shade", "advantage"].includes(event.target.name)) draw();
+  if (["shade", "advantage", "drafts"].includes(event.target.name)) draw();
   else filter();
 });
 
@@ -208,5 +223,6 @@ document.title = `${run.name}: trajectories`;
 document.getElementById("name").textContent = `${run.name}: trajectories by author`;
 // The values that Clear restores.
 form.elements.advantage.defaultChecked = run.advantage;
+form.elements.drafts.defaultChecked = run.drafts;
 for (const choice of form.elements.shade) choice.defaultChecked = choice.value === run.shade;
 form.reset();
