@@ -173,7 +173,7 @@ TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(status.message(),
             "config.json.model_type: gpt2 is not supported (llama, mistral, qwen2, qwen3, olmo2, "
-            "gemma3_text, mixtral, qwen2_moe, qwen3_moe are)");
+            "deepseek_v3, gemma3_text, mixtral, qwen2_moe, qwen3_moe are)");
 }
 
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
