@@ -24,7 +24,8 @@ namespace {
 const nlohmann::json kShape = {
     {"vocab_size", 512},      {"hidden_size", 64},         {"intermediate_size", 160},
     {"num_hidden_layers", 4}, {"num_attention_heads", 4},  {"num_key_value_heads", 2},
-    {"head_dim", 16},         {"initializer_range", 0.02}, {"max_position_embeddings", 512}};
+    {"head_dim", 16},         {"initializer_range", 0.02}, {"max_position_embeddings", 512},
+    {"moe_intermediate_size", 160}};
 constexpr int64_t kTokens = 512;  // of a micro-batch
 constexpr int64_t kMicroBatches = 8;
 
