@@ -455,7 +455,7 @@ def test_a_model_in_several_files_is_read(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    cases("llama-tied", "mistral", "qwen2", "qwen3-tied-bias", "olmo2", "gemma3"),
+    cases("llama-tied", "mistral", "qwen2", "qwen3-tied-bias", "olmo2", "deepseek_v3", "gemma3"),
     ids=lambda case: case.name,
 )
 @pytest.mark.parametrize("head", ["lm", "value"])
