@@ -84,6 +84,21 @@ absl::StatusOr<std::vector<double>> ConfigFields::PositiveList(absl::string_view
   return numbers;
 }
 
+absl::StatusOr<std::vector<int64_t>> ConfigFields::Counts(absl::string_view key) const {
+  const json* value = Find(key);
+  std::vector<int64_t> numbers;
+  if (value == nullptr) return numbers;
+  const auto wrong = [&] {
+    return InvalidField(Path(key), "must be a list of integers, 0 or more");
+  };
+  if (!value->is_array()) return wrong();
+  for (const json& number : *value) {
+    if (!number.is_number_integer() || number < 0 || number > kMaxSize) return wrong();
+    numbers.push_back(number.get<int64_t>());
+  }
+  return numbers;
+}
+
 absl::StatusOr<bool> ConfigFields::Bool(absl::string_view key, bool fallback) const {
   const json* value = Find(key);
   if (value == nullptr) return fallback;

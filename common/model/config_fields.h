@@ -41,6 +41,8 @@ class ConfigFields {
   absl::StatusOr<std::optional<double>> MaybePositive(absl::string_view key) const;
   // A list of `count` positive numbers; an absent key is an error.
   absl::StatusOr<std::vector<double>> PositiveList(absl::string_view key, int64_t count) const;
+  // A list of integers that are 0 or more; an absent key gives an empty one.
+  absl::StatusOr<std::vector<int64_t>> Counts(absl::string_view key) const;
   absl::StatusOr<bool> Bool(absl::string_view key, bool fallback) const;
   absl::StatusOr<std::string> String(absl::string_view key, absl::string_view fallback) const;
   // Adds one id, or a list of ids, to `ids`; an absent key adds nothing.

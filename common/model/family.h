@@ -33,6 +33,16 @@ struct WeightFileSize {
   int64_t size = 0;
   std::string field;        // of config.json
   std::string factor = "";  // what the field is multiplied by: "times head_dim "
+  size_t dimensions = 2;    // of the tensor
+  // The tensors that other files have in its place.
+  std::vector<WeightFileSize> instead = {};
+};
+
+// A tensor in which weight files may hold several parameters of one shape, one after the other.
+struct StackedTensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  std::vector<std::string> parameters;
 };
 
 class Family {
@@ -65,6 +75,11 @@ class Family {
   virtual std::vector<ParameterSpec> Parameters(const ModelConfig& config) const = 0;
   // The sizes of `config` that the weight files must confirm before memory is planned for them.
   virtual std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const = 0;
+
+  // The tensors that files may have in the place of parameters. An export has the parameters.
+  virtual std::vector<StackedTensor> StackedTensors(const ModelConfig& /*config*/) const {
+    return {};
+  }
 
   // Whether the model can be cut into `shard_count` tensor-parallel shards. The count need not
   // divide the vocabulary, but every shard must have a row of it. INVALID_ARGUMENT names `field`,

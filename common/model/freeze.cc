@@ -11,7 +11,8 @@ namespace tandem {
 
 absl::StatusOr<std::vector<bool>> TrainableParameters(const std::vector<ParameterSpec>& specs,
                                                       const std::vector<std::string>& freeze) {
-  std::vector<bool> trainable(specs.size(), true);
+  std::vector<bool> trainable;
+  for (const ParameterSpec& spec : specs) trainable.push_back(spec.trains);
   for (size_t i = 0; i < freeze.size(); ++i) {
     bool matched = false;
     for (size_t p = 0; p < specs.size(); ++p) {

@@ -83,7 +83,55 @@ struct LatentAttentionOptions {
   int64_t cached_dim() const { return kv_lora_rank + qk_rope_head_dim; }
 };
 
-// How the dense decoder (families/decoder_family.h) of one family differs from another's.
+// The function that turns a router's logits into the scores of the experts.
+enum class RouterScore {
+  kSoftmax,  // over all experts
+  kSigmoid,  // of each expert by itself
+};
+
+// How tokens choose their experts (families/router.h).
+struct RoutingRule {
+  int64_t num_experts = 0;
+  int64_t num_experts_per_tok = 0;
+  RouterScore score = RouterScore::kSoftmax;
+  // Whether the weights of a token's experts are divided by their sum.
+  bool norm_topk_prob = false;
+  double routed_scaling_factor = 1.0;  // of the weights
+  // A token chooses among the experts of its best `topk_group` of `n_group` equal groups.
+  int64_t n_group = 1;
+  int64_t topk_group = 1;
+  // Whether a bias by expert, which no gradient changes, is added to the scores that choose.
+  bool score_correction_bias = false;
+};
+
+// The layers whose feed-forward network consists of experts (families/expert_mlp.h).
+struct ExpertOptions {
+  RoutingRule routing = {};
+  int64_t intermediate_size = 0;  // of one expert
+  // Width of the expert that every token takes; 0: there is none.
+  int64_t shared_intermediate_size = 0;
+  bool shared_gate = false;  // whether the sigmoid of a map weighs its output
+  // The layers from `first_layer` on have experts, of these every `step`-th of the model, but for
+  // `dense_layers`.
+  int64_t first_layer = 0;
+  int64_t step = 1;
+  std::vector<int64_t> dense_layers = {};
+
+  bool OfLayer(int64_t layer) const {
+    return routing.num_experts > 0 && layer >= first_layer && (layer + 1) % step == 0 &&
+           std::ranges::find(dense_layers, layer) == dense_layers.end();
+  }
+};
+
+// Hugging Face's names of the experts' parameters, below "model.layers.<i>.".
+struct ExpertNames {
+  std::string network = "mlp.";
+  std::string gate = "gate_proj", up = "up_proj", down = "down_proj";  // of one expert
+  std::string shared = "shared_expert.";
+  std::string intermediate_size = "moe_intermediate_size";  // the key of ExpertOptions'
+};
+
+// How the decoder (families/decoder_family.h) of one family differs from another's.
 struct DecoderOptions {
   bool qkv_bias = false;
   bool output_bias = false;  // of the attention's output projection
@@ -103,6 +151,8 @@ struct DecoderOptions {
   // Layers for multi-token prediction behind the others, which a checkpoint may have. Their tensors
   // are kept and not used.
   int64_t num_nextn_predict_layers = 0;
+  ExpertOptions experts = {};
+  ExpertNames expert_names = {};
 };
 
 struct ModelConfig {

@@ -98,6 +98,60 @@ TEST(ModelConfigTest, WhatLatentAttentionCannotBeIsRefused) {
             "config.json.rope_scaling.mscale_all_dim");
 }
 
+TEST(ModelConfigTest, ExpertsHaveTheKeysAndDefaultsOfTheFamily) {
+  const ExpertOptions mixtral = TinyConfig("mixtral").decoder.experts;
+  EXPECT_EQ(mixtral.routing.num_experts, 5);
+  EXPECT_EQ(mixtral.intermediate_size, 43);
+  EXPECT_TRUE(mixtral.routing.norm_topk_prob);
+  const json no_counts = {{"num_experts_per_tok", nullptr}, {"num_experts", 9}};
+  EXPECT_EQ(TinyConfig("mixtral", no_counts).decoder.experts.routing.num_experts_per_tok, 2);
+  EXPECT_EQ(TinyConfig("qwen3_moe", no_counts).decoder.experts.routing.num_experts_per_tok, 8);
+  // The key that `transformers` writes since version 5.
+  const json new_key = {{"num_experts", nullptr}, {"num_local_experts", 4}};
+  EXPECT_EQ(TinyConfig("qwen3_moe", new_key).decoder.experts.routing.num_experts, 4);
+  const ExpertOptions qwen2 = TinyConfig("qwen2_moe").decoder.experts;
+  EXPECT_EQ(qwen2.shared_intermediate_size, 20);
+  EXPECT_TRUE(qwen2.shared_gate);
+  EXPECT_FALSE(qwen2.routing.norm_topk_prob);
+}
+
+TEST(ModelConfigTest, DenseLayersAreThoseOfTheKeys) {
+  const auto layers = [](const json& changes) {
+    std::vector<bool> result;
+    const ModelConfig config = TinyConfig("qwen3_moe", changes);
+    for (int64_t i = 0; i < 6; ++i) result.push_back(config.decoder.experts.OfLayer(i));
+    return result;
+  };
+  using Layers = std::vector<bool>;
+  const json none = json::array();
+  EXPECT_EQ(layers({{"mlp_only_layers", none}}), Layers({true, true, true, true, true, true}));
+  EXPECT_EQ(layers({{"mlp_only_layers", {1, 4}}}), Layers({true, false, true, true, false, true}));
+  EXPECT_EQ(layers({{"mlp_only_layers", {3}}, {"decoder_sparse_step", 2}}),
+            Layers({false, true, false, false, false, true}));
+  EXPECT_FALSE(TinyConfig("llama").decoder.experts.OfLayer(0));
+}
+
+TEST(ModelConfigTest, ExpertsThatDoNotFitAreRefusedByName) {
+  const auto kInvalid = absl::StatusCode::kInvalidArgument;
+  const auto kUnimplemented = absl::StatusCode::kUnimplemented;
+  const auto refused = [](const char* family, const json& changes, absl::StatusCode code,
+                          const char* path) {
+    const absl::Status status = ParseModelConfig(TinyConfigJson(family, changes).dump()).status();
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(FieldPath(status), path) << status;
+  };
+  refused("mixtral", {{"num_experts_per_tok", 6}}, kInvalid, "config.json.num_experts_per_tok");
+  refused("mixtral", {{"num_local_experts", nullptr}}, kInvalid, "config.json.num_local_experts");
+  refused("mixtral", {{"router_jitter_noise", 0.1}}, kUnimplemented,
+          "config.json.router_jitter_noise");
+  refused("qwen2_moe", {{"moe_intermediate_size", 0}}, kInvalid,
+          "config.json.moe_intermediate_size");
+  refused("qwen2_moe", {{"use_sliding_window", true}}, kUnimplemented,
+          "config.json.use_sliding_window");
+  refused("qwen3_moe", {{"mlp_only_layers", {-1}}}, kInvalid, "config.json.mlp_only_layers");
+  refused("qwen3_moe", {{"decoder_sparse_step", 0}}, kInvalid, "config.json.decoder_sparse_step");
+}
+
 TEST(ModelConfigTest, BothStylesOfRopeAreRead) {
   const ModelConfig old_style =
       Parse({{"rope_scaling", {{"type", "linear"}, {"factor", 4.0}}}}).value();
@@ -163,7 +217,7 @@ TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(status.message(),
             "config.json.model_type: gpt2 is not supported (llama, mistral, qwen2, qwen3, olmo2, "
-            "deepseek_v3, gemma3_text are)");
+            "deepseek_v3, gemma3_text, mixtral, qwen2_moe, qwen3_moe are)");
 }
 
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {

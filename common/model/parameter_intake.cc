@@ -1,7 +1,5 @@
 #include "common/model/parameter_intake.h"
 
-#include <algorithm>
-
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
@@ -16,15 +14,19 @@ absl::Status Refuse(absl::string_view name, absl::string_view why) {
 
 }  // namespace
 
+ParameterIntake::ParameterIntake(const std::vector<Parameter>& parameters, bool tied)
+    : parameters_(parameters), tied_(tied) {
+  for (const Parameter& parameter : parameters) by_name_.emplace(parameter.spec.name, &parameter);
+}
+
 absl::StatusOr<const Parameter*> ParameterIntake::Accept(const std::string& name,
                                                          const at::Tensor& tensor) {
   const bool is_tied_head = tied_ && name == kLmHeadName;
-  const auto parameter = std::ranges::find_if(parameters_, [&](const Parameter& one) {
-    return one.spec.name == (is_tied_head ? kEmbeddingName : name);
-  });
-  if (parameter == parameters_.end() || !seen_.insert(name).second) {
+  const auto found = by_name_.find(is_tied_head ? kEmbeddingName : name);
+  if (found == by_name_.end() || !seen_.insert(name).second) {
     return Refuse(name, "appears twice or is not a parameter");
   }
+  const Parameter* const parameter = found->second;
   const std::vector<int64_t>& shape = parameter->spec.shape;
   if (!tensor.defined() || tensor.sizes() != at::IntArrayRef(shape)) {
     return Refuse(name, absl::StrCat("shape [", absl::StrJoin(tensor.sizes(), ", "),
@@ -34,7 +36,7 @@ absl::StatusOr<const Parameter*> ParameterIntake::Accept(const std::string& name
   if (is_tied_head || (tied_ && name == kEmbeddingName)) {
     (is_tied_head ? tied_head_ : embedding_) = WeightsDigest({{name, tensor}});
   }
-  return is_tied_head ? nullptr : &*parameter;
+  return is_tied_head ? nullptr : parameter;
 }
 
 absl::Status ParameterIntake::CheckComplete() const {

@@ -6,6 +6,7 @@
 
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -18,8 +19,7 @@ class ParameterIntake {
  public:
   // `parameters` are all of the model, which `tied` says to have its embedding for a head. They
   // outlive the intake.
-  ParameterIntake(const std::vector<Parameter>& parameters, bool tied)
-      : parameters_(parameters), tied_(tied) {}
+  ParameterIntake(const std::vector<Parameter>& parameters, bool tied);
 
   // Returns the parameter that `tensor` is for, which this process need not hold; nullptr for the
   // head of a tied model. INVALID_ARGUMENT names a tensor that is no parameter, came before, has
@@ -32,6 +32,7 @@ class ParameterIntake {
 
  private:
   const std::vector<Parameter>& parameters_;
+  std::unordered_map<std::string, const Parameter*> by_name_;
   const bool tied_;
   std::set<std::string> seen_;
   // Digests of a tied model's embedding and head; empty until the tensor comes.

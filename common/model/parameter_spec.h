@@ -31,6 +31,8 @@ struct ParameterSpec {
   int64_t block = 0;
   // A matrix that stays dense where others are packed, and that is not rounded with them.
   bool stays_dense = false;
+  // Whether gradients change it. A buffer of `transformers` is loaded and saved alone.
+  bool trains = true;
 
   int64_t numel() const;
   // Whether a packed format packs it, and bfloat16 weights round it.

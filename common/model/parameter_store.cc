@@ -44,6 +44,7 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
     if (const std::optional<int64_t> axis = specs[i].shard_axis; axis.has_value()) {
       parameter.shard = {*axis, placement.shard_index, placement.shard_count};
     }
+    store->indices_.emplace(specs[i].name, i);
     store->parameters_.push_back(std::move(parameter));
   }
   store->AllocateBlocks();
@@ -72,10 +73,8 @@ void ParameterStore::AllocateBlocks() {
 }
 
 const Parameter* ParameterStore::Find(const std::string& name) const {
-  for (const Parameter& parameter : parameters_) {
-    if (parameter.spec.name == name) return &parameter;
-  }
-  return nullptr;
+  const auto found = indices_.find(name);
+  return found == indices_.end() ? nullptr : &parameters_[found->second];
 }
 
 Parameter* ParameterStore::FindMutable(const std::string& name) {

@@ -9,6 +9,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -89,6 +90,7 @@ class ParameterStore {
   const Placement placement_;
   bool training_ = false, without_memory_ = false;
   std::vector<Parameter> parameters_;
+  std::unordered_map<std::string, size_t> indices_;  // of parameters_, by name
   std::vector<at::Tensor> block_buffers_, compute_buffers_;
   std::vector<std::shared_ptr<ops::PackedWeight>> packed_;
   std::vector<int64_t> taken_;                    // of each buffer

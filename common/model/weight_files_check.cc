@@ -25,6 +25,23 @@ int64_t NumLayers(const SafetensorsDirectory& files) {
   return static_cast<int64_t>(layers.size());
 }
 
+// A size, and the tensor that it is compared with; nullptr if the files have none.
+struct FoundSize {
+  const WeightFileSize& size;
+  const TensorView* tensor;
+};
+
+FoundSize Find(const SafetensorsDirectory& files, const WeightFileSize& declared) {
+  if (const TensorView* const tensor = files.Find(declared.tensor); tensor != nullptr) {
+    return {declared, tensor};
+  }
+  for (const WeightFileSize& other : declared.instead) {
+    const TensorView* const tensor = files.Find(other.tensor);
+    if (tensor != nullptr) return {other, tensor};
+  }
+  return {declared, nullptr};
+}
+
 }  // namespace
 
 absl::Status CheckSizes(const ModelConfig& config, const SafetensorsDirectory& files) {
@@ -35,12 +52,13 @@ absl::Status CheckSizes(const ModelConfig& config, const SafetensorsDirectory& f
         absl::StrCat("is ", config.num_hidden_layers, ", the weight files hold ", layers));
   }
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
-  for (const WeightFileSize& size : family->WeightFileSizes(config)) {
-    const TensorView* const tensor = files.Find(size.tensor);
-    if (tensor == nullptr || tensor->shape.size() != 2) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(files.directory(), ": tensor '", size.tensor,
-                       "': ", tensor == nullptr ? "missing" : "must have two dimensions"));
+  for (const WeightFileSize& declared : family->WeightFileSizes(config)) {
+    const auto& [size, tensor] = Find(files, declared);
+    if (tensor == nullptr || tensor->shape.size() != size.dimensions) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          files.directory(), ": tensor '", size.tensor, "': ",
+          tensor == nullptr ? "missing"
+                            : absl::StrCat("must have ", size.dimensions, " dimensions")));
     }
     if (tensor->shape[size.axis] != size.size) {
       return InvalidField(absl::StrCat("config.json.", size.field),

@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/bfloat16_rounding.h"
 #include "common/ops/linear_function.h"
 #include "common/ops/matrix_product.h"
@@ -77,6 +79,21 @@ at::Tensor LinearWeight::Infer(const at::Tensor& x, const at::Tensor& bias) cons
   CheckFresh();
   if (packed_ != nullptr) return packed_->Linear(x, bias, packed_->out());
   return Linear(x, compute_weight_, bias);
+}
+
+void LinearWeight::MultiplyTile(const LinearTile& tile, const float* x, float* y) const {
+  if (packed_ != nullptr) return packed_->MultiplyTile(tile, x, y);
+  kernels::GetCpuKernels().linear({.x = x + tile.row_begin * in(),
+                                   .x_stride = in(),
+                                   .w = compute_weight().const_data_ptr<float>(),
+                                   .bias = nullptr,
+                                   .y = y + tile.row_begin * out(),
+                                   .y_stride = out(),
+                                   .rows = tile.row_end - tile.row_begin,
+                                   .in = in(),
+                                   .out_begin = tile.panel_begin * kernels::kPanelOuts,
+                                   .out_end = std::min(tile.panel_end * kernels::kPanelOuts, out()),
+                                   .accumulate = false});
 }
 
 at::Tensor LinearWeight::ForwardFirst(const at::Tensor& x, int64_t outs) const {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/ops/linear_tile.h"
 #include "common/ops/packed_weight.h"
 #include "common/ops/tensor_parallel_group.h"
 
@@ -55,9 +56,19 @@ class LinearWeight {
   at::Tensor ForwardSum(const at::Tensor& x,
                         const std::shared_ptr<TensorParallelGroup>& group) const;
 
+  // Writes the tile's outputs of x weight^T to y [T, sum of outs], on the calling thread alone. x
+  // [T, in] and y are contiguous, in float32 on the CPU. Needs the CPU's own kernels and maps
+  // without bias. No autograd.
+  void MultiplyTile(const LinearTile& tile, const float* x, float* y) const;
+
   // Must be called after the values of the masters have changed.
   void OnWeightsChanged();
 
+  int64_t in() const { return packed_ != nullptr ? packed_->in() : compute_weight_.size(1); }
+  int64_t out() const { return packed_ != nullptr ? packed_->out() : compute_weight_.size(0); }
+  bool is_packed() const { return packed_ != nullptr; }
+  // The parameters, one for each map; empty if the maps are packed.
+  const std::vector<at::Tensor>& masters() const { return weights_; }
   // Returns the matrix that the products use: [sum of outs, in] in the type of the computation,
   // without autograd. Its storage stays the same for the life of the object. Throws c10::Error if
   // the maps are packed.

@@ -6,6 +6,7 @@
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/ops.h"
@@ -167,24 +168,55 @@ void Multiply(const Method& method, const at::Tensor& product, const at::Tensor&
   }
 }
 
+// A product and its tiles. The factors have the method's type.
+struct TiledProduct {
+  TiledProduct(const at::Tensor& into, const at::Tensor& left, const at::Tensor& right, bool adds)
+      : accumulate(adds),
+        method(ChooseMethod(left, right)),
+        tiles(CountTiles(left.size(0), right.size(1))),
+        product(into),
+        a(left.to(method.factors)),
+        b(right.to(method.factors)) {}
+
+  int64_t count() const { return tiles.down * tiles.across; }
+  int64_t work() const { return a.size(0) * b.size(1) * a.size(1); }
+
+  bool accumulate;
+  Method method;
+  TileCounts tiles;
+  at::Tensor product, a, b;
+};
+
+void MultiplyTile(const TiledProduct& whole, int64_t tile) {
+  const TileCounts& tiles = whole.tiles;
+  const int64_t m = whole.a.size(0), n = whole.b.size(1);
+  const int64_t i = tile / tiles.across, j = tile % tiles.across;
+  const int64_t row = m * i / tiles.down, rows = m * (i + 1) / tiles.down - row;
+  const int64_t column = n * j / tiles.across;
+  const int64_t columns = n * (j + 1) / tiles.across - column;
+  Multiply(whole.method, whole.product.narrow(0, row, rows).narrow(1, column, columns),
+           whole.a.narrow(0, row, rows), whole.b.narrow(1, column, columns), whole.accumulate);
+}
+
 // MKL may divide the summed index among its threads, so that the order of a sum depends on their
 // number. The tiles do not depend on it, and each is computed on one thread.
-void MultiplyTiles(const Method& method, const at::Tensor& product, const at::Tensor& a,
-                   const at::Tensor& b, bool accumulate) {
-  const int64_t m = a.size(0), n = b.size(1), k = a.size(1);
-  const TileCounts tiles = CountTiles(m, n);
-  const int64_t count = tiles.down * tiles.across;
-  const int64_t grain = std::max<int64_t>(1, kWorkPerThread / (m * n * k / count + 1));
+void MultiplyTiles(const std::vector<TiledProduct>& products) {
+  struct Tile {
+    const TiledProduct* whole;
+    int64_t index;
+  };
+  std::vector<Tile> tiles;
+  int64_t work = 0;
+  for (const TiledProduct& product : products) {
+    work += product.work();
+    for (int64_t i = 0; i < product.count(); ++i) tiles.push_back({&product, i});
+  }
+  const auto count = static_cast<int64_t>(tiles.size());
+  const int64_t grain =
+      std::max<int64_t>(1, kWorkPerThread / (work / std::max<int64_t>(1, count) + 1));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     const at::NoGradGuard no_grad;  // a setting of this thread
-    for (int64_t tile = begin; tile < end; ++tile) {
-      const int64_t i = tile / tiles.across, j = tile % tiles.across;
-      const int64_t row = m * i / tiles.down, rows = m * (i + 1) / tiles.down - row;
-      const int64_t column = n * j / tiles.across;
-      const int64_t columns = n * (j + 1) / tiles.across - column;
-      Multiply(method, product.narrow(0, row, rows).narrow(1, column, columns),
-               a.narrow(0, row, rows), b.narrow(1, column, columns), accumulate);
-    }
+    for (int64_t i = begin; i < end; ++i) MultiplyTile(*tiles[i].whole, tiles[i].index);
   });
 }
 
@@ -202,12 +234,20 @@ void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at:
                        bool accumulate) {
   const at::NoGradGuard no_grad;
   if (product.is_cpu() && product.scalar_type() == at::kFloat) {
-    const Method method = ChooseMethod(a, b);
-    return MultiplyTiles(method, product, a.to(method.factors), b.to(method.factors), accumulate);
+    return MultiplyTiles({TiledProduct(product, a, b, accumulate)});
   }
   if (a.scalar_type() == product.scalar_type()) return AtenProduct(product, a, b, accumulate);
   const at::Tensor sum = at::mm(a, b, product.scalar_type());
   accumulate ? product.add_(sum) : product.copy_(sum);
+}
+
+void MatrixProducts(const std::vector<Product>& products) {
+  const at::NoGradGuard no_grad;
+  std::vector<TiledProduct> tiled;
+  for (const auto& [product, a, b, accumulate] : products) {
+    if (product.numel() > 0) tiled.emplace_back(product, a, b, accumulate);
+  }
+  MultiplyTiles(tiled);
 }
 
 at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b) {

@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace tandem::ops {
 
 // Returns a b [m, n] for a [m, k] and b [k, n], on any device; either may be transposed. The
@@ -16,6 +18,16 @@ at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b);
 // float32 product; the CPU then adds in float32.
 void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                        bool accumulate = false);
+
+// A product that is written into `product`, as MatrixProductInto does.
+struct Product {
+  at::Tensor product, a, b;
+  bool accumulate = false;
+};
+
+// Computes float32 products on the CPU that write to different memory; the threads divide all of
+// them together. An empty product is left as it is.
+void MatrixProducts(const std::vector<Product>& products);
 
 // MatrixProductInto on the calling thread alone, for loops in which each thread has whole products.
 void MatrixProductOnThread(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,

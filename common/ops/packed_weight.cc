@@ -72,6 +72,22 @@ at::Tensor PackedWeight::Linear(const at::Tensor& x, const at::Tensor& bias, int
   return y;
 }
 
+void PackedWeight::MultiplyTile(const LinearTile& tile, const float* x, float* y) const {
+  kernels::GetCpuKernels().packed_linear({.x = x + tile.row_begin * in(),
+                                          .x_stride = in(),
+                                          .format = matrix_.format,
+                                          .w = matrix_.data,
+                                          .bias = nullptr,
+                                          .y = y + tile.row_begin * out(),
+                                          .y_stride = out(),
+                                          .rows = tile.row_end - tile.row_begin,
+                                          .in = in(),
+                                          .out = out(),
+                                          .panel_begin = tile.panel_begin,
+                                          .panel_end = tile.panel_end,
+                                          .accumulate = false});
+}
+
 at::Tensor PackedWeight::LinearAdd(const at::Tensor& residual, const at::Tensor& x,
                                    const at::Tensor& bias) const {
   Multiply(x, bias, out(), residual, /*accumulate=*/true);

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "common/kernels/cpu/packed_weight.h"
+#include "common/ops/linear_tile.h"
 
 namespace tandem::ops {
 
@@ -43,6 +44,9 @@ class PackedWeight {
   // Returns the first `outs` outputs of x weight^T + bias, [T, outs], for x [T, in] float32 and
   // bias [outs] or undefined. Has the bits of ops::Linear with the values of Rows(). No autograd.
   at::Tensor Linear(const at::Tensor& x, const at::Tensor& bias, int64_t outs) const;
+  // Writes the tile's outputs of x weight^T to y, on the calling thread alone; row r is at
+  // x + r * in() and y + r * out().
+  void MultiplyTile(const LinearTile& tile, const float* x, float* y) const;
   // Adds all outputs to `residual` [T, out] in place, and returns that.
   at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x,
                        const at::Tensor& bias) const;

@@ -11,16 +11,11 @@
 
 #include "absl/container/inlined_vector.h"
 #include "common/kernels/weight_format.h"
+#include "common/ops/linear_tile.h"
 #include "common/ops/parallel_for.h"
 #include "common/ops/thread_team.h"
 
 namespace tandem::ops {
-
-// Rows of the input, and panels of kPanelOuts outputs.
-struct LinearTile {
-  int64_t row_begin, row_end;
-  int64_t panel_begin, panel_end;
-};
 
 // Returns where the ranges end into which `threads` threads divide `count` panels, each range taken
 // by whoever is free: long ranges first and short ones last, so that the threads end together, and
@@ -38,6 +33,28 @@ inline absl::InlinedVector<int64_t, 32> PanelRanges(int64_t count, int threads) 
   return ends;
 }
 
+// Calls multiply(group, panel_begin, panel_end) for ranges that cover the `panels` panels of each
+// of `groups` groups of rows. A panel of a group costs about `work` multiply-adds. Threads divide
+// the panels of all groups together.
+template <typename Function>
+void ParallelPanels(int64_t groups, int64_t panels, int64_t work, const Function& multiply) {
+  const int64_t count = groups * panels;
+  if (count == 0) return;
+  const auto run = [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t group = begin / panels, last = std::min(end, (group + 1) * panels);
+      multiply(group, begin - group * panels, last - group * panels);
+      begin = last;
+    }
+  };
+  const int threads = LoopThreads(count, work);
+  if (threads == 1) return run(0, count);
+  const auto ends = PanelRanges(count, threads);
+  ThreadTeam::OfProcess().Run(std::ssize(ends), threads, [&](int64_t range) {
+    run(range == 0 ? 0 : ends[range - 1], ends[range]);
+  });
+}
+
 // Calls multiply(tile) for tiles that cover `rows` rows and `out` outputs of a map of `in` inputs.
 // Threads divide the panels; where there are few panels they divide the rows too.
 template <typename Function>
@@ -47,23 +64,13 @@ void ParallelLinear(int64_t rows, int64_t in, int64_t out, const Function& multi
   if (panels == 0) return;
   const int64_t chunks = std::clamp<int64_t>(2 * at::get_num_threads() / panels, 1,
                                              std::max<int64_t>(1, rows / kMinRows));
-  const int64_t count = chunks * panels;
-  const auto run = [&](int64_t begin, int64_t end) {
-    while (begin < end) {
-      const int64_t chunk = begin / panels, last = std::min(end, (chunk + 1) * panels);
-      multiply(LinearTile{.row_begin = chunk * rows / chunks,
-                          .row_end = (chunk + 1) * rows / chunks,
-                          .panel_begin = begin - chunk * panels,
-                          .panel_end = last - chunk * panels});
-      begin = last;
-    }
-  };
-  const int threads = LoopThreads(count, kernels::kPanelOuts * in * rows / chunks);
-  if (threads == 1) return run(0, count);
-  const auto ends = PanelRanges(count, threads);
-  ThreadTeam::OfProcess().Run(std::ssize(ends), threads, [&](int64_t range) {
-    run(range == 0 ? 0 : ends[range - 1], ends[range]);
-  });
+  ParallelPanels(chunks, panels, kernels::kPanelOuts * in * rows / chunks,
+                 [&](int64_t chunk, int64_t panel_begin, int64_t panel_end) {
+                   multiply(LinearTile{.row_begin = chunk * rows / chunks,
+                                       .row_end = (chunk + 1) * rows / chunks,
+                                       .panel_begin = panel_begin,
+                                       .panel_end = panel_end});
+                 });
 }
 
 }  // namespace tandem::ops

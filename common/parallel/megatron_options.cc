@@ -32,7 +32,7 @@ absl::Status CheckSizes(const MegatronOptions& options) {
   if (options.expert_model_parallel_size != 1) {
     return FieldError(absl::StatusCode::kUnimplemented, kExpert,
                       absl::StrCat("must be 1, got ", options.expert_model_parallel_size,
-                                   ": no family has experts"));
+                                   ": the ranks of a tensor group divide every expert"));
   }
   return absl::OkStatus();
 }

@@ -81,6 +81,9 @@ std::vector<Case> Cases() {
           {"gemma3", "gemma3_text", biases},
           {"tied gemma3", "gemma3_text", tied},
           {"gemma3 critic", "gemma3_text", none, HeadKind::kValue},
+          {"mixtral", "mixtral", none},
+          {"tied qwen2_moe", "qwen2_moe", tied},
+          {"qwen3_moe critic", "qwen3_moe", none, HeadKind::kValue},
           {"half frozen", "qwen3", none, HeadKind::kLm, {kEmbeddingName, "model.layers.0.*"}}};
 }
 

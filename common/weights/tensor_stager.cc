@@ -1,9 +1,5 @@
 #include "common/weights/tensor_stager.h"
 
-#include <pthread.h>
-#include <sys/resource.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -11,13 +7,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "common/base/catch_exceptions.h"
+#include "common/weights/packing_thread.h"
 
 namespace tandem {
 namespace {
-
-// The thread yields to those that serve: where all cores are busy it gets about a quarter of one,
-// and on an idle machine a whole one.
-constexpr int kNiceness = 6;
 
 // Returns the most bytes of buffers: the next tensor comes while the largest is taken.
 int64_t Capacity(const std::vector<WeightSpec>& tensors) {
@@ -89,8 +82,7 @@ absl::Status TensorStager::Finish(const CallScope& call) {
 }
 
 void TensorStager::Run() {
-  pthread_setname_np(pthread_self(), "weights");
-  setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNiceness);
+  BecomePackingThread();
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });

@@ -223,7 +223,11 @@ def test_ranks_with_different_configurations_do_not_start(models, tmp_path, monk
             8,
             "strategy.pipeline_model_parallel_size: 8 stages need 8 layers",
         ),
-        ({"name": "megatron", "expert_model_parallel_size": 2}, 2, "no family has experts"),
+        (
+            {"name": "megatron", "expert_model_parallel_size": 2},
+            2,
+            "the ranks of a tensor group divide every expert",
+        ),
         ({"name": "single"}, 2, "strategy.name: single is for one rank, and the server has 2"),
     ],
 )

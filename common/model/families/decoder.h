@@ -1,6 +1,7 @@
-// The dense decoder that Llama, Mistral, Qwen2, Qwen3, OLMo 2 and Gemma 3 are variants of
-// (decoder_family.h): RMSNorm, rotary grouped-query attention, SwiGLU
-// (https://arxiv.org/abs/2302.13971).
+// The decoder that Llama, Mistral, Qwen2, Qwen3, OLMo 2, Gemma 3, Mixtral, Qwen2-MoE, Qwen3-MoE and
+// DeepSeek-V3 are variants of (decoder_family.h): RMSNorm, rotary grouped-query attention or latent
+// attention (latent_attention.h), SwiGLU (https://arxiv.org/abs/2302.13971), in some layers of
+// several experts (expert_mlp.h).
 //
 // A shard computes with the others of Placement::shard_group: heads, the MLP's inner columns and
 // the vocabulary are sharded over the ranks, and between linear maps each rank keeps the hidden

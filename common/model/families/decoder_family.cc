@@ -19,6 +19,11 @@ namespace {
 
 constexpr int64_t kFloatBytes = 4;
 
+// Names of the network and of the stacked experts below "model.layers.<i>.", as `transformers`
+// holds them in memory, and in files that it writes with `save_original_format=False`.
+constexpr const char* kStackedNetwork = "mlp.";
+constexpr const char* kStackedGateUp = "experts.gate_up_proj";
+
 // Features that would change the numbers and that the dense decoder lacks.
 absl::Status RefuseUnsupported(const ConfigFields& fields, const TransformersClasses& classes) {
   const char* const key = classes.activation_key;
@@ -72,6 +77,47 @@ void AddGatedMlp(const ModelConfig& config, const std::string& prefix, Parameter
   list.RowParallel(prefix + "down_proj", config.intermediate_size, bias);
 }
 
+void AddExperts(const ModelConfig& config, const std::string& layer, ParameterList& list) {
+  const ExpertOptions& experts = config.decoder.experts;
+  const ExpertNames& names = config.decoder.expert_names;
+  const std::string network = layer + names.network;
+  list.Whole(network + "gate", experts.routing.num_experts);
+  if (experts.routing.score_correction_bias) {
+    list.Buffer(network + "gate.e_score_correction_bias", experts.routing.num_experts);
+  }
+  for (int64_t i = 0; i < experts.routing.num_experts; ++i) {
+    const std::string expert = absl::StrCat(network, "experts.", i, ".");
+    list.ColumnParallel(expert + names.gate, experts.intermediate_size, /*bias=*/false);
+    list.ColumnParallel(expert + names.up, experts.intermediate_size, /*bias=*/false);
+    list.RowParallel(expert + names.down, experts.intermediate_size, /*bias=*/false);
+  }
+  if (experts.shared_intermediate_size == 0) return;
+  const std::string shared = network + names.shared;
+  list.ColumnParallel(shared + "gate_proj", experts.shared_intermediate_size, /*bias=*/false);
+  list.ColumnParallel(shared + "up_proj", experts.shared_intermediate_size, /*bias=*/false);
+  list.RowParallel(shared + "down_proj", experts.shared_intermediate_size, /*bias=*/false);
+  if (experts.shared_gate) list.Whole(network + "shared_expert_gate", 1);
+}
+
+int64_t NumExpertLayers(const ModelConfig& config) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    if (config.decoder.experts.OfLayer(i)) ++count;
+  }
+  return count;
+}
+
+// Returns the values per token at the widest point of a layer's experts, in one of `shard_count`
+// shards: of each expert of the token its input, gate and up, their product and its output; the
+// same of the shared expert; the sum; the router's logits, scores and order.
+int64_t ExpertActivations(const ModelConfig& config, int64_t shard_count) {
+  const ExpertOptions& experts = config.decoder.experts;
+  const int64_t widths = experts.routing.num_experts_per_tok * experts.intermediate_size +
+                         experts.shared_intermediate_size;
+  return 2 * experts.routing.num_experts_per_tok * config.hidden_size + 3 * widths / shard_count +
+         2 * config.hidden_size + 4 * experts.routing.num_experts;
+}
+
 }  // namespace
 
 absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& config) const {
@@ -121,7 +167,8 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
     config.decoder.latent.has_value()
         ? AddLatentAttention(config, prefix + "self_attn.", list)
         : AddGroupedQueryAttention(config, prefix + "self_attn.", list);
-    AddGatedMlp(config, prefix + "mlp.", list);
+    config.decoder.experts.OfLayer(i) ? AddExperts(config, prefix, list)
+                                      : AddGatedMlp(config, prefix + "mlp.", list);
     for (const std::string& norm :
          {norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output}) {
       if (!norm.empty()) list.Norm(prefix + norm, config.hidden_size);
@@ -133,29 +180,91 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
 }
 
 std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& config) const {
-  const std::string layer = "model.layers.0.", attention = layer + "self_attn.";
-  std::vector<WeightFileSize> sizes = {
-      {kEmbeddingName, 0, config.vocab_size, "vocab_size"},
-      {kEmbeddingName, 1, config.hidden_size, "hidden_size"},
-      {layer + "mlp.gate_proj.weight", 0, config.intermediate_size, "intermediate_size"}};
+  const std::string attention = "model.layers.0.self_attn.";
+  std::vector<WeightFileSize> sizes = {{kEmbeddingName, 0, config.vocab_size, "vocab_size"},
+                                       {kEmbeddingName, 1, config.hidden_size, "hidden_size"}};
   if (config.decoder.latent.has_value()) {
     for (WeightFileSize& size : LatentFileSizes(config, attention)) sizes.push_back(size);
-    return sizes;
+  } else {
+    sizes.push_back({attention + "q_proj.weight", 0, config.query_size(), "num_attention_heads",
+                     "times head_dim "});
+    sizes.push_back({attention + "k_proj.weight", 0, config.key_value_size(), "num_key_value_heads",
+                     "times head_dim "});
   }
-  sizes.push_back({attention + "q_proj.weight", 0, config.query_size(), "num_attention_heads",
-                   "times head_dim "});
-  sizes.push_back({attention + "k_proj.weight", 0, config.key_value_size(), "num_key_value_heads",
-                   "times head_dim "});
+  const ExpertOptions& experts = config.decoder.experts;
+  const ExpertNames& names = config.decoder.expert_names;
+  bool has_dense = false, has_experts = false;
+  for (int64_t i = 0; i < config.num_hidden_layers && !(has_dense && has_experts); ++i) {
+    const std::string prefix = absl::StrCat("model.layers.", i, ".");
+    if (!experts.OfLayer(i) && !std::exchange(has_dense, true)) {
+      sizes.push_back(
+          {prefix + "mlp.gate_proj.weight", 0, config.intermediate_size, "intermediate_size"});
+    }
+    if (experts.OfLayer(i) && !std::exchange(has_experts, true)) {
+      const std::string network = prefix + names.network;
+      const std::string stack = prefix + kStackedNetwork;
+      const int64_t num_experts = experts.routing.num_experts, inner = experts.intermediate_size;
+      const std::string inner_field = names.intermediate_size;
+      sizes.push_back({.tensor = network + "gate.weight",
+                       .size = num_experts,
+                       .field = "num_experts",
+                       .instead = {{stack + "gate.weight", 0, num_experts, "num_experts"}}});
+      sizes.push_back(
+          {.tensor = absl::StrCat(network, "experts.0.", names.gate, ".weight"),
+           .size = inner,
+           .field = inner_field,
+           .instead = {{stack + kStackedGateUp, 1, 2 * inner, inner_field, "times 2 ", 3}}});
+      if (experts.shared_intermediate_size > 0) {
+        sizes.push_back({network + names.shared + "gate_proj.weight", 0,
+                         experts.shared_intermediate_size, "shared_expert_intermediate_size"});
+      }
+    }
+  }
   return sizes;
+}
+
+std::vector<StackedTensor> DecoderFamily::StackedTensors(const ModelConfig& config) const {
+  const ExpertOptions& experts = config.decoder.experts;
+  const ExpertNames& names = config.decoder.expert_names;
+  const int64_t count = experts.routing.num_experts, inner = experts.intermediate_size;
+  std::vector<StackedTensor> stacks;
+  for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
+    if (!experts.OfLayer(layer)) continue;
+    const std::string prefix = absl::StrCat("model.layers.", layer, ".");
+    const std::string network = prefix + names.network, stack = prefix + kStackedNetwork;
+    StackedTensor gate_up = {stack + kStackedGateUp, {count, 2 * inner, config.hidden_size}, {}};
+    StackedTensor down = {stack + "experts.down_proj", {count, config.hidden_size, inner}, {}};
+    for (int64_t i = 0; i < count; ++i) {
+      const std::string expert = absl::StrCat(network, "experts.", i, ".");
+      gate_up.parameters.push_back(absl::StrCat(expert, names.gate, ".weight"));
+      gate_up.parameters.push_back(absl::StrCat(expert, names.up, ".weight"));
+      down.parameters.push_back(absl::StrCat(expert, names.down, ".weight"));
+    }
+    stacks.push_back(std::move(gate_up));
+    stacks.push_back(std::move(down));
+    if (stack != network) {
+      stacks.push_back(
+          {stack + "gate.weight", {count, config.hidden_size}, {network + "gate.weight"}});
+    }
+  }
+  return stacks;
 }
 
 absl::Status DecoderFamily::CheckShards(const ModelConfig& config, int64_t shard_count,
                                         absl::string_view field) const {
   // Whole heads: that their rows divide is not enough.
-  const std::pair<const char*, int64_t> fields[] = {
+  const ExpertOptions& experts = config.decoder.experts;
+  const int64_t num_expert_layers = NumExpertLayers(config);
+  std::vector<std::pair<std::string, int64_t>> fields = {
       {"num_attention_heads", config.num_attention_heads},
-      {"num_key_value_heads", config.num_key_value_heads},
-      {"intermediate_size", config.intermediate_size}};
+      {"num_key_value_heads", config.num_key_value_heads}};
+  if (num_expert_layers < config.num_hidden_layers) {
+    fields.emplace_back("intermediate_size", config.intermediate_size);
+  }
+  if (num_expert_layers > 0) {
+    fields.emplace_back(config.decoder.expert_names.intermediate_size, experts.intermediate_size);
+    fields.emplace_back("shared_expert_intermediate_size", experts.shared_intermediate_size);
+  }
   for (const auto& [name, size] : fields) {
     if (size % shard_count != 0) {
       return InvalidField(field, absl::StrCat(shard_count, " does not divide config.json.", name,
@@ -201,29 +310,38 @@ int64_t DecoderFamily::InferenceActivations(const ModelConfig& config, int64_t s
              : (3 * config.query_size() + 3 * config.key_value_size()) / shard_count;
   const int64_t gathered = shard_count > 1 ? (shard_count + 1) * config.hidden_size : 0;
   const int64_t residuals = 2 + config.decoder.pre_norm + 2 * config.decoder.post_norm;
-  return residuals * config.hidden_size + gathered +
-         std::max(attention, 3 * config.intermediate_size / shard_count);
+  const int64_t num_expert_layers = NumExpertLayers(config);
+  int64_t widest = attention;
+  if (num_expert_layers < config.num_hidden_layers) {
+    widest = std::max(widest, 3 * config.intermediate_size / shard_count);
+  }
+  if (num_expert_layers > 0) widest = std::max(widest, ExpertActivations(config, shard_count));
+  return residuals * config.hidden_size + gathered + widest;
 }
 
 // Norms with their inputs; queries, keys and values before and after rotation and repetition; the
 // attention's output; gate, up and their product. SmolLM2-135M takes 0.87 of it; as much in bf16,
 // where norms and rotation stay float32. A shard keeps the gathered inputs of its maps whole, and
-// of a norm over heads of several shards also its result without the weight.
-int64_t DecoderFamily::TrainingActivationBytes(const ModelConfig& config, int64_t /*layer*/,
+// of a norm over heads of several shards also its result without the weight. Experts keep the rows
+// that they read, gate and up, their product and their output.
+int64_t DecoderFamily::TrainingActivationBytes(const ModelConfig& config, int64_t layer,
                                                int64_t shard_count) const {
   const int64_t whole = 2 * config.hidden_size;
+  const bool has_experts = config.decoder.experts.OfLayer(layer);
+  const int64_t dense = has_experts ? 0 : 4 * config.intermediate_size;
+  const int64_t experts = has_experts ? ExpertActivations(config, shard_count) : 0;
   if (config.decoder.latent.has_value()) {
-    const int64_t cut = 3 * config.hidden_size + 4 * config.intermediate_size;
-    return (whole + cut / shard_count + LatentTrainingActivations(config, shard_count)) *
+    const int64_t cut = 3 * config.hidden_size + dense;
+    return (whole + cut / shard_count + experts + LatentTrainingActivations(config, shard_count)) *
            kFloatBytes;
   }
   const int64_t heads = config.query_size() + config.key_value_size();
   const int64_t shared_norms =
       shard_count > 1 && config.decoder.qk_norm == QkNorm::kAllHeads ? heads : 0;
   const int64_t norms = 1 + 2 * (config.decoder.pre_norm + config.decoder.post_norm);
-  const int64_t cut = norms * config.hidden_size + 2 * config.query_size() + 2 * heads +
-                      shared_norms + 4 * config.intermediate_size;
-  return (whole + cut / shard_count) * kFloatBytes;
+  const int64_t cut =
+      norms * config.hidden_size + 2 * config.query_size() + 2 * heads + shared_norms + dense;
+  return (whole + cut / shard_count + experts) * kFloatBytes;
 }
 
 }  // namespace tandem

@@ -63,6 +63,7 @@ class DecoderFamily : public Family {
   absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const override;
   std::vector<ParameterSpec> Parameters(const ModelConfig& config) const override;
   std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const override;
+  std::vector<StackedTensor> StackedTensors(const ModelConfig& config) const override;
   absl::Status CheckShards(const ModelConfig& config, int64_t shard_count,
                            absl::string_view field) const override;
   std::vector<LayerCache> CacheLayout(const ModelConfig& config,

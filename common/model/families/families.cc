@@ -11,6 +11,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
 #include "common/model/families/decoder_family.h"
+#include "common/model/families/expert_options.h"
 #include "common/model/families/latent_attention_family.h"
 #include "common/model/families/layer_windows.h"
 #include "common/model/family.h"
@@ -101,6 +102,37 @@ absl::StatusOr<Options> Gemma3Options(const ConfigFields& fields, int64_t num_la
   return options;
 }
 
+// Mixtral (https://arxiv.org/abs/2401.04088): experts in every layer.
+absl::StatusOr<Options> MixtralOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
+  Options options = {.expert_names = {.network = "block_sparse_moe.",
+                                      .gate = "w1",
+                                      .up = "w3",
+                                      .down = "w2",
+                                      .intermediate_size = "intermediate_size"}};
+  TANDEM_ASSIGN_OR_RETURN(options.windows, MixtralWindows(fields));
+  TANDEM_ASSIGN_OR_RETURN(options.experts, MixtralExperts(fields));
+  return options;
+}
+
+// Qwen2-MoE, as Qwen1.5-MoE-A2.7B: experts, and one that every token takes, behind a gate.
+absl::StatusOr<Options> Qwen2MoeOptions(const ConfigFields& fields, int64_t num_layers) {
+  Options options;
+  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("qkv_bias", true));
+  TANDEM_ASSIGN_OR_RETURN(options.windows, Qwen2MoeWindows(fields, num_layers));
+  TANDEM_ASSIGN_OR_RETURN(options.experts, Qwen2MoeExperts(fields));
+  return options;
+}
+
+// Qwen3-MoE: the attention of Qwen3.
+absl::StatusOr<Options> Qwen3MoeOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
+  Options options = {.qk_norm = QkNorm::kEachHead};
+  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
+  options.output_bias = options.qkv_bias;
+  TANDEM_ASSIGN_OR_RETURN(options.windows, Qwen3MoeWindows(fields));
+  TANDEM_ASSIGN_OR_RETURN(options.experts, Qwen3MoeExperts(fields));
+  return options;
+}
+
 }  // namespace
 
 const std::vector<const Family*>& Families() {
@@ -120,6 +152,9 @@ const std::vector<const Family*>& Families() {
                          .layer_ropes = true,
                          .has_token_classifier = false,
                          .classifier_prefix = "Gemma3Text"}),
+      new DecoderFamily("mixtral", "Mixtral", MixtralOptions, {.rms_norm_eps = 1e-5}),
+      new DecoderFamily("qwen2_moe", "Qwen2Moe", Qwen2MoeOptions),
+      new DecoderFamily("qwen3_moe", "Qwen3Moe", Qwen3MoeOptions),
   };
   return *families;
 }

@@ -97,6 +97,26 @@ absl::StatusOr<LayerWindows> Gemma3Windows(const ConfigFields& fields, int64_t n
   return windows;
 }
 
+absl::StatusOr<LayerWindows> MixtralWindows(const ConfigFields& fields) {
+  if (fields.Find("sliding_window") == nullptr) return LayerWindows();
+  return MistralWindows(fields);
+}
+
+absl::StatusOr<LayerWindows> Qwen2MoeWindows(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window", false));
+  if (used && fields.Find("layer_types") == nullptr) {
+    return fields.NotSupported("use_sliding_window",
+                               "sliding-window attention without layer_types");
+  }
+  return QwenWindows(fields, num_layers);
+}
+
+absl::StatusOr<LayerWindows> Qwen3MoeWindows(const ConfigFields& fields) {
+  TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window", false));
+  if (!used) return LayerWindows();
+  return MistralWindows(fields);
+}
+
 absl::Status RefuseWindows(const ConfigFields& fields) {
   TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window", false));
   if (used) return fields.NotSupported("use_sliding_window", "sliding-window attention");

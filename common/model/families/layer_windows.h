@@ -25,6 +25,15 @@ absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num
 // missing, have `sliding_window`, 4096 if the key is missing. Errors as those of QwenWindows.
 absl::StatusOr<LayerWindows> Gemma3Windows(const ConfigFields& fields, int64_t num_layers);
 
+// Mixtral: `sliding_window` in all layers, none if the key is missing or null.
+absl::StatusOr<LayerWindows> MixtralWindows(const ConfigFields& fields);
+
+// Qwen2-MoE: like Qwen2, with `layer_types`; UNIMPLEMENTED for `use_sliding_window` without them.
+absl::StatusOr<LayerWindows> Qwen2MoeWindows(const ConfigFields& fields, int64_t num_layers);
+
+// Qwen3-MoE: `sliding_window` in all layers with `use_sliding_window`.
+absl::StatusOr<LayerWindows> Qwen3MoeWindows(const ConfigFields& fields);
+
 // Families without windows: UNIMPLEMENTED where config.json asks for them.
 absl::Status RefuseWindows(const ConfigFields& fields);
 

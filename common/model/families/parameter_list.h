@@ -71,6 +71,17 @@ class ParameterList {
     }
   }
 
+  // Declares a linear map from the residual to `out` columns that every shard computes whole.
+  void Whole(const std::string& name, int64_t out) {
+    specs_.push_back({.name = name + ".weight", .shape = {out, hidden_}, .block = block_});
+  }
+
+  // Declares `width` numbers that no gradient changes, 0 at first and whole on every shard.
+  void Buffer(const std::string& name, int64_t width) {
+    specs_.push_back(
+        {.name = name, .shape = {width}, .init = Init::kZeros, .block = block_, .trains = false});
+  }
+
   // Declares the weight of a norm over `width` values.
   void Norm(const std::string& name, int64_t width,
             std::optional<int64_t> shard_axis = std::nullopt) {

@@ -56,6 +56,14 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
     config["query_pre_attn_scalar"] = 14;
     config.erase("hidden_act");
   }
+  if (model_type == "mixtral") config["num_local_experts"] = 5;
+  if (model_type == "qwen2_moe" || model_type == "qwen3_moe") {
+    config["num_experts"] = 5;
+    config["mlp_only_layers"] = nlohmann::json::array({1});
+    config["moe_intermediate_size"] = 12;
+  }
+  if (model_type == "qwen2_moe") config["shared_expert_intermediate_size"] = 20;
+  config["num_experts_per_tok"] = 2;
   if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
   if (model_type == "deepseek_v3") {
     config["num_key_value_heads"] = config["num_attention_heads"];

@@ -21,7 +21,10 @@ inline std::vector<TinyKind> EveryTinyKind() {
           {"qwen3", false, false},       {"qwen3", true, false},       {"qwen3", true, true},
           {"olmo2", false, false},       {"olmo2", true, false},       {"olmo2", false, true},
           {"deepseek_v3", false, false}, {"deepseek_v3", true, false}, {"deepseek_v3", false, true},
-          {"gemma3_text", false, false}, {"gemma3_text", true, false}, {"gemma3_text", true, true}};
+          {"gemma3_text", false, false}, {"gemma3_text", true, false}, {"gemma3_text", true, true},
+          {"mixtral", false, false},     {"mixtral", true, false},     {"mixtral", false, true},
+          {"qwen2_moe", false, false},   {"qwen2_moe", true, false},   {"qwen2_moe", false, true},
+          {"qwen3_moe", false, false},   {"qwen3_moe", true, false},   {"qwen3_moe", false, true}};
 }
 
 inline std::string NameOf(const TinyKind& kind) {

@@ -89,7 +89,7 @@ class EngineImpl : public Engine {
               senior_.shard->model(), senior_.shard->speculator(),
               /*keeps_tensors=*/senior_.ranks.sharded(),
               [this](SeniorUpdate& update, const WeightManifest& manifest, const CallScope& call) {
-                return thread_->Run(call, [&] { return SwapWeights(update, manifest); });
+                return Apply(update, manifest, call);
               });
         },
         models_->speculator());
@@ -273,11 +273,18 @@ class EngineImpl : public Engine {
         });
     commands_.Add<RankedWeights>(
         kWeightsCommand, [this](const std::string&, const RankedWeights& weights) {
-          if (senior_.shard != nullptr) {
-            ReceiveWeights(weights, *senior_.ranks.group, senior_.shard->model());
-          }
+          if (senior_.shard == nullptr) return absl::OkStatus();
+          shard_update_.reset();  // of a commit that was abandoned before its swap
+          shard_update_ = std::make_unique<ShardUpdate>(weights, *senior_.ranks.weights_group,
+                                                        senior_.shard->model(), *ranks_);
           return absl::OkStatus();
         });
+    commands_.Add<AdoptedWeights>(kAdoptCommand, [this](const std::string&, const AdoptedWeights&) {
+      if (senior_.shard == nullptr) return absl::OkStatus();
+      shard_update_->AdoptInto(senior_.shard->model());
+      shard_update_.reset();
+      return absl::OkStatus();
+    });
   }
 
   // Executes the commands of rank 0 on another rank, until rank 0 shuts down.
@@ -329,22 +336,39 @@ class EngineImpl : public Engine {
                    arrived_samples_ - stats_.sequences_waiting - stats_.sequences_running);
   }
 
-  // Sends the weights that this rank has taken to the other ranks. Errors end the server.
-  void SendToOtherRanks(const NamedTensors& tensors) {
-    const absl::Status sent = CatchTorchErrors("weights", [&] {
-      const RankedWeights weights = WeightsToSend(tensors, senior_.shard->model());
+  // Puts an update in force, on the thread of its commit.
+  absl::Status Apply(SeniorUpdate& update, const WeightManifest& manifest, const CallScope& call) {
+    if (senior_.ranks.sharded()) TANDEM_RETURN_IF_ERROR(SendToOtherRanks(update, call));
+    return thread_->Run(call, [&] { return SwapWeights(update, manifest); });
+  }
+
+  // Sends the tensors that this rank has kept to the other ranks, which pack them beside serving.
+  // If a commit is repeated they have been sent. Errors of the transfer end the server.
+  absl::Status SendToOtherRanks(SeniorUpdate& update, const CallScope& call) {
+    if (update.tensors().empty()) return absl::OkStatus();
+    const RankedWeights weights = WeightsToSend(update.tensors(), senior_.shard->model());
+    TANDEM_RETURN_IF_ERROR(thread_->Run(call, [&] {
       ranks_->Announce(kWeightsCommand, /*request_id=*/"", weights);
-      SendWeights(weights, tensors, *senior_.ranks.group);
+      return absl::OkStatus();
+    }));
+    const absl::Status sent = CatchTorchErrors("weights", [&] {
+      SendWeights(weights, update.tensors(), *senior_.ranks.weights_group);
       return absl::OkStatus();
     });
     if (!sent.ok()) ranks_->Fail(std::string(sent.message()));
+    update.DropTensors();
+    return absl::OkStatus();
   }
 
   // Runs between two passes. The tensors have been checked: other ranks accept what this one does.
   absl::Status SwapWeights(SeniorUpdate& update, const WeightManifest& manifest) {
-    if (update.weights() != nullptr) senior_.shard->model().Adopt(*update.weights());
+    if (update.weights() != nullptr) {
+      if (senior_.ranks.sharded()) {
+        ranks_->Announce(kAdoptCommand, /*request_id=*/"", AdoptedWeights());
+      }
+      senior_.shard->model().Adopt(*update.weights());
+    }
     if (update.speculator() != nullptr) senior_.shard->SwapSpeculator(*update.speculator());
-    if (update.weights() != nullptr && senior_.ranks.sharded()) SendToOtherRanks(update.tensors());
     const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
     generator_->OnSeniorUpdated(weights, options_.on_weight_update);
     scorer_->OnSeniorUpdated(weights);
@@ -366,6 +390,8 @@ class EngineImpl : public Engine {
   std::unique_ptr<Generator> generator_;
   std::unique_ptr<Scorer> scorer_;
   bool paused_ = false;
+  std::unique_ptr<ShardUpdate>
+      shard_update_;  // on another rank than 0, from its tensors' command on
 
   std::unique_ptr<StagedWeightReceiver> weights_;  // an update's thread uses the senior's model
 

@@ -87,13 +87,19 @@ Placement PlacementOf(const LaneOptions& lane, const EngineOptions& options, at:
   return base;
 }
 
-// Makes the process group of the first `size` ranks of the server. Collective over all ranks.
-LaneRanks JoinLane(const std::string& name, int64_t size, const Placement& placement,
-                   ranks::Communicator& world) {
+// Makes a process group of the first `size` ranks of the server. Collective over all ranks.
+std::shared_ptr<ranks::Communicator> GroupOfFirst(int64_t size, const std::string& name,
+                                                  at::Device device, ranks::Communicator& world) {
   std::vector<int> ranks(static_cast<size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
+  return world.Split(name, {ranks}, {.device = device, .timeout = std::nullopt});
+}
+
+// Joins the first `size` ranks of the server. Collective over all ranks.
+LaneRanks JoinLane(const std::string& name, int64_t size, const Placement& placement,
+                   ranks::Communicator& world) {
   LaneRanks lane;
-  lane.group = world.Split(name, {ranks}, {.device = placement.device, .timeout = std::nullopt});
+  lane.group = GroupOfFirst(size, name, placement.device, world);
   lane.placement = placement;
   if (lane.group == nullptr) {
     lane.placement.holds_block = [](int64_t) { return false; };
@@ -124,6 +130,10 @@ absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
   ranks::Communicator& world = *ranks.server->world();
   ranks.senior = JoinLane("senior", options.layout.tensor_parallel_size,
                           PlacementOf(options.senior, options, placement.device, placement), world);
+  if (options.layout.tensor_parallel_size > 1) {
+    ranks.senior.weights_group =
+        GroupOfFirst(options.layout.tensor_parallel_size, "senior weights", at::kCPU, world);
+  }
   if (!options.junior.model.empty()) {
     ranks.junior = JoinLane("junior", options.layout.junior_tensor_parallel_size,
                             PlacementOf(options.junior, options, *junior_device, placement), world);

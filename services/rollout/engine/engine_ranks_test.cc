@@ -1,13 +1,19 @@
 // A rollout server of several ranks writes what one of a single process does.
+#include "services/rollout/engine/engine_ranks.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <functional>
+#include <future>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,8 +25,8 @@
 #include "common/ranks/testing/rank_processes.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/ranked_runner.h"
+#include "services/rollout/engine/shard_weights.h"
 #include "services/rollout/engine/testing/engine_calls.h"
-#include "services/rollout/engine/testing/gate.h"
 #include "services/rollout/engine/testing/requests.h"
 #include "services/rollout/engine/testing/tiny_options.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
@@ -244,6 +250,77 @@ TEST_P(RolloutRanksTest, EveryRankTakesNewWeights) {
   });
 }
 
+TEST_P(RolloutRanksTest, AShardKeepsItsWeightsWhileOthersArePackedBesideThem) {
+  Write("other", 6);
+  const auto load = [&](const char* name, const Placement& placement) {
+    return Model::Load(folder_ / name, {.placement = placement}).value();
+  };
+  const auto expect_values = [](const Model& model, const Model& expected) {
+    for (size_t i = 0; i < expected.DeclaredParameters().size(); ++i) {
+      EXPECT_TRUE(at::equal(model.DeclaredParameters()[i].ComputedValue(),
+                            expected.DeclaredParameters()[i].ComputedValue()))
+          << expected.DeclaredParameters()[i].spec.name;
+    }
+  };
+  ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
+    const EngineRanks ranks = JoinRanks(Ranked(environment)).value();
+    EXPECT_EQ(ranks.senior.weights_group != nullptr, ranks.senior.sharded());
+    if (ranks.senior.sharded()) {
+      const Placement& shard = ranks.senior.placement;
+      const auto model = load("senior", shard);
+      const auto before = load("senior", shard), after = load("other", shard);
+      const NamedTensors tensors = load("other", {})->Parameters();
+      const RankedWeights weights = WeightsToSend(tensors, *model);
+      std::optional<ShardUpdate> update;
+      if (environment.rank > 0) {
+        update.emplace(weights, *ranks.senior.weights_group, *model, *ranks.server);
+      }
+      ranks.senior.group->Barrier();  // nobody waits for the tensors
+      if (environment.rank == 0) SendWeights(weights, tensors, *ranks.senior.weights_group);
+      ranks.senior.group->Barrier();
+      if (environment.rank > 0) {
+        expect_values(*model, *before);
+        update->AdoptInto(*model);
+        expect_values(*model, *after);
+      }
+    }
+    ranks.server->world()->Barrier();
+  });
+}
+
+// Tells of every token that is written, and holds the engine a moment until an update was
+// committed.
+class SlowListener final : public PromptListener {
+ public:
+  void OnTokens(TokensDelta) override {
+    std::unique_lock lock(mutex_);
+    began_ = true;
+    changed_.notify_all();
+    changed_.wait_for(lock, std::chrono::milliseconds(20), [&] { return committed_; });
+  }
+  void OnFinished(Trajectory trajectory, DraftCounts) override {
+    finished_.set_value(std::move(trajectory));
+  }
+  void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
+
+  void WaitUntilBegun() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return began_; });
+  }
+  void Committed() {
+    const std::lock_guard lock(mutex_);
+    committed_ = true;
+    changed_.notify_all();
+  }
+  Trajectory WaitUntilFinished() { return finished_.get_future().get(); }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool began_ = false, committed_ = false;
+  std::promise<Trajectory> finished_;
+};
+
 // Wherever in the response the update came, each token is what its weights write after all before.
 TEST_P(RolloutRanksTest, WeightsChangeInTheMiddleOfAResponse) {
   Write("other", 5);
@@ -253,16 +330,13 @@ TEST_P(RolloutRanksTest, WeightsChangeInTheMiddleOfAResponse) {
     request.sampling.max_tokens = 100;
     request.sampling.ignore_eos = true;
     request.stream_tokens = true;
-    const auto gate = std::make_shared<Gate>();
-    ASSERT_TRUE(ranked.Submit({{request, gate}}).ok());
-    gate->WaitUntilHeld();
-    absl::Status committed;
-    std::thread commit([&] { committed = ranked.weights().Commit("u", {}).status(); });
-    absl::SleepFor(absl::Milliseconds(200));  // until it waits for the engine
-    gate->Open();
-    commit.join();
+    const auto listener = std::make_shared<SlowListener>();
+    ASSERT_TRUE(ranked.Submit({{request, listener}}).ok());
+    listener->WaitUntilBegun();
+    const absl::Status committed = ranked.weights().Commit("u", {}).status();
+    listener->Committed();
     EXPECT_TRUE(committed.ok()) << committed;
-    const Trajectory t = gate->WaitUntilFinished();
+    const Trajectory t = listener->WaitUntilFinished();
     ASSERT_EQ(t.senior_versions.size(), 2u);
     EXPECT_EQ(t.senior_versions[1].weights.version, 3);
 

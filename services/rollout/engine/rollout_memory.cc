@@ -84,17 +84,16 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
     all += spec.numel() * kFloatBytes;
     largest = std::max(largest, spec.numel() * kFloatBytes);
   }
-  // Other ranks get one tensor after the other, and change their shards in place.
-  int64_t staged = largest;
+  int64_t staged = largest;  // other ranks get one tensor after the other
+  int64_t copy = WeightsOf(senior, specs, options.rank);
   if (options.rank == 0) {
     // The tensor that comes and the one that is packed (common/weights/tensor_stager.h); rank 0 of
     // a sharded senior keeps all of them for the others.
     largest = std::max(largest, options.speculator.largest_bytes);
     staged = senior.ranks > 1 ? all + 2 * options.speculator.largest_bytes : 2 * largest;
-    plan.items.push_back({"weight_update_copy",
-                          WeightsOf(senior, specs, options.rank) + options.speculator.bytes,
-                          options.on_host});
+    copy += options.speculator.bytes;
   }
+  plan.items.push_back({"weight_update_copy", copy, options.on_host});
   plan.items.push_back({"staged_weight_update", staged});
   return absl::OkStatus();
 }

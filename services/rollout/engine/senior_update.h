@@ -23,7 +23,7 @@ namespace tandem::rollout {
 // hand of the engine thread. The swap is the engine's.
 class SeniorUpdate : public NextWeights {
  public:
-  // Puts the update in force on the engine thread; blocks.
+  // Puts the update in force; blocks.
   using Swap = std::function<absl::Status(SeniorUpdate& update, const WeightManifest& manifest,
                                           const CallScope& call)>;
 
@@ -42,8 +42,9 @@ class SeniorUpdate : public NextWeights {
   PreparedWeights* weights() { return weights_.get(); }
   // The speculator's; null if the update has none. Complete as the manifest is checked.
   const speculator::PreparedSpeculator* speculator() const { return next_speculator_.get(); }
-  // The senior's that were added; empty unless they are kept.
+  // The senior's that were added; empty unless they are kept, and after DropTensors.
   const NamedTensors& tensors() const { return tensors_; }
+  void DropTensors() { tensors_.clear(); }
 
  private:
   absl::Status AddToSpeculator(const std::string& name, const at::Tensor& tensor);

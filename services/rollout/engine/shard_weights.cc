@@ -1,11 +1,15 @@
 #include "services/rollout/engine/shard_weights.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <string>
 
+#include "common/base/status_macros.h"
+#include "common/model/compute_setup.h"
 #include "common/tensor/aten_bytes.h"
+#include "common/tensor/catch_torch_errors.h"
+#include "common/weights/packing_thread.h"
 
 namespace tandem::rollout {
 namespace {
@@ -42,17 +46,31 @@ void SendWeights(const RankedWeights& weights, const NamedTensors& tensors,
   }
 }
 
-void ReceiveWeights(const RankedWeights& weights, ranks::Communicator& group, Model& model) {
-  const at::NoGradGuard no_grad;
+ShardUpdate::ShardUpdate(const RankedWeights& weights, ranks::Communicator& group,
+                         const Model& model, ranks::ServerRanks& server)
+    : thread_([this, weights, &group, &model, &server] {
+        BecomePackingThread();
+        ComputeAlone();
+        const absl::Status received =
+            CatchTorchErrors("weights", [&] { return Receive(weights, group, model); });
+        if (!received.ok()) server.Fail(std::string(received.message()));
+      }) {}
+
+absl::Status ShardUpdate::Receive(const RankedWeights& weights, ranks::Communicator& group,
+                                  const Model& model) {
+  weights_ = model.PrepareWeights();
   for (const WeightSpec& spec : weights.tensors) {
     const at::Tensor whole =
         at::empty(spec.shape, at::device(group.device()).dtype(ToScalarType(spec.dtype)));
     BroadcastBytesOf(whole, group);
-    for (const Parameter& parameter : model.DeclaredParameters()) {
-      if (parameter.spec.name == spec.name) parameter.CopyFrom(whole);
-    }
+    TANDEM_RETURN_IF_ERROR(weights_->Add(spec.name, whole));
   }
-  model.OnWeightsChanged();
+  return weights_->CheckComplete();
+}
+
+void ShardUpdate::AdoptInto(Model& model) {
+  thread_.join();
+  model.Adopt(*weights_);
 }
 
 }  // namespace tandem::rollout
