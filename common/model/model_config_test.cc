@@ -91,8 +91,6 @@ TEST(ModelConfigTest, WhatLatentAttentionCannotBeIsRefused) {
   }
   EXPECT_EQ(refused("qk_rope_head_dim", invalid, 5), "config.json.qk_rope_head_dim");
   EXPECT_EQ(refused("num_key_value_heads", invalid, 2), "config.json.num_key_value_heads");
-  EXPECT_EQ(refused("first_k_dense_replace", unimplemented, 1),
-            "config.json.first_k_dense_replace");
   EXPECT_EQ(refused("rope_scaling", unimplemented,
                     {{"rope_type", "linear"}, {"factor", 2.0}, {"mscale_all_dim", 1.0}}),
             "config.json.rope_scaling.mscale_all_dim");
@@ -150,6 +148,18 @@ TEST(ModelConfigTest, ExpertsThatDoNotFitAreRefusedByName) {
           "config.json.use_sliding_window");
   refused("qwen3_moe", {{"mlp_only_layers", {-1}}}, kInvalid, "config.json.mlp_only_layers");
   refused("qwen3_moe", {{"decoder_sparse_step", 0}}, kInvalid, "config.json.decoder_sparse_step");
+}
+
+TEST(ModelConfigTest, ExpertsOfDeepseekLieBehindTheFirstLayers) {
+  const ModelConfig config =
+      TinyConfig("deepseek_v3", {{"first_k_dense_replace", 1}, {"n_shared_experts", 2}});
+  EXPECT_FALSE(config.decoder.experts.OfLayer(0));
+  EXPECT_TRUE(config.decoder.experts.OfLayer(1));
+  EXPECT_EQ(config.decoder.experts.shared_intermediate_size, 2 * 12);
+  EXPECT_FALSE(TinyConfig("deepseek_v3").decoder.experts.OfLayer(1));
+  const json groups = {{"first_k_dense_replace", 1}, {"n_group", 4}};
+  EXPECT_EQ(FieldPath(ParseModelConfig(TinyConfigJson("deepseek_v3", groups).dump()).status()),
+            "config.json.n_group");
 }
 
 TEST(ModelConfigTest, BothStylesOfRopeAreRead) {

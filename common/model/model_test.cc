@@ -134,8 +134,9 @@ TEST(ModelTest, PackedSequencesEqualSingleOnes) {
 // A response is trained with the numbers that it was drawn with: there is one form of latent
 // attention.
 TEST(ModelTest, LatentAttentionHasTheSameBitsInTrainingAndDecoding) {
-  for (const nlohmann::json& changes :
-       {nlohmann::json{{"q_lora_rank", nullptr}}, {{"num_attention_heads", 21}}}) {
+  for (const nlohmann::json& changes : {nlohmann::json{{"q_lora_rank", nullptr}},
+                                        {{"num_attention_heads", 21}},
+                                        {{"first_k_dense_replace", 1}}}) {
     const auto trained = TinyModel("deepseek_v3", changes, {.requires_grad = true});
     const Tokens tokens = SomeTokens(80, 4);
     const at::Tensor training = FullHidden(*trained, {SomeTokens(3, 1), tokens}).detach();
