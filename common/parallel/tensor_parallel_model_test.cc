@@ -78,6 +78,7 @@ std::vector<Case> Cases() {
           {"deepseek_v3 with biases", "deepseek_v3", biases},
           {"tied deepseek_v3", "deepseek_v3", {{"tie_word_embeddings", true}, {"q_lora_rank", 7}}},
           {"deepseek_v3 critic", "deepseek_v3", none, HeadKind::kValue},
+          {"deepseek_v3 with experts", "deepseek_v3", {{"first_k_dense_replace", 1}}},
           {"gemma3", "gemma3_text", biases},
           {"tied gemma3", "gemma3_text", tied},
           {"gemma3 critic", "gemma3_text", none, HeadKind::kValue},

@@ -140,6 +140,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
       ASSERT_TRUE(strategy->OptimizerStep().ok());
     };
     step();
+    ranks->Barrier();  // threads that send hold tensors a moment longer
     const int64_t state =
         items["weights"] + items["compute_copy"] + items["gradients"] + items["optimizer"];
     // The plan leaves out as much beside a frozen model, which is a quarter of the state, and the
