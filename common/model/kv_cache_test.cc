@@ -29,6 +29,23 @@ TEST(KvCacheTest, AShardHoldsItsHeads) {
   EXPECT_EQ(half_cache.values(1).nbytes(), cache.values(1).nbytes() / 2);
 }
 
+// Latent attention: the latent and the rotated part of a key, of any number of heads and shards.
+TEST(KvCacheTest, ALatentIsCachedOnceAndHoldsItsValues) {
+  for (const int64_t shards : {1, 2}) {
+    const auto model = TinyModel("deepseek_v3", {{"vocab_size", 62}, {"intermediate_size", 44}},
+                                 {.placement = {.shard_count = shards}});
+    const LatentAttentionOptions& latent = *model->config().decoder.latent;
+    for (const auto& [type, bytes] : {std::pair{at::kFloat, 4}, {at::kBFloat16, 2}}) {
+      const KvCache cache(model->CacheLayout(), 2, at::kCPU, type);
+      EXPECT_EQ(
+          cache.keys(0).nbytes(),
+          static_cast<size_t>(2 * 64 * (latent.kv_lora_rank + latent.qk_rope_head_dim) * bytes));
+      EXPECT_TRUE(cache.values(0).is_alias_of(cache.keys(0)));
+      EXPECT_EQ(cache.values(1).size(3), latent.kv_lora_rank);
+    }
+  }
+}
+
 TEST(KvCacheTest, ABlockIsCopiedInAllLayers) {
   KvCache cache(kLayers, 2);
   for (int64_t layer = 0; layer < 2; ++layer) {

@@ -128,7 +128,10 @@ struct ExpertNames {
   std::string network = "mlp.";
   std::string gate = "gate_proj", up = "up_proj", down = "down_proj";  // of one expert
   std::string shared = "shared_expert.";
-  std::string intermediate_size = "moe_intermediate_size";  // the key of ExpertOptions'
+  // Keys of config.json.
+  std::string num_experts = "num_experts";
+  std::string intermediate_size = "moe_intermediate_size";
+  std::string shared_intermediate_size = "shared_expert_intermediate_size";
 };
 
 // How the decoder (families/decoder_family.h) of one family differs from another's.

@@ -54,6 +54,48 @@ TEST(ModelConfigTest, TheEpsilonOfNormsHasTheDefaultOfTheFamily) {
   EXPECT_EQ(default_of("olmo2"), 1e-5);
 }
 
+TEST(ModelConfigTest, LatentAttentionIsReadWithTheDefaultsOfTransformers) {
+  const ModelConfig tiny = TinyConfig("deepseek_v3", {{"q_lora_rank", 7}, {"head_dim", 99}});
+  EXPECT_EQ(tiny.head_dim, 6) << "the width that is rotated";
+  EXPECT_EQ(tiny.decoder.latent->q_lora_rank, 7);
+  EXPECT_EQ(tiny.decoder.latent->cached_dim(), 13 + 6);
+  nlohmann::json sparse = TinyConfigJson("deepseek_v3");
+  for (const char* key : {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+                          "v_head_dim", "num_nextn_predict_layers"}) {
+    sparse.erase(key);
+  }
+  const ModelConfig config = ParseModelConfig(sparse.dump()).value();
+  const LatentAttentionOptions& latent = *config.decoder.latent;
+  EXPECT_EQ(latent.q_lora_rank, 1536);
+  EXPECT_EQ(latent.kv_lora_rank, 512);
+  EXPECT_EQ(latent.qk_head_dim(), 128 + 64);
+  EXPECT_EQ(latent.v_head_dim, 128);
+  EXPECT_TRUE(latent.rope_interleave);
+  EXPECT_EQ(config.decoder.num_nextn_predict_layers, 1);
+  sparse["q_lora_rank"] = nullptr;
+  EXPECT_EQ(ParseModelConfig(sparse.dump()).value().decoder.latent->q_lora_rank, 0);
+}
+
+TEST(ModelConfigTest, WhatLatentAttentionCannotBeIsRefused) {
+  const auto refused = [](const char* field, absl::StatusCode code, const json& value) {
+    nlohmann::json config = TinyConfigJson("deepseek_v3");
+    config[field] = value;
+    const absl::Status status = ParseModelConfig(config.dump()).status();
+    EXPECT_EQ(status.code(), code) << status;
+    return FieldPath(status);
+  };
+  const auto invalid = absl::StatusCode::kInvalidArgument;
+  const auto unimplemented = absl::StatusCode::kUnimplemented;
+  for (const char* field : {"kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"}) {
+    EXPECT_EQ(refused(field, invalid, 0), absl::StrCat("config.json.", field));
+  }
+  EXPECT_EQ(refused("qk_rope_head_dim", invalid, 5), "config.json.qk_rope_head_dim");
+  EXPECT_EQ(refused("num_key_value_heads", invalid, 2), "config.json.num_key_value_heads");
+  EXPECT_EQ(refused("rope_scaling", unimplemented,
+                    {{"rope_type", "linear"}, {"factor", 2.0}, {"mscale_all_dim", 1.0}}),
+            "config.json.rope_scaling.mscale_all_dim");
+}
+
 TEST(ModelConfigTest, ExpertsHaveTheKeysAndDefaultsOfTheFamily) {
   const ExpertOptions mixtral = TinyConfig("mixtral").decoder.experts;
   EXPECT_EQ(mixtral.routing.num_experts, 5);
@@ -106,6 +148,18 @@ TEST(ModelConfigTest, ExpertsThatDoNotFitAreRefusedByName) {
           "config.json.use_sliding_window");
   refused("qwen3_moe", {{"mlp_only_layers", {-1}}}, kInvalid, "config.json.mlp_only_layers");
   refused("qwen3_moe", {{"decoder_sparse_step", 0}}, kInvalid, "config.json.decoder_sparse_step");
+}
+
+TEST(ModelConfigTest, ExpertsOfDeepseekLieBehindTheFirstLayers) {
+  const ModelConfig config =
+      TinyConfig("deepseek_v3", {{"first_k_dense_replace", 1}, {"n_shared_experts", 2}});
+  EXPECT_FALSE(config.decoder.experts.OfLayer(0));
+  EXPECT_TRUE(config.decoder.experts.OfLayer(1));
+  EXPECT_EQ(config.decoder.experts.shared_intermediate_size, 2 * 12);
+  EXPECT_FALSE(TinyConfig("deepseek_v3").decoder.experts.OfLayer(1));
+  const json groups = {{"first_k_dense_replace", 1}, {"n_group", 4}};
+  EXPECT_EQ(FieldPath(ParseModelConfig(TinyConfigJson("deepseek_v3", groups).dump()).status()),
+            "config.json.n_group");
 }
 
 TEST(ModelConfigTest, BothStylesOfRopeAreRead) {
@@ -173,7 +227,7 @@ TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(status.message(),
             "config.json.model_type: gpt2 is not supported (llama, mistral, qwen2, qwen3, olmo2, "
-            "gemma3_text, mixtral, qwen2_moe, qwen3_moe are)");
+            "deepseek_v3, gemma3_text, mixtral, qwen2_moe, qwen3_moe are)");
 }
 
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {

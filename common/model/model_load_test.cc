@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
@@ -11,6 +12,7 @@
 #include "common/model/testing/models.h"
 #include "common/model/weight_files_check.h"
 #include "common/tensor/aten_bytes.h"
+#include "common/tensor/testing/read_named_tensors.h"
 #include "common/weights/weights_digest.h"
 
 namespace tandem {
@@ -382,6 +384,41 @@ TEST_F(ModelLoadTest, SavedCriticsComeBackWhateverTheirTieFlag) {
   ASSERT_TRUE(loaded.ok()) << loaded.status();
   EXPECT_EQ((*loaded)->value_head_source(), ValueHeadSource::kCheckpoint);
   ExpectSameParameters(*critic, **loaded);
+}
+
+// Layers for multi-token prediction lie behind the model's own.
+TEST_F(ModelLoadTest, ExportsKeepTheTensorsOfLayersThatAreNotUsed) {
+  const auto write = [&](const json& changes) {
+    EXPECT_TRUE(TinyModel("deepseek_v3", changes)->Save(directory_).ok());
+    NamedTensors tensors = ReadNamedTensors(directory_ / "model.safetensors").value();
+    tensors.emplace_back("model.layers.2.eh_proj.weight", at::randn({30, 60}).to(at::kBFloat16));
+    tensors.emplace_back("model.layers.2.shared_head.norm.weight", at::randn({30}));
+    WriteWeights(tensors);
+    return tensors;
+  };
+  const NamedTensors written = write({});
+  const auto model = Model::Load(directory_, {});
+  ASSERT_TRUE(model.ok()) << model.status();
+  const fs::path saved = directory_ / "saved";
+  ASSERT_TRUE((*model)->Save(saved).ok());
+  const NamedTensors again = ReadNamedTensors(saved / "model.safetensors").value();
+  ASSERT_EQ(again.size(), written.size());
+  for (const auto& [name, tensor] : written) {
+    const auto same = std::find_if(again.begin(), again.end(), [&, &name = name](const auto& one) {
+      return one.first == name;
+    });
+    ASSERT_NE(same, again.end()) << name;
+    EXPECT_EQ(same->second.scalar_type(), tensor.scalar_type()) << name;
+    EXPECT_TRUE(at::equal(same->second, tensor)) << name;
+  }
+  fs::remove(directory_ / "model.safetensors");
+  EXPECT_TRUE(TinyModel("deepseek_v3")->Save(directory_).ok());
+  const absl::Status gone = (*model)->Save(saved);
+  EXPECT_EQ(gone.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(gone.message()), testing::HasSubstr("model.layers.2.eh_proj.weight"));
+  // Without such layers the tensors are those of nothing.
+  write({{"num_nextn_predict_layers", 0}});
+  EXPECT_EQ(Model::Load(directory_, {}).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 // transformers has no Olmo2ForTokenClassification; a sequence classifier has no bias. Gemma 3's

@@ -131,6 +131,33 @@ TEST(ModelTest, PackedSequencesEqualSingleOnes) {
   }
 }
 
+// A response is trained with the numbers that it was drawn with: there is one form of latent
+// attention.
+TEST(ModelTest, LatentAttentionHasTheSameBitsInTrainingAndDecoding) {
+  for (const nlohmann::json& changes : {nlohmann::json{{"q_lora_rank", nullptr}},
+                                        {{"num_attention_heads", 21}},
+                                        {{"first_k_dense_replace", 1}}}) {
+    const auto trained = TinyModel("deepseek_v3", changes, {.requires_grad = true});
+    const Tokens tokens = SomeTokens(80, 4);
+    const at::Tensor training = FullHidden(*trained, {SomeTokens(3, 1), tokens}).detach();
+    const auto model = TinyModel("deepseek_v3", changes);
+    const c10::InferenceMode guard;
+    CachedSequences sequences(*model, 1, 80);
+    std::vector<at::Tensor> hidden;
+    for (int64_t begin = 0; begin < 80;) {
+      const int64_t count = begin < 30 ? 30 : begin < 70 ? 20 : 1;
+      hidden.push_back(sequences
+                           .Decode({{0,
+                                     absl::MakeSpan(tokens).subspan(static_cast<size_t>(begin),
+                                                                    static_cast<size_t>(count)),
+                                     count}})
+                           .value());
+      begin += count;
+    }
+    EXPECT_TRUE(at::equal(at::cat(hidden), training.narrow(0, 3, 80))) << changes.dump();
+  }
+}
+
 TEST(ModelTest, InferenceEqualsTrainingForward) {
   const auto model = TinyModel("llama", {}, {.requires_grad = true});
   const at::Tensor training = FullHidden(*model, {SomeTokens(80, 4)});
@@ -332,8 +359,10 @@ TEST(ModelTest, FrozenParametersHaveNoGradient) {
 TEST(ModelTest, GradientsReachEveryParameter) {
   for (const std::string& family : EveryFamily()) {
     for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
-      const auto model = TinyModel(family, {}, {.head = head, .requires_grad = true});
-      const at::Tensor hidden = FullHidden(*model, {SomeTokens(26, 1), SomeTokens(13, 2)});
+      // An expert that no token chose would have no gradient.
+      const auto model = TinyModel(family, {{"num_experts_per_tok", 5}},
+                                   {.head = head, .requires_grad = true});
+      const at::Tensor hidden = FullHidden(*model, {SomeTokens(6, 1), SomeTokens(3, 2)});
       (head == HeadKind::kLm ? model->ForwardLogits(hidden) : model->Values(hidden))
           .pow(2)
           .mean()

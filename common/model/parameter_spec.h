@@ -40,7 +40,7 @@ struct ParameterSpec {
 };
 
 // Whether a model whose matrices are stored in `format` has the parameter packed: linear maps, the
-// embedding and the head, but no norms and biases.
+// embedding and the head, but no norms and biases, nor what stays dense.
 inline bool IsPacked(const ParameterSpec& spec, kernels::WeightFormat format) {
   return format != kernels::WeightFormat::kDense && spec.packs();
 }

@@ -26,7 +26,7 @@ const nlohmann::json kShape = {
     {"num_hidden_layers", 4}, {"num_attention_heads", 4},  {"num_key_value_heads", 2},
     {"head_dim", 16},         {"initializer_range", 0.02}, {"max_position_embeddings", 512},
     {"q_lora_rank", 24},      {"kv_lora_rank", 32},        {"qk_nope_head_dim", 16},
-    {"qk_rope_head_dim", 8},  {"v_head_dim", 16}};
+    {"qk_rope_head_dim", 8},  {"v_head_dim", 16},          {"moe_intermediate_size", 160}};
 constexpr int64_t kTokens = 512;  // of a micro-batch
 constexpr int64_t kMicroBatches = 8;
 
@@ -140,6 +140,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
       ASSERT_TRUE(strategy->OptimizerStep().ok());
     };
     step();
+    ranks->Barrier();  // threads that send hold tensors a moment longer
     const int64_t state =
         items["weights"] + items["compute_copy"] + items["gradients"] + items["optimizer"];
     // The plan leaves out as much beside a frozen model, which is a quarter of the state, and the

@@ -83,7 +83,7 @@ def longrope(**parameters: object) -> dict:
 
 
 def latent(**changes: object) -> dict:
-    """The attention of DeepSeek-V3, with a dense feed-forward network in every layer."""
+    """DeepSeek-V3 with a dense feed-forward network in every layer, unless `changes` say otherwise."""
     return {
         "num_key_value_heads": 6,
         "q_lora_rank": 17,
@@ -92,8 +92,20 @@ def latent(**changes: object) -> dict:
         "qk_rope_head_dim": 10,
         "v_head_dim": 7,
         "first_k_dense_replace": 3,
+        "n_routed_experts": 8,
         **changes,
     }
+
+
+DEEPSEEK_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 29,
+    "routed_scaling_factor": 1.7,
+}
 
 
 CASES = [
@@ -173,6 +185,17 @@ CASES = [
         "deepseek_v3-tied-bias", "DeepseekV3", latent(tie_word_embeddings=True, attention_bias=True)
     ),
     Case("deepseek_v3-plain-queries", "DeepseekV3", latent(q_lora_rank=None, attention_bias=True)),
+    Case("deepseek_v3-experts", "DeepseekV3", latent(**DEEPSEEK_EXPERTS)),
+    Case(
+        "deepseek_v3-experts-plain",
+        "DeepseekV3",
+        latent(
+            **{**DEEPSEEK_EXPERTS, "n_group": 1, "topk_group": 1},
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+        ),
+    ),
     Case("deepseek_v3-halves", "DeepseekV3", latent(rope_interleave=False)),
     # Values wider than keys without rotation, as wide as the latent, and a single head.
     Case("deepseek_v3-wide", "DeepseekV3", latent(v_head_dim=19, qk_nope_head_dim=4)),
@@ -282,6 +305,9 @@ def build(case: Case, head: str) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model.float().eval()
 
 
@@ -539,6 +565,8 @@ def test_stacked_experts_are_read(case: Case, tmp_path: pathlib.Path) -> None:
         "qwen2",
         "qwen3-tied-bias",
         "olmo2",
+        "deepseek_v3",
+        "deepseek_v3-experts",
         "gemma3",
         "mixtral",
         "qwen2-moe-dense-layer",

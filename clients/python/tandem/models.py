@@ -22,6 +22,7 @@ SERVED_FAMILIES = (
     "qwen2",
     "qwen3",
     "olmo2",
+    "deepseek_v3",
     "gemma3_text",
     "mixtral",
     "qwen2_moe",

@@ -207,8 +207,8 @@ std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& co
       const std::string inner_field = names.intermediate_size;
       sizes.push_back({.tensor = network + "gate.weight",
                        .size = num_experts,
-                       .field = "num_experts",
-                       .instead = {{stack + "gate.weight", 0, num_experts, "num_experts"}}});
+                       .field = names.num_experts,
+                       .instead = {{stack + "gate.weight", 0, num_experts, names.num_experts}}});
       sizes.push_back(
           {.tensor = absl::StrCat(network, "experts.0.", names.gate, ".weight"),
            .size = inner,
@@ -216,7 +216,7 @@ std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& co
            .instead = {{stack + kStackedGateUp, 1, 2 * inner, inner_field, "times 2 ", 3}}});
       if (experts.shared_intermediate_size > 0) {
         sizes.push_back({network + names.shared + "gate_proj.weight", 0,
-                         experts.shared_intermediate_size, "shared_expert_intermediate_size"});
+                         experts.shared_intermediate_size, names.shared_intermediate_size});
       }
     }
   }

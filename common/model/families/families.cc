@@ -64,15 +64,18 @@ absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields, int64_t /*num_l
   return options;
 }
 
-// DeepSeek-V3 (https://arxiv.org/abs/2412.19437): latent attention.
+// DeepSeek-V3 (https://arxiv.org/abs/2412.19437): latent attention, and experts behind the first
+// layers.
 absl::StatusOr<Options> DeepseekV3Options(const ConfigFields& fields, int64_t num_layers) {
   TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
-  Options options;
+  Options options = {.expert_names = {.shared = "shared_experts.",
+                                      .num_experts = "n_routed_experts",
+                                      .shared_intermediate_size = "n_shared_experts"}};
   TANDEM_ASSIGN_OR_RETURN(options.latent, ReadLatentAttention(fields));
   options.output_bias = options.latent->latent_bias;
   TANDEM_ASSIGN_OR_RETURN(const int64_t dense, fields.Count("first_k_dense_replace", 3));
   if (dense < num_layers) {
-    return fields.NotSupported("first_k_dense_replace", "a layer with experts");
+    TANDEM_ASSIGN_OR_RETURN(options.experts, DeepseekV3Experts(fields));
   }
   TANDEM_ASSIGN_OR_RETURN(options.num_nextn_predict_layers,
                           fields.Count("num_nextn_predict_layers", 1));

@@ -48,7 +48,11 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                         {"kv_lora_rank", 13},
                         {"qk_nope_head_dim", 7},
                         {"qk_rope_head_dim", 6},
-                        {"v_head_dim", 5}});
+                        {"v_head_dim", 5},
+                        {"n_routed_experts", 6},
+                        {"n_group", 3},
+                        {"topk_group", 2},
+                        {"moe_intermediate_size", 12}});
   }
   if (model_type == "gemma3_text") {  // a layer with a window and one without
     config["sliding_window"] = 5;
@@ -65,9 +69,11 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
   if (model_type == "qwen2_moe") config["shared_expert_intermediate_size"] = 20;
   config["num_experts_per_tok"] = 2;
   if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
-  if (model_type == "deepseek_v3") {
+  if (model_type == "deepseek_v3") {  // dense, unless the changes say which layers are
     config["num_key_value_heads"] = config["num_attention_heads"];
-    config["first_k_dense_replace"] = config["num_hidden_layers"];
+    if (!config.contains("first_k_dense_replace")) {
+      config["first_k_dense_replace"] = config["num_hidden_layers"];
+    }
   }
   return config;
 }

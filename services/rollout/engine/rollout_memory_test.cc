@@ -69,6 +69,25 @@ TEST(RolloutMemoryTest, SequencesWithWindowsNeedTheirBlocksAlone) {
   EXPECT_EQ(PlanCacheBlocks(mistral, nullptr, one)->senior.generator, longest);
 }
 
+// A token of a latent takes (kv_lora_rank + qk_rope_head_dim) numbers a layer, however many heads
+// there are and ranks share them.
+TEST(RolloutMemoryTest, TheCacheOfLatentAttentionFollowsItsFormula) {
+  const ModelConfig config = TinyConfig(
+      "deepseek_v3",
+      {{"vocab_size", 62}, {"intermediate_size", 44}, {"max_position_embeddings", 1000}});
+  RolloutMemoryOptions options = {
+      .senior = Lane(1000), .junior = {}, .max_num_seqs = 5, .max_batched_tokens = 64};
+  const int64_t tokens = (5 * 16 + 16) * 64, layers = 2, width = 13 + 6;
+  for (const int64_t ranks : {1, 2}) {
+    options.layout.tensor_parallel_size = ranks;
+    for (const auto& [dtype, bytes] : {std::pair{DType::kFloat32, 4}, {DType::kBFloat16, 2}}) {
+      options.senior.storage.cache_dtype = dtype;
+      EXPECT_EQ(Items(RolloutMemory(config, nullptr, options).value())["senior_kv_cache"],
+                tokens * layers * width * bytes);
+    }
+  }
+}
+
 TEST(RolloutMemoryTest, BothLanesHaveAsManyBlocksOfTheBytes) {
   const ModelConfig config = TinyConfig();
   const int64_t block = CacheBytes(1);
