@@ -359,8 +359,10 @@ TEST(ModelTest, FrozenParametersHaveNoGradient) {
 TEST(ModelTest, GradientsReachEveryParameter) {
   for (const std::string& family : EveryFamily()) {
     for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
-      const auto model = TinyModel(family, {}, {.head = head, .requires_grad = true});
-      const at::Tensor hidden = FullHidden(*model, {SomeTokens(26, 1), SomeTokens(13, 2)});
+      // An expert that no token chose would have no gradient.
+      const auto model = TinyModel(family, {{"num_experts_per_tok", 5}},
+                                   {.head = head, .requires_grad = true});
+      const at::Tensor hidden = FullHidden(*model, {SomeTokens(6, 1), SomeTokens(3, 2)});
       (head == HeadKind::kLm ? model->ForwardLogits(hidden) : model->Values(hidden))
           .pow(2)
           .mean()

@@ -51,8 +51,8 @@ LatentAttention::HeadMaps LatentAttention::Maps(at::ScalarType type) const {
 }
 
 at::Tensor LatentAttention::Rotated(const at::Tensor& x, const ModelPass& pass) const {
-  return ops::RotaryEmbedding(options_.rope_interleave ? ops::SplitPairs(x) : x, pass.cos,
-                              pass.sin);
+  return ops::RotaryEmbedding(options_.rope_interleave ? ops::SplitPairs(x) : x, pass.rotation.cos,
+                              pass.rotation.sin);
 }
 
 at::Tensor LatentAttention::Queries(const at::Tensor& x, const at::Tensor& latents,

@@ -104,6 +104,9 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{.name = "olmo2_2_2", .family = "olmo2", .junior_ranks = 2},
         Layout{.name = "deepseek_v3_2_2", .family = "deepseek_v3", .junior_ranks = 2},
         Layout{.name = "gemma3_2_2", .family = "gemma3_text", .tied = true, .junior_ranks = 2},
+        Layout{.name = "mixtral_2_2", .family = "mixtral", .junior_ranks = 2},
+        Layout{.name = "tied_qwen2_moe_2_1", .family = "qwen2_moe", .tied = true},
+        Layout{.name = "qwen3_moe_2_2", .family = "qwen3_moe", .junior_ranks = 2},
         Layout{.name = "llama_4_2", .family = "llama", .senior_ranks = 4, .junior_ranks = 2}),
     [](const auto& info) { return std::string(info.param.name); });
 
