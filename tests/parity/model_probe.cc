@@ -114,6 +114,7 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
       loss.backward();
       output.emplace_back("loss", loss);
       for (const auto& [name, parameter] : model->Parameters()) {
+        if (!parameter.requires_grad()) continue;
         // An expert that no token chose has no gradient.
         const at::Tensor gradient = parameter.grad();
         output.emplace_back("grad." + name,

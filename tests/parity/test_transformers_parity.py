@@ -83,7 +83,7 @@ def longrope(**parameters: object) -> dict:
 
 
 def latent(**changes: object) -> dict:
-    """DeepSeek-V3 with a dense feed-forward network in every layer, unless `changes` say otherwise."""
+    """DeepSeek-V3, of which every layer is dense unless `changes` say otherwise."""
     return {
         "num_key_value_heads": 6,
         "q_lora_rank": 17,

@@ -31,7 +31,7 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
     const std::string attention = prefix + "self_attn.";
     Layer& layer = layers_[static_cast<size_t>(i)];
     if (config.decoder.latent.has_value()) {
-      layer.attention = std::make_unique<LatentAttention>(config_, i, attention, group_, store);
+      layer.attention = std::make_unique<LatentAttention>(config_, i, attention, store);
     } else {
       layer.attention =
           std::make_unique<GroupedQueryAttention>(config_, i, attention, group_, store);

@@ -26,20 +26,18 @@ std::vector<std::string> MapsToLatents(const LatentAttentionOptions& options,
 }  // namespace
 
 LatentAttention::LatentAttention(const ModelConfig& config, int64_t layer,
-                                 const std::string& prefix,
-                                 const std::shared_ptr<ops::TensorParallelGroup>& group,
-                                 ParameterStore& store)
+                                 const std::string& prefix, ParameterStore& store)
     : options_(*config.decoder.latent),
       layer_({.index = layer,
               .scores = {.scale = YarnScoreFactor(config.rope) /
                                   std::sqrt(static_cast<double>(options_.qk_head_dim()))},
               .values_in_keys = true}),
-      heads_(config.num_attention_heads / (group == nullptr ? 1 : group->size())),
       to_latents_(store.TakeLinear(MapsToLatents(options_, prefix))),
       to_queries_(store.TakeLinear({prefix + (options_.q_lora_rank > 0 ? "q_b_proj" : "q_proj")})),
       q_norm_(store.Take(prefix + "q_a_layernorm.weight")),
       kv_norm_(store.Take(prefix + "kv_a_layernorm.weight")),
-      from_latent_(store.Take(prefix + "kv_b_proj.weight")) {
+      from_latent_(store.Take(prefix + "kv_b_proj.weight")),
+      heads_(from_latent_.size(0) / (options_.qk_nope_head_dim + options_.v_head_dim)) {
   if (!from_latent_.requires_grad()) inference_maps_ = Maps(from_latent_.scalar_type());
 }
 

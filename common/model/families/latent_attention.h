@@ -10,7 +10,6 @@
 #define TANDEM_COMMON_MODEL_FAMILIES_LATENT_ATTENTION_H_
 
 #include <cstdint>
-#include <memory>
 #include <string>
 
 #include "common/model/attention_context.h"
@@ -18,7 +17,6 @@
 #include "common/model/model_config.h"
 #include "common/model/parameter_store.h"
 #include "common/ops/linear_weight.h"
-#include "common/ops/tensor_parallel_group.h"
 
 namespace tandem {
 
@@ -26,9 +24,9 @@ namespace tandem {
 class LatentAttention : public SelfAttention {
  public:
   // Takes the parameters of AddLatentAttention but for "<prefix>o_proj" from `store`. `config` must
-  // outlive it. `group` is nullptr for a whole model.
+  // outlive it.
   LatentAttention(const ModelConfig& config, int64_t layer, const std::string& prefix,
-                  const std::shared_ptr<ops::TensorParallelGroup>& group, ParameterStore& store);
+                  ParameterStore& store);
 
   at::Tensor Attend(const at::Tensor& x, const ModelPass& pass) const override;
 
@@ -50,11 +48,11 @@ class LatentAttention : public SelfAttention {
 
   const LatentAttentionOptions options_;
   const AttentionLayer layer_;
-  const int64_t heads_;                  // of this rank
   const ops::LinearWeight& to_latents_;  // of queries, if they have one, and of keys and values
   const ops::LinearWeight& to_queries_;
   const at::Tensor q_norm_, kv_norm_;  // undefined without a latent of queries; [kv_lora_rank]
   const at::Tensor from_latent_;       // kv_b_proj
+  const int64_t heads_;                // of this rank
   // Of a model that infers, whose passes make no views of parameters.
   HeadMaps inference_maps_;
 };

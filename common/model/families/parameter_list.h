@@ -52,7 +52,7 @@ class ParameterList {
   }
 
   // Declares a linear map from the residual to `out` columns, which every shard holds whole.
-  void Whole(const std::string& name, int64_t out, bool bias) {
+  void Whole(const std::string& name, int64_t out, bool bias = false) {
     specs_.push_back({.name = name + ".weight", .shape = {out, hidden_}, .block = block_});
     if (bias) {
       specs_.push_back(
@@ -69,11 +69,6 @@ class ParameterList {
       specs_.push_back(
           {.name = name + ".bias", .shape = {hidden_}, .init = Init::kZeros, .block = block_});
     }
-  }
-
-  // Declares a linear map from the residual to `out` columns that every shard computes whole.
-  void Whole(const std::string& name, int64_t out) {
-    specs_.push_back({.name = name + ".weight", .shape = {out, hidden_}, .block = block_});
   }
 
   // Declares `width` numbers that no gradient changes, 0 at first and whole on every shard.
