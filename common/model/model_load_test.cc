@@ -271,6 +271,85 @@ TEST_F(ModelLoadTest, ALayersNumberInTheFilesIsNotBelieved) {
   EXPECT_EQ(FieldPath(Model::Load(directory_).status()), "config.json.num_hidden_layers");
 }
 
+// Files with experts.
+class ExpertFilesTest : public ModelLoadTest {
+ protected:
+  // Writes weights that `edit` has changed, and their config.
+  template <typename Edit>
+  void WriteExperts(const json& config, const Edit& edit) {
+    NamedTensors tensors = TinyModel("qwen3_moe")->Parameters();
+    edit(tensors);
+    WriteWeights(tensors);
+    std::ofstream(directory_ / "config.json") << TinyConfigJson("qwen3_moe", config).dump();
+  }
+  static void Remove(NamedTensors& tensors, const std::string& part) {
+    std::erase_if(tensors,
+                  [&](const auto& one) { return one.first.find(part) != std::string::npos; });
+  }
+};
+
+TEST_F(ExpertFilesTest, SizesThatTheFilesDoNotHaveAreRefusedByName) {
+  WriteExperts(json::object(), [](NamedTensors&) {});
+  const std::pair<const char*, int64_t> absurd[] = {{"num_experts", 2'000'000'000},
+                                                    {"num_experts", 4},
+                                                    {"moe_intermediate_size", 2'000'000'000},
+                                                    {"intermediate_size", 44}};
+  for (const auto& [field, value] : absurd) {
+    std::ofstream(directory_ / "config.json")
+        << TinyConfigJson("qwen3_moe", {{field, value}}).dump();
+    const absl::Status status = Model::Load(directory_).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(FieldPath(status), std::string("config.json.") + field) << status;
+  }
+}
+
+TEST_F(ExpertFilesTest, AnExpertThatIsMissingOrTooManyIsNamed) {
+  const std::string fourth = "model.layers.0.mlp.experts.3.up_proj.weight";
+  WriteExperts(json::object(), [&](NamedTensors& tensors) { Remove(tensors, fourth); });
+  ExpectInvalid(fourth, "missing");
+  const std::string sixth = "model.layers.0.mlp.experts.5.up_proj.weight";
+  WriteExperts(json::object(), [&](NamedTensors& tensors) {
+    tensors.emplace_back(sixth, at::ones({12, 30}));
+  });
+  ExpectInvalid(sixth, "unexpected");
+}
+
+TEST_F(ExpertFilesTest, StackedExpertsAreThoseOfFilesThatHoldThemOneByOne) {
+  const auto model = TinyModel("qwen3_moe");
+  const std::string experts = "model.layers.0.mlp.experts.";
+  const auto stack = [&](NamedTensors& tensors) {
+    std::vector<at::Tensor> gate_up, down;
+    for (const std::string expert : {"0", "1", "2", "3", "4"}) {
+      const std::string name = experts + expert;
+      gate_up.push_back(at::cat({model->Parameter(name + ".gate_proj.weight"),
+                                 model->Parameter(name + ".up_proj.weight")}));
+      down.push_back(model->Parameter(name + ".down_proj.weight"));
+    }
+    Remove(tensors, experts);
+    tensors.emplace_back(experts + "gate_up_proj", at::stack(gate_up));
+    tensors.emplace_back(experts + "down_proj", at::stack(down));
+  };
+  WriteExperts(json::object(), stack);
+  const auto loaded = Model::Load(directory_).value();
+  ExpectSameParameters(*loaded, *model);
+  EXPECT_EQ(loaded->weights_digest(), model->weights_digest());
+  EXPECT_EQ(WeightsDigest(loaded->ReadSource().value().tensors), model->weights_digest());
+
+  WriteExperts(json::object(), [&](NamedTensors& tensors) {
+    stack(tensors);
+    tensors.back().second = at::ones({4, 30, 12});
+  });
+  ExpectInvalid(experts + "down_proj", "shape");
+  const std::string twice = experts + "2.up_proj.weight";
+  WriteExperts(json::object(), [&](NamedTensors& tensors) {
+    stack(tensors);
+    tensors.emplace_back(twice, at::ones({12, 30}));
+  });
+  ExpectInvalid(twice, "given twice");
+  WriteExperts({{"moe_intermediate_size", 13}}, stack);
+  EXPECT_EQ(FieldPath(Model::Load(directory_).status()), "config.json.moe_intermediate_size");
+}
+
 TEST_F(ModelLoadTest, WhatWasLoadedCanBeReadAgain) {
   Write();
   const auto model = Model::Load(directory_, {.requires_grad = true}).value();

@@ -81,7 +81,7 @@ def test_a_sample_is_that_of_its_models_and_does_not_depend_on_its_company(exper
         together = flat(rollout.generate(asked))
         alone = [t for prompt in asked for t in flat(rollout.generate([prompt]))]
         for a, b in zip(together, alone, strict=True):
-            assert harness.without_versions(a) == harness.without_versions(b)
+            assert harness.response_bytes(a) == harness.response_bytes(b)
     for trajectory in together[::3]:
         for model in ("senior", "junior"):
             expected = harness.reference_logprobs(
@@ -154,4 +154,4 @@ def test_a_quantised_senior_with_experts_writes(experts, tmp_path, quantization)
         together = flat(rollout.generate(asked))
         alone = [t for prompt in asked for t in flat(rollout.generate([prompt]))]
         for a, b in zip(together, alone, strict=True):
-            assert harness.without_versions(a) == harness.without_versions(b)
+            assert harness.response_bytes(a) == harness.response_bytes(b)
