@@ -301,7 +301,7 @@ class SlowListener final : public PromptListener {
     changed_.notify_all();
     changed_.wait_for(lock, std::chrono::milliseconds(20), [&] { return committed_; });
   }
-  void OnFinished(Trajectory trajectory, DraftCounts) override {
+  void OnFinished(Trajectory trajectory, SampleDrafts) override {
     finished_.set_value(std::move(trajectory));
   }
   void OnFailed(absl::Status status) override { ADD_FAILURE() << status; }
