@@ -140,7 +140,6 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
       ASSERT_TRUE(strategy->OptimizerStep().ok());
     };
     step();
-    ranks->Barrier();  // threads that send hold tensors a moment longer
     const int64_t state =
         items["weights"] + items["compute_copy"] + items["gradients"] + items["optimizer"];
     // The plan leaves out as much beside a frozen model, which is a quarter of the state, and the
@@ -214,13 +213,6 @@ INSTANTIATE_TEST_SUITE_P(
              DType::kFloat32,
              "deepseek_v3",
              DType::kBFloat16},
-        Case{"Tp2Deepseek",
-             2,
-             Megatron({.tensor_model_parallel_size = 2}),
-             false,
-             {},
-             DType::kFloat32,
-             "deepseek_v3"},
         Case{"SingleGemma3", 1, Single(), false, {}, DType::kFloat32, "gemma3_text"},
         Case{"Tp2Gemma3",
              2,
