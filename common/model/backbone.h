@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "common/model/attention_context.h"
 #include "common/model/ragged_batch.h"
@@ -42,6 +43,12 @@ class Backbone {
   virtual int64_t num_blocks() const = 0;
   virtual at::Tensor RunBlock(int64_t block, const at::Tensor& hidden,
                               const ModelPass& pass) const = 0;
+
+  // Returns the rows [VisionConfig::Rows, H] of images in the place of their tokens, for passes
+  // that get them computed (BatchImages::rows_of_tower). Needs a model with a vision tower and its
+  // block. pixel_values [P, patch_values] are those of `grids`, one after the other.
+  virtual at::Tensor ImageRows(const at::Tensor& pixel_values,
+                               const std::vector<VisionGrid>& grids) const = 0;
 
   // Runs all blocks: [T, H], or the wanted rows alone.
   at::Tensor Run(const ModelPass& pass) const {

@@ -57,9 +57,11 @@ class Family {
   virtual ~Family() = default;
 
   const std::string& model_type() const { return model_type_; }
-  // "Llama": exports name the architecture <prefix>ForCausalLM.
+  // "Llama": the prefix of the classes of `transformers`.
   const std::string& class_prefix() const { return class_prefix_; }
-  // The same of the classes as which critics are exported: "Gemma3Text".
+  // The class of exported language models.
+  virtual std::string language_model_class() const { return class_prefix_ + "ForCausalLM"; }
+  // The prefix of the classes as which critics are exported: "Gemma3Text".
   const std::string& classifier_prefix() const { return classifier_prefix_; }
   // Whether `transformers` has <classifier prefix>ForTokenClassification, as which critics are
   // exported; else they are its sequence classifiers.
@@ -73,6 +75,8 @@ class Family {
   // The parameters of the backbone (no head) under their Hugging Face names, block by block; how
   // each is cut into tensor-parallel shards is ParameterSpec::shard_axis.
   virtual std::vector<ParameterSpec> Parameters(const ModelConfig& config) const = 0;
+  // The parameter that a tensor of a weight file is, where files call it otherwise.
+  virtual std::string ParameterName(absl::string_view tensor) const { return std::string(tensor); }
   // The sizes of `config` that the weight files must confirm before memory is planned for them.
   virtual std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const = 0;
 

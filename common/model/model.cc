@@ -123,7 +123,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
                                                                 options.block_filled != nullptr));
   model->backbone_ = MakeBackbone(family->backbone(), config, model->placement_, *model->store_);
-  if (options.placement.Holds(LastBlock(config.num_hidden_layers))) {
+  if (options.placement.Holds(config.LastBlock())) {
     model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
                                                       : head.tied ? "model.embed_tokens"
                                                                   : "lm_head"});
@@ -236,6 +236,16 @@ absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t 
 
 }  // namespace
 
+BatchImages Model::ImagesOf(absl::Span<const DecodeInput> inputs) const {
+  TORCH_CHECK(config_.vision.has_value(), "the model has no vision tower");
+  ImageBatch images(*config_.vision);
+  for (const DecodeInput& input : inputs) {
+    images.AddComputedTokens(input.images, input.image_rows, input.start,
+                             static_cast<int64_t>(input.tokens.size()));
+  }
+  return images.Take(device());
+}
+
 absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
                                          absl::Span<const DecodeInput> inputs) const {
   at::NoGradGuard no_grad;
@@ -260,6 +270,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
     for (at::Tensor* tensor : {&batch.tokens, &batch.positions, &sequences.block_table}) {
       tensor->reset();
     }
+    batch.images = {};
   };
   batch.offsets.assign(1, 0);
   batch.positions_end = 0;
@@ -288,6 +299,10 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   batch.tokens = ops::Narrow(uploaded, 0, 0, count);
   batch.positions = ops::Narrow(uploaded, 0, count, count);
   sequences.block_table = tables.to(device());
+  if (std::any_of(inputs.begin(), inputs.end(),
+                  [](const DecodeInput& input) { return input.images != nullptr; })) {
+    batch.images = ImagesOf(inputs);
+  }
   at::Tensor wanted;
   if (num_rows != count) wanted = ops::Narrow(uploaded, 0, 2 * count, num_rows);
 
@@ -357,6 +372,7 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .num_trainable_parameters = num_trainable_parameters(),
           .max_model_len = max_model_len,
           .eos_token_ids = config_.eos_token_ids,
+          .image_token_ids = config_.ImageTokenIds(),
           .vocabulary_digest = {},
           .dtype = dtype() == at::kBFloat16 ? DType::kBFloat16 : DType::kFloat32,
           .quantization = Quantization::kNone};

@@ -46,6 +46,7 @@
 #include "common/model/model_summary.h"
 #include "common/model/parameter.h"
 #include "common/model/ragged_batch.h"
+#include "common/model/vision/image_batch.h"
 #include "common/ops/linear_weight.h"
 #include "common/tensor/dtype.h"
 #include "common/tensor/named_tensors.h"
@@ -94,6 +95,9 @@ struct DecodeInput {
   int64_t start = 0;                 // position of the first token; the cache holds those before
   absl::Span<const int32_t> tokens;  // what the model consumes now, at least one
   absl::Span<const int64_t> output_rows;  // hidden states wanted: ascending indices into `tokens`
+  // The images of the sequence's prompt, and for each what ImageRows returned; nullptr: text.
+  const PromptImages* images = nullptr;
+  absl::Span<const at::Tensor> image_rows = {};
 };
 
 // Whole parameters in the mapped memory of their files.
@@ -171,6 +175,12 @@ class Model {
   // the cache has not changed.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
 
+  // Returns the hidden states [rows, H] that the vision tower gives the tokens of an image. They
+  // depend on the weights. Throws c10::Error if the model has no tower.
+  at::Tensor ImageRows(const VisionInput& input) const {
+    return backbone_->ImageRows(input.pixel_values.to(device()), {input.shape.grid});
+  }
+
   // The cached keys and values of each layer: the argument of a KvCache for Decode.
   std::vector<LayerCache> CacheLayout() const;
 
@@ -239,6 +249,7 @@ class Model {
   // Takes one tensor per parameter; nullptr: the parameter is drawn.
   void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);
+  BatchImages ImagesOf(absl::Span<const DecodeInput> inputs) const;
   std::string ExportedConfig(DType dtype) const;
   // Reads kept_tensors_ from the source.
   absl::Status VisitKeptTensors(TensorVisitor visit) const;

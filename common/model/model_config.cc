@@ -39,7 +39,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
     return fields.NotSupported("quantization_config", "a quantised checkpoint");
   }
 
-  std::set<int64_t> eos;
+  std::set<int64_t> eos(config.eos_token_ids.begin(), config.eos_token_ids.end());
   TANDEM_RETURN_IF_ERROR(fields.AppendIds("eos_token_id", eos));
   if (!generation_text.empty()) {
     TANDEM_ASSIGN_OR_RETURN(const json generation,

@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "common/kernels/attention_window.h"
 #include "common/kernels/gate_activation.h"
+#include "common/model/vision/vision_config.h"
 
 namespace tandem {
 
@@ -44,6 +45,10 @@ struct RopeConfig {
   std::vector<double> frequency_divisors = {};
   // The longest sequence that the model rotates so, if it rotates longer ones otherwise.
   std::optional<int64_t> longest_sequence = std::nullopt;
+  // M-RoPE (https://arxiv.org/abs/2409.12191): the numbers of frequencies that a token's positions
+  // in time, height and width turn, in this order, head_dim / 2 together. Empty: a token has one
+  // position.
+  std::vector<int64_t> mrope_section = {};
 };
 
 // The RMSNorm of queries and keys, before the rotation.
@@ -156,6 +161,7 @@ struct DecoderOptions {
   int64_t num_nextn_predict_layers = 0;
   ExpertOptions experts = {};
   ExpertNames expert_names = {};
+  bool mrope = false;  // whether a token has three positions (RopeConfig::mrope_section)
 };
 
 struct ModelConfig {
@@ -173,9 +179,13 @@ struct ModelConfig {
   std::optional<RopeConfig> window_rope;  // of layers with a window, if it is another
   bool tie_word_embeddings = false;
   DecoderOptions decoder;
+  // The vision tower; nullopt: the model reads tokens alone.
+  std::optional<VisionConfig> vision;
   double initializer_range = 0.02;
   // Union of config.json and generation_config.json, ascending.
   std::vector<int64_t> eos_token_ids;
+  // The object of config.json that has the sizes of the text model: "", or "text_config."
+  std::string text_path;
   // The text of config.json; an export writes its unknown keys back.
   std::string raw_json;
 
@@ -184,6 +194,16 @@ struct ModelConfig {
     if (max_position_embeddings > 0) limit = std::min(limit, max_position_embeddings);
     if (window_rope) limit = std::min(limit, window_rope->longest_sequence.value_or(limit));
     return std::min(limit, rope.longest_sequence.value_or(limit));
+  }
+  // The blocks of a pass (Backbone::RunBlock): the embedding, the vision tower if there is one, the
+  // layers, and at last the final norm with the head.
+  int64_t FirstLayerBlock() const { return vision.has_value() ? 2 : 1; }
+  int64_t LastBlock() const { return FirstLayerBlock() + num_hidden_layers; }
+  // The ids of tokens that stand for images and videos; none for a model that reads text alone.
+  std::vector<int32_t> ImageTokenIds() const {
+    if (!vision.has_value()) return {};
+    return {static_cast<int32_t>(vision->image_token_id),
+            static_cast<int32_t>(vision->video_token_id)};
   }
   // Width of a token's queries, and of its keys or its values.
   int64_t query_size() const { return num_attention_heads * head_dim; }

@@ -46,6 +46,93 @@ TEST(ModelConfigTest, HeadDimAndKeyValueHeadsHaveDefaults) {
   EXPECT_EQ(config.num_key_value_heads, 6);
 }
 
+absl::StatusOr<ModelConfig> ParseVision(const char* family, const json& changes) {
+  return ParseModelConfig(TinyConfigJson(family, changes).dump());
+}
+
+// Moves what a text model has into an object of its own.
+json Nested(const char* family) {
+  json config = TinyConfigJson(family), text = json::object();
+  for (const char* key : {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                          "num_attention_heads", "num_key_value_heads", "head_dim", "rope_scaling",
+                          "rope_theta", "rms_norm_eps", "eos_token_id", "tie_word_embeddings"}) {
+    text[key] = config[key];
+    config.erase(key);
+  }
+  config["text_config"] = text;
+  return config;
+}
+
+TEST(VisionConfigTest, BothStylesGiveTheSameModel) {
+  for (const char* family : {"qwen2_vl", "qwen2_5_vl"}) {
+    json nested = Nested(family);
+    const ModelConfig one = TinyConfig(family), other = ParseModelConfig(nested.dump()).value();
+    EXPECT_EQ(one.hidden_size, other.hidden_size);
+    EXPECT_EQ(one.rope.theta, other.rope.theta);
+    EXPECT_EQ(one.rope.mrope_section, (std::vector<int64_t>{1, 2, 2}));
+    EXPECT_EQ(one.rope.mrope_section, other.rope.mrope_section);
+    EXPECT_EQ(one.eos_token_ids, other.eos_token_ids);
+    EXPECT_FALSE(other.tie_word_embeddings);
+    EXPECT_EQ(other.text_path, "text_config.");
+    nested["text_config"]["tie_word_embeddings"] = true;
+    EXPECT_TRUE(ParseModelConfig(nested.dump())->tie_word_embeddings);
+    nested["text_config"].erase("hidden_size");
+    EXPECT_EQ(FieldPath(ParseModelConfig(nested.dump()).status()),
+              "config.json.text_config.hidden_size");
+  }
+}
+
+TEST(VisionConfigTest, DefaultsAreThoseOfTransformers) {
+  const json no_rope = {{"rope_theta", nullptr}, {"rms_norm_eps", nullptr}};
+  EXPECT_EQ(ParseVision("qwen2_vl", no_rope)->rope.theta, 1e6);
+  EXPECT_EQ(ParseVision("qwen2_vl", no_rope)->rms_norm_eps, 1e-5);
+  const json wide = {{"head_dim", 128}, {"rope_scaling", nullptr}};
+  EXPECT_EQ(ParseVision("qwen2_5_vl", wide)->rope.mrope_section,
+            (std::vector<int64_t>{16, 24, 24}));
+  const VisionConfig vision = *TinyConfig("qwen2_5_vl").vision;
+  EXPECT_EQ(vision.tokens_per_second, 4.0);
+  EXPECT_EQ(vision.rope_theta, 10000.0);
+  EXPECT_EQ(vision.patch_values(), 54);
+}
+
+TEST(VisionConfigTest, WhatDoesNotFitIsRefusedByName) {
+  const auto expect = [](const char* family, const json& changes, absl::StatusCode code,
+                         const std::string& field) {
+    const absl::Status status = ParseVision(family, changes).status();
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(FieldPath(status), "config.json." + field) << status;
+  };
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument,
+                 kUnimplemented = absl::StatusCode::kUnimplemented;
+  for (const char* family : {"qwen2_vl", "qwen2_5_vl"}) {
+    expect(family, {{"vision_config", nullptr}}, kInvalid, "vision_config");
+    expect(family, {{"vision_config", {{"hidden_act", "relu"}}}}, kUnimplemented,
+           "vision_config.hidden_act");
+    expect(family, {{"vision_config", {{"rope_parameters", {{"rope_type", "yarn"}}}}}},
+           kUnimplemented, "vision_config.rope_parameters.rope_type");
+    expect(family, {{"vision_config", {{"patch_size", 1000}}}}, kInvalid,
+           "vision_config.patch_size");
+    expect(family, {{"vision_config", {{"depth", 1 << 20}}}}, kInvalid, "vision_config.depth");
+    expect(family, {{"image_token_id", 61}}, kInvalid, "image_token_id");
+    expect(family, {{"use_sliding_window", true}}, kUnimplemented, "use_sliding_window");
+    expect(family, {{"rope_scaling", {{"mrope_section", {1, 2, 3}}}}}, kInvalid,
+           "rope_scaling.mrope_section");
+    expect(family, {{"rope_scaling", {{"mrope_section", {1.5, 1.5, 2}}}}}, kInvalid,
+           "rope_scaling.mrope_section");
+    expect(family, {{"rope_scaling", nullptr}}, kInvalid, "rope_parameters.mrope_section");
+  }
+  expect("qwen2_vl", {{"vision_config", {{"embed_dim", 18}}}}, kInvalid, "vision_config.embed_dim");
+  expect("qwen2_vl", {{"vision_config", {{"hidden_size", 31}}}}, kInvalid,
+         "vision_config.hidden_size");
+  expect("qwen2_5_vl", {{"vision_config", {{"out_hidden_size", 31}}}}, kInvalid,
+         "vision_config.out_hidden_size");
+  expect("qwen2_5_vl", {{"vision_config", {{"window_size", 5}}}}, kInvalid,
+         "vision_config.window_size");
+  // Three positions in a family whose tokens have one.
+  expect("qwen2", {{"rope_scaling", {{"type", "mrope"}, {"mrope_section", {1, 2, 2}}}}},
+         kUnimplemented, "rope_parameters.mrope_section");
+}
+
 TEST(ModelConfigTest, TheEpsilonOfNormsHasTheDefaultOfTheFamily) {
   const auto default_of = [](const char* family) {
     return TinyConfig(family, {{"rms_norm_eps", nullptr}}).rms_norm_eps;
@@ -227,7 +314,7 @@ TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(status.message(),
             "config.json.model_type: gpt2 is not supported (llama, mistral, qwen2, qwen3, olmo2, "
-            "deepseek_v3, gemma3_text, mixtral, qwen2_moe, qwen3_moe are)");
+            "deepseek_v3, gemma3_text, mixtral, qwen2_moe, qwen3_moe, qwen2_vl, qwen2_5_vl are)");
 }
 
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {

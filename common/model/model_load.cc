@@ -103,7 +103,7 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
   std::map<std::string, const TensorView*> given;  // by parameter
   const TensorView* tied_head = nullptr;
   for (const TensorView* view : files.tensors) {
-    std::string name = view->name;
+    std::string name = family->ParameterName(view->name);
     if (view == files.value_head.weight) name = kValueHeadWeight;
     if (view == files.value_head.bias) name = kValueHeadBias;
     const bool is_tied_head = head.tied && name == kLmHeadName;

@@ -262,6 +262,34 @@ TEST_F(ModelLoadTest, SizesThatTheFilesDoNotHaveAreRefusedByName) {
   }
 }
 
+TEST_F(ModelLoadTest, AVisionTowersTensorsHaveTwoNames) {
+  const auto write = [&](const std::function<void(NamedTensors&)>& change) {
+    const auto model = TinyModel("qwen2_vl");
+    ASSERT_TRUE(model->Save(directory_).ok());
+    NamedTensors tensors = model->Parameters();
+    change(tensors);
+    WriteWeights(tensors);
+  };
+  const std::string proj = "visual.patch_embed.proj.weight";
+  write([&](NamedTensors& tensors) {
+    for (auto& [name, tensor] : tensors) {
+      if (name == proj) name = "model." + name;
+      if (name == kNorm) name = "model.language_model.norm.weight";
+    }
+  });
+  const auto loaded = Model::Load(directory_);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  ExpectSameParameters(*TinyModel("qwen2_vl"), **loaded);
+  write([&](NamedTensors& tensors) {
+    tensors.emplace_back("model." + proj, at::zeros({16, 3, 2, 3, 3}));
+  });
+  ExpectInvalid(proj, "given twice");
+  write([&](NamedTensors& tensors) {
+    std::erase_if(tensors, [&](const auto& entry) { return entry.first == proj; });
+  });
+  ExpectInvalid(proj, "missing");
+}
+
 TEST_F(ModelLoadTest, ALayersNumberInTheFilesIsNotBelieved) {
   Write({}, [](NamedTensors& tensors) {
     tensors.emplace_back("model.layers.1999999999.input_layernorm.weight", at::ones({30}));

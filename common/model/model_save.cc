@@ -25,10 +25,18 @@ using nlohmann::json;
 constexpr absl::string_view kTokenizerFile = "tokenizer.json";
 
 // The files that a usable directory has beside the weights; copied if the source still has them.
-constexpr const char* kCompanionFiles[] = {
-    "generation_config.json",  "tokenizer.json",    "tokenizer_config.json",
-    "tokenizer.model",         "vocab.json",        "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"};
+constexpr const char* kCompanionFiles[] = {"generation_config.json",
+                                           "tokenizer.json",
+                                           "tokenizer_config.json",
+                                           "tokenizer.model",
+                                           "vocab.json",
+                                           "merges.txt",
+                                           "special_tokens_map.json",
+                                           "added_tokens.json",
+                                           "chat_template.jinja",
+                                           "processor_config.json",
+                                           "preprocessor_config.json",
+                                           "video_preprocessor_config.json"};
 
 }  // namespace
 
@@ -39,16 +47,19 @@ std::string Model::ExportedConfig(DType dtype) const {
   config[dtype_key] = std::string(TorchDTypeName(dtype));
   const bool biased = store_->Find(kValueHeadBias) != nullptr;
   // A sequence classifier has the same score.weight, but no bias.
-  const char* const suffix = head_ == HeadKind::kLm ? "ForCausalLM"
-                             : family_->has_token_classifier() || biased
-                                 ? "ForTokenClassification"
-                                 : "ForSequenceClassification";
-  const std::string& prefix =
-      head_ == HeadKind::kLm ? family_->class_prefix() : family_->classifier_prefix();
-  config["architectures"] = {absl::StrCat(prefix, suffix)};
-  if (head_ == HeadKind::kLm) config["tie_word_embeddings"] = tied_;
+  const char* const critic_suffix = family_->has_token_classifier() || biased
+                                        ? "ForTokenClassification"
+                                        : "ForSequenceClassification";
+  config["architectures"] = {head_ == HeadKind::kLm
+                                 ? family_->language_model_class()
+                                 : absl::StrCat(family_->classifier_prefix(), critic_suffix)};
+  config["tie_word_embeddings"] = tied_;
+  // Older files say it of the text model, and `transformers` reads both.
+  if (const auto text = config.find("text_config");
+      text != config.end() && text->contains("tie_word_embeddings")) {
+    (*text)["tie_word_embeddings"] = tied_;
+  }
   if (head_ == HeadKind::kValue) {
-    config["tie_word_embeddings"] = false;
     config["num_labels"] = 1;
     config["id2label"] = {{"0", "VALUE"}};
     config["label2id"] = {{"VALUE", 0}};

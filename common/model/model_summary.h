@@ -20,8 +20,9 @@ struct ModelSummary {
   int64_t num_trainable_parameters = 0;  // all but the frozen ones; 0 where nothing trains
   int64_t max_model_len = 0;             // longest sequence that the engine accepts
   std::vector<int64_t> eos_token_ids;
-  std::string vocabulary_digest;  // Vocabulary::Digest; empty without a tokenizer.json
-  DType dtype = DType::kFloat32;  // of the linear maps, unless they are quantised
+  std::vector<int32_t> image_token_ids = {};  // ModelConfig::ImageTokenIds
+  std::string vocabulary_digest;              // Vocabulary::Digest; empty without a tokenizer.json
+  DType dtype = DType::kFloat32;              // of the linear maps, unless they are quantised
   Quantization quantization = Quantization::kNone;
 };
 

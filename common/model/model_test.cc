@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/model/testing/cached_sequences.h"
+#include "common/model/testing/image_batches.h"
 #include "common/model/testing/models.h"
 
 namespace tandem {
@@ -20,6 +21,11 @@ Tokens SomeTokens(int64_t count, int64_t seed) {
   Tokens tokens;
   for (int64_t i = 0; i < count; ++i) tokens.push_back((seed * 7 + i * i * 13 + i) % 61);
   return tokens;
+}
+
+at::Tensor HiddenWithImages(const Model& model, const std::vector<Tokens>& sequences) {
+  CausalContext causal;
+  return model.HiddenStates(MakeBatchWithImages(model, sequences), causal);
 }
 
 at::Tensor FullHidden(const Model& model, const std::vector<Tokens>& sequences) {
@@ -360,9 +366,9 @@ TEST(ModelTest, GradientsReachEveryParameter) {
   for (const std::string& family : EveryFamily()) {
     for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
       // An expert that no token chose would have no gradient.
-      const auto model = TinyModel(family, {{"num_experts_per_tok", 5}},
-                                   {.head = head, .requires_grad = true});
-      const at::Tensor hidden = FullHidden(*model, {SomeTokens(6, 1), SomeTokens(3, 2)});
+      const auto model =
+          TinyModel(family, {{"num_experts_per_tok", 5}}, {.head = head, .requires_grad = true});
+      const at::Tensor hidden = HiddenWithImages(*model, {SomeTokens(6, 1), SomeTokens(3, 2)});
       (head == HeadKind::kLm ? model->ForwardLogits(hidden) : model->Values(hidden))
           .pow(2)
           .mean()

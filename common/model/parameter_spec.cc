@@ -16,7 +16,7 @@ absl::StatusOr<std::vector<ParameterSpec>> ModelParameters(const ModelConfig& co
                                                            const HeadOptions& head) {
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   std::vector<ParameterSpec> specs = family->Parameters(config);
-  const int64_t last = LastBlock(config.num_hidden_layers);
+  const int64_t last = config.LastBlock();
   if (head.kind == HeadKind::kLm && !head.tied) {
     specs.push_back({.name = kLmHeadName,
                      .shape = {config.vocab_size, config.hidden_size},

@@ -45,10 +45,6 @@ inline bool IsPacked(const ParameterSpec& spec, kernels::WeightFormat format) {
   return format != kernels::WeightFormat::kDense && spec.packs();
 }
 
-// The last block of a pass through `layers` layers: the final norm and the head. Block 0 is the
-// embedding, block i + 1 is layer i.
-inline int64_t LastBlock(int64_t layers) { return layers + 1; }
-
 // The output layer of a model.
 enum class HeadKind {
   kLm,     // vocabulary logits
@@ -60,6 +56,10 @@ struct HeadOptions {
   bool tied = false;  // kLm: the head is the embedding and has no parameter of its own
   bool bias = false;  // kValue: some checkpoints have one
 };
+
+// The block of the token embedding, and of the vision tower in a model that has one.
+inline constexpr int64_t kEmbeddingBlock = 0;
+inline constexpr int64_t kVisionBlock = 1;
 
 inline constexpr char kEmbeddingName[] = "model.embed_tokens.weight";
 inline constexpr char kLmHeadName[] = "lm_head.weight";

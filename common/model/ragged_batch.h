@@ -7,7 +7,29 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/model/vision/vision_config.h"
+
 namespace tandem {
+
+// The images and videos of a batch. `token_rows` [N] int64 are the rows of the batch that stand for
+// an image, in any order, and `tower_rows` [N] int64 say which row of the vision tower's output
+// each one gets. Tensors are on the device of the batch.
+struct BatchImages {
+  // What the tower reads: patches [P, VisionConfig::patch_values] float32, image by image, and
+  // their grids.
+  at::Tensor pixel_values;
+  std::vector<VisionGrid> grids;
+  // The tower's output [rows, H], where it is known already; then it does not run.
+  at::Tensor rows_of_tower;
+  at::Tensor token_rows;
+  at::Tensor tower_rows;
+  // [3, T] int64: every token's position in time, height and width (vision/image_positions.h).
+  // Undefined for text alone, where all three are the position.
+  at::Tensor rotary_positions;
+  int64_t rotary_end = 0;  // every one is below this
+
+  bool empty() const { return !token_rows.defined() || token_rows.numel() == 0; }
+};
 
 // S sequences, T tokens in all. Tensors are on one device, the rest on the host. Sequence s owns
 // rows [offsets[s], offsets[s + 1]).
@@ -16,6 +38,7 @@ struct RaggedBatch {
   at::Tensor positions;          // [T] int64; the first token of a whole sequence is at 0
   std::vector<int64_t> offsets;  // S + 1 values from 0 to T, never decreasing
   int64_t positions_end = 0;     // every position is below this
+  BatchImages images = {};
 
   int64_t num_tokens() const { return offsets.empty() ? 0 : offsets.back(); }
 };

@@ -1,5 +1,7 @@
 #include "common/model/rope_config.h"
 
+#include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -26,7 +28,10 @@ struct RopeSizes {
 absl::StatusOr<Type> ReadType(const ConfigFields& fields) {
   const char* key = fields.Find("rope_type") != nullptr ? "rope_type" : "type";
   TANDEM_ASSIGN_OR_RETURN(const std::string type, fields.String(key, "default"));
-  if (type == "default") return Type::kDefault;
+  // The older name of a default rotation by three positions.
+  if (type == "default" || (type == "mrope" && fields.Find("mrope_section") != nullptr)) {
+    return Type::kDefault;
+  }
   if (type == "dynamic") {
     // Without a factor `transformers` loads no such model.
     TANDEM_RETURN_IF_ERROR(fields.Positive("factor", {}).status());
@@ -71,6 +76,25 @@ absl::Status ReadLongRope(const ConfigFields& fields, int64_t head_dim, RopeConf
   return absl::OkStatus();
 }
 
+// Returns the three counts of `mrope_section`; none without the key.
+absl::StatusOr<std::vector<int64_t>> ReadMropeSection(const ConfigFields& fields,
+                                                      int64_t head_dim) {
+  std::vector<int64_t> sections;
+  if (fields.Find("mrope_section") == nullptr) return sections;
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<double> counts,
+                          fields.PositiveList("mrope_section", 3));
+  int64_t sum = 0;
+  for (const double count : counts) {
+    if (count > head_dim || count != std::floor(count)) sum = -3 * head_dim;  // never the half
+    sections.push_back(static_cast<int64_t>(std::min<double>(count, head_dim)));
+    sum += sections.back();
+  }
+  if (sum == head_dim / 2) return sections;
+  return InvalidField(
+      fields.Path("mrope_section"),
+      absl::StrCat("must be three integers whose sum is half a head, ", head_dim / 2));
+}
+
 absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes, RopeConfig& rope) {
   for (const char* layer_type : {kFullAttention, kSlidingAttention}) {
     if (fields.Find(layer_type) != nullptr) {
@@ -79,6 +103,7 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes,
   }
   TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
   if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
+  TANDEM_ASSIGN_OR_RETURN(rope.mrope_section, ReadMropeSection(fields, sizes.head_dim));
   TANDEM_ASSIGN_OR_RETURN(rope.type, ReadType(fields));
   if (rope.type == Type::kDefault) return absl::OkStatus();
   std::optional<double> implied_factor;

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <set>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -16,13 +17,24 @@ namespace {
 
 // Counts the layers that the files hold tensors of. Layer numbers in names are not trusted: a
 // number may be anything.
-int64_t NumLayers(const SafetensorsDirectory& files) {
-  std::set<absl::string_view> layers;
+int64_t NumLayers(const Family& family, const SafetensorsDirectory& files) {
+  std::set<std::string> layers;
   for (const TensorView& tensor : files.tensors()) {
-    absl::string_view name = tensor.name;
-    if (absl::ConsumePrefix(&name, "model.layers.")) layers.insert(name.substr(0, name.find('.')));
+    const std::string parameter = family.ParameterName(tensor.name);
+    absl::string_view name = parameter;
+    if (absl::ConsumePrefix(&name, "model.layers.")) {
+      layers.emplace(name.substr(0, name.find('.')));
+    }
   }
   return static_cast<int64_t>(layers.size());
+}
+
+const TensorView* FindParameter(const Family& family, const SafetensorsDirectory& files,
+                                const std::string& name) {
+  for (const TensorView& tensor : files.tensors()) {
+    if (family.ParameterName(tensor.name) == name) return &tensor;
+  }
+  return nullptr;
 }
 
 // A size, and the tensor that it is compared with; nullptr if the files have none.
@@ -31,12 +43,14 @@ struct FoundSize {
   const TensorView* tensor;
 };
 
-FoundSize Find(const SafetensorsDirectory& files, const WeightFileSize& declared) {
-  if (const TensorView* const tensor = files.Find(declared.tensor); tensor != nullptr) {
+FoundSize Find(const Family& family, const SafetensorsDirectory& files,
+               const WeightFileSize& declared) {
+  if (const TensorView* const tensor = FindParameter(family, files, declared.tensor);
+      tensor != nullptr) {
     return {declared, tensor};
   }
   for (const WeightFileSize& other : declared.instead) {
-    const TensorView* const tensor = files.Find(other.tensor);
+    const TensorView* const tensor = FindParameter(family, files, other.tensor);
     if (tensor != nullptr) return {other, tensor};
   }
   return {declared, nullptr};
@@ -45,15 +59,15 @@ FoundSize Find(const SafetensorsDirectory& files, const WeightFileSize& declared
 }  // namespace
 
 absl::Status CheckSizes(const ModelConfig& config, const SafetensorsDirectory& files) {
-  const int64_t layers = NumLayers(files);
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
+  const int64_t layers = NumLayers(*family, files);
   if (config.num_hidden_layers > layers) {
     return InvalidField(
-        "config.json.num_hidden_layers",
+        absl::StrCat("config.json.", config.text_path, "num_hidden_layers"),
         absl::StrCat("is ", config.num_hidden_layers, ", the weight files hold ", layers));
   }
-  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   for (const WeightFileSize& declared : family->WeightFileSizes(config)) {
-    const auto& [size, tensor] = Find(files, declared);
+    const auto& [size, tensor] = Find(*family, files, declared);
     if (tensor == nullptr || tensor->shape.size() != size.dimensions) {
       return absl::InvalidArgumentError(absl::StrCat(
           files.directory(), ": tensor '", size.tensor, "': ",

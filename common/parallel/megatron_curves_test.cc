@@ -42,7 +42,8 @@ std::string NameOfCase(const testing::TestParamInfo<MegatronCurvesTest::ParamTyp
 INSTANTIATE_TEST_SUITE_P(Layouts, MegatronCurvesTest,
                          testing::Combine(testing::ValuesIn(MegatronLayouts()),
                                           testing::Values(TinyKind{"qwen2", true, false},
-                                                          TinyKind{"qwen3", false, true})),
+                                                          TinyKind{"qwen3", false, true},
+                                                          TinyKind{"qwen2_5_vl", true, false})),
                          NameOfCase);
 class MegatronRoundedWeightsTest : public ::testing::TestWithParam<MegatronLayout> {};
 

@@ -68,8 +68,8 @@ LoadOptions MegatronStrategy::PartialLoad(const LoadOptions& options,
   if (megatron_.use_distributed_optimizer) load.placement.buffer_shards = mesh_->gradient->size();
   std::vector<BlockRange> held;
   for (int64_t i = 0; i < PipelineOf(megatron_).virtual_stages; ++i) {
-    held.push_back(BlocksOfVirtualStage(config.num_hidden_layers, PipelineOf(megatron_),
-                                        mesh_->at.pipeline, i));
+    held.push_back(BlocksOfVirtualStage(config.num_hidden_layers, config.FirstLayerBlock(),
+                                        PipelineOf(megatron_), mesh_->at.pipeline, i));
   }
   const bool holds_tied_head = is_last_stage() && options.head == HeadKind::kLm &&
                                config.tie_word_embeddings && !options.untie_embeddings;
@@ -288,11 +288,13 @@ absl::Status MegatronStrategy::ResetOptimizer() {
 at::Tensor MegatronStrategy::Collected(const Parameter& parameter) const {
   // The owner: the first replica and context rank of the stage that runs the block.
   MeshCoordinates owner;
-  const int64_t layers = model_->config().num_hidden_layers;
+  const int64_t layers = model_->config().num_hidden_layers,
+                first_layer = model_->config().FirstLayerBlock();
   const PipelineShape shape = PipelineOf(megatron_);
   for (int64_t i = 0; i < shape.stages * shape.virtual_stages; ++i) {
     const auto stage = static_cast<int>(i % shape.stages);
-    if (BlocksOfVirtualStage(layers, shape, stage, i / shape.stages).Has(parameter.spec.block)) {
+    if (BlocksOfVirtualStage(layers, first_layer, shape, stage, i / shape.stages)
+            .Has(parameter.spec.block)) {
       owner.pipeline = stage;
     }
   }

@@ -26,14 +26,14 @@ int64_t WarmUp(const PipelineShape& shape, int64_t stage) {
 
 }  // namespace
 
-BlockRange BlocksOfVirtualStage(int64_t layers, const PipelineShape& shape, int64_t stage,
-                                int64_t virtual_stage) {
+BlockRange BlocksOfVirtualStage(int64_t layers, int64_t first_layer, const PipelineShape& shape,
+                                int64_t stage, int64_t virtual_stage) {
   const int64_t positions = shape.stages * shape.virtual_stages,
                 position = virtual_stage * shape.stages + stage;
   const int64_t even = layers / positions, more = layers % positions;
-  const auto first_layer = [&](int64_t of) { return of * even + std::min(of, more); };
-  return {.begin = position == 0 ? 0 : first_layer(position) + 1,
-          .end = first_layer(position + 1) + (position + 1 == positions ? 2 : 1)};
+  const auto begin = [&](int64_t of) { return first_layer + of * even + std::min(of, more); };
+  return {.begin = position == 0 ? 0 : begin(position),
+          .end = begin(position + 1) + (position + 1 == positions ? 1 : 0)};
 }
 
 std::vector<PipelineAction> PipelineSchedule(const PipelineShape& shape, int64_t count,

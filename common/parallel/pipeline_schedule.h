@@ -26,10 +26,11 @@ struct BlockRange {
 };
 
 // Returns the blocks of a virtual stage. Layers are divided evenly; where they do not divide, the
-// model's first virtual stages have one more. The first one begins with the embedding, the last one
-// ends with the final norm and the head. `layers` is at least stages * virtual_stages.
-BlockRange BlocksOfVirtualStage(int64_t layers, const PipelineShape& shape, int64_t stage,
-                                int64_t virtual_stage);
+// model's first virtual stages have one more. The first one begins with the embedding (and the
+// vision tower), the last one ends with the final norm and the head. `layers`, of which the first
+// is block `first_layer`, are at least stages * virtual_stages.
+BlockRange BlocksOfVirtualStage(int64_t layers, int64_t first_layer, const PipelineShape& shape,
+                                int64_t stage, int64_t virtual_stage);
 
 struct PipelineAction {
   bool is_forward = true;

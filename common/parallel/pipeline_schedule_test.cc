@@ -16,7 +16,7 @@ TEST(PipelineBlocksTest, EveryBlockIsInOneVirtualStageAndLayersAreEven) {
            ++layers) {
         int64_t next = 0;
         for (int64_t position = 0; position < stages * virtual_stages; ++position) {
-          const BlockRange blocks = BlocksOfVirtualStage(layers, {stages, virtual_stages},
+          const BlockRange blocks = BlocksOfVirtualStage(layers, 1, {stages, virtual_stages},
                                                          position % stages, position / stages);
           EXPECT_EQ(blocks.begin, next);
           next = blocks.end;
@@ -32,8 +32,8 @@ TEST(PipelineBlocksTest, EveryBlockIsInOneVirtualStageAndLayersAreEven) {
 }
 
 TEST(PipelineBlocksTest, TheFirstVirtualStagesHaveTheLayersThatAreLeft) {
-  const BlockRange first = BlocksOfVirtualStage(5, {2, 1}, 0, 0),
-                   last = BlocksOfVirtualStage(5, {2, 1}, 1, 0);
+  const BlockRange first = BlocksOfVirtualStage(5, 1, {2, 1}, 0, 0),
+                   last = BlocksOfVirtualStage(5, 1, {2, 1}, 1, 0);
   EXPECT_EQ(first.begin, 0);
   EXPECT_EQ(first.end, 4);
   EXPECT_EQ(last.begin, 4);

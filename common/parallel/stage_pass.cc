@@ -35,7 +35,8 @@ bool StagePass::TrainsBefore(int64_t block) const {
 }
 
 BlockRange StagePass::Blocks(int64_t virtual_stage) const {
-  return BlocksOfVirtualStage(stage_.model.config().num_hidden_layers, stage_.shape, stage_.index(),
+  return BlocksOfVirtualStage(stage_.model.config().num_hidden_layers,
+                              stage_.model.config().FirstLayerBlock(), stage_.shape, stage_.index(),
                               virtual_stage);
 }
 

@@ -113,11 +113,12 @@ int64_t KeptBytes(const ShardedModel& model, Recompute recompute, const BlockRan
   if (model.options.freeze_all) return 0;
   int64_t bytes = 0;
   for (int64_t block = range.begin; block < range.end; ++block) {
-    if (block == 0 || block == model.last_block()) continue;
-    bytes +=
-        recompute == Recompute::kFull
-            ? model.config.hidden_size * kFloatBytes / model.tensor_ranks
-            : model.family.TrainingActivationBytes(model.config, block - 1, model.tensor_ranks);
+    // A vision tower keeps nothing of text.
+    if (block < model.config.FirstLayerBlock() || block == model.last_block()) continue;
+    bytes += recompute == Recompute::kFull
+                 ? model.config.hidden_size * kFloatBytes / model.tensor_ranks
+                 : model.family.TrainingActivationBytes(
+                       model.config, block - model.config.FirstLayerBlock(), model.tensor_ranks);
   }
   return bytes;
 }
@@ -229,7 +230,8 @@ int64_t PipelineBytes(const ShardedModel& model, Recompute recompute, const Pipe
   int64_t open = 0, peak = 0;
   for (const PipelineAction& action : PipelineSchedule(shape, micro_batches, stage)) {
     const BlockRange blocks =
-        BlocksOfVirtualStage(model.config.num_hidden_layers, shape, stage, action.virtual_stage);
+        BlocksOfVirtualStage(model.config.num_hidden_layers, model.config.FirstLayerBlock(), shape,
+                             stage, action.virtual_stage);
     open += (action.is_forward ? 1 : -1) * KeptBytes(model, recompute, blocks);
     peak = std::max(peak, open);
   }
@@ -246,7 +248,9 @@ absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recom
   const auto holds = [&](int64_t block) {
     if (block == 0 && model.tied && at.pipeline == mesh.pipeline - 1) return true;
     for (int64_t i = 0; i < shape.virtual_stages; ++i) {
-      if (BlocksOfVirtualStage(model.config.num_hidden_layers, shape, at.pipeline, i).Has(block)) {
+      if (BlocksOfVirtualStage(model.config.num_hidden_layers, model.config.FirstLayerBlock(),
+                               shape, at.pipeline, i)
+              .Has(block)) {
         return true;
       }
     }

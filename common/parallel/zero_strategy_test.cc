@@ -75,6 +75,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, ZeroStrategyTest,
                                          std::tuple{4, 3, TinyKind{"qwen2", true, false}},
                                          std::tuple{3, 3, TinyKind{"llama", false, false}},
                                          std::tuple{2, 1, TinyKind{"qwen3", true, true}},
+                                         std::tuple{2, 3, TinyKind{"qwen2_5_vl", true, false}},
                                          std::tuple{2, 2, TinyKind{"llama", true, true}},
                                          std::tuple{4, 3, TinyKind{"qwen2", true, true}}),
                          NameOfCase);

@@ -210,7 +210,8 @@ void TrainingCore::CheckSameOutcome(const std::string& command, const absl::Stat
 SequenceLimits TrainingCore::limits() const {
   const Model& model = strategy_->model();
   return {.num_token_ids = model.num_token_ids(),
-          .max_model_len = model.config().LongestSequence(options_.max_model_len)};
+          .max_model_len = model.config().LongestSequence(options_.max_model_len),
+          .image_token_ids = model.config().ImageTokenIds()};
 }
 
 int64_t TrainingCore::optimizer_steps() const {

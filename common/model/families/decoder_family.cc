@@ -13,6 +13,7 @@
 #include "common/model/families/parameter_list.h"
 #include "common/model/rope_config.h"
 #include "common/model/shard.h"
+#include "common/model/vision/vision_parameters.h"
 
 namespace tandem {
 namespace {
@@ -153,6 +154,11 @@ absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& 
     TANDEM_ASSIGN_OR_RETURN(
         config.rope, ReadRopeConfig(fields, config.max_position_embeddings, config.head_dim));
   }
+  if (!config.rope.mrope_section.empty() && !config.decoder.mrope) {
+    return fields.NotSupported(
+        "rope_parameters.mrope_section",
+        absl::StrCat("a rotation by three positions in a model of type ", config.model_type));
+  }
   return RefuseUnsupported(fields, classes_);
 }
 
@@ -160,9 +166,13 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
   const bool ones = config.decoder.norm_offset == 0;
   ParameterList list(config.hidden_size, ones ? Init::kOnes : Init::kZeros);
   list.Embedding(config.vocab_size);
+  if (config.vision.has_value()) {
+    list.StartBlock(kVisionBlock);
+    AddVisionTower(*config.vision, config.hidden_size, list);
+  }
   const LayerNormNames norms(config.decoder);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
-    list.StartBlock(i + 1);
+    list.StartBlock(config.FirstLayerBlock() + i);
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
     config.decoder.latent.has_value()
         ? AddLatentAttention(config, prefix + "self_attn.", list)
@@ -174,7 +184,7 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
       if (!norm.empty()) list.Norm(prefix + norm, config.hidden_size);
     }
   }
-  list.StartBlock(LastBlock(config.num_hidden_layers));
+  list.StartBlock(config.LastBlock());
   list.Norm("model.norm", config.hidden_size);
   return list.Take();
 }
@@ -219,6 +229,10 @@ std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& co
                          experts.shared_intermediate_size, names.shared_intermediate_size});
       }
     }
+  }
+  for (WeightFileSize& size : sizes) {
+    size.field = config.text_path + size.field;
+    for (WeightFileSize& other : size.instead) other.field = config.text_path + other.field;
   }
   return sizes;
 }
@@ -267,15 +281,16 @@ absl::Status DecoderFamily::CheckShards(const ModelConfig& config, int64_t shard
   }
   for (const auto& [name, size] : fields) {
     if (size % shard_count != 0) {
-      return InvalidField(field, absl::StrCat(shard_count, " does not divide config.json.", name,
-                                              ", which is ", size));
+      return InvalidField(field, absl::StrCat(shard_count, " does not divide config.json.",
+                                              config.text_path, name, ", which is ", size));
     }
   }
   const Shard last = {.index = shard_count - 1, .count = shard_count};
   if (last.Size(config.vocab_size) < 1) {
     return InvalidField(
-        field, absl::StrCat("config.json.vocab_size, which is ", config.vocab_size,
-                            ", leaves the last of ", shard_count, " shards without a row"));
+        field,
+        absl::StrCat("config.json.", config.text_path, "vocab_size, which is ", config.vocab_size,
+                     ", leaves the last of ", shard_count, " shards without a row"));
   }
   return absl::OkStatus();
 }

@@ -14,7 +14,9 @@
 #include "common/model/families/expert_options.h"
 #include "common/model/families/latent_attention_family.h"
 #include "common/model/families/layer_windows.h"
+#include "common/model/families/vision_language_family.h"
 #include "common/model/family.h"
+#include "common/model/vision/read_vision_config.h"
 
 namespace tandem {
 namespace {
@@ -136,6 +138,12 @@ absl::StatusOr<Options> Qwen3MoeOptions(const ConfigFields& fields, int64_t /*nu
   return options;
 }
 
+// Qwen2-VL and Qwen2.5-VL: a Qwen2 whose tokens have three positions.
+absl::StatusOr<Options> QwenVlOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
+  TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
+  return Options{.qkv_bias = true, .mrope = true};
+}
+
 }  // namespace
 
 const std::vector<const Family*>& Families() {
@@ -158,6 +166,8 @@ const std::vector<const Family*>& Families() {
       new DecoderFamily("mixtral", "Mixtral", MixtralOptions, {.rms_norm_eps = 1e-5}),
       new DecoderFamily("qwen2_moe", "Qwen2Moe", Qwen2MoeOptions),
       new DecoderFamily("qwen3_moe", "Qwen3Moe", Qwen3MoeOptions),
+      new VisionLanguageFamily("qwen2_vl", "Qwen2VL", QwenVlOptions, ReadQwen2VlVision),
+      new VisionLanguageFamily("qwen2_5_vl", "Qwen2_5_VL", QwenVlOptions, ReadQwen25VlVision),
   };
   return *families;
 }

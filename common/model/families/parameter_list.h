@@ -87,6 +87,12 @@ class ParameterList {
                       .block = block_});
   }
 
+  // Declares a parameter that every shard holds whole.
+  void WholeTensor(const std::string& name, std::vector<int64_t> shape, Init init = Init::kNormal) {
+    specs_.push_back(
+        {.name = name, .shape = std::move(shape), .init = init, .shard_axis = {}, .block = block_});
+  }
+
   std::vector<ParameterSpec> Take() { return std::move(specs_); }
 
  private:

@@ -23,6 +23,7 @@ class CachedSequences {
     int64_t sequence = 0;
     absl::Span<const int64_t> tokens;
     int64_t num_output_rows = 1;
+    const PromptImages* images = nullptr;
   };
 
   // `model` outlives this. Blocks of a sequence do not follow each other in the cache.
@@ -61,11 +62,19 @@ class CachedSequences {
                 static_cast<int64_t>(input.tokens.size()) - input.num_output_rows);
     }
     std::vector<DecodeInput> decode;
+    std::vector<std::vector<at::Tensor>> image_rows(inputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].images != nullptr) {
+        for (const auto& input : inputs[i].images->inputs) {
+          image_rows[i].push_back(model_.ImageRows(*input));
+        }
+      }
       decode.push_back({.blocks = tables_[inputs[i].sequence],
                         .start = cursors_[inputs[i].sequence],
                         .tokens = tokens[i],
-                        .output_rows = rows[i]});
+                        .output_rows = rows[i],
+                        .images = inputs[i].images,
+                        .image_rows = image_rows[i]});
     }
     absl::StatusOr<at::Tensor> hidden = model_.Decode(cache_, decode);
     if (!hidden.ok()) return hidden;

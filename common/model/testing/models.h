@@ -43,6 +43,20 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                            {"bos_token_id", 1},
                            {"architectures", {"ForCausalLM"}}};
   if (model_type == "mistral") config["sliding_window"] = 5;
+  if (model_type == "qwen2_vl" || model_type == "qwen2_5_vl") {
+    const bool is_first = model_type == "qwen2_vl";
+    config["rope_scaling"] = {{"type", "mrope"}, {"mrope_section", {1, 2, 2}}};
+    config["image_token_id"] = 57;
+    config["video_token_id"] = 58;
+    config["vision_config"] = {{"depth", 2}, {"num_heads", 2}, {"patch_size", 3}};
+    config["vision_config"].update(
+        is_first ? nlohmann::json{{"embed_dim", 16}, {"hidden_size", 30}, {"mlp_ratio", 2}}
+                 : nlohmann::json{{"hidden_size", 16},
+                                  {"out_hidden_size", 30},
+                                  {"intermediate_size", 23},
+                                  {"window_size", 12},
+                                  {"fullatt_block_indexes", {1}}});
+  }
   if (model_type == "deepseek_v3") {
     config.merge_patch({{"q_lora_rank", 11},
                         {"kv_lora_rank", 13},

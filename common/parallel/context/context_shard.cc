@@ -35,6 +35,19 @@ at::Tensor RowsOf(const ContextShard& shard, int rank, at::Device device) {
   return at::tensor(rows, at::kLong).to(device);
 }
 
+// Returns the images of a batch of `tokens` tokens for the rank that holds `rows` of them. The rank
+// has all pixels, and the rows of images among its own.
+BatchImages OwnImages(BatchImages images, const at::Tensor& rows, int64_t tokens) {
+  at::Tensor own_row = at::full({tokens}, -1, rows.options());
+  own_row.index_copy_(0, rows, at::arange(rows.numel(), rows.options()));
+  const at::Tensor placed = own_row.index_select(0, images.token_rows);
+  const at::Tensor own = placed.ge(0).nonzero().squeeze(1);
+  images.token_rows = placed.index_select(0, own);
+  images.tower_rows = images.tower_rows.index_select(0, own);
+  images.rotary_positions = images.rotary_positions.index_select(1, rows);
+  return images;
+}
+
 }  // namespace
 
 ChunkRows ContextShard::Chunks(int of_rank, int64_t sequence) const {
@@ -75,6 +88,9 @@ ContextShard MakeContextShard(const RaggedBatch& whole, int rank, int num_ranks)
   shard.batch.tokens = whole.tokens.index_select(0, shard.rows);
   shard.batch.positions = whole.positions.index_select(0, shard.rows);
   shard.batch.positions_end = whole.positions_end;
+  if (whole.images.rotary_positions.defined()) {
+    shard.batch.images = OwnImages(whole.images, shard.rows, whole.num_tokens());
+  }
   return shard;
 }
 

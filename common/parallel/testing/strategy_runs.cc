@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "common/loss/linear_cross_entropy.h"
+#include "common/model/testing/image_batches.h"
 
 namespace tandem::parallel {
 namespace {
@@ -111,7 +112,8 @@ StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed) {
   const auto rows_of_batch = static_cast<double>(CountRows(model, micro_batches, seed));
   StepNumbers numbers;
   Check(strategy.ForwardBackward(
-      micro_batches, [&](int64_t i) { return MakeRaggedBatch(MicroBatch(model, i, seed)); },
+      micro_batches,
+      [&](int64_t i) { return MakeBatchWithImages(model, MicroBatch(model, i, seed)); },
       [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
         numbers.longest = std::max(numbers.longest, static_cast<double>(batch.num_tokens()));
         const loss::OutputRows rows = RowsOf(MicroBatch(model, i, seed));
@@ -146,7 +148,8 @@ NamedTensors WholeParameters(Strategy& strategy) {
 std::vector<std::vector<double>> Outputs(Strategy& strategy, int64_t micro_batches, uint64_t seed) {
   const Model& model = strategy.model();
   auto outputs = strategy.Forward(
-      micro_batches, [&](int64_t i) { return MakeRaggedBatch(MicroBatch(model, i, seed)); },
+      micro_batches,
+      [&](int64_t i) { return MakeBatchWithImages(model, MicroBatch(model, i, seed)); },
       [&](int64_t i, const RaggedBatch&,
           const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
         const loss::OutputRows rows = RowsOf(MicroBatch(model, i, seed));

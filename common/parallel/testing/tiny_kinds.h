@@ -24,7 +24,9 @@ inline std::vector<TinyKind> EveryTinyKind() {
           {"gemma3_text", false, false}, {"gemma3_text", true, false}, {"gemma3_text", true, true},
           {"mixtral", false, false},     {"mixtral", true, false},     {"mixtral", false, true},
           {"qwen2_moe", false, false},   {"qwen2_moe", true, false},   {"qwen2_moe", false, true},
-          {"qwen3_moe", false, false},   {"qwen3_moe", true, false},   {"qwen3_moe", false, true}};
+          {"qwen3_moe", false, false},   {"qwen3_moe", true, false},   {"qwen3_moe", false, true},
+          {"qwen2_vl", false, false},    {"qwen2_vl", true, false},    {"qwen2_vl", false, true},
+          {"qwen2_5_vl", false, false},  {"qwen2_5_vl", true, false},  {"qwen2_5_vl", false, true}};
 }
 
 inline std::string NameOf(const TinyKind& kind) {

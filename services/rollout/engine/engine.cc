@@ -57,12 +57,18 @@ int64_t SizeBytes(const ScoreRequest& request) {
 
 RequestLimits LimitsOf(const EngineInfo& info, int64_t max_samples) {
   const bool has_junior = info.junior.has_value();
+  std::vector<int32_t> image_token_ids = info.senior.image_token_ids;
+  if (has_junior) {
+    image_token_ids.insert(image_token_ids.end(), info.junior->image_token_ids.begin(),
+                           info.junior->image_token_ids.end());
+  }
   return {.num_token_ids = info.senior.num_token_ids,
           .max_model_len = info.senior.max_model_len,
           .junior_max_model_len = has_junior ? info.junior->max_model_len : 0,
           .max_samples = max_samples,
           .has_junior = has_junior,
-          .speculator_heads = info.speculator_heads};
+          .speculator_heads = info.speculator_heads,
+          .image_token_ids = std::move(image_token_ids)};
 }
 
 // Commands and steps run on the engine thread, which alone runs and changes models, and touches

@@ -107,6 +107,7 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{.name = "mixtral_2_2", .family = "mixtral", .junior_ranks = 2},
         Layout{.name = "tied_qwen2_moe_2_1", .family = "qwen2_moe", .tied = true},
         Layout{.name = "qwen3_moe_2_2", .family = "qwen3_moe", .junior_ranks = 2},
+        Layout{.name = "qwen2_5_vl_2_2", .family = "qwen2_5_vl", .junior_ranks = 2},
         Layout{.name = "llama_4_2", .family = "llama", .senior_ranks = 4, .junior_ranks = 2}),
     [](const auto& info) { return std::string(info.param.name); });
 

@@ -75,6 +75,8 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   TANDEM_RETURN_IF_ERROR(
       CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
   TANDEM_RETURN_IF_ERROR(
+      CheckNoImages("prompt_token_ids", request.prompt_token_ids, limits.image_token_ids));
+  TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.num_token_ids)));
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("tandem", tandem::Validate(request.tandem, limits.num_token_ids)));
@@ -121,6 +123,11 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
         CheckTokenIds(path + ".token_ids", sequence.token_ids, limits.num_token_ids));
     TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(path + ".first_scored_token",
                                                  sequence.first_scored_token, 1, length - 1));
+    // A response may have written such a token, as text.
+    TANDEM_RETURN_IF_ERROR(CheckNoImages(
+        path + ".token_ids",
+        std::span(sequence.token_ids).first(static_cast<size_t>(sequence.first_scored_token)),
+        limits.image_token_ids));
   }
   return absl::OkStatus();
 }

@@ -14,11 +14,11 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr RequestLimits kLimits = {.num_token_ids = 50,
-                                   .max_model_len = 10,
-                                   .junior_max_model_len = 6,
-                                   .max_samples = 4,
-                                   .has_junior = true};
+const RequestLimits kLimits = {.num_token_ids = 50,
+                               .max_model_len = 10,
+                               .junior_max_model_len = 6,
+                               .max_samples = 4,
+                               .has_junior = true};
 
 PromptRequest PromptOf(size_t length, bool tandem) {
   PromptRequest request;
@@ -26,6 +26,26 @@ PromptRequest PromptOf(size_t length, bool tandem) {
   request.sampling.max_tokens = 100;
   request.tandem.enabled = tandem;
   return request;
+}
+
+TEST(CheckPromptTest, ImagesAreNotSupported) {
+  RequestLimits limits = kLimits;
+  limits.image_token_ids = {30, 31};
+  PromptRequest prompt = PromptOf(5, /*tandem=*/false);
+  EXPECT_TRUE(CheckPrompt(prompt, limits).ok());
+  prompt.prompt_token_ids[2] = 31;
+  absl::Status status = CheckPrompt(prompt, limits);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(FieldPath(status), "prompt_token_ids[2]");
+  // A response that wrote the token is text.
+  const auto score = [&](int32_t first_scored_token) {
+    return CheckScore({.sequences = {{.token_ids = prompt.prompt_token_ids,
+                                      .first_scored_token = first_scored_token}},
+                       .senior = true},
+                      limits);
+  };
+  EXPECT_TRUE(score(2).ok());
+  EXPECT_EQ(FieldPath(score(3)), "sequences[0].token_ids[2]");
 }
 
 TEST(CheckPromptTest, TheLimitOfTheLanesThatWriteHolds) {

@@ -1,0 +1,65 @@
+// For tests: batches with images, for models with a vision tower.
+#ifndef TANDEM_COMMON_MODEL_TESTING_IMAGE_BATCHES_H_
+#define TANDEM_COMMON_MODEL_TESTING_IMAGE_BATCHES_H_
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "common/model/model.h"
+#include "common/model/vision/image_batch.h"
+
+namespace tandem {
+
+inline std::shared_ptr<const VisionInput> RandomImage(const VisionConfig& vision,
+                                                      const ImageShape& shape, uint64_t seed) {
+  const at::Generator generator = at::detail::createCPUGenerator(seed);
+  return std::make_shared<const VisionInput>(
+      VisionInput{shape, at::randn({shape.grid.patches(), vision.patch_values()}, generator,
+                                   at::TensorOptions().dtype(at::kFloat))});
+}
+
+// Returns a batch of whole sequences. If the model has a vision tower, sequences of five tokens or
+// more have an image of four tokens, the same for all, behind their first token, and those of nine
+// or more also a video of two.
+inline RaggedBatch MakeBatchWithImages(const Model& model,
+                                       std::vector<std::vector<int64_t>> sequences) {
+  if (!model.config().vision.has_value()) return MakeRaggedBatch(sequences, model.device());
+  const VisionConfig& vision = *model.config().vision;
+  const auto image = RandomImage(vision, {.grid = {1, 4, 4}}, 7);
+  std::vector<std::unique_ptr<PromptImages>> images;
+  for (std::vector<int64_t>& tokens : sequences) {
+    images.push_back(nullptr);
+    if (tokens.size() < 5) continue;
+    images.back() = std::make_unique<PromptImages>();
+    PromptImages& prompt = *images.back();
+    prompt.inputs = {image};
+    std::vector<int64_t> first = {1, vision.image_token_id, vision.image_token_id,
+                                  vision.image_token_id, vision.image_token_id};
+    if (tokens.size() >= 9) {
+      prompt.inputs.push_back(RandomImage(
+          vision, {.grid = {2, 2, 2}, .is_video = true, .seconds_per_grid = 0.5}, images.size()));
+      first.insert(first.end(), {2, vision.video_token_id, vision.video_token_id});
+    }
+    std::copy(first.begin(), first.end(), tokens.begin());
+    std::vector<ImageShape> shapes;
+    for (const auto& input : prompt.inputs) shapes.push_back(input->shape);
+    const std::vector<int32_t> narrow(first.begin(), first.end());
+    prompt.found = FindImages(vision, narrow, shapes).value();
+  }
+  RaggedBatch batch = MakeRaggedBatch(sequences, model.device());
+  ImageBatch collected(vision);
+  for (size_t s = 0; s < sequences.size(); ++s) {
+    collected.AddTokens(images[s].get(), 0, static_cast<int64_t>(sequences[s].size()));
+  }
+  batch.images = collected.Take(model.device());
+  return batch;
+}
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_TESTING_IMAGE_BATCHES_H_

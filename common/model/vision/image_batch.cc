@@ -1,0 +1,85 @@
+#include "common/model/vision/image_batch.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace tandem {
+
+void ImageBatch::AddPositions(const PromptImages* images, int64_t start, int64_t count) {
+  has_images_ = has_images_ || images != nullptr;
+  for (int axis = 0; axis < 3; ++axis) {
+    for (int64_t p = start; p < start + count; ++p) {
+      int64_t position = p;
+      if (images != nullptr) {
+        const int64_t prompt = images->prompt_length();
+        position = p < prompt ? images->found.positions[axis][static_cast<size_t>(p)]
+                              : images->found.next + p - prompt;
+      }
+      positions_[axis].push_back(position);
+    }
+  }
+}
+
+void ImageBatch::AddRows(const PromptImages& images, size_t i, int64_t first_row, int64_t start,
+                         int64_t count) {
+  const int64_t first = images.found.first_tokens[i];
+  const int64_t begin = std::max(first, start),
+                end = std::min(first + vision_.Rows(images.inputs[i]->shape.grid), start + count);
+  for (int64_t p = begin; p < end; ++p) {
+    token_row_.push_back(tokens_ + p - start);
+    tower_row_.push_back(first_row + p - first);
+  }
+}
+
+void ImageBatch::AddTokens(const PromptImages* images, int64_t start, int64_t count) {
+  AddPositions(images, start, count);
+  for (size_t i = 0; images != nullptr && i < images->inputs.size(); ++i) {
+    const VisionInput& input = *images->inputs[i];
+    const auto [found, is_new] = first_row_.try_emplace(&input, tower_rows_);
+    if (is_new) {
+      pixel_values_.push_back(input.pixel_values);
+      grids_.push_back(input.shape.grid);
+      tower_rows_ += vision_.Rows(input.shape.grid);
+    }
+    AddRows(*images, i, found->second, start, count);
+  }
+  tokens_ += count;
+}
+
+void ImageBatch::AddComputedTokens(const PromptImages* images, absl::Span<const at::Tensor> rows,
+                                   int64_t start, int64_t count) {
+  AddPositions(images, start, count);
+  for (size_t i = 0; images != nullptr && i < images->inputs.size(); ++i) {
+    const size_t before = token_row_.size();
+    AddRows(*images, i, tower_rows_, start, count);
+    if (token_row_.size() == before) continue;
+    computed_.push_back(rows[i]);
+    tower_rows_ += rows[i].size(0);
+  }
+  tokens_ += count;
+}
+
+BatchImages ImageBatch::Take(at::Device device) {
+  if (!has_images_) return {};
+  const auto upload = [&](const std::vector<int64_t>& values) {
+    return at::tensor(values, at::kLong).to(device);
+  };
+  BatchImages images;
+  if (!pixel_values_.empty()) images.pixel_values = at::cat(pixel_values_, 0).to(device);
+  images.grids = std::move(grids_);
+  if (!computed_.empty()) images.rows_of_tower = at::cat(computed_, 0);
+  images.token_rows = upload(token_row_);
+  images.tower_rows = upload(tower_row_);
+  std::vector<at::Tensor> axes;
+  for (const std::vector<int64_t>& positions : positions_) {
+    axes.push_back(upload(positions));
+    for (const int64_t position : positions) {
+      images.rotary_end = std::max(images.rotary_end, position + 1);
+    }
+  }
+  images.rotary_positions = at::stack(axes, 0);
+  return images;
+}
+
+}  // namespace tandem

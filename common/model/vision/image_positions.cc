@@ -1,0 +1,99 @@
+#include "common/model/vision/image_positions.h"
+
+#include <algorithm>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem {
+namespace {
+
+// So that no product of sizes overflows.
+constexpr int64_t kMaxSide = int64_t{1} << 20;
+
+absl::Status CheckGrid(const VisionConfig& vision, const VisionGrid& grid) {
+  const int64_t merge = vision.spatial_merge_size;
+  for (const int64_t size : {grid.frames, grid.height, grid.width}) {
+    if (size >= 1 && size <= kMaxSide) continue;
+    return InvalidField("grid",
+                        absl::StrCat("must have sizes from 1 to ", kMaxSide, ", got ", size));
+  }
+  if (grid.height % merge == 0 && grid.width % merge == 0) return absl::OkStatus();
+  return InvalidField("grid",
+                      absl::StrCat(grid.height, " x ", grid.width,
+                                   " patches do not divide into squares of ", merge, " x ", merge));
+}
+
+// Appends the positions of an image whose first token is at `next`.
+void AddImage(const VisionConfig& vision, const ImageShape& image, ImagePositions& found) {
+  const int64_t height = image.grid.height / vision.spatial_merge_size,
+                width = image.grid.width / vision.spatial_merge_size;
+  // In float, as `transformers` rounds it.
+  const float interval = image.is_video && vision.tokens_per_second > 0
+                             ? static_cast<float>(vision.tokens_per_second) *
+                                   static_cast<float>(image.seconds_per_grid)
+                             : 1.0F;
+  for (int64_t frame = 0; frame < image.grid.frames; ++frame) {
+    const auto time = static_cast<int64_t>(static_cast<float>(frame) * interval);
+    for (int64_t i = 0; i < height * width; ++i) {
+      found.positions[0].push_back(found.next + time);
+      found.positions[1].push_back(found.next + i / width);
+      found.positions[2].push_back(found.next + i % width);
+    }
+  }
+  found.next += std::max(height, width);
+}
+
+absl::Status MissingTokens(size_t image, int64_t needed, absl::string_view why) {
+  return InvalidField(absl::StrCat("images[", image, "]"),
+                      absl::StrCat("stands for ", needed, " tokens, and ", why));
+}
+
+}  // namespace
+
+absl::StatusOr<ImagePositions> FindImages(const VisionConfig& vision,
+                                          absl::Span<const int32_t> prompt,
+                                          absl::Span<const ImageShape> images) {
+  for (size_t i = 0; i < images.size(); ++i) {
+    const absl::Status status = CheckGrid(vision, images[i].grid);
+    if (!status.ok()) return PrependFieldPath(absl::StrCat("images[", i, "]"), status);
+  }
+  ImagePositions found;
+  for (int64_t token = 0; token < static_cast<int64_t>(prompt.size());) {
+    const int64_t id = prompt[token];
+    if (id != vision.image_token_id && id != vision.video_token_id) {
+      for (auto& positions : found.positions) positions.push_back(found.next);
+      ++found.next;
+      ++token;
+      continue;
+    }
+    const size_t i = found.first_tokens.size();
+    const char* const kind = id == vision.video_token_id ? "video" : "image";
+    if (i == images.size()) {
+      return InvalidField("images", absl::StrCat("token ", token, " of the prompt stands for a ",
+                                                 kind, ", and all ", i, " images come before it"));
+    }
+    const int64_t rows = vision.Rows(images[i].grid);
+    if (images[i].is_video != (id == vision.video_token_id)) {
+      return MissingTokens(i, rows, absl::StrCat("token ", token, " stands for a ", kind));
+    }
+    const int64_t there = std::find_if(prompt.begin() + token, prompt.end(),
+                                       [&](int32_t other) { return other != id; }) -
+                          (prompt.begin() + token);
+    if (there < rows) {
+      return MissingTokens(i, rows, absl::StrCat("the prompt has ", there, " from token ", token));
+    }
+    found.first_tokens.push_back(token);
+    AddImage(vision, images[i], found);
+    token += rows;
+  }
+  const size_t i = found.first_tokens.size();
+  if (i < images.size()) {
+    return MissingTokens(i, vision.Rows(images[i].grid), "the prompt has none of them");
+  }
+  return found;
+}
+
+}  // namespace tandem

@@ -1,0 +1,44 @@
+// Which tokens of a prompt stand for its images, and where all of its tokens are in time, height
+// and width. The rule is get_rope_index of `transformers`. No torch.
+#ifndef TANDEM_COMMON_MODEL_VISION_IMAGE_POSITIONS_H_
+#define TANDEM_COMMON_MODEL_VISION_IMAGE_POSITIONS_H_
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "common/model/vision/vision_config.h"
+
+namespace tandem {
+
+// The shape of one image or video of a prompt.
+struct ImageShape {
+  VisionGrid grid;
+  bool is_video = false;
+  // Seconds from one temporal patch of a video to the next; read where the model has a
+  // tokens_per_second.
+  double seconds_per_grid = 1.0;
+};
+
+struct ImagePositions {
+  // For each image, the index of its first token; its VisionConfig::Rows tokens follow each other.
+  std::vector<int64_t> first_tokens;
+  // Of each token of the prompt: time, height, width.
+  std::array<std::vector<int64_t>, 3> positions;
+  // The three positions of the prompt's next token, which are equal, and every later one is one
+  // more.
+  int64_t next = 0;
+};
+
+// Finds the images, in their order, among the tokens of a prompt. INVALID_ARGUMENT with "images[i]"
+// for a grid that has no patches or does not divide into squares, or for an image whose tokens are
+// not there, or too few of them; with "images" for tokens of an image that is not given.
+absl::StatusOr<ImagePositions> FindImages(const VisionConfig& vision,
+                                          absl::Span<const int32_t> prompt,
+                                          absl::Span<const ImageShape> images);
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_VISION_IMAGE_POSITIONS_H_

@@ -1,0 +1,73 @@
+#include "common/model/vision/image_positions.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "common/base/error.h"
+
+namespace tandem {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr int32_t kImage = 57, kVideo = 58;
+
+VisionConfig Vision(double tokens_per_second = 0) {
+  return {.spatial_merge_size = 2,
+          .tokens_per_second = tokens_per_second,
+          .image_token_id = kImage,
+          .video_token_id = kVideo};
+}
+
+// The numbers of get_rope_index, worked out by hand.
+TEST(ImagePositionsTest, TextGoesOnBehindTheLongerSideOfAnImage) {
+  const std::vector<int32_t> prompt = {5, kImage, kImage, kImage, 6, 7};
+  const ImagePositions found =
+      FindImages(Vision(), prompt, {ImageShape{.grid = {1, 2, 6}}}).value();
+  EXPECT_THAT(found.first_tokens, ElementsAre(1));
+  EXPECT_THAT(found.positions[0], ElementsAre(0, 1, 1, 1, 4, 5));
+  EXPECT_THAT(found.positions[1], ElementsAre(0, 1, 1, 1, 4, 5));
+  EXPECT_THAT(found.positions[2], ElementsAre(0, 1, 2, 3, 4, 5));
+  EXPECT_EQ(found.next, 6);
+}
+
+TEST(ImagePositionsTest, FramesAreAsFarApartAsTheirTimes) {
+  const std::vector<int32_t> prompt = {kVideo, kVideo, kVideo, 6};
+  const ImageShape video = {.grid = {3, 2, 2}, .is_video = true, .seconds_per_grid = 0.75};
+  // 3 positions from frame to frame; a model without tokens_per_second counts frames.
+  EXPECT_THAT(FindImages(Vision(4), prompt, {video})->positions[0], ElementsAre(0, 3, 6, 1));
+  EXPECT_THAT(FindImages(Vision(), prompt, {video})->positions[0], ElementsAre(0, 1, 2, 1));
+}
+
+TEST(ImagePositionsTest, ImagesSideBySideAreTold) {
+  const std::vector<int32_t> prompt = {kImage, kImage, kImage};
+  const ImagePositions found =
+      FindImages(Vision(), prompt, {ImageShape{.grid = {1, 2, 2}}, ImageShape{.grid = {1, 4, 2}}})
+          .value();
+  EXPECT_THAT(found.first_tokens, ElementsAre(0, 1));
+  EXPECT_THAT(found.positions[1], ElementsAre(0, 1, 2));
+}
+
+void ExpectRefused(const std::vector<int32_t>& prompt, const std::vector<ImageShape>& images,
+                   const char* field, const char* why) {
+  const absl::Status status = FindImages(Vision(), prompt, images).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), field);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(why));
+}
+
+TEST(ImagePositionsTest, WhatDoesNotFitIsRefusedByName) {
+  const ImageShape two = {.grid = {1, 2, 4}};
+  ExpectRefused({1, kImage, 2}, {two}, "images[0]", "stands for 2 tokens, and the prompt has 1");
+  ExpectRefused({1, kImage, kImage}, {two, two}, "images[1]", "the prompt has none of them");
+  ExpectRefused({1, kImage, kImage, kImage}, {two}, "images", "token 3 of the prompt stands for");
+  ExpectRefused({1, kVideo, kVideo}, {two}, "images[0]", "token 1 stands for a video");
+  ExpectRefused({1, kImage}, {}, "images", "all 0 images come before it");
+  ExpectRefused({1}, {ImageShape{.grid = {1, 3, 4}}}, "images[0].grid", "squares of 2 x 2");
+  ExpectRefused({1}, {ImageShape{.grid = {0, 2, 4}}}, "images[0].grid", "got 0");
+  ExpectRefused({1}, {ImageShape{.grid = {1, int64_t{1} << 40, 4}}}, "images[0].grid", "1048576");
+}
+
+}  // namespace
+}  // namespace tandem
