@@ -364,13 +364,13 @@ TEST(GeneratorDraftsTest, ARowBehindARejectedDraftMayHaveNoNumbers) {
     FakeRunner fake(1, kVocab, kWide.num_blocks[0]);
     BrokenBehindDrafts runner(&fake);
     const BoundarySets boundaries(Vocabulary(), {});
-    Generator generator({.limits = kWide,
-                         .request_limits = {.max_model_len = 100},
-                         .eos_token_ids = {kEos},
-                         .senior_weights = {0, "zero"},
-                         .junior_version = "",
-                         .make_drafter = Oracle(texts, wrong)},
-                        &boundaries, &runner, nullptr);
+    const GeneratorOptions options = {.limits = kWide,
+                                      .request_limits = {.max_model_len = 100},
+                                      .eos_token_ids = {kEos},
+                                      .senior_weights = {0, "zero"},
+                                      .junior_version = "",
+                                      .make_drafter = Oracle(texts, wrong)};
+    Generator generator(options, &boundaries, &runner, nullptr);
     const auto listener = std::make_shared<RecordingListener>(1);
     generator.Submit(1, {WithDrafts(request, kNgram), listener});
     while (generator.HasWork()) generator.Step();
