@@ -364,12 +364,12 @@ TEST(GeneratorDraftsTest, ARowBehindARejectedDraftMayHaveNoNumbers) {
     FakeRunner fake(1, kVocab, kWide.num_blocks[0]);
     BrokenBehindDrafts runner(&fake);
     const BoundarySets boundaries(Vocabulary(), {});
-    const GeneratorOptions options = {.limits = kWide,
-                                      .request_limits = {.max_model_len = 100},
-                                      .eos_token_ids = {kEos},
-                                      .senior_weights = {0, "zero"},
-                                      .junior_version = "",
-                                      .make_drafter = Oracle(texts, wrong)};
+    GeneratorOptions options;
+    options.limits = kWide;
+    options.request_limits.max_model_len = 100;
+    options.eos_token_ids = {kEos};
+    options.senior_weights = {0, "zero"};
+    options.make_drafter = Oracle(texts, wrong);
     Generator generator(options, &boundaries, &runner, nullptr);
     const auto listener = std::make_shared<RecordingListener>(1);
     generator.Submit(1, {WithDrafts(request, kNgram), listener});
