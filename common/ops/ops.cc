@@ -229,6 +229,15 @@ at::Tensor Add(const at::Tensor& residual, const at::Tensor& x) {
   return residual;
 }
 
+at::Tensor Scale(const at::Tensor& x, double factor) {
+  if (!UseCpuKernels(x)) return x * factor;
+  TORCH_CHECK(x.is_contiguous(), "x must be contiguous");
+  float* const values = MutableData(x);
+  const auto scale = static_cast<float>(factor);
+  for (int64_t i = 0; i < x.numel(); ++i) values[i] *= scale;
+  return x;
+}
+
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   if (!HasCpuKernels(x)) return at::linear(x, weight, bias);
   if (at::GradMode::is_enabled()) {

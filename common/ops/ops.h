@@ -38,6 +38,9 @@ at::Tensor SelectRows(const at::Tensor& x, const at::Tensor& rows);
 // residual + x, of equal shapes. Like LinearAdd it overwrites `residual` without autograd.
 at::Tensor Add(const at::Tensor& residual, const at::Tensor& x);
 
+// x times `factor`. Overwrites `x` without autograd.
+at::Tensor Scale(const at::Tensor& x, double factor);
+
 // x [T, in], weight [out, in], bias [out] or undefined -> x weight^T + bias, [T, out].
 // With the CPU kernels a row's bits are the same with and without autograd, whatever the batch.
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});

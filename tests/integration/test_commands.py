@@ -183,7 +183,10 @@ def test_a_resumed_run_on_own_responses_equals_an_uninterrupted_one(files, own):
     assert harness.metrics_without_clock(parted) == harness.metrics_without_clock(own)
     for step in range(1, 5):
         name = f"trajectories/step_{step}.jsonl"
-        assert harness.json_lines(parted / name) == harness.json_lines(own / name)
+        resumed = harness.json_lines(parted / name)
+        for trajectory in resumed:  # says which tokens were drafted
+            trajectory["accepted_draft_mask"] = None
+        assert resumed == harness.json_lines(own / name)
 
 
 def test_eval_counts_pass_at_k(files):

@@ -92,8 +92,8 @@ at::Tensor Decoder::RunBlock(int64_t block, const at::Tensor& hidden, const Mode
 }
 
 at::Tensor Decoder::Embedded(const at::Tensor& tokens) const {
-  at::Tensor rows = embedding_.Forward(tokens).to(dtype_);
-  return config_.decoder.scale_embeddings ? rows.mul_(embedding_scale_) : rows;
+  const at::Tensor rows = embedding_.Forward(tokens).to(dtype_);
+  return config_.decoder.scale_embeddings ? ops::Scale(rows, embedding_scale_) : rows;
 }
 
 at::Tensor Decoder::Normed(const at::Tensor& x, const at::Tensor& weight) const {

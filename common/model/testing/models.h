@@ -49,10 +49,11 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
     config["image_token_id"] = 57;
     config["video_token_id"] = 58;
     config["vision_config"] = {{"depth", 2}, {"num_heads", 2}, {"patch_size", 3}};
+    const int hidden_size = changes.is_object() ? changes.value("hidden_size", 30) : 30;
     config["vision_config"].update(
-        is_first ? nlohmann::json{{"embed_dim", 16}, {"hidden_size", 30}, {"mlp_ratio", 2}}
+        is_first ? nlohmann::json{{"embed_dim", 16}, {"hidden_size", hidden_size}, {"mlp_ratio", 2}}
                  : nlohmann::json{{"hidden_size", 16},
-                                  {"out_hidden_size", 30},
+                                  {"out_hidden_size", hidden_size},
                                   {"intermediate_size", 23},
                                   {"window_size", 12},
                                   {"fullatt_block_indexes", {1}}});

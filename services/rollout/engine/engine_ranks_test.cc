@@ -53,13 +53,15 @@ class RolloutRanksTest : public testing::TestWithParam<Layout> {
     Write("junior", 2, {{"num_hidden_layers", 1}, {"hidden_size", 24}});
   }
 
-  // Every size divides by four.
+  // Every size divides by four, and no token of a prompt stands for an image.
   void Write(const std::string& name, uint64_t seed,
              nlohmann::json changes = nlohmann::json::object()) const {
     changes.merge_patch({{"vocab_size", 64},
                          {"num_attention_heads", 8},
                          {"num_key_value_heads", 4},
                          {"intermediate_size", 48},
+                         {"image_token_id", 62},
+                         {"video_token_id", 63},
                          {"tie_word_embeddings", GetParam().tied}});
     WriteTinyModelAndTokenizer(folder_ / name, seed, changes, GetParam().family);
   }
