@@ -50,9 +50,11 @@ function(tandem_test name)
   _tandem_configure(${name})
   target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gmock GTest::gtest_main)
   tandem_use_precompiled_headers(${name} torch_test_headers "${ARG_DEPS}")
+  # A test's own code takes a third less time to compile than with -O3.
+  target_compile_options(${name} PRIVATE "$<$<CONFIG:Release>:-O1>")
   add_test(NAME ${name} COMMAND ${name})
   # Several tests share the cores: a thread that waits must not spin while another one works.
-  set_tests_properties(${name} PROPERTIES TIMEOUT 300 ENVIRONMENT OMP_WAIT_POLICY=PASSIVE)
+  set_tests_properties(${name} PROPERTIES TIMEOUT 600 ENVIRONMENT OMP_WAIT_POLICY=PASSIVE)
 endfunction()
 
 function(tandem_tool name)

@@ -72,6 +72,14 @@ inline constexpr ErrorReason kVocabularyMismatch{
     "VOCABULARY_MISMATCH", "Two models that must share a vocabulary have different ones.",
     "Choose models that have the same tokenizer.json; padding rows behind its ids may differ."};
 
+// Any server whose model takes images.
+inline constexpr ErrorReason kBlobMissing{
+    "BLOB_MISSING", "The request names blobs of pixels that the server does not hold.",
+    "Upload them (BlobService) and repeat the request; the Python client does both by itself."};
+inline constexpr ErrorReason kNoImages{
+    "NO_IMAGES", "The request has images, and a model that must read them takes none.",
+    "Choose a model of the same vision-language family, or do without it for this prompt."};
+
 // Rollout.
 inline constexpr ErrorReason kNoJunior{
     "NO_JUNIOR", "The request needs a junior, and the server has none.",

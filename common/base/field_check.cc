@@ -1,7 +1,5 @@
 #include "common/base/field_check.h"
 
-#include <algorithm>
-
 namespace tandem {
 
 absl::Status CheckFinite(absl::string_view path, double value) {
@@ -26,17 +24,6 @@ absl::Status CheckTokenIds(absl::string_view path, std::span<const int32_t> ids,
     }
   }
   return absl::OkStatus();
-}
-
-absl::Status CheckNoImages(absl::string_view path, std::span<const int32_t> ids,
-                           std::span<const int32_t> image_token_ids) {
-  const auto found = std::ranges::find_first_of(ids, image_token_ids);
-  if (found == ids.end()) return absl::OkStatus();
-  return FieldError(absl::StatusCode::kUnimplemented,
-                    absl::StrCat(path, "[", found - ids.begin(), "]"),
-                    absl::StrCat("token id ", *found,
-                                 " stands for an image or a video, and images in requests are not "
-                                 "supported"));
 }
 
 absl::Status CheckGiven(absl::string_view path, absl::string_view text) {

@@ -59,11 +59,6 @@ absl::Status CheckFinite(absl::string_view path, std::span<const float> values);
 absl::Status CheckTokenIds(absl::string_view path, std::span<const int32_t> ids,
                            int64_t num_token_ids);
 
-// The ids of a prompt, of which those in `image_token_ids` stand for images, are text alone:
-// requests cannot hold images yet. UNIMPLEMENTED names the first that is not.
-absl::Status CheckNoImages(absl::string_view path, std::span<const int32_t> ids,
-                           std::span<const int32_t> image_token_ids);
-
 // Text that is not empty.
 absl::Status CheckGiven(absl::string_view path, absl::string_view text);
 

@@ -45,14 +45,6 @@ TEST(FieldCheckTest, FirstBadEntryIsNamed) {
   EXPECT_TRUE(CheckTokenIds("ids", std::span(ids).first(2), 10).ok());
 }
 
-TEST(FieldCheckTest, TokensOfImagesAreNotSupported) {
-  const std::vector<int32_t> ids = {0, 9, 10, 9}, images = {7, 10};
-  const absl::Status status = CheckNoImages("prompt_token_ids", ids, images);
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(FieldPath(status), "prompt_token_ids[2]");
-  EXPECT_TRUE(CheckNoImages("prompt_token_ids", ids, {}).ok());
-}
-
 TEST(FieldCheckTest, EmptyTextIsNotGiven) {
   EXPECT_TRUE(CheckGiven("model", "m").ok());
   EXPECT_EQ(FieldPath(CheckGiven("model", "")), "model");

@@ -12,17 +12,20 @@
 //     using Base = Identity;
 //     static constexpr auto kOwnFields = std::tuple(&Request::count, &Request::text);
 //   };
-// A field is a number, a bool, an enum class, a std::string, vector, map, optional, variant, pair
-// or another such struct. Anything else does not compile.
+// A field is a number, a bool, an enum class, a std::string, vector, array, map, optional, variant,
+// pair, shared_ptr to a constant, which is not null, or another such struct. Anything else does not
+// compile.
 #ifndef TANDEM_COMMON_BASE_STRUCT_BYTES_H_
 #define TANDEM_COMMON_BASE_STRUCT_BYTES_H_
 
+#include <array>
 #include <boost/pfr/core.hpp>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -126,6 +129,16 @@ class Writer {
     if (value.has_value()) Put(*value);
   }
 
+  template <typename T, size_t size>
+  void Put(const std::array<T, size>& value) {
+    for (const T& item : value) Put(item);
+  }
+
+  template <typename T>
+  void Put(const std::shared_ptr<const T>& value) {
+    Put(*value);
+  }
+
   template <typename... T>
   void Put(const std::variant<T...>& value) {
     Put(value.index());
@@ -196,6 +209,22 @@ class Reader {
     if (!Get(has_value)) return false;
     value.reset();
     return !has_value || Get(value.emplace());
+  }
+
+  template <typename T, size_t size>
+  bool Get(std::array<T, size>& value) {
+    for (T& item : value) {
+      if (!Get(item)) return false;
+    }
+    return true;
+  }
+
+  template <typename T>
+  bool Get(std::shared_ptr<const T>& value) {
+    auto held = std::make_shared<T>();
+    if (!Get(*held)) return false;
+    value = std::move(held);
+    return true;
   }
 
   template <typename... T>

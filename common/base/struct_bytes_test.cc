@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -138,6 +140,21 @@ TEST(StructBytesTest, BrokenBytesDoNoHarm) {
       EXPECT_TRUE(read.ok() || read.status().code() == absl::StatusCode::kDataLoss);
     }
   }
+}
+
+TEST(StructBytesTest, WhatAPointerSharesIsWrittenWithIt) {
+  using Shared = std::map<std::string, std::shared_ptr<const std::string>>;
+  const Shared shared = {{"a", std::make_shared<const std::string>("pixels")}};
+  const auto read = FromBytes<Shared>(ToBytes(shared));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(*read->at("a"), "pixels");
+}
+
+TEST(StructBytesTest, ArraysKeepTheirItems) {
+  const std::array<std::vector<int>, 2> lists = {{{1, 2}, {3}}};
+  using Lists = std::array<std::vector<int>, 2>;
+  EXPECT_EQ(FromBytes<Lists>(ToBytes(lists)).value(), lists);
+  EXPECT_FALSE(FromBytes<Lists>(ToBytes(lists[0])).ok());
 }
 
 template <typename T>

@@ -91,6 +91,7 @@ absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
   TANDEM_DEFAULT(options, keepalive_seconds, 30);
   TANDEM_DEFAULT(options, keepalive_timeout_seconds, 20);
   TANDEM_DEFAULT(options, default_deadline_seconds, 600);
+  TANDEM_DEFAULT(options, blob_cache_bytes, int64_t{1} << 30);
 
   TANDEM_RETURN_IF_ERROR(Resolve(options->mutable_tls()));
   TANDEM_RETURN_IF_ERROR(CheckExposure(*options));
@@ -118,6 +119,7 @@ absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
       CheckInRange("server.keepalive_seconds", options->keepalive_seconds(), 1.0, 86400.0));
   TANDEM_RETURN_IF_ERROR(CheckInRange("server.keepalive_timeout_seconds",
                                       options->keepalive_timeout_seconds(), 1.0, 86400.0));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("server.blob_cache_bytes", options->blob_cache_bytes(), 1));
   return CheckInRange("server.default_deadline_seconds", options->default_deadline_seconds(), 1e-3,
                       1e7);
 }
@@ -304,7 +306,13 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   }
   TANDEM_DEFAULT(config, max_model_len, 2048);
   TANDEM_DEFAULT(config, max_samples, 4096);
+  TANDEM_DEFAULT(config, router_aux_loss_coef, 0);
+  TANDEM_DEFAULT(config, router_z_loss_coef, 0);
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("router_aux_loss_coef", config->router_aux_loss_coef(), 0.0, 1000.0));
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("router_z_loss_coef", config->router_z_loss_coef(), 0.0, 1000.0));
   return CheckInRange("max_samples", config->max_samples(), 1, 1 << 20);
 }
 
@@ -316,6 +324,7 @@ absl::Status CheckNoJuniorSettings(const RolloutServerConfig& config) {
   for (const auto& [field, is_set] :
        {std::pair{"junior_tensor_parallel_size", config.junior_tensor_parallel_size() > 1},
         std::pair{"junior_gpu_devices", !config.junior_gpu_devices().empty()},
+        std::pair{"junior_enable_expert_parallel", config.junior_enable_expert_parallel()},
         std::pair{"junior_dtype", !config.junior_dtype().empty()},
         std::pair{"junior_quantization", quantised},
         std::pair{"junior_max_model_len", config.has_junior_max_model_len()},
@@ -493,6 +502,13 @@ absl::Status Resolve(TrainerServerConfig* config) {
   if (!config->has_speculator()) return absl::OkStatus();
   if (config->speculator().freeze_base_model() && !config->freeze().empty()) {
     return InvalidField("freeze", "must be empty with speculator.freeze_base_model");
+  }
+  for (const auto& [field, coefficient] :
+       {std::pair{"router_aux_loss_coef", config->router_aux_loss_coef()},
+        std::pair{"router_z_loss_coef", config->router_z_loss_coef()}}) {
+    if (config->speculator().freeze_base_model() && coefficient > 0) {
+      return InvalidField(field, "must be 0 with speculator.freeze_base_model");
+    }
   }
   return Resolve(config->mutable_speculator());
 }

@@ -167,6 +167,7 @@ TEST(ServerConfigTest, SettingsOfAJuniorNeedOne) {
   for (const std::string setting :
        {"junior_dtype: float32", "junior_quantization: int8", "junior_max_model_len: 9",
         "junior_gpu_memory_utilization: 0.5", "junior_enforce_eager: false",
+        "junior_enable_expert_parallel: true",
         "junior_model_revision: 0123456789abcdef0123456789abcdef01234567"}) {
     RolloutServerConfig config;
     const absl::Status status = Check(absl::StrCat("senior_model: s\n", setting), &config);

@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "common/base/error.h"
@@ -50,12 +52,15 @@ struct Problem {
   }
 
   at::Tensor LogSoftmax(const at::Tensor& h, const at::Tensor& w) const {
-    return at::log_softmax(h.matmul(w.t()) / Vector(rows.temperatures).unsqueeze(1), 1);
+    at::Tensor logits = h.matmul(w.t());
+    if (soft_cap.has_value()) logits = *soft_cap * at::tanh(logits / *soft_cap);
+    return at::log_softmax(logits / Vector(rows.temperatures).unsqueeze(1), 1);
   }
   at::Tensor Labels() const { return at::tensor(rows.labels, at::kLong).unsqueeze(1); }
   at::Tensor LogProbs() const { return LogSoftmax(hidden, weight).gather(1, Labels()).squeeze(1); }
 
   at::Tensor hidden, weight;
+  std::optional<double> soft_cap;
   OutputRows rows;
   PolicyTokens tokens;
   std::vector<double> weights;
@@ -167,9 +172,9 @@ Gradients Fused(Problem p, const PolicyLossOptions& options, const LossScaleOpti
                 at::ScalarType type, const Way& way = {}) {
   p.tokens.scales = ComputeLossScales(scale_options, p.weights, p.lengths).value().scales;
   const at::Tensor hidden = p.hidden.to(way.device, type), weight = p.weight.to(way.device, type);
-  auto loss =
-      LinearCrossEntropyLoss::Create(weight, {.impl = way.impl, .chunk_size = way.chunk_size})
-          .value();
+  auto loss = LinearCrossEntropyLoss::Create(
+                  weight, {.impl = way.impl, .chunk_size = way.chunk_size, .soft_cap = p.soft_cap})
+                  .value();
   OutputGradients gradients = {.hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight)};
   PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
   const absl::Status status = loss->ForwardBackward(
@@ -235,6 +240,20 @@ TEST(FusedOutputLossTest, DualClipAndImportanceWeightEqualTheOracle) {
   const Problem problem;
   const PolicyLossOptions options = {.dual_clip = 1.1, .importance_sampling_cap = 1.2};
   ExpectClose(Fused(problem, options, {}, at::kDouble), Oracle(problem, options, {}), 1e-12);
+}
+
+TEST(FusedOutputLossTest, ASoftCapOfTheLogitsEqualsTheOracle) {
+  Problem problem;
+  const PolicyLossOptions options = {.entropy_coefficient = 0.2};
+  const double uncapped = Oracle(problem, options, {}).loss;
+  problem.soft_cap = 2.0;  // of logits of magnitude 2.6
+  const Gradients expected = Oracle(problem, options, {});
+  EXPECT_GT(std::abs(expected.loss - uncapped), 1e-2);
+  ExpectClose(Fused(problem, options, {}, at::kDouble), expected, 1e-12);
+  for (const Way& way : kWays) {
+    SCOPED_TRACE(testing::Message() << LossImplName(way.impl) << " " << static_cast<int>(way.mode));
+    ExpectClose(Fused(problem, options, {}, at::kFloat, way), expected, 3e-5);
+  }
 }
 
 TEST(FusedOutputLossTest, K3CutEqualsTheOracle) {
@@ -409,13 +428,18 @@ TEST(FusedOutputLossTest, SupervisedLossIsCrossEntropy) {
 }
 
 TEST(FusedOutputLossTest, LogProbsEqualTheOracle) {
-  const Problem p;
-  auto loss = LinearCrossEntropyLoss::Create(p.weight, {.chunk_size = 4}).value();
-  const RowLogProbs statistics = loss->LogProbs(p.hidden, p.rows).value();
-  const at::Tensor log_softmax = p.LogSoftmax(p.hidden, p.weight);
-  EXPECT_LT(MaxDifference(Vector(statistics.logprobs), p.LogProbs()), 1e-12);
-  EXPECT_LT(MaxDifference(Vector(statistics.entropies), -(log_softmax.exp() * log_softmax).sum(1)),
-            1e-12);
+  Problem p;
+  for (const std::optional<double> soft_cap : {std::optional<double>(), {2.0}}) {
+    p.soft_cap = soft_cap;
+    auto loss =
+        LinearCrossEntropyLoss::Create(p.weight, {.chunk_size = 4, .soft_cap = soft_cap}).value();
+    const RowLogProbs statistics = loss->LogProbs(p.hidden, p.rows).value();
+    const at::Tensor log_softmax = p.LogSoftmax(p.hidden, p.weight);
+    EXPECT_LT(MaxDifference(Vector(statistics.logprobs), p.LogProbs()), 1e-12);
+    EXPECT_LT(
+        MaxDifference(Vector(statistics.entropies), -(log_softmax.exp() * log_softmax).sum(1)),
+        1e-12);
+  }
 }
 
 TEST(FusedOutputLossTest, LargeLogitsStayFinite) {
@@ -430,13 +454,15 @@ TEST(FusedOutputLossTest, LargeLogitsStayFinite) {
 // rounding the gradients of the logits and of the hidden states to bf16.
 TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
   Problem p;
+  p.soft_cap = 4.0;
   p.hidden = p.hidden.to(at::kBFloat16).to(at::kDouble);
   p.weight = p.weight.to(at::kBFloat16).to(at::kDouble);
   const at::Tensor logprobs = p.LogProbs();
   p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
   const Gradients expected = Fused(p, {}, {}, at::kDouble);
   for (const at::ScalarType weight_type : {at::kBFloat16, at::kFloat}) {
-    auto loss = LinearCrossEntropyLoss::Create(p.weight.to(weight_type)).value();
+    auto loss =
+        LinearCrossEntropyLoss::Create(p.weight.to(weight_type), {.soft_cap = p.soft_cap}).value();
     const at::Tensor hidden = p.hidden.to(at::kBFloat16);
     const RowLogProbs statistics = loss->LogProbs(hidden, p.rows).value();
     EXPECT_LT(MaxDifference(Vector(statistics.logprobs), logprobs), 1e-5);
@@ -472,6 +498,10 @@ TEST(FusedOutputLossTest, TilesOfTheVocabularyEqualTheWhole) {
     const Way way = {.impl = LossImpl::kTiles, .mode = mode, .chunk_size = 5};
     ExpectClose(Fused(p, options, {}, at::kFloat, way), expected, 3e-5);
   }
+  p.soft_cap = 3.0;
+  const Gradients capped = Fused(p, options, {}, at::kDouble);
+  ExpectClose(Fused(p, options, {}, at::kFloat, {.impl = LossImpl::kTiles, .chunk_size = 5}),
+              capped, 3e-5);
 }
 
 TEST(FusedOutputLossTest, LabelsWithTheGreatestLogitAreCounted) {
@@ -649,6 +679,10 @@ TEST(FusedOutputLossTest, BadInputIsRefused) {
   EXPECT_EQ(FieldPath(loss->LogProbs(p.hidden.narrow(1, 0, 3), p.rows).status()), "hidden");
   EXPECT_EQ(FieldPath(LinearCrossEntropyLoss::Create(p.weight, {.logits_chunk_bytes = 8}).status()),
             "logits_chunk_bytes");
+  for (const double soft_cap : {0.0, -1.0, std::numeric_limits<double>::infinity()}) {
+    EXPECT_EQ(FieldPath(LinearCrossEntropyLoss::Create(p.weight, {.soft_cap = soft_cap}).status()),
+              "soft_cap");
+  }
   EXPECT_EQ(LinearCrossEntropyLoss::Create(p.weight.to(at::kHalf)).status().code(),
             absl::StatusCode::kUnimplemented);
 }

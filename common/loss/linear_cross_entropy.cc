@@ -238,18 +238,20 @@ class LinearCrossEntropyLoss::Call {
       cell.first_label = loss_.vocabulary_.first + FirstColumn(cell.tile);
       cell.labels = labels_.narrow(0, cell.begin, cell.count);
       if (scales_.defined()) cell.scales = scales_.narrow(0, cell.begin, cell.count);
+      cell.soft_cap = loss_.soft_cap_;
       work(cell);
     });
   }
 
   void ComputeLogits(const Cell& cell) const {
-    // The bits of a rollout server's logits, at about the speed of Product.
+    const at::Tensor input = input_.narrow(0, cell.begin, cell.count);
     if (loss_.parallel_tiles_ && product_type() == at::kFloat) {
-      return ops::LinearOnThread(cell.logits, input_.narrow(0, cell.begin, cell.count),
-                                 Weight(cell.tile));
+      // The bits of a rollout server's logits, at about the speed of Product.
+      ops::LinearOnThread(cell.logits, input, Weight(cell.tile));
+    } else {
+      Product(cell.logits, input, Weight(cell.tile).t(), /*accumulate=*/false);
     }
-    Product(cell.logits, input_.narrow(0, cell.begin, cell.count), Weight(cell.tile).t(),
-            /*accumulate=*/false);
+    if (loss_.soft_cap_.has_value()) ops::SoftCap(cell.logits, *loss_.soft_cap_);
   }
 
   // The numbers of each row that the gradient of its logits depends on.
@@ -344,10 +346,12 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
                                      vocabulary.most_rows));
   }
   if (options.chunk_size < 1) return InvalidField("chunk_size", "must be positive");
+  TANDEM_RETURN_IF_ERROR(CheckSoftCap("soft_cap", options.soft_cap));
 
   std::unique_ptr<LinearCrossEntropyLoss> loss(new LinearCrossEntropyLoss);
   loss->weight_ = weight.detach();
   loss->vocabulary_ = vocabulary;
+  loss->soft_cap_ = options.soft_cap;
   loss->logits_type_ = logits_type;
   loss->ChooseImpl(options.impl);
   loss->PlanMemory(options);

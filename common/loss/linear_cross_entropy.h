@@ -1,9 +1,11 @@
 // A linear output layer and a token-level loss, without the [N, V] logits.
 //
-// N rows, H hidden, V vocabulary; z = h W^T / temperature, p = softmax(z), y the label.
+// N rows, H hidden, V vocabulary; z = h W^T / temperature, p = softmax(z), y the label. With a soft
+// cap, z = soft_cap tanh(h W^T / soft_cap) / temperature.
 // A token-level loss needs only two numbers of a row, logp = z_y - L and entropy = L - sum_j p_j
 // z_j with L = logsumexp(z), and answers with c = d loss / d logp and e = d loss / d entropy. Then
-//   dz_j = (c (1[j = y] - p_j) - e p_j (z_j - sum_k p_k z_k)) / temperature.
+//   dz_j = (c (1[j = y] - p_j) - e p_j (z_j - sum_k p_k z_k)) / temperature,
+// and through a soft cap 1 - (logit_j / soft_cap)^2 times that.
 // The logits are computed tile by tile (some rows, some columns), merged into row statistics,
 // and overwritten by dz, which is multiplied into d hidden and d weight. The idea is from Liger
 // (https://arxiv.org/abs/2410.10989) and cut cross-entropy (https://arxiv.org/abs/2411.09009).
@@ -17,6 +19,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -58,6 +61,8 @@ struct LinearCrossEntropyOptions {
   // must give the same answers. The gradient of the weight is then the whole one of the rank's
   // rows; the gradients of `hidden` must be summed over the ranks.
   VocabularyShard vocabulary = {};
+  // The layer's logits x are soft_cap tanh(x / soft_cap); positive.
+  std::optional<double> soft_cap = std::nullopt;
 };
 
 // Not thread-safe. Methods may throw c10::Error as libtorch does.
@@ -102,6 +107,7 @@ class LinearCrossEntropyLoss {
 
   at::Tensor weight_;
   VocabularyShard vocabulary_;
+  std::optional<double> soft_cap_;
   at::ScalarType logits_type_ = at::kFloat;
   LossImpl impl_ = LossImpl::kAten;
   std::string reason_;

@@ -30,11 +30,12 @@ constexpr int64_t kBlockBytes = 4 << 20;
 constexpr int64_t kBlockCopies = 3, kModels = 2;
 constexpr int64_t kWorkPerLogit = 40;  // about three exponentials, in multiply-adds
 
-// Some rows of logits of both models, not yet divided by the temperature.
+// Some rows of logits of both models, after their soft caps and not yet divided by the temperature.
 struct Logits {
   at::Tensor senior, junior;  // [n, V], contiguous
   at::Tensor scales;          // [n], 1 / temperature; undefined for 1
   KlDirection direction;
+  std::optional<double> soft_cap;  // of the senior
 };
 
 // The statistics of linear_divergence.h: [n], float64, on the device of the logits.
@@ -105,6 +106,10 @@ void AtenGradient(const Logits& logits, const DivergenceGradients& gradients, at
     } else {
       dz = d.exp_().sub_(junior_d.exp_().mul_(column(gradients.offsets)));
     }
+    if (logits.soft_cap.has_value()) {
+      const at::Tensor t = junior_d.copy_(block_of(logits.senior)).div_(*logits.soft_cap);
+      dz.mul_(t.square_().neg_().add_(1));
+    }
     block_of(GradientOf(logits.senior, dtype)).copy_(dz.mul_(column(gradients.factors)));
   }
 }
@@ -158,7 +163,8 @@ void CpuGradient(const Logits& logits, const DivergenceGradients& gradients, at:
          .junior_max = from_begin(gradients.junior_max),
          .factors = from_begin(gradients.factors),
          .offsets = from_begin(gradients.offsets),
-         .bfloat16 = dtype == at::kBFloat16});
+         .bfloat16 = dtype == at::kBFloat16,
+         .soft_cap = static_cast<float>(logits.soft_cap.value_or(0))});
   });
 }
 
@@ -219,8 +225,12 @@ absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> LinearDivergenceLoss::Crea
     return InvalidField("junior_weight", "must have the type and the device of the senior's");
   }
   TANDEM_RETURN_IF_ERROR(CheckVocabularyShard(options.vocabulary, weight));
+  TANDEM_RETURN_IF_ERROR(CheckSoftCap("soft_cap", options.soft_cap));
+  TANDEM_RETURN_IF_ERROR(CheckSoftCap("junior_soft_cap", options.junior_soft_cap));
   std::unique_ptr<LinearDivergenceLoss> loss(new LinearDivergenceLoss);
   loss->vocabulary_ = options.vocabulary.WithRows(weight.size(0));
+  loss->soft_cap_ = options.soft_cap;
+  loss->junior_soft_cap_ = options.junior_soft_cap;
   loss->weight_ = weight.detach();
   loss->junior_weight_ = junior_weight.detach();
   loss->logits_type_ = at::toOpMathType(weight.scalar_type());
@@ -293,9 +303,12 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     const Logits logits = {.senior = logits_of(0),
                            .junior = logits_of(1),
                            .scales = scales.defined() ? rows_of(scales) : scales,
-                           .direction = direction};
+                           .direction = direction,
+                           .soft_cap = soft_cap_};
     ops::MatrixProductInto(logits.senior, rows_of(input), weight_.t());
     ops::MatrixProductInto(logits.junior, rows_of(junior_input), junior_weight_.t());
+    if (soft_cap_.has_value()) ops::SoftCap(logits.senior, *soft_cap_);
+    if (junior_soft_cap_.has_value()) ops::SoftCap(logits.junior, *junior_soft_cap_);
     Statistics statistics =
         own_kernels_ ? CpuStatistics(logits) : AtenStatistics(logits, block_rows_);
     if (!vocabulary_.is_whole()) {

@@ -5,6 +5,8 @@
 // whole vocabulary, with z the senior's logits divided by T:
 //   reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)   dz_j = p_j (log p_j - log q_j - KL)
 //   forward  KL(q || p) = sum_j q_j (log q_j - log p_j)   dz_j = p_j - q_j
+// Each model's own logits may have a soft cap x -> cap tanh(x / cap), which the senior's gradient
+// goes back through.
 // The logits of both are computed for some rows at a time, and the senior's are overwritten by
 // their gradient dz / T, which is multiplied into d hidden and d weight.
 //
@@ -20,6 +22,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -47,6 +50,8 @@ struct LinearDivergenceOptions {
   // same hidden states, rows and options, and gets the same divergences. The gradient of the weight
   // is the whole one of the rank's rows; the gradients of `hidden` must be summed over the ranks.
   VocabularyShard vocabulary = {};
+  // As in LinearCrossEntropyOptions, of either model.
+  std::optional<double> soft_cap = std::nullopt, junior_soft_cap = std::nullopt;
 };
 
 // Not thread-safe. Methods may throw c10::Error as libtorch does.
@@ -82,6 +87,7 @@ class LinearDivergenceLoss {
 
   at::Tensor weight_, junior_weight_;
   VocabularyShard vocabulary_;
+  std::optional<double> soft_cap_, junior_soft_cap_;
   at::ScalarType logits_type_ = at::kFloat;
   bool own_kernels_ = false;  // instead of ATen
   int64_t chunk_rows_ = 0;

@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "common/base/error.h"
 #include "common/base/not_finite.h"
@@ -60,6 +62,7 @@ struct Problem {
   }
 
   at::Tensor hidden, junior_hidden, weight, junior_weight;
+  std::optional<double> soft_cap, junior_soft_cap;
   DivergenceRows rows;
 };
 
@@ -79,13 +82,15 @@ struct Result {
 Result Oracle(const Problem& p, KlDirection direction) {
   const at::Tensor hidden = p.hidden.clone().requires_grad_();
   const at::Tensor weight = p.weight.clone().requires_grad_();
-  const auto log_softmax = [&](const at::Tensor& h, const at::Tensor& w) {
+  const auto log_softmax = [&](const at::Tensor& h, const at::Tensor& w,
+                               std::optional<double> cap) {
     at::Tensor z = h.index_select(0, at::tensor(p.rows.positions)).matmul(w.t());
+    if (cap.has_value()) z = *cap * at::tanh(z / *cap);
     if (!p.rows.temperatures.empty()) z = z / Vector(p.rows.temperatures).unsqueeze(1);
     return at::log_softmax(z, 1);
   };
-  const at::Tensor logp = log_softmax(hidden, weight);
-  const at::Tensor logq = log_softmax(p.junior_hidden, p.junior_weight);
+  const at::Tensor logp = log_softmax(hidden, weight, p.soft_cap);
+  const at::Tensor logq = log_softmax(p.junior_hidden, p.junior_weight, p.junior_soft_cap);
   const bool reverse = direction == KlDirection::kReverse;
   const at::Tensor divergences =
       at::kl_div(reverse ? logq : logp, reverse ? logp : logq, at::Reduction::None,
@@ -98,8 +103,9 @@ Result Oracle(const Problem& p, KlDirection direction) {
           weight.grad()};
 }
 
-std::unique_ptr<LinearDivergenceLoss> Make(const Problem& p,
-                                           const LinearDivergenceOptions& options = {}) {
+std::unique_ptr<LinearDivergenceLoss> Make(const Problem& p, LinearDivergenceOptions options = {}) {
+  options.soft_cap = p.soft_cap;
+  options.junior_soft_cap = p.junior_soft_cap;
   return LinearDivergenceLoss::Create(p.weight, p.junior_weight, options).value();
 }
 
@@ -133,6 +139,24 @@ TEST(LinearDivergenceTest, EqualsTheOracleInBothDirections) {
   p.rows.temperatures.clear();
   for (const KlDirection direction : kDirections) {
     ExpectClose(Compute(p, direction), Oracle(p, direction), 1e-12);
+  }
+}
+
+TEST(LinearDivergenceTest, SoftCapsEqualTheOracle) {
+  Problem p;
+  const double uncapped = Oracle(p, KlDirection::kReverse).divergences[0];
+  using Cap = std::optional<double>;
+  for (const auto& [senior, junior] : {std::pair<Cap, Cap>{2.0, {}}, {{}, 3.0}, {2.0, 3.0}}) {
+    p.soft_cap = senior;
+    p.junior_soft_cap = junior;
+    EXPECT_GT(std::abs(Oracle(p, KlDirection::kReverse).divergences[0] - uncapped), 1e-2);
+    for (const KlDirection direction : kDirections) {
+      const Result expected = Oracle(p, direction);
+      ExpectClose(Compute(p, direction), expected, 1e-12);
+      ExpectClose(Compute(p.To(at::kFloat), direction, {}, at::kFloat), expected, 2e-5);
+      const AtenKernels aten;
+      ExpectClose(Compute(p.To(at::kFloat), direction, {}, at::kFloat), expected, 2e-5);
+    }
   }
 }
 

@@ -5,22 +5,25 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "common/loss/row_statistics.h"
 
 namespace tandem::loss {
 
 // Some rows of logits, with the columns [first_label, first_label + w) of the vocabulary.
-// z = logits * scale.
+// z = logits * scale. With a soft cap the logits are those after it.
 struct LogitTile {
   at::Tensor logits;  // [n, w], contiguous; float32, or float64
   int64_t first_label;
   at::Tensor labels;  // [n], int64: token ids of the whole vocabulary
   at::Tensor scales;  // [n], 1 / temperature; undefined for 1
+  std::optional<double> soft_cap = std::nullopt;
 };
 
 // The numbers of each row from which the gradient of its logits follows:
-//   dz_j = exp(z_j - max) (constant + slope (z_j - max)) + at_label [j = y].
+//   dz_j = exp(z_j - max) (constant + slope (z_j - max)) + at_label [j = y],
+// times 1 - (logit_j / soft_cap)^2, the derivative of a soft cap.
 struct RowGradients {
   at::Tensor max, constants, slopes, at_label;  // [n], in the type of the logits
 };

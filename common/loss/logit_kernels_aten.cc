@@ -67,6 +67,10 @@ void Gradient(const LogitTile& tile, const RowGradients& rows, at::ScalarType ty
     dz.mul_(below.mul_(column(rows.slopes)).add_(column(rows.constants)));
     const LabelColumns label(tile, row, count);
     dz.scatter_add_(1, label.columns, column(rows.at_label) * label.inside.unsqueeze(1));
+    if (tile.soft_cap.has_value()) {
+      const at::Tensor t = below.copy_(tile.logits.narrow(0, row, count)).div_(*tile.soft_cap);
+      dz.mul_(t.square_().neg_().add_(1));
+    }
     gradient.narrow(0, row, count).copy_(dz);
   });
 }

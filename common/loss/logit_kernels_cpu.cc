@@ -52,6 +52,7 @@ void Gradient(const LogitTile& tile, const RowGradients& rows, at::ScalarType ty
   const float *const max = Data(rows.max), *const constants = Data(rows.constants),
                      *const slopes = Data(rows.slopes);
   const bool bfloat16 = type == at::kBFloat16;
+  const auto soft_cap = static_cast<float>(tile.soft_cap.value_or(0));
   ForRows(tile, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       float* const z = logits + row * width;
@@ -62,9 +63,10 @@ void Gradient(const LogitTile& tile, const RowGradients& rows, at::ScalarType ty
       if (inside) {
         const float d = z[column] * (scales == nullptr ? 1.0f : scales[row]) - max[row];
         of_label = std::exp(d) * (constants[row] + slopes[row] * d) + at_label[row];
+        if (soft_cap > 0) of_label *= 1 - z[column] / soft_cap * (z[column] / soft_cap);
       }
-      cpu.logit_gradient(
-          {z, From(scales, row), 1, width, max + row, constants + row, slopes + row, bfloat16});
+      cpu.logit_gradient({z, From(scales, row), 1, width, max + row, constants + row, slopes + row,
+                          bfloat16, soft_cap});
       if (!inside) continue;
       if (bfloat16) {
         reinterpret_cast<c10::BFloat16*>(z)[column] = of_label;

@@ -42,7 +42,8 @@ void Gradient(const LogitTile& tile, const RowGradients& rows, at::ScalarType ty
                                     .constants = Data(rows.constants),
                                     .slopes = Data(rows.slopes),
                                     .at_label = Data(rows.at_label),
-                                    .bfloat16 = type == at::kBFloat16},
+                                    .bfloat16 = type == at::kBFloat16,
+                                    .soft_cap = static_cast<float>(tile.soft_cap.value_or(0))},
                                    StreamOf(tile)));
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <cstddef>
 
 #include "absl/strings/str_cat.h"
@@ -42,6 +43,11 @@ absl::Status CheckIndices(absl::string_view name, absl::Span<const int64_t> indi
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckSoftCap(absl::string_view name, std::optional<double> soft_cap) {
+  if (!soft_cap.has_value() || (*soft_cap > 0 && std::isfinite(*soft_cap))) return absl::OkStatus();
+  return InvalidField(name, "must be positive and finite");
 }
 
 absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t rows) {

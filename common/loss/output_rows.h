@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -18,7 +19,7 @@ namespace tandem::loss {
 // UNIMPLEMENTED unless it is float32, float64 or bfloat16.
 absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight);
 
-// The following three return INVALID_ARGUMENT.
+// The following four return INVALID_ARGUMENT.
 
 // Checks hidden states: [T, H], in the type of the weight, or bfloat16 if that is float32.
 absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
@@ -26,6 +27,8 @@ absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
 // Checks that the indices are in [0, end). The error says that an index is outside `outside`.
 absl::Status CheckIndices(absl::string_view name, absl::Span<const int64_t> indices, int64_t end,
                           absl::string_view outside);
+// Checks that a soft cap, if there is one, is positive and finite.
+absl::Status CheckSoftCap(absl::string_view name, std::optional<double> soft_cap);
 // Checks that there are no temperatures, or one for each of `rows`, all positive.
 absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t rows);
 

@@ -30,6 +30,10 @@ class AttentionContext {
   // rotated, v [T, key_value_heads, value_dim], not wider; returns [T, heads * value_dim].
   virtual at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch,
                             const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) = 0;
+
+  // Returns the sum of `values`, which has no gradient, over the ranks that hold tokens of the
+  // batch's sequences; collective over them. `values` itself where all tokens are here.
+  virtual at::Tensor SumOverRanks(const at::Tensor& values) { return values; }
 };
 
 // Attention of whole sequences, each to itself. Differentiable.

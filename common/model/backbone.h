@@ -13,7 +13,7 @@
 namespace tandem {
 
 struct Rotation {
-  at::Tensor cos, sin;  // [T, head_dim / 2]
+  at::Tensor cos, sin;  // [T, half of the columns of a head that are rotated]
 };
 
 // The state that all blocks of one pass read.

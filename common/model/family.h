@@ -38,11 +38,20 @@ struct WeightFileSize {
   std::vector<WeightFileSize> instead = {};
 };
 
-// A tensor in which weight files may hold several parameters of one shape, one after the other.
+// A parameter [rows, columns] in a stacked tensor.
+struct StackedParameter {
+  std::string name;
+  int64_t rows = 0;
+};
+
+// A tensor in which weight files may hold several parameters, the rows of one after those of the
+// other.
 struct StackedTensor {
   std::string name;
-  std::vector<int64_t> shape;
-  std::vector<std::string> parameters;
+  std::vector<int64_t> shape;  // its last axis has the columns
+  std::vector<StackedParameter> parameters;
+  // Whether files must have it in the place of its parameters, and exports do.
+  bool is_exported = false;
 };
 
 class Family {
@@ -80,24 +89,31 @@ class Family {
   // The sizes of `config` that the weight files must confirm before memory is planned for them.
   virtual std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const = 0;
 
-  // The tensors that files may have in the place of parameters. An export has the parameters.
+  // The tensors that files have in the place of parameters.
   virtual std::vector<StackedTensor> StackedTensors(const ModelConfig& /*config*/) const {
     return {};
   }
 
-  // Whether the model can be cut into `shard_count` tensor-parallel shards. The count need not
-  // divide the vocabulary, but every shard must have a row of it. INVALID_ARGUMENT names `field`,
-  // the setting that gave the count, and the size that does not fit; UNIMPLEMENTED for an
-  // architecture that the backbone does not shard.
+  // Whether the model can be cut into `shard_count` tensor-parallel shards, with or without its
+  // experts (ExpertShard::whole). The count need not divide the vocabulary, but every shard must
+  // have a row of it. INVALID_ARGUMENT names `field`, the setting that gave the count, and the size
+  // that does not fit; UNIMPLEMENTED for an architecture that the backbone does not shard.
   virtual absl::Status CheckShards(const ModelConfig& config, int64_t shard_count,
-                                   absl::string_view field) const = 0;
+                                   bool whole_experts, absl::string_view field) const = 0;
+  // Whether the experts of each layer can be divided among `shard_count` ranks (ExpertShard).
+  // INVALID_ARGUMENT names `field`, the setting that gave the count, and the number that it does
+  // not divide, or says that the model has no experts.
+  virtual absl::Status CheckExpertShards(const ModelConfig& config, int64_t shard_count,
+                                         absl::string_view field) const = 0;
 
   // Returns what each layer caches and reads, in one of `shard_count` shards.
   virtual std::vector<LayerCache> CacheLayout(const ModelConfig& config,
                                               int64_t shard_count) const = 0;
   // Upper estimate of the values per token that are alive at the widest point of a forward pass
-  // without autograd, in one of `shard_count` shards.
-  virtual int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count) const = 0;
+  // without autograd, in one of `shard_count` shards. With `whole_experts` a shard may compute all
+  // experts of a token.
+  virtual int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count,
+                                       bool whole_experts) const = 0;
   // Upper estimate of the bytes per token that autograd keeps of one layer, in one of `shard_count`
   // shards.
   virtual int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,

@@ -31,6 +31,18 @@ struct LayerCache {
   int64_t values_per_token() const { return heads * head_dim * (value_dim > 0 ? 1 : 2); }
 };
 
+// The shape of the experts that a token took, in the cache of a mixture of experts.
+struct RoutingCache {
+  int64_t layers = 0;  // with experts
+  int64_t num_experts = 0;
+  int64_t experts_per_token = 0;
+
+  // Whether a byte holds an id.
+  bool is_narrow() const { return num_experts <= 256; }
+  int64_t ids_per_token() const { return layers * experts_per_token; }
+  int64_t bytes_per_token() const { return ids_per_token() * (is_narrow() ? 1 : 2); }
+};
+
 // Returns the longest window of the layers: a row reads nothing before it.
 inline int64_t LongestWindow(const std::vector<LayerCache>& layers) {
   int64_t longest = 0;

@@ -27,12 +27,42 @@ namespace tandem {
 
 namespace {
 
+absl::Status CheckExpertShards(const Family& family, const ModelConfig& config,
+                               const LoadOptions& options) {
+  const ExpertShard& experts = options.placement.experts;
+  if (experts.count == 1) return absl::OkStatus();
+  const std::string field = "placement.experts";
+  TANDEM_RETURN_IF_ERROR(family.CheckExpertShards(config, experts.count, field));
+  if (experts.index < 0 || experts.index >= experts.count) {
+    return InvalidField(field, absl::StrCat("is shard ", experts.index, " of ", experts.count));
+  }
+  if (experts.whole) {
+    if (options.requires_grad) return InvalidField(field, "whole experts do not train");
+    if (experts.count == options.placement.shard_count &&
+        experts.index == options.placement.shard_index) {
+      return absl::OkStatus();
+    }
+    return InvalidField(field, "whole experts are those of the tensor-parallel ranks");
+  }
+  const auto& group = options.placement.expert_group;
+  if (group == nullptr || (group->size() == experts.count && group->rank() == experts.index)) {
+    return absl::OkStatus();
+  }
+  return InvalidField(
+      "placement.expert_group",
+      absl::StrCat("is rank ", group->rank(), " of ", group->size(), ", and the experts are shard ",
+                   experts.index, " of ", experts.count));
+}
+
 absl::Status CheckShards(const Family& family, const ModelConfig& config,
-                         const Placement& placement) {
+                         const LoadOptions& options) {
+  const Placement& placement = options.placement;
   const int64_t count = placement.shard_count;
   if (count > 1) {
-    TANDEM_RETURN_IF_ERROR(family.CheckShards(config, count, "placement.shard_count"));
+    TANDEM_RETURN_IF_ERROR(
+        family.CheckShards(config, count, placement.experts.whole, "placement.shard_count"));
   }
+  TANDEM_RETURN_IF_ERROR(CheckExpertShards(family, config, options));
   const auto& group = placement.shard_group;
   if (group == nullptr || (group->size() == count && group->rank() == placement.shard_index)) {
     return absl::OkStatus();
@@ -101,7 +131,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
                      ", outside config.json.vocab_size, which is ", config.vocab_size));
   }
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
-  TANDEM_RETURN_IF_ERROR(CheckShards(*family, config, options.placement));
+  TANDEM_RETURN_IF_ERROR(CheckShards(*family, config, options));
   std::unique_ptr<Model> model(new Model);
   model->config_ = config;
   model->num_token_ids_ = options.num_token_ids > 0 ? options.num_token_ids : config.vocab_size;
@@ -142,7 +172,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Random(const ModelConfig& config, 
 }
 
 bool Model::IsWhole() const {
-  return placement_.shard_count == 1 && placement_.holds_block == nullptr;
+  return placement_.shard_count == 1 && placement_.experts.count == 1 &&
+         placement_.holds_block == nullptr;
 }
 
 void Model::Initialize(uint64_t seed) {
@@ -161,6 +192,9 @@ void Model::Initialize(uint64_t seed) {
 ModelPass Model::StartPass(const RaggedBatch& batch, AttentionContext& context) const {
   TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_count == 1 || placement_.shard_group != nullptr,
                               "a shard cannot compute without the others");
+  TORCH_CHECK_NOT_IMPLEMENTED(placement_.experts.count == 1 || placement_.experts.whole ||
+                                  placement_.expert_group != nullptr,
+                              "a shard of the experts cannot compute without the others");
   return backbone_->StartPass(batch, context, /*rows=*/{});
 }
 
@@ -168,11 +202,17 @@ at::Tensor Model::HiddenStates(const RaggedBatch& batch, AttentionContext& conte
   return backbone_->Run(StartPass(batch, context));
 }
 
+at::Tensor Model::SoftCapped(const at::Tensor& logits) const {
+  const std::optional<double> cap = logit_soft_cap();
+  return cap.has_value() ? ops::SoftCap(logits, *cap) : logits;
+}
+
 at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   TORCH_CHECK(head_ == HeadKind::kLm, "the model has no language-model head");
   if (placement_.shard_count == 1) {
-    if (!at::GradMode::is_enabled()) return head_weight_->ForwardFirst(hidden, num_token_ids_);
-    return head_weight_->Forward(hidden).narrow(1, 0, num_token_ids_);
+    return SoftCapped(at::GradMode::is_enabled()
+                          ? head_weight_->Forward(hidden).narrow(1, 0, num_token_ids_)
+                          : head_weight_->ForwardFirst(hidden, num_token_ids_));
   }
   TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_group != nullptr && !at::GradMode::is_enabled(),
                               "logits of a vocabulary-parallel head with autograd, or of a shard "
@@ -180,7 +220,7 @@ at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   // An all-gather takes as many columns from every rank: the last ranks may hold fewer rows.
   const Shard shard = {.index = placement_.shard_index, .count = placement_.shard_count};
   const int64_t columns = shard.LargestSize(config_.vocab_size);
-  at::Tensor own = head_weight_->Forward(hidden);
+  at::Tensor own = SoftCapped(head_weight_->Forward(hidden));
   if (own.size(1) < columns) own = at::constant_pad_nd(own, {0, columns - own.size(1)});
   // [ranks * N, columns], rank by rank.
   return placement_.shard_group->AllGather(own)
@@ -234,6 +274,22 @@ absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t 
   return absl::OkStatus();
 }
 
+// Writes the experts [T, layers, k] of the inputs' tokens into their blocks.
+void RecordRouting(KvCache& cache, absl::Span<const DecodeInput> inputs,
+                   const at::Tensor& experts) {
+  std::vector<int64_t> places;
+  for (const DecodeInput& input : inputs) {
+    const int64_t end = input.start + static_cast<int64_t>(input.tokens.size());
+    for (int64_t p = input.start; p < end; ++p) {
+      places.push_back(input.blocks[static_cast<size_t>(p / kKvBlockTokens)] * kKvBlockTokens +
+                       p % kKvBlockTokens);
+    }
+  }
+  at::Tensor routing = cache.routing();
+  routing.index_copy_(0, at::tensor(places, at::kLong).to(routing.device()),
+                      experts.to(routing.scalar_type()));
+}
+
 }  // namespace
 
 BatchImages Model::ImagesOf(absl::Span<const DecodeInput> inputs) const {
@@ -271,6 +327,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
       tensor->reset();
     }
     batch.images = {};
+    batch.routing = {};
   };
   batch.offsets.assign(1, 0);
   batch.positions_end = 0;
@@ -305,11 +362,19 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   }
   at::Tensor wanted;
   if (num_rows != count) wanted = ops::Narrow(uploaded, 0, 2 * count, num_rows);
+  const bool records = cache.routing().defined() &&
+                       std::any_of(inputs.begin(), inputs.end(),
+                                   [](const DecodeInput& input) { return input.records_routing; });
+  std::vector<at::Tensor> chosen(records ? static_cast<size_t>(config_.RoutingLayout().layers) : 0);
+  if (records) batch.routing.chosen = &chosen;
 
   CachedContext context(cache, sequences);
-  ModelPass pass = backbone_->StartPass(batch, context, wanted);
+  ModelPass pass = backbone_->StartPass(batch, context, records ? at::Tensor() : wanted);
   pass.shards_tokens = false;
-  return backbone_->Run(pass);
+  const at::Tensor hidden = backbone_->Run(pass);
+  if (!records) return hidden;
+  RecordRouting(cache, inputs, at::stack(chosen, 1));
+  return wanted.defined() ? ops::SelectRows(hidden, wanted) : hidden;
 }
 
 std::vector<LayerCache> Model::CacheLayout() const {
@@ -344,6 +409,10 @@ std::vector<WeightSpec> Model::WeightSpecs(DType dtype) const {
   return specs;
 }
 
+std::vector<StackedTensor> Model::StackedTensors() const {
+  return family_->StackedTensors(config_);
+}
+
 at::Tensor Model::Parameter(absl::string_view name) const {
   const auto* parameter = store_->Find(std::string(name));
   return parameter == nullptr ? at::Tensor() : parameter->value;
@@ -372,7 +441,7 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .num_trainable_parameters = num_trainable_parameters(),
           .max_model_len = max_model_len,
           .eos_token_ids = config_.eos_token_ids,
-          .image_token_ids = config_.ImageTokenIds(),
+          .vision = config_.vision,
           .vocabulary_digest = {},
           .dtype = dtype() == at::kBFloat16 ? DType::kBFloat16 : DType::kFloat32,
           .quantization = Quantization::kNone};

@@ -31,6 +31,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,7 @@ namespace tandem {
 class Family;
 class ParameterStore;
 class PreparedWeights;
+struct StackedTensor;
 struct TensorView;
 
 // The source of a value head's weights.
@@ -98,6 +100,9 @@ struct DecodeInput {
   // The images of the sequence's prompt, and for each what ImageRows returned; nullptr: text.
   const PromptImages* images = nullptr;
   absl::Span<const at::Tensor> image_rows = {};
+  // Whether the experts that the tokens take are recorded (KvCache::routing), for a model that has
+  // experts. The last layer then computes the rows of all tokens of the pass.
+  bool records_routing = false;
 };
 
 // Whole parameters in the mapped memory of their files.
@@ -152,8 +157,9 @@ class Model {
   at::Tensor RunBlock(int64_t block, const at::Tensor& hidden, const ModelPass& pass) const {
     return backbone_->RunBlock(block, hidden, pass);
   }
-  // [N, H] -> [N, V], the logits of all token ids. Needs kLm. Ranks of a sharded model bring the
-  // logits of their rows, and each gets all; with autograd that is c10::NotImplementedError.
+  // [N, H] -> [N, V], the logits of all token ids, after the soft cap of a model that has one.
+  // Needs kLm. Ranks of a sharded model bring the logits of their rows, and each gets all; with
+  // autograd that is c10::NotImplementedError.
   at::Tensor ForwardLogits(const at::Tensor& hidden) const;
   // [N, H] -> [N]. Needs kValue and the last block.
   at::Tensor Values(const at::Tensor& hidden) const;
@@ -163,6 +169,8 @@ class Model {
   const at::Tensor& head_rows() const { return head_weight_->compute_weight(); }
   // Needs the whole head. [V, H]: the rows of token ids.
   at::Tensor output_weight() const { return head_rows().narrow(0, 0, num_token_ids_); }
+  // The soft cap of the logits (ops::SoftCap), which a fused output loss must compute, too.
+  std::optional<double> logit_soft_cap() const { return config_.decoder.logit_soft_cap; }
   std::string lm_head_name() const { return tied_ ? kEmbeddingName : kLmHeadName; }
 
   // Consumes every input's tokens in one ragged pass, and writes their keys and values into the
@@ -178,7 +186,7 @@ class Model {
   // Returns the hidden states [rows, H] that the vision tower gives the tokens of an image. They
   // depend on the weights. Throws c10::Error if the model has no tower.
   at::Tensor ImageRows(const VisionInput& input) const {
-    return backbone_->ImageRows(input.pixel_values.to(device()), {input.shape.grid});
+    return backbone_->ImageRows(PixelValues(input).to(device()), {input.shape.grid});
   }
 
   // The cached keys and values of each layer: the argument of a KvCache for Decode.
@@ -191,8 +199,9 @@ class Model {
   // Parameter::ComputedValue.
   NamedTensors Parameters() const;
   void OnWeightsChanged();
-  // The memory of the parameters, by block of a pass: flat, each parameter a view of its block's.
-  // Empty for a block that is not held.
+  // The memory of the parameters, by block of a pass: flat, each parameter a view of that of its
+  // Parameter::buffer. Empty for a block that is not held. Behind those of all blocks come, where
+  // experts are sharded, those of the blocks' experts.
   const std::vector<at::Tensor>& BlockBuffers() const;
   // Buffers of the same layout for copies in the type of the computation, which linear maps
   // multiply with: with LoadOptions::block_filled and another type than float32, else empty. They
@@ -202,6 +211,8 @@ class Model {
   const std::vector<tandem::Parameter>& DeclaredParameters() const;
   // Returns the specs of the same parameters as tensors of type `dtype`.
   std::vector<WeightSpec> WeightSpecs(DType dtype) const;
+  // Returns the tensors in which weight files of the model hold several parameters.
+  std::vector<StackedTensor> StackedTensors() const;
   // The parameter of that name; undefined if this process has none, or has it packed.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
@@ -246,6 +257,7 @@ class Model {
                                                       const HeadOptions& head,
                                                       const LoadOptions& options);
   bool IsWhole() const;
+  at::Tensor SoftCapped(const at::Tensor& logits) const;
   // Takes one tensor per parameter; nullptr: the parameter is drawn.
   void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);

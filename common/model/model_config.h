@@ -12,6 +12,7 @@
 #include "absl/strings/string_view.h"
 #include "common/kernels/attention_window.h"
 #include "common/kernels/gate_activation.h"
+#include "common/model/layer_cache.h"
 #include "common/model/vision/vision_config.h"
 
 namespace tandem {
@@ -41,8 +42,10 @@ struct RopeConfig {
   std::optional<double> mscale_all_dim = std::nullopt;
   // kYarn, kLongRope.
   std::optional<double> attention_factor = std::nullopt;
-  // kLongRope: head_dim / 2 divisors.
+  // kLongRope: a divisor for each frequency.
   std::vector<double> frequency_divisors = {};
+  // The number of a head's columns that are rotated, the first ones; std::nullopt: all.
+  std::optional<int64_t> rotary_dim = std::nullopt;
   // The longest sequence that the model rotates so, if it rotates longer ones otherwise.
   std::optional<int64_t> longest_sequence = std::nullopt;
   // M-RoPE (https://arxiv.org/abs/2409.12191): the numbers of frequencies that a token's positions
@@ -76,7 +79,7 @@ struct LayerWindows {
 struct LatentAttentionOptions {
   int64_t q_lora_rank = 0;  // 0: queries have no latent
   int64_t kv_lora_rank = 0;
-  // Of a head: the widths of queries and keys without and with rotation, and of values.
+  // The widths of a head: queries and keys without and with rotation, and values.
   int64_t qk_nope_head_dim = 0;
   int64_t qk_rope_head_dim = 0;
   int64_t v_head_dim = 0;
@@ -126,6 +129,12 @@ struct ExpertOptions {
     return routing.num_experts > 0 && layer >= first_layer && (layer + 1) % step == 0 &&
            std::ranges::find(dense_layers, layer) == dense_layers.end();
   }
+  // Returns the number of layers with experts among the first `layers` layers.
+  int64_t LayersBefore(int64_t layers) const {
+    int64_t count = 0;
+    for (int64_t i = 0; i < layers; ++i) count += OfLayer(i) ? 1 : 0;
+    return count;
+  }
 };
 
 // Hugging Face's names of the experts' parameters, below "model.layers.<i>.".
@@ -153,6 +162,9 @@ struct DecoderOptions {
   kernels::GateActivation activation = kernels::GateActivation::kSilu;  // of the MLP
   bool scale_embeddings = false;  // whether embeddings are multiplied by sqrt(hidden_size)
   std::optional<double> attention_scale = std::nullopt;  // std::nullopt: 1 / sqrt(head_dim)
+  // Soft caps x -> cap tanh(x / cap) of the scores of attention, and of the logits.
+  std::optional<double> attention_soft_cap = std::nullopt;
+  std::optional<double> logit_soft_cap = std::nullopt;
   LayerWindows windows = {};
   // In place of grouped-query attention.
   std::optional<LatentAttentionOptions> latent = std::nullopt;
@@ -161,6 +173,9 @@ struct DecoderOptions {
   int64_t num_nextn_predict_layers = 0;
   ExpertOptions experts = {};
   ExpertNames expert_names = {};
+  // Whether weight files hold the maps of queries, keys and values as one tensor, `qkv_proj`, and
+  // those of gate and up as one, `gate_up_proj`.
+  bool fused_projections = false;
   bool mrope = false;  // whether a token has three positions (RopeConfig::mrope_section)
 };
 
@@ -199,11 +214,12 @@ struct ModelConfig {
   // layers, and at last the final norm with the head.
   int64_t FirstLayerBlock() const { return vision.has_value() ? 2 : 1; }
   int64_t LastBlock() const { return FirstLayerBlock() + num_hidden_layers; }
-  // The ids of tokens that stand for images and videos; none for a model that reads text alone.
-  std::vector<int32_t> ImageTokenIds() const {
-    if (!vision.has_value()) return {};
-    return {static_cast<int32_t>(vision->image_token_id),
-            static_cast<int32_t>(vision->video_token_id)};
+  // The record of a token's routing in a cache; without layers for a model without experts.
+  RoutingCache RoutingLayout() const {
+    const RoutingRule& rule = decoder.experts.routing;
+    return {.layers = decoder.experts.LayersBefore(num_hidden_layers),
+            .num_experts = rule.num_experts,
+            .experts_per_token = rule.num_experts_per_tok};
   }
   // Width of a token's queries, and of its keys or its values.
   int64_t query_size() const { return num_attention_heads * head_dim; }

@@ -1,9 +1,11 @@
 #include "common/model/model_config.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "common/base/error.h"
 #include "common/model/rope.h"
+#include "common/model/rope_config.h"
 #include "common/model/testing/models.h"
 
 namespace tandem {
@@ -139,6 +141,7 @@ TEST(ModelConfigTest, TheEpsilonOfNormsHasTheDefaultOfTheFamily) {
   };
   EXPECT_EQ(default_of("llama"), 1e-6);
   EXPECT_EQ(default_of("olmo2"), 1e-5);
+  EXPECT_EQ(default_of("phi3"), 1e-5);
 }
 
 TEST(ModelConfigTest, LatentAttentionIsReadWithTheDefaultsOfTransformers) {
@@ -237,13 +240,40 @@ TEST(ModelConfigTest, ExpertsThatDoNotFitAreRefusedByName) {
   refused("qwen3_moe", {{"decoder_sparse_step", 0}}, kInvalid, "config.json.decoder_sparse_step");
 }
 
+TEST(ModelConfigTest, ShardsThatDoNotDivideAreRefusedByTheKeysOfTheFamily) {
+  const auto expect = [](const char* family, json changes, const std::string& message) {
+    const json even = {
+        {"num_attention_heads", 8}, {"num_key_value_heads", 4}, {"intermediate_size", 48}};
+    for (const auto& [key, value] : even.items()) {
+      if (!changes.contains(key)) changes[key] = value;
+    }
+    const ModelConfig config = TinyConfig(family, changes);
+    const absl::Status status =
+        FindFamily(family).value()->CheckShards(config, 4, /*whole_experts=*/false, "ranks");
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(FieldPath(status), "ranks");
+    EXPECT_THAT(std::string(status.message()),
+                testing::HasSubstr("4 does not divide config.json." + message));
+  };
+  expect("mistral", {{"num_key_value_heads", 2}}, "num_key_value_heads, which is 2");
+  expect("gemma3_text", {{"intermediate_size", 50}}, "intermediate_size, which is 50");
+  expect("mixtral", {{"intermediate_size", 50}}, "intermediate_size, which is 50");
+  expect("qwen3_moe", {{"moe_intermediate_size", 14}}, "moe_intermediate_size, which is 14");
+  expect("qwen2_moe", {{"shared_expert_intermediate_size", 18}},
+         "shared_expert_intermediate_size, which is 18");
+  expect("deepseek_v3", {{"num_attention_heads", 6}}, "num_attention_heads, which is 6");
+  expect("deepseek_v3", {{"moe_intermediate_size", 14}}, "moe_intermediate_size, which is 14");
+  expect("qwen2_vl", {{"num_key_value_heads", 2}}, "num_key_value_heads, which is 2");
+}
+
 TEST(ModelConfigTest, ExpertsOfDeepseekLieBehindTheFirstLayers) {
   const ModelConfig config =
       TinyConfig("deepseek_v3", {{"first_k_dense_replace", 1}, {"n_shared_experts", 2}});
   EXPECT_FALSE(config.decoder.experts.OfLayer(0));
   EXPECT_TRUE(config.decoder.experts.OfLayer(1));
   EXPECT_EQ(config.decoder.experts.shared_intermediate_size, 2 * 12);
-  EXPECT_FALSE(TinyConfig("deepseek_v3").decoder.experts.OfLayer(1));
+  EXPECT_FALSE(
+      TinyConfig("deepseek_v3", {{"first_k_dense_replace", 2}}).decoder.experts.OfLayer(1));
   const json groups = {{"first_k_dense_replace", 1}, {"n_group", 4}};
   EXPECT_EQ(FieldPath(ParseModelConfig(TinyConfigJson("deepseek_v3", groups).dump()).status()),
             "config.json.n_group");
@@ -314,7 +344,8 @@ TEST(ModelConfigTest, AnotherFamilyIsNamedBeforeSizesThatItCallsOtherwise) {
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(status.message(),
             "config.json.model_type: gpt2 is not supported (llama, mistral, qwen2, qwen3, olmo2, "
-            "deepseek_v3, gemma3_text, mixtral, qwen2_moe, qwen3_moe, qwen2_vl, qwen2_5_vl are)");
+            "deepseek_v3, gemma2, gemma3_text, mixtral, qwen2_moe, qwen3_moe, phi3, qwen2_vl, "
+            "qwen2_5_vl are)");
 }
 
 TEST(ModelConfigTest, UnsupportedFeaturesAreUnimplemented) {
@@ -348,6 +379,8 @@ TEST(ModelConfigTest, LayersHaveTheWindowsOfTheirFamily) {
   EXPECT_EQ(Windows("llama", {{"sliding_window", 7}}), (Expected{none, none, none, none}));
   EXPECT_EQ(Windows("mistral", {{"sliding_window", 7}}), (Expected{7, 7, 7, 7}));
   EXPECT_EQ(Windows("mistral", {{"sliding_window", nullptr}}), (Expected{none, none, none, none}));
+  EXPECT_EQ(Windows("phi3", {{"sliding_window", 7}}), (Expected{7, 7, 7, 7}));
+  EXPECT_EQ(Windows("phi3", json::object()), (Expected{none, none, none, none}));
   json without = TinyConfigJson("mistral", {{"sliding_window", nullptr}});  // removed
   EXPECT_EQ(ParseModelConfig(without.dump()).value().decoder.windows.OfLayer(0), 4096);
   for (const char* family : {"qwen2", "qwen3"}) {
@@ -405,6 +438,40 @@ TEST(ModelConfigTest, Gemma3IsReadWithTheDefaultsOfTransformers) {
   }
 }
 
+// As the layers of `transformers`, which read the key and compute no cap of scores.
+TEST(ModelConfigTest, Gemma3CapsLogitsAndNoScores) {
+  const DecoderOptions options = TinyConfig("gemma3_text", {{"attn_logit_softcapping", 50.0},
+                                                            {"final_logit_softcapping", 30.0}})
+                                     .decoder;
+  EXPECT_EQ(options.attention_soft_cap, std::nullopt);
+  EXPECT_EQ(options.logit_soft_cap, 30.0);
+}
+
+// The keys of a published config.json.
+TEST(ModelConfigTest, Gemma2IsReadWithTheDefaultsOfTransformers) {
+  json published = json::parse(R"({"model_type": "gemma2", "vocab_size": 256000,
+      "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 4,
+      "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192,
+      "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 224})");
+  const ModelConfig config = ParseModelConfig(published.dump()).value();
+  EXPECT_TRUE(config.tie_word_embeddings);
+  EXPECT_EQ(config.head_dim, 256);
+  EXPECT_EQ(config.rope.theta, 1e4);
+  EXPECT_EQ(config.decoder.attention_scale, 1.0 / std::sqrt(224.0));
+  EXPECT_EQ(config.decoder.attention_soft_cap, 50.0);
+  EXPECT_EQ(config.decoder.logit_soft_cap, 30.0);
+  for (int64_t layer = 0; layer < 4; ++layer) {
+    EXPECT_EQ(config.decoder.windows.OfLayer(layer), layer % 2 == 0 ? 4096 : kNoWindow) << layer;
+  }
+  published.update({{"attn_logit_softcapping", nullptr}, {"final_logit_softcapping", nullptr}});
+  const DecoderOptions without = ParseModelConfig(published.dump()).value().decoder;
+  EXPECT_EQ(without.attention_soft_cap, std::nullopt);
+  EXPECT_EQ(without.logit_soft_cap, std::nullopt);
+  published["attn_logit_softcapping"] = -1;
+  EXPECT_EQ(FieldPath(ParseModelConfig(published.dump()).status()),
+            "config.json.attn_logit_softcapping");
+}
+
 TEST(ModelConfigTest, WhatGemma3LacksHereIsNamed) {
   const auto expect = [](const json& changes, absl::StatusCode code, const std::string& field) {
     const absl::Status status =
@@ -413,8 +480,7 @@ TEST(ModelConfigTest, WhatGemma3LacksHereIsNamed) {
     EXPECT_EQ(FieldPath(status), "config.json." + field) << status;
   };
   const auto kNot = absl::StatusCode::kUnimplemented, kInvalid = absl::StatusCode::kInvalidArgument;
-  expect({{"attn_logit_softcapping", 50.0}}, kNot, "attn_logit_softcapping");
-  expect({{"final_logit_softcapping", 30.0}}, kNot, "final_logit_softcapping");
+  expect({{"final_logit_softcapping", 0}}, kInvalid, "final_logit_softcapping");
   expect({{"use_bidirectional_attention", true}}, kNot, "use_bidirectional_attention");
   expect({{"hidden_activation", "silu"}}, kNot, "hidden_activation");
   expect({{"rope_parameters", {{"rope_type", "default"}}}}, kNot, "rope_parameters.rope_type");
@@ -423,6 +489,56 @@ TEST(ModelConfigTest, WhatGemma3LacksHereIsNamed) {
   expect({{"query_pre_attn_scalar", 0}}, kInvalid, "query_pre_attn_scalar");
   expect({{"sliding_window_pattern", 0}}, kInvalid, "sliding_window_pattern");
   expect({{"layer_types", {"full_attention"}}}, kInvalid, "layer_types");
+}
+
+// The keys of a published config.json.
+TEST(ModelConfigTest, Phi3IsReadWithTheDefaultsOfTransformers) {
+  const json published = json::parse(R"({"model_type": "phi3", "vocab_size": 32064,
+      "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 2,
+      "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131072,
+      "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+      "sliding_window": 262144})");
+  json config = published;
+  const std::vector<double> divisors(36, 1.5);
+  config["rope_scaling"] = {
+      {"type", "su"}, {"short_factor", divisors}, {"long_factor", std::vector<double>(36, 2.0)}};
+  const ModelConfig parsed = ParseModelConfig(config.dump()).value();
+  EXPECT_EQ(parsed.rms_norm_eps, 1e-5);
+  EXPECT_EQ(parsed.rope.rotary_dim, 72);
+  EXPECT_EQ(parsed.rope.type, RopeConfig::Type::kLongRope);
+  EXPECT_EQ(parsed.rope.frequency_divisors, divisors);
+  EXPECT_EQ(parsed.rope.factor, 32.0);
+  EXPECT_EQ(parsed.LongestSequence(1'000'000), 4096);
+  EXPECT_EQ(parsed.decoder.windows.OfLayer(1), 262144);
+  // The length of pre-training is 4096 unless config.json itself says another one.
+  config.erase("original_max_position_embeddings");
+  config["rope_scaling"]["original_max_position_embeddings"] = 8192;
+  EXPECT_EQ(ParseModelConfig(config.dump()).value().LongestSequence(1'000'000), 4096);
+  // The inner object's share of rotated columns comes first.
+  config = published;
+  config["rope_parameters"] = {{"rope_type", "default"}, {"partial_rotary_factor", 0.5}};
+  EXPECT_EQ(ParseModelConfig(config.dump()).value().rope.rotary_dim, 48);
+  config["rope_parameters"]["partial_rotary_factor"] = 1.0;
+  EXPECT_EQ(ParseModelConfig(config.dump()).value().rope.rotary_dim, std::nullopt);
+}
+
+TEST(ModelConfigTest, WhatPhi3CannotBeIsNamed) {
+  const auto expect = [](const json& changes, absl::StatusCode code, const std::string& field) {
+    const absl::Status status = ParseModelConfig(TinyConfigJson("phi3", changes).dump()).status();
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(FieldPath(status), "config.json." + field) << status;
+  };
+  const auto kNot = absl::StatusCode::kUnimplemented, kInvalid = absl::StatusCode::kInvalidArgument;
+  for (const double factor : {0.1, 0.5, 1.2}) {  // 1, 5 and 12 columns of 10
+    expect({{"partial_rotary_factor", factor}}, kInvalid, "partial_rotary_factor");
+  }
+  for (const char* type : {"linear", "yarn"}) {
+    expect({{"rope_scaling", {{"type", type}, {"factor", 2.0}}}}, kNot, "rope_scaling.type");
+  }
+  // As many divisors as frequencies: 3, of 6 columns.
+  expect({{"rope_scaling",
+           {{"type", "longrope"}, {"short_factor", {1, 1}}, {"long_factor", {1, 1, 1}}}}},
+         kInvalid, "rope_scaling.short_factor");
 }
 
 TEST(ModelConfigTest, HostileTextIsRefused) {
@@ -438,6 +554,19 @@ TEST(RopeTest, DefaultFrequenciesFallGeometrically) {
   EXPECT_EQ(rope.attention_scaling, 1.0);
   ASSERT_EQ(rope.inverse.size(), 4u);
   for (int i = 0; i < 4; ++i) EXPECT_NEAR(rope.inverse[i], std::pow(10.0, -i), 1e-7);
+}
+
+TEST(RopeTest, TablesGrowAheadUpToTheLongestSequence) {
+  const auto bytes = [](const char* family, int64_t positions, int64_t longest) {
+    return RotaryTableBytes(TinyConfig(family, {{"max_position_embeddings", positions}}), longest);
+  };
+  const int64_t position = 10 * 4;  // a cosine and a sine for five pairs
+  EXPECT_EQ(bytes("llama", 256, 100), 256 * position);
+  EXPECT_EQ(bytes("llama", 256, 1000), 256 * position) << "no sequence is longer";
+  EXPECT_EQ(bytes("llama", 100000, 100), 512 * position);
+  EXPECT_EQ(bytes("llama", 100000, 3000), 2 * 2999 * position);
+  EXPECT_EQ(bytes("gemma3_text", 256, 100), 2 * 256 * position) << "layers with a window";
+  EXPECT_EQ(bytes("deepseek_v3", 256, 100), 256 * 6 * 4) << "the width that is rotated";
 }
 
 }  // namespace

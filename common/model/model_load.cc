@@ -18,6 +18,7 @@
 #include "common/model/initial_value.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
+#include "common/model/stacked_tensors.h"
 #include "common/model/value_head_tensors.h"
 #include "common/model/weight_files_check.h"
 #include "common/tensor/aten_bytes.h"
@@ -59,37 +60,6 @@ struct ModelFiles {
     return files;
   }
 };
-
-// Puts a view of every parameter in the place of the tensors in which files hold several
-// (Family::StackedTensors).
-absl::Status Unstack(const std::vector<StackedTensor>& stacks, ModelFiles& files) {
-  std::map<absl::string_view, const StackedTensor*> by_name;
-  for (const StackedTensor& stack : stacks) by_name[stack.name] = &stack;
-  std::vector<const TensorView*> tensors;
-  for (const TensorView* view : files.tensors) {
-    const auto found = by_name.find(view->name);
-    if (found == by_name.end()) {
-      tensors.push_back(view);
-      continue;
-    }
-    const StackedTensor& stack = *found->second;
-    TANDEM_RETURN_IF_ERROR(CheckFloatTensor(*view, stack.shape));
-    const auto count = stack.parameters.size();
-    const auto columns = stack.shape.back();
-    int64_t rows = 1;
-    for (size_t axis = 0; axis + 1 < stack.shape.size(); ++axis) rows *= stack.shape[axis];
-    for (size_t i = 0; i < count; ++i) {
-      TensorView part = *view;
-      part.name = stack.parameters[i];
-      part.shape = {rows / static_cast<int64_t>(count), columns};
-      part.bytes = view->bytes / count;
-      part.data = view->data + i * part.bytes;
-      tensors.push_back(&files.unstacked.emplace_back(std::move(part)));
-    }
-  }
-  files.tensors = std::move(tensors);
-  return absl::OkStatus();
-}
 
 // Returns the tensor of each of `specs`, in their order; nullptr for a value head that the files
 // lack. A tensor without a parameter is an error.
@@ -156,7 +126,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
   TANDEM_ASSIGN_OR_RETURN(ModelFiles files, ModelFiles::Open(directory, options.head));
   TANDEM_RETURN_IF_ERROR(CheckSizes(config, *files.directory));
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
-  TANDEM_RETURN_IF_ERROR(Unstack(family->StackedTensors(config), files));
+  TANDEM_RETURN_IF_ERROR(
+      Unstack(family->StackedTensors(config), directory, files.tensors, files.unstacked));
   if (options.head == HeadKind::kValue && config.tie_word_embeddings &&
       files.value_head.weight == nullptr && !options.untie_embeddings) {
     return InvalidField("use_value_head",
@@ -193,7 +164,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
 absl::StatusOr<SourceParameters> Model::ReadSource() const {
   const at::NoGradGuard no_grad;
   TANDEM_ASSIGN_OR_RETURN(ModelFiles opened, ModelFiles::Open(source_directory_, head_));
-  TANDEM_RETURN_IF_ERROR(Unstack(family_->StackedTensors(config_), opened));
+  TANDEM_RETURN_IF_ERROR(
+      Unstack(StackedTensors(), source_directory_, opened.tensors, opened.unstacked));
   const auto files = std::make_shared<const ModelFiles>(std::move(opened));
   std::vector<ParameterSpec> specs;
   for (const auto& parameter : store_->parameters()) specs.push_back(parameter.spec);
@@ -226,7 +198,7 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
     bool exact = false;
     if (parameter.held()) {  // else another process holds it
-      AllocateMemory(BlockBuffers()[static_cast<size_t>(block)]);
+      AllocateMemory(BlockBuffers()[static_cast<size_t>(parameter.buffer)]);
       parameter.CopyFrom(whole);
       exact = parameter.value.defined() && parameter.shard.count == 1 && parameter.value.is_cpu() &&
               parameter.value.scalar_type() == at::kFloat;

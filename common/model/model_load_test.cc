@@ -378,6 +378,75 @@ TEST_F(ExpertFilesTest, StackedExpertsAreThoseOfFilesThatHoldThemOneByOne) {
   EXPECT_EQ(FieldPath(Model::Load(directory_).status()), "config.json.moe_intermediate_size");
 }
 
+// Files of Phi-3 hold queries, keys and values in one tensor, and gate and up in one.
+class FusedFilesTest : public ModelLoadTest {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(model_->Save(directory_).ok());
+    tensors_ = ReadNamedTensors(directory_ / "model.safetensors").value();
+  }
+  at::Tensor& Tensor(const std::string& name) {
+    for (auto& [other, tensor] : tensors_) {
+      if (other == name) return tensor;
+    }
+    return tensors_.emplace_back(name, at::Tensor()).second;
+  }
+  void Remove(const std::string& name) {
+    std::erase_if(tensors_, [&](const auto& one) { return one.first == name; });
+  }
+
+  const std::unique_ptr<Model> model_ = TinyModel("phi3");
+  const std::string layer_ = "model.layers.1.";
+  NamedTensors tensors_;
+};
+
+TEST_F(FusedFilesTest, AnExportHasTheTensorsOfTransformers) {
+  const auto parameter = [&](const std::string& name) { return model_->Parameter(layer_ + name); };
+  const std::string attention = "self_attn.", mlp = "mlp.";
+  EXPECT_TRUE(at::equal(
+      Tensor(layer_ + attention + "qkv_proj.weight"),
+      at::cat({parameter(attention + "q_proj.weight"), parameter(attention + "k_proj.weight"),
+               parameter(attention + "v_proj.weight")})));
+  EXPECT_TRUE(
+      at::equal(Tensor(layer_ + mlp + "gate_up_proj.weight"),
+                at::cat({parameter(mlp + "gate_proj.weight"), parameter(mlp + "up_proj.weight")})));
+  for (const auto& [name, tensor] : tensors_) {
+    EXPECT_THAT(name, testing::Not(testing::ContainsRegex("\\.[qkv]_proj|gate_proj|\\.up_proj")))
+        << name;
+  }
+  const auto loaded = Model::Load(directory_).value();
+  ExpectSameParameters(*loaded, *model_);
+  EXPECT_EQ(loaded->weights_digest(), model_->weights_digest());
+  EXPECT_EQ(WeightsDigest(loaded->ReadSource().value().tensors), model_->weights_digest());
+}
+
+TEST_F(FusedFilesTest, WhatIsMissingMisshapenOrTooManyIsNamed) {
+  const std::string qkv = layer_ + "self_attn.qkv_proj.weight";
+  const at::Tensor whole = Tensor(qkv);
+  Remove(qkv);
+  WriteWeights(tensors_);
+  ExpectInvalid(qkv, "missing");
+  Tensor(qkv) = whole.narrow(0, 0, 90);
+  WriteWeights(tensors_);
+  ExpectInvalid(qkv, "shape");
+  Tensor(qkv) = whole;
+  const std::string up = layer_ + "mlp.up_proj.weight";
+  Tensor(up) = at::ones({43, 30});
+  WriteWeights(tensors_);
+  ExpectInvalid(up, "given twice");
+}
+
+TEST_F(FusedFilesTest, SizesThatTheFilesDoNotHaveAreRefusedByName) {
+  const std::pair<const char*, int64_t> absurd[] = {{"num_attention_heads", 2'000'000},
+                                                    {"intermediate_size", 2'000'000'000}};
+  for (const auto& [field, value] : absurd) {
+    std::ofstream(directory_ / "config.json") << TinyConfigJson("phi3", {{field, value}}).dump();
+    const absl::Status status = Model::Load(directory_).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_EQ(FieldPath(status), std::string("config.json.") + field) << status;
+  }
+}
+
 TEST_F(ModelLoadTest, WhatWasLoadedCanBeReadAgain) {
   Write();
   const auto model = Model::Load(directory_, {.requires_grad = true}).value();

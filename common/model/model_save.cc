@@ -12,6 +12,7 @@
 #include "common/model/family.h"
 #include "common/model/model.h"
 #include "common/model/parameter_store.h"
+#include "common/model/stacked_tensors.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/tensor/tensor_memory.h"
@@ -104,10 +105,16 @@ absl::Status Model::Save(const std::string& directory, DType dtype, TensorSource
   fs::create_directories(directory, error);
   if (error) return FileError(error.value(), "cannot create", directory);
   const fs::path target(directory);
-  std::vector<WeightSpec> specs = WeightSpecs(dtype);
+  std::vector<WeightSpec> parameter_specs = WeightSpecs(dtype);
+  // `transformers` keeps buffers in float32, whatever the type of the weights.
+  for (size_t i = 0; i < parameter_specs.size(); ++i) {
+    if (!store_->parameters()[i].spec.trains) parameter_specs[i].dtype = DType::kFloat32;
+  }
+  const std::vector<StackedTensor> stacks = StackedTensors();
+  std::vector<WeightSpec> specs = ExportedSpecs(stacks, parameter_specs);
   specs.insert(specs.end(), kept_tensors_.begin(), kept_tensors_.end());
   const auto all = [&](TensorVisitor visit) -> absl::Status {
-    TANDEM_RETURN_IF_ERROR(parameters(visit));
+    TANDEM_RETURN_IF_ERROR(VisitExported(stacks, parameters, visit));
     return VisitKeptTensors(visit);
   };
   TANDEM_RETURN_IF_ERROR(

@@ -3,10 +3,12 @@
 #define TANDEM_COMMON_MODEL_MODEL_SUMMARY_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "common/model/quantization.h"
+#include "common/model/vision/vision_config.h"
 #include "common/tensor/dtype.h"
 
 namespace tandem {
@@ -20,9 +22,9 @@ struct ModelSummary {
   int64_t num_trainable_parameters = 0;  // all but the frozen ones; 0 where nothing trains
   int64_t max_model_len = 0;             // longest sequence that the engine accepts
   std::vector<int64_t> eos_token_ids;
-  std::vector<int32_t> image_token_ids = {};  // ModelConfig::ImageTokenIds
-  std::string vocabulary_digest;              // Vocabulary::Digest; empty without a tokenizer.json
-  DType dtype = DType::kFloat32;              // of the linear maps, unless they are quantised
+  std::optional<VisionConfig> vision = std::nullopt;  // nullopt: the model takes no images
+  std::string vocabulary_digest;  // Vocabulary::Digest; empty without a tokenizer.json
+  DType dtype = DType::kFloat32;  // of the linear maps, unless they are quantised
   Quantization quantization = Quantization::kNone;
 };
 

@@ -125,15 +125,29 @@ TEST(ModelTest, MoreTokenIdsThanRowsAreRefused) {
   EXPECT_EQ(FieldPath(status), "tokenizer.json");
 }
 
-TEST(ModelTest, PackedSequencesEqualSingleOnes) {
-  const auto model = TinyModel("qwen3");
+// With the CPU's kernels, in training and without autograd.
+TEST(ModelTest, PackedSequencesHaveTheBitsOfSingleOnes) {
   const std::vector<Tokens> sequences = {SomeTokens(1, 1), SomeTokens(70, 2), SomeTokens(9, 3)};
-  const at::Tensor packed = FullHidden(*model, sequences);
-  int64_t begin = 0;
-  for (const Tokens& tokens : sequences) {
-    const int64_t count = static_cast<int64_t>(tokens.size());
-    EXPECT_LE(MaxDifference(packed.narrow(0, begin, count), FullHidden(*model, {tokens})), 1e-5);
-    begin += count;
+  for (const std::string& family : EveryFamily()) {
+    for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
+      const auto trained = TinyModel(family, {}, {.head = head, .requires_grad = true});
+      const auto model = TinyModel(family, {}, {.head = head});
+      const auto outputs = [&](const Model& one, const std::vector<Tokens>& batch) {
+        const c10::InferenceMode guard(&one == model.get());
+        const at::Tensor hidden = FullHidden(one, batch);
+        return (head == HeadKind::kLm ? one.ForwardLogits(hidden) : one.Values(hidden)).detach();
+      };
+      const at::Tensor packed = outputs(*model, sequences);
+      EXPECT_TRUE(at::equal(outputs(*trained, sequences), packed)) << family;
+      int64_t begin = 0;
+      for (const Tokens& tokens : sequences) {
+        const int64_t count = static_cast<int64_t>(tokens.size());
+        EXPECT_TRUE(at::equal(packed.narrow(0, begin, count), outputs(*model, {tokens}))) << family;
+        EXPECT_TRUE(at::equal(packed.narrow(0, begin, count), outputs(*trained, {tokens})))
+            << family;
+        begin += count;
+      }
+    }
   }
 }
 
@@ -142,7 +156,8 @@ TEST(ModelTest, PackedSequencesEqualSingleOnes) {
 TEST(ModelTest, LatentAttentionHasTheSameBitsInTrainingAndDecoding) {
   for (const nlohmann::json& changes : {nlohmann::json{{"q_lora_rank", nullptr}},
                                         {{"num_attention_heads", 21}},
-                                        {{"first_k_dense_replace", 1}}}) {
+                                        {{"first_k_dense_replace", 2}},
+                                        {{"first_k_dense_replace", 0}}}) {
     const auto trained = TinyModel("deepseek_v3", changes, {.requires_grad = true});
     const Tokens tokens = SomeTokens(80, 4);
     const at::Tensor training = FullHidden(*trained, {SomeTokens(3, 1), tokens}).detach();
@@ -162,14 +177,6 @@ TEST(ModelTest, LatentAttentionHasTheSameBitsInTrainingAndDecoding) {
     }
     EXPECT_TRUE(at::equal(at::cat(hidden), training.narrow(0, 3, 80))) << changes.dump();
   }
-}
-
-TEST(ModelTest, InferenceEqualsTrainingForward) {
-  const auto model = TinyModel("llama", {}, {.requires_grad = true});
-  const at::Tensor training = FullHidden(*model, {SomeTokens(80, 4)});
-  EXPECT_TRUE(training.requires_grad());
-  c10::InferenceMode guard;
-  EXPECT_LE(MaxDifference(FullHidden(*model, {SomeTokens(80, 4)}), training), 1e-5);
 }
 
 // However the tokens are chunked and batched, a row's bits are those of the whole sequence alone.
@@ -192,6 +199,39 @@ TEST(ModelTest, DecodeIsInvariantToChunkingAndBatching) {
         sequences.Decode({{0, span_a.subspan(70, 1)}, {1, span_b.subspan(10)}}).value();
     EXPECT_TRUE(at::equal(second[0], whole_a[70])) << family;
     EXPECT_TRUE(at::equal(second[1], whole_b[39])) << family;
+  }
+}
+
+// Whatever rows are wanted, the experts of every token and layer are those of the whole sequence.
+TEST(ModelTest, ACacheRecordsTheExpertsOfEveryToken) {
+  c10::InferenceMode guard;
+  for (const auto& [family, changes] : {std::pair{"mixtral", nlohmann::json::object()},
+                                        {"qwen2_moe", {}},
+                                        {"qwen3_moe", {{"num_experts", 300}}},
+                                        {"deepseek_v3", {{"first_k_dense_replace", 1}}}}) {
+    const auto model = TinyModel(family, changes);
+    const Tokens tokens = SomeTokens(75, 5), others = SomeTokens(9, 6);
+    const auto layers = static_cast<size_t>(model->config().RoutingLayout().layers);
+    std::vector<at::Tensor> chosen(layers);
+    RaggedBatch batch = MakeRaggedBatch({tokens});
+    batch.routing.chosen = &chosen;
+    CausalContext context;
+    const at::Tensor whole = model->HiddenStates(batch, context);
+    const at::Tensor expected = at::stack(chosen, 1);
+
+    CachedSequences sequences(*model, 3, 128);
+    const absl::Span<const int64_t> span(tokens);
+    ASSERT_TRUE(sequences.Decode({{0, span.subspan(0, 66), 0, nullptr, true}}).ok());
+    sequences.CopyPrefix(0, 2, 66);
+    const at::Tensor rows = sequences
+                                .Decode({{1, others, 2},
+                                         {0, span.subspan(66, 9), 1, nullptr, true},
+                                         {2, span.subspan(66, 9)}})
+                                .value();
+    EXPECT_TRUE(at::equal(rows.narrow(0, 2, 1), whole.narrow(0, 74, 1))) << family;
+    for (const int64_t sequence : {0, 2}) {
+      EXPECT_TRUE(at::equal(sequences.Routing(sequence, 75).to(at::kLong), expected)) << family;
+    }
   }
 }
 
@@ -365,15 +405,21 @@ TEST(ModelTest, FrozenParametersHaveNoGradient) {
 TEST(ModelTest, GradientsReachEveryParameter) {
   for (const std::string& family : EveryFamily()) {
     for (const HeadKind head : {HeadKind::kLm, HeadKind::kValue}) {
-      // An expert that no token chose would have no gradient.
-      const auto model =
-          TinyModel(family, {{"num_experts_per_tok", 5}}, {.head = head, .requires_grad = true});
+      // Every token takes every expert: one that none chose would have no gradient.
+      const auto model = TinyModel(
+          family,
+          {{"num_experts_per_tok", 5}, {"n_routed_experts", 5}, {"n_group", 1}, {"topk_group", 1}},
+          {.head = head, .requires_grad = true});
       const at::Tensor hidden = HiddenWithImages(*model, {SomeTokens(6, 1), SomeTokens(3, 2)});
       (head == HeadKind::kLm ? model->ForwardLogits(hidden) : model->Values(hidden))
           .pow(2)
           .mean()
           .backward();
       for (const auto& [name, parameter] : model->Parameters()) {
+        if (!parameter.requires_grad()) {
+          EXPECT_THAT(name, testing::EndsWith("e_score_correction_bias"));
+          continue;
+        }
         ASSERT_TRUE(parameter.grad().defined()) << name;
         // A key's bias moves all scores of a row alike: softmax does not see it.
         if (name.find("k_proj.bias") != std::string::npos) continue;

@@ -9,8 +9,10 @@
 #include <memory>
 
 #include "common/kernels/weight_format.h"
+#include "common/model/expert_shard.h"
 #include "common/model/parameter_spec.h"
 #include "common/model/shard.h"
+#include "common/ops/expert_parallel_group.h"
 #include "common/ops/packed_weight.h"
 #include "common/ops/tensor_parallel_group.h"
 
@@ -36,16 +38,21 @@ struct Placement {
   // The ranks that hold the shards, this one as rank `shard_index`. A process without them can hold
   // its shard and not compute with it.
   std::shared_ptr<ops::TensorParallelGroup> shard_group = nullptr;
+  // The experts that this process holds, in equal shards over the ranks of `expert_group`, between
+  // which tokens travel. With ExpertShard::whole the ranks of shard_group hold them instead, which
+  // have all tokens; such a model only infers.
+  ExpertShard experts = {};
+  std::shared_ptr<ops::ExpertParallelGroup> expert_group = nullptr;
   // The ranks that compute the same values of a value head; nullptr: those of shard_group.
   std::shared_ptr<ops::TensorParallelGroup> output_group = nullptr;
-  // Number of equal shards into which each block's flat buffer can be divided (the ZeRO world
-  // size).
+  // Number of equal shards into which each flat buffer can be divided (the ZeRO world size).
   int64_t buffer_shards = 1;
   // Whether this process holds the parameters of a block; nullptr: it holds all. With a tied head,
   // a process that holds the last block also holds block 0, the embedding.
   std::function<bool(int64_t block)> holds_block = nullptr;
 
   bool Holds(int64_t block) const { return holds_block == nullptr || holds_block(block); }
+  bool Holds(const ParameterSpec& spec) const { return Holds(spec.block) && spec.IsIn(experts); }
 };
 
 struct Parameter {
@@ -53,8 +60,10 @@ struct Parameter {
   Shard shard;
   bool trainable = false;
   // This process's shard, a leaf that requires a gradient if trainable. Undefined if the process
-  // does not hold the block, or holds the parameter packed.
+  // does not hold the block or the expert, or holds the parameter packed.
   at::Tensor value;
+  // The flat buffer in which the value lies: an index of Model::BlockBuffers.
+  int64_t buffer = 0;
   // With a packed Placement::weight_format: the matrix in which this process's shard has the rows
   // from `packed_row` on. nullptr for norms and biases.
   std::shared_ptr<const ops::PackedWeight> packed = nullptr;

@@ -9,7 +9,9 @@
 
 #include "absl/status/statusor.h"
 #include "common/kernels/weight_format.h"
+#include "common/model/expert_shard.h"
 #include "common/model/model_config.h"
+#include "common/model/shard.h"
 
 namespace tandem {
 
@@ -33,10 +35,19 @@ struct ParameterSpec {
   bool stays_dense = false;
   // Whether gradients change it. A buffer of `transformers` is loaded and saved alone.
   bool trains = true;
+  // The expert that has it. Not set: it belongs to none.
+  std::optional<ExpertOfLayer> expert = std::nullopt;
 
   int64_t numel() const;
   // Whether a packed format packs it, and bfloat16 weights round it.
   bool packs() const { return shape.size() == 2 && !stays_dense; }
+  // Whether a rank that holds the block and those experts holds a shard of it.
+  bool IsIn(const ExpertShard& experts) const { return !expert || expert->IsIn(experts); }
+  // Returns the shard that rank `index` of `count` tensor-parallel ranks holds of it.
+  Shard ShardOf(int64_t index, int64_t count, const ExpertShard& experts) const {
+    if (!shard_axis || (expert && experts.whole)) return {};
+    return {.axis = *shard_axis, .index = index, .count = count};
+  }
 };
 
 // Whether a model whose matrices are stored in `format` has the parameter packed: linear maps, the

@@ -37,13 +37,16 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
   std::unique_ptr<ParameterStore> store(new ParameterStore(placement));
   store->training_ = !trainable.empty();
   store->without_memory_ = without_memory;
+  int64_t num_blocks = 0;
+  for (const ParameterSpec& spec : specs) num_blocks = std::max(num_blocks, spec.block + 1);
   for (size_t i = 0; i < specs.size(); ++i) {
     Parameter parameter = {
         .spec = specs[i], .shard = {}, .trainable = store->training_ && trainable[i], .value = {}};
     parameter.rounded = placement.weight_dtype == at::kBFloat16 && specs[i].packs();
-    if (const std::optional<int64_t> axis = specs[i].shard_axis; axis.has_value()) {
-      parameter.shard = {*axis, placement.shard_index, placement.shard_count};
-    }
+    parameter.shard =
+        specs[i].ShardOf(placement.shard_index, placement.shard_count, placement.experts);
+    const bool apart = specs[i].expert.has_value() && placement.experts.count > 1;
+    parameter.buffer = specs[i].block + (apart ? num_blocks : 0);
     store->indices_.emplace(specs[i].name, i);
     store->parameters_.push_back(std::move(parameter));
   }
@@ -54,10 +57,10 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
 void ParameterStore::AllocateBlocks() {
   std::vector<int64_t> sizes;
   for (const Parameter& parameter : parameters_) {
-    const auto block = static_cast<size_t>(parameter.spec.block);
-    sizes.resize(std::max(sizes.size(), block + 1));
-    if (!placement_.Holds(parameter.spec.block) || IsPacked(parameter)) continue;
-    sizes[block] += Aligned(c10::multiply_integers(parameter.shard.ShapeOf(parameter.spec.shape)));
+    const auto buffer = static_cast<size_t>(parameter.buffer);
+    sizes.resize(std::max(sizes.size(), buffer + 1));
+    if (!placement_.Holds(parameter.spec) || IsPacked(parameter)) continue;
+    sizes[buffer] += Aligned(c10::multiply_integers(parameter.shard.ShapeOf(parameter.spec.shape)));
   }
   const auto options =
       at::device(placement_.device).dtype(training_ ? at::kFloat : placement_.dtype);
@@ -123,11 +126,11 @@ std::shared_ptr<const ops::PackedWeight> ParameterStore::AllocatePacked(
 at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
   const at::NoGradGuard no_grad;
   const std::vector<int64_t> stacked_shape = StackedShape(names);
-  const auto block = static_cast<size_t>(Find(names[0])->spec.block);
+  const auto buffer = static_cast<size_t>(Find(names[0])->buffer);
   const int64_t numel = c10::multiply_integers(stacked_shape);
   at::Tensor stacked =
-      block_buffers_[block].narrow(0, taken_[block], numel).view(stacked_shape).detach();
-  taken_[block] += Aligned(numel);
+      block_buffers_[buffer].narrow(0, taken_[buffer], numel).view(stacked_shape).detach();
+  taken_[buffer] += Aligned(numel);
   int64_t begin = 0;
   for (const std::string& name : names) {
     Parameter& parameter = *FindMutable(name);
@@ -139,8 +142,8 @@ at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
   return stacked;
 }
 
-at::Tensor ParameterStore::ComputeView(int64_t block, const at::Tensor& stacked) const {
-  return compute_buffers_[static_cast<size_t>(block)]
+at::Tensor ParameterStore::ComputeView(int64_t buffer, const at::Tensor& stacked) const {
+  return compute_buffers_[static_cast<size_t>(buffer)]
       .narrow(0, stacked.storage_offset(), stacked.numel())
       .view(stacked.sizes())
       .detach();
@@ -188,10 +191,10 @@ const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::strin
                                                                           : Allocate(weight_names);
   const at::Tensor bias = take_bias();
   if (!compute_buffers_.empty()) {
-    const int64_t block = Find(weight_names[0])->spec.block;
+    const int64_t buffer = first->buffer;
     return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
-                                        ComputeView(block, stacked),
-                                        bias.defined() ? ComputeView(block, bias) : at::Tensor());
+                                        ComputeView(buffer, stacked),
+                                        bias.defined() ? ComputeView(buffer, bias) : at::Tensor());
   }
   return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
                                       placement_.dtype, HasRoundedCopies());
@@ -215,7 +218,7 @@ ParameterSet ParameterStore::NewSet() const {
     if (parameter.packed != nullptr) parameter.packed = copies.at(parameter.packed);
     const at::Tensor value = parameter.value;
     if (!value.defined()) continue;
-    parameter.value = set.block_buffers[static_cast<size_t>(parameter.spec.block)].as_strided(
+    parameter.value = set.block_buffers[static_cast<size_t>(parameter.buffer)].as_strided(
         value.sizes(), value.strides(), value.storage_offset());
   }
   return set;

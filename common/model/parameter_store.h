@@ -39,7 +39,9 @@ class ParameterStore {
   // Parameters in the order of their declaration.
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Flat: all parameters of a block are views of it, each (or each stack of them) aligned to 64
-  // bytes. Empty for a block that is not held. Packed matrices are not in them.
+  // bytes. Empty for a block that is not held. Packed matrices are not in them. Where experts are
+  // sharded, those of block b have a buffer of their own, at the number of blocks + b, because
+  // other ranks hold the same values of it.
   const std::vector<at::Tensor>& block_buffers() const { return block_buffers_; }
   // Buffers of the same layout in the type of the computation, which linear maps multiply with; the
   // caller fills them. Only where `without_memory` and that type is not float32; else empty.
@@ -53,7 +55,7 @@ class ParameterStore {
   // Returns the table of that name; an empty one if its block is not held.
   ops::EmbeddingWeight TakeEmbedding(const std::string& name);
   // Returns the linear maps "<name>.weight" (with "<name>.bias" where declared) of one input,
-  // stacked in one buffer. A single map that was taken before is shared. Their block must be held.
+  // stacked in one buffer. A single map that was taken before is shared. They must be held.
   // The result lives as long as the store.
   const ops::LinearWeight& TakeLinear(const std::vector<std::string>& names);
 
@@ -72,8 +74,8 @@ class ParameterStore {
 
   void AllocateBlocks();
   Parameter* FindMutable(const std::string& name);
-  // Returns the view of a block's compute buffer at the place of `stacked` in the block's buffer.
-  at::Tensor ComputeView(int64_t block, const at::Tensor& stacked) const;
+  // Returns the view of a compute buffer at the place of `stacked` in the buffer of that index.
+  at::Tensor ComputeView(int64_t buffer, const at::Tensor& stacked) const;
   // Whether a parameter is stored packed: the matrices of a model with a packed format are.
   bool IsPacked(const Parameter& parameter) const;
   // Whether linear maps and the embedding read rounded copies of their values. In a model that only

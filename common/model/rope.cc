@@ -60,11 +60,11 @@ double LongRopeScale(const RopeConfig& rope) {
 
 }  // namespace
 
-RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim) {
+RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t dim) {
   RopeFrequencies result{{}, 1.0};
-  for (int64_t d = 0; d < head_dim; d += 2) {
+  for (int64_t d = 0; d < dim; d += 2) {
     // fp32 where `transformers` has fp32, for the same rounding.
-    const float exponent = static_cast<float>(d) / static_cast<float>(head_dim);
+    const float exponent = static_cast<float>(d) / static_cast<float>(dim);
     const float power = static_cast<float>(std::pow(rope.theta, static_cast<double>(exponent)));
     result.inverse.push_back(1.0f / power);
   }
@@ -78,7 +78,7 @@ RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim)
       StretchLlama3(rope, result.inverse);
       break;
     case RopeConfig::Type::kYarn:
-      StretchYarn(rope, head_dim, result.inverse);
+      StretchYarn(rope, dim, result.inverse);
       if (rope.attention_factor.has_value()) {
         result.attention_scaling = *rope.attention_factor;
       } else if (rope.mscale.has_value() && rope.mscale_all_dim.has_value()) {

@@ -9,12 +9,12 @@
 namespace tandem {
 
 struct RopeFrequencies {
-  std::vector<float> inverse;  // one per pair of dimensions: head_dim / 2 values
+  std::vector<float> inverse;  // one per pair of dimensions: dim / 2 values
   double attention_scaling;    // factor on cosines and sines (yarn, longrope), 1 otherwise
 };
 
-// Returns the same numbers as `transformers` (modeling_rope_utils).
-RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t head_dim);
+// Returns the same numbers as `transformers` (modeling_rope_utils), for `dim` columns of a head.
+RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t dim);
 
 // Returns the factor by which yarn with `mscale_all_dim` changes the scale of DeepSeek's attention:
 // (0.1 mscale_all_dim ln(factor) + 1)^2, else 1.

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/ops/rotary_growth.h"
 
 namespace tandem {
 namespace {
@@ -16,14 +18,8 @@ using Type = RopeConfig::Type;
 
 constexpr const char* kFullAttention = "full_attention";
 constexpr const char* kSlidingAttention = "sliding_attention";
-
-// Sizes of the model that a rotation depends on.
-struct RopeSizes {
-  int64_t max_position_embeddings;
-  // The length of pre-training: that of config.json itself comes before the inner object's.
-  std::optional<double> original_max_position_embeddings;
-  int64_t head_dim;
-};
+constexpr const char* kPartialRotary = "partial_rotary_factor";
+constexpr const char* kOriginalLength = "original_max_position_embeddings";
 
 absl::StatusOr<Type> ReadType(const ConfigFields& fields) {
   const char* key = fields.Find("rope_type") != nullptr ? "rope_type" : "type";
@@ -40,7 +36,8 @@ absl::StatusOr<Type> ReadType(const ConfigFields& fields) {
   if (type == "linear") return Type::kLinear;
   if (type == "llama3") return Type::kLlama3;
   if (type == "yarn") return Type::kYarn;
-  if (type == "longrope") return Type::kLongRope;
+  // Phi-3's older files call it "su".
+  if (type == "longrope" || type == "su") return Type::kLongRope;
   return fields.NotSupported(key, absl::StrCat("rope type '", type, "'"));
 }
 
@@ -64,12 +61,12 @@ absl::Status ReadYarn(const ConfigFields& fields, RopeConfig& rope) {
   return absl::OkStatus();
 }
 
-absl::Status ReadLongRope(const ConfigFields& fields, int64_t head_dim, RopeConfig& rope) {
+absl::Status ReadLongRope(const ConfigFields& fields, int64_t rotary_dim, RopeConfig& rope) {
   TANDEM_ASSIGN_OR_RETURN(rope.attention_factor, fields.MaybePositive("attention_factor"));
   TANDEM_ASSIGN_OR_RETURN(rope.frequency_divisors,
-                          fields.PositiveList("short_factor", head_dim / 2));
+                          fields.PositiveList("short_factor", rotary_dim / 2));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<double> of_long_sequences,
-                          fields.PositiveList("long_factor", head_dim / 2));
+                          fields.PositiveList("long_factor", rotary_dim / 2));
   if (of_long_sequences != rope.frequency_divisors) {
     rope.longest_sequence = static_cast<int64_t>(rope.original_max_position_embeddings);
   }
@@ -95,26 +92,43 @@ absl::StatusOr<std::vector<int64_t>> ReadMropeSection(const ConfigFields& fields
       absl::StrCat("must be three integers whose sum is half a head, ", head_dim / 2));
 }
 
-absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes, RopeConfig& rope) {
+// Reads how many of a head's columns are rotated into `rope`, if the key is there.
+absl::Status ReadPartialRotary(const ConfigFields& fields, const RopeModel& model,
+                               RopeConfig& rope) {
+  TANDEM_ASSIGN_OR_RETURN(const auto factor, fields.MaybePositive(kPartialRotary));
+  if (!factor.has_value()) return absl::OkStatus();
+  rope.rotary_dim = std::nullopt;
+  if (*factor == 1.0) return absl::OkStatus();
+  if (!model.partial_rotary) return fields.NotSupported(kPartialRotary, "partial rotary");
+  const double dim = std::floor(static_cast<double>(model.head_dim) * *factor);
+  if (*factor > 1.0 || dim < 2 || std::fmod(dim, 2) != 0) {
+    return InvalidField(fields.Path(kPartialRotary),
+                        absl::StrCat("must leave an even number of columns of a head of ",
+                                     model.head_dim, " to rotate, got ", dim));
+  }
+  rope.rotary_dim = static_cast<int64_t>(dim);
+  return absl::OkStatus();
+}
+
+absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeModel& model, RopeConfig& rope) {
   for (const char* layer_type : {kFullAttention, kSlidingAttention}) {
     if (fields.Find(layer_type) != nullptr) {
       return fields.NotSupported(layer_type, "a rotation for one type of layers");
     }
   }
-  TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
-  if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
-  TANDEM_ASSIGN_OR_RETURN(rope.mrope_section, ReadMropeSection(fields, sizes.head_dim));
+  TANDEM_RETURN_IF_ERROR(ReadPartialRotary(fields, model, rope));
+  TANDEM_ASSIGN_OR_RETURN(rope.mrope_section, ReadMropeSection(fields, model.head_dim));
   TANDEM_ASSIGN_OR_RETURN(rope.type, ReadType(fields));
   if (rope.type == Type::kDefault) return absl::OkStatus();
   std::optional<double> implied_factor;
   if (rope.type != Type::kLinear) {
-    TANDEM_ASSIGN_OR_RETURN(rope.original_max_position_embeddings,
-                            fields.Positive("original_max_position_embeddings",
-                                            static_cast<double>(sizes.max_position_embeddings)));
+    TANDEM_ASSIGN_OR_RETURN(
+        rope.original_max_position_embeddings,
+        fields.Positive(kOriginalLength, static_cast<double>(model.max_position_embeddings)));
     rope.original_max_position_embeddings =
-        sizes.original_max_position_embeddings.value_or(rope.original_max_position_embeddings);
+        model.original_max_position_embeddings.value_or(rope.original_max_position_embeddings);
     if (rope.type != Type::kLlama3) {
-      implied_factor = sizes.max_position_embeddings / rope.original_max_position_embeddings;
+      implied_factor = model.max_position_embeddings / rope.original_max_position_embeddings;
     }
   }
   TANDEM_ASSIGN_OR_RETURN(rope.factor, fields.Positive("factor", implied_factor));
@@ -124,7 +138,7 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes,
     case Type::kYarn:
       return ReadYarn(fields, rope);
     case Type::kLongRope:
-      return ReadLongRope(fields, sizes.head_dim, rope);
+      return ReadLongRope(fields, rope.rotary_dim.value_or(model.head_dim), rope);
     case Type::kDefault:
     case Type::kLinear:
       break;
@@ -132,47 +146,44 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeSizes& sizes,
   return absl::OkStatus();
 }
 
-absl::StatusOr<RopeSizes> ReadSizes(const ConfigFields& fields, int64_t max_position_embeddings,
-                                    int64_t head_dim) {
-  RopeSizes sizes = {.max_position_embeddings = max_position_embeddings,
-                     .original_max_position_embeddings = {},
-                     .head_dim = head_dim};
-  TANDEM_ASSIGN_OR_RETURN(sizes.original_max_position_embeddings,
-                          fields.MaybePositive("original_max_position_embeddings"));
-  return sizes;
+// Reads the length of pre-training that config.json itself has into `model`.
+absl::Status ReadOriginalLength(const ConfigFields& fields, RopeModel& model) {
+  TANDEM_ASSIGN_OR_RETURN(const auto length, fields.MaybePositive(kOriginalLength));
+  if (length.has_value()) model.original_max_position_embeddings = length;
+  return absl::OkStatus();
 }
 
 // Reads the object `key` of `fields` into `rope`, if it is there.
 absl::Status ReadRopeObject(const ConfigFields& fields, absl::string_view key,
-                            const RopeSizes& sizes, RopeConfig& rope) {
+                            const RopeModel& model, RopeConfig& rope) {
   TANDEM_ASSIGN_OR_RETURN(const auto object, fields.Object(key));
   if (!object.has_value()) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(rope.theta, object->Positive("rope_theta", rope.theta));
-  return ReadRopeScaling(*object, sizes, rope);
+  return ReadRopeScaling(*object, model, rope);
 }
 
 }  // namespace
 
-absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields,
-                                          int64_t max_position_embeddings, int64_t head_dim) {
+absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields, RopeModel model) {
   RopeConfig rope;
   TANDEM_ASSIGN_OR_RETURN(rope.theta, fields.Positive("rope_theta", rope.theta));
-  TANDEM_ASSIGN_OR_RETURN(const RopeSizes sizes,
-                          ReadSizes(fields, max_position_embeddings, head_dim));
+  TANDEM_RETURN_IF_ERROR(ReadPartialRotary(fields, model, rope));
+  TANDEM_RETURN_IF_ERROR(ReadOriginalLength(fields, model));
   for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    TANDEM_RETURN_IF_ERROR(ReadRopeObject(fields, key, sizes, rope));
+    TANDEM_RETURN_IF_ERROR(ReadRopeObject(fields, key, model, rope));
   }
   return rope;
 }
 
-absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields,
-                                          int64_t max_position_embeddings, int64_t head_dim) {
+absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields, RopeModel model) {
   LayerRopes ropes;
+  for (RopeConfig* rope : {&ropes.full, &ropes.sliding}) {
+    TANDEM_RETURN_IF_ERROR(ReadPartialRotary(fields, model, *rope));
+  }
   TANDEM_ASSIGN_OR_RETURN(ropes.full.theta, fields.Positive("rope_theta", 1e6));
   TANDEM_ASSIGN_OR_RETURN(ropes.sliding.theta, fields.Positive("rope_local_base_freq", 1e4));
-  TANDEM_ASSIGN_OR_RETURN(const RopeSizes sizes,
-                          ReadSizes(fields, max_position_embeddings, head_dim));
-  TANDEM_RETURN_IF_ERROR(ReadRopeObject(fields, "rope_scaling", sizes, ropes.full));
+  TANDEM_RETURN_IF_ERROR(ReadOriginalLength(fields, model));
+  TANDEM_RETURN_IF_ERROR(ReadRopeObject(fields, "rope_scaling", model, ropes.full));
   TANDEM_ASSIGN_OR_RETURN(const auto by_type, fields.Object("rope_parameters"));
   if (!by_type.has_value()) return ropes;
   for (const char* key : {"rope_type", "rope_theta"}) {
@@ -180,9 +191,18 @@ absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields,
       return by_type->NotSupported(key, "one rotation for all types of layers");
     }
   }
-  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*by_type, kFullAttention, sizes, ropes.full));
-  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*by_type, kSlidingAttention, sizes, ropes.sliding));
+  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*by_type, kFullAttention, model, ropes.full));
+  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*by_type, kSlidingAttention, model, ropes.sliding));
   return ropes;
+}
+
+int64_t RotaryTableBytes(const ModelConfig& config, int64_t longest) {
+  const int64_t limit = config.LongestSequence(std::numeric_limits<int64_t>::max());
+  const int64_t end = std::min(longest, limit);
+  // A cosine and a sine for each pair of dimensions.
+  int64_t widths = config.rope.rotary_dim.value_or(config.head_dim);
+  if (config.window_rope) widths += config.window_rope->rotary_dim.value_or(config.head_dim);
+  return ops::RotaryTableLength(end - 1, end, limit) * widths * static_cast<int64_t>(sizeof(float));
 }
 
 }  // namespace tandem

@@ -3,6 +3,7 @@
 #define TANDEM_COMMON_MODEL_ROPE_CONFIG_H_
 
 #include <cstdint>
+#include <optional>
 
 #include "absl/status/statusor.h"
 #include "common/model/config_fields.h"
@@ -10,8 +11,19 @@
 
 namespace tandem {
 
-// Reads `rope_parameters`, or `rope_theta` with `rope_scaling`, for heads of `head_dim`.
-// INVALID_ARGUMENT with the field's path; UNIMPLEMENTED for other rope types and partial rotary.
+// The settings of a model, beside the keys of its rotation, on which the rotation depends.
+struct RopeModel {
+  int64_t max_position_embeddings = 0;
+  int64_t head_dim = 0;
+  // Whether the family computes rotations of some of a head's columns (`partial_rotary_factor`).
+  bool partial_rotary = false;
+  // The length of pre-training, which comes before the inner object's. A key of the same name in
+  // config.json itself comes before both.
+  std::optional<double> original_max_position_embeddings = std::nullopt;
+};
+
+// Reads `rope_parameters`, or `rope_theta` with `rope_scaling`. INVALID_ARGUMENT with the field's
+// path; UNIMPLEMENTED for other rope types, and for partial rotary where the family lacks it.
 //
 // The rotation of a position never depends on the length of its sequence: a cached key would be
 // wrong as soon as the sequence grows. Two types depend on it in `transformers`:
@@ -20,8 +32,7 @@ namespace tandem {
 //   longrope   has short_factor up to original_max_position_embeddings and long_factor for all
 //              positions of a longer sequence. With lists that differ, the longest sequence of the
 //              model is original_max_position_embeddings; with equal ones, max_position_embeddings.
-absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields,
-                                          int64_t max_position_embeddings, int64_t head_dim);
+absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields, RopeModel model);
 
 // The rotations of a model whose layers with a window have one of their own (Gemma 3).
 struct LayerRopes {
@@ -31,8 +42,12 @@ struct LayerRopes {
 // Reads `rope_parameters` with an object for each type of layer, or `rope_theta` with
 // `rope_scaling` for layers without a window and `rope_local_base_freq` for those with one. Bases
 // that are missing are those of `transformers`: 1e6 and 1e4. Errors as those of ReadRopeConfig.
-absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields,
-                                          int64_t max_position_embeddings, int64_t head_dim);
+absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields, RopeModel model);
+
+// Returns the bytes of a model's tables of cosines and sines, in float32, once it has read
+// sequences of up to `longest` tokens: an upper estimate by the positions that they take ahead. A
+// vision tower's table, of 512 positions, is left out.
+int64_t RotaryTableBytes(const ModelConfig& config, int64_t longest);
 
 }  // namespace tandem
 

@@ -126,6 +126,48 @@ TEST(RouterTest, ATokensBitsDoNotDependOnTheOthers) {
   }
 }
 
+TEST(RouterTest, AChoiceThatIsGivenHasTheSameBits) {
+  at::manual_seed(5);
+  for (const auto& [name, rule] : Cases()) {
+    const at::Tensor logits = at::randn({23, rule.num_experts}) * 2;
+    const at::Tensor bias =
+        rule.score_correction_bias ? at::randn({rule.num_experts}) * 0.3 : at::Tensor();
+    const Routing chosen = ChooseExperts(logits, bias, rule);
+    at::Tensor given = chosen.experts.flip(1);  // in any order
+    given.narrow(0, 20, 3).fill_(-1);           // and not for every row
+    const Routing replayed = ChooseExperts(logits, bias, rule, given);
+    EXPECT_TRUE(at::equal(replayed.experts, chosen.experts)) << name;
+    EXPECT_TRUE(at::equal(replayed.weights, chosen.weights)) << name;
+  }
+}
+
+// The weights of experts that the router would not have chosen are functions of its logits.
+TEST(RouterTest, GivenExpertsAreWeighedByTheLogits) {
+  at::manual_seed(7);
+  constexpr int64_t kTokens = 11;
+  for (const auto& [name, rule] : Cases()) {
+    const at::Tensor logits = at::randn({kTokens, rule.num_experts}).requires_grad_();
+    const at::Tensor given = std::get<0>(at::rand({kTokens, rule.num_experts})
+                                             .argsort(/*dim=*/int64_t{1}, /*descending=*/false)
+                                             .narrow(1, 0, rule.num_experts_per_tok)
+                                             .sort(-1));
+    const Routing routing = ChooseExperts(logits, {}, rule, given);
+    EXPECT_TRUE(at::equal(routing.experts, given)) << name;
+
+    const at::Tensor x = logits.detach().to(at::kDouble).requires_grad_();
+    const at::Tensor scores =
+        rule.score == RouterScore::kSoftmax ? at::softmax(x, -1) : at::sigmoid(x);
+    at::Tensor weights = scores.gather(1, given);
+    if (rule.norm_topk_prob) weights = weights / weights.sum(-1, true);
+    weights = weights * rule.routed_scaling_factor;
+    EXPECT_TRUE(at::allclose(routing.weights.to(at::kDouble), weights, 1e-5, 1e-7)) << name;
+    const at::Tensor w = at::randn(weights.sizes());
+    (routing.weights * w).sum().backward();
+    (weights * w).sum().backward();
+    EXPECT_TRUE(at::allclose(logits.grad().to(at::kDouble), x.grad(), 1e-4, 1e-6)) << name;
+  }
+}
+
 TEST(RowSigmoidTest, ValuesGradientsAndBits) {
   at::manual_seed(6);
   at::Tensor x = (at::randn({41, 1}) * 20).requires_grad_();

@@ -6,7 +6,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <limits>
+
+#include "common/ops/row_chunks.h"
 
 namespace tandem::ops {
 namespace {
@@ -27,46 +28,11 @@ at::Tensor PadColumns(const at::Tensor& x, int64_t width) {
   return x.size(-1) == width ? x : at::constant_pad_nd(x, {0, width - x.size(-1)});
 }
 
-// Consecutive rows of a sequence and the keys that they attend to, by their positions.
-struct RowChunk {
-  int64_t row, rows, key, keys;
-  int64_t window;
-
-  // Whether the window hides keys of the chunk from its last row.
-  bool hides_past() const { return FirstKey(row + rows - 1, window) > key; }
-  // Whether the rows are those of the keys, and each attends to all up to its own.
-  bool is_causal() const { return row == key && !hides_past(); }
-  // Returns what is added to the scores [rows, keys]: 0, or -infinity for a key that the row does
-  // not attend to; nothing where is_causal says it, or a single row attends to all keys.
-  c10::optional<at::Tensor> Mask(const at::TensorOptions& options) const {
-    if (is_causal() || rows == 1) return {};
-    const auto hidden = [&] {
-      return at::full({rows, keys}, -std::numeric_limits<double>::infinity(), options);
-    };
-    at::Tensor mask = hidden().triu_(row - key + 1);
-    if (hides_past()) mask.add_(hidden().tril_(row - key - window));
-    return mask;
-  }
-};
-
-// Divides the rows from position `begin` to `end` so that those of a chunk have most of their keys
-// in common, since what the mask hides is computed, too.
-std::vector<RowChunk> RowChunks(int64_t begin, int64_t end, int64_t window) {
-  constexpr int64_t kMinRows = 256;
-  const int64_t step = FirstKey(end - 1, window) == 0 ? end - begin : std::max(window, kMinRows);
-  std::vector<RowChunk> chunks;
-  for (int64_t row = begin; row < end; row += step) {
-    const int64_t key = FirstKey(row, window), row_end = std::min(row + step, end);
-    chunks.push_back(
-        {.row = row, .rows = row_end - row, .key = key, .keys = row_end - key, .window = window});
-  }
-  return chunks;
-}
-
 // Attention of the rows of a chunk: q [rows, heads, D], k [keys, kv_heads, D] and
 // v [keys, kv_heads, Dv] -> [rows, heads * Dv].
 at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                         const RowChunk& chunk, c10::optional<double> scale) {
+                         const RowChunk& chunk, const AttentionScores& scores) {
+  if (scores.soft_cap.has_value()) return CappedAttention(q, k, v, chunk, scores);
   const int64_t rows = q.size(0), heads = q.size(1);
   const auto batched = [](const at::Tensor& x) {  // [1, heads, length, D]
     return x.transpose(0, 1).unsqueeze(0);
@@ -74,7 +40,7 @@ at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Ten
   return at::scaled_dot_product_attention(batched(q), batched(RepeatHeads(k, heads)),
                                           batched(RepeatHeads(PadColumns(v, q.size(2)), heads)),
                                           chunk.Mask(q.options()),
-                                          /*dropout_p=*/0.0, chunk.is_causal(), scale)
+                                          /*dropout_p=*/0.0, chunk.is_causal(), scores.scale)
       .squeeze(0)
       .transpose(0, 1)
       .narrow(2, 0, v.size(2))
@@ -96,9 +62,9 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
     const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
     if (length == 0) continue;
     for (const RowChunk& chunk : RowChunks(0, length, scores.window)) {
-      outputs.push_back(AtenAttention(
-          q.narrow(0, begin + chunk.row, chunk.rows), k.narrow(0, begin + chunk.key, chunk.keys),
-          v.narrow(0, begin + chunk.key, chunk.keys), chunk, scores.scale));
+      outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row, chunk.rows),
+                                      k.narrow(0, begin + chunk.key, chunk.keys),
+                                      v.narrow(0, begin + chunk.key, chunk.keys), chunk, scores));
     }
   }
   return JoinRows(outputs, q, v);
@@ -133,7 +99,7 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
       const int64_t key = chunk.key - first_key;
       outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row - start, chunk.rows),
                                       keys.narrow(0, key, chunk.keys),
-                                      values.narrow(0, key, chunk.keys), chunk, scores.scale));
+                                      values.narrow(0, key, chunk.keys), chunk, scores));
     }
   }
   return JoinRows(outputs, q, v);
@@ -146,6 +112,7 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,
                                                const AttentionScores& scores) {
+  if (scores.soft_cap.has_value()) return CappedAttentionBackward(dy_in, q, k, v, offsets, scores);
   // The query heads of an item repeat its keys that many times.
   constexpr int64_t kHeadsPerItem = 8;
   const int64_t key_value_heads = k.size(1), group = q.size(1) / key_value_heads;

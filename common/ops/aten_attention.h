@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/ops/attention_scores.h"
+#include "common/ops/capped_attention.h"
 #include "common/ops/paged_sequences.h"
 
 namespace tandem::ops {
@@ -20,12 +21,9 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
                                const AttentionScores& scores);
 
-struct AttentionGradients {
-  at::Tensor q, k, v;
-};
-
-// Returns the gradients of causal attention on the CPU in float32, for the gradient dy
-// [T, heads * Dv] of its result. They do not depend on the number of threads.
+// Returns the gradients of causal attention for the gradient dy [T, heads * Dv] of its result: on
+// the CPU in float32, with a soft cap on any device and in any floating-point type. They do not
+// depend on the number of threads.
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,

@@ -98,6 +98,22 @@ class GatedFunction : public Function<GatedFunction> {
   }
 };
 
+class SoftCapFunction : public Function<SoftCapFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, double soft_cap) {
+    const at::Tensor y = SoftCap(x.clone(at::MemoryFormat::Contiguous), soft_cap);
+    context->save_for_backward({y});
+    context->saved_data["soft_cap"] = soft_cap;
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const at::Tensor y = context->get_saved_variables()[0];
+    const at::Tensor t = y / context->saved_data["soft_cap"].toDouble();
+    return {gradients[0] * (1 - t.square()), {}};
+  }
+};
+
 class AttentionFunction : public Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
@@ -131,6 +147,10 @@ at::Tensor DifferentiableRotary(const at::Tensor& x, const at::Tensor& cos, cons
 
 at::Tensor DifferentiableGated(const at::Tensor& gate_up, GateActivation activation) {
   return GatedFunction::apply(gate_up, activation);
+}
+
+at::Tensor DifferentiableSoftCap(const at::Tensor& x, double soft_cap) {
+  return SoftCapFunction::apply(x, soft_cap);
 }
 
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -12,8 +12,8 @@
 
 namespace tandem::ops {
 
-// Operations of ops.h with autograd, in fp32 on the CPU. Gradients do not depend on the number of
-// threads.
+// Operations of ops.h with autograd, in fp32 on the CPU; those with a soft cap on any device and in
+// any floating-point type. Gradients do not depend on the number of threads.
 
 at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps,
                                  double offset);
@@ -24,6 +24,7 @@ at::Tensor DifferentiableGated(const at::Tensor& gate_up, kernels::GateActivatio
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const std::vector<int64_t>& offsets,
                                    const AttentionScores& scores);
+at::Tensor DifferentiableSoftCap(const at::Tensor& x, double soft_cap);
 
 }  // namespace tandem::ops
 

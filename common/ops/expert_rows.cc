@@ -1,6 +1,7 @@
 #include "common/ops/expert_rows.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -14,14 +15,22 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// Returns sum_j weights[t, j] outputs[rows[t, j]], for all weights 1 if they are undefined.
+// Whether a choice has no row.
+bool LacksRows(const ExpertRows& order) { return order.tokens.numel() < order.rows.numel(); }
+
+// Returns sum_j weights[t, j] outputs[rows[t, j]], for all weights 1 if they are undefined. Rows
+// below 0 do not count.
 at::Tensor WeightedSum(const at::Tensor& outputs, const at::Tensor& weights,
                        const at::Tensor& rows) {
   const int64_t tokens = rows.size(0), choices = rows.size(1), width = outputs.size(1);
   if (!outputs.is_cpu() || outputs.scalar_type() != at::kFloat) {
     at::Tensor sum = at::zeros({tokens, width}, outputs.options().dtype(at::kFloat));
-    for (int64_t j = 0; j < choices; ++j) {
-      const at::Tensor chosen = outputs.index_select(0, rows.select(1, j)).to(at::kFloat);
+    const bool all_there = outputs.size(0) == rows.numel();
+    for (int64_t j = 0; j < choices && outputs.size(0) > 0; ++j) {
+      const at::Tensor row = rows.select(1, j);
+      at::Tensor chosen =
+          outputs.index_select(0, all_there ? row : row.clamp_min(0)).to(at::kFloat);
+      if (!all_there) chosen.masked_fill_(row.lt(0).unsqueeze(1), 0);
       sum += weights.defined() ? chosen * weights.narrow(1, j, 1) : chosen;
     }
     return sum.to(outputs.scalar_type());
@@ -38,6 +47,7 @@ at::Tensor WeightedSum(const at::Tensor& outputs, const at::Tensor& weights,
       float* const to = output + t * width;
       std::fill_n(to, width, 0.0f);
       for (int64_t j = t * choices; j < (t + 1) * choices; ++j) {
+        if (row[j] < 0) continue;
         const float* const values = input + row[j] * width;
         const float weight = factor != nullptr ? factor[j] : 1.0f;
         for (int64_t i = 0; i < width; ++i) to[i] += weight * values[i];
@@ -88,26 +98,33 @@ class CombineFunction : public Function<CombineFunction> {
 }  // namespace
 
 ExpertRows ExpertRows::Of(const at::Tensor& experts, int64_t num_experts) {
+  return OfRange(experts, num_experts, 0, num_experts);
+}
+
+ExpertRows ExpertRows::OfRange(const at::Tensor& experts, int64_t num_experts, int64_t first,
+                               int64_t count) {
   const at::Tensor chosen = experts.to(at::kCPU).contiguous();
-  const int64_t count = chosen.numel(), choices = chosen.size(1);
+  const int64_t num_choices = chosen.numel(), choices = chosen.size(1);
   const auto* const expert = chosen.const_data_ptr<int64_t>();
-  ExpertRows order = {.offsets = std::vector<int64_t>(static_cast<size_t>(num_experts) + 1),
-                      .tokens = at::empty({count}, at::kLong),
-                      .rows = at::empty(chosen.sizes(), at::kLong)};
-  for (int64_t i = 0; i < count; ++i) {
+  const auto in_range = [&](int64_t i) { return expert[i] >= first && expert[i] < first + count; };
+  ExpertRows order;
+  order.offsets.resize(static_cast<size_t>(count) + 1);
+  for (int64_t i = 0; i < num_choices; ++i) {
     TORCH_CHECK_INDEX(expert[i] >= 0 && expert[i] < num_experts, "expert ", expert[i], " of ",
                       num_experts);
-    ++order.offsets[static_cast<size_t>(expert[i]) + 1];
+    if (in_range(i)) ++order.offsets[static_cast<size_t>(expert[i] - first) + 1];
   }
-  for (size_t e = 0; e < static_cast<size_t>(num_experts); ++e) {
+  for (size_t e = 0; e < static_cast<size_t>(count); ++e) {
     order.offsets[e + 1] += order.offsets[e];
   }
+  order.tokens = at::empty({order.offsets.back()}, at::kLong);
+  order.rows = at::empty(chosen.sizes(), at::kLong);
   std::vector<int64_t> next(order.offsets.begin(), order.offsets.end() - 1);
   auto* const token = order.tokens.mutable_data_ptr<int64_t>();
   auto* const row = order.rows.mutable_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i) {
-    row[i] = next[static_cast<size_t>(expert[i])]++;
-    token[row[i]] = i / choices;
+  for (int64_t i = 0; i < num_choices; ++i) {
+    row[i] = in_range(i) ? next[static_cast<size_t>(expert[i] - first)]++ : -1;
+    if (row[i] >= 0) token[row[i]] = i / choices;
   }
   order.tokens = order.tokens.to(experts.device());
   order.rows = order.rows.to(experts.device());
@@ -120,6 +137,9 @@ at::Tensor GatherExpertRows(const at::Tensor& x, const ExpertRows& order) {
 
 at::Tensor CombineExpertRows(const at::Tensor& outputs, const at::Tensor& weights,
                              const ExpertRows& order) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!LacksRows(order) || !at::GradMode::is_enabled() ||
+                                  !(outputs.requires_grad() || weights.requires_grad()),
+                              "a gradient of the sum of some experts alone");
   return CombineFunction::apply(outputs, weights, order.tokens, order.rows);
 }
 

@@ -127,6 +127,7 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads, int64_t
           from.blocks,
           from.block_stride,
           scores.window,
+          static_cast<float>(scores.soft_cap.value_or(0)),
       });
     }
   };
@@ -286,11 +287,13 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps,
 }
 
 at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const at::Tensor& sin) {
-  const int64_t half = x_in.size(2) / 2;
+  const int64_t half = cos.size(1), rotated = 2 * half;
   if (!HasCpuKernels(x_in)) {
     const at::Tensor first = x_in.narrow(2, 0, half), second = x_in.narrow(2, half, half);
+    const at::Tensor rest = x_in.narrow(2, rotated, x_in.size(2) - rotated);
     const at::Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
-    return at::cat({first * c - second * s, second * c + first * s}, 2).to(x_in.scalar_type());
+    return at::cat({first * c - second * s, second * c + first * s, rest}, 2)
+        .to(x_in.scalar_type());
   }
   if (at::GradMode::is_enabled()) return DifferentiableRotary(x_in, cos, sin);
   const at::Tensor x = HeadsPacked(x_in);
@@ -300,7 +303,7 @@ at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const 
     kernels::GetCpuKernels().rotary({Data(x) + begin * x.stride(0), x.stride(0),
                                      Data(cos) + begin * half, Data(sin) + begin * half,
                                      MutableData(y) + begin * heads * head_dim, heads * head_dim,
-                                     head_dim, end - begin, heads, head_dim});
+                                     head_dim, end - begin, heads, head_dim, rotated});
   });
   return y;
 }
@@ -359,10 +362,33 @@ at::Tensor Gated(const at::Tensor& gate_up_in, GateActivation activation) {
   return y;
 }
 
+at::Tensor SoftCap(const at::Tensor& x, double soft_cap) {
+  if (at::GradMode::is_enabled()) return DifferentiableSoftCap(x, soft_cap);
+  if (!HasCpuKernels(x)) {
+    const at::Tensor wide = x.to(at::toOpMathType(x.scalar_type()));  // x itself if it is wide
+    return x.copy_(wide.div_(soft_cap).tanh_().mul_(soft_cap));
+  }
+  TORCH_CHECK(x.is_contiguous(), "x must be contiguous");
+  constexpr int64_t kNumbers = 1024, kWorkPerNumber = 16;  // in multiply-adds
+  const int64_t count = x.numel();
+  ParallelFor((count + kNumbers - 1) / kNumbers, kNumbers * kWorkPerNumber,
+              [&](int64_t begin, int64_t end) {
+                const int64_t first = begin * kNumbers;
+                kernels::GetCpuKernels().soft_cap({MutableData(x) + first,
+                                                   std::min(end * kNumbers, count) - first,
+                                                   static_cast<float>(soft_cap)});
+              });
+  return x;
+}
+
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const AttentionScores& scores) {
+  // ATen's own attention with a gradient has no soft cap.
+  const bool own_gradient = HasCpuKernels(q_in) || scores.soft_cap.has_value();
+  if (at::GradMode::is_enabled() && own_gradient) {
+    return DifferentiableAttention(q_in, k_in, v_in, offsets, scores);
+  }
   if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets, scores);
-  if (at::GradMode::is_enabled()) return DifferentiableAttention(q_in, k_in, v_in, offsets, scores);
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
   return AttentionKernel<float>(q, k.size(1), v.size(2), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<float>{Data(k) + offsets[sequence] * k.stride(0),

@@ -59,8 +59,8 @@ at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::
 // type. x [T, W] or [T, heads, W], weight [W] of any floating-point type.
 at::Tensor RmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps, double offset = 0);
 
-// Rotates the pairs (d, d + D/2) of x [T, heads, D], the "rotate_half" convention of Hugging Face.
-// cos and sin [T, D/2] fp32 are those of the angles.
+// Rotates the pairs (d, d + R/2) of the first R columns of each head of x [T, heads, D], the
+// "rotate_half" convention of Hugging Face. cos and sin [T, R/2] fp32 are those of the angles.
 at::Tensor RotaryEmbedding(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
 // Reorders the dimensions of x [T, heads, D] for RotaryEmbedding, where a model rotates the pairs
@@ -77,6 +77,9 @@ at::Tensor Gated(const at::Tensor& gate_up, GateActivation activation);
 inline at::Tensor SwiGlu(const at::Tensor& gate_up) {
   return Gated(gate_up, GateActivation::kSilu);
 }
+
+// Returns soft_cap tanh(x / soft_cap), which without autograd overwrites x.
+at::Tensor SoftCap(const at::Tensor& x, double soft_cap);
 
 // Causal attention within each sequence. Sequence s has the rows from offsets[s] to offsets[s + 1],
 // and each row attends to the keys of its window.

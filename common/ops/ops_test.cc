@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/ops/rotary_growth.h"
 #include "common/ops/rotary_table.h"
 
 namespace tandem::ops {
@@ -78,6 +79,8 @@ TEST_F(OpsTest, TrainingHasTheBitsOfInference) {
   ExpectTrainingHasTheBitsOfInference([&] { return RmsNorm(fused, at::ones({100}), 1e-5); });
   const at::Tensor cos = at::randn({9, 6}), sin = at::randn({9, 6});
   ExpectTrainingHasTheBitsOfInference([&] { return RotaryEmbedding(heads, cos, sin); });
+  const at::Tensor some_cos = at::randn({9, 4}), some_sin = at::randn({9, 4});
+  ExpectTrainingHasTheBitsOfInference([&] { return RotaryEmbedding(heads, some_cos, some_sin); });
   ExpectTrainingHasTheBitsOfInference([&] { return RmsNorm(fused, at::ones({100}), 1e-5, 1.0); });
   ExpectTrainingHasTheBitsOfInference([&] { return SwiGlu(fused.narrow(1, 10, 66)); });
   ExpectTrainingHasTheBitsOfInference(
@@ -89,6 +92,11 @@ TEST_F(OpsTest, TrainingHasTheBitsOfInference) {
       return CausalAttention(q, k, at::sin(k), {0, 1, 1, 77, 100}, {.window = window});
     });
   }
+  ExpectTrainingHasTheBitsOfInference([&] {
+    return CausalAttention(q, k, at::sin(k), {0, 1, 1, 77, 100}, {.soft_cap = 1.5});
+  });
+  // Columns of logits, as those of token ids.
+  ExpectTrainingHasTheBitsOfInference([&] { return SoftCap(x.narrow(1, 0, 41).clone(), 2.5); });
 }
 
 // A pass after the second reads no block before its window: the table has another one's there.
@@ -98,7 +106,8 @@ TEST_F(OpsTest, CachedAttentionEqualsCausalAttentionBitForBit) {
   const at::Tensor q = at::randn({length, 6, 16}), k = at::randn({length, 3, 16});
   const at::Tensor v = at::randn({length, 3, 16});
   for (const int64_t window : kWindows) {
-    const AttentionScores scores = {.window = window, .scale = 0.7};
+    AttentionScores scores = {.window = window, .scale = 0.7};
+    if (window == 70 || window == kNoWindow) scores.soft_cap = 2;
     const at::Tensor whole = CausalAttention(q, k, v, {0, length}, scores);
     at::Tensor keys = at::full({4, 3, 64, 16}, std::nan("")), values = keys.clone();
     std::vector<int32_t> table = {3, 1, 0};
@@ -195,6 +204,9 @@ TEST_F(OpsTest, GradientsAreThoseOfAten) {
   const at::Tensor cos = at::randn({9, 6}), sin = at::randn({9, 6});
   ExpectTheGradientsOfAten({at::randn({9, 5, 12})},
                            [&](Leaves x) { return RotaryEmbedding(x[0], cos, sin); });
+  const at::Tensor some_cos = at::randn({9, 4}), some_sin = at::randn({9, 4});
+  ExpectTheGradientsOfAten({at::randn({9, 5, 12})},
+                           [&](Leaves x) { return RotaryEmbedding(x[0], some_cos, some_sin); });
   ExpectTheGradientsOfAten({3 * at::randn({9, 80})},
                            [](Leaves x) { return SwiGlu(x[0].narrow(1, 5, 70)); });
   ExpectTheGradientsOfAten({3 * at::randn({9, 80})}, [](Leaves x) {
@@ -219,6 +231,70 @@ TEST_F(OpsTest, GradientsAreThoseOfAten) {
                            });
 }
 
+// The oracle is autograd through whole matrices of scores, in double.
+TEST_F(OpsTest, GradientsGoThroughSoftCaps) {
+  const auto expect = [](const std::vector<at::Tensor>& values, const auto& oracle,
+                         const auto& fn) {
+    std::vector<at::Tensor> exact;
+    for (const at::Tensor& value : values) exact.push_back(value.to(at::kDouble).requires_grad_());
+    const at::Tensor expected = oracle(exact), dy = at::randn(expected.sizes(), at::kDouble);
+    expected.backward(dy);
+    for (const KernelPath path : {KernelPath::kAuto, KernelPath::kAten}) {
+      for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+        SetKernelPath(path);
+        std::vector<at::Tensor> leaves;
+        for (const at::Tensor& value : values) {
+          leaves.push_back(value.to(type, /*non_blocking=*/false, /*copy=*/true).requires_grad_());
+        }
+        const at::Tensor y = fn(leaves);
+        y.backward(dy.to(type));
+        SetKernelPath(KernelPath::kAuto);
+        const double tolerance = type == at::kFloat ? 1e-5 : 1e-12;
+        EXPECT_LE((y - expected).abs().max().item<double>(), tolerance);
+        for (size_t i = 0; i < leaves.size(); ++i) {
+          const at::Tensor wanted = exact[i].grad();
+          EXPECT_LE((leaves[i].grad() - wanted).abs().max().item<double>(),
+                    tolerance * std::max(1.0, wanted.abs().max().item<double>()))
+              << i << " " << type;
+        }
+      }
+    }
+  };
+  expect(
+      {3 * at::randn({9, 30})}, [](Leaves x) { return 2.5 * at::tanh(x[0] / 2.5); },
+      [](Leaves x) { return SoftCap(x[0], 2.5); });
+  // Above 256 rows a window divides them.
+  const std::vector<int64_t> offsets = {0, 2, 2, 400};
+  for (const AttentionScores& scores : {AttentionScores{.soft_cap = 1.5},
+                                        {.window = 29, .soft_cap = 1.5},
+                                        {.window = 300, .scale = 0.7, .soft_cap = 3.0}}) {
+    expect(
+        {2 * at::randn({400, 4, 8}), at::randn({400, 2, 8}), at::randn({400, 2, 6})},
+        [&](Leaves x) {
+          std::vector<at::Tensor> outputs;
+          for (size_t s = 0; s + 1 < offsets.size(); ++s) {
+            const int64_t length = offsets[s + 1] - offsets[s];
+            const auto heads = [&](const at::Tensor& one) {
+              return one.narrow(0, offsets[s], length)
+                  .repeat_interleave(4 / one.size(1), 1)
+                  .transpose(0, 1);
+            };
+            const at::Tensor position = at::arange(length);
+            const at::Tensor distance = position.unsqueeze(1) - position;
+            const at::Tensor products = at::matmul(heads(x[0]), heads(x[1]).transpose(1, 2));
+            const double cap = *scores.soft_cap;
+            const at::Tensor capped = cap * at::tanh(products * scores.ScaleOf(8) / cap);
+            const at::Tensor hidden = (distance < 0).logical_or(distance >= scores.window);
+            const at::Tensor p =
+                capped.masked_fill(hidden, -std::numeric_limits<double>::infinity()).softmax(-1);
+            outputs.push_back(at::matmul(p, heads(x[2])).transpose(0, 1).flatten(1));
+          }
+          return at::cat(outputs);
+        },
+        [&](Leaves x) { return CausalAttention(x[0], x[1], x[2], offsets, scores); });
+  }
+}
+
 // The oracle is a softmax over scaled scores that are masked by hand, in double.
 TEST_F(OpsTest, AttentionScoresAreScaledAndHiddenBeforeTheWindow) {
   const int64_t length = 600;
@@ -233,11 +309,15 @@ TEST_F(OpsTest, AttentionScoresAreScaledAndHiddenBeforeTheWindow) {
                                          {.window = 300},
                                          {.window = 600},
                                          {.scale = 0.7},
-                                         {.window = 29, .scale = 0.7}}) {
+                                         {.window = 29, .scale = 0.7},
+                                         {.soft_cap = 1.5},
+                                         {.window = 29, .soft_cap = 3.0},
+                                         {.window = 300, .scale = 0.7, .soft_cap = 50.0}}) {
     const at::Tensor hidden = (distance < 0).logical_or(distance >= options.window);
-    const at::Tensor scores = at::matmul(heads(q), heads(k).transpose(1, 2))
-                                  .mul(options.scale.value_or(1 / std::sqrt(8.0)))
-                                  .masked_fill(hidden, -std::numeric_limits<double>::infinity());
+    at::Tensor scores = at::matmul(heads(q), heads(k).transpose(1, 2))
+                            .mul(options.scale.value_or(1 / std::sqrt(8.0)));
+    if (options.soft_cap) scores = *options.soft_cap * at::tanh(scores / *options.soft_cap);
+    scores = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
     const at::Tensor expected =
         at::matmul(scores.softmax(-1), heads(v)).transpose(0, 1).flatten(1).to(at::kFloat);
     for (const KernelPath path : {KernelPath::kAuto, KernelPath::kAten}) {
@@ -266,7 +346,9 @@ TEST_F(OpsTest, GradientsDoNotDependOnTheThreads) {
     const at::Tensor ni = norm.clone().requires_grad_();
     const at::Tensor h = Linear(RmsNorm(xi, ni, 1e-5), wi);
     const at::Tensor heads = h.view({300, 6, 16}), shared = heads.narrow(1, 0, 2);
-    const at::Tensor y = CausalAttention(heads, shared, shared, {0, 30, 170, 300});
+    const at::Tensor y =
+        CausalAttention(heads, shared, shared, {0, 30, 170, 300}) +
+        CausalAttention(heads, shared, shared, {0, 30, 170, 300}, {.soft_cap = 2.0});
     SwiGlu(Linear(y, wi)).pow(2).sum().backward();
     gradients.push_back(at::cat({xi.grad().flatten(), wi.grad().flatten(), ni.grad().flatten()}));
   }
@@ -343,7 +425,12 @@ TEST_P(AtenPathTest, NormRotaryGateAndEmbedding) {
     const at::Tensor moved = on(x);
     return RotaryEmbedding(moved, cos.to(moved.device()), sin.to(moved.device()));
   });
+  ExpectTheKernelsResult([&](auto on) {  // of some columns of a head
+    const at::Tensor moved = on(x), some = cos.narrow(1, 0, 4).contiguous().to(moved.device());
+    return RotaryEmbedding(moved, some, some);
+  });
   ExpectTheKernelsResult([&](auto on) { return SwiGlu(on(gate_up)); });
+  ExpectTheKernelsResult([&](auto on) { return SoftCap(on(gate_up), 2.5); });
   ExpectTheKernelsResult([&](auto on) { return Gated(on(gate_up), GateActivation::kGeluTanh); });
   ExpectTheKernelsResult([&](auto on) {
     const at::Tensor moved = on(table);
@@ -357,13 +444,17 @@ TEST_P(AtenPathTest, CausalAttentionOfRaggedBatches) {
     ExpectTheKernelsResult([&](auto on) {
       return CausalAttention(on(q), on(k), on(v), {0, 1, 1, 37, 50}, {.window = window});
     });
+    ExpectTheKernelsResult([&](auto on) {
+      return CausalAttention(on(q), on(k), on(v), {0, 1, 1, 37, 50},
+                             {.window = window, .soft_cap = 2.0});
+    });
   }
 }
 
 // The cache has the type of the operands, or bfloat16, or float32.
 TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
   const at::Tensor q = Normal({95, 6, 16}), k = Normal({95, 2, 16}), v = Normal({95, 2, 16});
-  const auto run = [&](at::ScalarType cache, int64_t window) {
+  const auto run = [&](at::ScalarType cache, const AttentionScores& scores) {
     ExpectTheKernelsResult([&](auto on) {
       const at::Tensor empty = at::full({5, 2, 64, 16}, std::nan(""));
       const at::Tensor keys = on(empty).to(cache), values = keys.clone();
@@ -375,7 +466,7 @@ TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
         };
         const at::Tensor table = BlockTable(tables).to(keys.device());
         return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values,
-                               {.window = window});
+                               scores);
       };
       // A prompt; more rows of it, into a second block, beside another prompt; more rows of both.
       return at::cat({pass(0, {0, 60}, {{4}}, {0}), pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),
@@ -383,7 +474,10 @@ TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
     });
   };
   for (const at::ScalarType cache : {GetParam().dtype, at::kBFloat16, at::kFloat}) {
-    for (const int64_t window : kWindows) run(cache, window);
+    for (const int64_t window : kWindows) {
+      run(cache, {.window = window});
+      run(cache, {.window = window, .soft_cap = 2.0});
+    }
   }
 }
 
@@ -395,8 +489,9 @@ TEST_P(AtenPathTest, HasGradients) {
   const at::Tensor angle = at::randn({6, 4}).to(GetParam().device);
   const at::Tensor h = Linear(RmsNorm(x, norm, 1e-5), w);
   const at::Tensor heads = RotaryEmbedding(h.view({6, 2, 8}), angle.cos(), angle.sin());
-  const at::Tensor y = CausalAttention(heads, heads, heads, {0, 2, 6});
-  SwiGlu(LinearAdd(x, y, w)).sum().backward();
+  const at::Tensor y = CausalAttention(heads, heads, heads, {0, 2, 6}) +
+                       CausalAttention(heads, heads, heads, {0, 2, 6}, {.soft_cap = 2.0});
+  SoftCap(SwiGlu(LinearAdd(x, y, w)), 3.0).sum().backward();
   for (const at::Tensor& leaf : {x, w, norm}) {
     ASSERT_TRUE(leaf.grad().defined());
     EXPECT_EQ(leaf.grad().scalar_type(), leaf.scalar_type());
@@ -405,7 +500,7 @@ TEST_P(AtenPathTest, HasGradients) {
 }
 
 TEST_F(OpsTest, RotaryTableGrowsAndKeepsItsValues) {
-  RotaryTable table({1.0f, 0.01f}, 1.0, at::kCPU);
+  RotaryTable table({1.0f, 0.01f}, 1.0, /*longest_sequence=*/4096, at::kCPU);
   const auto [cos, sin] = table.Rows(at::tensor({int64_t{3}, int64_t{0}}), 4);
   EXPECT_NEAR(cos[0][0].item<double>(), std::cos(3.0), 1e-7);
   EXPECT_NEAR(sin[0][1].item<double>(), std::sin(0.03), 1e-7);
@@ -413,6 +508,15 @@ TEST_F(OpsTest, RotaryTableGrowsAndKeepsItsValues) {
   const auto [far_cos, far_sin] = table.Rows(at::tensor({int64_t{5000}, int64_t{3}}), 5001);
   EXPECT_NEAR(far_cos[0][1].item<double>(), std::cos(50.0), 1e-6);
   EXPECT_TRUE(at::equal(far_cos[1], cos[0]));
+}
+
+TEST(RotaryTableLengthTest, ATableDoublesUpToTheLongestSequence) {
+  EXPECT_EQ(RotaryTableLength(0, 4, 4096), 512);
+  EXPECT_EQ(RotaryTableLength(512, 513, 4096), 1024);
+  EXPECT_EQ(RotaryTableLength(512, 3000, 4096), 3000);
+  EXPECT_EQ(RotaryTableLength(3000, 3001, 4096), 4096);
+  EXPECT_EQ(RotaryTableLength(0, 4, 100), 100);
+  EXPECT_EQ(RotaryTableLength(4096, 5001, 4096), 5001) << "what is asked for is there";
 }
 
 }  // namespace

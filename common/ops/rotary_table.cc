@@ -2,10 +2,10 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "common/ops/ops.h"
+#include "common/ops/rotary_growth.h"
 
 namespace tandem::ops {
 
@@ -31,7 +31,7 @@ std::pair<at::Tensor, at::Tensor> RotaryTable::Rows(const at::Tensor& positions,
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t have = cos_.defined() ? cos_.size(0) : 0;
-    if (end > have || have == 0) Grow(std::max({end, 2 * have, int64_t{512}}));
+    if (end > have || have == 0) Grow(RotaryTableLength(have, end, longest_sequence_));
     cos = cos_;
     sin = sin_;
   }

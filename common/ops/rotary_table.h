@@ -16,8 +16,13 @@ namespace tandem::ops {
 class RotaryTable {
  public:
   // One frequency per pair of dimensions; cosines and sines are multiplied by `scaling`.
-  RotaryTable(std::vector<float> inverse_frequencies, double scaling, at::Device device)
-      : inverse_frequencies_(std::move(inverse_frequencies)), scaling_(scaling), device_(device) {}
+  // `longest_sequence` bounds the memory that is taken ahead (rotary_growth.h), not the positions.
+  RotaryTable(std::vector<float> inverse_frequencies, double scaling, int64_t longest_sequence,
+              at::Device device)
+      : inverse_frequencies_(std::move(inverse_frequencies)),
+        scaling_(scaling),
+        longest_sequence_(longest_sequence),
+        device_(device) {}
 
   // Returns {cos, sin}, each [T, D/2] fp32, for positions [T] int64 in [0, end), on the table's
   // device.
@@ -28,6 +33,7 @@ class RotaryTable {
 
   const std::vector<float> inverse_frequencies_;
   const double scaling_;
+  const int64_t longest_sequence_;
   const at::Device device_;
   std::mutex mutex_;
   at::Tensor cos_, sin_;  // [length, D/2]

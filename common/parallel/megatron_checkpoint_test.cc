@@ -18,33 +18,32 @@ namespace {
 
 using Ranks = std::shared_ptr<ranks::Communicator>;
 
-// Training continues from a checkpoint of any layout under any other.
-TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
+struct Saved {
+  const char* name;
+  int ranks;
+  std::function<std::unique_ptr<Strategy>(const Ranks&)> make;
+};
+
+std::function<std::unique_ptr<Strategy>(const Ranks&)> Megatron(const MegatronOptions& options) {
+  return [options](const Ranks& ranks) -> std::unique_ptr<Strategy> {
+    return std::make_unique<MegatronStrategy>(options, ranks);
+  };
+}
+
+const Saved kSingle = {"single", 1,
+                       [](const Ranks&) { return std::make_unique<SingleStrategy>(); }};
+const Saved kZero = {"zero", 2, [](const Ranks& ranks) {
+                       return std::make_unique<ZeroStrategy>(ZeroOfStage(2), ranks);
+                     }};
+
+// Training continues from a checkpoint of any of the layouts under any other.
+void ExpectEachLoadsEach(const std::vector<Saved>& layouts, const TinyKind& kind) {
   const TemporaryFolder folder;
-  struct Saved {
-    const char* name;
-    int ranks;
-    std::function<std::unique_ptr<Strategy>(const Ranks&)> make;
-  };
-  const auto megatron = [](const MegatronOptions& options) {
-    return [options](const Ranks& ranks) -> std::unique_ptr<Strategy> {
-      return std::make_unique<MegatronStrategy>(options, ranks);
-    };
-  };
-  const std::vector<Saved> layouts = {
-      {"single", 1, [](const Ranks&) { return std::make_unique<SingleStrategy>(); }},
-      {"zero", 2,
-       [](const Ranks& ranks) { return std::make_unique<ZeroStrategy>(ZeroOfStage(2), ranks); }},
-      {"tp2", 2, megatron({.tensor_model_parallel_size = 2, .use_distributed_optimizer = true})},
-      {"pp2", 2, megatron({.pipeline_model_parallel_size = 2, .use_distributed_optimizer = true})},
-      {"dp2 without sharing", 2, megatron({})},
-      {"tp2dp2", 4,
-       megatron({.tensor_model_parallel_size = 2, .use_distributed_optimizer = true})}};
   for (const Saved& saved : layouts) {
     std::filesystem::create_directories(folder / saved.name);
     ranks::RunConnected(saved.ranks, [&](const Ranks& ranks) {
       const TemporaryFolder own;
-      WriteLayoutModel(own / "model", {"qwen2", true, false});
+      WriteLayoutModel(own / "model", kind);
       const auto strategy = saved.make(ranks);
       Prepare(*strategy, own / "model", {}, SteadyOptimizer());
       Steps(*strategy, 2, kMicroBatches);
@@ -60,7 +59,7 @@ TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
   for (const Saved& layout : layouts) {
     ranks::RunConnected(layout.ranks, [&](const Ranks& ranks) {
       const TemporaryFolder own;
-      WriteLayoutModel(own / "model", {"qwen2", true, false});
+      WriteLayoutModel(own / "model", kind);
       const auto expected = ComputeOnRankZero(*ranks, [&] {
         SingleStrategy single;
         Prepare(single, own / "model", {}, SteadyOptimizer());
@@ -81,6 +80,32 @@ TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
       }
     });
   }
+}
+
+TEST(MegatronCheckpointTest, ACheckpointOfAnyLayoutLoadsUnderAnyOther) {
+  ExpectEachLoadsEach(
+      {kSingle,
+       kZero,
+       {"tp2", 2, Megatron({.tensor_model_parallel_size = 2, .use_distributed_optimizer = true})},
+       {"pp2", 2, Megatron({.pipeline_model_parallel_size = 2, .use_distributed_optimizer = true})},
+       {"dp2 without sharing", 2, Megatron({})},
+       {"tp2dp2", 4,
+        Megatron({.tensor_model_parallel_size = 2, .use_distributed_optimizer = true})}},
+      {"qwen2", true, false});
+}
+
+TEST(MegatronCheckpointTest, ACheckpointOfAnyDivisionOfExpertsLoadsUnderAnyOther) {
+  ExpectEachLoadsEach(
+      {kSingle,
+       kZero,
+       {"tp2", 2, Megatron({.tensor_model_parallel_size = 2, .use_distributed_optimizer = true})},
+       {"ep2", 2, Megatron({.expert_model_parallel_size = 2, .use_distributed_optimizer = true})},
+       {"ep2tp2", 4,
+        Megatron({.tensor_model_parallel_size = 2,
+                  .expert_model_parallel_size = 2,
+                  .use_distributed_optimizer = true})},
+       {"ep2 of 4 without sharing", 4, Megatron({.expert_model_parallel_size = 2})}},
+      {"qwen3_moe", false, false});
 }
 
 }  // namespace

@@ -42,9 +42,15 @@ std::string NameOfCase(const testing::TestParamInfo<MegatronCurvesTest::ParamTyp
 INSTANTIATE_TEST_SUITE_P(Layouts, MegatronCurvesTest,
                          testing::Combine(testing::ValuesIn(MegatronLayouts()),
                                           testing::Values(TinyKind{"qwen2", true, false},
-                                                          TinyKind{"qwen3", false, true},
-                                                          TinyKind{"qwen2_5_vl", true, false})),
+                                                          TinyKind{"qwen3", false, true})),
                          NameOfCase);
+
+INSTANTIATE_TEST_SUITE_P(Experts, MegatronCurvesTest,
+                         testing::Combine(testing::ValuesIn(ExpertLayouts()),
+                                          testing::Values(TinyKind{"qwen3_moe", false, true},
+                                                          TinyKind{"deepseek_v3", false, false})),
+                         NameOfCase);
+
 class MegatronRoundedWeightsTest : public ::testing::TestWithParam<MegatronLayout> {};
 
 // Weights rounded to bfloat16 in float32 (Placement::weight_dtype). An update that differs in its
@@ -80,6 +86,10 @@ INSTANTIATE_TEST_SUITE_P(Layouts, MegatronRoundedWeightsTest, testing::ValuesIn(
 INSTANTIATE_TEST_SUITE_P(DISABLED_EveryKind, MegatronCurvesTest,
                          testing::Combine(testing::ValuesIn(MegatronLayouts()),
                                           testing::ValuesIn(EveryTinyKind())),
+                         NameOfCase);
+INSTANTIATE_TEST_SUITE_P(DISABLED_EveryExpertKind, MegatronCurvesTest,
+                         testing::Combine(testing::ValuesIn(ExpertLayouts()),
+                                          testing::ValuesIn(ExpertKinds())),
                          NameOfCase);
 
 }  // namespace

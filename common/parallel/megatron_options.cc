@@ -29,23 +29,26 @@ absl::Status CheckSizes(const MegatronOptions& options) {
   for (const auto& [field, size] : sizes) {
     if (size < 1) return InvalidField(field, absl::StrCat("must be at least 1, got ", size));
   }
-  if (options.expert_model_parallel_size != 1) {
-    return FieldError(absl::StatusCode::kUnimplemented, kExpert,
-                      absl::StrCat("must be 1, got ", options.expert_model_parallel_size,
-                                   ": the ranks of a tensor group divide every expert"));
-  }
   return absl::OkStatus();
 }
 
 absl::Status CheckWorld(const MegatronOptions& options, int64_t world_size) {
   const int64_t replica = options.model_parallel_size();
-  if (world_size % replica == 0) return absl::OkStatus();
+  if (world_size % replica != 0) {
+    return InvalidField(
+        kTensor, absl::StrCat(options.tensor_model_parallel_size, " x context_parallel_size ",
+                              options.context_parallel_size, " x pipeline_model_parallel_size ",
+                              options.pipeline_model_parallel_size, " = ", replica,
+                              " ranks hold a replica of the model, which does not divide the ",
+                              world_size, " that there are"));
+  }
+  const int64_t replicas = world_size / replica;
+  const int64_t holders = options.context_parallel_size * replicas;
+  if (holders % options.expert_model_parallel_size == 0) return absl::OkStatus();
   return InvalidField(
-      kTensor, absl::StrCat(options.tensor_model_parallel_size, " x context_parallel_size ",
-                            options.context_parallel_size, " x pipeline_model_parallel_size ",
-                            options.pipeline_model_parallel_size, " = ", replica,
-                            " ranks hold a replica of the model, which does not divide the ",
-                            world_size, " that there are"));
+      kExpert, absl::StrCat(options.expert_model_parallel_size, " does not divide the ", holders,
+                            " ranks that hold the same layers: context_parallel_size ",
+                            options.context_parallel_size, " x ", replicas, " replicas"));
 }
 
 // Checks that every rank that computes the output layer has a token id: a shard without one has no
@@ -66,10 +69,13 @@ absl::Status CheckOutputRanks(const MegatronOptions& options, int64_t vocab_size
   return absl::OkStatus();
 }
 
-absl::Status CheckTensorParallel(const MegatronOptions& options, const ModelConfig& config,
-                                 HeadKind head, int64_t num_token_ids) {
+absl::Status CheckModelShards(const MegatronOptions& options, const ModelConfig& config,
+                              HeadKind head, int64_t num_token_ids) {
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
-  TANDEM_RETURN_IF_ERROR(family->CheckShards(config, options.tensor_model_parallel_size, kTensor));
+  TANDEM_RETURN_IF_ERROR(family->CheckShards(config, options.tensor_model_parallel_size,
+                                             /*whole_experts=*/false, kTensor));
+  TANDEM_RETURN_IF_ERROR(
+      family->CheckExpertShards(config, options.expert_model_parallel_size, kExpert));
   if (head != HeadKind::kLm) return absl::OkStatus();
   return CheckOutputRanks(options, config.vocab_size,
                           num_token_ids > 0 ? num_token_ids : config.vocab_size);
@@ -110,7 +116,8 @@ MeshShape MeshOf(const MegatronOptions& options, int64_t world_size) {
   return {.tensor = static_cast<int>(options.tensor_model_parallel_size),
           .context = static_cast<int>(options.context_parallel_size),
           .data = static_cast<int>(world_size / options.model_parallel_size()),
-          .pipeline = static_cast<int>(options.pipeline_model_parallel_size)};
+          .pipeline = static_cast<int>(options.pipeline_model_parallel_size),
+          .expert = static_cast<int>(options.expert_model_parallel_size)};
 }
 
 PipelineShape PipelineOf(const MegatronOptions& options) {
@@ -122,7 +129,7 @@ absl::Status CheckMegatronOptions(const MegatronOptions& options, const ModelCon
                                   HeadKind head, int64_t world_size, int64_t num_token_ids) {
   TANDEM_RETURN_IF_ERROR(CheckSizes(options));
   TANDEM_RETURN_IF_ERROR(CheckWorld(options, world_size));
-  TANDEM_RETURN_IF_ERROR(CheckTensorParallel(options, config, head, num_token_ids));
+  TANDEM_RETURN_IF_ERROR(CheckModelShards(options, config, head, num_token_ids));
   return CheckPipeline(options, config);
 }
 

@@ -17,6 +17,7 @@ struct MegatronOptions {
   int64_t tensor_model_parallel_size = 1;
   int64_t pipeline_model_parallel_size = 1;
   int64_t context_parallel_size = 1;
+  // Ranks, among the context ranks of all replicas, that divide the experts.
   int64_t expert_model_parallel_size = 1;
   // Virtual stages that each stage of the pipeline holds.
   int64_t virtual_pipeline_model_parallel_size = 1;
@@ -52,9 +53,8 @@ TokenRange OutputTokens(const MegatronOptions& options, int64_t vocab_size, int6
                         const OutputRank& rank);
 
 // Checks that `world_size` ranks can train the model in this layout. `num_token_ids` as in
-// LoadOptions (common/model/model.h). INVALID_ARGUMENT, or UNIMPLEMENTED for
-// expert_model_parallel_size, names the field ("strategy.tensor_model_parallel_size") and the
-// numbers that do not fit.
+// LoadOptions (common/model/model.h). INVALID_ARGUMENT names the field
+// ("strategy.tensor_model_parallel_size") and the numbers that do not fit.
 absl::Status CheckMegatronOptions(const MegatronOptions& options, const ModelConfig& config,
                                   HeadKind head, int64_t world_size, int64_t num_token_ids = 0);
 

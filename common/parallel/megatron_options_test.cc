@@ -51,9 +51,30 @@ TEST(MegatronOptionsTest, SizesAreAtLeastOne) {
                 "strategy.virtual_pipeline_model_parallel_size", "got 0");
 }
 
-TEST(MegatronOptionsTest, ExpertsAreNotThere) {
-  ExpectRefused({.expert_model_parallel_size = 2}, 2, "strategy.expert_model_parallel_size",
-                "must be 1, got 2", absl::StatusCode::kUnimplemented);
+TEST(MegatronOptionsTest, ExpertsDivide) {
+  const char* const field = "strategy.expert_model_parallel_size";
+  const auto expect = [&](const MegatronOptions& options, int64_t world, const char* message,
+                          const ModelConfig& config) {
+    ExpectRefused(options, world, field, message, absl::StatusCode::kInvalidArgument, HeadKind::kLm,
+                  config);
+  };
+  const ModelConfig config = TinyConfig("qwen3_moe", {{"num_experts", 6}});
+  for (const MegatronOptions& options :
+       {MegatronOptions{.expert_model_parallel_size = 2},
+        MegatronOptions{.context_parallel_size = 2, .expert_model_parallel_size = 6}}) {
+    EXPECT_TRUE(CheckMegatronOptions(options, config, HeadKind::kLm, 6).ok());
+  }
+  expect({.expert_model_parallel_size = 0}, 1, "got 0", config);
+  expect({.context_parallel_size = 2, .expert_model_parallel_size = 4}, 6,
+         "4 does not divide the 6 ranks that hold the same layers: context_parallel_size 2 x 3 "
+         "replicas",
+         config);
+  expect({.expert_model_parallel_size = 4}, 4,
+         "4 does not divide config.json.num_experts, which is 6", config);
+  expect({.expert_model_parallel_size = 2}, 2,
+         "2 ranks would divide the experts of a llama model, which has none", Config());
+  expect({.expert_model_parallel_size = 2}, 2,
+         "2 does not divide config.json.num_local_experts, which is 5", TinyConfig("mixtral"));
 }
 
 TEST(MegatronOptionsTest, AReplicaDividesTheWorld) {

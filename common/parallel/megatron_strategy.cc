@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
@@ -23,10 +24,11 @@ std::shared_ptr<ops::TensorParallelGroup> GroupOf(
 
 }  // namespace
 
-at::Tensor MegatronStrategy::ShardOf(const at::Tensor& flat) const {
+at::Tensor MegatronStrategy::ShardOf(const at::Tensor& flat,
+                                     const ranks::Communicator& holders) const {
   if (!megatron_.use_distributed_optimizer) return flat;
-  const int64_t numel = flat.numel() / mesh_->gradient->size();
-  return flat.narrow(0, mesh_->gradient->rank() * numel, numel);
+  const int64_t numel = flat.numel() / holders.size();
+  return flat.narrow(0, holders.rank() * numel, numel);
 }
 
 absl::Status MegatronStrategy::LoadModel(const std::string& directory, const LoadOptions& options) {
@@ -44,15 +46,17 @@ absl::Status MegatronStrategy::LoadModel(const std::string& directory, const Loa
         Model::Load(directory, PartialLoad(options, *config));
     TANDEM_RETURN_IF_ERROR(ranks::AgreeByName(*world_, model.status()));
     model_ = *std::move(model);
-    for (int64_t index = 0; index < model_->num_blocks(); ++index) {
-      const at::Tensor& buffer = model_->BlockBuffers()[static_cast<size_t>(index)];
-      if (buffer.numel() == 0) continue;
+    const std::vector<at::Tensor>& all = model_->BlockBuffers();
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (all[i].numel() == 0) continue;
+      Buffer& buffer = buffers_.emplace_back();
+      buffer.index = static_cast<int64_t>(i);
+      // Those behind the blocks' are of experts.
+      buffer.holders =
+          buffer.index < model_->num_blocks() ? mesh_->gradient : mesh_->expert_gradient;
       // An alias with its own version counter: autograd does not see updates.
-      const at::Tensor parameters = buffer.variable_data();
-      Block& block = blocks_.emplace_back();
-      block.index = index;
-      block.parameters = parameters;
-      block.parameter_shard = ShardOf(parameters);
+      buffer.parameters = all[i].variable_data();
+      buffer.parameter_shard = ShardOf(buffer.parameters, *buffer.holders);
     }
     return absl::OkStatus();
   });
@@ -65,6 +69,11 @@ LoadOptions MegatronStrategy::PartialLoad(const LoadOptions& options,
   load.placement.shard_count = mesh_->shape.tensor;
   load.placement.shard_group = GroupOf(mesh_->tensor);
   load.placement.output_group = output_group_;
+  load.placement.experts = {.index = mesh_->shape.ExpertRank(mesh_->at),
+                            .count = mesh_->shape.expert};
+  if (mesh_->shape.expert > 1) {
+    load.placement.expert_group = std::make_shared<ranks::ExpertCommunicatorGroup>(mesh_->expert);
+  }
   if (megatron_.use_distributed_optimizer) load.placement.buffer_shards = mesh_->gradient->size();
   std::vector<BlockRange> held;
   for (int64_t i = 0; i < PipelineOf(megatron_).virtual_stages; ++i) {
@@ -84,20 +93,20 @@ LoadOptions MegatronStrategy::PartialLoad(const LoadOptions& options,
 absl::Status MegatronStrategy::BuildOptimizer(const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
     const bool is_distributed = megatron_.use_distributed_optimizer;
-    const int count = is_distributed ? mesh_->gradient->size() : 1;
-    const int own = is_distributed ? mesh_->gradient->rank() : 0;
     std::vector<OptimizerShard> shards;
-    for (Block& block : blocks_) {
-      block.trains = BlockTrains(*model_, block.index);
-      if (!block.trains) continue;
-      block.gradients = at::zeros_like(block.parameters);
-      block.gradient_shard = ShardOf(block.gradients);
-      ViewGradients(*model_, block.index, block.gradients);
-      for (OptimizerShard& shard : ShardsOfBlock(*model_, block.index, count, own,
-                                                 block.parameter_shard, block.gradient_shard)) {
+    for (Buffer& buffer : buffers_) {
+      buffer.trains = BufferTrains(*model_, buffer.index);
+      if (!buffer.trains) continue;
+      buffer.gradients = at::zeros_like(buffer.parameters);
+      buffer.gradient_shard = ShardOf(buffer.gradients, *buffer.holders);
+      ViewGradients(*model_, buffer.index, buffer.gradients);
+      const int count = is_distributed ? buffer.holders->size() : 1;
+      const int own = is_distributed ? buffer.holders->rank() : 0;
+      for (OptimizerShard& shard : ShardsOfBuffer(*model_, buffer.index, count, own,
+                                                  buffer.parameter_shard, buffer.gradient_shard)) {
         const bool is_tensor_parallel = shard.range.shard.count > 1;
-        shard.counts = (is_tensor_parallel || mesh_->at.tensor == 0) && !holds_copy(block.index) &&
-                       (is_distributed || mesh_->gradient->rank() == 0);
+        shard.counts = (is_tensor_parallel || mesh_->at.tensor == 0) && !holds_copy(buffer.index) &&
+                       (is_distributed || buffer.holders->rank() == 0);
         shards.push_back(std::move(shard));
       }
     }
@@ -127,7 +136,8 @@ OutputShard MegatronStrategy::output_shard() {
           .vocabulary = {.group = output_group_,
                          .first = OutputTokensHere().first,
                          .size = model_->num_token_ids(),
-                         .most_rows = first.size}};
+                         .most_rows = first.size},
+          .soft_cap = model_->logit_soft_cap()};
 }
 
 at::Tensor MegatronStrategy::OutputGradient() {
@@ -153,6 +163,12 @@ absl::StatusOr<std::vector<RaggedBatch>> MegatronStrategy::Inputs(int64_t count,
   const absl::Status status = CatchTorchErrors("input", [&] {
     for (int64_t i = GlobalIndex(0); i < count; i += data_parallel_size()) {
       batches.push_back(input(i));
+      // The tower, on the first stage, alone reads them.
+      if (mesh_->at.pipeline > 0) batches.back().images.pixel_values.reset();
+    }
+    const int64_t most = (count + data_parallel_size() - 1) / data_parallel_size();
+    while (mesh_->shape.expert > 1 && static_cast<int64_t>(batches.size()) < most) {
+      batches.push_back(MakeRaggedBatch({}, model_->device()));
     }
     return absl::OkStatus();
   });
@@ -194,8 +210,8 @@ absl::StatusOr<std::vector<std::vector<double>>> MegatronStrategy::ParallelMap(
 absl::Status MegatronStrategy::ForwardBackward(int64_t count, InputFunction input,
                                                LossFunction loss) {
   return CatchTorchErrors("forward-backward", [&]() -> absl::Status {
-    for (Block& block : blocks_) {
-      if (block.trains) block.gradients.zero_();
+    for (Buffer& buffer : buffers_) {
+      if (buffer.trains) buffer.gradients.zero_();
     }
     TANDEM_ASSIGN_OR_RETURN(std::vector<RaggedBatch> batches, Inputs(count, input));
     const absl::Status status =
@@ -231,15 +247,15 @@ void MegatronStrategy::SumOverTensorRanks() {
 
 void MegatronStrategy::ReduceGradients() {
   SumOverTensorRanks();
-  for (Block& block : blocks_) {
-    if (!block.trains) continue;
+  for (Buffer& buffer : buffers_) {
+    if (!buffer.trains) continue;
     if (megatron_.use_distributed_optimizer) {
-      mesh_->gradient->ReduceScatter(block.gradient_shard, block.gradients);
+      buffer.holders->ReduceScatter(buffer.gradient_shard, buffer.gradients);
     } else {
-      mesh_->gradient->AllReduce(block.gradients, ranks::Reduction::kSum);
+      buffer.holders->AllReduce(buffer.gradients, ranks::Reduction::kSum);
     }
-    if (block.index == 0 && model_->tied() && mesh_->embedding != nullptr) {
-      mesh_->embedding->AllReduce(block.gradient_shard, ranks::Reduction::kSum);
+    if (buffer.index == 0 && model_->tied() && mesh_->embedding != nullptr) {
+      mesh_->embedding->AllReduce(buffer.gradient_shard, ranks::Reduction::kSum);
     }
   }
 }
@@ -271,8 +287,8 @@ absl::StatusOr<OptimizerReport> MegatronStrategy::OptimizerStep() {
 
 void MegatronStrategy::GatherUpdate() {
   if (!megatron_.use_distributed_optimizer) return;
-  for (const Block& block : blocks_) {
-    if (block.trains) mesh_->gradient->AllGather(block.parameters, block.parameter_shard);
+  for (const Buffer& buffer : buffers_) {
+    if (buffer.trains) buffer.holders->AllGather(buffer.parameters, buffer.parameter_shard);
   }
 }
 
@@ -286,8 +302,14 @@ absl::Status MegatronStrategy::ResetOptimizer() {
 // Parameters and state.
 
 at::Tensor MegatronStrategy::Collected(const Parameter& parameter) const {
-  // The owner: the first replica and context rank of the stage that runs the block.
+  // The owner: the first replica and context rank, of those with the expert, of the stage that runs
+  // the block.
   MeshCoordinates owner;
+  if (const std::optional<ExpertOfLayer>& expert = parameter.spec.expert; expert.has_value()) {
+    const ExpertShard shards = {.count = mesh_->shape.expert};
+    owner =
+        mesh_->shape.FirstOfExperts(static_cast<int>(expert->index / shards.Size(expert->count)));
+  }
   const int64_t layers = model_->config().num_hidden_layers,
                 first_layer = model_->config().FirstLayerBlock();
   const PipelineShape shape = PipelineOf(megatron_);

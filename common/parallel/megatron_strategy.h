@@ -1,17 +1,22 @@
 // The strategy `megatron`: training over a mesh of ranks as in Megatron-LM
 // (https://arxiv.org/abs/2104.04473). Tensor ranks divide layers by heads and their norms by tokens
 // (tensor and sequence parallel), pipeline stages divide the layers, context ranks divide sequences
-// by tokens, and replicas divide the micro-batches (data parallel).
+// by tokens, and replicas divide the micro-batches (data parallel). Among the context ranks of all
+// replicas, groups of expert parallel ranks divide the experts: tokens travel to them and back
+// (common/ops/expert_exchange.h).
 //
 // A rank holds its shard of the blocks of its stage. Replica d of n runs the micro-batches
-// d, d + n, ... through its pipeline. Functions of hidden states run on the tensor and context
-// ranks of the last stage. Each of these has the hidden states of all tokens and computes a shard
-// of the vocabulary: the tensor rank's, divided among its context ranks. So a loss sees whole
-// sequences in every layout, and exchanges row statistics alone.
+// d, d + n, ... through its pipeline. With expert parallelism all replicas run as many
+// micro-batches, of which the last may be empty, so that their exchanges of tokens meet. Functions
+// of hidden states run on the tensor and context ranks of the last stage. Each of these has the
+// hidden states of all tokens and computes a shard of the vocabulary: the tensor rank's, divided
+// among its context ranks. So a loss sees whole sequences in every layout, and exchanges row
+// statistics alone.
 //
 // Gradients of parameters that tensor ranks hold whole are summed over the tensor ranks, and all
-// gradients over the context and data ranks. The optimizer's state is sharded over the latter, as
-// in stage 1 of ZeRO, or every rank updates all parameters that it holds. The first and the last
+// gradients over the context and data ranks that hold the parameters. The optimizer's state is
+// sharded over the latter, as in stage 1 of ZeRO, or every rank updates all parameters that it
+// holds. The first and the last
 // stage both hold an embedding that is the head, too, and sum its gradients.
 #ifndef TANDEM_COMMON_PARALLEL_MEGATRON_STRATEGY_H_
 #define TANDEM_COMMON_PARALLEL_MEGATRON_STRATEGY_H_
@@ -68,9 +73,11 @@ class MegatronStrategy : public Strategy {
   absl::Status LoadOptimizer(const std::string& directory) override;
 
  private:
-  // The flat buffers of a block that this rank holds, and the shards of them that it updates.
-  struct Block {
+  // A flat buffer (Model::BlockBuffers) that this rank holds, and the shard of it that it updates.
+  struct Buffer {
     int64_t index = 0;
+    // The ranks that hold the same parameters.
+    std::shared_ptr<ranks::Communicator> holders;
     at::Tensor parameters, parameter_shard;
     bool trains = false;
     at::Tensor gradients, gradient_shard;
@@ -86,12 +93,14 @@ class MegatronStrategy : public Strategy {
     return block == 0 && is_last_stage() && mesh_->at.pipeline > 0;
   }
   LoadOptions PartialLoad(const LoadOptions& options, const ModelConfig& config) const;
-  at::Tensor ShardOf(const at::Tensor& flat) const;
+  // Returns the shard that this rank updates of a tensor that `holders` hold.
+  at::Tensor ShardOf(const at::Tensor& flat, const ranks::Communicator& holders) const;
   TokenRange OutputTokensHere() const;
   // Returns the rows of token ids that this rank computes: a view of the head's rows that it holds.
   at::Tensor OutputRowsOf(const at::Tensor& head) const;
 
-  // Returns this replica's micro-batches among 0 .. count-1, or the first rank's error.
+  // Returns this replica's micro-batches among 0 .. count-1, and with expert parallelism empty ones
+  // up to the number of the first replica; or the first rank's error.
   absl::StatusOr<std::vector<RaggedBatch>> Inputs(int64_t count, InputFunction input) const;
   int64_t GlobalIndex(int64_t micro_batch) const {
     return micro_batch * data_parallel_size() + mesh_->at.data;
@@ -112,7 +121,7 @@ class MegatronStrategy : public Strategy {
   // nullptr if one rank computes the output.
   std::shared_ptr<ops::TensorParallelGroup> output_group_;
   std::unique_ptr<Model> model_;
-  std::vector<Block> blocks_;
+  std::vector<Buffer> buffers_;
   std::unique_ptr<ShardedOptimizer> optimizer_;
 };
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -26,7 +27,7 @@ class MegatronStrategyTest : public ::testing::TestWithParam<MegatronLayout> {};
 TEST_P(MegatronStrategyTest, EveryModelIsThatOfOneProcess) {
   const MegatronLayout& layout = GetParam();
   ranks::RunConnected(layout.ranks, [&](const Ranks& ranks) {
-    for (const TinyKind& kind : EveryTinyKind()) {
+    for (const TinyKind& kind : KindsOf(layout)) {
       SCOPED_TRACE(NameOf(kind));
       const TemporaryFolder folder;
       WriteLayoutModel(folder / "model", kind);
@@ -60,15 +61,16 @@ TEST_P(MegatronStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
   const MegatronLayout& layout = GetParam();
   ranks::RunConnected(layout.ranks, [&](const Ranks& ranks) {
     const TemporaryFolder folder;
-    WriteLayoutModel(folder / "model");
+    WriteLayoutModel(folder / "model", KindsOf(layout).front());
     MegatronStrategy megatron(layout.options, ranks);
     Prepare(megatron, folder / "model");
     const auto input = [](int64_t) { return MakeRaggedBatch({{1, 2, 3}}); };
     // The error is on one of the ranks that compute the output alone.
     const bool fails = ranks->rank() == ranks->size() - 1;
     const int64_t last = megatron.data_parallel_size() - 1;
+    const int64_t count = 2 * last + 3;  // not as many for each replica
     const absl::Status status = megatron.ForwardBackward(
-        4, input,
+        count, input,
         [&](int64_t i, const RaggedBatch&, const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
           if (fails && i == last) return NotFiniteError("a loss");
           return at::ones_like(hidden);
@@ -77,7 +79,7 @@ TEST_P(MegatronStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
     EXPECT_EQ(status.message(), "a loss");
 
     const auto outputs =
-        megatron.Forward(3, input,
+        megatron.Forward(count, input,
                          [&](int64_t i, const RaggedBatch&,
                              const at::Tensor&) -> absl::StatusOr<std::vector<double>> {
                            if (fails && i == last) throw std::runtime_error("an output");
@@ -86,7 +88,7 @@ TEST_P(MegatronStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
     EXPECT_EQ(outputs.status().code(), absl::StatusCode::kInternal);
 
     const absl::Status no_input = megatron.ForwardBackward(
-        3,
+        count,
         [&](int64_t i) {
           if (fails && i == last) throw std::runtime_error("an input");
           return input(i);
@@ -101,6 +103,9 @@ TEST_P(MegatronStrategyTest, AnErrorOfOneRankIsReturnedOnAll) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, MegatronStrategyTest, ::testing::ValuesIn(MegatronLayouts()),
+                         LayoutName);
+
+INSTANTIATE_TEST_SUITE_P(Experts, MegatronStrategyTest, ::testing::ValuesIn(ExpertLayouts()),
                          LayoutName);
 
 INSTANTIATE_TEST_SUITE_P(
@@ -141,6 +146,61 @@ TEST(MegatronStrategyTest, ARankHoldsItsShard) {
   });
 }
 
+// Ranks 0 and 2 hold the same experts, as do 1 and 3; the gradients of these are summed over two
+// ranks, those of everything else over four.
+TEST(MegatronStrategyTest, ARankHoldsItsExperts) {
+  ranks::RunConnected(4, [](const Ranks& ranks) {
+    const TemporaryFolder folder;
+    WriteLayoutModel(folder / "model", {"qwen3_moe", false, false});
+    MegatronStrategy megatron({.expert_model_parallel_size = 2, .use_distributed_optimizer = true},
+                              ranks);
+    Prepare(megatron, folder / "model");
+    int64_t held = 0, experts = 0;
+    for (const Parameter& parameter : megatron.model().DeclaredParameters()) {
+      const std::optional<ExpertOfLayer>& expert = parameter.spec.expert;
+      const bool here = !expert || expert->index / 4 == ranks->rank() % 2;
+      EXPECT_EQ(parameter.value.defined(), here) << parameter.spec.name;
+      if (!here) continue;
+      EXPECT_EQ(parameter.value.numel(), parameter.spec.numel());
+      held += parameter.spec.numel();
+      if (expert) experts += parameter.spec.numel();
+    }
+    EXPECT_GT(experts, 0);
+    EXPECT_LT(experts, held);
+  });
+}
+
+// Two ranks train for three steps as one process does; parameters change if and only if they train.
+void ExpectFrozenKeepTheirBits(const MegatronOptions& options, const TinyKind& kind,
+                               const LoadOptions& load) {
+  ranks::RunConnected(2, [&](const Ranks& ranks) {
+    const TemporaryFolder folder;
+    WriteLayoutModel(folder / "model", kind);
+    MegatronStrategy megatron(options, ranks);
+    SingleStrategy single, before;
+    Prepare(megatron, folder / "model", load, SteadyOptimizer());
+    Prepare(single, folder / "model", load, SteadyOptimizer());
+    Prepare(before, folder / "model");
+    ExpectSameNumbers(Steps(megatron, 3, kMicroBatches), Steps(single, 3, kMicroBatches));
+    const NamedTensors now = WholeParameters(megatron), start = WholeParameters(before);
+    for (size_t i = 0; i < now.size(); ++i) {
+      const bool trained = megatron.model().DeclaredParameters()[i].trainable;
+      EXPECT_EQ(now[i].second.equal(start[i].second), !trained) << now[i].first;
+    }
+  });
+}
+
+// Only experts train, of which a rank may get no row: its part of the backward pass is awaited.
+TEST(MegatronStrategyTest, FrozenParametersAroundExpertsKeepTheirBits) {
+  for (const std::vector<std::string>& freeze :
+       {std::vector<std::string>{"model.embed*", "*norm*", "*self_attn*", "*mlp.gate.weight",
+                                 "model.layers.1.*", "lm_head*"},
+        std::vector<std::string>{"*mlp.experts.[0-3].*"}, std::vector<std::string>{"*experts.*"}}) {
+    ExpectFrozenKeepTheirBits({.expert_model_parallel_size = 2, .use_distributed_optimizer = true},
+                              {"qwen3_moe", false, false}, {.freeze = freeze});
+  }
+}
+
 TEST(MegatronStrategyTest, ALayoutThatDoesNotFitIsRefusedOnAllRanks) {
   ranks::RunConnected(2, [](const Ranks& ranks) {
     const TemporaryFolder folder;
@@ -158,21 +218,7 @@ TEST(MegatronStrategyTest, FrozenParametersKeepTheirBits) {
   for (const MegatronOptions& options :
        {MegatronOptions{.tensor_model_parallel_size = 2, .use_distributed_optimizer = true},
         MegatronOptions{.pipeline_model_parallel_size = 2, .use_distributed_optimizer = true}}) {
-    ranks::RunConnected(2, [&](const Ranks& ranks) {
-      const TemporaryFolder folder;
-      WriteLayoutModel(folder / "model");
-      MegatronStrategy megatron(options, ranks);
-      SingleStrategy single, before;
-      Prepare(megatron, folder / "model", load, SteadyOptimizer());
-      Prepare(single, folder / "model", load, SteadyOptimizer());
-      Prepare(before, folder / "model");
-      ExpectSameNumbers(Steps(megatron, 3, kMicroBatches), Steps(single, 3, kMicroBatches));
-      const NamedTensors now = WholeParameters(megatron), start = WholeParameters(before);
-      for (size_t i = 0; i < now.size(); ++i) {
-        const bool trained = megatron.model().DeclaredParameters()[i].trainable;
-        EXPECT_EQ(now[i].second.equal(start[i].second), !trained) << now[i].first;
-      }
-    });
+    ExpectFrozenKeepTheirBits(options, {}, load);
   }
 }
 

@@ -55,6 +55,30 @@ MeshGroups OutputGroups(const MeshShape& shape) { return GroupsAlong(shape, {kCo
 
 MeshGroups GradientGroups(const MeshShape& shape) { return GroupsAlong(shape, {kContext, kData}); }
 
+MeshGroups ExpertGroups(const MeshShape& shape) {
+  MeshGroups groups;
+  for (const std::vector<int>& holders : GradientGroups(shape)) {
+    for (auto first = holders.begin(); first != holders.end(); first += shape.expert) {
+      groups.emplace_back(first, first + shape.expert);
+    }
+  }
+  return groups;
+}
+
+MeshGroups ExpertGradientGroups(const MeshShape& shape) {
+  MeshGroups groups;
+  for (const std::vector<int>& holders : GradientGroups(shape)) {
+    const auto experts = static_cast<size_t>(shape.expert), first = groups.size();
+    groups.resize(first + experts);
+    for (size_t i = 0; i < holders.size(); ++i) groups[first + i % experts].push_back(holders[i]);
+  }
+  return groups;
+}
+
+MeshGroups StageGroups(const MeshShape& shape) {
+  return GroupsAlong(shape, {kTensor, kContext, kData});
+}
+
 MeshGroups EmbeddingGroups(const MeshShape& shape) {
   MeshGroups groups;
   if (shape.pipeline == 1) return groups;
@@ -71,6 +95,11 @@ ParallelMesh::ParallelMesh(const MeshShape& of, ranks::Communicator& world)
       context(world.Split("context parallel", ContextGroups(shape))),
       output(world.Split("output layer", OutputGroups(shape))),
       gradient(world.Split("gradients", GradientGroups(shape))),
+      expert(world.Split("expert parallel", ExpertGroups(shape))),
+      expert_gradient(shape.expert == 1
+                          ? gradient
+                          : world.Split("gradients of experts", ExpertGradientGroups(shape))),
+      coupled(shape.expert == 1 ? output : world.Split("stage", StageGroups(shape))),
       forward(world.Split("pipeline forward", PipelineGroups(shape))),
       backward(world.Split("pipeline backward", PipelineGroups(shape))),
       forward_wrap(world.Split("pipeline forward, last to first", PipelineGroups(shape))),

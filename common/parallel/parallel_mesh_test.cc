@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 namespace tandem::parallel {
 namespace {
 
@@ -32,11 +34,37 @@ TEST(ParallelMeshTest, GroupsAreInOrder) {
   EXPECT_THAT(EmbeddingGroups({.tensor = 2, .pipeline = 3}),
               ElementsAre(ElementsAre(0, 4), ElementsAre(1, 5)));
   EXPECT_TRUE(EmbeddingGroups({.tensor = 2, .data = 2}).empty());
+  EXPECT_THAT(StageGroups(kShape)[1], ElementsAre(12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23));
+}
+
+// Two context ranks of three replicas in pairs, and in threes, which cross replicas.
+TEST(ParallelMeshTest, ExpertGroupsAreConsecutiveHoldersOfTheSameLayers) {
+  MeshShape shape = kShape;
+  shape.expert = 2;
+  EXPECT_THAT(GradientGroups(shape)[1], ElementsAre(1, 3, 5, 7, 9, 11));
+  EXPECT_THAT(ExpertGroups(shape)[4], ElementsAre(5, 7));
+  EXPECT_THAT(ExpertGradientGroups(shape)[3], ElementsAre(3, 7, 11));
+  shape.expert = 3;
+  EXPECT_THAT(ExpertGroups(shape)[2], ElementsAre(1, 3, 5));
+  EXPECT_THAT(ExpertGradientGroups(shape)[4], ElementsAre(3, 9));
+  for (int rank = 0; rank < shape.size(); ++rank) {
+    const MeshCoordinates at = shape.Coordinates(rank);
+    for (const std::vector<int>& group : ExpertGroups(shape)) {
+      if (std::ranges::find(group, rank) == group.end()) continue;
+      EXPECT_EQ(group[static_cast<size_t>(shape.ExpertRank(at))], rank);
+    }
+    MeshCoordinates first = shape.FirstOfExperts(shape.ExpertRank(at));
+    EXPECT_EQ(shape.ExpertRank(first), shape.ExpertRank(at));
+    EXPECT_LT(shape.Rank(first), 3 * shape.tensor) << "in the first group";
+  }
 }
 
 TEST(ParallelMeshTest, EveryRankIsInOneGroupOfEachKind) {
+  MeshShape experts = kShape;
+  experts.expert = 3;
   for (const auto& groups : {TensorGroups(kShape), ContextGroups(kShape), PipelineGroups(kShape),
-                             OutputGroups(kShape), GradientGroups(kShape)}) {
+                             OutputGroups(kShape), GradientGroups(kShape), StageGroups(kShape),
+                             ExpertGroups(experts), ExpertGradientGroups(experts)}) {
     std::vector<int> seen(static_cast<size_t>(kShape.size()));
     for (const std::vector<int>& group : groups) {
       for (const int rank : group) ++seen[static_cast<size_t>(rank)];

@@ -21,6 +21,9 @@ class RecomputedAttention : public AttentionContext {
 
   at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
+  at::Tensor SumOverRanks(const at::Tensor& values) override {
+    return inside_->SumOverRanks(values);
+  }
 
  private:
   const std::unique_ptr<AttentionContext> inside_;

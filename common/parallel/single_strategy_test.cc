@@ -64,6 +64,26 @@ TEST(SingleStrategyTest, ClipsByGlobalNormAndReportsIt) {
   EXPECT_EQ(strategy.optimizer_steps(), 1);
 }
 
+// As with gradients of zero in torch.optim.AdamW, which skips gradients of None.
+TEST(SingleStrategyTest, AStepWithoutImagesMovesATowerByWeightDecayAlone) {
+  constexpr char kTower[] = "visual.blocks.0.attn.proj.weight",
+                 kTowerNorm[] = "visual.merger.ln_q.weight";
+  for (const double weight_decay : {0.0, 0.1}) {
+    SingleStrategy strategy(TinyModel("qwen2_vl", {}, {.requires_grad = true}));
+    OptimizerOptions options = FastOptimizer();
+    options.weight_decay = weight_decay;
+    ASSERT_TRUE(strategy.BuildOptimizer(options).ok());
+    const at::Tensor before = strategy.model().Parameter(kTower).detach().clone(),
+                     norm = strategy.model().Parameter(kTowerNorm).detach().clone();
+    ASSERT_TRUE(RunBackward(strategy).ok());
+    ASSERT_TRUE(strategy.OptimizerStep().ok());
+    const at::Tensor expected = before * (1 - options.learning_rate * weight_decay);
+    EXPECT_TRUE(at::allclose(strategy.model().Parameter(kTower), expected, 1e-6, 0));
+    EXPECT_EQ(strategy.model().Parameter(kTower).equal(before), weight_decay == 0);
+    EXPECT_TRUE(strategy.model().Parameter(kTowerNorm).equal(norm));
+  }
+}
+
 TEST(SingleStrategyTest, NonFiniteGradientChangesNothing) {
   SingleStrategy strategy(TrainableModel());
   ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());

@@ -88,23 +88,28 @@ void StagePass::Forward(const PipelineAction& action, Then then) {
 at::Tensor StagePass::Finish(int64_t micro_batch, const at::Tensor& hidden, Then then) {
   const ParallelMesh& mesh = stage_.mesh;
   const auto index = static_cast<size_t>(micro_batch);
+  const bool is_empty = batches_[index].num_tokens() == 0;
   at::Tensor gradient;
   Try("output", [&]() -> absl::Status {
     at::Tensor whole = hidden;
-    if (!shards_.empty()) {
+    if (!shards_.empty() && !is_empty) {
       whole = GatherContextRows(*mesh.context, shards_[index], hidden);
       whole.set_requires_grad(hidden.requires_grad());
     }
     // An error of one rank of the stage is an error of all, so that all skip the same work.
-    absl::StatusOr<at::Tensor> computed = absl::UnknownError("");
+    absl::StatusOr<at::Tensor> computed = at::Tensor();
     const absl::Status own = CatchTorchErrors("output", [&] {
-      computed = then(micro_batch, batches_[index], whole);
+      if (!is_empty) computed = then(micro_batch, batches_[index], whole);
       return computed.status();
     });
-    TANDEM_RETURN_IF_ERROR(ranks::Agree(*mesh.output, own));
+    TANDEM_RETURN_IF_ERROR(ranks::Agree(*mesh.coupled, own));
     gradient = *std::move(computed);
     if (gradient.defined() && !shards_.empty()) {
       gradient = ScatterContextRows(*mesh.context, shards_[index], gradient);
+    }
+    // Other replicas' backward passes exchange rows with this one.
+    if (!gradient.defined() && hidden.requires_grad() && mesh.shape.expert > 1) {
+      gradient = at::zeros_like(hidden);
     }
     return absl::OkStatus();
   });

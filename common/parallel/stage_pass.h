@@ -45,12 +45,14 @@ class StagePass {
   using Then = absl::FunctionRef<absl::StatusOr<at::Tensor>(
       int64_t micro_batch, const RaggedBatch& batch, const at::Tensor& hidden)>;
 
-  // `batches` hold whole sequences.
+  // `batches` hold whole sequences. An empty one has no output: it runs so that the stage takes
+  // part in the exchanges of the others.
   StagePass(const Stage& stage, std::vector<RaggedBatch> batches);
 
   // Runs this stage's schedule; without gradients its forward actions alone. Every rank of the
   // replica takes part to the end, after an error with zeros in place of what it cannot compute.
-  // Returns an error of this rank, or of `then` on another rank of its stage. Throws c10::Error
+  // Returns an error of this rank, or of `then` on another rank of ParallelMesh::coupled. Throws
+  // c10::Error
   // where communication fails.
   absl::Status Run(Then then);
 

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -60,6 +61,7 @@ using LossFunction = absl::FunctionRef<absl::StatusOr<at::Tensor>(
 struct OutputShard {
   at::Tensor weight;  // [rows, H], in the type of the computation
   loss::VocabularyShard vocabulary;
+  std::optional<double> soft_cap = std::nullopt;  // of the logits (LinearCrossEntropyOptions)
 };
 
 // Lifetime: LoadModel and BuildOptimizer once, then passes and OptimizerStep in turns. A model that
@@ -89,7 +91,8 @@ class Strategy {
   // The output layer of a language model; without a weight where computes_output() is false. Valid
   // as long as the model.
   virtual OutputShard output_shard() {
-    return {.weight = model().output_weight(), .vocabulary = {}};
+    return {
+        .weight = model().output_weight(), .vocabulary = {}, .soft_cap = model().logit_soft_cap()};
   }
   // The main gradient of output_shard().weight: a view of that of its parameter. Undefined if the
   // parameter is frozen.

@@ -114,7 +114,9 @@ TEST_P(TensorParallelLossTest, EqualsTheWholeVocabulary) {
   RunOnAll([&](const std::shared_ptr<ranks::CommunicatorGroup>& group,
                ranks::Communicator& communicator) {
     const Problem problem;
-    const auto whole = loss::LinearCrossEntropyLoss::Create(problem.weight).value();
+    constexpr double kSoftCap = 4;  // of logits of magnitude 2.4
+    const auto whole =
+        loss::LinearCrossEntropyLoss::Create(problem.weight, {.soft_cap = kSoftCap}).value();
     const Result expected =
         Evaluate(*whole, problem.hidden, problem.weight, problem.rows, LossMode::kRecompute);
     for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
@@ -123,8 +125,10 @@ TEST_P(TensorParallelLossTest, EqualsTheWholeVocabulary) {
       const at::Tensor weight = Slice(problem.weight, *group).to(type);
       for (const LossImpl impl : {LossImpl::kTiles, LossImpl::kRows, LossImpl::kAten}) {
         const auto shard =
-            loss::LinearCrossEntropyLoss::Create(
-                weight, {.impl = impl, .chunk_size = 16, .vocabulary = ShardOf(group)})
+            loss::LinearCrossEntropyLoss::Create(weight, {.impl = impl,
+                                                          .chunk_size = 16,
+                                                          .vocabulary = ShardOf(group),
+                                                          .soft_cap = kSoftCap})
                 .value();
         for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
           SCOPED_TRACE(testing::Message()
@@ -192,7 +196,10 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
     constexpr double kScale = 0.3;
     for (const loss::KlDirection direction :
          {loss::KlDirection::kReverse, loss::KlDirection::kForward}) {
-      const auto whole = loss::LinearDivergenceLoss::Create(problem.weight, junior_weight).value();
+      const auto whole =
+          loss::LinearDivergenceLoss::Create(problem.weight, junior_weight,
+                                             {.soft_cap = 4.0, .junior_soft_cap = 5.0})
+              .value();
       loss::OutputGradients all = {.hidden = at::zeros_like(problem.hidden),
                                    .weight = at::zeros_like(problem.weight)};
       const std::vector<double> expected =
@@ -203,8 +210,9 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
         const double tolerance = type == at::kFloat ? 1e-5 : 1e-12;
         const at::Tensor weight = Slice(problem.weight, *group).to(type);
         const auto shard =
-            loss::LinearDivergenceLoss::Create(weight, Slice(junior_weight, *group).to(type),
-                                               {.vocabulary = ShardOf(group)})
+            loss::LinearDivergenceLoss::Create(
+                weight, Slice(junior_weight, *group).to(type),
+                {.vocabulary = ShardOf(group), .soft_cap = 4.0, .junior_soft_cap = 5.0})
                 .value();
         loss::OutputGradients own = {.hidden = at::zeros(problem.hidden.sizes(), type),
                                      .weight = at::zeros(weight.sizes(), type)};

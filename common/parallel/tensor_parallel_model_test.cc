@@ -79,7 +79,11 @@ std::vector<Case> Cases() {
           {"deepseek_v3 with biases", "deepseek_v3", biases},
           {"tied deepseek_v3", "deepseek_v3", {{"tie_word_embeddings", true}, {"q_lora_rank", 7}}},
           {"deepseek_v3 critic", "deepseek_v3", none, HeadKind::kValue},
-          {"deepseek_v3 with experts", "deepseek_v3", {{"first_k_dense_replace", 1}}},
+          {"deepseek_v3 with plain queries", "deepseek_v3", {{"q_lora_rank", nullptr}}},
+          {"dense deepseek_v3", "deepseek_v3", {{"first_k_dense_replace", 2}}},
+          {"gemma2", "gemma2", biases},
+          {"tied gemma2", "gemma2", tied},
+          {"gemma2 critic", "gemma2", none, HeadKind::kValue},
           {"gemma3", "gemma3_text", biases},
           {"tied gemma3", "gemma3_text", tied},
           {"gemma3 critic", "gemma3_text", none, HeadKind::kValue},
@@ -87,6 +91,8 @@ std::vector<Case> Cases() {
           {"tied qwen2_moe", "qwen2_moe", tied},
           {"qwen3_moe critic", "qwen3_moe", none, HeadKind::kValue},
           {"qwen2_moe of all experts", "qwen2_moe", {{"num_experts_per_tok", 5}}},
+          {"phi3", "phi3", none},
+          {"tied phi3", "phi3", tied},
           {"qwen2_vl", "qwen2_vl", none},
           {"tied qwen2_5_vl", "qwen2_5_vl", tied},
           {"qwen2_5_vl critic", "qwen2_5_vl", none, HeadKind::kValue},
@@ -190,14 +196,15 @@ Result Train(const Model& model, const std::vector<int64_t>& lengths, const Grou
     head_gradient = at::zeros(rows_here.sizes(), at::kFloat);
     gradients = {.hidden = at::zeros_like(hidden.detach()),
                  .weight = head_gradient.narrow(0, 0, count)};
-    const auto loss = loss::LinearCrossEntropyLoss::Create(
-                          rows_here.narrow(0, 0, count),
-                          {.vocabulary = {.group = group,
-                                          .first = first,
-                                          .size = kVocabulary,
-                                          .most_rows = std::min(
-                                              kVocabulary, shard.LargestSize(kVocabularyRows))}})
-                          .value();
+    const auto loss =
+        loss::LinearCrossEntropyLoss::Create(
+            rows_here.narrow(0, 0, count),
+            {.vocabulary = {.group = group,
+                            .first = first,
+                            .size = kVocabulary,
+                            .most_rows = std::min(kVocabulary, shard.LargestSize(kVocabularyRows))},
+             .soft_cap = model.logit_soft_cap()})
+            .value();
     EXPECT_TRUE(
         loss->ForwardBackward(
                 hidden.detach(), rows,
@@ -284,8 +291,10 @@ TEST_P(TensorParallelModelTest, EqualsTheWholeModel) {
             EXPECT_EQ(Largest(actual.gradients.at(name)), 0) << "no token chose " << name;
             continue;
           }
+          // One number for a token, a sum over all columns whose terms cancel.
+          const double slack = absl::StrContains(name, "shared_expert_gate") ? 2 : 1;
           ExpectWithin(actual.gradients.at(name), parameter.shard.Of(all),
-                       kTolerance * Largest(all), name);
+                       slack * kTolerance * Largest(all), name);
         }
       }
     }
@@ -352,8 +361,10 @@ TEST_P(TensorParallelModelTest, Bfloat16StaysClose) {
       const Result exact = Train(*MakeModel(c, Options(c)), {5, 1, 7}, nullptr);
       const auto half = MakeModel(c, Options(c, PlacementIn(group, at::kBFloat16)));
       const Result actual = Train(*half, {5, 1, 7}, group);
-      // Latents round once more between two maps.
-      const double slack = c.family == std::string("deepseek_v3") ? 1.5 : 1;
+      // Latents round once more between two maps. Near a soft cap its derivative magnifies the
+      // rounding of logits: 7 percent were measured.
+      const std::string family = c.family;
+      const double slack = family == "deepseek_v3" ? 1.5 : family == "gemma2" ? 1.25 : 1;
       ExpectClose(actual.hidden, exact.hidden, 0.03 * slack, c.name);
       for (const Parameter& parameter : half->DeclaredParameters()) {
         if (!parameter.trainable) continue;

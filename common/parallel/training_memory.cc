@@ -7,7 +7,9 @@
 #include "common/base/status_macros.h"
 #include "common/model/family.h"
 #include "common/model/freeze.h"
+#include "common/model/rope_config.h"
 #include "common/model/shard_numel.h"
+#include "common/model/vision/vision_activations.h"
 #include "common/parallel/mesh_shape.h"
 #include "common/parallel/pipeline_schedule.h"
 
@@ -15,15 +17,19 @@ namespace tandem::parallel {
 namespace {
 
 constexpr int64_t kFloatBytes = 4;
+constexpr int64_t kTowerBlock = 1;  // of a model with a vision tower
 
-// Numbers of values in one block of a pass, as one tensor-parallel shard holds it.
+// Numbers of values in one block of a pass, as one rank holds it.
 struct BlockSize {
   int64_t all = 0;
   int64_t trained = 0;
   int64_t linear = 0;  // of linear maps, which are multiplied in the computation's type
+
+  // The values of its gradients: those of the whole block if any parameter of it trains.
+  int64_t gradients() const { return trained > 0 ? all : 0; }
 };
 
-// The model as one tensor-parallel rank holds it.
+// The model as one tensor-parallel rank holds it, with a shard of the experts.
 struct ShardedModel {
   const ModelConfig& config;
   const Family& family;
@@ -31,17 +37,18 @@ struct ShardedModel {
   bool tied = false;
   int64_t tensor_ranks = 1;
   std::vector<BlockSize> blocks;
+  // The experts of each block, where they are sharded; else they are among `blocks`.
+  std::vector<BlockSize> experts;
 
   int64_t last_block() const { return static_cast<int64_t>(blocks.size()) - 1; }
   // The block that holds the head's parameters.
   int64_t head_block() const { return tied ? 0 : last_block(); }
-  // The values of a block's gradients: those of the whole block if any parameter of it trains.
-  int64_t Gradients(int64_t block) const { return At(block).trained > 0 ? At(block).all : 0; }
+  int64_t Gradients(int64_t block) const { return At(block).gradients(); }
   const BlockSize& At(int64_t block) const { return blocks[static_cast<size_t>(block)]; }
 };
 
 absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_rank,
-                                     int64_t tensor_ranks) {
+                                     int64_t tensor_ranks, const ExpertShard& experts = {}) {
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config.model_type));
   const bool tied =
       model.head == HeadKind::kLm && model.config.tie_word_embeddings && !model.untie_embeddings;
@@ -50,7 +57,8 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
                           .options = model,
                           .tied = tied,
                           .tensor_ranks = tensor_ranks,
-                          .blocks = {}};
+                          .blocks = {},
+                          .experts = {}};
   TANDEM_ASSIGN_OR_RETURN(const auto specs,
                           ModelParameters(model.config, {.kind = model.head, .tied = tied}));
   std::vector<bool> trainable(specs.size(), false);
@@ -59,9 +67,12 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
   }
   for (size_t i = 0; i < specs.size(); ++i) {
     const ParameterSpec& spec = specs[i];
-    const int64_t numel = ShardNumel(spec, tensor_rank, tensor_ranks);
-    sharded.blocks.resize(std::max(sharded.blocks.size(), static_cast<size_t>(spec.block) + 1));
-    BlockSize& block = sharded.blocks[static_cast<size_t>(spec.block)];
+    const int64_t numel = ShardNumel(spec, tensor_rank, tensor_ranks, experts);
+    const size_t count = std::max(sharded.blocks.size(), static_cast<size_t>(spec.block) + 1);
+    sharded.blocks.resize(count);
+    sharded.experts.resize(count);
+    const bool apart = spec.expert.has_value() && experts.count > 1;
+    BlockSize& block = (apart ? sharded.experts : sharded.blocks)[static_cast<size_t>(spec.block)];
     block.all += numel;
     if (trainable[i]) block.trained += numel;
     // Neither norms nor the rows of an embedding are multiplied, and some matrices are not rounded.
@@ -113,7 +124,6 @@ int64_t KeptBytes(const ShardedModel& model, Recompute recompute, const BlockRan
   if (model.options.freeze_all) return 0;
   int64_t bytes = 0;
   for (int64_t block = range.begin; block < range.end; ++block) {
-    // A vision tower keeps nothing of text.
     if (block < model.config.FirstLayerBlock() || block == model.last_block()) continue;
     bytes += recompute == Recompute::kFull
                  ? model.config.hidden_size * kFloatBytes / model.tensor_ranks
@@ -128,8 +138,9 @@ int64_t KeptBytes(const ShardedModel& model, Recompute recompute, const BlockRan
 // with the gradients of its widest point; without autograd, a layer's widest point.
 int64_t WorkingBytes(const ShardedModel& model, Recompute recompute) {
   const int64_t ends = 4 * model.config.hidden_size * kFloatBytes;
-  const int64_t widest =
-      model.family.InferenceActivations(model.config, model.tensor_ranks) * kFloatBytes;
+  const int64_t widest = model.family.InferenceActivations(model.config, model.tensor_ranks,
+                                                           /*whole_experts=*/false) *
+                         kFloatBytes;
   if (model.options.freeze_all) return ends + widest;
   if (recompute != Recompute::kFull) return ends;
   int64_t layer_bytes = 0;
@@ -138,6 +149,25 @@ int64_t WorkingBytes(const ShardedModel& model, Recompute recompute) {
         layer_bytes, model.family.TrainingActivationBytes(model.config, layer, model.tensor_ranks));
   }
   return ends + layer_bytes + widest;
+}
+
+// Bytes per token that the vision tower takes where all tokens stand for images: all of it is under
+// way at once, whether a pass keeps it or computes it again.
+int64_t TowerBytes(const ShardedModel& model) {
+  if (!model.config.vision.has_value()) return 0;
+  const VisionConfig& vision = *model.config.vision;
+  const bool trains = model.Gradients(kTowerBlock) > 0;
+  return vision.merge_unit() * kFloatBytes *
+         (trains ? VisionTrainingActivations(vision)
+                 : vision.patch_values() + VisionLayerActivations(vision));
+}
+
+// Bytes per token of the rows of one layer that travel to their experts: those that are sent, those
+// that come, in the order of the ranks and in that of the experts, and on the way back the
+// gradients that are not sent yet.
+int64_t ExchangedBytes(const ShardedModel& model) {
+  const int64_t rows = model.config.decoder.experts.routing.num_experts_per_tok;
+  return 4 * rows * model.config.hidden_size * kFloatBytes;
 }
 
 int64_t WholePassBytes(const ShardedModel& model, Recompute recompute) {
@@ -159,6 +189,7 @@ absl::StatusOr<MemoryPlan> SingleMemory(Recompute recompute, const TrainedModel&
   items.Add("gradients", sum.trained * kFloatBytes);
   items.Add("optimizer", 2 * sum.trained * kFloatBytes);
   items.Add("activations", tokens * WholePassBytes(model, recompute));
+  items.Add("vision_activations", tokens * TowerBytes(model));
   return items.Take();
 }
 
@@ -214,28 +245,49 @@ absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompu
     items.Add("optimizer", 2 * optimized * kFloatBytes);
   }
   items.Add("activations", tokens * WholePassBytes(model, recompute));
+  items.Add("vision_activations", tokens * TowerBytes(model));
   return items.Take();
 }
 
-// Returns the maximum of the bytes per token that a stage keeps at the same time.
-int64_t PipelineBytes(const ShardedModel& model, Recompute recompute, const PipelineShape& shape,
-                      int64_t stage) {
+// Returns the maximum of the bytes that a stage keeps at the same time, if one of its virtual
+// stages keeps `kept(blocks)` of a micro-batch.
+template <typename KeptOf>
+int64_t MostKept(const ShardedModel& model, const PipelineShape& shape, int64_t stage,
+                 const KeptOf& kept) {
   // Enough micro-batches for a full pipeline.
   const int64_t micro_batches = 2 * shape.stages;
-  if (model.options.freeze_all) {
-    // Hidden states on their way to the next stage alone.
-    const int64_t sends = shape.stages > 1 ? kSendsInFlight : 0;
-    return sends * model.config.hidden_size * kFloatBytes / model.tensor_ranks;
-  }
   int64_t open = 0, peak = 0;
   for (const PipelineAction& action : PipelineSchedule(shape, micro_batches, stage)) {
     const BlockRange blocks =
         BlocksOfVirtualStage(model.config.num_hidden_layers, model.config.FirstLayerBlock(), shape,
                              stage, action.virtual_stage);
-    open += (action.is_forward ? 1 : -1) * KeptBytes(model, recompute, blocks);
+    open += (action.is_forward ? 1 : -1) * kept(blocks);
     peak = std::max(peak, open);
   }
   return peak;
+}
+
+// Returns the maximum of the bytes per token that a stage keeps at the same time.
+int64_t PipelineBytes(const ShardedModel& model, Recompute recompute, const PipelineShape& shape,
+                      int64_t stage) {
+  if (model.options.freeze_all) {
+    // Hidden states on their way to the next stage alone.
+    const int64_t sends = shape.stages > 1 ? kSendsInFlight : 0;
+    return sends * model.config.hidden_size * kFloatBytes / model.tensor_ranks;
+  }
+  return MostKept(model, shape, stage,
+                  [&](const BlockRange& blocks) { return KeptBytes(model, recompute, blocks); });
+}
+
+// The same of the vision tower.
+int64_t PipelineTowerBytes(const ShardedModel& model, Recompute recompute,
+                           const PipelineShape& shape, int64_t stage) {
+  if (stage != 0) return 0;
+  const bool keeps = recompute != Recompute::kFull && model.Gradients(kTowerBlock) > 0;
+  if (!keeps) return TowerBytes(model);
+  return MostKept(model, shape, stage, [&](const BlockRange& blocks) {
+    return blocks.Has(kTowerBlock) ? TowerBytes(model) : 0;
+  });
 }
 
 absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recompute recompute,
@@ -244,7 +296,9 @@ absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recom
   const MeshShape mesh = MeshOf(megatron, ranks);
   const MeshCoordinates at = mesh.Coordinates(static_cast<int>(rank));
   const PipelineShape shape = PipelineOf(megatron);
-  TANDEM_ASSIGN_OR_RETURN(const ShardedModel model, Sharded(options, at.tensor, mesh.tensor));
+  TANDEM_ASSIGN_OR_RETURN(const ShardedModel model,
+                          Sharded(options, at.tensor, mesh.tensor,
+                                  {.index = mesh.ExpertRank(at), .count = mesh.expert}));
   const auto holds = [&](int64_t block) {
     if (block == 0 && model.tied && at.pipeline == mesh.pipeline - 1) return true;
     for (int64_t i = 0; i < shape.virtual_stages; ++i) {
@@ -256,15 +310,19 @@ absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recom
     }
     return false;
   };
-  const int64_t optimizer_ranks = megatron.use_distributed_optimizer ? mesh.context * mesh.data : 1;
   int64_t weights = 0, linear = 0, gradients = 0, optimized = 0;
-  for (int64_t index = 0; index <= model.last_block(); ++index) {
-    if (!holds(index)) continue;
-    const BlockSize& block = model.At(index);
+  // Adds values of which `holders` ranks hold the same.
+  const auto add = [&](const BlockSize& block, int64_t holders) {
+    const int64_t optimizer_ranks = megatron.use_distributed_optimizer ? holders : 1;
     weights += block.all;
     linear += block.linear;
-    gradients += model.Gradients(index);
+    gradients += block.gradients();
     optimized += std::min(block.trained, (block.all + optimizer_ranks - 1) / optimizer_ranks);
+  };
+  for (int64_t index = 0; index <= model.last_block(); ++index) {
+    if (!holds(index)) continue;
+    add(model.At(index), mesh.context * mesh.data);
+    add(model.experts[static_cast<size_t>(index)], mesh.context * mesh.data / mesh.expert);
   }
   Items items(options);
   items.Add("weights", weights * kFloatBytes);
@@ -273,7 +331,11 @@ absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recom
   items.Add("optimizer", 2 * optimized * kFloatBytes);
   const int64_t own_tokens = (tokens + mesh.context - 1) / mesh.context;
   items.Add("activations", own_tokens * (PipelineBytes(model, recompute, shape, at.pipeline) +
-                                         WorkingBytes(model, recompute)));
+                                         WorkingBytes(model, recompute) +
+                                         (mesh.expert > 1 ? ExchangedBytes(model) : 0)));
+  // An image that several ranks of a sequence have rows of is whole in the tower of each.
+  items.Add("vision_activations",
+            tokens * PipelineTowerBytes(model, recompute, shape, at.pipeline));
   return items.Take();
 }
 
@@ -282,11 +344,16 @@ absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recom
 absl::StatusOr<MemoryPlan> TrainingMemory(const StrategyOptions& options, const TrainedModel& model,
                                           int64_t tokens, int64_t rank, int64_t ranks) {
   const Recompute recompute = options.recompute_granularity;
-  if (options.name == "zero") return ZeroMemory(options.zero, recompute, model, tokens, ranks);
-  if (options.name == "megatron") {
-    return MegatronMemory(options.megatron, recompute, model, tokens, rank, ranks);
-  }
-  return SingleMemory(recompute, model, tokens);
+  const auto plan = [&]() -> absl::StatusOr<MemoryPlan> {
+    if (options.name == "zero") return ZeroMemory(options.zero, recompute, model, tokens, ranks);
+    if (options.name == "megatron") {
+      return MegatronMemory(options.megatron, recompute, model, tokens, rank, ranks);
+    }
+    return SingleMemory(recompute, model, tokens);
+  };
+  TANDEM_ASSIGN_OR_RETURN(MemoryPlan result, plan());
+  result.items.push_back({"rotary_tables", RotaryTableBytes(model.config, tokens), model.on_host});
+  return result;
 }
 
 }  // namespace tandem::parallel

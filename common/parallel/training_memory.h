@@ -27,12 +27,15 @@ struct TrainedModel {
   bool on_host = true;                   // whether the CPU computes
 };
 
-// Returns the items of one rank: "weights", "gradients", "optimizer" and "activations", of a frozen
-// model the first and last alone; with a dtype or weight_dtype other than float32 "compute_copy";
-// under `zero` what it gathers block by block. Weights, gradients and optimizer state are those of
-// the strategy, but for the rounding up of buffers; activations are an upper estimate for
-// micro-batches of `tokens` tokens in all, and as many of them under way as a pipeline stage ever
-// has. Losses add what they need themselves.
+// Returns the items of one rank: "weights", "gradients", "optimizer", "activations" and
+// "rotary_tables", of a frozen model without the second and third; with a dtype or weight_dtype
+// other than float32 "compute_copy"; under `zero` what it gathers block by block. Weights,
+// gradients and optimizer state are those of the strategy, but for the rounding up of buffers;
+// activations are an upper estimate for micro-batches of `tokens` tokens in all, and as many of
+// them under way as a pipeline stage ever has. With expert parallelism they suppose that the
+// experts of every rank are chosen as often. A model with a vision tower has "vision_activations",
+// for micro-batches of nothing but images; the pixels of a step, all of which the first stage of a
+// pipeline holds, are not among them. Losses add what they need themselves.
 //
 // `options` must fit the model and the `ranks` ranks (CheckMegatronOptions). INVALID_ARGUMENT for
 // "freeze"; UNIMPLEMENTED for a model_type that no family has.

@@ -56,11 +56,11 @@ absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
     std::vector<OptimizerShard> shards;
     for (int64_t index = 0; index <= last_block(); ++index) {
       Block& block = blocks_[static_cast<size_t>(index)];
-      block.trains = BlockTrains(*model_, index);
+      block.trains = BufferTrains(*model_, index);
       if (!block.trains) continue;
       MakeGradients(index);
-      for (OptimizerShard& shard : ShardsOfBlock(*model_, index, ranks_->size(), ranks_->rank(),
-                                                 block.parameter_shard, block.gradient_shard)) {
+      for (OptimizerShard& shard : ShardsOfBuffer(*model_, index, ranks_->size(), ranks_->rank(),
+                                                  block.parameter_shard, block.gradient_shard)) {
         shards.push_back(std::move(shard));
       }
     }

@@ -230,6 +230,14 @@ Wait ProcessGroup::ReduceScatter(const at::Tensor& output, const at::Tensor& inp
   return WaitFor(state_->backend->_reduce_scatter_base(shard, whole));
 }
 
+Wait ProcessGroup::AllToAll(const at::Tensor& output, const at::Tensor& input,
+                            const std::vector<int64_t>& received,
+                            const std::vector<int64_t>& sent) {
+  at::Tensor to = output, from = input;
+  std::vector<int64_t> to_rows = received, from_rows = sent;
+  return WaitFor(state_->backend->alltoall_base(to, from, to_rows, from_rows));
+}
+
 Wait ProcessGroup::AllGather(const at::Tensor& output, const at::Tensor& input) {
   at::Tensor whole = output, shard = input;
   return WaitFor(state_->backend->_allgather_base(whole, shard));

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -80,6 +81,9 @@ class ProcessGroup {
   // For NCCL alone: Gloo sends more than these collectives need.
   Wait ReduceScatter(const at::Tensor& output, const at::Tensor& input);
   Wait AllGather(const at::Tensor& output, const at::Tensor& input);
+  // `received` and `sent` are numbers of rows by rank.
+  Wait AllToAll(const at::Tensor& output, const at::Tensor& input,
+                const std::vector<int64_t>& received, const std::vector<int64_t>& sent);
 
  private:
   struct State;

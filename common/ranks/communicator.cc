@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -22,6 +23,7 @@ namespace {
 constexpr int kSendTag = 0;
 constexpr int kReduceScatterTag = 1;
 constexpr int kAllGatherTag = 2;
+constexpr int kAllToAllTag = 3;
 
 // Size of the first exchange of a broadcast of bytes; most commands fit into it.
 constexpr size_t kHeadBytes = 4096;
@@ -45,6 +47,15 @@ at::ScalarType SumType(absl::string_view what, at::ScalarType type) {
   return type;
 }
 
+// Returns views of consecutive rows of `tensor`, counts[i] in the i-th.
+std::vector<at::Tensor> RowRanges(absl::string_view what, const at::Tensor& tensor,
+                                  const std::vector<int64_t>& counts) {
+  const int64_t rows = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == rows, what, ": ", tensor.sizes(), " has not ",
+              rows, " rows");
+  return at::split_with_sizes(tensor, counts, 0);
+}
+
 // Waits until all ranks have joined at the store. The error names the missing ones.
 absl::Status AwaitAll(RankStore& store, const RankEnvironment& environment, absl::Time deadline) {
   std::vector<std::string> keys;
@@ -64,8 +75,8 @@ absl::Status AwaitAll(RankStore& store, const RankEnvironment& environment, absl
 }  // namespace
 
 int64_t CommunicationVolume::bytes() const {
-  return all_reduce.bytes + reduce_scatter.bytes + all_gather.bytes + broadcast.bytes + send.bytes +
-         plain_data.bytes;
+  return all_reduce.bytes + reduce_scatter.bytes + all_gather.bytes + broadcast.bytes +
+         all_to_all.bytes + send.bytes + plain_data.bytes;
 }
 
 CollectiveHandle::CollectiveHandle(CollectiveHandle&& other) noexcept
@@ -150,6 +161,7 @@ std::shared_ptr<Communicator> Communicator::Split(const std::string& name,
     if (rank >= 0) {
       mine.reset(new Communicator(name, std::move(ranks), rank, options.device.value_or(device_)));
       mine->store_ = store_;
+      mine->total_sent_bytes_ = total_sent_bytes_;
       mine->on_failure_ = on_failure_;
       key = absl::StrCat(name_, "/", splits_, "/", index);
     }
@@ -210,7 +222,9 @@ at::Tensor Communicator::ShardOf(const at::Tensor& whole, int rank) const {
 
 void Communicator::Count(CollectiveVolume& kind, int64_t bytes) const {
   ++kind.calls;
-  if (size() > 1) kind.bytes += bytes;
+  if (size() == 1) return;
+  kind.bytes += bytes;
+  *total_sent_bytes_ += bytes;
 }
 
 void Communicator::AllReduce(at::Tensor& tensor, Reduction reduction) {
@@ -326,6 +340,39 @@ std::function<void()> Communicator::DoAllGather(const at::Tensor& output, const 
   return [this, waits] {
     for (const auto& [peer, wait] : waits) Run("all-gather", peer, wait);
   };
+}
+
+void Communicator::AllToAll(const at::Tensor& output, const at::Tensor& input,
+                            const std::vector<int64_t>& sent,
+                            const std::vector<int64_t>& received) {
+  constexpr char kWhat[] = "all-to-all";
+  CheckTensor(kWhat, output);
+  CheckTensor(kWhat, input);
+  const auto ranks = static_cast<size_t>(size()), own = static_cast<size_t>(rank_);
+  TORCH_CHECK(sent.size() == ranks && received.size() == ranks && sent[own] == received[own], kWhat,
+              ": a number of rows for each of ", ranks, " ranks, the same from this rank as to it");
+  const std::vector<at::Tensor> to_ranks = RowRanges(kWhat, input, sent);
+  const std::vector<at::Tensor> from_ranks = RowRanges(kWhat, output, received);
+  Count(volume_.all_to_all, static_cast<int64_t>(input.nbytes() - to_ranks[own].nbytes()));
+  if (group_ != nullptr && !device_.is_cpu()) {
+    return Run(kWhat, -1, [&] { group_->AllToAll(output, input, received, sent)(); });
+  }
+  from_ranks[own].copy_(to_ranks[own]);
+  if (group_ == nullptr) return;
+  std::vector<std::pair<int, Wait>> waits;
+  for (int step = 1; step < size(); ++step) {
+    const int from = (rank_ + size() - step) % size();
+    const at::Tensor& rows = from_ranks[static_cast<size_t>(from)];
+    if (rows.numel() == 0) continue;
+    Run(kWhat, from, [&] { waits.emplace_back(from, group_->Recv(rows, from, kAllToAllTag)); });
+  }
+  for (int step = 1; step < size(); ++step) {
+    const int to = (rank_ + step) % size();
+    const at::Tensor& rows = to_ranks[static_cast<size_t>(to)];
+    if (rows.numel() == 0) continue;
+    Run(kWhat, to, [&] { waits.emplace_back(to, group_->Send(rows, to, kAllToAllTag)); });
+  }
+  for (const auto& [peer, wait] : waits) Run(kWhat, peer, wait);
 }
 
 void Communicator::Broadcast(at::Tensor& tensor, int root) {

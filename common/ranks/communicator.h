@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -49,6 +50,7 @@ struct CommunicationVolume {
   CollectiveVolume reduce_scatter;  // (n-1)/n of the whole
   CollectiveVolume all_gather;      // (n-1)/n of the whole
   CollectiveVolume broadcast;       // the tensor, at the root alone
+  CollectiveVolume all_to_all;      // the rows for other ranks
   CollectiveVolume send;            // the tensor
   CollectiveVolume plain_data;      // BroadcastBytes and AllGatherBytes, by the same formulas
 
@@ -135,6 +137,12 @@ class Communicator {
   void AllGather(const at::Tensor& output, const at::Tensor& input);
   CollectiveHandle AllGatherAsync(const at::Tensor& output, const at::Tensor& input);
 
+  // Sends the next sent[r] rows of `input` [sum of sent, ...] to each rank r, and sets the next
+  // received[r] rows of `output` [sum of received, ...] to those that rank r sends here. `sent` and
+  // `received` have an entry per rank. Any type.
+  void AllToAll(const at::Tensor& output, const at::Tensor& input, const std::vector<int64_t>& sent,
+                const std::vector<int64_t>& received);
+
   void Broadcast(at::Tensor& tensor, int root);
 
   // Sends and receives between two ranks match in order. Send may block until its Recv.
@@ -152,6 +160,9 @@ class Communicator {
   // The volume of this group alone: subgroups count their own.
   CommunicationVolume volume() const { return volume_; }
   void ResetVolume() { volume_ = {}; }
+  // The bytes that this rank has sent in the outermost group and in all groups split off from it.
+  // Thread-safe.
+  int64_t total_sent_bytes() const { return total_sent_bytes_->load(); }
 
  private:
   Communicator(std::string name, std::vector<int> ranks, int rank, at::Device device);
@@ -178,6 +189,8 @@ class Communicator {
   const at::Device device_;
   int splits_ = 0;
   CommunicationVolume volume_;
+  std::shared_ptr<std::atomic<int64_t>> total_sent_bytes_ =
+      std::make_shared<std::atomic<int64_t>>(0);
   std::function<void(const std::string&)> on_failure_;
   std::shared_ptr<RankStore> store_;     // shared with subgroups; outlives the connections
   std::unique_ptr<ProcessGroup> group_;  // nullptr for a single rank

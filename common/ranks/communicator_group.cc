@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -43,6 +44,18 @@ at::Tensor CommunicatorGroup::Sum(const at::Tensor& values) {
 
 at::Tensor CommunicatorGroup::Max(const at::Tensor& values) {
   return AllReduced(*communicator_, values, Reduction::kMax);
+}
+
+ExpertCommunicatorGroup::ExpertCommunicatorGroup(std::shared_ptr<Communicator> communicator)
+    : communicator_(std::move(communicator)) {}
+
+at::Tensor ExpertCommunicatorGroup::AllToAll(const at::Tensor& rows,
+                                             const std::vector<int64_t>& sent,
+                                             const std::vector<int64_t>& received) {
+  const int64_t count = std::accumulate(received.begin(), received.end(), int64_t{0});
+  at::Tensor output = EmptyRows(count, rows);
+  communicator_->AllToAll(output, rows, sent, received);
+  return output;
 }
 
 }  // namespace tandem::ranks

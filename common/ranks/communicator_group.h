@@ -1,4 +1,4 @@
-// A communicator as the TensorParallelGroup of ranks that hold the shards of one model.
+// A communicator as the group of ranks that hold the shards of one model, or its experts.
 #ifndef TANDEM_COMMON_RANKS_COMMUNICATOR_GROUP_H_
 #define TANDEM_COMMON_RANKS_COMMUNICATOR_GROUP_H_
 
@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
+#include "common/ops/expert_parallel_group.h"
 #include "common/ops/tensor_parallel_group.h"
 #include "common/ranks/communicator.h"
 
@@ -23,6 +25,20 @@ class CommunicatorGroup : public ops::TensorParallelGroup {
   at::Tensor ReduceScatter(const at::Tensor& whole) override;
   at::Tensor Sum(const at::Tensor& values) override;
   at::Tensor Max(const at::Tensor& values) override;
+
+ private:
+  const std::shared_ptr<Communicator> communicator_;
+};
+
+// Tensors are on the communicator's device.
+class ExpertCommunicatorGroup : public ops::ExpertParallelGroup {
+ public:
+  explicit ExpertCommunicatorGroup(std::shared_ptr<Communicator> communicator);
+
+  int64_t size() const override { return communicator_->size(); }
+  int64_t rank() const override { return communicator_->rank(); }
+  at::Tensor AllToAll(const at::Tensor& rows, const std::vector<int64_t>& sent,
+                      const std::vector<int64_t>& received) override;
 
  private:
   const std::shared_ptr<Communicator> communicator_;

@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
+#include "common/ops/expert_exchange.h"
 #include "common/ops/token_shards.h"
 #include "common/ranks/testing/rank_processes.h"
 
@@ -128,6 +129,94 @@ TEST_P(CommunicatorGroupTest, EveryPassIsOneCollective) {
     expect(1, 0);
     gathered.sum().backward();
     expect(1, 1);
+  });
+}
+
+// Two experts a rank. Rank r has (r + e) % 3 rows for expert e; rank 0 has none at all.
+class ExpertExchangeTest : public CommunicatorGroupTest {
+ protected:
+  int64_t NumExperts() const { return 2 * size(); }
+  static int64_t RowsFor(int64_t rank, int64_t expert) {
+    return rank == 0 ? 0 : (rank + expert) % 3;
+  }
+  // Returns the number of each row of `rank` for `expert`.
+  static at::Tensor Rows(int64_t rank, int64_t expert) {
+    const int64_t count = RowsFor(rank, expert);
+    return at::arange(count, at::kDouble).view({count, 1}) + 100.0 * static_cast<double>(rank) +
+           10.0 * static_cast<double>(expert);
+  }
+  at::Tensor AllRows(int64_t rank) const {
+    std::vector<at::Tensor> rows;
+    for (int64_t e = 0; e < NumExperts(); ++e) rows.push_back(Rows(rank, e));
+    return at::cat(rows);
+  }
+  std::vector<int64_t> Offsets(int64_t rank) const {
+    std::vector<int64_t> offsets = {0};
+    for (int64_t e = 0; e < NumExperts(); ++e) {
+      offsets.push_back(offsets.back() + RowsFor(rank, e));
+    }
+    return offsets;
+  }
+  void RunExchange(const std::function<void(const std::shared_ptr<const ops::ExpertExchange>&,
+                                            Communicator&)>& body) const {
+    RunConnected(GetParam(), [&](const std::shared_ptr<Communicator>& ranks) {
+      const auto group = std::make_shared<ExpertCommunicatorGroup>(ranks);
+      body(ops::ExpertExchange::Start(Offsets(ranks->rank()), group, at::kCPU), *ranks);
+    });
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, ExpertExchangeTest, testing::Values(1, 2, 4));
+
+TEST_P(ExpertExchangeTest, RowsArriveByExpertAndReturnInTheirOrder) {
+  RunExchange(
+      [&](const std::shared_ptr<const ops::ExpertExchange>& exchange, Communicator& communicator) {
+        std::vector<at::Tensor> expected;
+        std::vector<int64_t> offsets = {0};
+        for (int64_t e = 2 * communicator.rank(); e < 2 * communicator.rank() + 2; ++e) {
+          offsets.push_back(offsets.back());
+          for (int64_t rank = 0; rank < size(); ++rank) {
+            expected.push_back(Rows(rank, e));
+            offsets.back() += RowsFor(rank, e);
+          }
+        }
+        EXPECT_EQ(exchange->offsets(), offsets);
+        const at::Tensor rows = AllRows(communicator.rank());
+        const at::Tensor dispatched = exchange->Dispatch(rows);
+        EXPECT_TRUE(at::equal(dispatched, at::cat(expected)));
+        EXPECT_TRUE(at::equal(exchange->Return(dispatched), rows));
+      });
+}
+
+// The gradient of a row goes the way of the row. A rank without rows takes part, whether the rows
+// have a gradient or the experts alone.
+TEST_P(ExpertExchangeTest, GradientsTakeTheSameWay) {
+  RunExchange([&](const std::shared_ptr<const ops::ExpertExchange>& exchange,
+                  Communicator& communicator) {
+    for (const bool rows_train : {true, false}) {
+      const at::Tensor rows = AllRows(communicator.rank()).requires_grad_(rows_train);
+      at::Tensor weight = at::full({1}, 3.0, at::kDouble).requires_grad_();
+      const at::Tensor dispatched = ops::DispatchRows(rows, exchange);
+      const at::Tensor outputs =
+          dispatched.size(0) > 0 ? dispatched * weight : at::empty({0, 1}, at::kDouble);
+      const at::Tensor returned =
+          ops::ReturnRows(outputs, dispatched, /*experts_train=*/true, exchange);
+      EXPECT_TRUE(at::equal(returned.detach(), rows.detach() * 3));
+      (returned * rows.detach()).sum().backward();
+      if (rows_train) {
+        EXPECT_TRUE(at::equal(rows.grad(), rows.detach() * 3));
+      }
+      if (dispatched.size(0) == 0) continue;
+      EXPECT_EQ(weight.grad().item<double>(), dispatched.detach().square().sum().item<double>());
+    }
+  });
+}
+
+TEST_P(ExpertExchangeTest, RanksThatDoNotDivideTheExpertsAreRefused) {
+  RunConnected(GetParam(), [&](const std::shared_ptr<Communicator>& ranks) {
+    if (ranks->size() == 1) return;
+    const auto group = std::make_shared<ExpertCommunicatorGroup>(ranks);
+    EXPECT_THROW(ops::ExpertExchange::Start({0, 0, 0, 0}, group, at::kCPU), c10::Error);
   });
 }
 

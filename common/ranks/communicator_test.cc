@@ -132,6 +132,40 @@ TEST_P(CommunicatorTest, ReduceScatterMayWriteIntoItsOwnShard) {
   });
 }
 
+// The rows that rank `from` sends to rank `to`: none to some.
+int64_t RowsBetween(int from, int to) { return (from + to * to + 1) % 3; }
+
+TEST_P(CommunicatorTest, AllToAllGivesEveryRankItsRows) {
+  RunOnAll([&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const auto rows = [](int from, int to, at::ScalarType type) {
+      const int64_t count = RowsBetween(from, to);
+      return (at::arange(count * 2).view({count, 2}) + (from * 50 + to * 10)).to(type);
+    };
+    for (const at::ScalarType type : {at::kFloat, at::kLong, at::kBFloat16, at::kByte}) {
+      std::vector<int64_t> sent, received;
+      std::vector<at::Tensor> to_ranks, from_ranks;
+      for (int peer = 0; peer < size(); ++peer) {
+        sent.push_back(RowsBetween(rank, peer));
+        received.push_back(RowsBetween(peer, rank));
+        to_ranks.push_back(rows(rank, peer, type));
+        from_ranks.push_back(rows(peer, rank, type));
+      }
+      const at::Tensor input = at::cat(to_ranks), expected = at::cat(from_ranks);
+      const at::Tensor output = at::zeros(expected.sizes(), type);
+      communicator.ResetVolume();
+      communicator.AllToAll(output, input, sent, received);
+      EXPECT_TRUE(at::equal(output, expected)) << type;
+      EXPECT_EQ(communicator.volume().all_to_all.calls, 1);
+      EXPECT_EQ(communicator.volume().bytes(),
+                (input.size(0) - sent[rank]) * 2 * static_cast<int64_t>(input.element_size()));
+      sent[rank] += 1;
+      EXPECT_THAT(ErrorOf([&] { communicator.AllToAll(output, input, sent, received); }),
+                  HasSubstr("all-to-all"));
+    }
+  });
+}
+
 TEST_P(CommunicatorTest, AllGatherGivesTheInputsOfAllRanks) {
   RunOnAll([&](Communicator& communicator) {
     const int rank = communicator.rank();
@@ -349,6 +383,9 @@ TEST(CommunicatorSplitTest, GivesTheGroupThatHoldsTheRank) {
       EXPECT_EQ(alone->volume().all_reduce.calls, 1);
     }
     EXPECT_EQ(world->volume().bytes(), 0);
+    // Of 4 bytes 2 (n - 1) / n: in a pair 4, of three ranks 5.
+    const int64_t sent = environment.rank == 0 ? 4 : environment.rank == 1 ? 9 : 13;
+    EXPECT_EQ(world->total_sent_bytes(), sent);
     EXPECT_EQ(sum_of_ranks(*world), 6);
     world->Barrier();
   });

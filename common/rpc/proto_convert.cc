@@ -1,5 +1,6 @@
 #include "common/rpc/proto_convert.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -85,6 +86,61 @@ absl::StatusOr<std::vector<float>> TokenFloats(const char* path, const types::v1
                                            " response tokens, has ", values->size()));
   }
   return values;
+}
+
+void TokenExpertsToProto(const TokenExperts& experts, types::v1::Tensor* tensor) {
+  const std::vector<uint16_t>& ids = experts.ids;
+  tensor->clear_shape();
+  tensor->add_shape(static_cast<int64_t>(ids.size()) / experts.ids_per_token());
+  tensor->add_shape(experts.layers);
+  tensor->add_shape(experts.experts_per_token);
+  if (*std::max_element(ids.begin(), ids.end()) <= std::numeric_limits<uint8_t>::max()) {
+    tensor->set_dtype(types::v1::DATA_TYPE_UINT8);
+    tensor->set_data(std::string(ids.begin(), ids.end()));
+    return;
+  }
+  const std::vector<int32_t> wide(ids.begin(), ids.end());
+  tensor->set_dtype(types::v1::DATA_TYPE_INT32);
+  tensor->set_data(wide.data(), wide.size() * sizeof(int32_t));
+}
+
+// Reads the experts of `tokens` tokens.
+absl::StatusOr<TokenExperts> TokenExpertsFromProto(const types::v1::Tensor& tensor,
+                                                   int64_t tokens) {
+  if (tensor.dtype() != types::v1::DATA_TYPE_UINT8 &&
+      tensor.dtype() != types::v1::DATA_TYPE_INT32) {
+    return InvalidField("dtype", absl::StrCat("must be UINT8 or INT32, got ",
+                                              types::v1::DataType_Name(tensor.dtype())));
+  }
+  TANDEM_ASSIGN_OR_RETURN(const int64_t count, CountElements(tensor.shape()));
+  if (tensor.shape_size() != 3 || tensor.shape(0) != tokens || count == 0) {
+    return InvalidField("shape",
+                        absl::StrCat("must be [", tokens, ", layers, experts of a token]: ",
+                                     "one row for each token but the last"));
+  }
+  const bool is_wide = tensor.dtype() == types::v1::DATA_TYPE_INT32;
+  const size_t item = is_wide ? sizeof(int32_t) : 1;
+  const std::string& data = tensor.data();
+  if (data.size() % item != 0 || data.size() / item != static_cast<size_t>(count)) {
+    return InvalidField(
+        "data", absl::StrCat("must hold ", count, " x ", item, " bytes, holds ", data.size()));
+  }
+  TokenExperts experts = {
+      .layers = tensor.shape(1), .experts_per_token = tensor.shape(2), .ids = {}};
+  if (!is_wide) {
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(data.data());
+    experts.ids.assign(bytes, bytes + data.size());
+    return experts;
+  }
+  std::vector<int32_t> wide(static_cast<size_t>(count));
+  std::memcpy(wide.data(), data.data(), data.size());
+  for (const int32_t id : wide) {
+    if (id < 0 || id > std::numeric_limits<uint16_t>::max()) {
+      return InvalidField("data", absl::StrCat(id, " is no expert"));
+    }
+  }
+  experts.ids.assign(wide.begin(), wide.end());
+  return experts;
 }
 
 }  // namespace
@@ -255,6 +311,11 @@ void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* prot
   proto->set_sample_index(trajectory.sample_index);
   SamplingParamsToProto(trajectory.sampling, proto->mutable_sampling());
   TandemConfigToProto(trajectory.tandem, proto->mutable_tandem());
+  if (!trajectory.routed_experts.empty()) {
+    TokenExpertsToProto(trajectory.routed_experts, proto->mutable_routed_experts());
+  }
+  proto->clear_vision_inputs();
+  VisionInputsToProto(trajectory.vision_inputs, proto->mutable_vision_inputs());
 }
 
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto) {
@@ -328,7 +389,46 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
   absl::StatusOr<TandemConfig> tandem = TandemConfigFromProto(proto.tandem(), TandemConfig{});
   if (!tandem.ok()) return PrependFieldPath("tandem", tandem.status());
   trajectory.tandem = *std::move(tandem);
+  if (proto.has_routed_experts()) {
+    absl::StatusOr<TokenExperts> experts =
+        TokenExpertsFromProto(proto.routed_experts(), proto.prompt_token_ids_size() + length - 1);
+    if (!experts.ok()) return PrependFieldPath("routed_experts", experts.status());
+    trajectory.routed_experts = *std::move(experts);
+  }
+  TANDEM_ASSIGN_OR_RETURN(trajectory.vision_inputs, VisionInputsFromProto(proto.vision_inputs()));
   return trajectory;
+}
+
+absl::StatusOr<std::vector<VisionReference>> VisionInputsFromProto(
+    const google::protobuf::RepeatedPtrField<types::v1::VisionInput>& protos) {
+  std::vector<VisionReference> inputs;
+  for (const types::v1::VisionInput& proto : protos) {
+    if (proto.kind() != types::v1::VISION_KIND_IMAGE &&
+        proto.kind() != types::v1::VISION_KIND_VIDEO) {
+      return InvalidField(absl::StrCat("vision_inputs[", inputs.size(), "].kind"),
+                          "must be IMAGE or VIDEO");
+    }
+    inputs.push_back({.is_video = proto.kind() == types::v1::VISION_KIND_VIDEO,
+                      .digest = proto.digest(),
+                      .grid_t = proto.grid_t(),
+                      .grid_h = proto.grid_h(),
+                      .grid_w = proto.grid_w()});
+    if (proto.has_seconds_per_grid()) inputs.back().seconds_per_grid = proto.seconds_per_grid();
+  }
+  return inputs;
+}
+
+void VisionInputsToProto(std::span<const VisionReference> inputs,
+                         google::protobuf::RepeatedPtrField<types::v1::VisionInput>* protos) {
+  for (const VisionReference& input : inputs) {
+    types::v1::VisionInput* const proto = protos->Add();
+    proto->set_kind(input.is_video ? types::v1::VISION_KIND_VIDEO : types::v1::VISION_KIND_IMAGE);
+    proto->set_digest(input.digest);
+    proto->set_grid_t(static_cast<int32_t>(input.grid_t));
+    proto->set_grid_h(static_cast<int32_t>(input.grid_h));
+    proto->set_grid_w(static_cast<int32_t>(input.grid_w));
+    proto->set_seconds_per_grid(input.seconds_per_grid);
+  }
 }
 
 void WeightsVersionToProto(const WeightsVersion& weights, types::v1::WeightsVersion* proto) {
@@ -355,6 +455,7 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
   proto->set_vocabulary_digest(summary.vocabulary_digest);
   proto->set_dtype(DTypeToProto(summary.dtype));
   proto->set_quantization(QuantizationToProto(summary.quantization));
+  proto->set_takes_images(summary.vision.has_value());
 }
 
 void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto) {

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
 #include "common/model/model_summary.h"
 #include "common/tandem/tandem_config.h"
@@ -21,6 +22,7 @@
 #include "tandem/types/v1/server.pb.h"
 #include "tandem/types/v1/tensor.pb.h"
 #include "tandem/types/v1/trajectory.pb.h"
+#include "tandem/types/v1/vision.pb.h"
 #include "tandem/weights/v1/weights.pb.h"
 
 namespace tandem::rpc {
@@ -54,6 +56,14 @@ void SamplingParamsToProto(const SamplingParams& params, types::v1::SamplingPara
 void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* proto);
 // Refuses a trajectory in which a required field is missing or has the wrong number of entries.
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto);
+
+// Copies what the wire says; digests are checked where blobs are looked up, and grids where prompts
+// are. INVALID_ARGUMENT with "vision_inputs[i].kind".
+absl::StatusOr<std::vector<VisionReference>> VisionInputsFromProto(
+    const google::protobuf::RepeatedPtrField<types::v1::VisionInput>& protos);
+// Appends to `protos`.
+void VisionInputsToProto(std::span<const VisionReference> inputs,
+                         google::protobuf::RepeatedPtrField<types::v1::VisionInput>* protos);
 
 void WeightsVersionToProto(const WeightsVersion& weights, types::v1::WeightsVersion* proto);
 WeightsVersion WeightsVersionFromProto(const types::v1::WeightsVersion& proto);

@@ -34,6 +34,7 @@ Trajectory Example() {
   t.sampling.stop_token_ids = {1};
   t.tandem.selection_strategy = SelectionStrategy::kWord;
   t.tandem.boundary_token_ids = {4};
+  t.routed_experts = {.layers = 2, .experts_per_token = 1, .ids = {0, 3, 255, 2, 1, 0, 7, 7}};
   return t;
 }
 
@@ -91,6 +92,23 @@ TEST(TrajectoryTest, RoundTripKeepsEverything) {
   EXPECT_EQ(back->tandem, Example().tandem);
   EXPECT_EQ(back->sampling, Example().sampling);
   EXPECT_EQ(back->senior_versions, Example().senior_versions);
+  EXPECT_EQ(back->routed_experts, Example().routed_experts);
+}
+
+TEST(TrajectoryTest, IdsOfExpertsTakeAByteUnlessOneIsWider) {
+  Trajectory wide = Example();
+  wide.routed_experts.ids[1] = 256;
+  for (const auto& [trajectory, dtype, bytes] :
+       {std::tuple{Example(), types::v1::DATA_TYPE_UINT8, size_t{8}},
+        std::tuple{wide, types::v1::DATA_TYPE_INT32, size_t{32}}}) {
+    types::v1::Trajectory proto;
+    TrajectoryToProto(trajectory, &proto);
+    EXPECT_EQ(proto.routed_experts().dtype(), dtype);
+    EXPECT_EQ(proto.routed_experts().data().size(), bytes);
+    const auto back = TrajectoryFromProto(proto);
+    ASSERT_TRUE(back.ok()) << back.status();
+    EXPECT_EQ(back->routed_experts, trajectory.routed_experts);
+  }
 }
 
 struct BadTrajectory {
@@ -124,6 +142,21 @@ INSTANTIATE_TEST_SUITE_P(
         BadTrajectory{[](auto* t) { *t->mutable_other_logprobs() = Floats({1}); },
                       "other_logprobs"},
         BadTrajectory{[](auto* t) { *t->mutable_log_keep_mass() = Floats({}); }, "log_keep_mass"},
+        BadTrajectory{[](auto* t) { t->mutable_routed_experts()->clear_dtype(); },
+                      "routed_experts.dtype"},
+        BadTrajectory{[](auto* t) { t->mutable_routed_experts()->set_shape(0, 5); },
+                      "routed_experts.shape"},
+        BadTrajectory{[](auto* t) { t->mutable_routed_experts()->mutable_shape()->RemoveLast(); },
+                      "routed_experts.shape"},
+        BadTrajectory{[](auto* t) { t->mutable_routed_experts()->set_shape(1, 0); },
+                      "routed_experts.shape"},
+        BadTrajectory{[](auto* t) { t->mutable_routed_experts()->mutable_data()->pop_back(); },
+                      "routed_experts.data"},
+        BadTrajectory{[](auto* t) {
+                        t->mutable_routed_experts()->set_dtype(types::v1::DATA_TYPE_INT32);
+                        t->mutable_routed_experts()->set_data(std::string(32, '\xff'));
+                      },
+                      "routed_experts.data"},
         BadTrajectory{[](auto* t) { t->clear_senior_versions(); }, "senior_versions"},
         BadTrajectory{[](auto* t) { t->mutable_senior_versions(1)->set_count(5); },
                       "senior_versions"},

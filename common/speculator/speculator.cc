@@ -22,7 +22,7 @@ namespace {
 // Bounds of what a config.json may ask for. The number of parameters then fits 64 bits.
 constexpr int64_t kMaxSize = int64_t{1} << 24, kMaxSteps = 64;
 
-constexpr kernels::WeightFormat kHeadFormat = kernels::WeightFormat::kBfloat16;
+constexpr kernels::WeightFormat kHeadFormat = kernels::WeightFormat::kInt8;
 
 bool IsHead(const SpeculatorParameterSpec& parameter) {
   return absl::StartsWith(parameter.spec.name, "head.");

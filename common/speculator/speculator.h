@@ -52,8 +52,8 @@ struct SpeculatorOptions {
   at::Device device = at::kCPU;
   // float32, or float64 for tests of gradients.
   at::ScalarType dtype = at::kFloat;
-  // Whether heads are packed in bfloat16, for a speculator that drafts and does not train. Needs
-  // ops::PackedWeight::IsSupported().
+  // Whether heads are packed in 8-bit integers, for a speculator that drafts and does not train.
+  // Needs ops::PackedWeight::IsSupported().
   bool packs_heads = false;
 };
 
@@ -67,7 +67,7 @@ struct SpeculatorParameterSpec {
 
 struct SpeculatorParameter : SpeculatorParameterSpec {
   at::Tensor value;  // a view of Speculator::buffer(); undefined if the parameter is packed
-  // Of a packed head; null before AllocateParameters.
+  // The matrix of a packed head; null before AllocateParameters.
   std::shared_ptr<ops::PackedWeight> packed = nullptr;
 
   int64_t bytes() const;

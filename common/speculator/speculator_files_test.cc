@@ -222,7 +222,7 @@ TEST_P(SpeculatorFilesTest, PackedHeadsTakeLessMemoryAndHaveTheSameDigest) {
   int64_t saved = speculator->buffer().nbytes() - packed->buffer().nbytes();
   for (const SpeculatorParameter& parameter : packed->parameters()) {
     if (parameter.packed == nullptr) continue;
-    saved -= kernels::PackedBytes(kernels::WeightFormat::kBfloat16, kVocabulary, kState);
+    saved -= kernels::PackedBytes(kernels::WeightFormat::kInt8, kVocabulary, kState);
   }
   EXPECT_EQ(measured(false).bytes, speculator->buffer().nbytes());
   EXPECT_EQ(measured(true).bytes, measured(false).bytes - saved);

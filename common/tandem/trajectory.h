@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
 #include "common/tandem/tandem_config.h"
 
@@ -27,6 +28,18 @@ struct VersionRun {
   bool operator==(const VersionRun&) const = default;
 };
 
+// The experts that the tokens of a sequence took in each layer of the senior that has experts.
+struct TokenExperts {
+  int64_t layers = 0;
+  int64_t experts_per_token = 0;
+  // [tokens, layers, experts_per_token], ascending in each token and layer.
+  std::vector<uint16_t> ids;
+
+  bool empty() const { return ids.empty(); }
+  int64_t ids_per_token() const { return layers * experts_per_token; }
+  bool operator==(const TokenExperts&) const = default;
+};
+
 // L = response_token_ids.size(). Every per-token vector has L entries, or may be empty where noted.
 struct Trajectory {
   std::vector<int32_t> prompt_token_ids;
@@ -43,6 +56,9 @@ struct Trajectory {
   uint64_t sample_index = 0;
   SamplingParams sampling;
   TandemConfig tandem;
+  // One entry for each token but the last: prompt_token_ids.size() + L - 1. Empty: not recorded.
+  TokenExperts routed_experts;
+  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
 
   bool operator==(const Trajectory&) const = default;
 };

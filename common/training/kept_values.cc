@@ -7,6 +7,7 @@
 
 #include "common/base/checksum.h"
 #include "common/base/field_check.h"
+#include "common/base/struct_bytes.h"
 
 namespace tandem::training {
 
@@ -43,12 +44,17 @@ KeptValues::Step& KeptValues::Open(const std::string& run_id, const std::string&
 }
 
 std::string KeptValues::SequenceDigest(absl::Span<const int32_t> prompt,
-                                       absl::Span<const int32_t> response) {
+                                       absl::Span<const int32_t> response,
+                                       absl::Span<const VisionReference> images) {
   Checksum checksum;
   const size_t prompt_length = prompt.size();  // without it, a token could move between the two
   checksum.Update(&prompt_length, sizeof(prompt_length));
   checksum.Update(prompt.data(), prompt.size() * sizeof(int32_t));
   checksum.Update(response.data(), response.size() * sizeof(int32_t));
+  for (const VisionReference& image : images) {
+    const std::string bytes = ToBytes(image);
+    checksum.Update(bytes.data(), bytes.size());
+  }
   return checksum.Hex();
 }
 

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
 
 namespace tandem::training {
@@ -44,9 +45,10 @@ class KeptValues {
   Step& Open(const std::string& run_id, const std::string& request_id,
              const WeightsVersion& weights);
 
-  // Returns the XXH3-128 of prompt and response.
+  // Returns the XXH3-128 of prompt, response and the prompt's images.
   static std::string SequenceDigest(absl::Span<const int32_t> prompt,
-                                    absl::Span<const int32_t> response);
+                                    absl::Span<const int32_t> response,
+                                    absl::Span<const VisionReference> images = {});
 
   nlohmann::json ToJson() const;
   // Replaces everything. DATA_LOSS, with nothing changed, for a document that ToJson did not make.

@@ -27,7 +27,6 @@ absl::Status CheckSequence(absl::Span<const int32_t> prompt, absl::Span<const in
                                    limits.max_model_len, " are allowed"));
   }
   TANDEM_RETURN_IF_ERROR(CheckTokens("prompt_token_ids", prompt, limits.num_token_ids));
-  TANDEM_RETURN_IF_ERROR(CheckNoImages("prompt_token_ids", prompt, limits.image_token_ids));
   return CheckTokens("response_token_ids", response, limits.num_token_ids);
 }
 

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
@@ -15,13 +14,10 @@ namespace tandem::training {
 struct SequenceLimits {
   int64_t num_token_ids = 0;
   int64_t max_model_len = 0;
-  std::vector<int32_t> image_token_ids =
-      {};  // ids that stand for images, which prompts cannot hold
 };
 
 // INVALID_ARGUMENT ("prompt_token_ids[3]") unless there are a prompt and a response token, and all
-// ids are in the vocabulary; UNIMPLEMENTED for a prompt with images; OUT_OF_RANGE if prompt and
-// response are longer than max_model_len.
+// ids are in the vocabulary; OUT_OF_RANGE if prompt and response are longer than max_model_len.
 absl::Status CheckSequence(absl::Span<const int32_t> prompt, absl::Span<const int32_t> response,
                            const SequenceLimits& limits);
 

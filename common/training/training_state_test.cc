@@ -39,6 +39,19 @@ TEST(KeptValuesTest, ADigestTellsPromptFromResponse) {
   EXPECT_NE(KeptValues::SequenceDigest(one, tail), KeptValues::SequenceDigest(two, last));
 }
 
+TEST(KeptValuesTest, ADigestTellsImages) {
+  const std::vector<int32_t> one = {1}, tail = {2, 3};
+  const VisionReference image = {.digest = "a", .grid_t = 1, .grid_h = 2, .grid_w = 4};
+  VisionReference turned = image;
+  std::swap(turned.grid_h, turned.grid_w);
+  const auto digest = [&](const std::vector<VisionReference>& images) {
+    return KeptValues::SequenceDigest(one, tail, images);
+  };
+  EXPECT_NE(digest({image}), digest({}));
+  EXPECT_NE(digest({image}), digest({turned}));
+  EXPECT_EQ(digest({image, turned}), digest({image, turned}));
+}
+
 TEST(TrainingStateTest, SurvivesSerialisationExactly) {
   TrainingState state{.kind = "critic", .version = 3};
   state.ledger.Record("a", "d", {.run_id = "run", .step = 2, .weights = {3, ""}});

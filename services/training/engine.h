@@ -27,6 +27,7 @@
 #include "common/training/optimizer_options.h"
 #include "common/training/step_report.h"
 #include "common/training/training_state.h"
+#include "services/training/router_sums.h"
 
 namespace tandem::training {
 
@@ -53,6 +54,7 @@ struct TrainingOptions {
   int64_t max_model_len = 0;
   int64_t max_samples = 0;
   std::vector<std::string> freeze;  // common/model/freeze.h
+  RouterLossCoefficients router_losses = {};
   ComputeOptions compute = {};
 };
 

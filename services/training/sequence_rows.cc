@@ -29,4 +29,8 @@ void SequenceBatch::Add(SequenceRows sequence) {
   sequences_.push_back(std::move(sequence));
 }
 
+void SequenceBatch::SetImages(const std::vector<std::shared_ptr<const PromptImages>>& images) {
+  for (size_t i = 0; i < sequences_.size(); ++i) sequences_[i].images = images[i];
+}
+
 }  // namespace tandem::training

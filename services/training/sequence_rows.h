@@ -5,10 +5,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/types/span.h"
+#include "common/model/vision/prompt_images.h"
 #include "common/training/sequence_range.h"
 
 namespace tandem::training {
@@ -19,6 +21,10 @@ struct SequenceRows {
   std::vector<int64_t> input;      // tokens that the model reads; empty without rows
   std::vector<int64_t> positions;  // of the rows, inside `input`
   std::vector<int64_t> labels;     // the predicted tokens, parallel to positions
+  // [input.size(), layers with experts, experts per token]: the experts that the tokens take;
+  // empty: the routers choose. The numbers belong to the caller.
+  absl::Span<const uint16_t> routed_experts = {};
+  std::shared_ptr<const PromptImages> images = nullptr;  // of the prompt; nullptr: text alone
 };
 
 // Returns the rows of the response tokens t for which `counts(t)` holds.
@@ -49,6 +55,8 @@ class SequenceBatch {
   explicit SequenceBatch(std::vector<SequenceRows> sequences);
 
   void Add(SequenceRows sequence);
+  // Sets the images of every sequence, in their order.
+  void SetImages(const std::vector<std::shared_ptr<const PromptImages>>& images);
 
   absl::Span<const SequenceRows> sequences() const { return sequences_; }
   SequenceRange all() const { return {.begin = 0, .end = sequences_.size()}; }

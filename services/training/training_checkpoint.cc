@@ -2,12 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include <deque>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
@@ -19,6 +21,8 @@
 #include "common/base/status_macros.h"
 #include "common/base/struct_bytes.h"
 #include "common/checkpoint/temporary_directory.h"
+#include "common/model/family.h"
+#include "common/model/stacked_tensors.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten_bytes.h"
@@ -50,32 +54,42 @@ absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::stri
   return state;
 }
 
-// Reads the weights, which must be exactly the parameters of `model`, with finite numbers.
+// Reads the weights, which must be exactly the parameters of `model`, with finite numbers, but for
+// the tensors that it keeps without reading them.
 absl::StatusOr<SourceParameters> ReadWeights(const std::string& path, const Model& model) {
   const std::string file = absl::StrCat(path, "/", kWeightsFile);
   TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsFile> opened,
                           SafetensorsFile::Open(file));
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config().model_type));
+  const auto fail = [&](absl::string_view why) {
+    return InvalidField("path", absl::StrCat(path, " holds another model: ", why));
+  };
+  std::vector<const TensorView*> tensors;
+  for (const TensorView& tensor : opened->tensors()) tensors.push_back(&tensor);
+  std::deque<TensorView> unstacked;
+  if (const absl::Status status = Unstack(model.StackedTensors(), file, tensors, unstacked);
+      !status.ok()) {
+    return fail(status.message());
+  }
+  std::map<std::string, const TensorView*> by_name;
+  for (const TensorView* tensor : tensors) by_name[tensor->name] = tensor;
   SourceParameters weights{.files = opened, .tensors = {}};
-  std::set<std::string> expected;
   for (const Parameter& parameter : model.DeclaredParameters()) {
     const std::string& name = parameter.spec.name;
-    expected.insert(name);
-    const TensorView* found = opened->Find(name);
-    if (found == nullptr || found->shape != parameter.spec.shape ||
-        !c10::isFloatingType(ToScalarType(found->dtype))) {
-      return InvalidField("path", absl::StrCat(path, " holds another model: tensor '", name,
-                                               "' is missing or has another shape or type"));
+    const auto found = by_name.extract(name);
+    if (found.empty() || found.mapped()->shape != parameter.spec.shape ||
+        !c10::isFloatingType(ToScalarType(found.mapped()->dtype))) {
+      return fail(absl::StrCat("tensor '", name, "' is missing or has another shape or type"));
     }
-    weights.tensors.emplace_back(name, AliasAsAten(*found));
+    weights.tensors.emplace_back(name, AliasAsAten(*found.mapped()));
     if (!at::isfinite(weights.tensors.back().second).all().item<bool>()) {
       return absl::DataLossError(
           absl::StrCat(file, ": tensor '", name, "' holds a number that is not finite"));
     }
   }
-  for (const TensorView& tensor : opened->tensors()) {
-    if (expected.contains(tensor.name)) continue;
-    return InvalidField("path", absl::StrCat(path, " holds another model: tensor '", tensor.name,
-                                             "' is not expected"));
+  for (const auto& [name, tensor] : by_name) {
+    if (family->KeepsTensor(model.config(), name)) continue;
+    return fail(absl::StrCat("tensor '", name, "' is not expected"));
   }
   return weights;
 }

@@ -14,8 +14,10 @@
 #include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
+#include "common/model/vision/image_batch.h"
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
+#include "common/ranks/rank_agreement.h"
 #include "common/weights/weights_digest.h"
 #include "services/training/training_checkpoint.h"
 
@@ -43,6 +45,19 @@ absl::Status CheckVocabulary(const std::string& path, const std::string& ours) {
   if (vocabulary->Digest() == ours) return absl::OkStatus();
   return InvalidField("path", absl::StrCat(path, " holds another model: its tokenizer.json has ",
                                            "another vocabulary"));
+}
+
+// Refuses losses of routers for a model that has none.
+absl::Status CheckRouterLosses(const RouterLossCoefficients& coefficients,
+                               const ModelConfig& config) {
+  if (config.decoder.experts.LayersBefore(config.num_hidden_layers) > 0) return absl::OkStatus();
+  for (const auto& [field, coefficient] :
+       {std::pair{"router_aux_loss_coef", coefficients.load_balancing},
+        std::pair{"router_z_loss_coef", coefficients.z}}) {
+    if (coefficient == 0) continue;
+    return InvalidField(field, "needs a mixture of experts; no layer of the model has experts");
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -155,7 +170,7 @@ absl::Status TrainingCore::LoadModel(LoadOptions load) {
     const bool of_options = field.starts_with("freeze") || field.starts_with("strategy");
     return of_options ? loaded : PrependFieldPath("model", loaded);
   }
-  return absl::OkStatus();
+  return CheckRouterLosses(options_.router_losses, model().config());
 }
 
 absl::Status TrainingCore::RunAndAgree(absl::string_view what,
@@ -210,8 +225,7 @@ void TrainingCore::CheckSameOutcome(const std::string& command, const absl::Stat
 SequenceLimits TrainingCore::limits() const {
   const Model& model = strategy_->model();
   return {.num_token_ids = model.num_token_ids(),
-          .max_model_len = model.config().LongestSequence(options_.max_model_len),
-          .image_token_ids = model.config().ImageTokenIds()};
+          .max_model_len = model.config().LongestSequence(options_.max_model_len)};
 }
 
 int64_t TrainingCore::optimizer_steps() const {
@@ -412,14 +426,50 @@ TrainingCore::Pass TrainingCore::PlanPass(const SequenceBatch& sequences,
   return pass;
 }
 
-RaggedBatch TrainingCore::Input(const Pass& pass, int64_t micro_batch) {
+at::Tensor TrainingCore::RoutedExpertsOf(absl::Span<const SequenceRows> sequences, int64_t tokens) {
+  if (std::ranges::all_of(sequences,
+                          [](const SequenceRows& rows) { return rows.routed_experts.empty(); })) {
+    return {};
+  }
+  const RoutingCache layout = model().config().RoutingLayout();
+  const at::Tensor experts =
+      at::full({tokens, layout.layers, layout.experts_per_token}, -1, at::kInt);
+  int32_t* id = experts.data_ptr<int32_t>();
+  for (const SequenceRows& rows : sequences) {
+    std::copy(rows.routed_experts.begin(), rows.routed_experts.end(), id);
+    id += static_cast<int64_t>(rows.input.size()) * layout.ids_per_token();
+  }
+  return experts.to(model().device());
+}
+
+RaggedBatch TrainingCore::Input(const Pass& pass, int64_t micro_batch, bool replays) {
   NoteProgress();
   std::vector<std::vector<int64_t>> inputs;
+  std::vector<const PromptImages*> images;
   const MicroBatch& range = pass.micro_batches[static_cast<size_t>(micro_batch)];
   for (const SequenceRows& sequence : range.Of(pass.sequences.sequences())) {
-    if (!sequence.input.empty()) inputs.push_back(sequence.input);
+    if (sequence.input.empty()) continue;
+    inputs.push_back(sequence.input);
+    images.push_back(sequence.images.get());
   }
-  return MakeRaggedBatch(inputs, model().device());
+  RaggedBatch batch = MakeRaggedBatch(inputs, model().device());
+  if (replays) {
+    batch.routing.given = RoutedExpertsOf(range.Of(pass.sequences.sequences()), batch.num_tokens());
+  }
+  if (!model().config().vision.has_value()) return batch;
+  ImageBatch collected(*model().config().vision);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    collected.AddTokens(images[i], 0, static_cast<int64_t>(inputs[i].size()));
+  }
+  batch.images = collected.Take(model().device());
+  return batch;
+}
+
+absl::StatusOr<std::shared_ptr<const PromptImages>> TrainingCore::ImagesOf(
+    absl::Span<const int32_t> prompt, absl::Span<const VisionReference> references,
+    const Blobs& blobs) {
+  const std::optional<VisionConfig>& vision = model().config().vision;
+  return MakePromptImages(vision.has_value() ? &*vision : nullptr, prompt, references, blobs);
 }
 
 MicroBatchInput TrainingCore::RowsOf(const Pass& pass, int64_t micro_batch,
@@ -430,12 +480,13 @@ MicroBatchInput TrainingCore::RowsOf(const Pass& pass, int64_t micro_batch,
 absl::StatusOr<std::vector<double>> TrainingCore::Forward(const SequenceBatch& sequences,
                                                           RowOutput output) {
   const Pass pass = PlanPass(sequences, sequences.all());
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> outputs,
-                          strategy_->Forward(
-                              pass.count(), [&](int64_t i) { return Input(pass, i); },
-                              [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
-                                return output(RowsOf(pass, i, batch), hidden);
-                              }));
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::vector<std::vector<double>> outputs,
+      strategy_->Forward(
+          pass.count(), [&](int64_t i) { return Input(pass, i, /*replays=*/true); },
+          [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
+            return output(RowsOf(pass, i, batch), hidden);
+          }));
   return Concatenated(outputs);
 }
 
@@ -446,7 +497,7 @@ absl::StatusOr<std::vector<double>> TrainingCore::ForwardFrozen(const Model& fro
   TANDEM_ASSIGN_OR_RETURN(const std::vector<std::vector<double>> outputs,
                           strategy_->ParallelMap(pass.count(), [&](int64_t i) {
                             const at::NoGradGuard no_grad;
-                            const RaggedBatch batch = Input(pass, i);
+                            const RaggedBatch batch = Input(pass, i, /*replays=*/false);
                             CausalContext context;
                             return output(RowsOf(pass, i, batch),
                                           frozen.HiddenStates(batch, context));
@@ -454,15 +505,64 @@ absl::StatusOr<std::vector<double>> TrainingCore::ForwardFrozen(const Model& fro
   return Concatenated(outputs);
 }
 
-absl::StatusOr<int64_t> TrainingCore::ForwardBackward(const SequenceBatch& sequences,
-                                                      const SequenceRange& range, RowLoss loss) {
+int64_t TrainingCore::Pass::num_tokens() const {
+  int64_t tokens = 0;
+  for (const MicroBatch& range : micro_batches) {
+    for (const SequenceRows& sequence : range.Of(sequences.sequences())) {
+      tokens += static_cast<int64_t>(sequence.input.size());
+    }
+  }
+  return tokens;
+}
+
+absl::StatusOr<TrainingCore::PassReport> TrainingCore::ForwardBackward(
+    const SequenceBatch& sequences, const SequenceRange& range, RowLoss loss) {
   const Pass pass = PlanPass(sequences, range);
+  const ModelConfig& config = model().config();
+  const ExpertOptions& experts = config.decoder.experts;
+  const int64_t expert_layers = experts.LayersBefore(config.num_hidden_layers);
+  const auto choices = static_cast<double>(pass.num_tokens() * expert_layers);
+  std::vector<std::shared_ptr<RouterLosses>> routers;
   TANDEM_RETURN_IF_ERROR(strategy_->ForwardBackward(
-      pass.count(), [&](int64_t i) { return Input(pass, i); },
+      pass.count(),
+      [&](int64_t i) {
+        RaggedBatch batch = Input(pass, i, /*replays=*/true);
+        if (expert_layers == 0) return batch;
+        routers.push_back(std::make_shared<RouterLosses>(
+            experts, config.num_hidden_layers,
+            RouterLosses::Scales{.load_balancing = options_.router_losses.load_balancing / choices,
+                                 .z = options_.router_losses.z / choices},
+            model().device()));
+        batch.routing.losses = routers.back();
+        return batch;
+      },
       [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
         return loss(RowsOf(pass, i, batch), hidden);
       }));
-  return pass.count();
+  PassReport report = {.micro_batches = pass.count()};
+  if (expert_layers > 0) report.routers = SumOfRouters(routers);
+  return report;
+}
+
+RouterSums TrainingCore::SumOfRouters(absl::Span<const std::shared_ptr<RouterLosses>> recorded) {
+  const ModelConfig& config = model().config();
+  const ExpertOptions& experts = config.decoder.experts;
+  const int64_t layers = experts.LayersBefore(config.num_hidden_layers),
+                count = experts.routing.num_experts;
+  at::Tensor sums = at::zeros({layers, count + 2}, at::kDouble);
+  for (const std::shared_ptr<RouterLosses>& losses : recorded) sums += losses->sums().to(at::kCPU);
+  ranks::ReduceNumbers(strategy_->ranks(),
+                       absl::MakeSpan(sums.data_ptr<double>(), static_cast<size_t>(sums.numel())),
+                       ranks::Reduction::kSum);
+  RouterSums result;
+  result.experts_per_token = experts.routing.num_experts_per_tok;
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const double* const row = sums.const_data_ptr<double>() + layer * (count + 2);
+    result.loads.emplace_back(row, row + count);
+    result.load_balancing += row[count];
+    result.z += row[count + 1];
+  }
+  return result;
 }
 
 absl::Status TrainingCore::ReadCheckpoint(const std::string& path) {

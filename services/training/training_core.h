@@ -24,6 +24,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
+#include "common/model/router_losses.h"
 #include "common/parallel/strategy.h"
 #include "common/ranks/command_table.h"
 #include "common/ranks/server_ranks.h"
@@ -33,6 +34,7 @@
 #include "common/training/sequence_check.h"
 #include "services/training/companion.h"
 #include "services/training/engine.h"
+#include "services/training/router_sums.h"
 #include "services/training/sequence_rows.h"
 
 namespace tandem::training {
@@ -157,10 +159,15 @@ class TrainingCore {
       return strategy_->Reduce(sums, maxima);
     };
   }
+  const RouterLossCoefficients& router_losses() const { return options_.router_losses; }
   TrainingState& state() { return state_; }
   // Returns the vocabulary of the tokenizer.json beside the model, or nullptr without one.
   const Vocabulary* vocabulary() const { return vocabulary_.has_value() ? &*vocabulary_ : nullptr; }
   SequenceLimits limits() const;
+  // MakePromptImages for the model.
+  absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOf(
+      absl::Span<const int32_t> prompt, absl::Span<const VisionReference> references,
+      const Blobs& blobs);
   WeightsVersion weights() const;
 
   // Leaves the gradients of one update with the strategy, or with the companion alone where the
@@ -184,17 +191,21 @@ class TrainingCore {
       const MicroBatchInput& input, const at::Tensor& hidden)>;
   absl::StatusOr<std::vector<double>> Forward(const SequenceBatch& sequences, RowOutput output);
 
-  // Runs another model, which every rank holds whole, as Forward does.
+  // Runs another model, which every rank holds whole, as Forward does; its own routers choose.
   absl::StatusOr<std::vector<double>> ForwardFrozen(const Model& frozen,
                                                     const SequenceBatch& sequences,
                                                     RowOutput output);
 
   // Runs the model over the sequences `range` in micro-batches, and leaves the gradients of `loss`,
-  // a parallel::LossFunction, with the strategy. Returns the number of micro-batches.
+  // a parallel::LossFunction, and of the routers' losses with the strategy.
+  struct PassReport {
+    int64_t micro_batches = 0;
+    RouterSums routers = {};
+  };
   using RowLoss = absl::FunctionRef<absl::StatusOr<at::Tensor>(const MicroBatchInput& input,
                                                                const at::Tensor& hidden)>;
-  absl::StatusOr<int64_t> ForwardBackward(const SequenceBatch& sequences,
-                                          const SequenceRange& range, RowLoss loss);
+  absl::StatusOr<PassReport> ForwardBackward(const SequenceBatch& sequences,
+                                             const SequenceRange& range, RowLoss loss);
 
  private:
   TrainingCore(std::string kind, std::string metric_prefix, const TrainingOptions& options);
@@ -222,10 +233,16 @@ class TrainingCore {
     std::vector<MicroBatch> micro_batches;
 
     int64_t count() const { return static_cast<int64_t>(micro_batches.size()); }
+    int64_t num_tokens() const;
   };
   Pass PlanPass(const SequenceBatch& sequences, const SequenceRange& range) const;
-  RaggedBatch Input(const Pass& pass, int64_t micro_batch);
+  // Returns the input of a micro-batch, with SequenceRows::routed_experts where `replays`.
+  RaggedBatch Input(const Pass& pass, int64_t micro_batch, bool replays);
+  // Returns BatchRouting::given of the sequences; undefined if none has routed experts.
+  at::Tensor RoutedExpertsOf(absl::Span<const SequenceRows> sequences, int64_t tokens);
   static MicroBatchInput RowsOf(const Pass& pass, int64_t micro_batch, const RaggedBatch& batch);
+  // Returns the sums over all ranks of what the routers recorded on this one.
+  RouterSums SumOfRouters(absl::Span<const std::shared_ptr<RouterLosses>> recorded);
   // Makes the updates, completes the report and records it. NotFiniteError if every update was left
   // out.
   absl::Status MakeUpdates(const StepIdentity& identity, absl::Span<const UpdateGradients> updates,

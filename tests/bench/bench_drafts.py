@@ -1,14 +1,16 @@
 """Decode of one sequence with drafts beside the same responses without, and how many are accepted.
 
-    .venv/bin/python tests/bench/bench_drafts.py [--dtype bfloat16] [--steps 40] [--rounds 4]
+    .venv/bin/python tests/bench/bench_drafts.py [--seen] [--model qwen2.5-0.5b --junior 0.4]
 
 An MLP speculator is trained on the senior's own responses, as `tandem speculator train` does, and
-drafts the answers to other prompts, greedily and at temperature 1. A junior of a quarter of the
-senior's parameters (its own first layers) and heads with random weights draft the same answers:
-both know nothing, so they show what drafts cost where none is accepted. All sides of a temperature
-alternate. By the exact rule every side writes the same tokens. A line has the tokens per second of
-the decode, from the first token on, and beside its ratio to the decode without drafts the one that
-its acceptance allows if a pass with drafts takes no longer than one without: tokens by passes.
+drafts the answers to other prompts, greedily and at temperature 1. A small junior (the first layers
+of the senior) and heads with random weights draft the same answers: both know nothing, so they show
+the cost of drafts where none is accepted. With --seen the speculator is trained on the greedy
+answers to the measured prompts themselves: that shows the gain where most are accepted. All sides
+of a temperature alternate. By the exact rule every side writes the same tokens. A line has the
+tokens per second of the decode, from the first token on, and beside its ratio to the decode without
+drafts the one that its acceptance allows if a pass with drafts takes no longer than one without:
+tokens by passes.
 """
 
 from __future__ import annotations
@@ -25,14 +27,20 @@ from pathlib import Path
 from typing import Any
 
 from rollout.machine import describe
-from rollout.models import write_first_layers, write_random_speculator
+from rollout.models import (
+    QWEN,
+    SMOLLM2,
+    model_directory,
+    write_first_layers,
+    write_random_speculator,
+)
 from rollout.servers import OFF, RolloutServer
 from tandem.client import TrainerClient
 from tandem.requests import Prompt, SupervisedSample
 from tandem.text import TextCodec
 
 _NONE = "no drafts"
-_HEADS, _RANDOM, _JUNIOR = "trained heads", "random heads", "junior of a quarter"
+_HEADS, _RANDOM, _JUNIOR = "trained heads", "random heads", "small junior"
 _EXAMPLES = Path("examples/tandem_effect")
 # The chat marks of the model without the system message that its template would add.
 _FORMAT = "<|im_start|>user\nWrite a sentence with {}.<|im_end|>\n<|im_start|>assistant\n"
@@ -86,30 +94,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
+    parser.add_argument(
+        "--model",
+        default=str(SMOLLM2),
+        help=f"Hugging Face directory, or {QWEN}: its shape with random weights",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=40, help="training steps of the heads")
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=4, help="held-out prompts of a turn")
+    parser.add_argument(
+        "--junior", type=float, default=0.25, help="the junior's part of the parameters"
+    )
+    parser.add_argument("--seen", action="store_true", help="train on the measured prompts")
     parser.add_argument("--new-tokens", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     print(describe(), flush=True)
-    codec = TextCodec(options.model)
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
+        model = model_directory(options.model, folder)
+        codec = TextCodec(model)
         speculators = {
-            _HEADS: _train(folder / "training", codec, options),
-            _RANDOM: write_random_speculator(folder / "random", options.model),
+            _HEADS: _train(folder / "training", model, codec, options),
+            _RANDOM: write_random_speculator(folder / "random", model),
         }
-        junior = write_first_layers(folder / "junior", options.model, 1 / 4)
+        junior = write_first_layers(folder / "junior", model, options.junior)
         with contextlib.ExitStack() as stack:
             servers = {
                 name: stack.enter_context(
                     RolloutServer(
                         folder / f"server-{place}",
                         {
-                            "senior_model": str(options.model),
+                            "senior_model": str(model),
                             "senior_dtype": options.dtype,
                             "junior_model": str(junior),
                             "junior_dtype": options.dtype,
@@ -127,10 +144,14 @@ def main() -> None:
                 _RANDOM: (servers[_RANDOM], {"method": "heads"}),
                 _JUNIOR: (servers[_HEADS], {"method": "junior"}),
             }
-            held_out = _prompts(codec, "held_out.jsonl", options)[: options.prompts]
+            measured = _measured_prompts(codec, options)
             for temperature in (0.0, 1.0):
                 print(f"\n== decode at temperature {temperature:g}, {options.dtype} ==", flush=True)
-                _measure(sides, held_out, temperature, options.rounds)
+                _measure(sides, measured, temperature, options.rounds)
+
+
+def _measured_prompts(codec: TextCodec, options: argparse.Namespace) -> list[Prompt]:
+    return _prompts(codec, "held_out.jsonl", options)[: options.prompts]
 
 
 def _prompts(codec: TextCodec, file: str, options: argparse.Namespace) -> list[Prompt]:
@@ -140,7 +161,10 @@ def _prompts(codec: TextCodec, file: str, options: argparse.Namespace) -> list[P
         Prompt(
             codec.encode(_FORMAT.format(json.loads(line)["prompt"])),
             seed=seed,
-            sampling={"max_tokens": options.new_tokens, "temperature": 0.7},
+            sampling={
+                "max_tokens": options.new_tokens,
+                "temperature": 0.0 if options.seen else 0.7,
+            },
             tandem=OFF,
             stream_tokens=True,
         )
@@ -148,10 +172,10 @@ def _prompts(codec: TextCodec, file: str, options: argparse.Namespace) -> list[P
     ]
 
 
-def _train(folder: Path, codec: TextCodec, options: argparse.Namespace) -> Path:
+def _train(folder: Path, model: Path, codec: TextCodec, options: argparse.Namespace) -> Path:
     """Trains heads on what the senior writes; returns the directory of the speculator."""
     trainer = {
-        "model": str(options.model),
+        "model": str(model),
         "max_model_len": 256,
         "batch": {"micro_batch_tokens": 512},
         "speculator": {
@@ -163,9 +187,12 @@ def _train(folder: Path, codec: TextCodec, options: argparse.Namespace) -> Path:
             "optimizer": {"learning_rate": 1e-3, "warmup_steps": 4},
         },
     }
-    prompts = _prompts(codec, "rows.jsonl", options)
+    if options.seen:
+        prompts = _measured_prompts(codec, options)
+    else:
+        prompts = _prompts(codec, "rows.jsonl", options)
     server = RolloutServer(
-        folder, {"senior_model": str(options.model)}, sequences=_BATCH, longest=256, trainer=trainer
+        folder, {"senior_model": str(model)}, sequences=_BATCH, longest=256, trainer=trainer
     )
     begin = time.perf_counter()
     with server, TrainerClient(server.cluster.trainer.address) as client:

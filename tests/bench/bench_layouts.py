@@ -1,11 +1,13 @@
 """Training on two ranks beside one process, PyTorch's DDP and FSDP2; and the memory of a rank.
 
     .venv-peers/bin/python tests/bench/bench_layouts.py [--rounds 5] [--sides single,zero-3,fsdp2]
+    .venv-peers/bin/python tests/bench/bench_layouts.py --experts 8
 
-All sides train the same random Llama on the same batch, in fp32, in turns; every rank has one
-thread. Efficiency is the rate of two ranks divided by twice the rate of one process. Memory is
-anonymous resident memory beyond that of the process without a model, compared with the formulas of
-docs/architecture.md; the process group counts the bytes that it sends.
+All sides train the same random Llama on the same batch, in fp32, in turns; with --experts a
+Qwen3-MoE of as many experts, two for a token. Every rank has one thread. Efficiency is the rate of
+two ranks divided by twice the rate of one process. Memory is anonymous resident memory beyond that
+of the process without a model, compared with the formulas of docs/architecture.md; the process
+groups count the bytes that they send.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from alternate import alternate
 from tandem.cluster import find_binary, held_port, rank_environment
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 # Settings of a trainer's `strategy`.
 OURS: Mapping[str, list[str]] = {
@@ -42,7 +44,10 @@ OURS: Mapping[str, list[str]] = {
         "virtual_pipeline_model_parallel_size=2",
     ],
     "context": ["name=megatron", "context_parallel_size=2"],
+    "expert": ["name=megatron", "expert_model_parallel_size=2"],
 }
+# Without --experts every side but the last of these, with it these alone.
+OF_EXPERTS = ("single", "data", "tensor", "expert")
 PEERS = ("ddp", "fsdp2")
 # fp32 values that a rank holds per parameter of the model: weights, gradients, two moments.
 HELD = {
@@ -61,7 +66,29 @@ SENT = {
     "zero-1": lambda rounds, ends: 1 / 2 + 1 / 2,
     "zero-2": lambda rounds, ends: rounds / 2 + 1 / 2,
     "zero-3": lambda rounds, ends: rounds / 2 + rounds * (2 - ends) / 2,
+    "data": lambda rounds, ends: 1 / 2 + 1 / 2,
 }
+PER_TOKEN = 2  # experts
+
+
+def sent_to_experts(options: argparse.Namespace, parameters: int) -> float:
+    """The bytes that each of two expert parallel ranks sends, where half of the choices leave it.
+
+    Gradients of all but the experts are reduced, and these parameters gathered. Of a layer, the
+    numbers of rows travel, then rows and outputs, and back the gradients of both.
+    """
+    experts = options.layers * options.experts * 3 * options.hidden * width_of_expert(options)
+    rounds = options.micro_batches // 2
+    rows = options.sequences * options.tokens * PER_TOKEN / 2
+    exchanged = 8 * options.experts // 2 + 4 * rows * 4 * options.hidden
+    return 4 * (parameters - experts) + options.layers * rounds * exchanged
+
+
+def width_of_expert(options: argparse.Namespace) -> int:
+    """The width with which a token's experts have that of the dense model."""
+    return 11 * options.hidden // 4 // PER_TOKEN
+
+
 # Idle time of two equal stages as a fraction of their work, for m micro-batches: (p-1)/m and
 # (p-1)/(m v).
 BUBBLES = {
@@ -141,8 +168,12 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--sides", default=",".join([*OURS, *PEERS]))
+    parser.add_argument("--experts", type=int, default=0)
+    parser.add_argument("--sides")
     options = parser.parse_args()
+    if options.sides is None:
+        dense = [side for side in [*OURS, *PEERS] if side != "expert"]
+        options.sides = ",".join(OF_EXPERTS if options.experts else dense)
     with tempfile.TemporaryDirectory() as directory:
         measure(options, Path(directory))
 
@@ -150,16 +181,28 @@ def main() -> None:
 def measure(options: argparse.Namespace, directory: Path) -> None:
     """Times the sides in turns, and prints their rates, volumes and memory."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=options.hidden,
-        intermediate_size=11 * options.hidden // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=options.hidden // 64,
-        vocab_size=options.vocabulary,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {
+        "hidden_size": options.hidden,
+        "intermediate_size": 11 * options.hidden // 4,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.hidden // 64,
+        "num_key_value_heads": options.hidden // 64,
+        "vocab_size": options.vocabulary,
+        "tie_word_embeddings": False,
+    }
+    if options.experts:
+        config = Qwen3MoeConfig(
+            **sizes,
+            head_dim=64,
+            num_experts=options.experts,
+            num_experts_per_tok=PER_TOKEN,
+            moe_intermediate_size=width_of_expert(options),
+        )
+        model = Qwen3MoeForCausalLM(config)
+        for layer in model.model.layers:  # their routers begin as zeros
+            torch.nn.init.normal_(layer.mlp.gate.weight)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     model.save_pretrained(directory / "model")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     del model
@@ -226,8 +269,12 @@ def report(
         if len(side.processes) == 2:
             said.append(f"efficiency {ratios[name] / 2:.2f}")
         sent = max(answer.get("sent_bytes", 0) for answer in side.answers)
-        if name in SENT:
-            expected = SENT[name](rounds, ends) * 4 * parameters
+        if name == "expert" or name in SENT:
+            expected = (
+                sent_to_experts(options, parameters)
+                if name == "expert"
+                else SENT[name](rounds, ends) * 4 * parameters
+            )
             said.append(f"sent {sent / 1e6:.1f} MB ({sent / expected:.4f} of the formula)")
         memory = side.do("memory")
         held = max(answer["bytes"] for answer in memory)

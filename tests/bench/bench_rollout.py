@@ -18,7 +18,7 @@ from pathlib import Path
 from rollout import memory, solo, speculative, streaming, tandem_turns, weights
 from rollout.bench import Bench, Options
 from rollout.machine import describe
-from rollout.models import write_random_qwen
+from rollout.models import QWEN, SMOLLM2, model_directory
 
 SECTIONS = {
     "solo": solo.run,
@@ -28,8 +28,6 @@ SECTIONS = {
     "weights": weights.run,
     "memory": memory.run,
 }
-QWEN = "qwen2.5-0.5b"
-SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 
 
 def main() -> None:
@@ -56,12 +54,8 @@ def main() -> None:
     print(describe(), flush=True)
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        if arguments.model == QWEN:
-            model = write_random_qwen(folder / QWEN, tokenizer_of=SMOLLM2)
-        else:
-            model = Path(arguments.model)
         options = Options(
-            model=model,
+            model=model_directory(arguments.model, folder),
             prompt_tokens=arguments.prompt_tokens,
             new_tokens=arguments.new_tokens,
             rounds=arguments.rounds,

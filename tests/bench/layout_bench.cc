@@ -81,14 +81,14 @@ class Bench {
 
   json Do(const std::string& what) {
     if (what == "step") {
-      world_->ResetVolume();
+      const int64_t sent = world_->total_sent_bytes();
       const auto begin = std::chrono::steady_clock::now();
       const std::clock_t cpu = std::clock();
       Step();
       const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
       return {{"seconds", seconds.count()},
               {"cpu_seconds", static_cast<double>(std::clock() - cpu) / CLOCKS_PER_SEC},
-              {"sent_bytes", world_->volume().bytes()}};
+              {"sent_bytes", world_->total_sent_bytes() - sent}};
     }
     if (what == "memory") {
       malloc_trim(0);  // freed memory does not count as held
@@ -133,7 +133,7 @@ class Bench {
     }
     const tandem::parallel::OutputShard shard = strategy_->output_shard();
     const auto loss = tandem::loss::LinearCrossEntropyLoss::Create(
-        shard.weight, {.vocabulary = shard.vocabulary});
+        shard.weight, {.vocabulary = shard.vocabulary, .soft_cap = shard.soft_cap});
     Check(loss.status());
     tandem::loss::OutputGradients gradients = {.hidden = at::zeros_like(hidden.detach()),
                                                .weight = strategy_->OutputGradient()};

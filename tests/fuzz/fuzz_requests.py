@@ -41,7 +41,7 @@ from steadiness import (
 )
 from tandem.errors import RpcError, from_rpc, from_status
 from tandem.transport import CHANNEL_OPTIONS
-from valid_calls import ValidCall, valid_calls
+from valid_calls import ValidCall, make_models, valid_calls
 
 # Codes with which a server may refuse a request.
 REFUSALS = frozenset(
@@ -409,7 +409,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        models = harness.make_models(Path(directory) / "models")
+        models = make_models(Path(directory) / "models")
         with serving(Path(directory), models) as servers:
             fuzzer = Fuzzer(servers, options.seed)
             started = time.monotonic()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
-import harness
 import pytest
 from fuzz_requests import Fuzzer, make_case
 from mutator import mutate, places
 from steadiness import serving
 from tandem.trainer.v1 import trainer_pb2
-from valid_calls import valid_calls
+from valid_calls import make_models, valid_calls
 
 MUTATIONS = 3000
 
@@ -18,7 +17,7 @@ MUTATIONS = 3000
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fuzz")
-    with serving(directory, harness.make_models(directory / "models")) as running:
+    with serving(directory, make_models(directory / "models")) as running:
         yield running
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent import futures
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import harness
+import numpy as np
+from family_models import make_vision_model
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from harness import TANDEM
 from steadiness import SEQUENCES, Servers
 from tandem import requests
+from tandem.blobs.v1 import blobs_pb2
 from tandem.critic.v1 import critic_pb2
-from tandem.requests import PolicySample, Prompt
+from tandem.images import VisionInput
+from tandem.requests import PolicySample, Prompt, ScoredTokens, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2
@@ -26,7 +31,11 @@ ROLLOUT = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightService"]
 TRAINER = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
 CRITIC = critic_pb2.DESCRIPTOR.services_by_name["CriticService"]
-_ROLES = {ROLLOUT: "rollout", WEIGHTS: "rollout", TRAINER: "trainer", CRITIC: "critic"}
+BLOBS = blobs_pb2.DESCRIPTOR.services_by_name["BlobService"]
+# The server that calls of a service go to; every server has the BlobService.
+_ROLES = {
+    ROLLOUT: "rollout", WEIGHTS: "rollout", TRAINER: "trainer", CRITIC: "critic", BLOBS: "rollout"
+}  # fmt: skip
 
 _CHANGING = frozenset(
     {
@@ -36,6 +45,8 @@ _CHANGING = frozenset(
 )  # fmt: skip
 # Methods that write to the disk or wait for other hosts: mutated less often, as they cost more.
 _COSTLY = frozenset({"SaveCheckpoint", "LoadCheckpoint", "ExportModel", "PublishWeights"})
+# The last two of the 300 ids of make_models().
+_IMAGE_TOKEN, _VIDEO_TOKEN = 298, 299
 
 
 @dataclass(frozen=True)
@@ -44,18 +55,15 @@ class ValidCall:
 
     Attributes:
         name: the role, the method, and what is particular to this call.
+        role: the kind of server that it goes to.
         prelude: calls that have to be made first.
     """
 
     name: str
+    role: str
     method: MethodDescriptor
     messages: tuple[Message, ...]
     prelude: tuple[ValidCall, ...] = ()
-
-    @property
-    def role(self) -> str:
-        """The kind of server that offers the method."""
-        return _ROLES[self.method.containing_service]
 
     @property
     def path(self) -> str:
@@ -78,9 +86,19 @@ class ValidCall:
         return self.method.name == "WatchSteps"
 
 
+def make_models(directory: Path) -> harness.Models:
+    """Makes a senior and a junior that take images, as the calls with images need."""
+    models = harness.make_models(directory)
+    seeing = replace(models, senior=directory / "sees", junior=directory / "sees-too")
+    make_vision_model(seeing.senior, "Qwen2_5_VL", models.senior)
+    make_vision_model(seeing.junior, "Qwen2_5_VL", models.junior, seed=8)
+    return seeing
+
+
 def valid_calls(servers: Servers) -> list[ValidCall]:
-    """The corpus, which is the same for the same models."""
+    """The corpus, which is the same for the same models; seniors and juniors take images."""
     calls = [
+        *_image_calls(),
         *_rollout_calls(),
         *_weight_calls(servers),
         *_trainer_calls(servers),
@@ -98,15 +116,63 @@ def _call(
     name: str,
     messages: Iterable[Message],
     prelude: Iterable[ValidCall] = (),
+    role: str | None = None,
 ) -> ValidCall:
     """A call of the method whose name is the first word of `name`."""
-    method = service.methods_by_name[name.partition(" ")[0]]
+    role = role or _ROLES[service]
     return ValidCall(
-        f"{_ROLES[service]} {name}" if service != WEIGHTS else name,
-        method,
+        f"{role} {name}",
+        role,
+        service.methods_by_name[name.partition(" ")[0]],
         tuple(messages),
         tuple(prelude),
     )
+
+
+def _image_calls() -> list[ValidCall]:
+    image = VisionInput(np.linspace(-1, 1, 8 * 96).reshape(8, 96), (1, 2, 4))
+    video = VisionInput(np.linspace(-2, 2, 8 * 96).reshape(8, 96), (2, 2, 2), "video", 0.5)
+    shown = [image, video]
+    prompt = [5, *image.rows(2) * [_IMAGE_TOKEN], 6, *video.rows(2) * [_VIDEO_TOKEN], 7]
+    uploads = {
+        role: [_call(BLOBS, f"UploadBlob of {one.kind}", _upload(one), role=role) for one in shown]
+        for role in ("rollout", "trainer", "critic")
+    }
+    generate = Prompt(prompt, sampling={"max_tokens": 4}, vision_inputs=shown, request_id="seen")
+    score = requests.score([ScoredTokens([*prompt, 8], len(prompt), shown)], True, True, 1.0)
+    sequences = [SupervisedSample(prompt, [8, 9], vision_inputs=shown)]
+    learn = requests.train_step(
+        sequences,
+        run_id="run",
+        step=1,
+        expected_version=0,
+        objective={"aggregation": "token_mean"},
+        request_id="seen",
+    )
+    calls = [
+        _call(
+            BLOBS,
+            "FindMissingBlobs",
+            [blobs_pb2.FindMissingBlobsRequest(digests=[image.digest, video.digest, "0" * 64])],
+        ),
+        _call(ROLLOUT, "Generate with images", requests.submit([generate])),
+        _call(ROLLOUT, "Score with images", [score]),
+        _call(TRAINER, "TrainStep with images", learn),
+        _call(TRAINER, "ComputeLogProbs with images", requests.log_prob_requests(sequences, 0.7)),
+        _call(CRITIC, "ComputeValues with images", requests.value_requests(sequences)),
+    ]
+    with_blobs = [replace(call, prelude=tuple(uploads[call.role])) for call in calls]
+    return [*with_blobs, *(upload for of_role in uploads.values() for upload in of_role)]
+
+
+def _upload(image: VisionInput) -> list[Message]:
+    data = image.pixels.tobytes()
+    header = blobs_pb2.BlobHeader(digest=image.digest, total_bytes=len(data))
+    chunks = [data[:1000], data[1000:]]
+    return [
+        blobs_pb2.UploadBlobRequest(header=header),
+        *(blobs_pb2.UploadBlobRequest(chunk=chunk) for chunk in chunks),
+    ]
 
 
 def _rollout_calls() -> list[ValidCall]:

@@ -221,6 +221,16 @@ def metrics_without_clock(run: Path) -> list[dict[str, Any]]:
     ]
 
 
+def assert_metrics_close(lines: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Asserts that two layouts' metrics of a run are alike."""
+    assert len(lines) == len(expected)
+    for line, other in zip(lines, expected, strict=True):
+        assert line.keys() == other.keys()
+        for key, value in other.items():
+            if isinstance(value, float) and key != "policy/micro_batches":
+                np.testing.assert_allclose(line[key], value, rtol=1e-3, atol=1e-4, err_msg=key)
+
+
 def prompts(
     count: int, tandem: Mapping[str, Any], *, sampling: Mapping[str, Any] = SAMPLING, **rest: Any
 ) -> list[Prompt]:
@@ -276,6 +286,16 @@ def response_bytes(trajectory: trajectory_pb2.Trajectory) -> bytes:
     return copy.SerializeToString(deterministic=True)
 
 
+def assert_same_bits(
+    ours: Sequence[trajectory_pb2.Trajectory], theirs: Sequence[trajectory_pb2.Trajectory]
+) -> None:
+    """Fails unless responses, authors and all numbers are the same; versions may differ."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (tokens(a), mask(a)) == (tokens(b), mask(b))
+        assert response_bytes(a) == response_bytes(b)
+
+
 def reference_logprobs(
     directory: Path, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> np.ndarray:
@@ -324,6 +344,9 @@ def batch_metrics(
 def block_bytes(model: Path) -> int:
     """Returns the bytes of 64 tokens in the float32 KV cache of a model."""
     config = json.loads((model / "config.json").read_text())
+    if config["model_type"] == "deepseek_v3":
+        latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        return 64 * config["num_hidden_layers"] * latent * 4
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
     return 64 * 2 * layers * heads * head_dim * 4

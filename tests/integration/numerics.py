@@ -44,9 +44,10 @@ class Numerics:
     def common_tokens(self) -> float:
         """Least fraction of the tokens of some samples that come before the first difference.
 
-        In bfloat16 it depends on libtorch's kernels for the CPU: 0.26 was measured with AVX2.
+        It depends on libtorch's kernels for the CPU: with ATen 0.995 was measured with AVX-512, and
+        in bfloat16 0.26 with AVX2.
         """
-        return {"float32": 1.0, "bfloat16": 0.15}[self.dtype]
+        return 1.0 if self.exact else {"float32": 0.97, "bfloat16": 0.15}[self.dtype]
 
     def settings(self, **rest: Any) -> dict[str, Any]:
         """The section of a server in a cluster file, with the settings `rest`."""

@@ -12,13 +12,14 @@ PAGE = (harness.REPOSITORY / "docs/client.md").read_text()
 
 @pytest.fixture
 def programs(models, fresh_pair):
-    """The Python programs of the page, with the model and the addresses of this test."""
+    """The page's Python programs that name this file, with the model and addresses of this test."""
     places = {
         "models/SmolLM2-135M-Instruct": str(models.tokenizer),
         "127.0.0.1:7701": fresh_pair.rollouts[0].address,
         "127.0.0.1:7702": fresh_pair.trainer.address,
     }
-    found = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    marked = r"^<!-- tested by tests/integration/test_client_page\.py -->\n\n```python\n(.*?)^```$"
+    found = re.findall(marked, PAGE, re.MULTILINE | re.DOTALL)
     for place, here in places.items():
         found = [program.replace(place, here) for program in found]
     return found

@@ -16,7 +16,11 @@ from commands import tandem
 CLUSTERS = set(harness.REPOSITORY.glob("examples/*/cluster.yaml"))
 EXAMPLES = sorted(set(harness.REPOSITORY.glob("examples/*/*.yaml")) - CLUSTERS)
 # The commands of examples that `tandem train` does not start.
-COMMANDS = {"recipes/sft": "sft", "speculator": "speculator train"}
+COMMANDS = {
+    "recipes/sft": "sft",
+    "coloured_squares": "sft",
+    "speculator": "speculator train",
+}
 WITH_CRITIC = {"recipes/ppo", "zero"}
 # Roles that an example runs on two ranks.
 WITH_RANKS = {"zero": {"trainer", "critic"}, "megatron": {"trainer"}}
@@ -39,6 +43,15 @@ def model_of(models, tmp_path_factory):
     for directory in made.values():
         (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return made
+
+
+@pytest.fixture(scope="session")
+def squares(tmp_path_factory):
+    """The folder that the example of coloured squares fills: its model, images and rows."""
+    folder = tmp_path_factory.mktemp("squares")
+    make = runpy.run_path(str(harness.REPOSITORY / "examples/coloured_squares/make.py"))
+    make["main"](folder)
+    return folder
 
 
 def make_qwen(directory: Path, tokenizer: Path, layers: int) -> Path:
@@ -88,13 +101,13 @@ def name_of(file: Path) -> str:
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=name_of)
 def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
-    file, model_of, tmp_path, monkeypatch
+    file, model_of, squares, tmp_path, monkeypatch
 ):
     config = yaml.safe_load(file.read_text())
     if isinstance(config["cluster"], str):
         config["cluster"] = yaml.safe_load((file.parent / config["cluster"]).read_text())
     overrides = [
-        *substitutes(config, model_of),
+        *substitutes(config, model_of | {"model": squares / "model"}),
         f"run_dir={tmp_path / 'run'}",
         f"cluster.directory={tmp_path / 'cluster'}",
         "steps=2",
@@ -107,6 +120,8 @@ def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
         # A tiny model answers nothing right: the filter would drop every group.
         (tmp_path / "reward.py").write_text(VARYING_REWARD)
         overrides.append(f"reward.function={tmp_path}/reward.py:reward")
+    if name == "coloured_squares":
+        overrides += [f"data.jsonl={squares}/train.jsonl", f"eval.data.jsonl={squares}/test.jsonl"]
     command = COMMANDS.get(name, "train")
     # Paths in a file do not depend on the working directory.
     monkeypatch.chdir(tmp_path)
@@ -118,7 +133,7 @@ def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
     servers = {path.stem for path in (tmp_path / "cluster" / "logs" / "attempt_1").glob("*.log")}
     # A run starts the servers that it uses.
     assert ("critic" in servers) == (name in WITH_CRITIC)
-    assert ("rollout-0" in servers) == (command != "sft")
+    assert ("rollout-0" in servers) == (command != "sft" or "eval" in config)
     assert ("rollout-1" in servers) == (name == "two_rollouts")
     if name == "recipes/grpo":
         # cluster.model names both the policy and the reference policy.

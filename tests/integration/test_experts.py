@@ -10,12 +10,14 @@ import harness
 import numpy as np
 import pytest
 from harness import TANDEM, flat, logprobs, prompts
+from safetensors.numpy import load_file
+from tandem.errors import InvalidArgumentError
 from tandem.requests import PolicySample, SupervisedSample
 from tandem.wire import from_tensor
 
 EXPERTS = {"num_experts_per_tok": 2, "hidden_size": 48, "initializer_range": 0.25}
 FAMILIES = {
-    "Mixtral": {"num_local_experts": 5, "intermediate_size": 40},
+    "Mixtral": {"num_local_experts": 6, "intermediate_size": 40},
     "Qwen2Moe": {
         "num_experts": 6,
         "moe_intermediate_size": 24,
@@ -140,6 +142,140 @@ def test_a_ppo_run_trains_senior_and_critic_and_exports_for_transformers(experts
         exported, dtype=torch.float32, output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def experts_of_transformers(model, token_ids):
+    """The experts that every token takes, [tokens, layers with experts, k], ascending."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
+    chosen = torch.stack([layer.topk(model.config.num_experts_per_tok).indices for layer in logits])
+    return chosen.transpose(0, 1).sort(-1).values.numpy()
+
+
+def recording(count, **changes):
+    return [
+        dataclasses.replace(prompt, return_routed_experts=True)
+        for prompt in prompts(count, TANDEM["word"], return_other_logprobs=True, **changes)
+    ]
+
+
+def test_a_response_brings_the_experts_of_its_tokens(experts, tmp_path):
+    """Those of the senior for all tokens but the last, whatever the company and the cache."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with (
+        harness.cluster(tmp_path, experts, rollout={"max_num_seqs": 4}) as running,
+        harness.rollout_client(running) as rollout,
+    ):
+        asked = recording(5, num_samples=3)
+        together = flat(rollout.generate(asked))
+        again = flat(rollout.generate(asked))
+        alone = [t for prompt in asked for t in flat(rollout.generate([prompt]))]
+        plain = [dataclasses.replace(prompt, return_routed_experts=False) for prompt in asked]
+        without = flat(rollout.generate(plain))
+    for a, b, c, d in zip(together, again, alone, without, strict=True):
+        assert a.routed_experts == b.routed_experts == c.routed_experts
+        assert not d.HasField("routed_experts")
+        b.ClearField("routed_experts")  # `again` is not read below
+        assert harness.response_bytes(b) == harness.response_bytes(d)
+    assert any(t.authorship_mask[-2:] == b"\0\0" for t in together), "the junior wrote an end"
+    model = AutoModelForCausalLM.from_pretrained(experts.senior, dtype=torch.float32)
+    for trajectory in together:
+        ids = [*trajectory.prompt_token_ids, *trajectory.response_token_ids]
+        np.testing.assert_array_equal(
+            from_tensor(trajectory.routed_experts), experts_of_transformers(model, ids[:-1])
+        )
+
+
+def test_replayed_routing_changes_no_bit_and_a_damaged_one_is_refused(experts, tmp_path):
+    reports = {}
+    for replays in (False, True):
+        with (
+            harness.cluster(
+                tmp_path / str(replays),
+                experts,
+                trainer={"compute": {"num_threads": 1}, "router_aux_loss_coef": 0.01},
+            ) as running,
+            harness.rollout_client(running) as rollout,
+            harness.trainer_client(running) as trainer,
+        ):
+            samples = [
+                PolicySample(t, f"g{g}", reward=float(i % 3))
+                for g, group in enumerate(rollout.generate(recording(3, num_samples=4)))
+                for i, t in enumerate(group)
+            ]
+            objective = {"routing_replay": replays}
+            if replays:
+                for damage, field in (
+                    (lambda t: t.ClearField("routed_experts"), "routed_experts"),
+                    (lambda t: t.routed_experts.shape.__setitem__(2, 3), "routed_experts.data"),
+                    (
+                        lambda t: setattr(
+                            t.routed_experts, "data", b"\xff" * len(t.routed_experts.data)
+                        ),
+                        "routed_experts[0]",
+                    ),
+                ):
+                    damaged = type(samples[1].trajectory).FromString(
+                        samples[1].trajectory.SerializeToString()
+                    )
+                    damage(damaged)
+                    bad = [samples[0], dataclasses.replace(samples[1], trajectory=damaged)]
+                    with pytest.raises(InvalidArgumentError) as caught:
+                        trainer.train_step(
+                            bad, run_id="r", step=1, expected_version=0, objective=objective
+                        )
+                    assert caught.value.field == f"samples[1].trajectory.{field}"
+            report = trainer.train_step(
+                samples, run_id="r", step=1, expected_version=0, objective=objective
+            ).report
+            reports[replays] = (report.weights.digest, dict(report.metrics))
+    assert reports[True] == reports[False]
+    metrics = reports[True][1]
+    assert metrics["router/aux_loss"] > 1.5  # near 2, the experts of a token
+    assert metrics["router/z_loss"] > 0
+    assert 1 <= metrics["router/max_load_ratio"] <= 3
+
+
+def test_a_run_replays_routing_and_reports_its_routers(experts, tmp_path):
+    losses = {"router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.001}
+    with harness.cluster(tmp_path / "cluster", experts, trainer=losses, critic=losses) as running:
+        lines = harness.run_on(
+            running,
+            experts,
+            tmp_path / "run",
+            objective={"advantage_estimator": "gae", "routing_replay": True},
+        )
+    for line in lines:
+        for of in ("router/", "critic/router_"):
+            assert line[of + "aux_loss"] > 0
+            assert line[of + "z_loss"] > 0
+            assert line[of + "max_load_ratio"] >= 1
+
+
+def test_a_run_on_ranks_that_hold_different_experts_equals_one_on_single_ranks(experts, tmp_path):
+    rollout = {"ranks": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    trainer = {"ranks": 2, "strategy": {"name": "megatron", "expert_model_parallel_size": 2}}
+    lines = {}
+    for name, servers in {"one": ({}, {}), "two": (rollout, trainer)}.items():
+        with (
+            harness.cluster(
+                tmp_path / name, experts, rollout=servers[0], trainer=servers[1]
+            ) as running,
+            harness.trainer_client(running) as client,
+        ):
+            lines[name] = harness.run_on(running, experts, tmp_path / f"run-{name}")
+            client.export_model(str(tmp_path / f"exported-{name}"))
+    harness.assert_metrics_close(lines["two"], lines["one"])
+    one, two = (
+        load_file(tmp_path / f"exported-{name}" / "model.safetensors") for name in ("one", "two")
+    )
+    assert one.keys() == two.keys()
+    for name, values in one.items():
+        np.testing.assert_allclose(two[name], values, rtol=1e-3, atol=2e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

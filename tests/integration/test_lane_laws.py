@@ -6,6 +6,7 @@ server did before and does beside it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import harness
 import numpy as np
 import pytest
-from harness import TANDEM, flat, logprobs, mask, prompts, tokens
+from family_models import SENIORS, make_senior
+from harness import TANDEM, assert_same_bits, flat, logprobs, mask, prompts, tokens
 from numerics import Numerics
 from tandem import requests
 from tandem.client import RolloutClient
@@ -29,6 +31,8 @@ LANES: dict[str, dict[str, Any]] = {
     "int4": {"junior_quantization": "int4"},
     "bfloat16-cache": {"kv_cache_dtype": "bfloat16"},
     "two-ranks": {"ranks": 2, "tensor_parallel_size": 2, "junior_tensor_parallel_size": 2},
+    # Seniors of other families than the junior.
+    **{kind: {} for kind in SENIORS},
 }
 # Layouts of two ranks, which hold shards of the senior and of the junior, or of the senior alone.
 RANKED = {
@@ -46,16 +50,6 @@ def section(lanes: str, **rest: Any) -> dict[str, Any]:
     return Numerics().settings(max_model_len=128, max_batched_tokens=128, **config, **rest)
 
 
-def assert_same_bits(
-    ours: Sequence[trajectory_pb2.Trajectory], theirs: Sequence[trajectory_pb2.Trajectory]
-) -> None:
-    """Fails unless responses, authors and all numbers are the same; versions may differ."""
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (tokens(a), mask(a)) == (tokens(b), mask(b))
-        assert harness.response_bytes(a) == harness.response_bytes(b)
-
-
 def assert_near(
     ours: Sequence[trajectory_pb2.Trajectory], theirs: Sequence[trajectory_pb2.Trajectory]
 ) -> None:
@@ -68,6 +62,22 @@ def assert_near(
             np.testing.assert_allclose(x, y, rtol=0, atol=RANKS_ATOL)
 
 
+@pytest.fixture(scope="module")
+def models_of(
+    models: harness.Models, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], harness.Models]:
+    """The models of lanes of this kind."""
+
+    @cache
+    def make(lanes: str) -> harness.Models:
+        if lanes not in SENIORS:
+            return models
+        senior = make_senior(tmp_path_factory.mktemp(lanes) / "senior", lanes, models.junior)
+        return dataclasses.replace(models, senior=senior)
+
+    return make
+
+
 def short_cache(models: harness.Models, lanes: str) -> int:
     """Bytes of five blocks for each model: two are for scores, and a sequence comes to need two."""
     of_float32 = 5 * (harness.block_bytes(models.senior) + harness.block_bytes(models.junior))
@@ -76,7 +86,7 @@ def short_cache(models: harness.Models, lanes: str) -> int:
 
 @pytest.fixture(scope="module")
 def answers(
-    models: harness.Models, tmp_path_factory: pytest.TempPathFactory
+    models_of: Callable[[str], harness.Models], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, int], tuple[list[trajectory_pb2.Trajectory], float]]:
     """The responses of a server with these lanes and bytes of cache, and its preemptions."""
     batch = prompts(5, TANDEM["word"], num_samples=2, sampling=LONG, return_other_logprobs=True)
@@ -85,7 +95,9 @@ def answers(
     def ask(lanes: str, kv_cache_bytes: int) -> tuple[list[trajectory_pb2.Trajectory], float]:
         config = section(lanes, kv_cache_bytes=kv_cache_bytes)
         with (
-            harness.cluster(tmp_path_factory.mktemp(lanes), models, rollout=config) as running,
+            harness.cluster(
+                tmp_path_factory.mktemp(lanes), models_of(lanes), rollout=config
+            ) as running,
             harness.rollout_client(running) as client,
         ):
             responses = flat(client.generate(batch))
@@ -95,9 +107,9 @@ def answers(
 
 
 @pytest.mark.parametrize("lanes", LANES | RANKED)
-def test_law_3_a_sample_does_not_depend_on_preemption(models, answers, lanes):
+def test_law_3_a_sample_does_not_depend_on_preemption(models_of, answers, lanes):
     wide, none = answers(lanes, 0)
-    narrow, some = answers(lanes, short_cache(models, lanes))
+    narrow, some = answers(lanes, short_cache(models_of(lanes), lanes))
     assert_same_bits(narrow, wide)
     assert none == 0
     assert some > 0
@@ -112,7 +124,10 @@ def test_preempted_samples_of_two_ranks_are_those_of_one(models, answers, lanes)
 
 
 @pytest.mark.parametrize("lanes", LANES)
-def test_law_3_a_sample_does_not_depend_on_what_others_left_in_the_cache(models, tmp_path, lanes):
+def test_law_3_a_sample_does_not_depend_on_what_others_left_in_the_cache(
+    models_of, tmp_path, lanes
+):
+    models = models_of(lanes)
     stem = np.random.default_rng(3).integers(2, 280, size=70).tolist()
     batch = [
         Prompt(
@@ -148,8 +163,9 @@ def test_law_3_a_sample_does_not_depend_on_what_others_left_in_the_cache(models,
 
 
 @pytest.mark.parametrize("lanes", LANES)
-def test_tokens_after_an_update_are_those_of_the_new_weights(models, tmp_path, lanes):
+def test_tokens_after_an_update_are_those_of_the_new_weights(models_of, tmp_path, lanes):
     """Score gives the log-probs of every token under the weights that its label names."""
+    models = models_of(lanes)
     old, new = WeightSet(models.senior, 0), WeightSet(models.senior, 1)
     config = section(lanes, kv_cache_bytes=short_cache(models, lanes))
     with (

@@ -27,7 +27,8 @@ def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
         if "objective" in values:
             yield Path(recipe).name, {"objective": values["objective"]}
     # A paragraph and the YAML block below it that says that it is tested here.
-    pattern = r"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n<!-- tested by [^\n]*-->\n\n```yaml\n(.*?)```"
+    tested = r"<!-- tested by tests/integration/test_objectives\.py -->"
+    pattern = rf"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n{tested}\n\n```yaml\n(.*?)```"
     for name, block in re.findall(pattern, PAGE, re.S):
         yield name, yaml.safe_load(block)
 
@@ -60,7 +61,8 @@ def test_the_page_names_every_recipe() -> None:
     blocks = ["PPO", "MIS", "RLHF", "Distillation", "Rejection"]
     assert [name for name, _ in OBJECTIVES[len(RECIPES) - 1 :]] == blocks
     of_clusters = PAGE.count("<!-- part of a cluster file -->")
-    assert PAGE.count("```yaml") == len(blocks) + of_clusters
+    of_experts = PAGE.count("test_experts.py -->\n\n```yaml")
+    assert PAGE.count("```yaml") == len(blocks) + of_clusters + of_experts
 
 
 @pytest.mark.parametrize(("name", "sections"), OBJECTIVES, ids=[name for name, _ in OBJECTIVES])

@@ -46,15 +46,6 @@ def ranked_rollout(senior=2, junior=1):
     }
 
 
-def assert_close(lines, expected):
-    assert len(lines) == len(expected)
-    for line, other in zip(lines, expected, strict=True):
-        assert line.keys() == other.keys()
-        for key, value in other.items():
-            if isinstance(value, float) and key != "policy/micro_batches":
-                assert line[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
-
-
 @pytest.mark.parametrize(
     ("changes", "trainer", "critic"),
     [({}, "tensor", None), (PPO, "pipeline", "zero"), (PPO, "zero", "tensor")],
@@ -69,7 +60,7 @@ def test_a_run_on_two_ranks_equals_one_on_single_rank_servers(
     for name, servers in {"one": one, "two": two}.items():
         with harness.cluster(tmp_path / name, models, **servers) as running:
             lines[name] = run_on(running, models, tmp_path / f"run-{name}", **changes)
-    assert_close(lines["two"], lines["one"])
+    harness.assert_metrics_close(lines["two"], lines["one"])
 
 
 @pytest.mark.parametrize("junior", [1, 2])
@@ -80,7 +71,7 @@ def test_a_run_on_a_rollout_server_of_two_ranks_equals_one_on_a_single_rank(
     for name, section in {"one": {}, "two": ranked_rollout(junior=junior)}.items():
         with harness.cluster(tmp_path / name, models, rollout=section, trainer={}) as running:
             lines[name] = run_on(running, models, tmp_path / f"run-{name}")
-    assert_close(lines["two"], lines["one"])
+    harness.assert_metrics_close(lines["two"], lines["one"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -125,6 +116,11 @@ def test_sigterm_to_rank_zero_ends_every_rank_of_a_rollout_server(models, tmp_pa
             {"tensor_parallel_size": 2, "junior_gpu_devices": [0]},
             2,
             "junior_gpu_devices: needs compute.device cuda, which is cpu",
+        ),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            2,
+            "enable_expert_parallel: 2 ranks would divide the experts of a ",
         ),
     ],
 )
@@ -226,7 +222,13 @@ def test_ranks_with_different_configurations_do_not_start(models, tmp_path, monk
         (
             {"name": "megatron", "expert_model_parallel_size": 2},
             2,
-            "the ranks of a tensor group divide every expert",
+            "strategy.expert_model_parallel_size: 2 ranks would divide the experts of a ",
+        ),
+        (
+            {"name": "megatron", "expert_model_parallel_size": 2},
+            3,
+            "strategy.expert_model_parallel_size: 2 does not divide the 3 ranks that hold the same "
+            "layers: context_parallel_size 1 x 3 replicas",
         ),
         ({"name": "single"}, 2, "strategy.name: single is for one rank, and the server has 2"),
     ],

@@ -267,6 +267,8 @@ def test_an_impossible_supervised_objective_is_refused(trainer):
             InvalidArgumentError,
         ),
         ({"num_samples": -1}, "num_samples", InvalidArgumentError),
+        # The senior is dense.
+        ({"return_routed_experts": True}, "return_routed_experts", InvalidArgumentError),
         ({"token_ids": [5] * 128}, "prompt_token_ids", OutOfRangeError),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +29,10 @@ class WeightSet:
     def __init__(self, directory: Path, number: int) -> None:
         rng = np.random.default_rng(number)
         specs, data = [], []
+        layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
         for name, values in harness.weights(directory).items():
+            if name.startswith(f"model.layers.{layers}."):
+                continue  # a layer for multi-token prediction, which no server reads
             changed = values + (_NOISE * rng.standard_normal(values.shape) if number else 0)
             specs.append(
                 weights_pb2.TensorSpec(

@@ -120,6 +120,7 @@ _ELSEWHERE = {
     "kMaxReceiveBytes",  # gRPC
     "kMaxStopTokenIds",  # CheckIds
     "kMaxBoundaryTokenIds",
+    "blob_cache_bytes",  # BlobStore
     "max_held_bytes",  # ByteBudget
     "max_collected_bytes",
     "max_buffered_bytes",

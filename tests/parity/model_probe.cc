@@ -10,9 +10,12 @@
 //           "pixel_values": safetensors file with one tensor for each image, "0", "1" ...
 //           "images": [[{"name": tensor, "grid": [t, h, w], "video": bool, "seconds": s}...]...],
 //                                     // of each sequence; one tensor may be in several
+//           "router_aux_loss_coef": x, "router_z_loss_coef": x,  // optional, with gradients
 //           "gradients": bool, "seed": value-head seed, "save": directory to export to}
 // Output, in float32: hidden [T, H]; logits [T, V] or values [T]; with gradients, loss [] and
-// grad.<name>. The loss is the mean cross-entropy of the next tokens, or the mean of v^2.
+// grad.<name>. The loss is the mean cross-entropy of the next tokens, or the mean of v^2. With
+// coefficients the gradients are those of the routers' losses, too, which are router_aux_loss []
+// and router_z_loss [].
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
@@ -25,6 +28,7 @@
 
 #include "common/base/status_macros.h"
 #include "common/model/model.h"
+#include "common/model/router_losses.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/ops/ops.h"
 #include "common/tensor/aten_bytes.h"
@@ -51,7 +55,7 @@ absl::StatusOr<std::vector<PromptImages>> ReadImages(const nlohmann::json& reque
   std::vector<PromptImages> images;
   if (!request.contains("images")) return images;
   TANDEM_ASSIGN_OR_RETURN(const auto file, SafetensorsFile::Open(request["pixel_values"]));
-  std::map<std::string, std::shared_ptr<const VisionInput>> inputs;
+  std::map<std::string, Blob> blobs;
   for (size_t s = 0; s < sequences.size(); ++s) {
     PromptImages& prompt = images.emplace_back();
     std::vector<ImageShape> shapes;
@@ -61,11 +65,12 @@ absl::StatusOr<std::vector<PromptImages>> ReadImages(const nlohmann::json& reque
       shapes.push_back({.grid = {.frames = grid[0], .height = grid[1], .width = grid[2]},
                         .is_video = image.value("video", false),
                         .seconds_per_grid = image.value("seconds", 1.0)});
-      if (!inputs.contains(name)) {
-        const at::Tensor pixels = AliasAsAten(*file->Find(name)).clone();
-        inputs[name] = std::make_shared<const VisionInput>(VisionInput{shapes.back(), pixels});
+      if (!blobs.contains(name)) {
+        const at::Tensor pixels = AliasAsAten(*file->Find(name)).contiguous();
+        blobs[name] = std::make_shared<const std::string>(
+            static_cast<const char*>(pixels.const_data_ptr()), pixels.nbytes());
       }
-      prompt.inputs.push_back(inputs[name]);
+      prompt.inputs.push_back({.shape = shapes.back(), .digest = name, .pixels = blobs.at(name)});
     }
     const std::vector<int32_t> tokens(sequences[s].begin(), sequences[s].end());
     TANDEM_ASSIGN_OR_RETURN(prompt.found, FindImages(*config.vision, tokens, shapes));
@@ -121,6 +126,29 @@ absl::StatusOr<at::Tensor> CachedHidden(const Model& model, const Sequences& seq
   return at::cat(all, 0);
 }
 
+std::shared_ptr<RouterLosses> MakeRouterLosses(const nlohmann::json& request, const Model& model,
+                                               int64_t tokens) {
+  const ExpertOptions& experts = model.config().decoder.experts;
+  const int64_t layers = model.config().num_hidden_layers;
+  const auto choices = static_cast<double>(tokens * experts.LayersBefore(layers));
+  return std::make_shared<RouterLosses>(
+      experts, layers,
+      RouterLosses::Scales{
+          .load_balancing = request["router_aux_loss_coef"].get<double>() / choices,
+          .z = request["router_z_loss_coef"].get<double>() / choices},
+      model.device());
+}
+
+void AppendRouterLosses(const RaggedBatch& batch, NamedTensors& output) {
+  if (batch.routing.losses == nullptr) return;
+  const at::Tensor& sums = batch.routing.losses->sums();
+  const int64_t experts = sums.size(1) - 2;
+  const auto choices = static_cast<double>(batch.num_tokens() * sums.size(0));
+  const at::Tensor means = sums.sum(0) / choices;
+  output.emplace_back("router_aux_loss", means[experts]);
+  output.emplace_back("router_z_loss", means[experts + 1]);
+}
+
 absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::json& request,
                                  const Placement& placement) {
   const bool gradients = request.value("gradients", false);
@@ -153,8 +181,12 @@ absl::StatusOr<NamedTensors> Run(const std::string& directory, const nlohmann::j
       }
       batch.images = collected.Take(model->device());
     }
+    if (request.contains("router_aux_loss_coef")) {
+      batch.routing.losses = MakeRouterLosses(request, *model, batch.num_tokens());
+    }
     const at::Tensor hidden = model->HiddenStates(batch, causal);
     AppendHead(*model, hidden, output);
+    AppendRouterLosses(batch, output);
     if (gradients) {
       const at::Tensor loss = Loss(*model, hidden, sequences);
       loss.backward();

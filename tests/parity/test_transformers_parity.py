@@ -69,6 +69,17 @@ def gemma3(**changes: object) -> dict:
     return {**shape, "tie_word_embeddings": True, **changes}
 
 
+def gemma2(**changes: object) -> dict:
+    """Soft caps that bend scores and logits of the tiny models."""
+    caps = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}
+    shape = {"sliding_window": 11, "query_pre_attn_scalar": 14, "tie_word_embeddings": True}
+    return {**caps, **shape, **changes}
+
+
+def phi3(**changes: object) -> dict:
+    return {**rope(partial_rotary_factor=0.6), **changes}
+
+
 def experts(**changes: object) -> dict:
     sizes = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 19}
     return {**sizes, **changes}
@@ -196,6 +207,21 @@ CASES = [
             tie_word_embeddings=True,
         ),
     ),
+    Case(
+        "deepseek_v3-experts-everywhere",
+        "DeepseekV3",
+        latent(
+            **{**DEEPSEEK_EXPERTS, "first_k_dense_replace": 0},
+            q_lora_rank=None,
+            **rope(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=1.0,
+                mscale_all_dim=0.8,
+            ),
+        ),
+    ),
     Case("deepseek_v3-halves", "DeepseekV3", latent(rope_interleave=False)),
     # Values wider than keys without rotation, as wide as the latent, and a single head.
     Case("deepseek_v3-wide", "DeepseekV3", latent(v_head_dim=19, qk_nope_head_dim=4)),
@@ -222,6 +248,12 @@ CASES = [
             )
         ),
     ),
+    Case("gemma2", "Gemma2", gemma2()),
+    Case("gemma2-untied-bias", "Gemma2", gemma2(tie_word_embeddings=False, attention_bias=True)),
+    Case("gemma2-scores-alone", "Gemma2", gemma2(final_logit_softcapping=None)),
+    Case("gemma2-logits-alone", "Gemma2", gemma2(attn_logit_softcapping=None)),
+    Case("gemma2-whole", "Gemma2", gemma2(layer_types=["full_attention"] * 3)),
+    Case("gemma3-caps", "Gemma3", gemma3(attn_logit_softcapping=1.5, final_logit_softcapping=3.0)),
     Case("gemma3", "Gemma3", gemma3()),
     Case("gemma3-untied-bias", "Gemma3", gemma3(tie_word_embeddings=False, attention_bias=True)),
     Case("gemma3-pattern", "Gemma3", gemma3(layer_types=None, sliding_window_pattern=3)),
@@ -252,6 +284,23 @@ CASES += [
         "qwen3-moe-tied-sparse-step",
         "Qwen3Moe",
         experts(tie_word_embeddings=True, decoder_sparse_step=2, num_experts_per_tok=3),
+    ),
+    Case("phi3", "Phi3", phi3()),
+    Case("phi3-tied-window", "Phi3", phi3(tie_word_embeddings=True, sliding_window=11)),
+    Case("phi3-whole-heads", "Phi3", {"num_key_value_heads": 6, "head_dim": 8}),
+    # `transformers` counts the factors by hidden_size over heads.
+    Case(
+        "phi3-longrope",
+        "Phi3",
+        {
+            "hidden_size": 60,
+            "original_max_position_embeddings": 70,
+            **longrope(
+                short_factor=[1.0, 1.1, 1.3],
+                long_factor=[1.0, 2.0, 4.0],
+                partial_rotary_factor=0.6,
+            ),
+        },
     ),
     Case("qwen3-moe-all-experts", "Qwen3Moe", experts(num_experts=4, num_experts_per_tok=4)),
 ]
@@ -408,7 +457,7 @@ def assert_close_in_bfloat16(actual: dict, expected: dict, tolerance: float) -> 
 
 
 def gradients_by_file_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients under the names of the files, which hold experts one by one."""
+    """Gradients under the names of parameters: experts one by one, fused projections apart."""
     gate, up, down = "gate_proj", "up_proj", "down_proj"
     if model.config.model_type == "mixtral":
         gate, up, down = "w1", "w3", "w2"
@@ -418,6 +467,16 @@ def gradients_by_file_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             continue
         if model.config.model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        if model.config.model_type == "phi3" and "qkv_proj" in name:
+            heads = [model.config.num_attention_heads, *2 * [model.config.num_key_value_heads]]
+            rows = [count * model.config.head_dim for count in heads]
+            for one, gradient in zip("qkv", parameter.grad.split(rows), strict=True):
+                gradients[name.replace("qkv_proj", f"{one}_proj")] = gradient
+            continue
+        if model.config.model_type == "phi3" and "gate_up_proj" in name:
+            for one, gradient in zip(("gate", "up"), parameter.grad.chunk(2), strict=True):
+                gradients[name.replace("gate_up_proj", f"{one}_proj")] = gradient
+            continue
         prefix, _, stack = name.rpartition(".")
         if stack not in ("gate_up_proj", "down_proj") or not prefix.endswith("experts"):
             gradients[name] = parameter.grad
@@ -508,6 +567,71 @@ def test_padding_rows_have_no_probability(case: Case, tmp_path: pathlib.Path) ->
         assert max_error(logprobs, oracle) <= TINY_TOLERANCE
 
 
+ROUTER_CASES = cases("mixtral", "qwen2-moe", "qwen3-moe")
+AUX, Z = 0.7, 0.05
+
+
+def router_logits(model: torch.nn.Module, tokens: list[int]) -> list[torch.Tensor]:
+    """The router logits [T, experts] of each layer with experts."""
+    return list(model(torch.tensor([tokens]), output_router_logits=True).router_logits)
+
+
+def build_with_routers(case: Case, **changes: object) -> torch.nn.Module:
+    model = build(dataclasses.replace(case, changes={**case.changes, **changes}), "lm")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.normal_(0, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("case", ROUTER_CASES, ids=lambda case: case.name)
+def test_router_losses_are_those_of_transformers(case: Case, tmp_path: pathlib.Path) -> None:
+    """The functions of `transformers`, for each sequence and layer, weighted by tokens."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    from transformers.models.switch_transformers.modeling_switch_transformers import (
+        router_z_loss_func,
+    )
+
+    model = build_with_routers(case)
+    model.save_pretrained(tmp_path / "model")
+    tokens = sequences(model.config.vocab_size)
+    coefficients = {"router_aux_loss_coef": AUX, "router_z_loss_coef": Z}
+    actual = probe(tmp_path, tmp_path / "model", sequences=tokens, gradients=True, **coefficients)
+    experts = getattr(model.config, "num_local_experts", None) or model.config.num_experts
+    per_token = model.config.num_experts_per_tok
+    aux = z = 0
+    count = sum(map(len, tokens))
+    for sequence in tokens:
+        layers = router_logits(model, sequence)
+        weight = len(sequence) / count / len(layers)
+        for logits in layers:
+            aux = aux + weight * load_balancing_loss_func((logits,), experts, per_token)
+            z = z + weight * router_z_loss_func(logits.unsqueeze(0))
+    result = reference(model, tokens, "lm")
+    (reference_loss(result, tokens, "lm") + AUX * aux + Z * z).backward()
+    assert actual["router_aux_loss"].item() == pytest.approx(aux.item(), rel=1e-5)
+    assert actual["router_z_loss"].item() == pytest.approx(z.item(), rel=1e-5)
+    assert_gradients_close(actual, model, FLOAT32)
+
+
+@pytest.mark.parametrize("case", ROUTER_CASES, ids=lambda case: case.name)
+def test_the_aux_loss_of_one_layer_is_that_of_the_model(case: Case, tmp_path: pathlib.Path) -> None:
+    """`aux_loss` of a sequence, and the gradients of `loss`, which contains it."""
+    model = build_with_routers(
+        case, num_hidden_layers=1, mlp_only_layers=[], router_aux_loss_coef=AUX
+    )
+    model.save_pretrained(tmp_path / "model")
+    tokens = sequences(model.config.vocab_size, [41])
+    coefficients = {"router_aux_loss_coef": AUX, "router_z_loss_coef": 0.0}
+    actual = probe(tmp_path, tmp_path / "model", sequences=tokens, gradients=True, **coefficients)
+    ids = torch.tensor(tokens)
+    result = model(ids, labels=ids, output_router_logits=True)
+    result.loss.backward()
+    assert actual["router_aux_loss"].item() == pytest.approx(result.aux_loss.item(), rel=1e-5)
+    assert_gradients_close(actual, model, FLOAT32)
+
+
 def head_name(case: Case) -> str:
     return (
         "model.embed_tokens.weight" if case.changes.get("tie_word_embeddings") else "lm_head.weight"
@@ -515,13 +639,20 @@ def head_name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_files_are_read(dtype: str, tmp_path: pathlib.Path) -> None:
-    model = build(LLAMA, "lm").to(getattr(torch, dtype))
+@pytest.mark.parametrize("case", cases("llama", "deepseek_v3-experts"), ids=lambda case: case.name)
+def test_half_precision_files_are_read(case: Case, dtype: str, tmp_path: pathlib.Path) -> None:
+    build(case, "lm").save_pretrained(tmp_path / "float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "float32", dtype=getattr(torch, dtype)
+    )
     model.save_pretrained(tmp_path / "model")
+    for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items():
+        kept = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if kept else getattr(torch, dtype)), name
     tokens = sequences(model.config.vocab_size)
     # Loaded again, for .to() rounded the rotary frequencies, which a checkpoint does not hold.
     wide = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", dtype=torch.float32
+        tmp_path / "model", dtype=torch.float32, experts_implementation="eager"
     )
     expected = reference(wide.eval(), tokens, "lm")
     actual = probe(tmp_path, tmp_path / "model", sequences=tokens)
@@ -538,7 +669,9 @@ def test_a_model_in_several_files_is_read(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", cases("mixtral", "qwen2-moe-dense-layer"), ids=lambda case: case.name
+    "case",
+    cases("mixtral", "qwen2-moe-dense-layer", "qwen3-moe", "deepseek_v3-experts"),
+    ids=lambda case: case.name,
 )
 def test_stacked_experts_are_read(case: Case, tmp_path: pathlib.Path) -> None:
     """A file with a layer's experts in one tensor is the model of a file with them one by one."""
@@ -553,7 +686,7 @@ def test_stacked_experts_are_read(case: Case, tmp_path: pathlib.Path) -> None:
         assert_close(actual, reference(model, tokens, "lm"), TINY_TOLERANCE)
         exported.append((tmp_path / f"{folder}-again" / "model.safetensors").read_bytes())
     stacked = load_file(tmp_path / "stacked" / "model.safetensors")
-    assert "model.layers.0.mlp.experts.gate_up_proj" in stacked
+    assert any(name.endswith(".mlp.experts.gate_up_proj") for name in stacked)
     assert exported[0] == exported[1]
 
 
@@ -567,10 +700,13 @@ def test_stacked_experts_are_read(case: Case, tmp_path: pathlib.Path) -> None:
         "olmo2",
         "deepseek_v3",
         "deepseek_v3-experts",
+        "deepseek_v3-experts-everywhere",
+        "gemma2",
         "gemma3",
         "mixtral",
         "qwen2-moe-dense-layer",
         "qwen3-moe-tied-sparse-step",
+        "phi3",
     ),
     ids=lambda case: case.name,
 )

@@ -375,3 +375,29 @@ def test_exports_load_in_transformers(case: Case, rewrite, tmp_path: pathlib.Pat
     probe_all(tmp_path, tmp_path / "again", {"": {**request, "save": str(tmp_path / "second")}})
     weights = [tmp_path / folder / "model.safetensors" for folder in ("exported", "second")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@EVERY_CASE
+def test_exports_of_critics_load_in_transformers(case: Case, tmp_path: pathlib.Path) -> None:
+    """But for the head: `transformers` has no class with this backbone and one output per token."""
+    save(build(case), tmp_path / "model")
+    tokens, images = prompts(PROMPTS)
+    request = {**request_of(tokens, images, tmp_path), "head": "value", "seed": 11}
+    request["untie_embeddings"] = True
+    exported, again, second = (tmp_path / name for name in ("exported", "again", "second"))
+    actual = probe_all(tmp_path, tmp_path / "model", {"": {**request, "save": str(exported)}})[""]
+    config = json.loads((exported / "config.json").read_text())
+    assert config["architectures"] == [f"{case.family}ForSequenceClassification"]
+    model, info = getattr(transformers, f"{case.family}ForConditionalGeneration").from_pretrained(
+        exported, dtype=torch.float32, output_loading_info=True
+    )
+    assert set(info["missing_keys"]) == {"lm_head.weight"}
+    assert set(info["unexpected_keys"]) == {"score.weight"}
+    score = torch.nn.Linear(40, 1, bias=False)
+    weights = load_file(exported / "model.safetensors")
+    score.weight.data.copy_(weights["score.weight"])
+    assert_close(actual, reference(model.eval(), tokens, images, score), TINY_TOLERANCE)
+    save(model, again, score)
+    probe_all(tmp_path, again, {"": {**request, "save": str(second)}})
+    written = [folder / "model.safetensors" for folder in (exported, second)]
+    assert written[0].read_bytes() == written[1].read_bytes()

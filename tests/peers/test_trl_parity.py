@@ -215,7 +215,7 @@ NOT_HERE = {
     "multi_objective_aggregation": {"normalize_then_sum": "a sample has one reward"},
 }
 SETTINGS_NOT_HERE = {
-    "router_aux_loss_coef": "no loss of routers",
+    "router_aux_loss_coef": "a setting of the server; the loss is of each sequence by itself",
     "sapo_temperature_neg": "sapo",
     "sapo_temperature_pos": "sapo",
     "top_entropy_quantile": "no mask of tokens by their entropy",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tandem.cluster import LocalCluster
     from tandem.credentials import Credentials
     from tandem.errors import TandemError
+    from tandem.images import ImageProcessor, VisionInput
     from tandem.logprobs import LogProbs
     from tandem.requests import PolicySample, Prompt, SupervisedSample
     from tandem.schedule import authorship_mask, prompt_seed
@@ -36,6 +37,7 @@ _HOMES = {
     "ClusterSettings": "settings",
     "Credentials": "credentials",
     "CriticClient": "client",
+    "ImageProcessor": "images",
     "LocalCluster": "cluster",
     "LogProbs": "logprobs",
     "PolicySample": "requests",
@@ -47,6 +49,7 @@ _HOMES = {
     "TandemError": "errors",
     "TextCodec": "text",
     "TrainerClient": "client",
+    "VisionInput": "images",
     "authorship_mask": "schedule",
     "from_tensor": "wire",
     "prompt_seed": "schedule",
@@ -59,6 +62,7 @@ __all__ = [
     "ClusterSettings",
     "Credentials",
     "CriticClient",
+    "ImageProcessor",
     "LocalCluster",
     "LogProbs",
     "PolicySample",
@@ -70,6 +74,7 @@ __all__ = [
     "TandemError",
     "TextCodec",
     "TrainerClient",
+    "VisionInput",
     "authorship_mask",
     "from_tensor",
     "prompt_seed",

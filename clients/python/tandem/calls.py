@@ -6,10 +6,11 @@ the messages of the contract, failures the exceptions of tandem.errors.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tandem import requests
+from tandem.blobs.v1 import blobs_pb2_grpc
 from tandem.critic.v1 import critic_pb2, critic_pb2_grpc
 from tandem.errors import RpcError
 from tandem.number_formats import data_type
@@ -18,11 +19,30 @@ from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.transport import Transport
-from tandem.types.v1 import server_pb2, trajectory_pb2
+from tandem.types.v1 import server_pb2, trajectory_pb2, vision_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem.wire import to_message
 
 Event = rollout_pb2.GenerateResponse
+
+
+def _images_of_prompts(
+    messages: Iterable[rollout_pb2.GenerateRequest],
+) -> Iterator[vision_pb2.VisionInput]:
+    return (
+        image
+        for message in messages
+        for prompt in message.submit.prompts
+        for image in prompt.vision_inputs
+    )
+
+
+def _images_of_samples(
+    messages: Iterable[trainer_pb2.TrainStepRequest],
+) -> Iterator[vision_pb2.VisionInput]:
+    for message in messages:
+        yield from message.policy_sample.trajectory.vision_inputs
+        yield from message.supervised_sample.vision_inputs
 
 
 class RolloutCalls(Transport):
@@ -30,7 +50,11 @@ class RolloutCalls(Transport):
 
     role = "rollout"
     default_address = "127.0.0.1:7701"
-    stubs = (rollout_pb2_grpc.RolloutServiceStub, weights_pb2_grpc.WeightServiceStub)
+    stubs = (
+        rollout_pb2_grpc.RolloutServiceStub,
+        weights_pb2_grpc.WeightServiceStub,
+        blobs_pb2_grpc.BlobServiceStub,
+    )
 
     async def info(self) -> rollout_pb2.GetServerInfoResponse:
         """Returns the server's configuration, model and weights."""
@@ -68,9 +92,13 @@ class RolloutCalls(Transport):
         collector = requests.Collector(prompts, on_event)
         attempt = 1
         while missing := collector.missing():
-            events = self.stream(requests.submit(missing), timeout_seconds)
+            messages = requests.submit(missing)
+
+            async def ask(messages: list[rollout_pb2.GenerateRequest] = messages) -> None:
+                await self._each(self.stream(messages, timeout_seconds), collector.add)
+
             try:
-                await self._each(events, collector.add)
+                await self._with_images(_images_of_prompts(messages), ask)
             except RpcError as error:
                 wait = self.retry.wait_before(attempt, error)
                 if wait is None:
@@ -81,17 +109,29 @@ class RolloutCalls(Transport):
             attempt += 1
         return collector.results()
 
+    async def upload_images(self, inputs: requests.VisionInputs) -> None:
+        """Uploads the pixels that the server lacks, for calls that do not do so themselves.
+
+        Those are stream() and open_stream().
+        """
+        if digests := sorted({one.digest for one in inputs}):
+            await self._upload(digests)
+
     async def score(
         self,
-        sequences: Iterable[tuple[Sequence[int], int]],
+        sequences: Iterable[requests.ToScore],
         *,
         senior: bool = True,
         junior: bool = False,
         temperature: float | None = None,
     ) -> rollout_pb2.ScoreResponse:
-        """Returns the log-probabilities of (token ids, index of the first scored token)."""
+        """Returns the log-probabilities of (token ids, index of the first scored token).
+
+        A sequence with images is a requests.ScoredTokens.
+        """
         request = requests.score(sequences, senior, junior, temperature)
-        return await self._call("Score", request)
+        images = (image for one in request.sequences for image in one.vision_inputs)
+        return await self._with_images(images, lambda: self._call("Score", request))
 
     async def pause(self) -> int:
         """Stops generation at the next step boundary; returns the number of held sequences."""
@@ -152,7 +192,7 @@ class TrainerCalls(CheckpointCalls):
     role = "trainer"
     default_address = "127.0.0.1:7702"
     default_timeout_seconds = 3600.0
-    stubs = (trainer_pb2_grpc.TrainerServiceStub,)
+    stubs = (trainer_pb2_grpc.TrainerServiceStub, blobs_pb2_grpc.BlobServiceStub)
     _messages = trainer_pb2
 
     async def info(self) -> trainer_pb2.GetServerInfoResponse:
@@ -184,7 +224,10 @@ class TrainerCalls(CheckpointCalls):
             objective=objective or {},
             request_id=request_id,
         )
-        return await self._send("TrainStep", messages, timeout_seconds)
+        return await self._with_images(
+            _images_of_samples(messages),
+            lambda: self._send("TrainStep", messages, timeout_seconds),
+        )
 
     async def send_train_step(
         self,
@@ -198,8 +241,11 @@ class TrainerCalls(CheckpointCalls):
         self, sequences: Iterable[SupervisedSample], temperature: float | None = None
     ) -> list[trainer_pb2.ComputeLogProbsResponse]:
         """Returns log-probabilities and entropies of the responses under the current weights."""
-        messages = requests.log_prob_requests(sequences, temperature)
-        return await self._collect("ComputeLogProbs", messages)
+        messages = list(requests.log_prob_requests(sequences, temperature))
+        return await self._with_images(
+            (image for one in messages for image in one.vision_inputs),
+            lambda: self._collect("ComputeLogProbs", iter(messages)),
+        )
 
     async def publish_weights(
         self, targets: Iterable[str], *, allow_rollback: bool = False
@@ -241,7 +287,7 @@ class CriticCalls(CheckpointCalls):
     role = "critic"
     default_address = "127.0.0.1:7703"
     default_timeout_seconds = 3600.0
-    stubs = (critic_pb2_grpc.CriticServiceStub,)
+    stubs = (critic_pb2_grpc.CriticServiceStub, blobs_pb2_grpc.BlobServiceStub)
     _messages = critic_pb2
 
     async def info(self) -> critic_pb2.GetServerInfoResponse:
@@ -253,8 +299,11 @@ class CriticCalls(CheckpointCalls):
         self, sequences: Iterable[SupervisedSample]
     ) -> list[critic_pb2.ComputeValuesResponse]:
         """Returns the values of the response tokens."""
-        messages = requests.value_requests(sequences)
-        return await self._collect("ComputeValues", messages)
+        messages = list(requests.value_requests(sequences))
+        return await self._with_images(
+            (image for one in messages for image in one.vision_inputs),
+            lambda: self._collect("ComputeValues", iter(messages)),
+        )
 
     async def send_train_step(
         self, messages: Iterable[critic_pb2.TrainStepRequest], timeout_seconds: float | None = None

@@ -26,6 +26,7 @@ class RolloutClient(Connection, RolloutCalls):
 
     info = blocking(RolloutCalls.info)
     generate = blocking(RolloutCalls.generate)
+    upload_images = blocking(RolloutCalls.upload_images)
     score = blocking(RolloutCalls.score)
     pause = blocking(RolloutCalls.pause)
     resume = blocking(RolloutCalls.resume)
@@ -49,7 +50,10 @@ class GenerateStream:
         self._events = client.stream(iter(self._outgoing.get, None), timeout_seconds)
 
     def submit(self, prompts: Iterable[Prompt]) -> None:
-        """Sends prompts, which are admitted together; each needs its own request_id."""
+        """Sends prompts, which are admitted together; each needs its own request_id.
+
+        Their images must have been uploaded (RolloutClient.upload_images).
+        """
         for message in requests.submit(prompts):
             self._outgoing.put(message)
 

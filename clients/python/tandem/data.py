@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -14,6 +15,7 @@ import xxhash
 
 from tandem.data_sources import read_rows
 from tandem.errors import ConfigError, ProblemsError
+from tandem.images import VisionInput, content_of
 from tandem.settings import DataSettings
 from tandem.text import NoChatTemplateError, TextCodec
 
@@ -33,6 +35,7 @@ class Example:
         scorer: the reasoning-gym data set that judges `row["entry"]`; None for other sources.
         content: the columns that `format` shows, as JSON; "" if they are not known.
         response_ids: of the text to learn, for supervised training (supervised.with_responses).
+        vision_inputs: the images of the prompt, in the order of their tokens.
     """
 
     row: dict[str, Any]
@@ -42,6 +45,7 @@ class Example:
     scorer: Any = None
     content: str = ""
     response_ids: Sequence[int] = ()
+    vision_inputs: Sequence[VisionInput] = ()
 
     @property
     def shown_columns(self) -> list[str]:
@@ -53,8 +57,14 @@ class Example:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The prompt before and after `format`; examples that share a key ask the same."""
-        return frozenset({self.content, self.text} - {""})
+        """The prompt before and after `format`, with its images; who shares a key asks the same."""
+        images = "".join(one.digest for one in self.vision_inputs)
+        return frozenset(text + images for text in (self.content, self.text) if text)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The prompt as the model reads it: its text and the digests of its images."""
+        return (self.text, *(one.digest for one in self.vision_inputs))
 
 
 class Dataset:
@@ -90,7 +100,10 @@ class Dataset:
         """Returns the XXH3-128 of all rows and prompts in their order, 32 hexadecimal digits."""
         digest = xxhash.xxh3_128()
         for example in self.examples:
-            line = json.dumps([example.row, example.token_ids], sort_keys=True, default=str)
+            parts = [example.row, example.token_ids]
+            if example.vision_inputs:
+                parts.append([one.digest for one in example.vision_inputs])
+            line = json.dumps(parts, sort_keys=True, default=str)
             digest.update(line.encode() + b"\n")
         return digest.hexdigest()
 
@@ -131,7 +144,7 @@ def load_dataset(
     """
     scorer, rows = read_rows(settings, field)
     examples: list[Example] = []
-    seen: set[str] = set()
+    seen: set[tuple[str, ...]] = set()
     too_long = 0
     problems: list[ConfigError] = []
     for place, row in rows:
@@ -151,13 +164,16 @@ def load_dataset(
             if error.message not in {problem.message for problem in problems}:
                 problems.append(error)
             continue
-        if settings.unique and example.text in seen:
+        if settings.unique and example.identity in seen:
             continue
-        seen.add(example.text)
+        seen.add(example.identity)
         limit = settings.max_prompt_tokens
         if limit is not None and len(example.token_ids) > limit:
             too_long += 1
-            if settings.too_long == "fail":
+            # The end of a prompt may begin inside an image.
+            if settings.too_long == "fail" or (
+                settings.too_long == "truncate_left" and example.vision_inputs
+            ):
                 problems.append(_too_long(example, limit, f"{field}.max_prompt_tokens", field))
                 continue
             if settings.too_long == "drop":
@@ -210,23 +226,32 @@ def _example(
 ) -> Example:
     if "messages" in row:
         _require_prompt(settings, place, field)
-        text = json.dumps(row["messages"], ensure_ascii=False)
-        content = json.dumps(row["messages"], sort_keys=True)
+        text = json.dumps(row["messages"], ensure_ascii=False, default=_shown)
+        content = json.dumps(row["messages"], sort_keys=True, default=_shown)
         messages = _with_system(settings, row["messages"])
-        return Example(row, text, _chat(codec, messages, place, field), place, scorer, content)
+        ids, inputs = _chat(settings, codec, messages, place, field)
+        if inputs:
+            row = row | {"messages": json.loads(text)}
+        return Example(row, text, ids, place, scorer, content, vision_inputs=inputs)
     if settings.extract is not None:
         row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
     text = _fill(settings.format, row, f"{field}.format")
     content = _content(settings.format, row)
+    images = _images(settings, row, f"{field}.images: {place}")
     if settings.template == "raw":
         if settings.system is not None:
             raise ConfigError(
                 f"{field}.system: rows with a `prompt` take none with {field}.template: raw",
                 hint=f"{field}.template: chat writes the prompt through the chat template",
             )
-        return Example(row, text, codec.encode(text), place, scorer, content)
-    messages = _with_system(settings, [{"role": "user", "content": text}])
-    return Example(row, text, _chat(codec, messages, place, field), place, scorer, content)
+        ids, inputs = _raw(settings, codec, text, images, place, field)
+    else:
+        asked = [{"role": "user", "content": content_of(images, text)}]
+        messages = _with_system(settings, asked)
+        ids, inputs = _chat(settings, codec, messages, place, field)
+    if inputs:
+        row = row | {settings.images: [_shown(image) for image in images]}
+    return Example(row, text, ids, place, scorer, content, vision_inputs=inputs)
 
 
 def _require_prompt(settings: DataSettings, place: str, field: str) -> None:
@@ -235,6 +260,7 @@ def _require_prompt(settings: DataSettings, place: str, field: str) -> None:
     for name, given in (
         ("extract", settings.extract is not None),
         ("format", settings.format != default),
+        ("images", settings.images is not None),
     ):
         if given:
             raise ConfigError(
@@ -251,13 +277,63 @@ def _with_system(settings: DataSettings, messages: list[dict[str, Any]]) -> list
     return [{"role": "system", "content": settings.system}, *messages]
 
 
-def _chat(codec: TextCodec, messages: list[dict[str, Any]], place: str, field: str) -> list[int]:
+def _chat(
+    settings: DataSettings,
+    codec: TextCodec,
+    messages: list[dict[str, Any]],
+    place: str,
+    field: str,
+) -> tuple[list[int], list[VisionInput]]:
     try:
-        return codec.chat(messages)
+        return codec.chat_with_images(messages, _folder(settings))
     except NoChatTemplateError:
         raise
     except ConfigError as error:
         raise ConfigError(f"{field}: {place}: {error.message}", hint=error.hint) from None
+
+
+def _raw(
+    settings: DataSettings,
+    codec: TextCodec,
+    text: str,
+    images: list[Any],
+    place: str,
+    field: str,
+) -> tuple[list[int], list[VisionInput]]:
+    """Returns the ids of a text, which has one token for each image, and the images."""
+    ids = codec.encode(text)
+    if not images:
+        return ids, []
+    try:
+        inputs = [codec.images.image(image, _folder(settings)) for image in images]
+        return codec.images.expand(ids, inputs), inputs
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {place}: {error.message}", hint=error.hint) from None
+
+
+def _images(settings: DataSettings, row: Mapping[str, Any], place: str) -> list[Any]:
+    """Returns the images of a row; none without `images`."""
+    if settings.images is None:
+        return []
+    if settings.images not in row:
+        raise ConfigError(f"{place}: the row has no {settings.images!r}; it has {', '.join(row)}")
+    value = row[settings.images]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _folder(settings: DataSettings) -> Path:
+    """Returns the folder at which paths of images begin: that of the rows."""
+    source = settings.jsonl or settings.parquet
+    if source is None:
+        return Path()
+    return Path(source) if Path(source).is_dir() else Path(source).parent
+
+
+def _shown(image: Any) -> str:
+    """Returns an image as records show it: its path, where it has one."""
+    if isinstance(image, Mapping):
+        image = image.get("path")
+    return image if isinstance(image, str) else "image"
 
 
 def _content(template: str, row: Mapping[str, Any]) -> str:

@@ -19,6 +19,8 @@ _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 # Files of a checkpoint that only training reads.
 _TRAINING_FILES = ("tandem_state.json", "optimizer*", "speculator_optimizer*")
+# Ends the names of buffers, which stay in float32: the biases of DeepSeek-V3's routers.
+_KEPT_IN_FLOAT32 = ".e_score_correction_bias"
 # Begins the names of a speculator's files in the manifest.
 _SPECULATOR = "speculator/"
 
@@ -113,7 +115,11 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
     tensors = {}
     with safe_open(source, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118
-            tensor = opened.get_tensor(name).to(getattr(torch, dtype))
+            tensor = opened.get_tensor(name)
+            if name.endswith(_KEPT_IN_FLOAT32):
+                tensors[name] = tensor
+                continue
+            tensor = tensor.to(getattr(torch, dtype))
             if not torch.isfinite(tensor).all():
                 raise ConfigError(
                     f"--dtype: the tensor {name!r} holds numbers that {dtype} cannot hold",

@@ -163,7 +163,9 @@ def step_prompt(session: Session, example: Example, step: int, index: int) -> Pr
         sampling=session.sampling,
         tandem=given(settings.tandem),
         return_other_logprobs=settings.return_other_logprobs,
+        return_routed_experts=bool(settings.objective.routing_replay),
         speculative=settings.speculative.fields(),
+        vision_inputs=example.vision_inputs,
     )
 
 

@@ -121,10 +121,11 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     """Returns a line of metrics.jsonl: exactly its keys, None for numbers that are not finite.
 
     With several reward functions the mean of each is among the values, as reward/<name>. A
-    speculator adds its own, speculator/<name>.
+    speculator adds its own, speculator/<name>, and a mixture of experts router/<name> and
+    critic/router_<name>.
     """
     keys = KEYS + (CRITIC_KEYS if any(key in values for key in CRITIC_KEYS) else ())
-    added = ("reward/", "speculator/")
+    added = ("reward/", "router/", "critic/router_", "speculator/")
     keys += tuple(key for key in values if key.startswith(added) and key not in KEYS)
     line = {key: values.get(key) for key in keys}
     return {key: _written(key, value) for key, value in line.items()}

@@ -13,6 +13,8 @@ import numpy as np
 _CHUNK = 1 << 26
 # A model with a tied head may or may not store it.
 _HEAD = "lm_head.weight"
+# The name of a rotation with two lists of factors, and the one of Phi-3's older files.
+_LONGROPE = ("longrope", "su")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def _one_rotation(config: dict[str, Any]) -> Any:
     As common/model/rope_config.h says: longrope with two lists.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, dict) or "longrope" not in (rope.get("rope_type"), rope.get("type")):
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in _LONGROPE:
         return None
     if rope.get("short_factor") == rope.get("long_factor"):
         return None

@@ -23,10 +23,12 @@ SERVED_FAMILIES = (
     "qwen3",
     "olmo2",
     "deepseek_v3",
+    "gemma2",
     "gemma3_text",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "phi3",
     "qwen2_vl",
     "qwen2_5_vl",
 )

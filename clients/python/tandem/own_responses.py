@@ -34,7 +34,9 @@ class OwnResponses:
     def samples(self) -> list[SupervisedSample]:
         """Returns the prompts and the responses to learn."""
         return [
-            SupervisedSample(example.token_ids, trajectory.response_token_ids)
+            SupervisedSample(
+                example.token_ids, trajectory.response_token_ids, example.vision_inputs
+            )
             for example, trajectory in zip(self.examples, self.trajectories, strict=True)
         ]
 
@@ -76,6 +78,7 @@ def draw_own_responses(
             sampling=session.sampling,
             tandem={"enabled": False},
             speculative=settings.speculative.fields(),
+            vision_inputs=example.vision_inputs,
         )
         for index, example in enumerate(examples)
     ]

@@ -59,6 +59,7 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         rest: a share may take longer than a call.
         """
         client = self.replicas[index].client
+        client.upload_images(image for prompt in self.items for image in prompt.vision_inputs)
         with self.changed:
             items = self.take(index)
             if not items:

@@ -9,6 +9,7 @@ import numpy as np
 
 from tandem.client import RolloutClient
 from tandem.pool_request import Admit, PoolRequest, PoolState
+from tandem.requests import ToScore
 from tandem.types.v1 import server_pb2
 from tandem.wire import from_tensor
 
@@ -46,17 +47,17 @@ class ScoreOptions:
     temperature: float | None
 
 
-class PoolScoring(PoolRequest[tuple[Sequence[int], int], Scored]):
+class PoolScoring(PoolRequest[ToScore, Scored]):
     """A request for the scores of (token ids, index of the first scored token)."""
 
     def __init__(
         self,
         state: PoolState,
-        sequences: Sequence[tuple[Sequence[int], int]],
+        sequences: Sequence[ToScore],
         options: ScoreOptions,
         admit: Admit,
     ) -> None:
-        self._tokens = [max(1, len(ids)) for ids, _ in sequences]
+        self._tokens = [max(1, len(one[0])) for one in sequences]
         super().__init__(
             state,
             sequences,
@@ -88,7 +89,7 @@ class PoolScoring(PoolRequest[tuple[Sequence[int], int], Scored]):
 
 
 def score(
-    client: RolloutClient, sequences: Sequence[tuple[Sequence[int], int]], options: ScoreOptions
+    client: RolloutClient, sequences: Sequence[ToScore], options: ScoreOptions
 ) -> list[Scored]:
     """Scores the sequences in one call of one server."""
     reply = client.score(

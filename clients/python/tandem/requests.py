@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
 from tandem.critic.v1 import critic_pb2
 from tandem.errors import ConfigError, RpcError, from_status
+from tandem.images import VisionInput, VisionInputs, messages
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import trainer_pb2
 from tandem.transport import MAX_SEND_BYTES
@@ -41,6 +42,8 @@ class Prompt:
         priority: a 32-bit integer; prompts of a higher one come first. The response is the same.
         speculative: fields of SpeculativeConfig. The response is the same, but for the
             acceptance_rule rejection_sampling, which keeps its distribution alone.
+        return_routed_experts: also record the experts that the senior's routers chose.
+        vision_inputs: images and videos, in the order of their tokens.
     """
 
     token_ids: Sequence[int]
@@ -53,6 +56,8 @@ class Prompt:
     request_id: str = ""
     priority: int = 0
     speculative: Mapping[str, Any] = field(default_factory=dict)
+    return_routed_experts: bool = False
+    vision_inputs: Sequence[VisionInput] = ()
 
     def named(self, index: int) -> Prompt:
         """Returns the prompt with a request_id, made of `index` where it has none."""
@@ -74,8 +79,10 @@ class Prompt:
             seed=self.seed,
             num_samples=self.num_samples,
             return_other_logprobs=self.return_other_logprobs,
+            return_routed_experts=self.return_routed_experts,
             stream_tokens=self.stream_tokens,
             priority=self.priority,
+            vision_inputs=messages(self.vision_inputs),
         )
         place = f"prompt {self.request_id!r}: "
         to_message(self.sampling, prompt.sampling, f"{place}sampling")
@@ -196,10 +203,11 @@ class PolicySample:
 
 @dataclass(frozen=True)
 class SupervisedSample:
-    """A prompt and the response to learn."""
+    """A prompt, with its images and videos, and the response to learn."""
 
     prompt_token_ids: Sequence[int]
     response_token_ids: Sequence[int]
+    vision_inputs: VisionInputs = ()
 
     def message(self) -> trainer_pb2.TrainStepRequest:
         """Returns the message of the contract."""
@@ -207,6 +215,7 @@ class SupervisedSample:
             supervised_sample=trainer_pb2.SupervisedSample(
                 prompt_token_ids=self.prompt_token_ids,
                 response_token_ids=self.response_token_ids,
+                vision_inputs=messages(self.vision_inputs),
             )
         )
 
@@ -251,6 +260,7 @@ def log_prob_requests(
         request = trainer_pb2.ComputeLogProbsRequest(
             prompt_token_ids=sequence.prompt_token_ids,
             response_token_ids=sequence.response_token_ids,
+            vision_inputs=messages(sequence.vision_inputs),
         )
         if temperature is not None:
             request.temperature = temperature
@@ -265,19 +275,36 @@ def value_requests(
         yield critic_pb2.ComputeValuesRequest(
             prompt_token_ids=sequence.prompt_token_ids,
             response_token_ids=sequence.response_token_ids,
+            vision_inputs=messages(sequence.vision_inputs),
         )
 
 
+class ScoredTokens(NamedTuple):
+    """Tokens to score; a plain tuple of the first two, or all three, will do."""
+
+    token_ids: Sequence[int]
+    first_scored_token: int
+    vision_inputs: VisionInputs = ()
+
+
+# A sequence as score() takes it.
+ToScore = tuple[Sequence[int], int] | ScoredTokens
+
+
 def score(
-    sequences: Iterable[tuple[Sequence[int], int]],
+    sequences: Iterable[ToScore],
     senior: bool,
     junior: bool,
     temperature: float | None,
 ) -> rollout_pb2.ScoreRequest:
     """Returns the message of Score for (token ids, index of the first scored token)."""
     request = rollout_pb2.ScoreRequest(senior=senior, junior=junior)
-    for ids, first in sequences:
-        request.sequences.add(token_ids=ids, first_scored_token=first)
+    for one in (ScoredTokens(*sequence) for sequence in sequences):
+        request.sequences.add(
+            token_ids=one.token_ids,
+            first_scored_token=one.first_scored_token,
+            vision_inputs=messages(one.vision_inputs),
+        )
     if temperature is not None:
         request.temperature = temperature
     return request

@@ -14,16 +14,17 @@ from tandem.pool_generation import PoolGeneration
 from tandem.pool_request import Admit, PoolState
 from tandem.pool_scoring import SCORE_TOKENS, PoolScoring, Scored, ScoreOptions, score
 from tandem.replicas import PoolCounts, Replica
-from tandem.requests import Collector, Prompt
+from tandem.requests import Collector, Prompt, ScoredTokens, ToScore
 from tandem.types.v1 import trajectory_pb2
 
 Item = TypeVar("Item")
 
 
-def response_to_score(trajectory: trajectory_pb2.Trajectory) -> tuple[list[int], int]:
+def response_to_score(trajectory: trajectory_pb2.Trajectory) -> ScoredTokens:
     """Returns a response as score() takes it: ids with the prompt's, index of its first token."""
     prompt = trajectory.prompt_token_ids
-    return [*prompt, *trajectory.response_token_ids], len(prompt)
+    ids = [*prompt, *trajectory.response_token_ids]
+    return ScoredTokens(ids, len(prompt), tuple(trajectory.vision_inputs))
 
 
 def _require_answer(client: RolloutClient) -> None:
@@ -86,7 +87,7 @@ class RolloutPool:
 
     def score(
         self,
-        sequences: Sequence[tuple[Sequence[int], int]],
+        sequences: Sequence[ToScore],
         *,
         senior: bool = False,
         junior: bool = False,

@@ -194,6 +194,10 @@ class DataSettings(Settings):
     template: Literal["raw", "chat"] = "raw"
     # Text of the prompt (with chat: the user's turn). Braces hold columns of the row.
     format: Text = "{prompt}"
+    # Column with an image, or a list of images, of the prompt: a path, from the folder of the rows,
+    # or what the Hub's data sets have as images. With chat they come before the text; with raw the
+    # text has a token for each. Not set: none. (Rows with `messages` have them in their contents.)
+    images: Text | None = None
     # System message of prompts with `template: chat`, and of rows with `messages` that begin with
     # none of their own. Empty: none. Not set: the chat template's own default.
     system: str | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tandem.errors import ConfigError
+from tandem.images import ImageProcessor, VisionInput, images_of
 from tandem.text_files import json_object, read_text
 
 # The rollout server's bound (kMaxStopTokenIds).
@@ -143,6 +144,26 @@ class TextCodec:
                 f"tokenizer: chat template of {self.directory}: {type(error).__name__}: {error}"
             ) from None
         return self.encode(text, special=False)
+
+    @cached_property
+    def images(self) -> ImageProcessor:
+        """The image processor of the directory; raises ConfigError for a model without one."""
+        return ImageProcessor(self.directory)
+
+    def chat_with_images(
+        self, messages: Sequence[Mapping[str, Any]], folder: str | Path = ""
+    ) -> tuple[list[int], list[VisionInput]]:
+        """Returns the ids of a conversation, as chat() does, and the images of its contents.
+
+        A content may be a list of parts: {"type": "text", "text": ...} and {"type": "image",
+        "image": ...}, with an image as ImageProcessor.image() takes it. Every image has as many
+        tokens as it has rows. Relative paths begin at `folder`.
+        """
+        ids, images = self.chat(messages), images_of(messages)
+        if not images:
+            return ids, []
+        inputs = [self.images.image(image, folder) for image in images]
+        return self.images.expand(ids, inputs), inputs
 
     @cached_property
     def _renderer(self) -> Any:

@@ -181,7 +181,10 @@ def train_supervised(
                     drawn = draw_own_responses(session, step, examples, loop.weights)
                 samples = drawn.samples()
             else:
-                samples = [SupervisedSample(one.token_ids, one.response_ids) for one in examples]
+                samples = [
+                    SupervisedSample(one.token_ids, one.response_ids, one.vision_inputs)
+                    for one in examples
+                ]
             with clock.phase("train"):
                 reply = session.trainer.train_step(
                     samples,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tandem.logprobs import LogProbs
-from tandem.types.v1 import trajectory_pb2
+from tandem.types.v1 import trajectory_pb2, vision_pb2
 from tandem.wire import enum_name, from_tensor, short_floats, tandem_record
 
 
@@ -44,6 +44,7 @@ def trajectory_record(
     sampling = trajectory.sampling
     return {
         "prompt_token_ids": list(trajectory.prompt_token_ids),
+        "vision_inputs": [_vision_record(one) for one in trajectory.vision_inputs],
         "response_token_ids": list(trajectory.response_token_ids),
         "authorship_mask": mask,
         "accepted_draft_mask": list(trajectory.accepted_draft_mask) or None,
@@ -73,6 +74,16 @@ def trajectory_record(
             "max_tokens": sampling.max_tokens,
         },
         "tandem": tandem_record(trajectory.tandem),
+    }
+
+
+def _vision_record(image: vision_pb2.VisionInput) -> dict[str, Any]:
+    """Returns an image's record; the row says where its file is."""
+    return {
+        "kind": enum_name(image, "kind"),
+        "digest": image.digest,
+        "grid": [image.grid_t, image.grid_h, image.grid_w],
+        "seconds_per_grid": image.seconds_per_grid,
     }
 
 

@@ -11,7 +11,7 @@ import functools
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -19,11 +19,20 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.blobs.v1 import blobs_pb2
 from tandem.channel import open_channel, why_refused
 from tandem.credentials import Credentials
-from tandem.errors import REQUEST_ID_KEY, RpcError, UnavailableError, from_rpc
+from tandem.errors import (
+    REQUEST_ID_KEY,
+    FailedPreconditionError,
+    RpcError,
+    UnavailableError,
+    from_rpc,
+)
+from tandem.images import BLOB_MISSING, pixels_of
 from tandem.recorded_channel import recorded
 from tandem.tracing import RpcSpan
+from tandem.types.v1 import vision_pb2
 
 Response = TypeVar("Response")
 Result = TypeVar("Result")
@@ -34,6 +43,9 @@ MAX_SEND_BYTES = 4 << 20
 # Most bytes of a message from a server: a Score of MAX_SEND_BYTES one-byte ids under both models
 # is answered with 8 bytes for each id.
 MAX_RECEIVE_BYTES = 64 << 20
+
+# Bytes of the pixels in a message of an upload.
+BLOB_CHUNK_BYTES = 1 << 20
 
 # A dead peer is noticed within 50 seconds, also in the middle of a long call.
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -299,6 +311,34 @@ class Transport:
             await self._sleep(wait)
             number += 1
 
+    async def _with_images(
+        self,
+        inputs: Iterable[vision_pb2.VisionInput],
+        call: Callable[[], Coroutine[Any, Any, Result]],
+    ) -> Result:
+        """Makes a call that names images; uploads those that the server lacks before it.
+
+        A server that restarts, or drops images meanwhile, gets them again.
+        """
+        digests = sorted({one.digest for one in inputs})
+        for attempts_left in (2, 1, 0) if digests else (0,):
+            if digests:
+                await self._upload(digests)
+            try:
+                return await call()
+            except FailedPreconditionError as error:
+                if not attempts_left or error.reason != BLOB_MISSING:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _upload(self, digests: Sequence[str]) -> None:
+        """Uploads the pixels that the server lacks and the process has."""
+        request = blobs_pb2.FindMissingBlobsRequest(digests=digests)
+        for digest in (await self._call("FindMissingBlobs", request)).missing:
+            pixels = pixels_of(digest)
+            if pixels is not None:
+                await self._send("UploadBlob", _upload_messages(digest, pixels))
+
     async def _collect(self, method: str, messages: Iterator[Any]) -> list[Any]:
         """Returns all responses of a stream. No retries."""
         responses: list[Any] = []
@@ -331,6 +371,15 @@ class Transport:
 
     async def _sleep(self, seconds: float) -> None:
         raise NotImplementedError
+
+
+def _upload_messages(digest: str, pixels: memoryview) -> Iterator[blobs_pb2.UploadBlobRequest]:
+    """Yields the messages of UploadBlob."""
+    header = blobs_pb2.BlobHeader(digest=digest, total_bytes=len(pixels))
+    yield blobs_pb2.UploadBlobRequest(header=header)
+    for first in range(0, len(pixels), BLOB_CHUNK_BYTES):
+        chunk = bytes(pixels[first : first + BLOB_CHUNK_BYTES])
+        yield blobs_pb2.UploadBlobRequest(chunk=chunk)
 
 
 def _service_of(stub: type) -> str:

@@ -156,6 +156,8 @@ def test_generate_separates_responses_and_passes_its_options_on(world, address, 
     assert asked == [rollout_pb2.ACCEPTANCE_RULE_REJECTION_SAMPLING]
     done = tandem("generate", "w1", *common, "--acceptance-rule", "all", check=2)
     assert done.stderr.startswith("tandem: --acceptance-rule: 'all' is none of exact, rejection_s")
+    done = tandem("generate", "w1", *common, "--image", "a.png", check=2)
+    assert "--image: needs --chat" in done.stderr
     done = tandem("generate", "w1", *common, "--speculative", "eagle", check=2)
     assert done.stderr.startswith("tandem: --speculative: 'eagle' is none of none, ngram,")
     for method, says in (("eagle", "'eagle' is none of"), ("heads", "heads: the rollout server")):

@@ -20,10 +20,10 @@ from tandem.types.v1 import tensor_pb2
 WEIGHTS = np.array([1.0, -2.5, 1e-3], np.float32)
 
 
-def write_checkpoint(directory, weights=WEIGHTS):
+def write_checkpoint(directory, weights=WEIGHTS, **others):
     """The files of a trainer's checkpoint, with their manifest."""
     fakes.write_tokenizer(directory)
-    save_file({"w": weights}, directory / "model.safetensors", {"format": "pt"})
+    save_file({"w": weights, **others}, directory / "model.safetensors", {"format": "pt"})
     config = {"model_type": "llama", "dtype": "float32"}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text('{"eos_token_id": 0}')
@@ -44,10 +44,10 @@ def write_checkpoint(directory, weights=WEIGHTS):
     return directory
 
 
-def stored(directory):
-    """The type and the values of the exported weight."""
+def stored(directory, name="w"):
+    """The type and the values of an exported tensor."""
     with safe_open(directory / "model.safetensors", framework="pt") as file:
-        tensor = file.get_tensor("w")
+        tensor = file.get_tensor(name)
         return str(tensor.dtype), tensor.float().numpy()
 
 
@@ -71,6 +71,16 @@ def test_a_checkpoint_becomes_a_model_directory_of_the_format(tmp_path, name, ki
     assert dtype == f"torch.{kind}"
     np.testing.assert_allclose(values, WEIGHTS, rtol=rounding, atol=0)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == kind
+
+
+def test_the_bias_of_a_router_stays_float32(tmp_path):
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    checkpoint = write_checkpoint(tmp_path / "step_000001", **{bias: WEIGHTS})
+    export_checkpoint(checkpoint, tmp_path / "model", "bf16")
+    assert stored(tmp_path / "model")[0] == "torch.bfloat16"
+    dtype, values = stored(tmp_path / "model", bias)
+    assert dtype == "torch.float32"
+    np.testing.assert_array_equal(values, WEIGHTS)
 
 
 def test_a_weight_that_the_format_cannot_hold_is_refused(tmp_path):

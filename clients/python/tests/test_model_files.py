@@ -83,6 +83,7 @@ def test_the_longest_sequence_has_one_rotation(tmp_path):
     for change, outer, limit in [
         ({"long_factor": [1, 3]}, {}, 64),
         ({"long_factor": [1, 3]}, {"original_max_position_embeddings": 32}, 32),
+        ({"type": "su", "long_factor": [1, 3]}, {}, 64),
         ({"long_factor": [1, 2]}, {}, 512),
         ({"type": "linear"}, {}, 512),
     ]:

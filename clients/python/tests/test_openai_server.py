@@ -155,6 +155,43 @@ def events(response):
     return [json.loads(part) for part in parts]
 
 
+PNG = "data:image/png;base64,"
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "says"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, ".image_url.url", "no URL"),
+        ({"type": "image_url", "image_url": {"url": PNG + "%"}}, ".image_url.url", "not base64"),
+        (
+            {"type": "image_url", "image_url": {"url": PNG, "detail": "high"}},
+            ".image_url.detail",
+            "'auto'",
+        ),
+        ({"type": "image_url", "text": "w1"}, "", "has the field image_url"),
+        ({"type": "text"}, "", "has the field text"),
+        ({"type": "video_url"}, ".type", "'image_url'"),
+    ],
+)
+def test_a_part_that_is_no_text_and_no_image_is_refused_by_name(http, part, param, says):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "w1"}, part]}]
+    answer = chat(http, messages=messages)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == f"messages[0].content[1]{param}"
+    assert says in error["message"]
+
+
+def test_a_text_model_is_shown_no_image(http, codec):
+    (codec.directory / "config.json").write_text("{}")
+    content = [{"type": "image_url", "image_url": {"url": PNG + "aGVsbG8="}}]
+    answer = chat(http, messages=[{"role": "user", "content": content}])
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "messages"
+    assert "takes no images" in error["message"]
+
+
 @pytest.mark.parametrize("send", [complete, chat])
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stop": "w1"}])
 def test_a_stream_is_the_whole_answer_in_parts(http, send, fields):

@@ -19,7 +19,7 @@ from tandem.wire import from_tensor, short_floats, to_message, to_tensor
 
 KEYS = {
     "place", "row", "scores", "prompt_token_ids", "response_token_ids", "authorship_mask",
-    "accepted_draft_mask",
+    "accepted_draft_mask", "vision_inputs",
     "senior_logprobs", "junior_logprobs", "log_keep_mass", "finish_reason", "text", "reward",
     "overlong_punishment", "group_id", "sample_index", "seed", "senior_versions", "junior_version",
     "sampling", "tandem",

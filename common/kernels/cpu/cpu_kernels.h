@@ -97,6 +97,7 @@ struct AttentionArgs {
   const int32_t* blocks = nullptr;
   int64_t block_stride = 0;
   int64_t window = kNoWindow;
+  float soft_cap = 0;  // of the scaled scores, as in SoftCapArgs; 0: none
 };
 inline constexpr int64_t kAttentionBlock = 64;
 
@@ -131,13 +132,13 @@ struct RmsNormBackwardArgs {
   float w_offset = 0;
 };
 
-// Rotary embedding: rotates the pairs (d, d + head_dim / 2) of every head, as Hugging Face orders
-// them. Row r, head h is read at x + r * x_stride + h * head_dim and written at
-// y + r * y_stride + h * y_head_stride. y may be x.
+// Rotary embedding: rotates the pairs (d, d + rotary_dim / 2) of the first rotary_dim columns of
+// every head, as Hugging Face orders them, and copies the others. Row r, head h is read at x + r *
+// x_stride + h * head_dim and written at y + r * y_stride + h * y_head_stride. y may be x.
 struct RotaryArgs {
   const float* x;
   int64_t x_stride;
-  const float* cos;  // [rows, head_dim / 2]
+  const float* cos;  // [rows, rotary_dim / 2]
   const float* sin;
   float* y;
   int64_t y_stride;
@@ -145,6 +146,7 @@ struct RotaryArgs {
   int64_t rows;
   int64_t heads;
   int64_t head_dim;
+  int64_t rotary_dim;
 };
 
 // y = activation(gate) * up.
@@ -175,6 +177,13 @@ struct GatedBackwardArgs {
   GateActivation activation = GateActivation::kSilu;
 };
 
+// x_j = soft_cap tanh(x_j / soft_cap), in place.
+struct SoftCapArgs {
+  float* x;
+  int64_t count;
+  float soft_cap;
+};
+
 // Statistics of the rows of a tile of logits. With z_j the logits of a row times its scale:
 //   max = max_j z_j, sum = sum_j exp(z_j - max), weighted = sum_j exp(z_j - max) (z_j - max).
 struct LogitStatisticsArgs {
@@ -187,8 +196,9 @@ struct LogitStatisticsArgs {
   float* weighted;
 };
 
-// Overwrites each row of logits with exp(z_j - max) (constant + slope (z_j - max)); in bf16 as the
-// first `width` 16-bit numbers of the row.
+// Overwrites each row of logits with exp(z_j - max) (constant + slope (z_j - max)), times
+// 1 - (logit_j / soft_cap)^2 if the logits are those after a soft cap; in bf16 as the first `width`
+// 16-bit numbers of the row.
 struct LogitGradientArgs {
   float* logits;  // [rows, width]
   const float* scales;
@@ -198,6 +208,7 @@ struct LogitGradientArgs {
   const float* constants;
   const float* slopes;
   bool bfloat16;
+  float soft_cap = 0;  // 0: none
 };
 
 // Statistics of `rows` rows of logits of two models, from which their divergence follows. With the
@@ -219,8 +230,8 @@ struct DivergenceStatisticsArgs {
 };
 
 // Overwrites logits with factor exp(d_j)(d_j - d'_j - offset), or with
-// factor (exp(d_j) - exp(d'_j) offset) if `forward`, row by row; in bf16 as the first `width`
-// 16-bit numbers of a row.
+// factor (exp(d_j) - exp(d'_j) offset) if `forward`, row by row, times 1 - (logit_j / soft_cap)^2
+// if the logits are those after a soft cap; in bf16 as the first `width` 16-bit numbers of a row.
 struct DivergenceGradientArgs {
   float* logits;               // [rows, width]
   const float* junior_logits;  // [rows, width]
@@ -233,6 +244,7 @@ struct DivergenceGradientArgs {
   const float* factors;
   const float* offsets;
   bool bfloat16;
+  float soft_cap = 0;  // of `logits`; 0: none
 };
 
 // A matrix product: product[i, j] (+)= sum_l a[i, l] b[l, j] for i < m, j < n, l < k, summed in
@@ -278,6 +290,7 @@ struct CpuKernels {
   void (*rotary)(const RotaryArgs&) = nullptr;
   void (*gated)(const GatedArgs&) = nullptr;
   void (*gated_backward)(const GatedBackwardArgs&) = nullptr;
+  void (*soft_cap)(const SoftCapArgs&) = nullptr;
   void (*logit_statistics)(const LogitStatisticsArgs&) = nullptr;
   void (*logit_gradient)(const LogitGradientArgs&) = nullptr;
   void (*divergence_statistics)(const DivergenceStatisticsArgs&) = nullptr;

@@ -112,12 +112,15 @@ TEST_P(CpuKernelsTest, TransposedLinearMatchesDoubleAndRowsDoNotDependOnOthers) 
 
 struct AttentionProblem {
   int64_t length, group, head_dim, window;
+  float soft_cap;
   Floats q, k, v;
-  AttentionProblem(int64_t length, int64_t group, int64_t head_dim, int64_t window = kNoWindow)
+  AttentionProblem(int64_t length, int64_t group, int64_t head_dim, int64_t window = kNoWindow,
+                   float soft_cap = 0)
       : length(length),
         group(group),
         head_dim(head_dim),
         window(window),
+        soft_cap(soft_cap),
         q(RandomFloats(length * group * head_dim, 6, 2.0f)),
         k(RandomFloats(length * head_dim, 7)),
         v(RandomFloats(length * head_dim, 8)) {}
@@ -128,7 +131,7 @@ struct AttentionProblem {
     kernels.attention({&q[begin * width], width, k.data(), head_dim, v.data(), head_dim,
                        &out[begin * width], width, rows, group, head_dim, head_dim, begin,
                        1.0f / std::sqrt(static_cast<float>(head_dim)), /*blocks=*/nullptr,
-                       /*block_stride=*/0, window});
+                       /*block_stride=*/0, window, soft_cap});
   }
 };
 
@@ -136,18 +139,21 @@ struct AttentionProblem {
 constexpr int64_t kWindows[] = {1, 5, 64, 100, 150, 1000};
 
 TEST_P(CpuKernelsTest, AttentionMatchesDouble) {
-  for (const auto& [length, group, head_dim, window] :
-       {std::tuple<int64_t, int64_t, int64_t, int64_t>{1, 1, 2, kNoWindow},
-        {70, 3, 12, kNoWindow},
-        {200, 1, 64, kNoWindow},
-        {65, 5, 80, kNoWindow},
-        {200, 3, 12, 1},
-        {200, 3, 12, 7},
-        {200, 1, 64, 64},
-        {200, 2, 20, 100},
-        {65, 5, 80, 65},
-        {65, 5, 80, 66}}) {
-    const AttentionProblem problem(length, group, head_dim, window);
+  for (const auto& [length, group, head_dim, window, soft_cap] :
+       {std::tuple<int64_t, int64_t, int64_t, int64_t, float>{1, 1, 2, kNoWindow, 0},
+        {70, 3, 12, kNoWindow, 0},
+        {200, 1, 64, kNoWindow, 0},
+        {65, 5, 80, kNoWindow, 0},
+        {200, 3, 12, 1, 0},
+        {200, 3, 12, 7, 0},
+        {200, 1, 64, 64, 0},
+        {200, 2, 20, 100, 0},
+        {65, 5, 80, 65, 0},
+        {65, 5, 80, 66, 0},
+        {70, 3, 12, kNoWindow, 1.5f},
+        {200, 1, 64, kNoWindow, 50},
+        {200, 2, 20, 100, 3}}) {
+    const AttentionProblem problem(length, group, head_dim, window, soft_cap);
     Floats out(problem.q.size());
     problem.Run(*kernels_, 0, length, out);
     for (int64_t row = 0; row < length; ++row) {
@@ -160,6 +166,7 @@ TEST_P(CpuKernelsTest, AttentionMatchesDouble) {
             scores[j] += double{q[d]} * problem.k[j * head_dim + d];
           }
           scores[j] /= std::sqrt(static_cast<double>(head_dim));
+          if (soft_cap > 0) scores[j] = soft_cap * std::tanh(scores[j] / soft_cap);
           highest = std::max(highest, scores[j]);
         }
         for (int64_t j = 0; j <= row; ++j) {
@@ -199,7 +206,7 @@ TEST_P(CpuKernelsTest, NarrowerValuesAreTheColumnsOfWiderOnes) {
 
 TEST_P(CpuKernelsTest, AttentionRowsDoNotDependOnChunking) {
   for (const int64_t window : kWindows) {
-    const AttentionProblem problem(150, 3, 20, window);
+    const AttentionProblem problem(150, 3, 20, window, window == 64 ? 2.0f : 0.0f);
     Floats whole(problem.q.size()), chunks(problem.q.size()), single(problem.q.size());
     problem.Run(*kernels_, 0, 150, whole);
     for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 63}, {63, 64}, {64, 150}}) {
@@ -235,7 +242,7 @@ TEST_P(CpuKernelsTest, AttentionNeverReadsBlocksBeforeTheWindow) {
 // The head sizes leave a tail behind the vectors of every instruction set, or none.
 TEST_P(CpuKernelsTest, AttentionToBfloat16HasTheBitsOfFloatsOfEqualValue) {
   for (const int64_t head_dim : {3, 20, 64}) {
-    AttentionProblem problem(150, 3, head_dim);
+    AttentionProblem problem(150, 3, head_dim, kNoWindow, head_dim == 20 ? 2.0f : 0.0f);
     const auto round = [](Floats& values) {
       std::vector<uint16_t> halves;
       for (float& value : values) {
@@ -251,9 +258,10 @@ TEST_P(CpuKernelsTest, AttentionToBfloat16HasTheBitsOfFloatsOfEqualValue) {
     Floats expected(problem.q.size()), out(problem.q.size());
     problem.Run(*kernels_, 0, 150, expected);
     const int64_t width = 3 * head_dim;
-    kernels_->bfloat16_attention({problem.q.data(), width, k.data(), head_dim, v.data(), head_dim,
-                                  out.data(), width, 150, 3, head_dim, head_dim, 0,
-                                  1.0f / std::sqrt(static_cast<float>(head_dim))});
+    kernels_->bfloat16_attention(
+        {problem.q.data(), width, k.data(), head_dim, v.data(), head_dim, out.data(), width, 150, 3,
+         head_dim, head_dim, 0, 1.0f / std::sqrt(static_cast<float>(head_dim)),
+         /*blocks=*/nullptr, /*block_stride=*/0, kNoWindow, problem.soft_cap});
     EXPECT_EQ(out, expected) << head_dim;
   }
 }
@@ -290,11 +298,35 @@ TEST_P(CpuKernelsTest, AttentionDoesNotMultiplyValuesOfTheFuture) {
 }
 
 TEST_P(CpuKernelsTest, AttentionSurvivesExtremeScores) {
-  AttentionProblem problem(130, 1, 16);
-  for (float& q : problem.q) q *= 1e4f;
-  Floats out(problem.q.size());
-  problem.Run(*kernels_, 0, 130, out);
-  for (const float value : out) ASSERT_TRUE(std::isfinite(value));
+  for (const float soft_cap : {0.0f, 50.0f}) {
+    AttentionProblem problem(130, 1, 16, kNoWindow, soft_cap);
+    for (float& q : problem.q) q *= 1e4f;
+    Floats out(problem.q.size());
+    problem.Run(*kernels_, 0, 130, out);
+    for (const float value : out) ASSERT_TRUE(std::isfinite(value));
+  }
+}
+
+TEST_P(CpuKernelsTest, SoftCapMatchesDouble) {
+  constexpr float kCap = 30;
+  Floats x = {0, 1e-20f, -1e-3f, 18.74f, 18.76f, -1e30f, std::numeric_limits<float>::infinity()};
+  for (const float scale : {0.01f, 1.0f, 10.0f, 100.0f}) {
+    const Floats more = RandomFloats(40, 3, scale);
+    x.insert(x.end(), more.begin(), more.end());
+  }
+  Floats y = x;
+  kernels_->soft_cap({y.data(), static_cast<int64_t>(y.size()), kCap});
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double expected = kCap * std::tanh(double{x[i]} / kCap);
+    EXPECT_NEAR(y[i], expected, 4e-7 * std::abs(expected)) << x[i];
+    // The bits of a number depend on that number alone.
+    float alone = x[i];
+    kernels_->soft_cap({&alone, 1, kCap});
+    EXPECT_EQ(alone, y[i]) << x[i];
+  }
+  float nan = std::numeric_limits<float>::quiet_NaN();
+  kernels_->soft_cap({&nan, 1, kCap});
+  EXPECT_TRUE(std::isnan(nan));
 }
 
 TEST_P(CpuKernelsTest, RmsNormMatchesDouble) {
@@ -390,10 +422,20 @@ TEST_P(CpuKernelsTest, RotaryRotatesPairsHalfAHeadApart) {
   const Floats x = {1, 2, 3, 4, 5, 6, 7, 8};  // two heads of four
   const Floats cos = {0.6f, 0.8f}, sin = {0.8f, -0.6f};
   Floats y(8);
-  kernels_->rotary({x.data(), 8, cos.data(), sin.data(), y.data(), 8, 4, 1, 2, 4});
+  kernels_->rotary({x.data(), 8, cos.data(), sin.data(), y.data(), 8, 4, 1, 2, 4, 4});
   const Floats expected = {1 * 0.6f - 3 * 0.8f, 2 * 0.8f + 4 * 0.6f, 3 * 0.6f + 1 * 0.8f,
                            4 * 0.8f - 2 * 0.6f, 5 * 0.6f - 7 * 0.8f, 6 * 0.8f + 8 * 0.6f,
                            7 * 0.6f + 5 * 0.8f, 8 * 0.8f - 6 * 0.6f};
+  for (int i = 0; i < 8; ++i) EXPECT_NEAR(y[i], expected[i], 1e-6);
+}
+
+TEST_P(CpuKernelsTest, RotaryCopiesTheColumnsThatItDoesNotRotate) {
+  const Floats x = {1, 2, 3, 4, 5, 6, 7, 8};  // two heads of four, of which two are rotated
+  const Floats cos = {0.6f}, sin = {0.8f};
+  Floats y(8);
+  kernels_->rotary({x.data(), 8, cos.data(), sin.data(), y.data(), 8, 4, 1, 2, 4, 2});
+  const Floats expected = {1 * 0.6f - 2 * 0.8f, 2 * 0.6f + 1 * 0.8f, 3, 4,
+                           5 * 0.6f - 6 * 0.8f, 6 * 0.6f + 5 * 0.8f, 7, 8};
   for (int i = 0; i < 8; ++i) EXPECT_NEAR(y[i], expected[i], 1e-6);
 }
 
@@ -490,6 +532,39 @@ TEST_P(CpuKernelsTest, DivergenceMatchesDouble) {
           EXPECT_NEAR(Bfloat16(&rounded[row * width], j), gradient, std::abs(gradient) / 256);
         }
       }
+    }
+  }
+}
+
+// The gradients of logits through a soft cap are those without one, times its derivative.
+TEST_P(CpuKernelsTest, GradientsOfLogitsGoThroughASoftCap) {
+  constexpr float kCap = 5;
+  for (const int64_t width : {1, 5, 77}) {
+    Floats logits = RandomFloats(width, 6);
+    const Floats junior = RandomFloats(width, 7), scales = {0.5f};
+    kernels_->soft_cap({logits.data(), width, kCap});
+    const Floats max = {3}, first = {0.3f}, second = {-0.7f};
+    const auto expect_slope = [&](const auto& run) {
+      Floats without = logits, with = logits, rounded = logits;
+      run(without, false, 0.0f);
+      run(with, false, kCap);
+      run(rounded, true, kCap);
+      for (int64_t j = 0; j < width; ++j) {
+        const double slope = 1 - std::pow(double{logits[j]} / kCap, 2);
+        EXPECT_NEAR(with[j], slope * without[j], 1e-6 * std::abs(without[j])) << width;
+        EXPECT_NEAR(Bfloat16(rounded.data(), j), with[j], std::abs(with[j]) / 256) << width;
+      }
+    };
+    expect_slope([&](Floats& z, bool bfloat16, float soft_cap) {
+      kernels_->logit_gradient({z.data(), scales.data(), 1, width, max.data(), first.data(),
+                                second.data(), bfloat16, soft_cap});
+    });
+    for (const bool forward : {false, true}) {
+      expect_slope([&](Floats& z, bool bfloat16, float soft_cap) {
+        kernels_->divergence_gradient({z.data(), junior.data(), scales.data(), 1, width, forward,
+                                       max.data(), max.data(), first.data(), second.data(),
+                                       bfloat16, soft_cap});
+      });
     }
   }
 }

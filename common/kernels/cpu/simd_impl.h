@@ -98,6 +98,30 @@ TANDEM_INLINE Vec Exp(Vec x) {
 
 TANDEM_INLINE float Exp1(float x) { return Exp(Splat(x))[0]; }
 
+// tanh(x) to about 2 ulp: a polynomial for small x (the coefficients of Cephes' tanhf), else from
+// e^2|x|.
+TANDEM_INLINE Vec Tanh(Vec x) {
+  const Vec square = x * x;
+  Vec p = Splat(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const Vec small = p * square * x + x;
+  const Vec magnitude = x < Vec{} ? -x : x;
+  const Vec bounded = magnitude > Splat(10.0f) ? Splat(10.0f) : magnitude;  // tanh is 1 there
+  const Vec large = 1.0f - 2.0f / (Exp(bounded + bounded) + 1.0f);
+  return magnitude < Splat(0.625f) ? small : (x < Vec{} ? -large : large);
+}
+
+TANDEM_INLINE Vec SoftCapped(Vec x, float cap) { return Tanh(x / cap) * cap; }
+
+// Returns the derivative of SoftCapped, given its result.
+TANDEM_INLINE Vec SoftCapSlope(Vec capped, float cap) {
+  const Vec t = capped / cap;
+  return 1.0f - t * t;
+}
+
 // totals[r][o] = sum_k x[r][k] w[o * w_stride + k]. Each sum is a vector accumulator, then the tree
 // of Sum4, then the tail: the same steps in every shape of tile.
 template <int R, int O, typename Number>
@@ -254,6 +278,12 @@ TANDEM_INLINE void AttendBlock(const AttentionArgs<Number>& a, Queries& queries,
   float decay[kRows];
   KeyRange range;
   for (int64_t i = 0; i < queries.count; ++i) {
+    if (a.soft_cap > 0) {
+      for (int64_t j = keys; j < kBlock; ++j) p[i][j] = 0;
+      for (int64_t j = 0; j < kBlock; j += kWidth) {
+        Store(p[i] + j, SoftCapped(Load(p[i] + j), a.soft_cap));
+      }
+    }
     range.end[i] = Max(0, Min(keys, queries.num_keys[i] - begin));
     range.first[i] = Max(0, Min(range.end[i], queries.first_key[i] - begin));
     for (int64_t j = 0; j < range.first[i]; ++j) p[i][j] = -__builtin_inff();
@@ -416,7 +446,7 @@ void RmsNormBackward(const RmsNormBackwardArgs& a) {
 }
 
 void Rotary(const RotaryArgs& a) {
-  const int64_t half = a.head_dim / 2;
+  const int64_t half = a.rotary_dim / 2;
   for (int64_t row = 0; row < a.rows; ++row) {
     const float* cos = a.cos + row * half;
     const float* sin = a.sin + row * half;
@@ -428,6 +458,7 @@ void Rotary(const RotaryArgs& a) {
         y[d] = __builtin_fmaf(first, cos[d], -(second * sin[d]));
         y[d + half] = __builtin_fmaf(second, cos[d], first * sin[d]);
       }
+      for (int64_t d = a.rotary_dim; d < a.head_dim; ++d) y[d] = x[d];
     }
   }
 }
@@ -509,6 +540,13 @@ void GatedBackward(const GatedBackwardArgs& a) {
                                         : GatedBackwardRows<GateActivation::kGeluTanh>(a);
 }
 
+void SoftCap(const SoftCapArgs& a) {
+  for (int64_t j = 0; j < a.count; j += kWidth) {
+    const int64_t count = Min(kWidth, a.count - j);
+    StoreSome(a.x + j, SoftCapped(LoadSome(a.x + j, count), a.soft_cap), count);
+  }
+}
+
 TANDEM_INLINE Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
 TANDEM_INLINE float MaxOfRow(const float* z, float scale, int64_t width) {
@@ -579,8 +617,10 @@ TANDEM_INLINE void LogitGradientRow(const LogitGradientArgs& a, int64_t row) {
   const float max = a.max[row], constant = a.constants[row], slope = a.slopes[row];
   for (int64_t j = 0; j < a.width; j += kWidth) {
     const int64_t count = Min(kWidth, a.width - j);
-    const Vec d = LoadSome(z + j, count) * scale - max;
-    StoreGradient<kBfloat16>(z, j, Exp(d) * (d * slope + constant), count);
+    const Vec logit = LoadSome(z + j, count), d = logit * scale - max;
+    Vec dz = Exp(d) * (d * slope + constant);
+    if (a.soft_cap > 0) dz *= SoftCapSlope(logit, a.soft_cap);
+    StoreGradient<kBfloat16>(z, j, dz, count);
   }
 }
 
@@ -640,9 +680,10 @@ TANDEM_INLINE void DivergenceGradientRow(const DivergenceGradientArgs& a, int64_
   const float factor = a.factors[row], offset = a.offsets[row];
   for (int64_t j = 0; j < a.width; j += kWidth) {
     const int64_t count = Min(kWidth, a.width - j);
-    const Vec d = LoadSome(z + j, count) * scale - max;
+    const Vec logit = LoadSome(z + j, count), d = logit * scale - max;
     const Vec junior_d = LoadSome(junior + j, count) * scale - junior_max;
-    const Vec dz = kForward ? Exp(d) - Exp(junior_d) * offset : Exp(d) * (d - junior_d - offset);
+    Vec dz = kForward ? Exp(d) - Exp(junior_d) * offset : Exp(d) * (d - junior_d - offset);
+    if (a.soft_cap > 0) dz *= SoftCapSlope(logit, a.soft_cap);
     StoreGradient<kBfloat16>(z, j, dz * factor, count);
   }
 }
@@ -671,6 +712,7 @@ constexpr CpuKernels SimdKernels(const char* name) {
           .rotary = Rotary,
           .gated = Gated,
           .gated_backward = GatedBackward,
+          .soft_cap = SoftCap,
           .logit_statistics = LogitStatistics,
           .logit_gradient = LogitGradient,
           .divergence_statistics = DivergenceStatistics,

@@ -38,6 +38,7 @@ struct LogitGradientCudaArgs {
   const float* slopes;
   const float* at_label;
   bool bfloat16;
+  float soft_cap;  // 0: none
 };
 cudaError_t LogitGradientCuda(const LogitGradientCudaArgs& args, cudaStream_t stream);
 

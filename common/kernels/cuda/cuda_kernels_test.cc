@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace tandem::kernels {
@@ -68,11 +69,12 @@ TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {
                                    rows, width, max.get(), sum.get(), weighted.get(), label.get()},
                                   nullptr),
               cudaSuccess);
-    for (const bool bfloat16 : {false, true}) {
+    for (const auto& [bfloat16, soft_cap] :
+         {std::pair<bool, float>{false, 0.0f}, {true, 0.0f}, {false, 40.0f}, {true, 40.0f}}) {
       const DeviceFloats dz(logits);
       ASSERT_EQ(LogitGradientCuda(
                     {dz.get(), d_scales.get(), d_labels.get(), first_label, rows, width, max.get(),
-                     d_constants.get(), d_slopes.get(), d_at_label.get(), bfloat16},
+                     d_constants.get(), d_slopes.get(), d_at_label.get(), bfloat16, soft_cap},
                     nullptr),
                 cudaSuccess);
       const std::vector<float> gradient = dz.Read();
@@ -84,8 +86,9 @@ TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {
           const double d = z(j) - highest;
           total += std::exp(d);
           weights += std::exp(d) * d;
-          const double expected = std::exp(d) * (constants[row] + slopes[row] * d) +
-                                  (j == labels[row] - first_label ? at_label[row] : 0);
+          double expected = std::exp(d) * (constants[row] + slopes[row] * d) +
+                            (j == labels[row] - first_label ? at_label[row] : 0);
+          if (soft_cap > 0) expected *= 1 - std::pow(logits[row * width + j] / soft_cap, 2);
           float actual = gradient[row * width + j];
           if (bfloat16) {
             uint16_t upper_half = 0;

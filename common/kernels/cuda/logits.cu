@@ -70,6 +70,10 @@ __global__ void LogitGradientKernel(LogitGradientCudaArgs a) {
       const float d = z[j] * scale - a.max[row];
       dz = expf(d) * (a.constants[row] + a.slopes[row] * d);
       if (j == label) dz += a.at_label[row];
+      if (a.soft_cap > 0) {
+        const float t = z[j] / a.soft_cap;
+        dz *= 1 - t * t;
+      }
     }
     if (a.bfloat16) {
       __syncthreads();

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -39,7 +40,7 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
     }
     layer.output = &store.TakeLinear({attention + "o_proj"});
     if (config.decoder.experts.OfLayer(i)) {
-      layer.feed_forward = std::make_unique<ExpertMlp>(config.decoder, prefix, group_, store);
+      layer.feed_forward = std::make_unique<ExpertMlp>(config.decoder, i, prefix, placement, store);
     } else {
       layer.feed_forward =
           std::make_unique<GatedMlp>(prefix + "mlp.", config.decoder.activation, group_, store);
@@ -55,9 +56,11 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
       at::scalar_tensor(std::sqrt(static_cast<double>(config.hidden_size)), dtype_).item<double>();
   norm_ = store.Take("model.norm.weight");
   const auto rotary = [&](const RopeConfig& config_of_rope) {
-    RopeFrequencies rope = ComputeRopeFrequencies(config_of_rope, config.head_dim);
-    return std::make_unique<ops::RotaryTable>(std::move(rope.inverse), rope.attention_scaling,
-                                              placement.device);
+    RopeFrequencies rope =
+        ComputeRopeFrequencies(config_of_rope, config_of_rope.rotary_dim.value_or(config.head_dim));
+    return std::make_unique<ops::RotaryTable>(
+        std::move(rope.inverse), rope.attention_scaling,
+        config.LongestSequence(std::numeric_limits<int64_t>::max()), placement.device);
   };
   rotary_ = rotary(config.rope);
   if (config.window_rope) window_rotary_ = rotary(*config.window_rope);

@@ -1,6 +1,6 @@
-// The decoder that Llama, Mistral, Qwen2, Qwen3, OLMo 2, Gemma 3, Mixtral, Qwen2-MoE, Qwen3-MoE,
-// DeepSeek-V3, and behind a vision tower Qwen2-VL and Qwen2.5-VL, are variants of
-// (decoder_family.h): RMSNorm, rotary grouped-query attention or latent attention
+// The decoder that Llama, Mistral, Qwen2, Qwen3, OLMo 2, Gemma 2, Gemma 3, Phi-3, Mixtral,
+// Qwen2-MoE, Qwen3-MoE, DeepSeek-V3, and behind a vision tower Qwen2-VL and Qwen2.5-VL, are
+// variants of (decoder_family.h): RMSNorm, rotary grouped-query attention or latent attention
 // (latent_attention.h), SwiGLU (https://arxiv.org/abs/2302.13971), in some layers of several
 // experts (expert_mlp.h).
 //
@@ -12,6 +12,8 @@
 // keeping shards would cost two more all-gathers a layer to save 2 T H (1 - 1/n) values of its
 // memory. Norms of all heads of a token (QkNorm::kAllHeads) send one all-gather of [T, 2] more, the
 // sums of squares of queries and keys.
+// With Placement::expert_group a layer with experts also exchanges the rows of its tokens
+// (common/ops/expert_exchange.h).
 //
 // A pass with a KV cache has few tokens and waits for each exchange: there every rank keeps all
 // tokens, and a layer is two sums of [T, H] in the order of the ranks (common/ops/rank_sum.h), and

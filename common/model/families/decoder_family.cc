@@ -9,6 +9,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
+#include "common/model/families/expert_options.h"
 #include "common/model/families/latent_attention_family.h"
 #include "common/model/families/parameter_list.h"
 #include "common/model/rope_config.h"
@@ -25,6 +26,11 @@ constexpr int64_t kFloatBytes = 4;
 constexpr const char* kStackedNetwork = "mlp.";
 constexpr const char* kStackedGateUp = "experts.gate_up_proj";
 
+// Names of the tensors of DecoderOptions::fused_projections, the first below "self_attn." and the
+// second below the layer.
+constexpr const char* kFusedQkv = "qkv_proj.weight";
+constexpr const char* kFusedGateUp = "mlp.gate_up_proj.weight";
+
 // Features that would change the numbers and that the dense decoder lacks.
 absl::Status RefuseUnsupported(const ConfigFields& fields, const TransformersClasses& classes) {
   const char* const key = classes.activation_key;
@@ -32,8 +38,6 @@ absl::Status RefuseUnsupported(const ConfigFields& fields, const TransformersCla
   if (act != classes.activation) {
     return fields.NotSupported(key, absl::StrCat("activation '", act, "'"));
   }
-  TANDEM_ASSIGN_OR_RETURN(const double partial, fields.Positive("partial_rotary_factor", 1.0));
-  if (partial != 1.0) return fields.NotSupported("partial_rotary_factor", "partial rotary");
   return absl::OkStatus();
 }
 
@@ -71,11 +75,16 @@ void AddGroupedQueryAttention(const ModelConfig& config, const std::string& pref
   }
 }
 
-void AddGatedMlp(const ModelConfig& config, const std::string& prefix, ParameterList& list) {
-  const bool bias = config.decoder.mlp_bias;
-  list.ColumnParallel(prefix + "gate_proj", config.intermediate_size, bias);
-  list.ColumnParallel(prefix + "up_proj", config.intermediate_size, bias);
-  list.RowParallel(prefix + "down_proj", config.intermediate_size, bias);
+// Declares the maps of those names, to a width of `inner` and back.
+void AddGatedMlp(const std::string& gate, const std::string& up, const std::string& down,
+                 int64_t inner, bool bias, ParameterList& list) {
+  list.ColumnParallel(gate, inner, bias);
+  list.ColumnParallel(up, inner, bias);
+  list.RowParallel(down, inner, bias);
+}
+
+void AddGatedMlp(const std::string& prefix, int64_t inner, bool bias, ParameterList& list) {
+  AddGatedMlp(prefix + "gate_proj", prefix + "up_proj", prefix + "down_proj", inner, bias, list);
 }
 
 void AddExperts(const ModelConfig& config, const std::string& layer, ParameterList& list) {
@@ -88,16 +97,33 @@ void AddExperts(const ModelConfig& config, const std::string& layer, ParameterLi
   }
   for (int64_t i = 0; i < experts.routing.num_experts; ++i) {
     const std::string expert = absl::StrCat(network, "experts.", i, ".");
-    list.ColumnParallel(expert + names.gate, experts.intermediate_size, /*bias=*/false);
-    list.ColumnParallel(expert + names.up, experts.intermediate_size, /*bias=*/false);
-    list.RowParallel(expert + names.down, experts.intermediate_size, /*bias=*/false);
+    list.StartExpert({.index = i, .count = experts.routing.num_experts});
+    AddGatedMlp(expert + names.gate, expert + names.up, expert + names.down,
+                experts.intermediate_size, /*bias=*/false, list);
   }
+  list.EndExperts();
   if (experts.shared_intermediate_size == 0) return;
-  const std::string shared = network + names.shared;
-  list.ColumnParallel(shared + "gate_proj", experts.shared_intermediate_size, /*bias=*/false);
-  list.ColumnParallel(shared + "up_proj", experts.shared_intermediate_size, /*bias=*/false);
-  list.RowParallel(shared + "down_proj", experts.shared_intermediate_size, /*bias=*/false);
+  AddGatedMlp(network + names.shared, experts.shared_intermediate_size, /*bias=*/false, list);
   if (experts.shared_gate) list.Whole(network + "shared_expert_gate", 1);
+}
+
+// Adds the tensors of DecoderOptions::fused_projections of a layer.
+void AddFusedProjections(const ModelConfig& config, const std::string& layer,
+                         std::vector<StackedTensor>& stacks) {
+  const std::string attention = layer + "self_attn.", mlp = layer + "mlp.";
+  const int64_t queries = config.query_size(), keys = config.key_value_size();
+  const int64_t inner = config.intermediate_size;
+  stacks.push_back({.name = attention + kFusedQkv,
+                    .shape = {queries + 2 * keys, config.hidden_size},
+                    .parameters = {{attention + "q_proj.weight", queries},
+                                   {attention + "k_proj.weight", keys},
+                                   {attention + "v_proj.weight", keys}},
+                    .is_exported = true});
+  stacks.push_back(
+      {.name = layer + kFusedGateUp,
+       .shape = {2 * inner, config.hidden_size},
+       .parameters = {{mlp + "gate_proj.weight", inner}, {mlp + "up_proj.weight", inner}},
+       .is_exported = true});
 }
 
 int64_t NumExpertLayers(const ModelConfig& config) {
@@ -111,11 +137,14 @@ int64_t NumExpertLayers(const ModelConfig& config) {
 // Returns the values per token at the widest point of a layer's experts, in one of `shard_count`
 // shards: of each expert of the token its input, gate and up, their product and its output; the
 // same of the shared expert; the sum; the router's logits, scores and order.
-int64_t ExpertActivations(const ModelConfig& config, int64_t shard_count) {
+int64_t ExpertActivations(const ModelConfig& config, int64_t shard_count,
+                          bool whole_experts = false) {
   const ExpertOptions& experts = config.decoder.experts;
-  const int64_t widths = experts.routing.num_experts_per_tok * experts.intermediate_size +
-                         experts.shared_intermediate_size;
-  return 2 * experts.routing.num_experts_per_tok * config.hidden_size + 3 * widths / shard_count +
+  const int64_t expert_shards = whole_experts ? 1 : shard_count;
+  const int64_t widths =
+      experts.routing.num_experts_per_tok * experts.intermediate_size / expert_shards +
+      experts.shared_intermediate_size / shard_count;
+  return 2 * experts.routing.num_experts_per_tok * config.hidden_size + 3 * widths +
          2 * config.hidden_size + 4 * experts.routing.num_experts;
 }
 
@@ -144,15 +173,17 @@ absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& 
   TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range", 0.02));
   TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings,
                           fields.Bool("tie_word_embeddings", classes_.tie_word_embeddings));
+  const RopeModel rope_model = {
+      .max_position_embeddings = config.max_position_embeddings,
+      .head_dim = config.head_dim,
+      .partial_rotary = classes_.partial_rotary,
+      .original_max_position_embeddings = classes_.original_max_position_embeddings};
   if (classes_.layer_ropes) {
-    TANDEM_ASSIGN_OR_RETURN(
-        const LayerRopes ropes,
-        ReadLayerRopes(fields, config.max_position_embeddings, config.head_dim));
+    TANDEM_ASSIGN_OR_RETURN(const LayerRopes ropes, ReadLayerRopes(fields, rope_model));
     config.rope = ropes.full;
     config.window_rope = ropes.sliding;
   } else {
-    TANDEM_ASSIGN_OR_RETURN(
-        config.rope, ReadRopeConfig(fields, config.max_position_embeddings, config.head_dim));
+    TANDEM_ASSIGN_OR_RETURN(config.rope, ReadRopeConfig(fields, rope_model));
   }
   if (!config.rope.mrope_section.empty() && !config.decoder.mrope) {
     return fields.NotSupported(
@@ -177,8 +208,9 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
     config.decoder.latent.has_value()
         ? AddLatentAttention(config, prefix + "self_attn.", list)
         : AddGroupedQueryAttention(config, prefix + "self_attn.", list);
-    config.decoder.experts.OfLayer(i) ? AddExperts(config, prefix, list)
-                                      : AddGatedMlp(config, prefix + "mlp.", list);
+    config.decoder.experts.OfLayer(i)
+        ? AddExperts(config, prefix, list)
+        : AddGatedMlp(prefix + "mlp.", config.intermediate_size, config.decoder.mlp_bias, list);
     for (const std::string& norm :
          {norms.attention_input, norms.attention_output, norms.mlp_input, norms.mlp_output}) {
       if (!norm.empty()) list.Norm(prefix + norm, config.hidden_size);
@@ -195,6 +227,10 @@ std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& co
                                        {kEmbeddingName, 1, config.hidden_size, "hidden_size"}};
   if (config.decoder.latent.has_value()) {
     for (WeightFileSize& size : LatentFileSizes(config, attention)) sizes.push_back(size);
+  } else if (config.decoder.fused_projections) {
+    sizes.push_back({attention + kFusedQkv, 0, config.query_size() + 2 * config.key_value_size(),
+                     "num_attention_heads",
+                     "and twice num_key_value_heads, together times head_dim, "});
   } else {
     sizes.push_back({attention + "q_proj.weight", 0, config.query_size(), "num_attention_heads",
                      "times head_dim "});
@@ -207,8 +243,11 @@ std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& co
   for (int64_t i = 0; i < config.num_hidden_layers && !(has_dense && has_experts); ++i) {
     const std::string prefix = absl::StrCat("model.layers.", i, ".");
     if (!experts.OfLayer(i) && !std::exchange(has_dense, true)) {
-      sizes.push_back(
-          {prefix + "mlp.gate_proj.weight", 0, config.intermediate_size, "intermediate_size"});
+      sizes.push_back(config.decoder.fused_projections
+                          ? WeightFileSize{prefix + kFusedGateUp, 0, 2 * config.intermediate_size,
+                                           "intermediate_size", "times 2 "}
+                          : WeightFileSize{prefix + "mlp.gate_proj.weight", 0,
+                                           config.intermediate_size, "intermediate_size"});
     }
     if (experts.OfLayer(i) && !std::exchange(has_experts, true)) {
       const std::string network = prefix + names.network;
@@ -226,7 +265,10 @@ std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& co
            .instead = {{stack + kStackedGateUp, 1, 2 * inner, inner_field, "times 2 ", 3}}});
       if (experts.shared_intermediate_size > 0) {
         sizes.push_back({network + names.shared + "gate_proj.weight", 0,
-                         experts.shared_intermediate_size, names.shared_intermediate_size});
+                         experts.shared_intermediate_size, names.shared_intermediate_size,
+                         names.shared_intermediate_size == kNumSharedExperts
+                             ? "times moe_intermediate_size "
+                             : ""});
       }
     }
   }
@@ -243,29 +285,30 @@ std::vector<StackedTensor> DecoderFamily::StackedTensors(const ModelConfig& conf
   const int64_t count = experts.routing.num_experts, inner = experts.intermediate_size;
   std::vector<StackedTensor> stacks;
   for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
-    if (!experts.OfLayer(layer)) continue;
     const std::string prefix = absl::StrCat("model.layers.", layer, ".");
+    if (config.decoder.fused_projections) AddFusedProjections(config, prefix, stacks);
+    if (!experts.OfLayer(layer)) continue;
     const std::string network = prefix + names.network, stack = prefix + kStackedNetwork;
     StackedTensor gate_up = {stack + kStackedGateUp, {count, 2 * inner, config.hidden_size}, {}};
     StackedTensor down = {stack + "experts.down_proj", {count, config.hidden_size, inner}, {}};
     for (int64_t i = 0; i < count; ++i) {
       const std::string expert = absl::StrCat(network, "experts.", i, ".");
-      gate_up.parameters.push_back(absl::StrCat(expert, names.gate, ".weight"));
-      gate_up.parameters.push_back(absl::StrCat(expert, names.up, ".weight"));
-      down.parameters.push_back(absl::StrCat(expert, names.down, ".weight"));
+      gate_up.parameters.push_back({absl::StrCat(expert, names.gate, ".weight"), inner});
+      gate_up.parameters.push_back({absl::StrCat(expert, names.up, ".weight"), inner});
+      down.parameters.push_back({absl::StrCat(expert, names.down, ".weight"), config.hidden_size});
     }
     stacks.push_back(std::move(gate_up));
     stacks.push_back(std::move(down));
     if (stack != network) {
       stacks.push_back(
-          {stack + "gate.weight", {count, config.hidden_size}, {network + "gate.weight"}});
+          {stack + "gate.weight", {count, config.hidden_size}, {{network + "gate.weight", count}}});
     }
   }
   return stacks;
 }
 
 absl::Status DecoderFamily::CheckShards(const ModelConfig& config, int64_t shard_count,
-                                        absl::string_view field) const {
+                                        bool whole_experts, absl::string_view field) const {
   // Whole heads: that their rows divide is not enough.
   const ExpertOptions& experts = config.decoder.experts;
   const int64_t num_expert_layers = NumExpertLayers(config);
@@ -276,8 +319,11 @@ absl::Status DecoderFamily::CheckShards(const ModelConfig& config, int64_t shard
     fields.emplace_back("intermediate_size", config.intermediate_size);
   }
   if (num_expert_layers > 0) {
-    fields.emplace_back(config.decoder.expert_names.intermediate_size, experts.intermediate_size);
-    fields.emplace_back("shared_expert_intermediate_size", experts.shared_intermediate_size);
+    if (!whole_experts) {
+      fields.emplace_back(config.decoder.expert_names.intermediate_size, experts.intermediate_size);
+    }
+    fields.emplace_back(config.decoder.expert_names.shared_intermediate_size,
+                        experts.shared_intermediate_size);
   }
   for (const auto& [name, size] : fields) {
     if (size % shard_count != 0) {
@@ -293,6 +339,20 @@ absl::Status DecoderFamily::CheckShards(const ModelConfig& config, int64_t shard
                      ", leaves the last of ", shard_count, " shards without a row"));
   }
   return absl::OkStatus();
+}
+
+absl::Status DecoderFamily::CheckExpertShards(const ModelConfig& config, int64_t shard_count,
+                                              absl::string_view field) const {
+  if (shard_count == 1) return absl::OkStatus();
+  if (NumExpertLayers(config) == 0) {
+    return InvalidField(field, absl::StrCat(shard_count, " ranks would divide the experts of a ",
+                                            config.model_type, " model, which has none"));
+  }
+  const int64_t num_experts = config.decoder.experts.routing.num_experts;
+  if (num_experts % shard_count == 0) return absl::OkStatus();
+  return InvalidField(
+      field, absl::StrCat(shard_count, " does not divide config.json.", config.text_path,
+                          config.decoder.expert_names.num_experts, ", which is ", num_experts));
 }
 
 std::vector<LayerCache> DecoderFamily::CacheLayout(const ModelConfig& config,
@@ -318,7 +378,8 @@ bool DecoderFamily::KeepsTensor(const ModelConfig& config, absl::string_view nam
 // The residual and its norm, then the inputs and outputs of either the attention or the MLP. A
 // shard has its heads and columns of these, and what all shards bring to a sum. A norm behind the
 // maps has its input and output beside theirs, and the sum with the residual.
-int64_t DecoderFamily::InferenceActivations(const ModelConfig& config, int64_t shard_count) const {
+int64_t DecoderFamily::InferenceActivations(const ModelConfig& config, int64_t shard_count,
+                                            bool whole_experts) const {
   const bool latent = config.decoder.latent.has_value();
   const int64_t attention =
       latent ? LatentInferenceActivations(config, shard_count)
@@ -330,7 +391,9 @@ int64_t DecoderFamily::InferenceActivations(const ModelConfig& config, int64_t s
   if (num_expert_layers < config.num_hidden_layers) {
     widest = std::max(widest, 3 * config.intermediate_size / shard_count);
   }
-  if (num_expert_layers > 0) widest = std::max(widest, ExpertActivations(config, shard_count));
+  if (num_expert_layers > 0) {
+    widest = std::max(widest, ExpertActivations(config, shard_count, whole_experts));
+  }
   return residuals * config.hidden_size + gathered + widest;
 }
 

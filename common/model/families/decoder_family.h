@@ -40,8 +40,11 @@ struct TransformersClasses {
   const char* activation = "silu";
   // Whether layers with a window have a rotation of their own.
   bool layer_ropes = false;
+  // As in RopeModel (rope_config.h).
+  bool partial_rotary = false;
+  std::optional<double> original_max_position_embeddings = std::nullopt;
   bool has_token_classifier = true;
-  // What the name of the sequence classifier begins with, if not with the family's prefix.
+  // The prefix of the sequence classifier's name, if it is not the family's.
   const char* classifier_prefix = nullptr;
 };
 
@@ -58,17 +61,20 @@ class DecoderFamily : public Family {
         options_(options),
         classes_(classes) {}
 
-  // Refuses activations other than the family's, partial rotary, the rope types that rope_config.h
-  // lacks, and what the family's OptionsFunction refuses.
+  // Refuses activations other than the family's, the rotations that rope_config.h lacks, and what
+  // the family's OptionsFunction refuses.
   absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const override;
   std::vector<ParameterSpec> Parameters(const ModelConfig& config) const override;
   std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const override;
   std::vector<StackedTensor> StackedTensors(const ModelConfig& config) const override;
-  absl::Status CheckShards(const ModelConfig& config, int64_t shard_count,
+  absl::Status CheckShards(const ModelConfig& config, int64_t shard_count, bool whole_experts,
                            absl::string_view field) const override;
+  absl::Status CheckExpertShards(const ModelConfig& config, int64_t shard_count,
+                                 absl::string_view field) const override;
   std::vector<LayerCache> CacheLayout(const ModelConfig& config,
                                       int64_t shard_count) const override;
-  int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count) const override;
+  int64_t InferenceActivations(const ModelConfig& config, int64_t shard_count,
+                               bool whole_experts) const override;
   int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,
                                   int64_t shard_count) const override;
   bool KeepsTensor(const ModelConfig& config, absl::string_view name) const override;

@@ -11,8 +11,8 @@ namespace {
 
 // Reads the number of experts, and how many of them a token takes.
 absl::Status ReadCounts(const ConfigFields& fields, int64_t default_per_token, RoutingRule& routing,
-                        const char* name = "num_experts") {
-  const char* const key = fields.Find(name) != nullptr ? name : "num_local_experts";
+                        const std::string& name = "num_experts") {
+  const std::string key = NumExpertsKey(fields, name);
   TANDEM_ASSIGN_OR_RETURN(routing.num_experts, fields.Size(key));
   TANDEM_ASSIGN_OR_RETURN(routing.num_experts_per_tok,
                           fields.Size("num_experts_per_tok", default_per_token));
@@ -24,7 +24,7 @@ absl::Status ReadCounts(const ConfigFields& fields, int64_t default_per_token, R
   return absl::OkStatus();
 }
 
-// What Qwen2-MoE and Qwen3-MoE have in common.
+// Reads the keys that Qwen2-MoE and Qwen3-MoE share.
 absl::StatusOr<ExpertOptions> QwenExperts(const ConfigFields& fields, int64_t default_per_token,
                                           int64_t default_size) {
   ExpertOptions experts;
@@ -38,6 +38,10 @@ absl::StatusOr<ExpertOptions> QwenExperts(const ConfigFields& fields, int64_t de
 }
 
 }  // namespace
+
+std::string NumExpertsKey(const ConfigFields& fields, const std::string& name) {
+  return fields.Find(name) != nullptr ? name : "num_local_experts";
+}
 
 absl::StatusOr<ExpertOptions> MixtralExperts(const ConfigFields& fields) {
   ExpertOptions experts = {.routing = {.norm_topk_prob = true}};
@@ -87,7 +91,7 @@ absl::StatusOr<ExpertOptions> DeepseekV3Experts(const ConfigFields& fields) {
                                      ") groups, with num_experts_per_tok experts in all"));
   }
   TANDEM_ASSIGN_OR_RETURN(experts.intermediate_size, fields.Size("moe_intermediate_size", 2048));
-  TANDEM_ASSIGN_OR_RETURN(const int64_t shared, fields.Count("n_shared_experts", 1));
+  TANDEM_ASSIGN_OR_RETURN(const int64_t shared, fields.Count(kNumSharedExperts, 1));
   experts.shared_intermediate_size = shared * experts.intermediate_size;
   TANDEM_ASSIGN_OR_RETURN(experts.first_layer, fields.Count("first_k_dense_replace", 3));
   TANDEM_ASSIGN_OR_RETURN(const std::string score, fields.String("scoring_func", "sigmoid"));

@@ -2,6 +2,8 @@
 #ifndef TANDEM_COMMON_MODEL_FAMILIES_EXPERT_OPTIONS_H_
 #define TANDEM_COMMON_MODEL_FAMILIES_EXPERT_OPTIONS_H_
 
+#include <string>
+
 #include "absl/status/statusor.h"
 #include "common/model/config_fields.h"
 #include "common/model/model_config.h"
@@ -11,6 +13,13 @@ namespace tandem {
 // Keys and defaults are those of `transformers`, but for the number of experts, which must be there
 // as `num_experts` or `num_local_experts`. INVALID_ARGUMENT with the field's path for a key that is
 // wrong, UNIMPLEMENTED for noise on the router's input (`router_jitter_noise`).
+
+// The key of DeepSeek-V3 that counts shared experts, each as wide as the others.
+inline constexpr char kNumSharedExperts[] = "n_shared_experts";
+
+// Returns the key that has the number of experts: the family's own `name`, or `num_local_experts`,
+// which `transformers` writes for some families.
+std::string NumExpertsKey(const ConfigFields& fields, const std::string& name = "num_experts");
 
 absl::StatusOr<ExpertOptions> MixtralExperts(const ConfigFields& fields);
 // The layers are those that `mlp_only_layers` and `decoder_sparse_step` leave to experts.

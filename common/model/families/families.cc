@@ -2,6 +2,7 @@
 // clients/python/tandem/models.py and a case in tests/parity/test_transformers_parity.py, which
 // tests/lint/test_families.py compares.
 #include <cmath>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,8 +72,8 @@ absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields, int64_t /*num_l
 absl::StatusOr<Options> DeepseekV3Options(const ConfigFields& fields, int64_t num_layers) {
   TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
   Options options = {.expert_names = {.shared = "shared_experts.",
-                                      .num_experts = "n_routed_experts",
-                                      .shared_intermediate_size = "n_shared_experts"}};
+                                      .num_experts = NumExpertsKey(fields, "n_routed_experts"),
+                                      .shared_intermediate_size = kNumSharedExperts}};
   TANDEM_ASSIGN_OR_RETURN(options.latent, ReadLatentAttention(fields));
   options.output_bias = options.latent->latent_bias;
   TANDEM_ASSIGN_OR_RETURN(const int64_t dense, fields.Count("first_k_dense_replace", 3));
@@ -84,26 +85,51 @@ absl::StatusOr<Options> DeepseekV3Options(const ConfigFields& fields, int64_t nu
   return options;
 }
 
-// Gemma 3 (https://arxiv.org/abs/2503.19786), the language model alone: norms before and behind
-// attention and MLP, with 1 added to their weights, windows in most layers, scaled embeddings.
-// Attention has no soft cap in `transformers`, whatever the key says.
-absl::StatusOr<Options> Gemma3Options(const ConfigFields& fields, int64_t num_layers) {
-  for (const char* key : {"attn_logit_softcapping", "final_logit_softcapping"}) {
-    if (fields.Find(key) != nullptr) return fields.NotSupported(key, "a soft cap of Gemma 3");
-  }
+// Returns the soft cap `key`: `fallback` without the key, none for null.
+absl::StatusOr<std::optional<double>> SoftCap(const ConfigFields& fields, const char* key,
+                                              std::optional<double> fallback) {
+  if (fields.IsNull(key)) return std::optional<double>();
+  TANDEM_ASSIGN_OR_RETURN(const auto cap, fields.MaybePositive(key));
+  return cap.has_value() ? cap : fallback;
+}
+
+// Reads the options that Gemma 2 and Gemma 3 share: norms before and behind attention and MLP, with
+// 1 added to their weights, a scale of scores of their own, scaled embeddings.
+absl::StatusOr<Options> GemmaOptions(const ConfigFields& fields) {
   TANDEM_ASSIGN_OR_RETURN(const bool both_ways, fields.Bool("use_bidirectional_attention", false));
   if (both_ways)
     return fields.NotSupported("use_bidirectional_attention", "attention to the future");
-  Options options = {.qk_norm = QkNorm::kEachHead,
-                     .post_norm = true,
+  Options options = {.post_norm = true,
                      .norm_offset = 1,
                      .activation = kernels::GateActivation::kGeluTanh,
                      .scale_embeddings = true};
-  TANDEM_ASSIGN_OR_RETURN(options.windows, Gemma3Windows(fields, num_layers));
   TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
   options.output_bias = options.qkv_bias;
   TANDEM_ASSIGN_OR_RETURN(const double width, fields.Positive("query_pre_attn_scalar", 256.0));
   options.attention_scale = 1 / std::sqrt(width);
+  return options;
+}
+
+// Gemma 2 (https://arxiv.org/abs/2408.00118): windows in every other layer, soft caps of scores and
+// logits.
+absl::StatusOr<Options> Gemma2Options(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_ASSIGN_OR_RETURN(Options options, GemmaOptions(fields));
+  TANDEM_ASSIGN_OR_RETURN(options.windows, Gemma2Windows(fields, num_layers));
+  TANDEM_ASSIGN_OR_RETURN(options.attention_soft_cap,
+                          SoftCap(fields, "attn_logit_softcapping", 50.0));
+  TANDEM_ASSIGN_OR_RETURN(options.logit_soft_cap, SoftCap(fields, "final_logit_softcapping", 30.0));
+  return options;
+}
+
+// Gemma 3 (https://arxiv.org/abs/2503.19786), the language model alone: windows in most layers,
+// queries and keys normalised head by head. `transformers` reads `attn_logit_softcapping` and
+// computes no such cap: neither does this model.
+absl::StatusOr<Options> Gemma3Options(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_ASSIGN_OR_RETURN(Options options, GemmaOptions(fields));
+  options.qk_norm = QkNorm::kEachHead;
+  TANDEM_ASSIGN_OR_RETURN(options.windows, Gemma3Windows(fields, num_layers));
+  TANDEM_ASSIGN_OR_RETURN(options.logit_soft_cap,
+                          SoftCap(fields, "final_logit_softcapping", std::nullopt));
   return options;
 }
 
@@ -113,6 +139,7 @@ absl::StatusOr<Options> MixtralOptions(const ConfigFields& fields, int64_t /*num
                                       .gate = "w1",
                                       .up = "w3",
                                       .down = "w2",
+                                      .num_experts = NumExpertsKey(fields),
                                       .intermediate_size = "intermediate_size"}};
   TANDEM_ASSIGN_OR_RETURN(options.windows, MixtralWindows(fields));
   TANDEM_ASSIGN_OR_RETURN(options.experts, MixtralExperts(fields));
@@ -121,7 +148,7 @@ absl::StatusOr<Options> MixtralOptions(const ConfigFields& fields, int64_t /*num
 
 // Qwen2-MoE, as Qwen1.5-MoE-A2.7B: experts, and one that every token takes, behind a gate.
 absl::StatusOr<Options> Qwen2MoeOptions(const ConfigFields& fields, int64_t num_layers) {
-  Options options;
+  Options options = {.expert_names = {.num_experts = NumExpertsKey(fields)}};
   TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("qkv_bias", true));
   TANDEM_ASSIGN_OR_RETURN(options.windows, Qwen2MoeWindows(fields, num_layers));
   TANDEM_ASSIGN_OR_RETURN(options.experts, Qwen2MoeExperts(fields));
@@ -130,11 +157,29 @@ absl::StatusOr<Options> Qwen2MoeOptions(const ConfigFields& fields, int64_t num_
 
 // Qwen3-MoE: the attention of Qwen3.
 absl::StatusOr<Options> Qwen3MoeOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
-  Options options = {.qk_norm = QkNorm::kEachHead};
+  Options options = {.qk_norm = QkNorm::kEachHead,
+                     .expert_names = {.num_experts = NumExpertsKey(fields)}};
   TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
   options.output_bias = options.qkv_bias;
   TANDEM_ASSIGN_OR_RETURN(options.windows, Qwen3MoeWindows(fields));
   TANDEM_ASSIGN_OR_RETURN(options.experts, Qwen3MoeExperts(fields));
+  return options;
+}
+
+// Phi-3 (https://arxiv.org/abs/2404.14219): a Llama in whose files maps of one input are one
+// tensor, with a window in all layers or none.
+absl::StatusOr<Options> Phi3Options(const ConfigFields& fields, int64_t /*num_layers*/) {
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    TANDEM_ASSIGN_OR_RETURN(const auto rope, fields.Object(key));
+    if (!rope.has_value()) continue;
+    const char* const type_key = rope->Find("rope_type") != nullptr ? "rope_type" : "type";
+    TANDEM_ASSIGN_OR_RETURN(const std::string type, rope->String(type_key, "default"));
+    if (type != "default" && type != "longrope" && type != "su") {
+      return rope->NotSupported(type_key, absl::StrCat("rope type '", type, "' of Phi-3"));
+    }
+  }
+  Options options = {.fused_projections = true};
+  TANDEM_ASSIGN_OR_RETURN(options.windows, MixtralWindows(fields));
   return options;
 }
 
@@ -155,6 +200,11 @@ const std::vector<const Family*>& Families() {
       new DecoderFamily("olmo2", "Olmo2", Olmo2Options,
                         {.rms_norm_eps = 1e-5, .has_token_classifier = false}),
       new DecoderFamily("deepseek_v3", "DeepseekV3", DeepseekV3Options),
+      new DecoderFamily("gemma2", "Gemma2", Gemma2Options,
+                        {.tie_word_embeddings = true,
+                         .head_dim = 256,
+                         .activation_key = "hidden_activation",
+                         .activation = "gelu_pytorch_tanh"}),
       new DecoderFamily("gemma3_text", "Gemma3", Gemma3Options,
                         {.tie_word_embeddings = true,
                          .head_dim = 256,
@@ -166,6 +216,9 @@ const std::vector<const Family*>& Families() {
       new DecoderFamily("mixtral", "Mixtral", MixtralOptions, {.rms_norm_eps = 1e-5}),
       new DecoderFamily("qwen2_moe", "Qwen2Moe", Qwen2MoeOptions),
       new DecoderFamily("qwen3_moe", "Qwen3Moe", Qwen3MoeOptions),
+      new DecoderFamily(
+          "phi3", "Phi3", Phi3Options,
+          {.rms_norm_eps = 1e-5, .partial_rotary = true, .original_max_position_embeddings = 4096}),
       new VisionLanguageFamily("qwen2_vl", "Qwen2VL", QwenVlOptions, ReadQwen2VlVision),
       new VisionLanguageFamily("qwen2_5_vl", "Qwen2_5_VL", QwenVlOptions, ReadQwen25VlVision),
   };

@@ -31,7 +31,7 @@ class LatentAttention : public SelfAttention {
   at::Tensor Attend(const at::Tensor& x, const ModelPass& pass) const override;
 
  private:
-  // Both maps of every head from the latent, views of kv_b_proj.
+  // The two maps of every head from the latent, views of kv_b_proj.
   struct HeadMaps {
     at::Tensor keys;    // [heads, qk_nope_head_dim, kv_lora_rank]
     at::Tensor values;  // [heads, v_head_dim, kv_lora_rank]
@@ -53,7 +53,7 @@ class LatentAttention : public SelfAttention {
   const at::Tensor q_norm_, kv_norm_;  // undefined without a latent of queries; [kv_lora_rank]
   const at::Tensor from_latent_;       // kv_b_proj
   const int64_t heads_;                // of this rank
-  // Of a model that infers, whose passes make no views of parameters.
+  // The maps of a model that infers, whose passes make no views of parameters.
   HeadMaps inference_maps_;
 };
 

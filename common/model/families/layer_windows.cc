@@ -52,6 +52,21 @@ absl::Status CheckNumLayers(const ConfigFields& fields, const std::vector<bool>&
                                    " layers (num_hidden_layers)"));
 }
 
+// Returns the windows of `layer_types`, or of all layers but every `pattern`-th.
+absl::StatusOr<LayerWindows> GemmaWindows(const ConfigFields& fields, int64_t num_layers,
+                                          int64_t pattern) {
+  TANDEM_ASSIGN_OR_RETURN(const int64_t window, fields.Size("sliding_window", kDefaultWindow));
+  TANDEM_ASSIGN_OR_RETURN(const std::optional<std::vector<bool>> sliding, SlidingLayers(fields));
+  LayerWindows windows = {.window = window};
+  if (sliding.has_value()) {
+    TANDEM_RETURN_IF_ERROR(CheckNumLayers(fields, *sliding, num_layers));
+    windows.layers = *sliding;
+  } else {
+    for (int64_t i = 0; i < num_layers; ++i) windows.layers.push_back((i + 1) % pattern != 0);
+  }
+  return windows;
+}
+
 }  // namespace
 
 absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields) {
@@ -83,18 +98,13 @@ absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num
   return windows;
 }
 
+absl::StatusOr<LayerWindows> Gemma2Windows(const ConfigFields& fields, int64_t num_layers) {
+  return GemmaWindows(fields, num_layers, /*pattern=*/2);
+}
+
 absl::StatusOr<LayerWindows> Gemma3Windows(const ConfigFields& fields, int64_t num_layers) {
-  TANDEM_ASSIGN_OR_RETURN(const int64_t window, fields.Size("sliding_window", kDefaultWindow));
   TANDEM_ASSIGN_OR_RETURN(const int64_t pattern, fields.Size("sliding_window_pattern", 6));
-  TANDEM_ASSIGN_OR_RETURN(const std::optional<std::vector<bool>> sliding, SlidingLayers(fields));
-  LayerWindows windows = {.window = window};
-  if (sliding.has_value()) {
-    TANDEM_RETURN_IF_ERROR(CheckNumLayers(fields, *sliding, num_layers));
-    windows.layers = *sliding;
-  } else {
-    for (int64_t i = 0; i < num_layers; ++i) windows.layers.push_back((i + 1) % pattern != 0);
-  }
-  return windows;
+  return GemmaWindows(fields, num_layers, pattern);
 }
 
 absl::StatusOr<LayerWindows> MixtralWindows(const ConfigFields& fields) {

@@ -21,11 +21,15 @@ absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields);
 // the field's path for layer types that do not fit, UNIMPLEMENTED for others than these two.
 absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num_layers);
 
+// Gemma 2: `layer_types`, or every other layer from the first on, have `sliding_window`, 4096 if
+// the key is missing. Errors as those of QwenWindows.
+absl::StatusOr<LayerWindows> Gemma2Windows(const ConfigFields& fields, int64_t num_layers);
+
 // Gemma 3: `layer_types`, or all layers but every `sliding_window_pattern`-th, 6 if the key is
 // missing, have `sliding_window`, 4096 if the key is missing. Errors as those of QwenWindows.
 absl::StatusOr<LayerWindows> Gemma3Windows(const ConfigFields& fields, int64_t num_layers);
 
-// Mixtral: `sliding_window` in all layers, none if the key is missing or null.
+// Mixtral and Phi-3: `sliding_window` in all layers, none if the key is missing or null.
 absl::StatusOr<LayerWindows> MixtralWindows(const ConfigFields& fields);
 
 // Qwen2-MoE: like Qwen2, with `layer_types`; UNIMPLEMENTED for `use_sliding_window` without them.

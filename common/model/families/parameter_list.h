@@ -23,20 +23,28 @@ class ParameterList {
     specs_.push_back({.name = kEmbeddingName, .shape = {vocab_size, hidden_}, .shard_axis = 0});
   }
 
-  // What is declared next belongs to `block`; blocks are in ascending order.
+  // Starts `block`, to which the next declarations belong; blocks are in ascending order.
   void StartBlock(int64_t block) { block_ = block; }
+
+  // The maps that are declared from here to EndExperts, or to the next expert, are of `expert`.
+  void StartExpert(const ExpertOfLayer& expert) { expert_ = expert; }
+  void EndExperts() { expert_.reset(); }
 
   // Declares a linear map from the residual to `out` columns, which shards divide; a shard has the
   // bias of its columns.
   void ColumnParallel(const std::string& name, int64_t out, bool bias) {
-    specs_.push_back(
-        {.name = name + ".weight", .shape = {out, hidden_}, .shard_axis = 0, .block = block_});
+    specs_.push_back({.name = name + ".weight",
+                      .shape = {out, hidden_},
+                      .shard_axis = 0,
+                      .block = block_,
+                      .expert = expert_});
     if (bias) {
       specs_.push_back({.name = name + ".bias",
                         .shape = {out},
                         .init = Init::kZeros,
                         .shard_axis = 0,
-                        .block = block_});
+                        .block = block_,
+                        .expert = expert_});
     }
   }
 
@@ -63,11 +71,17 @@ class ParameterList {
   // Declares a linear map to the residual, whose input shards divide. The bias is added once, after
   // the partial sums, and is whole on every shard.
   void RowParallel(const std::string& name, int64_t in, bool bias) {
-    specs_.push_back(
-        {.name = name + ".weight", .shape = {hidden_, in}, .shard_axis = 1, .block = block_});
+    specs_.push_back({.name = name + ".weight",
+                      .shape = {hidden_, in},
+                      .shard_axis = 1,
+                      .block = block_,
+                      .expert = expert_});
     if (bias) {
-      specs_.push_back(
-          {.name = name + ".bias", .shape = {hidden_}, .init = Init::kZeros, .block = block_});
+      specs_.push_back({.name = name + ".bias",
+                        .shape = {hidden_},
+                        .init = Init::kZeros,
+                        .block = block_,
+                        .expert = expert_});
     }
   }
 
@@ -99,6 +113,7 @@ class ParameterList {
   const int64_t hidden_;
   const Init norm_init_;
   int64_t block_ = 0;
+  std::optional<ExpertOfLayer> expert_ = std::nullopt;
   std::vector<ParameterSpec> specs_;
 };
 

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "common/model/families/row_sigmoid.h"
+#include "common/model/router_losses.h"
 
 namespace tandem {
 namespace {
@@ -28,7 +29,8 @@ at::Tensor InBestGroups(const at::Tensor& scores, const RoutingRule& rule) {
 
 }  // namespace
 
-Routing ChooseExperts(const at::Tensor& logits, const at::Tensor& bias, const RoutingRule& rule) {
+Routing ChooseExperts(const at::Tensor& logits, const at::Tensor& bias, const RoutingRule& rule,
+                      const at::Tensor& given) {
   const at::Tensor scores =
       rule.score == RouterScore::kSoftmax ? at::softmax(logits, -1) : RowSigmoid(logits);
   Routing routing;
@@ -36,7 +38,8 @@ Routing ChooseExperts(const at::Tensor& logits, const at::Tensor& bias, const Ro
     const at::NoGradGuard no_grad;
     const at::Tensor choosing =
         InBestGroups(bias.defined() ? scores + bias.to(scores.scalar_type()) : scores, rule);
-    const at::Tensor chosen = std::get<1>(at::topk(choosing, rule.num_experts_per_tok, -1));
+    at::Tensor chosen = std::get<1>(at::topk(choosing, rule.num_experts_per_tok, -1));
+    if (given.defined()) chosen = at::where(given.lt(0), chosen, given);
     routing.experts = std::get<0>(chosen.sort(-1));
   }
   routing.weights = scores.gather(1, routing.experts);
@@ -53,13 +56,28 @@ Routing ChooseExperts(const at::Tensor& logits, const at::Tensor& bias, const Ro
   return routing;
 }
 
-Router::Router(const RoutingRule& rule, const std::string& prefix, ParameterStore& store)
+Router::Router(const RoutingRule& rule, const std::string& prefix, int64_t place, bool records,
+               ParameterStore& store)
     : rule_(rule),
+      place_(place),
+      records_(records),
       gate_(store.TakeLinear({prefix + "gate"})),
       bias_(store.Take(prefix + "gate.e_score_correction_bias")) {}
 
-Routing Router::Route(const at::Tensor& x) const {
-  return ChooseExperts(gate_.Forward(x).to(at::kFloat), bias_, rule_);
+Routing Router::Route(const at::Tensor& x, const ModelPass& pass) const {
+  const at::Tensor logits = gate_.Forward(x).to(at::kFloat);
+  const BatchRouting& batch = pass.batch.routing;
+  Routing routing = ChooseExperts(
+      logits, bias_, rule_,
+      batch.given.defined() ? batch.given.select(1, place_).to(at::kLong) : at::Tensor());
+  if (batch.chosen != nullptr) {
+    (*batch.chosen)[static_cast<size_t>(place_)] = routing.experts;
+  }
+  RouterLosses* const losses = batch.losses.get();
+  if (losses != nullptr && records_) {
+    routing.weights = losses->Record(place_, routing.weights, logits, routing.experts, pass);
+  }
+  return routing;
 }
 
 }  // namespace tandem

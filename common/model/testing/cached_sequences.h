@@ -3,7 +3,7 @@
 #ifndef TANDEM_COMMON_MODEL_TESTING_CACHED_SEQUENCES_H_
 #define TANDEM_COMMON_MODEL_TESTING_CACHED_SEQUENCES_H_
 
-#include <ATen/core/Tensor.h>
+#include <ATen/ATen.h>
 
 #include <cstdint>
 #include <numeric>
@@ -24,13 +24,15 @@ class CachedSequences {
     absl::Span<const int64_t> tokens;
     int64_t num_output_rows = 1;
     const PromptImages* images = nullptr;
+    bool records_routing = false;
   };
 
   // `model` outlives this. Blocks of a sequence do not follow each other in the cache.
   CachedSequences(const Model& model, int64_t count, int64_t max_tokens)
       : model_(model),
         blocks_per_sequence_(KvBlocks(max_tokens)),
-        cache_(model.CacheLayout(), count * blocks_per_sequence_, model.device(), model.dtype()),
+        cache_(model.CacheLayout(), count * blocks_per_sequence_, model.device(), model.dtype(),
+               model.config().RoutingLayout()),
         tables_(count),
         cursors_(count, 0) {
     for (int64_t s = 0; s < count; ++s) {
@@ -41,6 +43,14 @@ class CachedSequences {
   }
 
   KvCache& cache() { return cache_; }
+  // The rows of KvCache::routing that belong to the first `count` tokens of a sequence.
+  at::Tensor Routing(int64_t sequence, int64_t count) const {
+    std::vector<at::Tensor> blocks;
+    for (const int32_t block : tables_[sequence]) {
+      blocks.push_back(cache_.routing().narrow(0, block * kKvBlockTokens, kKvBlockTokens));
+    }
+    return at::cat(blocks).narrow(0, 0, count);
+  }
   int64_t cursor(int64_t sequence) const { return cursors_[sequence]; }
   void Truncate(int64_t sequence, int64_t length) { cursors_[sequence] = length; }
   // Gives sequence `to` the first `length` tokens of sequence `from`.
@@ -66,7 +76,7 @@ class CachedSequences {
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (inputs[i].images != nullptr) {
         for (const auto& input : inputs[i].images->inputs) {
-          image_rows[i].push_back(model_.ImageRows(*input));
+          image_rows[i].push_back(model_.ImageRows(input));
         }
       }
       decode.push_back({.blocks = tables_[inputs[i].sequence],
@@ -74,7 +84,8 @@ class CachedSequences {
                         .tokens = tokens[i],
                         .output_rows = rows[i],
                         .images = inputs[i].images,
-                        .image_rows = image_rows[i]});
+                        .image_rows = image_rows[i],
+                        .records_routing = inputs[i].records_routing});
     }
     absl::StatusOr<at::Tensor> hidden = model_.Decode(cache_, decode);
     if (!hidden.ok()) return hidden;

@@ -8,19 +8,41 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "common/model/model.h"
 #include "common/model/vision/image_batch.h"
 
 namespace tandem {
 
-inline std::shared_ptr<const VisionInput> RandomImage(const VisionConfig& vision,
-                                                      const ImageShape& shape, uint64_t seed) {
-  const at::Generator generator = at::detail::createCPUGenerator(seed);
-  return std::make_shared<const VisionInput>(
-      VisionInput{shape, at::randn({shape.grid.patches(), vision.patch_values()}, generator,
-                                   at::TensorOptions().dtype(at::kFloat))});
+// Returns the bytes of random pixels.
+inline Blob RandomPixels(const VisionConfig& vision, const VisionGrid& grid, uint64_t seed) {
+  const at::Tensor pixels =
+      at::randn({grid.patches(), vision.patch_values()}, at::detail::createCPUGenerator(seed),
+                at::TensorOptions().dtype(at::kFloat));
+  return std::make_shared<const std::string>(static_cast<const char*>(pixels.const_data_ptr()),
+                                             static_cast<size_t>(pixels.nbytes()));
+}
+
+inline VisionInput RandomImage(const VisionConfig& vision, const ImageShape& shape, uint64_t seed) {
+  return {.shape = shape,
+          .digest = absl::StrCat("seed ", seed),
+          .pixels = RandomPixels(vision, shape.grid, seed)};
+}
+
+// Returns a batch of whole sequences with the images of each, of which nullptr has none.
+inline RaggedBatch MakeBatchOf(const Model& model,
+                               const std::vector<std::vector<int64_t>>& sequences,
+                               const std::vector<std::unique_ptr<PromptImages>>& images) {
+  RaggedBatch batch = MakeRaggedBatch(sequences, model.device());
+  ImageBatch collected(*model.config().vision);
+  for (size_t s = 0; s < sequences.size(); ++s) {
+    collected.AddTokens(images[s].get(), 0, static_cast<int64_t>(sequences[s].size()));
+  }
+  batch.images = collected.Take(model.device());
+  return batch;
 }
 
 // Returns a batch of whole sequences. If the model has a vision tower, sequences of five tokens or
@@ -47,17 +69,29 @@ inline RaggedBatch MakeBatchWithImages(const Model& model,
     }
     std::copy(first.begin(), first.end(), tokens.begin());
     std::vector<ImageShape> shapes;
-    for (const auto& input : prompt.inputs) shapes.push_back(input->shape);
+    for (const auto& input : prompt.inputs) shapes.push_back(input.shape);
     const std::vector<int32_t> narrow(first.begin(), first.end());
     prompt.found = FindImages(vision, narrow, shapes).value();
   }
-  RaggedBatch batch = MakeRaggedBatch(sequences, model.device());
-  ImageBatch collected(vision);
-  for (size_t s = 0; s < sequences.size(); ++s) {
-    collected.AddTokens(images[s].get(), 0, static_cast<int64_t>(sequences[s].size()));
+  return MakeBatchOf(model, sequences, images);
+}
+
+// Returns a batch of whole sequences. If the model has a vision tower, each has an image of its own
+// behind its first token, into which the image must fit.
+inline RaggedBatch MakeBatchWithLargeImages(const Model& model,
+                                            std::vector<std::vector<int64_t>> sequences,
+                                            const ImageShape& shape) {
+  if (!model.config().vision.has_value()) return MakeRaggedBatch(sequences, model.device());
+  const VisionConfig& vision = *model.config().vision;
+  std::vector<std::unique_ptr<PromptImages>> images;
+  for (std::vector<int64_t>& tokens : sequences) {
+    std::fill_n(tokens.begin() + 1, vision.Rows(shape.grid), vision.image_token_id);
+    const std::vector<int32_t> narrow(tokens.begin(), tokens.end());
+    images.push_back(std::make_unique<PromptImages>(
+        PromptImages{.inputs = {RandomImage(vision, shape, images.size())},
+                     .found = FindImages(vision, narrow, {shape}).value()}));
   }
-  batch.images = collected.Take(model.device());
-  return batch;
+  return MakeBatchOf(model, sequences, images);
 }
 
 }  // namespace tandem

@@ -64,17 +64,23 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                         {"qk_nope_head_dim", 7},
                         {"qk_rope_head_dim", 6},
                         {"v_head_dim", 5},
+                        {"first_k_dense_replace", 1},
                         {"n_routed_experts", 6},
                         {"n_group", 3},
                         {"topk_group", 2},
                         {"moe_intermediate_size", 12}});
   }
-  if (model_type == "gemma3_text") {  // a layer with a window and one without
-    config["sliding_window"] = 5;
-    config["sliding_window_pattern"] = 2;
+  if (model_type == "gemma2" || model_type == "gemma3_text") {
+    config["sliding_window"] = 5;  // of the first layer
+    if (model_type == "gemma3_text") config["sliding_window_pattern"] = 2;
+    if (model_type == "gemma2") {
+      config["attn_logit_softcapping"] = 1.5;
+      config["final_logit_softcapping"] = 2.0;
+    }
     config["query_pre_attn_scalar"] = 14;
     config.erase("hidden_act");
   }
+  if (model_type == "phi3") config["partial_rotary_factor"] = 0.6;
   if (model_type == "mixtral") config["num_local_experts"] = 5;
   if (model_type == "qwen2_moe" || model_type == "qwen3_moe") {
     config["num_experts"] = 5;
@@ -84,10 +90,11 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
   if (model_type == "qwen2_moe") config["shared_expert_intermediate_size"] = 20;
   config["num_experts_per_tok"] = 2;
   if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
-  if (model_type == "deepseek_v3") {  // dense, unless the changes say which layers are
+  if (model_type == "deepseek_v3") {
     config["num_key_value_heads"] = config["num_attention_heads"];
-    if (!config.contains("first_k_dense_replace")) {
-      config["first_k_dense_replace"] = config["num_hidden_layers"];
+    // Here null is not the default, but no rank.
+    if (changes.is_object() && changes.contains("q_lora_rank")) {
+      config["q_lora_rank"] = changes["q_lora_rank"];
     }
   }
   return config;

@@ -6,6 +6,16 @@
 
 namespace tandem {
 
+at::Tensor PixelValues(const VisionInput& input) {
+  const int64_t patches = input.shape.grid.patches();
+  const int64_t values = static_cast<int64_t>(input.pixels->size() / sizeof(float));
+  // Tensors have no type for memory that is not written.
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast)
+  return at::from_blob(
+      const_cast<char*>(input.pixels->data()), {patches, values / patches},
+      [pixels = input.pixels](void*) {}, at::TensorOptions().dtype(at::kFloat));
+}
+
 void ImageBatch::AddPositions(const PromptImages* images, int64_t start, int64_t count) {
   has_images_ = has_images_ || images != nullptr;
   for (int axis = 0; axis < 3; ++axis) {
@@ -25,7 +35,7 @@ void ImageBatch::AddRows(const PromptImages& images, size_t i, int64_t first_row
                          int64_t count) {
   const int64_t first = images.found.first_tokens[i];
   const int64_t begin = std::max(first, start),
-                end = std::min(first + vision_.Rows(images.inputs[i]->shape.grid), start + count);
+                end = std::min(images.found.end_tokens[i], start + count);
   for (int64_t p = begin; p < end; ++p) {
     token_row_.push_back(tokens_ + p - start);
     tower_row_.push_back(first_row + p - first);
@@ -35,10 +45,11 @@ void ImageBatch::AddRows(const PromptImages& images, size_t i, int64_t first_row
 void ImageBatch::AddTokens(const PromptImages* images, int64_t start, int64_t count) {
   AddPositions(images, start, count);
   for (size_t i = 0; images != nullptr && i < images->inputs.size(); ++i) {
-    const VisionInput& input = *images->inputs[i];
-    const auto [found, is_new] = first_row_.try_emplace(&input, tower_rows_);
+    const VisionInput& input = images->inputs[i];
+    const auto [found, is_new] =
+        first_row_.try_emplace({input.pixels.get(), input.shape.grid}, tower_rows_);
     if (is_new) {
-      pixel_values_.push_back(input.pixel_values);
+      pixel_values_.push_back(PixelValues(input));
       grids_.push_back(input.shape.grid);
       tower_rows_ += vision_.Rows(input.shape.grid);
     }

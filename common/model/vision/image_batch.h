@@ -6,29 +6,19 @@
 
 #include <cstdint>
 #include <map>
-#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/types/span.h"
 #include "common/model/ragged_batch.h"
-#include "common/model/vision/image_positions.h"
+#include "common/model/vision/prompt_images.h"
 
 namespace tandem {
 
-// One image or video.
-struct VisionInput {
-  ImageShape shape;
-  at::Tensor pixel_values;  // [grid.patches(), VisionConfig::patch_values] float32, on the host
-};
-
-// The images of one prompt, and where FindImages found them. Sequences share an input that is the
-// same object: the tower then computes it once.
-struct PromptImages {
-  std::vector<std::shared_ptr<const VisionInput>> inputs;
-  ImagePositions found;
-
-  int64_t prompt_length() const { return static_cast<int64_t>(found.positions[0].size()); }
-};
+// Returns the pixels of an image, [patches, VisionConfig::patch_values] float32 on the host: a view
+// of its blob.
+at::Tensor PixelValues(const VisionInput& input);
 
 // Collects the images of a batch, sequence by sequence.
 class ImageBatch {
@@ -58,7 +48,7 @@ class ImageBatch {
   int64_t tower_rows_ = 0;  // of the inputs so far
   std::vector<int64_t> positions_[3];
   std::vector<int64_t> token_row_, tower_row_;
-  std::map<const VisionInput*, int64_t> first_row_;
+  std::map<std::pair<const std::string*, VisionGrid>, int64_t> first_row_;  // by blob and grid
   std::vector<at::Tensor> pixel_values_, computed_;
   std::vector<VisionGrid> grids_;
 };

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/field_check.h"
 #include "common/base/status_macros.h"
 
 namespace tandem {
@@ -12,14 +13,23 @@ namespace {
 
 // So that no product of sizes overflows.
 constexpr int64_t kMaxSide = int64_t{1} << 20;
+// So that positions, for which tables of rotations are made, stay near the length of the prompt.
+constexpr double kMaxSecondsPerGrid = 60;
 
-absl::Status CheckGrid(const VisionConfig& vision, const VisionGrid& grid) {
+absl::Status CheckShape(const VisionConfig& vision, const ImageShape& image) {
+  const VisionGrid& grid = image.grid;
   const int64_t merge = vision.spatial_merge_size;
   for (const int64_t size : {grid.frames, grid.height, grid.width}) {
     if (size >= 1 && size <= kMaxSide) continue;
     return InvalidField("grid",
                         absl::StrCat("must have sizes from 1 to ", kMaxSide, ", got ", size));
   }
+  if (!image.is_video && grid.frames != 1) {
+    return InvalidField("grid", absl::StrCat("an image has one patch in time, got ", grid.frames));
+  }
+  TANDEM_RETURN_IF_ERROR(CheckAbove("seconds_per_grid", image.seconds_per_grid, 0));
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("seconds_per_grid", image.seconds_per_grid, 0, kMaxSecondsPerGrid));
   if (grid.height % merge == 0 && grid.width % merge == 0) return absl::OkStatus();
   return InvalidField("grid",
                       absl::StrCat(grid.height, " x ", grid.width,
@@ -47,7 +57,7 @@ void AddImage(const VisionConfig& vision, const ImageShape& image, ImagePosition
 }
 
 absl::Status MissingTokens(size_t image, int64_t needed, absl::string_view why) {
-  return InvalidField(absl::StrCat("images[", image, "]"),
+  return InvalidField(absl::StrCat("vision_inputs[", image, "]"),
                       absl::StrCat("stands for ", needed, " tokens, and ", why));
 }
 
@@ -57,27 +67,28 @@ absl::StatusOr<ImagePositions> FindImages(const VisionConfig& vision,
                                           absl::Span<const int32_t> prompt,
                                           absl::Span<const ImageShape> images) {
   for (size_t i = 0; i < images.size(); ++i) {
-    const absl::Status status = CheckGrid(vision, images[i].grid);
-    if (!status.ok()) return PrependFieldPath(absl::StrCat("images[", i, "]"), status);
+    const absl::Status status = CheckShape(vision, images[i]);
+    if (!status.ok()) return PrependFieldPath(absl::StrCat("vision_inputs[", i, "]"), status);
   }
   ImagePositions found;
   for (int64_t token = 0; token < static_cast<int64_t>(prompt.size());) {
     const int64_t id = prompt[token];
-    if (id != vision.image_token_id && id != vision.video_token_id) {
+    if (!vision.IsImageToken(id)) {
       for (auto& positions : found.positions) positions.push_back(found.next);
       ++found.next;
       ++token;
       continue;
     }
     const size_t i = found.first_tokens.size();
-    const char* const kind = id == vision.video_token_id ? "video" : "image";
+    const char* const kind = id == vision.video_token_id ? "a video" : "an image";
     if (i == images.size()) {
-      return InvalidField("images", absl::StrCat("token ", token, " of the prompt stands for a ",
-                                                 kind, ", and all ", i, " images come before it"));
+      return InvalidField("vision_inputs",
+                          absl::StrCat("token ", token, " of the prompt stands for ", kind,
+                                       ", and all ", i, " images come before it"));
     }
     const int64_t rows = vision.Rows(images[i].grid);
     if (images[i].is_video != (id == vision.video_token_id)) {
-      return MissingTokens(i, rows, absl::StrCat("token ", token, " stands for a ", kind));
+      return MissingTokens(i, rows, absl::StrCat("token ", token, " stands for ", kind));
     }
     const int64_t there = std::find_if(prompt.begin() + token, prompt.end(),
                                        [&](int32_t other) { return other != id; }) -
@@ -88,6 +99,7 @@ absl::StatusOr<ImagePositions> FindImages(const VisionConfig& vision,
     found.first_tokens.push_back(token);
     AddImage(vision, images[i], found);
     token += rows;
+    found.end_tokens.push_back(token);
   }
   const size_t i = found.first_tokens.size();
   if (i < images.size()) {

@@ -1,5 +1,5 @@
-// Which tokens of a prompt stand for its images, and where all of its tokens are in time, height
-// and width. The rule is get_rope_index of `transformers`. No torch.
+// The tokens of a prompt that stand for its images, and the positions of all its tokens in time,
+// height and width. The rule is get_rope_index of `transformers`. No torch.
 #ifndef TANDEM_COMMON_MODEL_VISION_IMAGE_POSITIONS_H_
 #define TANDEM_COMMON_MODEL_VISION_IMAGE_POSITIONS_H_
 
@@ -23,18 +23,20 @@ struct ImageShape {
 };
 
 struct ImagePositions {
-  // For each image, the index of its first token; its VisionConfig::Rows tokens follow each other.
-  std::vector<int64_t> first_tokens;
-  // Of each token of the prompt: time, height, width.
-  std::array<std::vector<int64_t>, 3> positions;
+  // For each image, the index of its first token and one past that of its last. There are
+  // VisionConfig::Rows of them.
+  std::vector<int64_t> first_tokens, end_tokens;
+  // The positions of each token of the prompt: time, height, width.
+  std::array<std::vector<int64_t>, 3> positions = {};
   // The three positions of the prompt's next token, which are equal, and every later one is one
   // more.
   int64_t next = 0;
 };
 
-// Finds the images, in their order, among the tokens of a prompt. INVALID_ARGUMENT with "images[i]"
-// for a grid that has no patches or does not divide into squares, or for an image whose tokens are
-// not there, or too few of them; with "images" for tokens of an image that is not given.
+// Finds the images, in their order, among the tokens of a prompt. INVALID_ARGUMENT with
+// "vision_inputs[i]" for a grid that has no patches or does not divide into squares, for seconds
+// out of range, or for an image whose tokens are not there, or too few of them; with
+// "vision_inputs" for tokens of an image that is not given.
 absl::StatusOr<ImagePositions> FindImages(const VisionConfig& vision,
                                           absl::Span<const int32_t> prompt,
                                           absl::Span<const ImageShape> images);

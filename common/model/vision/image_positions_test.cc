@@ -59,14 +59,17 @@ void ExpectRefused(const std::vector<int32_t>& prompt, const std::vector<ImageSh
 
 TEST(ImagePositionsTest, WhatDoesNotFitIsRefusedByName) {
   const ImageShape two = {.grid = {1, 2, 4}};
-  ExpectRefused({1, kImage, 2}, {two}, "images[0]", "stands for 2 tokens, and the prompt has 1");
-  ExpectRefused({1, kImage, kImage}, {two, two}, "images[1]", "the prompt has none of them");
-  ExpectRefused({1, kImage, kImage, kImage}, {two}, "images", "token 3 of the prompt stands for");
-  ExpectRefused({1, kVideo, kVideo}, {two}, "images[0]", "token 1 stands for a video");
-  ExpectRefused({1, kImage}, {}, "images", "all 0 images come before it");
-  ExpectRefused({1}, {ImageShape{.grid = {1, 3, 4}}}, "images[0].grid", "squares of 2 x 2");
-  ExpectRefused({1}, {ImageShape{.grid = {0, 2, 4}}}, "images[0].grid", "got 0");
-  ExpectRefused({1}, {ImageShape{.grid = {1, int64_t{1} << 40, 4}}}, "images[0].grid", "1048576");
+  ExpectRefused({1, kImage, 2}, {two}, "vision_inputs[0]",
+                "stands for 2 tokens, and the prompt has 1");
+  ExpectRefused({1, kImage, kImage}, {two, two}, "vision_inputs[1]", "the prompt has none of them");
+  ExpectRefused({1, kImage, kImage, kImage}, {two}, "vision_inputs",
+                "token 3 of the prompt stands for an image");
+  ExpectRefused({1, kVideo, kVideo}, {two}, "vision_inputs[0]", "token 1 stands for a video");
+  ExpectRefused({1, kImage}, {}, "vision_inputs", "all 0 images come before it");
+  ExpectRefused({1}, {ImageShape{.grid = {1, 3, 4}}}, "vision_inputs[0].grid", "squares of 2 x 2");
+  ExpectRefused({1}, {ImageShape{.grid = {0, 2, 4}}}, "vision_inputs[0].grid", "got 0");
+  ExpectRefused({1}, {ImageShape{.grid = {1, int64_t{1} << 40, 4}}}, "vision_inputs[0].grid",
+                "1048576");
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ absl::Status ReadRotation(const ConfigFields& fields, VisionConfig& vision) {
   return absl::OkStatus();
 }
 
-// What both towers have; `width_key` names the width of a patch.
+// Reads the keys that both towers share; `width_key` names the width of a patch.
 absl::Status ReadCommon(const ConfigFields& fields, const char* width_key, VisionConfig& vision) {
   const auto factor = [&](absl::string_view key, int64_t fallback) {
     return SizeUpTo(kMaxFactor, fields, key, fallback);

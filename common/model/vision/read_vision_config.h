@@ -10,9 +10,9 @@
 
 namespace tandem {
 
-// Both read `vision_config` and the ids of image and video tokens of `fields`, with the defaults of
-// `transformers`. INVALID_ARGUMENT with the field's path for what is missing or does not fit a text
-// model of `hidden_size` and `vocab_size`; UNIMPLEMENTED for another activation or rotation.
+// These read `vision_config` and the ids of image and video tokens of `fields`, with the defaults
+// of `transformers`. INVALID_ARGUMENT with the field's path for what is missing or does not fit a
+// text model of `hidden_size` and `vocab_size`; UNIMPLEMENTED for another activation or rotation.
 absl::StatusOr<VisionConfig> ReadQwen2VlVision(const ConfigFields& fields, int64_t hidden_size,
                                                int64_t vocab_size);
 absl::StatusOr<VisionConfig> ReadQwen25VlVision(const ConfigFields& fields, int64_t hidden_size,

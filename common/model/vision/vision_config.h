@@ -2,6 +2,7 @@
 #ifndef TANDEM_COMMON_MODEL_VISION_VISION_CONFIG_H_
 #define TANDEM_COMMON_MODEL_VISION_VISION_CONFIG_H_
 
+#include <compare>
 #include <cstdint>
 #include <set>
 
@@ -15,7 +16,7 @@ struct VisionGrid {
   int64_t width = 0;
 
   int64_t patches() const { return frames * height * width; }
-  bool operator==(const VisionGrid&) const = default;
+  auto operator<=>(const VisionGrid&) const = default;
 };
 
 // Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL (https://arxiv.org/abs/2502.13923).
@@ -52,6 +53,8 @@ struct VisionConfig {
   int64_t merged_width() const { return width * merge_unit(); }
   // Number of rows of the text model that an image takes.
   int64_t Rows(const VisionGrid& grid) const { return grid.patches() / merge_unit(); }
+  // Whether a token stands for a row of an image or of a video.
+  bool IsImageToken(int64_t id) const { return id == image_token_id || id == video_token_id; }
 };
 
 }  // namespace tandem

@@ -45,7 +45,7 @@ VisionTower::VisionTower(const VisionConfig& vision, at::ScalarType dtype, at::D
       merger_norm_(TakeNorm("visual.merger.ln_q", store)),
       merger_in_(&store.TakeLinear({"visual.merger.mlp.0"})),
       merger_out_(&store.TakeLinear({"visual.merger.mlp.2"})),
-      rotary_(Frequencies(vision), /*scaling=*/1.0, device) {
+      rotary_(Frequencies(vision), /*scaling=*/1.0, /*longest_sequence=*/512, device) {
   for (int64_t i = 0; i < vision.depth; ++i) {
     const std::string block = absl::StrCat("visual.blocks.", i, ".");
     const std::string mlp = block + "mlp.";

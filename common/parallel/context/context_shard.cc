@@ -88,6 +88,10 @@ ContextShard MakeContextShard(const RaggedBatch& whole, int rank, int num_ranks)
   shard.batch.tokens = whole.tokens.index_select(0, shard.rows);
   shard.batch.positions = whole.positions.index_select(0, shard.rows);
   shard.batch.positions_end = whole.positions_end;
+  shard.batch.routing = whole.routing;
+  if (whole.routing.given.defined()) {
+    shard.batch.routing.given = whole.routing.given.index_select(0, shard.rows);
+  }
   if (whole.images.rotary_positions.defined()) {
     shard.batch.images = OwnImages(whole.images, shard.rows, whole.num_tokens());
   }

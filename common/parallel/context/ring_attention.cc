@@ -3,16 +3,19 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <limits>
 #include <utility>
 #include <vector>
 
+#include "common/ops/partial_attention.h"
 #include "common/ops/saved_object.h"
-#include "common/parallel/context/partial_attention.h"
 
 namespace tandem::parallel {
 namespace {
 
+using ops::AttentionRows;
+using ops::AttentionSum;
+using ops::PartialScores;
+using ops::SumType;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -47,15 +50,7 @@ struct Transfer {
   }
 };
 
-// [T, heads, D] -> [G, T, M, D], as in partial_attention.h.
-at::Tensor Grouped(const at::Tensor& x, int64_t groups) {
-  return x.unflatten(1, {groups, x.size(1) / groups}).transpose(0, 1).contiguous();
-}
-
-// The reverse: [G, T, M, D] -> [T, heads, D].
-at::Tensor Ungrouped(const at::Tensor& x) { return x.transpose(0, 1).flatten(1, 2); }
-
-// Keys and values of one attention as they travel, in one tensor (partial_attention.h).
+// Keys and values of one attention as they travel, in one tensor (ops/partial_attention.h).
 struct KeysAndValues {
   const at::Tensor &k, &v;
   bool values_in_keys;
@@ -152,20 +147,16 @@ AttentionSum Ring::Forward(const at::Tensor& q_in, const KeysAndValues& keys,
                            const ops::AttentionScores& scores) const {
   TORCH_CHECK(q_in.size(0) == steps_[0].source_rows, "ring: ", q_in.size(0), " rows, not ",
               steps_[0].source_rows);
-  const at::Tensor q = Grouped(q_in, keys.k.size(1));
-  const auto options = q.options().dtype(SumType(q.scalar_type()));
-  AttentionSum sum = {
-      .output = at::zeros({q.size(0), q.size(1), q.size(2), keys.v.size(2)}, options),
-      .log_sum = at::full({q.size(0), q.size(1), q.size(2), 1},
-                          -std::numeric_limits<double>::infinity(), options)};
+  const at::Tensor q = ops::GroupHeads(q_in, keys.k.size(1));
+  AttentionSum sum = ops::NoAttention(q, keys.v.size(2));
   at::Tensor pair = keys.Pair();
   for (size_t i = 0; i < steps_.size(); ++i) {
     Transfer next;
     if (i + 1 < steps_.size()) next = StartTransfer(pair, i + 1);
     for (const Span& span : steps_[i].spans) {
-      AddAttention(span.RowsOf(q), span.KeysOf(pair),
-                   span.ScoresOf(scores, steps_[0].positions, steps_[i].positions),
-                   {span.RowsOf(sum.output), span.RowsOf(sum.log_sum)});
+      ops::AddAttention(span.RowsOf(q), span.KeysOf(pair),
+                        span.ScoresOf(scores, steps_[0].positions, steps_[i].positions),
+                        {span.RowsOf(sum.output), span.RowsOf(sum.log_sum)});
     }
     pair = next.Finish();
   }
@@ -186,11 +177,11 @@ std::pair<at::Tensor, at::Tensor> Ring::Backward(const AttentionRows& rows,
     if (i + 1 < steps_.size()) next = StartTransfer(pair, i + 1);
     at::Tensor dpair = at::zeros(pair.sizes(), options);
     for (const Span& span : steps_[i].spans) {
-      AddAttentionGradients({span.RowsOf(rows.q), span.RowsOf(rows.dy), span.RowsOf(rows.log_sum),
-                             span.RowsOf(rows.delta)},
-                            span.KeysOf(pair),
-                            span.ScoresOf(scores, steps_[0].positions, steps_[i].positions),
-                            span.RowsOf(dq), span.KeysOf(dpair));
+      ops::AddAttentionGradients({span.RowsOf(rows.q), span.RowsOf(rows.dy),
+                                  span.RowsOf(rows.log_sum), span.RowsOf(rows.delta)},
+                                 span.KeysOf(pair),
+                                 span.ScoresOf(scores, steps_[0].positions, steps_[i].positions),
+                                 span.RowsOf(dq), span.KeysOf(dpair));
     }
     if (i == 0) {
       own = dpair;
@@ -212,7 +203,7 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
                             const at::Tensor& v, const std::shared_ptr<const Ring>& ring,
                             const AttentionLayer& layer) {
     const AttentionSum sum = ring->Forward(q, {k, v, layer.values_in_keys}, layer.scores);
-    at::Tensor output = Ungrouped(sum.output).flatten(1, 2).to(q.scalar_type());
+    at::Tensor output = ops::UngroupHeads(sum.output).flatten(1, 2).to(q.scalar_type());
     context->save_for_backward({q, k, v, output, sum.log_sum});
     context->saved_data["ring"] = ops::SaveObject(ring);
     context->saved_data["layer"] = ops::SaveObject(std::make_shared<const AttentionLayer>(layer));
@@ -229,17 +220,17 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
     const at::ScalarType type = SumType(q.scalar_type());
     const at::Tensor delta =
         (dy.to(type) * saved[3].view(dy.sizes()).to(type)).sum(-1, /*keepdim=*/true);
-    const auto [dq, dpair] = ring->Backward({.q = Grouped(q, groups),
-                                             .dy = Grouped(dy, groups),
+    const auto [dq, dpair] = ring->Backward({.q = ops::GroupHeads(q, groups),
+                                             .dy = ops::GroupHeads(dy, groups),
                                              .log_sum = saved[4],
-                                             .delta = Grouped(delta, groups)},
+                                             .delta = ops::GroupHeads(delta, groups)},
                                             {k, v, layer->values_in_keys}, layer->scores);
     const at::Tensor by_row = dpair.transpose(0, 1);
     // The gradient of keys has that of values in it where values are keys.
     const at::Tensor dv = layer->values_in_keys
                               ? at::Tensor()
                               : by_row.narrow(2, width, v.size(2)).to(v.scalar_type());
-    return {Ungrouped(dq).to(q.scalar_type()),
+    return {ops::UngroupHeads(dq).to(q.scalar_type()),
             by_row.narrow(2, 0, width).to(k.scalar_type()),
             dv,
             {},
@@ -251,11 +242,17 @@ class RingFunction : public torch::autograd::Function<RingFunction> {
 
 RingContext::RingContext(std::shared_ptr<ranks::Communicator> communicator,
                          const ContextShard& shard)
-    : ring_(std::make_shared<Ring>(std::move(communicator), shard)) {}
+    : communicator_(std::move(communicator)), ring_(std::make_shared<Ring>(communicator_, shard)) {}
 
 at::Tensor RingContext::Attend(const AttentionLayer& layer, const RaggedBatch&, const at::Tensor& q,
                                const at::Tensor& k, const at::Tensor& v) {
   return RingFunction::apply(q, k, v, ring_, layer);
+}
+
+at::Tensor RingContext::SumOverRanks(const at::Tensor& values) {
+  at::Tensor sum = values.clone();
+  communicator_->AllReduce(sum, ranks::Reduction::kSum);
+  return sum;
 }
 
 }  // namespace tandem::parallel

@@ -40,8 +40,10 @@ class RingContext : public AttentionContext {
   // `batch` is shard.batch. Differentiable.
   at::Tensor Attend(const AttentionLayer& layer, const RaggedBatch& batch, const at::Tensor& q,
                     const at::Tensor& k, const at::Tensor& v) override;
+  at::Tensor SumOverRanks(const at::Tensor& values) override;
 
  private:
+  const std::shared_ptr<ranks::Communicator> communicator_;
   const std::shared_ptr<Ring> ring_;
 };
 

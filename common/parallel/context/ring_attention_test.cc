@@ -123,7 +123,9 @@ TEST_P(RingAttentionTest, OutputsAndGradientsAreThoseOfWholeSequences) {
                                           {kLengths, {.window = 2}},
                                           {kLengths, {.window = 37}},
                                           {kLengths, {.window = 300}},
-                                          {kLengths, {.scale = 0.05}}}) {
+                                          {kLengths, {.scale = 0.05}},
+                                          {kLengths, {.soft_cap = 5.0}},
+                                          {kLengths, {.window = 37, .soft_cap = 5.0}}}) {
       const RaggedBatch batch = Batch(lengths);
       const ContextShard shard =
           MakeContextShard(batch, communicator->rank(), communicator->size());

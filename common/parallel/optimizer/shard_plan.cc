@@ -4,13 +4,13 @@
 
 namespace tandem::parallel {
 
-std::vector<ShardRange> PlanShard(absl::Span<const Parameter> parameters, int64_t block,
+std::vector<ShardRange> PlanShard(absl::Span<const Parameter> parameters, int64_t buffer,
                                   int64_t buffer_numel, int64_t shards, int64_t index) {
   const int64_t shard_numel = buffer_numel / shards;
   const int64_t begin = index * shard_numel, end = begin + shard_numel;
   std::vector<ShardRange> ranges;
   for (const Parameter& parameter : parameters) {
-    if (parameter.spec.block != block) continue;
+    if (parameter.buffer != buffer || !parameter.value.defined()) continue;
     const int64_t first = parameter.value.storage_offset();
     const int64_t from = std::max(first, begin);
     const int64_t to = std::min(first + parameter.value.numel(), end);

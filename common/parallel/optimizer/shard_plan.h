@@ -1,6 +1,6 @@
-// The plan of a rank's shard: which values of which parameters it holds of a block's buffer. ZeRO
-// (https://arxiv.org/abs/1910.02054) divides every block's flat buffer into equal, contiguous
-// shards, one per rank, without regard to where a parameter begins or ends.
+// The plan of a rank's shard: which values of which parameters it holds of a flat buffer. ZeRO
+// (https://arxiv.org/abs/1910.02054) divides every buffer of a model (Model::BlockBuffers) into
+// equal, contiguous shards, one per rank, without regard to where a parameter begins or ends.
 #ifndef TANDEM_COMMON_PARALLEL_OPTIMIZER_SHARD_PLAN_H_
 #define TANDEM_COMMON_PARALLEL_OPTIMIZER_SHARD_PLAN_H_
 
@@ -20,10 +20,10 @@ struct ShardRange {
   int64_t shard_offset = 0;  // of the first value, within the shard
 };
 
-// Returns the ranges that shard `index` of `shards` holds of a block's buffer of `buffer_numel`
-// values. Each parameter contributes at most one range. Alignment padding between parameters
-// belongs to no range.
-std::vector<ShardRange> PlanShard(absl::Span<const Parameter> parameters, int64_t block,
+// Returns the ranges that shard `index` of `shards` holds of buffer `buffer`, which has
+// `buffer_numel` values. Each parameter contributes at most one range. Alignment padding between
+// parameters belongs to no range.
+std::vector<ShardRange> PlanShard(absl::Span<const Parameter> parameters, int64_t buffer,
                                   int64_t buffer_numel, int64_t shards, int64_t index);
 
 }  // namespace tandem::parallel

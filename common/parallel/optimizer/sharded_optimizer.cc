@@ -17,28 +17,28 @@
 
 namespace tandem::parallel {
 
-bool BlockTrains(const Model& model, int64_t block) {
+bool BufferTrains(const Model& model, int64_t buffer) {
   const std::vector<Parameter>& parameters = model.DeclaredParameters();
   return std::any_of(parameters.begin(), parameters.end(), [&](const Parameter& parameter) {
-    return parameter.trainable && parameter.spec.block == block;
+    return parameter.trainable && parameter.value.defined() && parameter.buffer == buffer;
   });
 }
 
-void ViewGradients(const Model& model, int64_t block, const at::Tensor& gradients) {
+void ViewGradients(const Model& model, int64_t buffer, const at::Tensor& gradients) {
   for (const Parameter& parameter : model.DeclaredParameters()) {
-    if (!parameter.trainable || parameter.spec.block != block) continue;
+    if (!parameter.trainable || parameter.buffer != buffer || !parameter.value.defined()) continue;
     at::Tensor leaf = parameter.value;
     leaf.mutable_grad() =
         gradients.narrow(0, leaf.storage_offset(), leaf.numel()).view(leaf.sizes());
   }
 }
 
-std::vector<OptimizerShard> ShardsOfBlock(const Model& model, int64_t block, int64_t shards,
-                                          int64_t index, const at::Tensor& values,
-                                          const at::Tensor& gradients) {
+std::vector<OptimizerShard> ShardsOfBuffer(const Model& model, int64_t buffer, int64_t shards,
+                                           int64_t index, const at::Tensor& values,
+                                           const at::Tensor& gradients) {
   std::vector<OptimizerShard> result;
   for (const ShardRange& range :
-       PlanShard(model.DeclaredParameters(), block, shards * values.numel(), shards, index)) {
+       PlanShard(model.DeclaredParameters(), buffer, shards * values.numel(), shards, index)) {
     const Parameter& parameter = *range.parameter;
     if (!parameter.trainable) continue;
     result.push_back({.range = {.parameter = parameter.spec.name,

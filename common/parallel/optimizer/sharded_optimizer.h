@@ -30,12 +30,12 @@
 
 namespace tandem::parallel {
 
-// Whether any parameter of a block trains.
-bool BlockTrains(const Model& model, int64_t block);
+// Whether any parameter in a buffer (Parameter::buffer) trains.
+bool BufferTrains(const Model& model, int64_t buffer);
 
-// Makes the gradients of a block's trainable parameters views of `gradients`, a flat buffer with
-// the layout of the block's parameter buffer.
-void ViewGradients(const Model& model, int64_t block, const at::Tensor& gradients);
+// Makes the gradients of the trainable parameters of a buffer views of `gradients`, which has the
+// buffer's layout.
+void ViewGradients(const Model& model, int64_t buffer, const at::Tensor& gradients);
 
 // The values of one parameter that this rank updates.
 struct OptimizerShard {
@@ -46,11 +46,11 @@ struct OptimizerShard {
   bool counts = true;
 };
 
-// Returns the trainable parameters' values in shard `index` of `shards` of a block's buffer.
-// `values` and `gradients` are that shard, flat.
-std::vector<OptimizerShard> ShardsOfBlock(const Model& model, int64_t block, int64_t shards,
-                                          int64_t index, const at::Tensor& values,
-                                          const at::Tensor& gradients);
+// Returns the trainable parameters' values in shard `index` of `shards` of a buffer. `values` and
+// `gradients` are that shard, flat.
+std::vector<OptimizerShard> ShardsOfBuffer(const Model& model, int64_t buffer, int64_t shards,
+                                           int64_t index, const at::Tensor& values,
+                                           const at::Tensor& gradients);
 
 class ShardedOptimizer {
  public:

@@ -41,16 +41,46 @@ inline std::vector<MegatronLayout> MegatronLayouts() {
   return layouts;
 }
 
+// The same with expert parallelism, for ExpertKinds.
+inline std::vector<MegatronLayout> ExpertLayouts() {
+  std::vector<MegatronLayout> layouts = {
+      {"Ep2", 2, {.expert_model_parallel_size = 2}},
+      {"Ep2Cp2", 2, {.context_parallel_size = 2, .expert_model_parallel_size = 2}},
+      {"Ep4", 4, {.expert_model_parallel_size = 4}},
+      {"Ep2Of4", 4, {.expert_model_parallel_size = 2}},
+      {"Ep2Tp2", 4, {.tensor_model_parallel_size = 2, .expert_model_parallel_size = 2}},
+      {"Ep2Pp2", 4, {.pipeline_model_parallel_size = 2, .expert_model_parallel_size = 2}},
+      {"Ep2Pp2Vpp2",
+       4,
+       {.pipeline_model_parallel_size = 2,
+        .expert_model_parallel_size = 2,
+        .virtual_pipeline_model_parallel_size = 2}},
+      {"Ep4Cp2", 4, {.context_parallel_size = 2, .expert_model_parallel_size = 4}}};
+  for (MegatronLayout& layout : layouts) layout.options.use_distributed_optimizer = true;
+  layouts.push_back({"Ep2Of4Whole", 4, {.expert_model_parallel_size = 2}});
+  return layouts;
+}
+
+// Returns the kinds that a layout is tested with: of four ranks, one of each family.
+inline std::vector<TinyKind> KindsOf(const MegatronLayout& layout) {
+  if (layout.options.expert_model_parallel_size > 1) return ExpertKinds();
+  return layout.ranks < 4 ? EveryTinyKind() : OneKindOfEachFamily();
+}
+
 inline std::string LayoutName(const testing::TestParamInfo<MegatronLayout>& info) {
   return info.param.name;
 }
 
-// Writes a model of five layers and a vocabulary of 61 rows: neither divides by two or four.
+// Writes a model of five layers and a vocabulary of 61 rows: neither divides by two or four. Layers
+// with experts have eight, those of DeepSeek twelve.
 inline void WriteLayoutModel(const std::string& directory, const TinyKind& kind = {}) {
-  WriteTinyModel(
-      directory, 3,
-      {{"num_hidden_layers", 5}, {"intermediate_size", 40}, {"tie_word_embeddings", kind.tied}},
-      kind.family);
+  WriteTinyModel(directory, 3,
+                 {{"num_hidden_layers", 5},
+                  {"intermediate_size", 40},
+                  {"tie_word_embeddings", kind.tied},
+                  {"num_experts", 8},
+                  {"n_routed_experts", 12}},
+                 kind.family);
 }
 
 // An optimizer under which five layers train alike for any order of addition: its rate is small,

@@ -24,6 +24,7 @@ inline void ExpectSameNumbers(const std::vector<StepNumbers>& a,
     SCOPED_TRACE(testing::Message() << "step " << i);
     ExpectClose(a[i].loss, b[i].loss);
     ExpectClose(a[i].grad_norm, b[i].grad_norm);
+    ExpectClose(a[i].router_loss, b[i].router_loss);
     EXPECT_EQ(a[i].longest, b[i].longest);
   }
 }

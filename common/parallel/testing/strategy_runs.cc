@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "common/loss/linear_cross_entropy.h"
+#include "common/model/router_losses.h"
 #include "common/model/testing/image_batches.h"
 
 namespace tandem::parallel {
@@ -59,11 +60,39 @@ int64_t CountRows(const Model& model, int64_t micro_batches, uint64_t seed) {
   return static_cast<int64_t>(count);
 }
 
+// Returns scales that give the routers' losses the coefficients 0.5 and 0.02; 0 for a model without
+// experts.
+RouterLosses::Scales RouterScales(const Model& model, int64_t micro_batches, uint64_t seed) {
+  const int64_t layers =
+      model.config().decoder.experts.LayersBefore(model.config().num_hidden_layers);
+  if (layers == 0) return {};
+  int64_t choices = 0;
+  for (int64_t i = 0; i < micro_batches; ++i) {
+    for (const auto& tokens : MicroBatch(model, i, seed)) {
+      choices += layers * static_cast<int64_t>(tokens.size());
+    }
+  }
+  return {.load_balancing = 0.5 / static_cast<double>(choices),
+          .z = 0.02 / static_cast<double>(choices)};
+}
+
+// Returns both losses of what the routers recorded on all ranks.
+double SumOfRouters(Strategy& strategy, const std::vector<std::shared_ptr<RouterLosses>>& routers,
+                    const RouterLosses::Scales& scales) {
+  at::Tensor losses = at::zeros({2}, at::kDouble);
+  for (const auto& recorded : routers) {
+    losses += recorded->sums().sum(0).slice(0, -2).to(at::kCPU);
+  }
+  strategy.ranks().AllReduce(losses, ranks::Reduction::kSum);
+  return scales.load_balancing * losses[0].item<double>() + scales.z * losses[1].item<double>();
+}
+
 at::Tensor Positions(const loss::OutputRows& rows) { return at::tensor(rows.positions, at::kLong); }
 
 std::unique_ptr<loss::LinearCrossEntropyLoss> CrossEntropy(Strategy& strategy) {
   const OutputShard output = strategy.output_shard();
-  return loss::LinearCrossEntropyLoss::Create(output.weight, {.vocabulary = output.vocabulary})
+  return loss::LinearCrossEntropyLoss::Create(
+             output.weight, {.vocabulary = output.vocabulary, .soft_cap = output.soft_cap})
       .value();
 }
 
@@ -111,9 +140,19 @@ StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed) {
   const Model& model = strategy.model();
   const auto rows_of_batch = static_cast<double>(CountRows(model, micro_batches, seed));
   StepNumbers numbers;
+  std::vector<std::shared_ptr<RouterLosses>> routers;
+  const RouterLosses::Scales scales = RouterScales(model, micro_batches, seed);
   Check(strategy.ForwardBackward(
       micro_batches,
-      [&](int64_t i) { return MakeBatchWithImages(model, MicroBatch(model, i, seed)); },
+      [&](int64_t i) {
+        RaggedBatch batch = MakeBatchWithImages(model, MicroBatch(model, i, seed));
+        if (scales.z == 0) return batch;
+        routers.push_back(std::make_shared<RouterLosses>(model.config().decoder.experts,
+                                                         model.config().num_hidden_layers, scales,
+                                                         model.device()));
+        batch.routing.losses = routers.back();
+        return batch;
+      },
       [&](int64_t i, const RaggedBatch& batch, const at::Tensor& hidden) {
         numbers.longest = std::max(numbers.longest, static_cast<double>(batch.num_tokens()));
         const loss::OutputRows rows = RowsOf(MicroBatch(model, i, seed));
@@ -125,6 +164,7 @@ StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed) {
   const absl::StatusOr<OptimizerReport> report = strategy.OptimizerStep();
   Check(report.status());
   numbers.grad_norm = report->grad_norm;
+  if (scales.z > 0) numbers.router_loss = SumOfRouters(strategy, routers, scales);
   return numbers;
 }
 

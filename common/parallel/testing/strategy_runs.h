@@ -30,10 +30,12 @@ struct StepNumbers {
   double loss = 0;
   double longest = 0;  // a maximum: tokens of the longest micro-batch
   double grad_norm = 0;
+  double router_loss = 0;  // both losses of the routers, with their coefficients
 };
 
 // Does one step on the batch of `seed`: `micro_batches` of sequences of different lengths. The loss
-// is the mean cross-entropy of a language model, or the squared error of a critic.
+// is the mean cross-entropy of a language model, or the squared error of a critic; for a model with
+// experts also both losses of its routers.
 StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed);
 
 std::vector<StepNumbers> Steps(Strategy& strategy, int count, int64_t micro_batches = 5);

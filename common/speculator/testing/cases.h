@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/kernels/weight_format.h"
+#include "common/ops/packed_weight.h"
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_kind.h"
 
@@ -91,7 +93,10 @@ inline std::unique_ptr<Speculator> TinySpeculator(const nlohmann::json& config,
 inline void RoundHeads(const Speculator& speculator) {
   const at::NoGradGuard no_grad;
   for (int64_t step = 0; step < speculator.sizes().n_predict; ++step) {
-    speculator.head(step).copy_(speculator.head(step).to(at::kBFloat16));
+    const at::Tensor& head = speculator.head(step);
+    const ops::PackedWeight packed(kernels::WeightFormat::kInt8, head.size(0), head.size(1));
+    packed.SetRows(0, head);
+    head.copy_(packed.Rows(at::arange(head.size(0))));
   }
 }
 

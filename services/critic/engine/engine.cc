@@ -29,6 +29,7 @@ struct ValueRows {
   training::SequenceBatch sequences;                  // in the order of the samples
   loss::ValueTokens tokens;                           // scales are relative to the mini-batch
   std::optional<loss::ValueLossEvaluator> evaluator;  // of the updates so far
+  training::RouterSums routers;
   int64_t updates = 0;
 };
 
@@ -88,8 +89,8 @@ absl::StatusOr<ValuesResult> TorchEngine::Values(const ValuesRequest& request) {
 
 absl::StatusOr<ValuesResult> TorchEngine::ValuesForStep(const ValuesRequest& request) {
   training::TrainingState& state = core_->state();
-  const std::string digest =
-      training::KeptValues::SequenceDigest(request.prompt_token_ids, request.response_token_ids);
+  const std::string digest = training::KeptValues::SequenceDigest(
+      request.prompt_token_ids, request.response_token_ids, request.vision_inputs);
   const training::KeptValues::Step* kept =
       state.kept_values.Find(request.run_id, request.request_id);
   // Values of other weights are valid only if the step was learnt from them.
@@ -117,6 +118,8 @@ absl::StatusOr<training::SequenceValues> TorchEngine::Evaluate(const ValuesReque
   whole.input.assign(request.prompt_token_ids.begin(), request.prompt_token_ids.end());
   whole.input.insert(whole.input.end(), request.response_token_ids.begin(),
                      request.response_token_ids.end());
+  TANDEM_ASSIGN_OR_RETURN(whole.images, core_->ImagesOf(request.prompt_token_ids,
+                                                        request.vision_inputs, request.blobs));
   TANDEM_ASSIGN_OR_RETURN(
       const std::vector<double> numbers,
       core_->Forward(training::SequenceBatch({whole}),
@@ -140,10 +143,15 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
   const std::vector<training::MiniBatch> ranges =
       training::SplitIntoMiniBatches(request.samples.size(), request.updates);
   auto rows = std::make_shared<ValueRows>();
-  for (const ValueSample& sample : request.samples) {
-    rows->sequences.Add(training::SelectSequenceRows(sample.prompt_token_ids,
-                                                     sample.response_token_ids,
-                                                     [&](size_t t) { return Counts(sample, t); }));
+  for (size_t i = 0; i < request.samples.size(); ++i) {
+    const ValueSample& sample = request.samples[i];
+    training::SequenceRows sequence =
+        training::SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids,
+                                     [&](size_t t) { return Counts(sample, t); });
+    auto images = core_->ImagesOf(sample.prompt_token_ids, sample.vision_inputs, request.blobs);
+    if (!images.ok()) return PrependFieldPath(absl::StrCat("samples[", i, "]"), images.status());
+    sequence.images = *std::move(images);
+    rows->sequences.Add(std::move(sequence));
     for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
       if (!Counts(sample, t)) continue;
       rows->tokens.returns.push_back(sample.returns[t]);
@@ -177,35 +185,36 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
 absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatch& range,
                                        StepReport& report) {
   loss::ValueLossEvaluator evaluator = *rows.evaluator;  // an update that fails reports nothing
-  TANDEM_RETURN_IF_ERROR(
-      core_
-          ->ForwardBackward(
-              rows.sequences, range,
-              [&](const training::MicroBatchInput& input,
-                  const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
-                const at::Tensor values = core_->model().Values(hidden.index_select(
-                    0, at::tensor(input.positions, at::kLong).to(hidden.device())));
-                const at::Tensor host = values.detach().to(at::kCPU, at::kDouble).contiguous();
-                std::vector<double> gradients(static_cast<size_t>(host.numel()));
-                TANDEM_RETURN_IF_ERROR(evaluator.Evaluate(
-                    static_cast<int64_t>(input.rows.begin),
-                    absl::MakeConstSpan(host.const_data_ptr<double>(), gradients.size()),
-                    absl::MakeSpan(gradients)));
-                values.backward(at::tensor(gradients, at::kDouble).to(values.options()));
-                return hidden.grad();
-              })
-          .status());
+  TANDEM_ASSIGN_OR_RETURN(
+      const training::TrainingCore::PassReport pass,
+      core_->ForwardBackward(
+          rows.sequences, range,
+          [&](const training::MicroBatchInput& input,
+              const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
+            const at::Tensor values = core_->model().Values(
+                hidden.index_select(0, at::tensor(input.positions, at::kLong).to(hidden.device())));
+            const at::Tensor host = values.detach().to(at::kCPU, at::kDouble).contiguous();
+            std::vector<double> gradients(static_cast<size_t>(host.numel()));
+            TANDEM_RETURN_IF_ERROR(evaluator.Evaluate(
+                static_cast<int64_t>(input.rows.begin),
+                absl::MakeConstSpan(host.const_data_ptr<double>(), gradients.size()),
+                absl::MakeSpan(gradients)));
+            values.backward(at::tensor(gradients, at::kDouble).to(values.options()));
+            return hidden.grad();
+          }));
   // The report has the sums of all ranks; each rank goes on with its own.
   loss::ValueLossEvaluator all = evaluator;
   TANDEM_RETURN_IF_ERROR(all.Reduce(core_->reduction()));
   const loss::ValueMetrics metrics = all.Metrics();
   rows.evaluator = evaluator;
+  rows.routers.Add(pass.routers);
   ++rows.updates;
   report.metrics = {{"critic/loss", metrics.loss / static_cast<double>(rows.updates)},
                     {"critic/clip_fraction", metrics.clip_fraction},
                     {"critic/explained_variance", metrics.explained_variance},
                     {"critic/value_mean", metrics.value_mean},
                     {"critic/return_mean", metrics.return_mean}};
+  training::AddRouterMetrics(rows.routers, /*prefix=*/"critic/router_", report.metrics);
   return absl::OkStatus();
 }
 

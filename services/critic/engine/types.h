@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
 #include "common/loss/value_loss.h"
 #include "common/training/mini_batches.h"
@@ -29,6 +30,8 @@ struct ValuesRequest {
   // The train step that the values are for; empty: no step, and nothing is kept.
   std::string run_id = {};
   std::string request_id = {};
+  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  Blobs blobs = {};                                 // their pixels
 
   bool operator==(const ValuesRequest&) const = default;
 };
@@ -42,9 +45,10 @@ struct ValuesResult {
 struct ValueSample {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
-  std::vector<float> old_values;   // [L]
-  std::vector<float> returns;      // [L]
-  std::vector<uint8_t> loss_mask;  // [L], or empty for all
+  std::vector<float> old_values;                    // [L]
+  std::vector<float> returns;                       // [L]
+  std::vector<uint8_t> loss_mask;                   // [L], or empty for all
+  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
 
   bool operator==(const ValueSample&) const = default;
 };
@@ -53,11 +57,13 @@ struct TrainStepRequest : training::StepIdentity {
   double value_clip = loss::kDefaultValueClip;
   training::UpdateOptions updates;
   std::vector<ValueSample> samples;
+  Blobs blobs = {};  // of the samples' images
 
   // Used by common/base/struct_bytes.h.
   using Base = training::StepIdentity;
-  static constexpr auto kOwnFields = std::tuple(
-      &TrainStepRequest::value_clip, &TrainStepRequest::updates, &TrainStepRequest::samples);
+  static constexpr auto kOwnFields =
+      std::tuple(&TrainStepRequest::value_clip, &TrainStepRequest::updates,
+                 &TrainStepRequest::samples, &TrainStepRequest::blobs);
 
   bool operator==(const TrainStepRequest&) const = default;
 };

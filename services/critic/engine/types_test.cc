@@ -2,17 +2,14 @@
 
 #include <gtest/gtest.h>
 
-#include "common/base/struct_bytes.h"
-#include "common/base/testing/no_defaults.h"
+#include "services/training/testing/survives_as_bytes.h"
 
 namespace tandem::critic {
 namespace {
 
-template <typename T>
-void ExpectSurvives(const T& request) {
-  ExpectNoDefaults(request);
-  EXPECT_EQ(FromBytes<T>(ToBytes(request)).value(), request);
-}
+using training::ExpectSurvives;
+using training::SomeBlobs;
+using training::SomeImages;
 
 TEST(TypesTest, AStepSurvivesAsBytes) {
   TrainStepRequest request;
@@ -27,8 +24,10 @@ TEST(TypesTest, AStepSurvivesAsBytes) {
                               .response_token_ids = {3, 4},
                               .old_values = {0.5f, -0.5f},
                               .returns = {1, 2},
-                              .loss_mask = {1, 0}};
+                              .loss_mask = {1, 0},
+                              .vision_inputs = SomeImages()};
   request.samples = {sample, sample};
+  request.blobs = SomeBlobs();
   ExpectSurvives(request);
 }
 
@@ -36,7 +35,9 @@ TEST(TypesTest, ARequestForValuesSurvivesAsBytes) {
   ExpectSurvives(ValuesRequest{.prompt_token_ids = {1, 2},
                                .response_token_ids = {3},
                                .run_id = "run",
-                               .request_id = "request"});
+                               .request_id = "request",
+                               .vision_inputs = SomeImages(),
+                               .blobs = SomeBlobs()});
 }
 
 }  // namespace

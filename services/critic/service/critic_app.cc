@@ -12,6 +12,7 @@ training::ServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& 
   training::ServiceOptions options;
   options.role = "critic";
   options.max_samples = config.max_samples();
+  options.blob_cache_bytes = config.server().blob_cache_bytes();
   return options;
 }
 
@@ -35,7 +36,7 @@ CriticApp::CriticApp(const config::v1::CriticServerConfig& config, rpc::ServerRu
 
 std::vector<rpc::NamedService> CriticApp::services() {
   if (environment_.rank > 0) return {};  // clients call rank 0
-  return {{v1::CriticService::service_full_name(), &service_}};
+  return {{v1::CriticService::service_full_name(), &service_}, service_.blob_service()};
 }
 
 absl::Status CriticApp::Load() {

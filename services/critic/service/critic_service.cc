@@ -44,8 +44,10 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* CriticService::Comp
       [this, count](const v1::ComputeValuesRequest& proto,
                     const CallScope& call) -> absl::StatusOr<v1::ComputeValuesResponse> {
         const std::string path = absl::StrCat("requests[", (*count)++, "]");
-        const auto request = FromProto(proto);
+        auto request = FromProto(proto);
         if (!request.ok()) return PrependFieldPath(path, request.status());
+        TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+            path, training_.blobs().Collect(request->vision_inputs, request->blobs)));
         const rpc::PhaseTimer timer(training_.metrics(), "evaluate");
         const auto result = engine_->ComputeValues(call, *request);
         if (!result.ok()) return PrependFieldPath(path, result.status());
@@ -71,6 +73,8 @@ class CriticService::TrainStepCall final
   absl::Status OnSample(const v1::TrainStepRequest& message) override {
     if (!message.has_sample()) return InvalidField("sample", "is required");
     TANDEM_ASSIGN_OR_RETURN(ValueSample sample, FromProto(message.sample()));
+    TANDEM_RETURN_IF_ERROR(
+        service_.training_.blobs().Collect(sample.vision_inputs, request_.blobs));
     request_.samples.push_back(std::move(sample));
     return absl::OkStatus();
   }

@@ -36,6 +36,9 @@ class CriticService final : public CriticCallbacks {
   // Refreshes gauges from the engine's info.
   void UpdateMetrics() { training_.UpdateMetrics(); }
 
+  // Receives the pixels of images.
+  rpc::NamedService blob_service() { return training_.blob_service(); }
+
   grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
                                           const grpc::ByteBuffer* request,
                                           grpc::ByteBuffer* response) override;

@@ -9,15 +9,21 @@ namespace tandem::critic {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
-  return training::PlanTraining(config.strategy(),
-                                {.config = model,
-                                 .head = HeadKind::kValue,
-                                 .untie_embeddings = config.untie_embeddings(),
-                                 .freeze = {config.freeze().begin(), config.freeze().end()},
-                                 .dtype = rpc::ComputeType(config.compute()),
-                                 .weight_dtype = rpc::WeightType(config.compute()),
-                                 .on_host = config.compute().device() == "cpu"},
-                                config.batch().micro_batch_tokens(), config.max_model_len());
+  TANDEM_ASSIGN_OR_RETURN(
+      MemoryPlan plan,
+      training::PlanTraining(config.strategy(),
+                             {.config = model,
+                              .head = HeadKind::kValue,
+                              .untie_embeddings = config.untie_embeddings(),
+                              .freeze = {config.freeze().begin(), config.freeze().end()},
+                              .dtype = rpc::ComputeType(config.compute()),
+                              .weight_dtype = rpc::WeightType(config.compute()),
+                              .on_host = config.compute().device() == "cpu"},
+                             config.batch().micro_batch_tokens(), config.max_model_len()));
+  if (model.vision.has_value()) {
+    plan.items.push_back({"blob_cache", config.server().blob_cache_bytes()});
+  }
+  return plan;
 }
 
 }  // namespace tandem::critic

@@ -33,16 +33,18 @@ void BlockPool::Release(int32_t block) {
   idle_.splice(is_known ? idle_.end() : idle_.begin(), held_, state.place);
 }
 
-std::optional<BlockPool::Known> BlockPool::Find(PrefixId before, std::span<const int32_t> tokens) {
-  const auto found = known_.find({before, {tokens.begin(), tokens.end()}});
+std::optional<BlockPool::Known> BlockPool::Find(PrefixId before, std::span<const int32_t> tokens,
+                                                const std::string& images) {
+  const auto found = known_.find({before, {tokens.begin(), tokens.end()}, images});
   if (found == known_.end()) return std::nullopt;
   Hold(found->second.block);
   return found->second;
 }
 
-PrefixId BlockPool::Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens) {
-  const auto [entry, is_new] =
-      known_.try_emplace({before, {tokens.begin(), tokens.end()}}, Known{block, last_prefix_ + 1});
+PrefixId BlockPool::Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens,
+                             const std::string& images) {
+  const auto [entry, is_new] = known_.try_emplace({before, {tokens.begin(), tokens.end()}, images},
+                                                  Known{block, last_prefix_ + 1});
   if (is_new) {
     ++last_prefix_;
     at(block).known = entry;

@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -15,6 +16,9 @@ namespace tandem::rollout {
 // Stands for all tokens from the start of a sequence to the end of one of its blocks.
 using PrefixId = uint64_t;
 inline constexpr PrefixId kNoPrefix = 0;  // before the first block
+// The same for sequences whose blocks also hold a record of the experts that their tokens took:
+// they share none with others.
+inline constexpr PrefixId kNoRecordedPrefix = 1;
 
 // Some consecutive blocks of a cache.
 struct BlockRange {
@@ -46,12 +50,15 @@ class BlockPool {
     PrefixId prefix;  // of the sequence up to the end of the block
   };
   // Returns the block that contains `tokens` after the prefix `before`, which the caller holds now;
-  // nullopt if none is remembered.
-  std::optional<Known> Find(PrefixId before, std::span<const int32_t> tokens);
+  // nullopt if none is remembered. `images` says which images the tokens stand for
+  // (IdentitiesAmong).
+  std::optional<Known> Find(PrefixId before, std::span<const int32_t> tokens,
+                            const std::string& images = "");
   // Remembers that `block`, which the caller holds, contains `tokens` after the prefix `before`,
   // and returns the prefix up to its end. If another block is known to contain them, that one stays
   // the one that is found.
-  PrefixId Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens);
+  PrefixId Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens,
+                    const std::string& images = "");
   // Forgets all contents: they come from weights that are gone.
   void Forget();
 
@@ -60,8 +67,9 @@ class BlockPool {
   struct Contents {
     PrefixId before;
     std::vector<int32_t> tokens;
+    std::string images;
     bool operator<(const Contents& other) const {
-      return std::tie(before, tokens) < std::tie(other.before, other.tokens);
+      return std::tie(before, tokens, images) < std::tie(other.before, other.tokens, other.images);
     }
   };
   using KnownBlocks = std::map<Contents, Known>;
@@ -79,7 +87,7 @@ class BlockPool {
   std::list<int32_t> idle_;  // the next to be given out is at the front
   std::list<int32_t> held_;
   KnownBlocks known_;
-  PrefixId last_prefix_ = kNoPrefix;
+  PrefixId last_prefix_ = kNoRecordedPrefix;
 };
 
 }  // namespace tandem::rollout

@@ -36,6 +36,32 @@ TEST(BlockPoolTest, ContentsAreFoundAfterTheirPrefixAlone) {
   EXPECT_EQ(pool.Find(found->prefix, kTokens)->block, second);
 }
 
+TEST(BlockTableTest, BlocksOfOneImageAreNotThoseOfAnother) {
+  BlockPool pool({.count = 4});
+  const std::vector<int32_t> tokens(2 * kKvBlockTokens, 9);
+  // The image lies in both blocks.
+  const auto image = [](const char* identity) {
+    return std::vector<ImageTokens>{{.begin = 1, .end = kKvBlockTokens + 1, .identity = identity}};
+  };
+  BlockTable table;
+  table.Grow(pool);
+  table.Grow(pool);
+  table.Remember(pool, tokens, image("a"));
+  const auto known = [&](const std::vector<ImageTokens>& images) {
+    BlockTable other;
+    const int64_t tokens_known = other.TakeKnown(pool, tokens, images);
+    other.Release(pool);
+    return tokens_known;
+  };
+  EXPECT_EQ(known(image("a")), 2 * kKvBlockTokens);
+  EXPECT_EQ(known(image("b")), 0);
+  EXPECT_EQ(known({}), 0);
+  // An image that ends in the first block has no part in the second.
+  std::vector<ImageTokens> shorter = image("a");
+  shorter[0].end = kKvBlockTokens;
+  EXPECT_EQ(known(shorter), kKvBlockTokens);
+}
+
 TEST(BlockPoolTest, ABlockIsIdleWhenItsLastHolderReleasesIt) {
   BlockPool pool({.count = 1});
   const int32_t block = *pool.Allocate();

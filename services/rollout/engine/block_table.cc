@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 
 #include "common/model/layer_cache.h"
 
@@ -17,11 +18,17 @@ std::span<const int32_t> TokensOf(std::span<const int32_t> tokens, int64_t block
   return tokens.subspan(block * kKvBlockTokens, kKvBlockTokens);
 }
 
+std::string ImagesOf(std::span<const ImageTokens> images, int64_t block) {
+  return IdentitiesAmong(images, block * kKvBlockTokens, (block + 1) * kKvBlockTokens);
+}
+
 }  // namespace
 
-int64_t BlockTable::TakeKnown(BlockPool& pool, std::span<const int32_t> tokens) {
+int64_t BlockTable::TakeKnown(BlockPool& pool, std::span<const int32_t> tokens,
+                              std::span<const ImageTokens> images) {
   while (Contains(tokens, num_known_)) {
-    const auto found = pool.Find(prefix_, TokensOf(tokens, num_known_));
+    const auto found =
+        pool.Find(prefix_, TokensOf(tokens, num_known_), ImagesOf(images, num_known_));
     if (!found.has_value()) break;
     blocks_.push_back(found->block);
     prefix_ = found->prefix;
@@ -36,9 +43,11 @@ bool BlockTable::Grow(BlockPool& pool) {
   return block.has_value();
 }
 
-void BlockTable::Remember(BlockPool& pool, std::span<const int32_t> tokens) {
+void BlockTable::Remember(BlockPool& pool, std::span<const int32_t> tokens,
+                          std::span<const ImageTokens> images) {
   for (; Contains(tokens, num_known_); ++num_known_) {
-    prefix_ = pool.Remember(blocks_[num_known_], prefix_, TokensOf(tokens, num_known_));
+    prefix_ = pool.Remember(blocks_[num_known_], prefix_, TokensOf(tokens, num_known_),
+                            ImagesOf(images, num_known_));
   }
 }
 
@@ -57,7 +66,7 @@ void BlockTable::DropFirst(BlockPool& pool, int64_t count) {
 void BlockTable::Release(BlockPool& pool) {
   Shrink(pool, 0);
   num_known_ = 0;
-  prefix_ = kNoPrefix;
+  prefix_ = root_;
 }
 
 }  // namespace tandem::rollout

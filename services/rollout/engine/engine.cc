@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -47,6 +48,13 @@ int64_t WindowOf(const TandemModelManager::Lane& lane) {
   return lane.shard == nullptr ? kNoWindow : LongestWindow(lane.shard->model().CacheLayout());
 }
 
+// Returns the bytes that a record of the routing takes for a token in a message (trajectory.proto).
+int64_t RoutingBytesOf(const TandemModelManager::Lane& senior) {
+  if (senior.shard == nullptr) return 0;
+  const RoutingCache layout = senior.shard->model().config().RoutingLayout();
+  return layout.ids_per_token() * (layout.is_narrow() ? 1 : static_cast<int64_t>(sizeof(int32_t)));
+}
+
 int64_t SizeBytes(const ScoreRequest& request) {
   int64_t tokens = 0;
   for (const ScoreSequence& sequence : request.sequences) {
@@ -55,20 +63,18 @@ int64_t SizeBytes(const ScoreRequest& request) {
   return tokens * static_cast<int64_t>(sizeof(int32_t) + 2 * sizeof(float));
 }
 
-RequestLimits LimitsOf(const EngineInfo& info, int64_t max_samples) {
+RequestLimits LimitsOf(const EngineInfo& info, const TandemModelManager::Lane& senior,
+                       int64_t max_samples) {
   const bool has_junior = info.junior.has_value();
-  std::vector<int32_t> image_token_ids = info.senior.image_token_ids;
-  if (has_junior) {
-    image_token_ids.insert(image_token_ids.end(), info.junior->image_token_ids.begin(),
-                           info.junior->image_token_ids.end());
-  }
   return {.num_token_ids = info.senior.num_token_ids,
           .max_model_len = info.senior.max_model_len,
           .junior_max_model_len = has_junior ? info.junior->max_model_len : 0,
           .max_samples = max_samples,
           .has_junior = has_junior,
           .speculator_heads = info.speculator_heads,
-          .image_token_ids = std::move(image_token_ids)};
+          .routing_bytes_per_token = RoutingBytesOf(senior),
+          .senior_has_window = WindowOf(senior) != kNoWindow,
+          .vision = {info.senior.vision, has_junior ? info.junior->vision : std::nullopt}};
 }
 
 // Commands and steps run on the engine thread, which alone runs and changes models, and touches
@@ -81,7 +87,7 @@ class EngineImpl : public Engine {
              std::unique_ptr<const TandemModelManager> models)
       : options_(options),
         info_(models->info()),
-        limits_(LimitsOf(info_, options.max_queue)),
+        limits_(LimitsOf(info_, models->senior(), options.max_queue)),
         ranks_(std::move(ranks)),
         models_(std::move(models)),
         senior_(models_->senior()),
@@ -117,7 +123,8 @@ class EngineImpl : public Engine {
     scorer_ = std::make_unique<Scorer>(
         ScorerOptions{
             .max_batched_tokens = options.max_batched_tokens,
-            .blocks = {of_scorer(models_->blocks().senior), of_scorer(models_->blocks().junior)}},
+            .blocks = {of_scorer(models_->blocks().senior), of_scorer(models_->blocks().junior)},
+            .request_limits = limits_},
         senior_weights, senior_.runner(), junior_.runner());
     stats_.kv_capacity_tokens = models_->blocks().senior.total() * kKvBlockTokens;
     AddCommands();
@@ -275,7 +282,8 @@ class EngineImpl : public Engine {
     commands_.Add<RankedPass>(
         kPassCommand, [this](const std::string&, const RankedPass& pass) -> absl::Status {
           const TandemModelManager::Lane& lane = pass.lane == Author::kSenior ? senior_ : junior_;
-          return lane.shard == nullptr ? absl::OkStatus() : FollowPass(pass, *lane.shard);
+          return lane.shard == nullptr ? absl::OkStatus()
+                                       : FollowPass(pass, *lane.shard, ranked_images_);
         });
     commands_.Add<RankedWeights>(
         kWeightsCommand, [this](const std::string&, const RankedWeights& weights) {
@@ -288,6 +296,7 @@ class EngineImpl : public Engine {
     commands_.Add<AdoptedWeights>(kAdoptCommand, [this](const std::string&, const AdoptedWeights&) {
       if (senior_.shard == nullptr) return absl::OkStatus();
       shard_update_->AdoptInto(senior_.shard->model());
+      senior_.shard->OnNewWeights();
       shard_update_.reset();
       return absl::OkStatus();
     });
@@ -373,6 +382,7 @@ class EngineImpl : public Engine {
         ranks_->Announce(kAdoptCommand, /*request_id=*/"", AdoptedWeights());
       }
       senior_.shard->model().Adopt(*update.weights());
+      senior_.shard->OnNewWeights();
     }
     if (update.speculator() != nullptr) senior_.shard->SwapSpeculator(*update.speculator());
     const WeightsVersion weights = {.version = manifest.version, .digest = manifest.digest};
@@ -396,8 +406,9 @@ class EngineImpl : public Engine {
   std::unique_ptr<Generator> generator_;
   std::unique_ptr<Scorer> scorer_;
   bool paused_ = false;
-  std::unique_ptr<ShardUpdate>
-      shard_update_;  // on another rank than 0, from its tensors' command on
+  // On another rank than 0: an update from its tensors' command on, and the images of passes.
+  std::unique_ptr<ShardUpdate> shard_update_;
+  std::map<uint64_t, PromptImages> ranked_images_;
 
   std::unique_ptr<StagedWeightReceiver> weights_;  // an update's thread uses the senior's model
 

@@ -41,9 +41,8 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options) {
       CheckRankLayout(options.layout, senior, junior, options.environment.world_size));
   speculator::SpeculatorSize speculator;
   if (!options.senior_speculator.empty()) {
-    const auto measured =
-        speculator::MeasureSpeculator(options.senior_speculator, senior.hidden_size,
-                                      PacksHeads(StorageOf(options.senior, options)));
+    const auto measured = speculator::MeasureSpeculator(
+        options.senior_speculator, senior.hidden_size, HasPackedLanes(options.compute));
     if (!measured.ok()) return PrependFieldPath("senior_speculator", measured.status());
     speculator = *measured;
   }
@@ -96,8 +95,8 @@ std::shared_ptr<ranks::Communicator> GroupOfFirst(int64_t size, const std::strin
 }
 
 // Joins the first `size` ranks of the server. Collective over all ranks.
-LaneRanks JoinLane(const std::string& name, int64_t size, const Placement& placement,
-                   ranks::Communicator& world) {
+LaneRanks JoinLane(const std::string& name, int64_t size, bool enable_expert_parallel,
+                   const Placement& placement, ranks::Communicator& world) {
   LaneRanks lane;
   lane.group = GroupOfFirst(size, name, placement.device, world);
   lane.placement = placement;
@@ -107,6 +106,7 @@ LaneRanks JoinLane(const std::string& name, int64_t size, const Placement& place
     lane.placement.shard_index = lane.group->rank();
     lane.placement.shard_count = size;
     lane.placement.shard_group = std::make_shared<ranks::CommunicatorGroup>(lane.group);
+    lane.placement.experts = ExpertsOfRank(enable_expert_parallel, lane.group->rank(), size);
   }
   return lane;
 }
@@ -128,14 +128,16 @@ absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
   TANDEM_RETURN_IF_ERROR(ranks.server->Agree(status));
   ranks.blocks = AgreeOnBlocks(*blocks, *ranks.server);
   ranks::Communicator& world = *ranks.server->world();
-  ranks.senior = JoinLane("senior", options.layout.tensor_parallel_size,
-                          PlacementOf(options.senior, options, placement.device, placement), world);
+  ranks.senior =
+      JoinLane("senior", options.layout.tensor_parallel_size, options.layout.enable_expert_parallel,
+               PlacementOf(options.senior, options, placement.device, placement), world);
   if (options.layout.tensor_parallel_size > 1) {
     ranks.senior.weights_group =
         GroupOfFirst(options.layout.tensor_parallel_size, "senior weights", at::kCPU, world);
   }
   if (!options.junior.model.empty()) {
     ranks.junior = JoinLane("junior", options.layout.junior_tensor_parallel_size,
+                            options.layout.junior_enable_expert_parallel,
                             PlacementOf(options.junior, options, *junior_device, placement), world);
   }
   return ranks;

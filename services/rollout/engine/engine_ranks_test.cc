@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <functional>
 #include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -21,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "common/base/error.h"
+#include "common/model/testing/image_batches.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "services/rollout/engine/engine.h"
@@ -42,6 +44,7 @@ struct Layout {
   bool tied = false;
   int64_t senior_ranks = 2;
   int64_t junior_ranks = 1;
+  bool expert_parallel = false;  // of both models
 
   int ranks() const { return static_cast<int>(std::max(senior_ranks, junior_ranks)); }
 };
@@ -53,7 +56,7 @@ class RolloutRanksTest : public testing::TestWithParam<Layout> {
     Write("junior", 2, {{"num_hidden_layers", 1}, {"hidden_size", 24}});
   }
 
-  // Every size divides by four, and no token of a prompt stands for an image.
+  // Every size divides by four, and no token of a text stands for an image.
   void Write(const std::string& name, uint64_t seed,
              nlohmann::json changes = nlohmann::json::object()) const {
     changes.merge_patch({{"vocab_size", 64},
@@ -62,6 +65,7 @@ class RolloutRanksTest : public testing::TestWithParam<Layout> {
                          {"intermediate_size", 48},
                          {"image_token_id", 62},
                          {"video_token_id", 63},
+                         {"num_experts", 8},
                          {"tie_word_embeddings", GetParam().tied}});
     WriteTinyModelAndTokenizer(folder_ / name, seed, changes, GetParam().family);
   }
@@ -69,9 +73,12 @@ class RolloutRanksTest : public testing::TestWithParam<Layout> {
   EngineOptions Options() const { return TinyOptions(folder_.path()); }
   EngineOptions Ranked(const RankEnvironment& environment) const {
     EngineOptions options = Options();
-    options.layout = {.tensor_parallel_size = GetParam().senior_ranks,
-                      .junior_tensor_parallel_size = GetParam().junior_ranks,
-                      .junior_gpu_devices = {}};
+    options.layout = {
+        .tensor_parallel_size = GetParam().senior_ranks,
+        .junior_tensor_parallel_size = GetParam().junior_ranks,
+        .junior_gpu_devices = {},
+        .enable_expert_parallel = GetParam().expert_parallel,
+        .junior_enable_expert_parallel = GetParam().expert_parallel && GetParam().junior_ranks > 1};
     options.environment = environment;
     return options;
   }
@@ -105,10 +112,20 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{.name = "qwen3_1_2", .family = "qwen3", .senior_ranks = 1, .junior_ranks = 2},
         Layout{.name = "olmo2_2_2", .family = "olmo2", .junior_ranks = 2},
         Layout{.name = "deepseek_v3_2_2", .family = "deepseek_v3", .junior_ranks = 2},
+        Layout{.name = "gemma2_2_2", .family = "gemma2", .junior_ranks = 2},
         Layout{.name = "gemma3_2_2", .family = "gemma3_text", .tied = true, .junior_ranks = 2},
         Layout{.name = "mixtral_2_2", .family = "mixtral", .junior_ranks = 2},
         Layout{.name = "tied_qwen2_moe_2_1", .family = "qwen2_moe", .tied = true},
         Layout{.name = "qwen3_moe_2_2", .family = "qwen3_moe", .junior_ranks = 2},
+        Layout{.name = "tied_qwen2_vl_2_1", .family = "qwen2_vl", .tied = true},
+        Layout{.name = "phi3_2_2", .family = "phi3", .junior_ranks = 2},
+        Layout{.name = "experts_of_qwen2_moe_2_1", .family = "qwen2_moe", .expert_parallel = true},
+        Layout{.name = "experts_of_tied_qwen3_moe_4_2",
+               .family = "qwen3_moe",
+               .tied = true,
+               .senior_ranks = 4,
+               .junior_ranks = 2,
+               .expert_parallel = true},
         Layout{.name = "qwen2_5_vl_2_2", .family = "qwen2_5_vl", .junior_ranks = 2},
         Layout{.name = "llama_4_2", .family = "llama", .senior_ranks = 4, .junior_ranks = 2}),
     [](const auto& info) { return std::string(info.param.name); });
@@ -129,6 +146,23 @@ std::vector<PromptRequest> ManyRequests() {
     }
   }
   return requests;
+}
+
+// Adds an image to some of the prompts, if the models take images. Two of them share one.
+void AddImages(const Engine& engine, std::vector<PromptRequest>& requests) {
+  const auto& vision = engine.Info().senior.vision;
+  if (!vision.has_value()) return;
+  for (size_t i = 0; i < requests.size(); i += 5) {
+    const std::string digest = i % 2 == 0 ? "even" : "odd";
+    const VisionGrid grid = {.height = 4, .width = 6};
+    PromptRequest& request = requests[i];
+    request.prompt_token_ids.insert(request.prompt_token_ids.begin() + 2,
+                                    static_cast<size_t>(vision->Rows(grid)),
+                                    static_cast<int32_t>(vision->image_token_id));
+    request.vision_inputs = {
+        {.digest = digest, .grid_t = 1, .grid_h = grid.height, .grid_w = grid.width}};
+    request.blobs[digest] = RandomPixels(*vision, grid, digest.size());
+  }
 }
 
 std::vector<Trajectory> RunAll(Engine& engine, const std::vector<PromptRequest>& requests) {
@@ -157,6 +191,7 @@ void ExpectSame(const std::vector<Trajectory>& ranked, const std::vector<Traject
     EXPECT_EQ(ranked[i].authorship_mask, single[i].authorship_mask);
     EXPECT_EQ(ranked[i].senior_versions, single[i].senior_versions);
     EXPECT_EQ(ranked[i].junior_version, single[i].junior_version);
+    EXPECT_EQ(ranked[i].routed_experts, single[i].routed_experts);
     ExpectNear(ranked[i].author_logprobs, single[i].author_logprobs);
     ExpectNear(ranked[i].other_logprobs, single[i].other_logprobs);
   }
@@ -196,7 +231,12 @@ WeightManifest Stage(Engine& engine, const std::string& directory) {
 
 TEST_P(RolloutRanksTest, ResponsesAreThoseOfOneProcess) {
   RunRanks([](Engine& ranked, Engine& single) {
-    const std::vector<PromptRequest> requests = ManyRequests();
+    std::vector<PromptRequest> requests = ManyRequests();
+    for (size_t i = 0; i < requests.size(); i += 2) {
+      requests[i].return_routed_experts = true;
+      if (!single.Validate(requests[i]).ok()) requests[i].return_routed_experts = false;  // dense
+    }
+    AddImages(single, requests);
     ExpectSame(RunAll(ranked, requests), RunAll(single, requests));
     EXPECT_EQ(ranked.Info().junior_version, single.Info().junior_version);
     EXPECT_EQ(ranked.Info().senior.num_parameters, single.Info().senior.num_parameters);
@@ -263,9 +303,11 @@ TEST_P(RolloutRanksTest, AShardKeepsItsWeightsWhileOthersArePackedBesideThem) {
   };
   const auto expect_values = [](const Model& model, const Model& expected) {
     for (size_t i = 0; i < expected.DeclaredParameters().size(); ++i) {
-      EXPECT_TRUE(at::equal(model.DeclaredParameters()[i].ComputedValue(),
-                            expected.DeclaredParameters()[i].ComputedValue()))
-          << expected.DeclaredParameters()[i].spec.name;
+      const Parameter& parameter = expected.DeclaredParameters()[i];
+      if (!parameter.held()) continue;  // an expert of another rank
+      EXPECT_TRUE(
+          at::equal(model.DeclaredParameters()[i].ComputedValue(), parameter.ComputedValue()))
+          << parameter.spec.name;
     }
   };
   ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
@@ -418,7 +460,8 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     if (environment.rank == 1) {
       ranks::CommandTable commands;
       commands.Add<RankedPass>(kPassCommand, [&](const std::string&, const RankedPass& pass) {
-        return FollowPass(pass, shard);
+        std::map<uint64_t, PromptImages> images;
+        return FollowPass(pass, shard, images);
       });
       ranks->Follow(commands, [](const std::string&, absl::FunctionRef<absl::Status()> execute) {
         return execute();

@@ -26,7 +26,8 @@ TokenSet StopTokens(const SamplingParams& sampling, std::span<const int32_t> eos
   return TokenSet(ids);
 }
 
-Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_version) {
+Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_version,
+                          TokenExperts routed_experts) {
   const PromptRequest& request = sequence.prompt->request;
   Trajectory result;
   result.prompt_token_ids = request.prompt_token_ids;
@@ -51,6 +52,8 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   result.sample_index = sequence.sample_index;
   result.sampling = request.sampling;
   result.tandem = request.tandem;
+  result.routed_experts = std::move(routed_experts);
+  result.vision_inputs = request.vision_inputs;
   return result;
 }
 
@@ -80,6 +83,8 @@ void Generator::Submit(PromptId id, Submission submission) {
   prompt->stop_tokens = StopTokens(request.sampling, options_.eos_token_ids);
   prompt->max_response_tokens = LongestResponse(request, options_.request_limits);
   const auto boundaries = boundaries_->Resolve(request.tandem);
+  prompt->images = ImagesOf(request, options_.request_limits).value();
+  if (prompt->images[0] != nullptr) prompt->image_tokens = ImageTokensOf(*prompt->images[0]);
   prompt->request = std::move(request);
   prompt->listener = std::move(submission.listener);
   prompt->unfinished = prompt->request.num_samples;
@@ -223,7 +228,9 @@ absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
     inputs_.push_back({.blocks = sequence.lane(lane).table.blocks(),
                        .start = entry.begin,
                        .tokens = TokensOf(entry),
-                       .rows = std::span(rows_).subspan(row, row_ends_[i] - row)});
+                       .rows = std::span(rows_).subspan(row, row_ends_[i] - row),
+                       .records_routing = sequence.records_routing(lane),
+                       .images = sequence.prompt->images[LaneIndex(lane)].get()});
     row = row_ends_[i];
   }
   ++totals_.forward_passes_total;
@@ -365,7 +372,11 @@ bool Generator::RunPass(Author lane, const PassPlan& plan) {
       ended.push_back(entry.sequence);
     }
   }
-  for (Sequence* sequence : ended) FinishIfComplete(sequence);
+  for (Sequence* sequence : ended) {
+    const PromptId prompt = sequence->prompt->id;
+    const absl::Status finished = FinishIfComplete(sequence);
+    if (!finished.ok()) failures[prompt] = finished;
+  }
   for (const auto& [id, failure] : failures) Fail(id, failure);
   return computed.ok();
 }
@@ -402,15 +413,24 @@ void Generator::StreamTokens(const Sequence& sequence, int64_t first) {
   sequence.prompt->listener->OnTokens(std::move(delta));
 }
 
-void Generator::FinishIfComplete(Sequence* sequence) {
-  if (!sequence->complete()) return;
+absl::Status Generator::FinishIfComplete(Sequence* sequence) {
+  if (!sequence->complete()) return absl::OkStatus();
   Prompt* const prompt = sequence->prompt;
+  TokenExperts routed_experts;
+  if (sequence->records_routing(Author::kSenior)) {
+    TANDEM_RETURN_IF_ERROR(runner(Author::kSenior)
+                               .ReadRouting(sequence->lane(Author::kSenior).table.blocks(),
+                                            sequence->length() - 1, routed_experts));
+  }
   scheduler_.Remove(sequence);
   const std::unique_ptr<Sequence> owned = std::move(prompt->samples[sequence->sample_index]);
   SampleDrafts drafts;
   if (owned->drafts != nullptr) drafts = std::move(owned->drafts->outcome);
-  prompt->listener->OnFinished(MakeTrajectory(*owned, options_.junior_version), std::move(drafts));
+  prompt->listener->OnFinished(
+      MakeTrajectory(*owned, options_.junior_version, std::move(routed_experts)),
+      std::move(drafts));
   if (--prompt->unfinished == 0) TakeOut(prompt->id);
+  return absl::OkStatus();
 }
 
 void Generator::OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy) {

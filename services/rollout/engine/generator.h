@@ -103,7 +103,8 @@ class Generator {
   void AppendToken(Sequence& sequence, Author author, const SampledToken& sampled);
   // Tells the listener of the response's tokens from number `first` on.
   void StreamTokens(const Sequence& sequence, int64_t first);
-  void FinishIfComplete(Sequence* sequence);
+  // Ends a sequence to which nothing is missing. Returns the error with which its prompt fails.
+  absl::Status FinishIfComplete(Sequence* sequence);
   // Removes a prompt from the tables and returns it; nullptr if there is none.
   std::unique_ptr<Prompt> TakeOut(PromptId id);
 

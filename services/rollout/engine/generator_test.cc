@@ -495,6 +495,70 @@ TEST(GeneratorTest, APreemptedSequenceGoesOnAsIfNothingHadHappened) {
   EXPECT_GT(harness.Stats().preemptions_total, 0);
 }
 
+// The fake's experts are the token and the token plus 1000.
+void ExpectRoutingOfEveryTokenButTheLast(const Trajectory& t) {
+  std::vector<uint16_t> expected;
+  std::vector<int32_t> tokens = t.prompt_token_ids;
+  tokens.insert(tokens.end(), t.response_token_ids.begin(), t.response_token_ids.end() - 1);
+  for (const int32_t token : tokens) {
+    expected.insert(expected.end(),
+                    {static_cast<uint16_t>(token), static_cast<uint16_t>(token + 1000)});
+  }
+  EXPECT_EQ(t.routed_experts.ids, expected);
+  EXPECT_EQ(t.routed_experts.layers, 2);
+  EXPECT_EQ(t.routed_experts.experts_per_token, 1);
+}
+
+// Beside prompts that record nothing, with shared prefixes, preemption, drafts and new weights.
+TEST(GeneratorTest, ARecordOfRoutingHasEveryTokenButTheLast) {
+  for (const SchedulerLimits& limits : {kWide, Limits(6, 40, 3), Limits(4, 7)}) {
+    Harness harness(limits);
+    std::vector<PromptRequest> requests;
+    for (int i = 0; i < 12; ++i) {
+      PromptRequest request = Request(Tandem(kStrategies[i % 5], i == 4 ? 0 : 0.5), 66, 30);
+      request.seed = 100 + i;
+      request.sampling.max_tokens = 20 + i;
+      request.sampling.ignore_eos = i % 2 == 0;
+      request.num_samples = 1 + i % 3;
+      request.return_other_logprobs = i % 3 == 0;
+      request.return_routed_experts = i % 4 != 3;
+      if (i % 5 == 1) request.speculative.method = SpeculativeMethod::kNgram;
+      if (i % 5 == 2) request.speculative.method = SpeculativeMethod::kJunior;
+      requests.push_back(request);
+    }
+    std::vector<std::shared_ptr<RecordingListener>> listeners;
+    for (const PromptRequest& request : requests) listeners.push_back(harness.Submit(request));
+    for (int i = 0; i < 30; ++i) harness.generator.Step();
+    harness.generator.OnSeniorUpdated({1, "one"}, OnWeightUpdate::kRecompute);
+    harness.Finish();
+    for (size_t i = 0; i < requests.size(); ++i) {
+      EXPECT_EQ(listeners[i]->failure(), std::nullopt);
+      for (const auto& [sample, trajectory] : listeners[i]->finished()) {
+        SCOPED_TRACE(testing::Message() << "prompt " << i << ", sample " << sample);
+        if (requests[i].return_routed_experts) {
+          ExpectRoutingOfEveryTokenButTheLast(trajectory);
+        } else {
+          EXPECT_TRUE(trajectory.routed_experts.empty());
+        }
+      }
+    }
+  }
+}
+
+TEST(GeneratorTest, ARecordOfRoutingChangesNoToken) {
+  PromptRequest request = Request(Tandem(SelectionStrategy::kWord), 70);
+  const Trajectory without = Harness().Run(request);
+  request.return_routed_experts = true;
+  Harness harness;
+  Trajectory with = harness.Run(request);
+  EXPECT_FALSE(with.routed_experts.empty());
+  // The next prompt shares the record of the first one.
+  EXPECT_EQ(harness.Run(request), with);
+  EXPECT_GT(harness.Stats().shared_prefix_tokens_total, 0);
+  with.routed_experts = {};
+  EXPECT_EQ(with, without);
+}
+
 TEST(GeneratorTest, AConversationsNextTurnSharesTheTurnsBefore) {
   PromptRequest request = Request({.enabled = false}, 60);
   request.sampling.ignore_eos = true;

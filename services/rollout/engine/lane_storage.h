@@ -40,13 +40,6 @@ inline LaneStorage StorageOf(const LaneOptions& lane, const EngineOptions& optio
           .cache_dtype = options.kv_cache_dtype.value_or(DType::kFloat32)};
 }
 
-// Whether the heads of a speculator are packed in bfloat16: where the maps of its senior are packed
-// in bfloat16 or fewer bits.
-inline bool PacksHeads(const LaneStorage& senior) {
-  return senior.weight_format != kernels::WeightFormat::kDense &&
-         senior.weight_format != kernels::WeightFormat::kFloat32;
-}
-
 }  // namespace tandem::rollout
 
 #endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_LANE_STORAGE_H_

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -14,7 +15,7 @@ namespace tandem {
 namespace {
 
 // With a vocabulary of several tiles, and with as many rows as threads divide.
-TEST(LogProbBitsTest, TheSamplersAreThoseOfTheTrainersLoss) {
+void ExpectTheSamplersAreThoseOfTheTrainersLoss(std::optional<double> soft_cap) {
   constexpr int64_t kTokens = 2 * loss::kTileColumns + 907, kManyRows = 300;
   at::manual_seed(3);
   const at::Tensor hidden = at::randn({kManyRows, 100}), weight = at::randn({kTokens, 100}) * 0.3;
@@ -24,7 +25,7 @@ TEST(LogProbBitsTest, TheSamplersAreThoseOfTheTrainersLoss) {
     rows.labels.push_back(row * 7919 % kTokens);
     rows.temperatures.push_back(row % 2 ? 1.0 : 0.7);
   }
-  auto output_loss = loss::LinearCrossEntropyLoss::Create(weight).value();
+  auto output_loss = loss::LinearCrossEntropyLoss::Create(weight, {.soft_cap = soft_cap}).value();
   ASSERT_EQ(output_loss->impl(), loss::LossImpl::kTiles);
   const std::vector<double> logprobs = output_loss->LogProbs(hidden, rows).value().logprobs;
   std::vector<double> in_forward;
@@ -40,7 +41,8 @@ TEST(LogProbBitsTest, TheSamplersAreThoseOfTheTrainersLoss) {
   TandemSampler sampler;
   for (int64_t row = 0; row < kManyRows; ++row) {
     // One row at a time, as a server decodes.
-    const at::Tensor logits = ops::Linear(hidden.narrow(0, row, 1), weight);
+    at::Tensor logits = ops::Linear(hidden.narrow(0, row, 1), weight);
+    if (soft_cap.has_value()) logits = ops::SoftCap(logits, *soft_cap);
     const std::span<const float> values(logits.const_data_ptr<float>(), kTokens);
     const float logprob =
         sampler.TokenLogProb(values, rows.temperatures[row], static_cast<int32_t>(rows.labels[row]))
@@ -48,6 +50,14 @@ TEST(LogProbBitsTest, TheSamplersAreThoseOfTheTrainersLoss) {
     EXPECT_EQ(static_cast<float>(logprobs[row]), logprob) << row;
     EXPECT_EQ(static_cast<float>(in_forward[row]), logprob) << row;
   }
+}
+
+TEST(LogProbBitsTest, TheSamplersAreThoseOfTheTrainersLoss) {
+  ExpectTheSamplersAreThoseOfTheTrainersLoss({});
+}
+
+TEST(LogProbBitsTest, TheSamplersAreThoseOfTheTrainersLossWithASoftCap) {
+  ExpectTheSamplersAreThoseOfTheTrainersLoss(4.0);
 }
 
 }  // namespace

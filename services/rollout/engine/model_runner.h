@@ -9,8 +9,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/model/vision/prompt_images.h"
 #include "common/tandem/tandem_config.h"
 #include "common/tandem/tandem_sampler.h"
+#include "common/tandem/trajectory.h"
 
 namespace tandem::rollout {
 
@@ -36,7 +38,9 @@ struct PassSequence {
   // Consumed by the pass. They need not be tokens that the sequence keeps: a draft is verified by
   // drawing from the rows before it.
   std::span<const int32_t> tokens;
-  std::span<const OutputRow> rows;  // ascending indices
+  std::span<const OutputRow> rows;       // ascending indices
+  bool records_routing = false;          // whether ReadRouting is wanted of the tokens
+  const PromptImages* images = nullptr;  // of the sequence's prompt; nullptr: text alone
 };
 
 // A whole block that is copied before the pass, in the order of the list.
@@ -77,6 +81,13 @@ class ModelRunner {
   virtual absl::Status Draft(std::span<const DraftRequest> /*requests*/, int64_t /*count*/,
                              std::vector<int32_t>& /*drafts*/) {
     return absl::UnimplementedError("the model has no speculator");
+  }
+
+  // Overwrites `experts` with those that the first `count` tokens in `blocks` took, all of which
+  // passes with PassSequence::records_routing have consumed. UNIMPLEMENTED without experts.
+  virtual absl::Status ReadRouting(std::span<const int32_t> /*blocks*/, int64_t /*count*/,
+                                   TokenExperts& /*experts*/) {
+    return absl::UnimplementedError("the model has no experts");
   }
 };
 

@@ -12,10 +12,18 @@ namespace {
 
 constexpr char kSize[] = "tensor_parallel_size";
 constexpr char kJuniorSize[] = "junior_tensor_parallel_size";
+constexpr char kExperts[] = "enable_expert_parallel";
+constexpr char kJuniorExperts[] = "junior_enable_expert_parallel";
 
-absl::Status CheckShards(const ModelConfig& model, int64_t ranks, absl::string_view field) {
+absl::Status CheckShards(const ModelConfig& model, int64_t ranks, absl::string_view field,
+                         bool whole_experts, absl::string_view experts_field) {
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.model_type));
-  return family->CheckShards(model, ranks, field);
+  TANDEM_RETURN_IF_ERROR(family->CheckShards(model, ranks, whole_experts, field));
+  if (!whole_experts) return absl::OkStatus();
+  if (ranks == 1) {
+    return InvalidField(experts_field, absl::StrCat("needs ", field, " above 1"));
+  }
+  return family->CheckExpertShards(model, ranks, experts_field);
 }
 
 }  // namespace
@@ -34,7 +42,8 @@ absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior
                      " ranks and the junior on the first ", junior_ranks, ", so the server needs ",
                      std::max(senior_ranks, junior_ranks), " ranks and has ", world_size));
   }
-  TANDEM_RETURN_IF_ERROR(CheckShards(senior, senior_ranks, kSize));
+  TANDEM_RETURN_IF_ERROR(
+      CheckShards(senior, senior_ranks, kSize, layout.enable_expert_parallel, kExperts));
   if (junior == nullptr) return absl::OkStatus();
   const auto devices = static_cast<int64_t>(layout.junior_gpu_devices.size());
   if (devices != 0 && devices != junior_ranks) {
@@ -42,7 +51,8 @@ absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior
         "junior_gpu_devices",
         absl::StrCat("names ", devices, " devices, and the junior has ", junior_ranks, " ranks"));
   }
-  return CheckShards(*junior, junior_ranks, kJuniorSize);
+  return CheckShards(*junior, junior_ranks, kJuniorSize, layout.junior_enable_expert_parallel,
+                     kJuniorExperts);
 }
 
 }  // namespace tandem::rollout

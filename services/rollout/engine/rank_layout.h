@@ -1,6 +1,6 @@
 // The layout of a rollout server: each lane's model is sharded, by heads and rows of the
-// vocabulary, over the first ranks of the server. The two lanes may have different numbers of
-// ranks. No torch.
+// vocabulary, over the first ranks of the server, which hold a shard of every expert or whole
+// experts. The two lanes may have different numbers of ranks. No torch.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_RANK_LAYOUT_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_RANK_LAYOUT_H_
 
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "common/model/expert_shard.h"
 #include "common/model/model_config.h"
 
 namespace tandem::rollout {
@@ -17,10 +18,19 @@ struct RankLayout {
   int64_t junior_tensor_parallel_size = 1;  // ranks of the junior
   // The CUDA device of the junior on each of its ranks; empty: the device of the senior.
   std::vector<int32_t> junior_gpu_devices = {};
+  // Whether the ranks of senior and junior hold whole experts, in place of shards of each.
+  bool enable_expert_parallel = false;
+  bool junior_enable_expert_parallel = false;
 };
 
+// Returns the experts that rank `rank` of the `ranks` of a lane holds.
+inline ExpertShard ExpertsOfRank(bool enable_expert_parallel, int64_t rank, int64_t ranks) {
+  if (!enable_expert_parallel || ranks == 1) return {};
+  return {.index = rank, .count = ranks, .whole = true};
+}
+
 // INVALID_ARGUMENT, with the numbers, if the server's ranks are not as many as the layout needs, or
-// do not divide a model. `junior` is nullptr without a junior.
+// do not divide a model or its experts. `junior` is nullptr without a junior.
 absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior,
                              const ModelConfig* junior, int64_t world_size);
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/base/error.h"
+#include "common/model/testing/models.h"
 
 namespace tandem::rollout {
 namespace {
@@ -52,6 +53,32 @@ TEST(RankLayoutTest, WhatCannotBeIsRefusedWithTheNumbers) {
          "is 6");
   expect({.tensor_parallel_size = 2, .junior_gpu_devices = {0, 1}}, 2,
          "junior_gpu_devices: names 2 devices, and the junior has 1 ranks");
+  expect({.tensor_parallel_size = 2, .enable_expert_parallel = true}, 2,
+         "enable_expert_parallel: 2 ranks would divide the experts of a llama model, which has "
+         "none");
+}
+
+TEST(RankLayoutTest, ExpertsDivideWhereTheirWidthDoesNot) {
+  const ModelConfig model = TinyConfig(
+      "qwen3_moe", {{"intermediate_size", 40}, {"num_experts", 6}, {"moe_intermediate_size", 13}});
+  const RankLayout shards = {.tensor_parallel_size = 2},
+                   whole = {.tensor_parallel_size = 2, .enable_expert_parallel = true};
+  EXPECT_EQ(CheckRankLayout(shards, model, nullptr, 2).message(),
+            "tensor_parallel_size: 2 does not divide config.json.moe_intermediate_size, which is "
+            "13");
+  EXPECT_TRUE(CheckRankLayout(whole, model, nullptr, 2).ok());
+  EXPECT_EQ(CheckRankLayout(whole, TinyConfig("qwen3_moe", {{"intermediate_size", 40}}), nullptr, 2)
+                .message(),
+            "enable_expert_parallel: 2 does not divide config.json.num_experts, which is 5");
+  EXPECT_EQ(CheckRankLayout({.enable_expert_parallel = true}, model, nullptr, 1).message(),
+            "enable_expert_parallel: needs tensor_parallel_size above 1");
+  // The junior has its own setting.
+  EXPECT_EQ(
+      CheckRankLayout({.junior_tensor_parallel_size = 2, .junior_enable_expert_parallel = true},
+                      kSenior, &kJunior, 2)
+          .message(),
+      "junior_enable_expert_parallel: 2 ranks would divide the experts of a llama model, "
+      "which has none");
 }
 
 }  // namespace

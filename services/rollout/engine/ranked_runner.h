@@ -5,10 +5,13 @@
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_RANKED_RUNNER_H_
 
 #include <cstdint>
+#include <list>
+#include <map>
 #include <span>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "common/model/vision/prompt_images.h"
 #include "common/ranks/server_ranks.h"
 #include "common/tandem/authorship_mask.h"
 #include "services/rollout/engine/model_runner.h"
@@ -26,15 +29,23 @@ struct RankedPass {
     int64_t start = 0;
     std::vector<int32_t> tokens;
     std::vector<int64_t> output_rows;
+    bool records_routing = false;
+    uint64_t images = 0;  // PromptImages::id; 0: text alone
   };
   Author lane = Author::kSenior;
   std::vector<BlockCopy> copies;
   std::vector<Sequence> sequences;
+  // Images that the other ranks do not hold yet, and ids of those that they can drop.
+  std::vector<PromptImages> new_images;
+  std::vector<uint64_t> dropped_images;
 };
 
 // The runner on rank 0.
 class RankedRunner : public ModelRunner {
  public:
+  // Bound for the pixels that other ranks hold beside those of the pass that runs.
+  static constexpr int64_t kMaxHeldBytes = 256 << 20;
+
   // `shard` runs rank 0's shard of the lane's model. Both outlive the runner.
   RankedRunner(Author lane, ranks::ServerRanks* ranks, TorchRunner* shard);
 
@@ -44,15 +55,33 @@ class RankedRunner : public ModelRunner {
                      std::vector<int32_t>& drafts) override {
     return shard_->Draft(requests, count, drafts);
   }
+  // Runs on rank 0 alone, which has what every rank has recorded.
+  absl::Status ReadRouting(std::span<const int32_t> blocks, int64_t count,
+                           TokenExperts& experts) override {
+    return shard_->ReadRouting(blocks, count, experts);
+  }
 
  private:
+  // Images that the other ranks hold.
+  struct HeldImages {
+    uint64_t id = 0;
+    int64_t bytes = 0;
+  };
+
+  // Adds to the pass what the other ranks need of its images.
+  void AnnounceImages(const Pass& pass, RankedPass& announced);
+
   ranks::ServerRanks* const ranks_;
   TorchRunner* const shard_;
   const Author lane_;
+  std::list<HeldImages> held_;  // those that were read least recently are at the front
+  int64_t held_bytes_ = 0;
 };
 
-// Executes `pass` on a rank other than 0. Errors of TorchRunner, but for those of the request.
-absl::Status FollowPass(const RankedPass& pass, TorchRunner& shard);
+// Executes `pass` on a rank other than 0, which holds `images` by id from pass to pass. Errors of
+// TorchRunner, but for those of the request.
+absl::Status FollowPass(const RankedPass& pass, TorchRunner& shard,
+                        std::map<uint64_t, PromptImages>& images);
 
 }  // namespace tandem::rollout
 

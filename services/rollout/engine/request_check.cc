@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/status_macros.h"
@@ -51,12 +52,73 @@ absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimi
                                params.prompt_lookup_max);
 }
 
+absl::Status CheckRouting(const PromptRequest& request, const RequestLimits& limits) {
+  const std::string field = "return_routed_experts";
+  if (limits.routing_bytes_per_token == 0) {
+    return InvalidField(field, "needs a mixture of experts; the senior has none");
+  }
+  if (limits.senior_has_window) {
+    return FieldError(absl::StatusCode::kUnimplemented, field,
+                      "a senior with sliding windows gives back the blocks that hold the record");
+  }
+  const int64_t tokens =
+      static_cast<int64_t>(request.prompt_token_ids.size()) + LongestResponse(request, limits) - 1;
+  if (tokens * limits.routing_bytes_per_token <= kMaxRoutingBytes) return absl::OkStatus();
+  return FieldError(
+      absl::StatusCode::kOutOfRange, field,
+      absl::StrCat(limits.routing_bytes_per_token, " bytes for each of ", tokens,
+                   " tokens (prompt and sampling.max_tokens), in all at most ", kMaxRoutingBytes));
+}
+
+const VisionConfig* VisionOf(size_t lane, const RequestLimits& limits) {
+  return limits.vision[lane].has_value() ? &*limits.vision[lane] : nullptr;
+}
+
+// Checks that a request with images can be computed by a junior, and read as the senior reads it.
+absl::Status CheckJuniorTakes(absl::Span<const VisionReference> references,
+                              const RequestLimits& limits) {
+  const VisionConfig *const senior = VisionOf(0, limits), *const junior = VisionOf(1, limits);
+  if (references.empty() || senior == nullptr) return absl::OkStatus();
+  const auto refused = [](absl::string_view why) {
+    return WithReason(
+        FieldError(absl::StatusCode::kFailedPrecondition, "vision_inputs",
+                   absl::StrCat(why,
+                                ": images need tandem.enabled false, no drafts of the junior, "
+                                "and no scores under it")),
+        reason::kNoImages);
+  };
+  if (junior == nullptr) return refused("the junior takes no images");
+  if (TakesSamePixels(*senior, *junior)) return absl::OkStatus();
+  return refused("the junior reads other patches, or other tokens for them, than the senior");
+}
+
 // Describes the limit: a model's own may be below the setting.
 std::string InWords(const LengthLimit& limit) {
   return absl::StrCat(limit.tokens, " (", limit.setting, ", or the model's own limit)");
 }
 
 }  // namespace
+
+absl::StatusOr<LaneImages> ImagesOf(const PromptRequest& request, const RequestLimits& limits) {
+  LaneImages images;
+  TANDEM_ASSIGN_OR_RETURN(images[0], MakePromptImages(VisionOf(0, limits), request.prompt_token_ids,
+                                                      request.vision_inputs, request.blobs));
+  if (!RunsJunior(request) || !limits.has_junior) return images;
+  TANDEM_RETURN_IF_ERROR(CheckJuniorTakes(request.vision_inputs, limits));
+  TANDEM_ASSIGN_OR_RETURN(images[1], MakePromptImages(VisionOf(1, limits), request.prompt_token_ids,
+                                                      request.vision_inputs, request.blobs));
+  return images;
+}
+
+absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOf(const ScoreSequence& sequence,
+                                                             const Blobs& blobs, size_t lane,
+                                                             const RequestLimits& limits) {
+  // A response may have written such a token, as text.
+  const auto prompt = absl::MakeConstSpan(sequence.token_ids)
+                          .first(static_cast<size_t>(sequence.first_scored_token));
+  if (lane == 1) TANDEM_RETURN_IF_ERROR(CheckJuniorTakes(sequence.vision_inputs, limits));
+  return MakePromptImages(VisionOf(lane, limits), prompt, sequence.vision_inputs, blobs);
+}
 
 int32_t LongestResponse(const PromptRequest& request, const RequestLimits& limits) {
   const int64_t room =
@@ -75,8 +137,6 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   TANDEM_RETURN_IF_ERROR(
       CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
   TANDEM_RETURN_IF_ERROR(
-      CheckNoImages("prompt_token_ids", request.prompt_token_ids, limits.image_token_ids));
-  TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.num_token_ids)));
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("tandem", tandem::Validate(request.tandem, limits.num_token_ids)));
@@ -87,6 +147,8 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   }
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("speculative", CheckSpeculative(request.speculative, limits)));
+  if (request.return_routed_experts) TANDEM_RETURN_IF_ERROR(CheckRouting(request, limits));
+  TANDEM_RETURN_IF_ERROR(ImagesOf(request, limits).status());
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("num_samples", request.num_samples, 1));
   if (request.num_samples > limits.max_samples) {
     return FieldError(absl::StatusCode::kOutOfRange, "num_samples",
@@ -123,11 +185,11 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
         CheckTokenIds(path + ".token_ids", sequence.token_ids, limits.num_token_ids));
     TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(path + ".first_scored_token",
                                                  sequence.first_scored_token, 1, length - 1));
-    // A response may have written such a token, as text.
-    TANDEM_RETURN_IF_ERROR(CheckNoImages(
-        path + ".token_ids",
-        std::span(sequence.token_ids).first(static_cast<size_t>(sequence.first_scored_token)),
-        limits.image_token_ids));
+    for (const size_t lane : {0, 1}) {
+      if (!(lane == 0 ? request.senior : request.junior)) continue;
+      TANDEM_RETURN_IF_ERROR(
+          PrependFieldPath(path, ImagesOf(sequence, request.blobs, lane, limits).status()));
+    }
   }
   return absl::OkStatus();
 }

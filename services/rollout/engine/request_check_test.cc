@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,24 +29,91 @@ PromptRequest PromptOf(size_t length, bool tandem) {
   return request;
 }
 
-TEST(CheckPromptTest, ImagesAreNotSupported) {
+constexpr int32_t kImage = 30;
+
+VisionConfig Vision() {
+  return {.in_channels = 1,
+          .patch_size = 1,
+          .temporal_patch_size = 1,
+          .spatial_merge_size = 2,
+          .image_token_id = kImage,
+          .video_token_id = 31};
+}
+
+// A prompt of 5 tokens, one of which stands for an image of 4 patches of one value.
+PromptRequest PromptWithImage(bool tandem) {
+  PromptRequest prompt = PromptOf(5, tandem);
+  prompt.prompt_token_ids[2] = kImage;
+  prompt.vision_inputs = {{.digest = "d", .grid_t = 1, .grid_h = 2, .grid_w = 2}};
+  prompt.blobs["d"] = std::make_shared<const std::string>(16, 'x');
+  return prompt;
+}
+
+void ExpectRefused(const absl::Status& status, absl::StatusCode code, const char* field) {
+  EXPECT_EQ(status.code(), code) << status;
+  EXPECT_EQ(FieldPath(status), field);
+}
+
+TEST(CheckPromptTest, ImagesMustFitThePrompt) {
   RequestLimits limits = kLimits;
-  limits.image_token_ids = {30, 31};
-  PromptRequest prompt = PromptOf(5, /*tandem=*/false);
-  EXPECT_TRUE(CheckPrompt(prompt, limits).ok());
-  prompt.prompt_token_ids[2] = 31;
-  absl::Status status = CheckPrompt(prompt, limits);
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(FieldPath(status), "prompt_token_ids[2]");
-  // A response that wrote the token is text.
-  const auto score = [&](int32_t first_scored_token) {
-    return CheckScore({.sequences = {{.token_ids = prompt.prompt_token_ids,
-                                      .first_scored_token = first_scored_token}},
-                       .senior = true},
-                      limits);
+  limits.vision[0] = Vision();
+  EXPECT_TRUE(CheckPrompt(PromptWithImage(/*tandem=*/false), limits).ok());
+  PromptRequest prompt = PromptWithImage(/*tandem=*/false);
+  prompt.prompt_token_ids[2] = 3;
+  ExpectRefused(CheckPrompt(prompt, limits), absl::StatusCode::kInvalidArgument,
+                "vision_inputs[0]");
+  prompt = PromptWithImage(/*tandem=*/false);
+  prompt.vision_inputs.clear();
+  ExpectRefused(CheckPrompt(prompt, limits), absl::StatusCode::kInvalidArgument, "vision_inputs");
+  prompt = PromptWithImage(/*tandem=*/false);
+  prompt.blobs["d"] = std::make_shared<const std::string>(12, 'x');
+  ExpectRefused(CheckPrompt(prompt, limits), absl::StatusCode::kInvalidArgument,
+                "vision_inputs[0].digest");
+  limits.vision[0].reset();
+  ExpectRefused(CheckPrompt(PromptWithImage(/*tandem=*/false), limits),
+                absl::StatusCode::kInvalidArgument, "vision_inputs");
+}
+
+TEST(CheckPromptTest, AJuniorMustReadImagesAsTheSeniorDoes) {
+  RequestLimits limits = kLimits;
+  limits.vision[0] = Vision();
+  PromptRequest drafts = PromptWithImage(/*tandem=*/false);
+  drafts.speculative.method = SpeculativeMethod::kJunior;
+  for (const PromptRequest& request : {PromptWithImage(/*tandem=*/true), drafts}) {
+    limits.vision[1].reset();
+    const absl::Status status = CheckPrompt(request, limits);
+    ExpectRefused(status, absl::StatusCode::kFailedPrecondition, "vision_inputs");
+    EXPECT_TRUE(HasReason(status, reason::kNoImages));
+    limits.vision[1] = Vision();
+    limits.vision[1]->patch_size = 2;
+    ExpectRefused(CheckPrompt(request, limits), absl::StatusCode::kFailedPrecondition,
+                  "vision_inputs");
+    // Its positions may differ.
+    limits.vision[1] = Vision();
+    limits.vision[1]->tokens_per_second = 2;
+    EXPECT_TRUE(CheckPrompt(request, limits).ok());
+  }
+  limits.vision[1].reset();
+  EXPECT_TRUE(CheckPrompt(PromptWithImage(/*tandem=*/false), limits).ok());
+}
+
+TEST(CheckScoreTest, ImagesAreBeforeTheScoredTokens) {
+  RequestLimits limits = kLimits;
+  limits.vision[0] = Vision();
+  const PromptRequest prompt = PromptWithImage(/*tandem=*/false);
+  const auto score = [&](int32_t first_scored_token, bool with_image) {
+    ScoreRequest request = {.sequences = {{.token_ids = prompt.prompt_token_ids,
+                                           .first_scored_token = first_scored_token}},
+                            .senior = true,
+                            .blobs = prompt.blobs};
+    if (with_image) request.sequences[0].vision_inputs = prompt.vision_inputs;
+    return CheckScore(request, limits);
   };
-  EXPECT_TRUE(score(2).ok());
-  EXPECT_EQ(FieldPath(score(3)), "sequences[0].token_ids[2]");
+  EXPECT_TRUE(score(3, true).ok());
+  ExpectRefused(score(2, true), absl::StatusCode::kInvalidArgument,
+                "sequences[0].vision_inputs[0]");
+  ExpectRefused(score(3, false), absl::StatusCode::kInvalidArgument, "sequences[0].vision_inputs");
+  EXPECT_TRUE(score(2, false).ok()) << "a response that wrote the token is text";
 }
 
 TEST(CheckPromptTest, TheLimitOfTheLanesThatWriteHolds) {
@@ -87,6 +155,26 @@ TEST(CheckPromptTest, DraftsOfTheJuniorNeedItsLane) {
   const absl::Status status = CheckPrompt(request, alone);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(FieldPath(status), "speculative.method");
+}
+
+TEST(CheckPromptTest, ARecordOfRoutingNeedsExpertsAndRoom) {
+  PromptRequest request = PromptOf(4, /*tandem=*/false);
+  request.return_routed_experts = true;
+  RequestLimits limits = kLimits;
+  const auto expect = [&](absl::StatusCode code) {
+    const absl::Status status = CheckPrompt(request, limits);
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(FieldPath(status), "return_routed_experts");
+  };
+  expect(absl::StatusCode::kInvalidArgument);
+  limits.routing_bytes_per_token = kMaxRoutingBytes / 9;  // 4 + 6 tokens, all but the last
+  EXPECT_TRUE(CheckPrompt(request, limits).ok());
+  ++limits.routing_bytes_per_token;
+  expect(absl::StatusCode::kOutOfRange);
+  request.sampling.max_tokens = 5;
+  EXPECT_TRUE(CheckPrompt(request, limits).ok());
+  limits.senior_has_window = true;
+  expect(absl::StatusCode::kUnimplemented);
 }
 
 TEST(CheckPromptTest, SpeculativeDecodingFailsClosed) {

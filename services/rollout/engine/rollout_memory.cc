@@ -10,8 +10,10 @@
 #include "common/model/family.h"
 #include "common/model/layer_cache.h"
 #include "common/model/parameter_spec.h"
+#include "common/model/rope_config.h"
 #include "common/model/shard.h"
 #include "common/model/shard_numel.h"
+#include "common/model/vision/vision_activations.h"
 
 namespace tandem::rollout {
 namespace {
@@ -28,6 +30,7 @@ struct Lane {
   std::string length_field;  // the setting of its longest sequence
   const ModelConfig& config;
   int64_t ranks = 1;
+  bool whole_experts = false;
   const LaneMemoryOptions& options;
   const Family* family = nullptr;
   LaneBlocks blocks = {};
@@ -42,11 +45,23 @@ struct Lane {
   int64_t fewest_blocks() const { return KvBlocks(longest_sequence()) + blocks.scorer; }
 };
 
-// The memory of a pass beside the weights and the cache. Lanes run one after the other.
+// The memory of passes beside the weights and the cache. Lanes run one after the other, and each
+// keeps its tables.
 struct PassBytes {
   int64_t activations = 0;
   int64_t logits = 0;
+  int64_t rotary_tables = 0;
+  int64_t images = 0;
 };
+
+// Returns the bytes that images take in a lane: the rows that stay, and an image as long as the
+// longest sequence in the tower.
+int64_t ImageBytes(const ModelConfig& config, int64_t longest_sequence) {
+  const VisionConfig& vision = *config.vision;
+  return kImageRowBytes +
+         longest_sequence * kFloatBytes *
+             (config.hidden_size + vision.merge_unit() * VisionLayerActivations(vision));
+}
 
 absl::StatusOr<std::vector<ParameterSpec>> Parameters(const ModelConfig& config) {
   return ModelParameters(config, {.tied = config.tie_word_embeddings});
@@ -55,22 +70,22 @@ absl::StatusOr<std::vector<ParameterSpec>> Parameters(const ModelConfig& config)
 // Returns the bytes of the shard that rank `rank` holds of a parameter. Matrices are linear maps,
 // or the embedding.
 int64_t WeightBytes(const ParameterSpec& spec, int64_t rank, int64_t ranks,
-                    const LaneStorage& storage) {
+                    const ExpertShard& experts, const LaneStorage& storage) {
   if (!IsPacked(spec, storage.weight_format)) {
-    return ShardNumel(spec, rank, ranks) * static_cast<int64_t>(ItemSizeBytes(storage.dtype));
+    return ShardNumel(spec, rank, ranks, experts) *
+           static_cast<int64_t>(ItemSizeBytes(storage.dtype));
   }
-  std::vector<int64_t> shape = spec.shape;
-  if (spec.shard_axis.has_value()) {
-    shape = Shard{.axis = *spec.shard_axis, .index = rank, .count = ranks}.ShapeOf(shape);
-  }
+  if (!spec.IsIn(experts)) return 0;
+  const std::vector<int64_t> shape = spec.ShardOf(rank, ranks, experts).ShapeOf(spec.shape);
   return kernels::PackedBytes(storage.weight_format, shape[0], shape[1]);
 }
 
 // Returns the bytes of the weights that rank `rank` holds of a lane.
 int64_t WeightsOf(const Lane& lane, const std::vector<ParameterSpec>& specs, int64_t rank) {
+  const ExpertShard experts = ExpertsOfRank(lane.whole_experts, rank, lane.ranks);
   int64_t bytes = 0;
   for (const ParameterSpec& spec : specs) {
-    bytes += WeightBytes(spec, rank, lane.ranks, lane.options.storage);
+    bytes += WeightBytes(spec, rank, lane.ranks, experts, lane.options.storage);
   }
   return bytes;
 }
@@ -104,8 +119,8 @@ int64_t BlockBytes(const Lane& lane, int64_t ranks) {
   for (const LayerCache& layer : lane.family->CacheLayout(lane.config, ranks)) {
     per_token += layer.values_per_token();
   }
-  return kKvBlockTokens * per_token *
-         static_cast<int64_t>(ItemSizeBytes(lane.options.storage.cache_dtype));
+  const auto item = static_cast<int64_t>(ItemSizeBytes(lane.options.storage.cache_dtype));
+  return kKvBlockTokens * (per_token * item + lane.config.RoutingLayout().bytes_per_token());
 }
 
 // Returns the lanes of a server, with the blocks that max_num_seqs sequences need.
@@ -115,12 +130,14 @@ absl::StatusOr<std::vector<Lane>> MakeLanes(const ModelConfig& senior, const Mod
                               .length_field = "max_model_len",
                               .config = senior,
                               .ranks = options.layout.tensor_parallel_size,
+                              .whole_experts = options.layout.enable_expert_parallel,
                               .options = options.senior}};
   if (junior != nullptr) {
     lanes.push_back({.name = "junior",
                      .length_field = "junior_max_model_len",
                      .config = *junior,
                      .ranks = options.layout.junior_tensor_parallel_size,
+                     .whole_experts = options.layout.junior_enable_expert_parallel,
                      .options = options.junior});
   }
   for (Lane& lane : lanes) {
@@ -200,12 +217,17 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
            " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
            lane.length_field, ")")});
   const int64_t activations =
-      options.max_batched_tokens * lane.family->InferenceActivations(config, lane.ranks) * item;
+      options.max_batched_tokens *
+      lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item;
   pass.activations = std::max(pass.activations, activations);
   // The columns that all ranks bring are gathered and then put side by side.
   const int64_t copies = lane.ranks > 1 ? 2 : 1;
   const int64_t logits = copies * std::max(kLogitsBytes, config.vocab_size * kFloatBytes);
   pass.logits = std::max(pass.logits, logits);
+  pass.rotary_tables += RotaryTableBytes(config, tokens);
+  if (config.vision.has_value()) {
+    pass.images = std::max(pass.images, ImageBytes(config, lane.longest_sequence()));
+  }
   return absl::OkStatus();
 }
 
@@ -223,6 +245,11 @@ absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
   TANDEM_RETURN_IF_ERROR(AddUpdate(lanes.front(), options, plan));
   plan.items.push_back({"activations", pass.activations, options.on_host});
   plan.items.push_back({"logits", pass.logits, options.on_host});
+  plan.items.push_back({"rotary_tables", pass.rotary_tables, options.on_host});
+  if (pass.images > 0) plan.items.push_back({"images", pass.images, options.on_host});
+  if (options.rank == 0 && lanes.front().config.vision.has_value()) {
+    plan.items.push_back({"blob_cache", options.blob_cache_bytes});
+  }
   return plan;
 }
 
@@ -270,6 +297,7 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
           .max_num_seqs = options.max_num_seqs,
           .max_batched_tokens = options.max_batched_tokens,
           .kv_cache_bytes = options.kv_cache_bytes,
+          .blob_cache_bytes = options.blob_cache_bytes,
           .available_memory_bytes = options.available_memory_bytes,
           .on_host = options.compute.device == "cpu",
           .layout = options.layout,

@@ -19,6 +19,9 @@ namespace tandem::rollout {
 // Bytes of logits that a lane computes at a time, if that is a row or more.
 inline constexpr int64_t kLogitsBytes = 64 << 20;
 
+// Bytes of the rows of images that a lane keeps from one pass to the next.
+inline constexpr int64_t kImageRowBytes = 64 << 20;
+
 // The blocks of one lane's KV cache: first those of sequences that are being written, then those of
 // sequences that are being scored.
 struct LaneBlocks {
@@ -45,6 +48,7 @@ struct RolloutMemoryOptions {
   int64_t max_num_seqs = 0;
   int64_t max_batched_tokens = 0;  // in one forward pass
   int64_t kv_cache_bytes = 0;      // of both lanes, on all ranks; 0: see PlanCacheBlocks
+  int64_t blob_cache_bytes = 0;    // of a senior that takes images
   // The host's memory for this rank; nullopt: not known.
   std::optional<int64_t> available_memory_bytes = std::nullopt;
   bool on_host = true;  // whether the CPU computes
@@ -71,11 +75,11 @@ absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const Mod
                                             const RolloutMemoryOptions& options);
 
 // Returns the items of one rank: weights and KV cache of the lanes that it holds, the tensors of an
-// update and the weights that are made of them, activations and logits of a pass. Caches and dense
-// weights are exact; activations are an upper estimate, and so are packed weights by the padding of
-// single maps, which are stored in stacks. The cache is that of PlanCacheBlocks. `junior` is
-// nullptr without one. UNIMPLEMENTED for a model_type that no family has; errors of
-// PlanCacheBlocks.
+// update and the weights that are made of them, activations and logits of a pass, tables of
+// rotations. Caches and dense weights are exact; activations and tables are upper estimates, and so
+// are packed weights by the padding of single maps, which are stored in stacks. The cache is that
+// of PlanCacheBlocks. `junior` is nullptr without one. UNIMPLEMENTED for a model_type that no
+// family has; errors of PlanCacheBlocks.
 absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
                                          const RolloutMemoryOptions& options);
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/base/error.h"
+#include "common/model/rope_config.h"
 #include "common/model/testing/models.h"
 
 namespace tandem::rollout {
@@ -72,9 +73,11 @@ TEST(RolloutMemoryTest, SequencesWithWindowsNeedTheirBlocksAlone) {
 // A token of a latent takes (kv_lora_rank + qk_rope_head_dim) numbers a layer, however many heads
 // there are and ranks share them.
 TEST(RolloutMemoryTest, TheCacheOfLatentAttentionFollowsItsFormula) {
-  const ModelConfig config = TinyConfig(
-      "deepseek_v3",
-      {{"vocab_size", 62}, {"intermediate_size", 44}, {"max_position_embeddings", 1000}});
+  const ModelConfig config =
+      TinyConfig("deepseek_v3", {{"vocab_size", 62},
+                                 {"intermediate_size", 44},
+                                 {"max_position_embeddings", 1000},
+                                 {"first_k_dense_replace", 2}});  // no routing beside the latents
   RolloutMemoryOptions options = {
       .senior = Lane(1000), .junior = {}, .max_num_seqs = 5, .max_batched_tokens = 64};
   const int64_t tokens = (5 * 16 + 16) * 64, layers = 2, width = 13 + 6;
@@ -132,6 +135,20 @@ TEST(RolloutMemoryTest, EveryLaneHasATypeOfItsOwn) {
   EXPECT_EQ(half["staged_weight_update"], whole["staged_weight_update"]);
   EXPECT_EQ(half["activations"], whole["activations"]) << "the larger one of the two lanes";
   EXPECT_FALSE(Items(RolloutMemory(config, nullptr, options).value()).contains("junior_weights"));
+}
+
+TEST(RolloutMemoryTest, EveryLaneKeepsTheTablesOfItsRotation) {
+  const ModelConfig senior = TinyConfig(), junior = TinyConfig("gemma3_text");
+  RolloutMemoryOptions options = {
+      .senior = Lane(200), .junior = Lane(200), .max_num_seqs = 5, .max_batched_tokens = 64};
+  const auto bytes = [&](const ModelConfig* beside) {
+    return Items(RolloutMemory(senior, beside, options).value())["rotary_tables"];
+  };
+  EXPECT_EQ(bytes(nullptr), RotaryTableBytes(senior, 200));
+  EXPECT_EQ(bytes(&junior), RotaryTableBytes(senior, 200) + RotaryTableBytes(junior, 200));
+  options.layout.tensor_parallel_size = 2;
+  options.rank = 1;  // holds the senior alone
+  EXPECT_EQ(bytes(&junior), RotaryTableBytes(senior, 200));
 }
 
 TEST(RolloutMemoryTest, KeysAndValuesHaveATypeOfTheirOwn) {
@@ -225,22 +242,6 @@ TEST(RolloutMemoryTest, ARankCountsWhatItHolds) {
   EXPECT_EQ(PlanCacheBlocks(config, &config, options)->junior.total(), 12) << "no limit of its own";
 }
 
-TEST(RolloutMemoryTest, HeadsArePackedWhereTheSeniorIsHeldInFewerBits) {
-  EngineOptions options{};
-  options.compute.device = "cpu";
-  options.compute.kernels = "auto";
-  const auto packs = [&](DType dtype, Quantization quantization) {
-    options.senior = {
-        .model = "", .dtype = dtype, .quantization = quantization, .max_model_len = 0};
-    return PacksHeads(StorageOf(options.senior, options));
-  };
-  EXPECT_FALSE(packs(DType::kFloat32, Quantization::kNone));
-  EXPECT_TRUE(packs(DType::kBFloat16, Quantization::kNone));
-  EXPECT_TRUE(packs(DType::kFloat32, Quantization::kInt8));
-  options.compute.kernels = "aten";
-  EXPECT_FALSE(packs(DType::kBFloat16, Quantization::kNone));
-}
-
 TEST(RolloutMemoryTest, ASpeculatorIsHeldByTheFirstRank) {
   const ModelConfig config = TinyConfig();
   RolloutMemoryOptions options = TwoLanes();
@@ -328,6 +329,38 @@ TEST(RolloutMemoryTest, RanksHoldTheirShardsOfTheLanes) {
   EXPECT_FALSE(second.contains("junior_weights"));
   EXPECT_EQ(second["staged_weight_update"], 4 * 61 * senior.hidden_size) << "a tensor at a time";
   EXPECT_EQ(second["weight_update_copy"], second["senior_weights"]);
+}
+
+TEST(RolloutMemoryTest, RanksHoldTheirExperts) {
+  const nlohmann::json changes = {
+      {"intermediate_size", 40}, {"num_experts", 6}, {"moe_intermediate_size", 13}};
+  const ModelConfig config = TinyConfig("qwen3_moe", changes);
+  for (const auto& [format, dtype] : {std::pair{WeightFormat::kDense, DType::kFloat32},
+                                      {WeightFormat::kBfloat16, DType::kFloat32}}) {
+    RolloutMemoryOptions options = {
+        .senior = Lane(100, dtype, format), .max_num_seqs = 5, .max_batched_tokens = 64};
+    options.layout = {.tensor_parallel_size = 2, .enable_expert_parallel = true};
+    for (const int64_t rank : {0, 1}) {
+      options.rank = rank;
+      const auto shard =
+          TinyModel("qwen3_moe", changes,
+                    {.placement = {.weight_format = format,
+                                   .shard_index = rank,
+                                   .shard_count = 2,
+                                   .experts = {.index = rank, .count = 2, .whole = true}}});
+      int64_t bytes = 0;
+      for (const Parameter& parameter : shard->DeclaredParameters()) {
+        if (parameter.value.defined()) bytes += static_cast<int64_t>(parameter.value.nbytes());
+        if (parameter.packed != nullptr) {
+          const std::vector<int64_t> shape = parameter.shard.ShapeOf(parameter.spec.shape);
+          bytes += kernels::PackedBytes(format, shape[0], shape[1]);
+        }
+      }
+      auto items = Items(RolloutMemory(config, nullptr, options).value());
+      EXPECT_EQ(items["senior_weights"], bytes);
+      EXPECT_EQ(items["weight_update_copy"], bytes);
+    }
+  }
 }
 
 TEST(RolloutMemoryTest, AnUpdateTakesTwoTensorsAndASecondCopyOfTheWeights) {

@@ -112,7 +112,8 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
     }
   }
   state.epoch = epochs_[LaneIndex(lane)];
-  state.cursor = state.table.TakeKnown(blocks, std::span(sequence.tokens).first(most));
+  state.cursor = state.table.TakeKnown(blocks, std::span(sequence.tokens).first(most),
+                                       sequence.prompt->image_tokens);
   // The tokens after the last whole block are copied from the other sample.
   const int64_t tail = state.table.size();
   if (sibling != nullptr && state.cursor < shared && shared < state.cursor + kKvBlockTokens &&
@@ -262,7 +263,8 @@ void Scheduler::Confirm(Author lane, Sequence& sequence) {
   LaneState& state = sequence.lane(lane);
   state.table.Shrink(pool(lane), KvBlocks(state.consumed()));
   if (state.epoch == epochs_[LaneIndex(lane)]) {
-    state.table.Remember(pool(lane), std::span(sequence.tokens).first(state.cursor));
+    state.table.Remember(pool(lane), std::span(sequence.tokens).first(state.cursor),
+                         sequence.prompt->image_tokens);
   }
   DropUnread(lane, state);
 }

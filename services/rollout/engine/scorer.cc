@@ -7,6 +7,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/layer_cache.h"
+#include "services/rollout/engine/image_tokens.h"
 #include "services/rollout/engine/tell_listener.h"
 
 namespace tandem::rollout {
@@ -16,6 +17,8 @@ namespace {
 struct Scored {
   const ScoreSequence* sequence;
   std::vector<float>* logprobs;
+  std::shared_ptr<const PromptImages> images = nullptr;
+  std::vector<ImageTokens> image_tokens = {};
   BlockTable table = {};
   int64_t cursor = 0;
   // No log-probability is asked for after the last token.
@@ -29,7 +32,11 @@ struct Scored {
 // Whether the next block that both consume is the same, none of its tokens scored.
 bool ShareNextBlock(const Scored& a, const Scored& b) {
   const auto end = static_cast<size_t>(a.cursor + kKvBlockTokens);
-  return a.cursor == b.cursor && std::min(a.unscored().size(), b.unscored().size()) >= end &&
+  const auto images = [&](const Scored& scored) {
+    return IdentitiesAmong(scored.image_tokens, /*begin=*/0, static_cast<int64_t>(end));
+  };
+  return images(a) == images(b) && a.cursor == b.cursor &&
+         std::min(a.unscored().size(), b.unscored().size()) >= end &&
          std::ranges::equal(a.unscored().first(end), b.unscored().first(end));
 }
 
@@ -52,6 +59,7 @@ Scorer::Scorer(const ScorerOptions& options, const WeightsVersion& senior_weight
                ModelRunner* senior, ModelRunner* junior)
     : max_batched_tokens_(options.max_batched_tokens),
       clock_(options.clock),
+      request_limits_(options.request_limits),
       senior_weights_(senior_weights),
       runners_({senior, junior}),
       pools_{BlockPool(options.blocks[0]), BlockPool(options.blocks[1])} {}
@@ -97,7 +105,10 @@ bool Scorer::Step(absl::Duration limit) {
 bool Scorer::AddToGroup(Job& job, const ScoreSequence& sequence, std::vector<float>* logprobs) {
   BlockPool& blocks = pool(job.lane);
   Scored scored = {.sequence = &sequence, .logprobs = logprobs};
-  scored.cursor = scored.table.TakeKnown(blocks, scored.unscored());
+  scored.images =
+      ImagesOf(sequence, job.request.blobs, LaneIndex(job.lane), request_limits_).value();
+  if (scored.images != nullptr) scored.image_tokens = ImageTokensOf(*scored.images);
+  scored.cursor = scored.table.TakeKnown(blocks, scored.unscored(), scored.image_tokens);
   const int64_t missing = KvBlocks(scored.target()) - scored.table.size();
   // A sequence that goes on like one of the group shares its blocks when they are computed.
   const bool waits = std::ranges::any_of(
@@ -159,7 +170,8 @@ absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
     inputs.push_back({.blocks = scored.table.blocks(),
                       .start = scored.cursor,
                       .tokens = std::span(scored.sequence->token_ids).subspan(scored.cursor, count),
-                      .rows = own_rows});
+                      .rows = own_rows,
+                      .images = scored.images.get()});
     budget -= count;
     owners.push_back(&scored);
   }
@@ -180,7 +192,8 @@ absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
     }
     scored.cursor += static_cast<int64_t>(inputs[i].tokens.size());
     scored.table.Remember(pool(job.lane),
-                          std::span(scored.sequence->token_ids).first(scored.cursor));
+                          std::span(scored.sequence->token_ids).first(scored.cursor),
+                          scored.image_tokens);
   }
   const bool finished = std::all_of(job.group.begin(), job.group.end(), [](const Scored& scored) {
     return scored.cursor == scored.target();

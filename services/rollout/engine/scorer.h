@@ -19,6 +19,7 @@
 #include "common/base/weights_version.h"
 #include "services/rollout/engine/block_table.h"
 #include "services/rollout/engine/model_runner.h"
+#include "services/rollout/engine/request_check.h"
 #include "services/rollout/engine/sequence.h"
 #include "services/rollout/engine/types.h"
 
@@ -29,6 +30,7 @@ struct ScorerOptions {
   // The blocks of each lane's cache that the scorer uses, and the generator does not; enough for
   // the longest sequence.
   std::array<BlockRange, 2> blocks;
+  RequestLimits request_limits;
   std::function<absl::Time()> clock = absl::Now;
 };
 
@@ -89,6 +91,7 @@ class Scorer {
 
   const int64_t max_batched_tokens_;
   const std::function<absl::Time()> clock_;
+  const RequestLimits request_limits_;
   std::array<double, 2> tokens_per_second_ = {0, 0};  // of each lane's last pass; 0: none yet
   WeightsVersion senior_weights_;
   const std::array<ModelRunner*, 2> runners_;

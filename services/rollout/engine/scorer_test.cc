@@ -67,10 +67,11 @@ class ScorerTest : public ::testing::Test {
 
   FakeRunner senior_{1, kVocab, kBlocks.first + kBlocks.count};
   FakeRunner junior_{2, kVocab, kBlocks.first + kBlocks.count};
-  Scorer scorer_{{.max_batched_tokens = kPassTokens, .blocks = {kBlocks, kBlocks}},
-                 {0, "zero"},
-                 &senior_,
-                 &junior_};
+  Scorer scorer_{
+      {.max_batched_tokens = kPassTokens, .blocks = {kBlocks, kBlocks}, .request_limits = {}},
+      {0, "zero"},
+      &senior_,
+      &junior_};
 };
 
 TEST_F(ScorerTest, EveryTokenHasTheLogProbOfTheWholePrefix) {
@@ -225,8 +226,9 @@ TEST_F(ScorerTest, APassIsAsShortAsItShouldBe) {
     return absl::UnixEpoch() + absl::Milliseconds(10) * (senior.passes + junior.passes) +
            absl::Milliseconds(1) * senior.consumed + absl::Microseconds(250) * junior.consumed;
   };
-  Scorer scorer({.max_batched_tokens = kMost, .blocks = {blocks, blocks}, .clock = now},
-                {0, "zero"}, &senior, &junior);
+  Scorer scorer(
+      {.max_batched_tokens = kMost, .blocks = {blocks, blocks}, .request_limits = {}, .clock = now},
+      {0, "zero"}, &senior, &junior);
   std::optional<absl::StatusOr<ScoreResult>> result;
   scorer.Submit(Request(3, 1000, true, true), {},
                 [&](absl::StatusOr<ScoreResult> ended) { result = std::move(ended); });

@@ -17,6 +17,8 @@
 #include "common/tandem/trajectory.h"
 #include "services/rollout/engine/block_table.h"
 #include "services/rollout/engine/drafter.h"
+#include "services/rollout/engine/image_tokens.h"
+#include "services/rollout/engine/request_check.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {
@@ -52,6 +54,8 @@ struct Prompt {
   std::shared_ptr<PromptListener> listener;
   TokenSet stop_tokens;
   int64_t max_response_tokens = 0;
+  LaneImages images;  // of the prompt, as each lane reads them
+  std::vector<ImageTokens> image_tokens;
   // Indexed by sample; null once finished.
   std::vector<std::unique_ptr<Sequence>> samples;
   int64_t unfinished = 0;
@@ -70,7 +74,11 @@ struct Sequence {
         tokens(prompt->request.prompt_token_ids),
         selector(prompt->request.tandem, prompt->request.seed, sample_index, std::move(boundaries)),
         wants_other(prompt->request.return_other_logprobs && prompt->request.tandem.enabled),
-        eager(eager && prompt->request.tandem.enabled) {}
+        eager(eager && prompt->request.tandem.enabled) {
+    if (records_routing(Author::kSenior)) {
+      lane(Author::kSenior).table = BlockTable(kNoRecordedPrefix);
+    }
+  }
 
   Prompt* const prompt;
   const uint64_t sample_index;
@@ -117,6 +125,11 @@ struct Sequence {
   int64_t response_length() const { return static_cast<int64_t>(authors.size()); }
   LaneState& lane(Author author) { return lanes[LaneIndex(author)]; }
   const LaneState& lane(Author author) const { return lanes[LaneIndex(author)]; }
+
+  // Whether `author`'s model records the experts that the tokens take.
+  bool records_routing(Author author) const {
+    return author == Author::kSenior && prompt->request.return_routed_experts;
+  }
 
   // Whether sampling has finished. The other model's log-probs may still be missing; see
   // complete().
@@ -174,6 +187,8 @@ struct Sequence {
       // for a draft.
       return eager ? length() - (wants_other || drafts != nullptr ? 1 : 0) : 0;
     }
+    // A record is of every token but the last.
+    if (records_routing(author)) return length() - 1;
     // Only the lane that did not write the last token can lag.
     return wants_other && authors.back() != author ? length() - 1 : 0;
   }

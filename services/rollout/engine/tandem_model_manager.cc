@@ -47,10 +47,10 @@ ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& opti
 // Loads the speculator onto the senior's device.
 absl::StatusOr<std::unique_ptr<const speculator::Speculator>> LoadSpeculatorOf(
     const Model& senior, const EngineOptions& options) {
-  auto loaded = speculator::LoadSpeculator(
-      options.senior_speculator, {.num_token_ids = senior.num_token_ids(),
-                                  .device = senior.device(),
-                                  .packs_heads = PacksHeads(StorageOf(options.senior, options))});
+  auto loaded = speculator::LoadSpeculator(options.senior_speculator,
+                                           {.num_token_ids = senior.num_token_ids(),
+                                            .device = senior.device(),
+                                            .packs_heads = HasPackedLanes(options.compute)});
   if (!loaded.ok()) return PrependFieldPath("senior_speculator", loaded.status());
   return loaded;
 }

@@ -34,7 +34,9 @@ absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow
 TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
                          std::unique_ptr<const speculator::Speculator> speculator)
     : model_(std::move(model)),
-      cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype)),
+      cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype),
+             model_->config().RoutingLayout()),
+      image_rows_(model_.get(), kImageRowBytes),
       speculator_(std::move(speculator)) {}
 
 absl::Status TorchRunner::Run(const Pass& pass, PassResults& results) {
@@ -70,6 +72,37 @@ absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t 
   });
 }
 
+absl::Status TorchRunner::ReadRouting(std::span<const int32_t> blocks, int64_t count,
+                                      TokenExperts& experts) {
+  const RoutingCache layout = model_->config().RoutingLayout();
+  if (layout.layers == 0) return ModelRunner::ReadRouting(blocks, count, experts);
+  return CatchTorchErrors("routed experts", [&] {
+    const c10::InferenceMode inference_mode;
+    std::vector<at::Tensor> tokens;
+    for (int64_t begin = 0; begin < count; begin += kKvBlockTokens) {
+      const int64_t block = blocks[static_cast<size_t>(begin / kKvBlockTokens)];
+      tokens.push_back(cache_.routing().narrow(0, block * kKvBlockTokens,
+                                               std::min(kKvBlockTokens, count - begin)));
+    }
+    const at::Tensor ids = at::cat(tokens).to(at::kCPU, at::kInt).contiguous();
+    const int32_t* const data = ids.const_data_ptr<int32_t>();
+    experts.layers = layout.layers;
+    experts.experts_per_token = layout.experts_per_token;
+    experts.ids.assign(data, data + ids.numel());
+    return absl::OkStatus();
+  });
+}
+
+void TorchRunner::AddImageRows(const Pass& pass) {
+  image_rows_of_inputs_.clear();
+  image_rows_of_inputs_.reserve(inputs_.size());  // spans of its items stay valid
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    if (inputs_[i].images == nullptr) continue;
+    inputs_[i].image_rows = image_rows_of_inputs_.emplace_back(image_rows_.Of(pass.sequences[i]));
+  }
+  if (!image_rows_of_inputs_.empty()) image_rows_.Trim();
+}
+
 absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   rows_.clear();
   row_indices_.clear();
@@ -86,8 +119,9 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
         {.blocks = sequence.blocks,
          .start = sequence.start,
          .tokens = sequence.tokens,
-         .output_rows =
-             absl::MakeConstSpan(row_indices_).subspan(first_row, sequence.rows.size())});
+         .output_rows = absl::MakeConstSpan(row_indices_).subspan(first_row, sequence.rows.size()),
+         .images = sequence.images,
+         .records_routing = sequence.records_routing});
     first_row += sequence.rows.size();
   }
   const auto total = static_cast<int64_t>(rows_.size());
@@ -95,6 +129,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   hidden_.reset();
   return CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
+    AddImageRows(pass);  // whose tensors outlive the pass
     const ops::PassMemoryScope scope(memory_);
     for (const BlockCopy& copy : pass.copies) cache_.CopyBlock(copy.from, copy.to);
     TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, inputs_));

@@ -15,6 +15,7 @@
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_update.h"
 #include "common/tensor/dtype.h"
+#include "services/rollout/engine/image_rows.h"
 #include "services/rollout/engine/model_runner.h"
 
 namespace tandem::rollout {
@@ -36,22 +37,32 @@ class TorchRunner : public ModelRunner {
   // if libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
   absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
                      std::vector<int32_t>& drafts) override;
+  // All ranks of a sharded model choose the same experts, so one of them answers alone. INTERNAL if
+  // libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
+  absl::Status ReadRouting(std::span<const int32_t> blocks, int64_t count,
+                           TokenExperts& experts) override;
   // Exchanges the weights of the speculator, which there is, with new ones, between two passes.
   void SwapSpeculator(const speculator::PreparedSpeculator& next) { next.SwapWith(*speculator_); }
+  // Tells that the model's weights were replaced, between two passes.
+  void OnNewWeights() { image_rows_.Forget(); }
   // Run on a rank whose logits another rank gathers: of the rows only the indices are read.
   absl::Status Follow(const Pass& pass);
 
  private:
+  // Adds to inputs_ what the vision tower gives the images of the pass.
+  void AddImageRows(const Pass& pass);
   absl::Status Compute(const Pass& pass, PassResults* results);
 
   std::unique_ptr<Model> model_;
   KvCache cache_;
+  ImageRows image_rows_;
   const std::unique_ptr<const speculator::Speculator> speculator_;
   ops::PassMemory memory_;
-  // Of the pass that runs; they keep their memory for the next.
+  // Vectors of the pass that runs, which keep their memory for the next.
   std::vector<const OutputRow*> rows_;
   std::vector<int64_t> row_indices_;
   std::vector<DecodeInput> inputs_;
+  std::vector<std::vector<at::Tensor>> image_rows_of_inputs_;
   at::Tensor hidden_;  // with a speculator: of the last pass, [number of its rows, H]
 };
 

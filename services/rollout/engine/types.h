@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "common/base/rank_environment.h"
+#include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
 #include "common/model/compute_options.h"
 #include "common/model/model_summary.h"
@@ -58,6 +59,7 @@ struct EngineOptions {
   RankEnvironment environment = {};  // of this process among the ranks of the server
   int64_t kv_cache_bytes = 0;        // of both lanes; 0: chosen by the server
   std::optional<DType> kv_cache_dtype = std::nullopt;  // nullopt: that of the lane's activations
+  int64_t blob_cache_bytes = 0;  // most bytes of pixels that the server keeps, if it takes images
   // The host's memory that this rank may take, from which a server without kv_cache_bytes chooses
   // the size of the cache; nullopt: not known.
   std::optional<int64_t> available_memory_bytes = std::nullopt;
@@ -101,9 +103,12 @@ struct PromptRequest {
   uint64_t seed = 0;
   int64_t num_samples = 1;
   bool return_other_logprobs = false;
+  bool return_routed_experts = false;
   bool stream_tokens = false;
   int32_t priority = 0;  // higher comes first (waiting_queue.h)
   SpeculativeParams speculative;
+  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  Blobs blobs = {};                                 // their pixels
   absl::Time deadline = absl::InfiniteFuture();
 };
 
@@ -178,6 +183,8 @@ struct Submission {
 struct ScoreSequence {
   std::vector<int32_t> token_ids;
   int64_t first_scored_token = 1;
+  // The images of the tokens before first_scored_token, in their order.
+  std::vector<VisionReference> vision_inputs = {};
 };
 
 struct ScoreRequest {
@@ -185,6 +192,7 @@ struct ScoreRequest {
   bool senior = true;
   bool junior = false;
   double temperature = 1.0;
+  Blobs blobs = {};  // of the sequences' images
 };
 
 struct SequenceScores {

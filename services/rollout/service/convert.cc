@@ -108,12 +108,15 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
           .layout = {.tensor_parallel_size = config.tensor_parallel_size(),
                      .junior_tensor_parallel_size = config.junior_tensor_parallel_size(),
                      .junior_gpu_devices = {config.junior_gpu_devices().begin(),
-                                            config.junior_gpu_devices().end()}},
+                                            config.junior_gpu_devices().end()},
+                     .enable_expert_parallel = config.enable_expert_parallel(),
+                     .junior_enable_expert_parallel = config.junior_enable_expert_parallel()},
           .environment = environment,
           .kv_cache_bytes = config.kv_cache_bytes(),
           .kv_cache_dtype = config.kv_cache_dtype().empty()
                                 ? std::nullopt
                                 : std::optional(DTypeOf(config.kv_cache_dtype())),
+          .blob_cache_bytes = config.server().blob_cache_bytes(),
           .configuration = config::ToYaml(alike)};
 }
 
@@ -136,11 +139,14 @@ absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
   }
   request.num_samples = prompt.num_samples() == 0 ? 1 : prompt.num_samples();
   request.return_other_logprobs = prompt.return_other_logprobs();
+  request.return_routed_experts = prompt.return_routed_experts();
   request.stream_tokens = prompt.stream_tokens();
   request.priority = prompt.priority();
   absl::StatusOr<SpeculativeParams> speculative = SpeculativeFromProto(prompt.speculative());
   if (!speculative.ok()) return PrependFieldPath("speculative", speculative.status());
   request.speculative = *speculative;
+  TANDEM_ASSIGN_OR_RETURN(request.vision_inputs,
+                          rpc::VisionInputsFromProto(prompt.vision_inputs()));
   return request;
 }
 
@@ -175,14 +181,20 @@ v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::St
   return response;
 }
 
-ScoreRequest ScoreFromProto(const v1::ScoreRequest& proto) {
+absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto) {
   ScoreRequest request;
   request.senior = proto.senior();
   request.junior = proto.junior();
   if (proto.has_temperature()) request.temperature = proto.temperature();
   for (const v1::ScoreSequence& sequence : proto.sequences()) {
+    auto images = rpc::VisionInputsFromProto(sequence.vision_inputs());
+    if (!images.ok()) {
+      return PrependFieldPath(absl::StrCat("sequences[", request.sequences.size(), "]"),
+                              images.status());
+    }
     request.sequences.push_back({{sequence.token_ids().begin(), sequence.token_ids().end()},
-                                 sequence.first_scored_token()});
+                                 sequence.first_scored_token(),
+                                 *std::move(images)});
   }
   return request;
 }

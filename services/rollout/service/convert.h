@@ -16,7 +16,7 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
                               const RankEnvironment& environment);
 
 // Converts a prompt; unset fields of its tandem get `defaults`. INVALID_ARGUMENT with a path
-// relative to the prompt; the engine's Validate checks the rest.
+// relative to the prompt; the engine's Validate checks the rest. The caller adds the blobs.
 absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
                                               const TandemConfig& defaults);
 
@@ -25,7 +25,8 @@ v1::GenerateResponse FinishedToProto(const std::string& request_id, const Trajec
                                      const SampleDrafts& drafts);
 v1::GenerateResponse FailedToProto(const std::string& request_id, const absl::Status& status);
 
-ScoreRequest ScoreFromProto(const v1::ScoreRequest& proto);  // the engine checks it
+// INVALID_ARGUMENT for an image of unknown kind; the engine checks the rest.
+absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto);
 v1::ScoreResponse ScoreToProto(const ScoreResult& result);
 
 // Adds the engine's state to a response that describes the server.

@@ -93,6 +93,7 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   config.set_on_weight_update(config::v1::ON_WEIGHT_UPDATE_KEEP);
   config.set_tensor_parallel_size(4);
   config.set_junior_tensor_parallel_size(2);
+  config.set_junior_enable_expert_parallel(true);
   config.set_heartbeat_timeout_seconds(3);
   config.set_max_model_len(100);
   config.set_junior_max_model_len(50);
@@ -124,6 +125,8 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_EQ(options.compute.local_rank, 1);
   EXPECT_EQ(options.layout.tensor_parallel_size, 4);
   EXPECT_EQ(options.layout.junior_tensor_parallel_size, 2);
+  EXPECT_FALSE(options.layout.enable_expert_parallel);
+  EXPECT_TRUE(options.layout.junior_enable_expert_parallel);
   EXPECT_EQ(options.rank_timeouts.silence, absl::Seconds(3));
   EXPECT_EQ(options.rank_timeouts.collective, absl::Seconds(600));
   // Settings of a single rank are not compared.

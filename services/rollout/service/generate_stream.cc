@@ -93,7 +93,9 @@ void GenerateStream::Collect(const v1::Prompt& prompt) {
     return;
   }
   absl::StatusOr<PromptRequest> request = PromptFromProto(prompt, options_.tandem);
-  absl::Status status = request.ok() ? engine_->Validate(*request) : request.status();
+  absl::Status status = request.status();
+  if (status.ok()) status = blobs_->Collect(request->vision_inputs, request->blobs);
+  if (status.ok()) status = engine_->Validate(*request);
   if (!status.ok()) {
     Fail(id, status);
     return;

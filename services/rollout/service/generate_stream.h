@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "common/rpc/blob_store.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/write_queue.h"
 #include "services/rollout/engine/engine.h"
@@ -40,10 +41,10 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
   static constexpr size_t kMaxWaitingEvents = 256;
 
   // `outbox` and `budget`, of the bytes of batches that are not complete, are used until Detach;
-  // `engine` outlives this object's calls.
-  GenerateStream(Engine* engine, const GenerateStreamOptions& options, rpc::ByteBudget* budget,
-                 Outbox* outbox)
-      : engine_(engine), options_(options), budget_(budget), outbox_(outbox) {}
+  // `engine` and `blobs`, of the prompts' images, outlive this object's calls.
+  GenerateStream(Engine* engine, const GenerateStreamOptions& options, rpc::BlobStore* blobs,
+                 rpc::ByteBudget* budget, Outbox* outbox)
+      : engine_(engine), options_(options), blobs_(blobs), budget_(budget), outbox_(outbox) {}
 
   // Takes a message of the client. An error ends the whole stream, for example for a batch of more
   // prompts than max_batch_samples. Messages and the half-close come one after the other.
@@ -108,6 +109,7 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
 
   Engine* const engine_;
   const GenerateStreamOptions options_;
+  rpc::BlobStore* const blobs_;
   rpc::ByteBudget* const budget_;
   std::unique_ptr<Batch> batch_;  // the batch that is being collected; used by the reader alone
   mutable std::mutex mutex_;

@@ -33,8 +33,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
       options.layout, senior, junior.has_value() ? &*junior : nullptr, environment.world_size));
   speculator::SpeculatorSize speculator;
   if (const std::string& directory = config.senior_speculator(); !directory.empty()) {
-    const auto measured = measure_speculator(directory, senior.hidden_size,
-                                             PacksHeads(StorageOf(options.senior, options)));
+    const auto measured =
+        measure_speculator(directory, senior.hidden_size, HasPackedLanes(options.compute));
     if (!measured.ok()) return PrependFieldPath("senior_speculator", measured.status());
     speculator = *measured;
   }

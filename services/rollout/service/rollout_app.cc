@@ -7,6 +7,7 @@
 #include "common/base/machine_resources.h"
 #include "common/base/status_macros.h"
 #include "services/rollout/service/convert.h"
+#include "tandem/blobs/v1/blobs.grpc.pb.h"
 #include "tandem/rollout/v1/rollout.grpc.pb.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
@@ -17,13 +18,17 @@ RolloutApp::RolloutApp(const config::v1::RolloutServerConfig& config, rpc::Serve
     : options_(ToEngineOptions(config, runtime.environment)),
       create_engine_(std::move(create_engine)),
       metrics_(runtime.metrics),
-      rollout_service_(runtime, RolloutServiceOptions{.tandem = options_.tandem,
-                                                      .max_batch_samples = options_.max_queue}),
+      rollout_service_(runtime,
+                       RolloutServiceOptions{.tandem = options_.tandem,
+                                             .max_batch_samples = options_.max_queue,
+                                             .blob_cache_bytes = options_.blob_cache_bytes}),
+      blob_service_(runtime.executor, rollout_service_.blobs()),
       weight_service_(runtime.executor, runtime.metrics) {}
 
 std::vector<rpc::NamedService> RolloutApp::services() {
   if (!leads()) return {};  // clients call rank 0
   return {{v1::RolloutService::service_full_name(), &rollout_service_},
+          {blobs::v1::BlobService::service_full_name(), &blob_service_},
           {weights::v1::WeightService::service_full_name(), &weight_service_}};
 }
 

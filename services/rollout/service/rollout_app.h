@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/rpc/blob_service.h"
 #include "common/rpc/server_main.h"
 #include "common/rpc/weight_receiver_service.h"
 #include "services/rollout/engine/engine.h"
@@ -42,6 +43,7 @@ class RolloutApp final : public rpc::ServerApp {
   rpc::Metrics& metrics_;
   std::unique_ptr<Engine> engine_;  // outlives the services
   RolloutService rollout_service_;
+  rpc::BlobService blob_service_;
   rpc::WeightReceiverService weight_service_;
 };
 

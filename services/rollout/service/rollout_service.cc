@@ -4,7 +4,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
@@ -34,7 +36,7 @@ class RolloutService::GenerateReactor final
                                   .max_batch_samples = service->options_.max_batch_samples,
                                   .deadline = rpc::internal::DeadlineOf(*context),
                                   .stream = ++service->last_stream_},
-            &service->collected_bytes_, &outbox_)),
+            &service->blobs_, &service->collected_bytes_, &outbox_)),
         request_id_(rpc::AssignRequestId(context)),
         traceparent_(rpc::TraceparentOf(*context)) {
     if (!admitted_.ok()) {
@@ -143,6 +145,11 @@ RolloutService::~RolloutService() {
   heartbeat_.join();
 }
 
+void RolloutService::SetEngine(Engine* engine) {
+  engine_ = engine;
+  if (engine->Info().senior.vision.has_value()) blobs_.SetCapacity(options_.blob_cache_bytes);
+}
+
 void RolloutService::Drain() {
   std::vector<std::shared_ptr<GenerateStream>> streams;
   {
@@ -211,8 +218,15 @@ grpc::ServerUnaryReactor* RolloutService::Score(grpc::CallbackServerContext* con
   // Asynchronous: a score takes many steps of the engine, and no worker waits for it.
   return rpc::HandleUnaryAsync<v1::ScoreRequest, v1::ScoreResponse>(
       executor_, context, request, response,
-      [this](const v1::ScoreRequest& proto, const CallScope& call, const auto& done) {
-        return engine_.load()->Score(ScoreFromProto(proto), call,
+      [this](const v1::ScoreRequest& proto, const CallScope& call,
+             const auto& done) -> absl::Status {
+        TANDEM_ASSIGN_OR_RETURN(ScoreRequest request, ScoreFromProto(proto));
+        for (size_t i = 0; i < request.sequences.size(); ++i) {
+          TANDEM_RETURN_IF_ERROR(
+              PrependFieldPath(absl::StrCat("sequences[", i, "]"),
+                               blobs_.Collect(request.sequences[i].vision_inputs, request.blobs)));
+        }
+        return engine_.load()->Score(std::move(request), call,
                                      [done](const absl::StatusOr<ScoreResult>& result) {
                                        if (result.ok()) {
                                          done(ScoreToProto(*result));

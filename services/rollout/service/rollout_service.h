@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "absl/time/time.h"
+#include "common/rpc/blob_store.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/server_main.h"
@@ -27,6 +28,8 @@ struct RolloutServiceOptions {
   int64_t max_batch_samples;
   // Limit for the bytes of prompts in incomplete batches, of all streams together.
   int64_t max_collected_bytes = 256 << 20;
+  // Most bytes of pixels, where the model takes images.
+  int64_t blob_cache_bytes = 0;
   // A stream without events for this long gets a heartbeat.
   absl::Duration heartbeat_interval = absl::Seconds(5);
 };
@@ -45,7 +48,10 @@ class RolloutService final : public RolloutCallbacks {
   ~RolloutService() override;
 
   // Before the executor's gate opens. The engine must outlive the calls.
-  void SetEngine(Engine* engine) { engine_ = engine; }
+  void SetEngine(Engine* engine);
+
+  // The pixels of images, which prompts name.
+  rpc::BlobStore& blobs() { return blobs_; }
 
   // Refuses new prompts; a stream ends once none of its prompts runs.
   void Drain();
@@ -78,6 +84,7 @@ class RolloutService final : public RolloutCallbacks {
   rpc::CallExecutor& executor_;
   const RolloutServiceOptions options_;
   std::atomic<Engine*> engine_ = nullptr;
+  rpc::BlobStore blobs_;
   std::atomic<uint64_t> last_stream_ = 0;
   rpc::ByteBudget collected_bytes_;
 

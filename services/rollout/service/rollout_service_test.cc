@@ -431,6 +431,7 @@ class GenerateStreamTest : public testing::Test {
   }
 
   FakeEngine engine_;
+  rpc::BlobStore blobs_;
   rpc::ByteBudget budget_{1 << 20};
   rpc::ByteBudget event_bytes_{1 << 20};
   const v1::GenerateResponse* in_flight_ = nullptr;
@@ -439,7 +440,7 @@ class GenerateStreamTest : public testing::Test {
       [this](const v1::GenerateResponse* response) { in_flight_ = response; },
       [this](grpc::Status status) { finished_ = status; }, event_bytes_};
   std::shared_ptr<GenerateStream> stream_ =
-      std::make_shared<GenerateStream>(&engine_, StreamOptions(), &budget_, &outbox_);
+      std::make_shared<GenerateStream>(&engine_, StreamOptions(), &blobs_, &budget_, &outbox_);
 };
 
 TEST_F(GenerateStreamTest, ASlowReaderFindsMergedTokensAndBoundedMemory) {

@@ -110,6 +110,35 @@ absl::Status CheckMask(const Trajectory& trajectory) {
   return absl::OkStatus();
 }
 
+// Checks the experts that the tokens of a trajectory take.
+absl::Status CheckRoutedExperts(const Trajectory& trajectory, const RoutingCache& routing) {
+  const TokenExperts& experts = trajectory.routed_experts;
+  if (experts.empty()) {
+    return InvalidField("routed_experts", "is missing, and routing_replay needs it");
+  }
+  if (experts.layers != routing.layers || experts.experts_per_token != routing.experts_per_token) {
+    return InvalidField("routed_experts",
+                        absl::StrCat("holds ", experts.experts_per_token, " experts in ",
+                                     experts.layers, " layers of a token, and the model takes ",
+                                     routing.experts_per_token, " in ", routing.layers));
+  }
+  const size_t tokens =
+      trajectory.prompt_token_ids.size() + trajectory.response_token_ids.size() - 1;
+  if (experts.ids.size() != tokens * static_cast<size_t>(experts.ids_per_token())) {
+    return InvalidField("routed_experts",
+                        absl::StrCat("must have a row for each of ", tokens, " tokens"));
+  }
+  const auto per_token = static_cast<size_t>(experts.experts_per_token);
+  for (size_t i = 0; i < experts.ids.size(); ++i) {
+    const bool ascends = i % per_token == 0 || experts.ids[i] > experts.ids[i - 1];
+    if (experts.ids[i] < routing.num_experts && ascends) continue;
+    return InvalidField(absl::StrCat("routed_experts[", i / per_token / routing.layers, "]"),
+                        absl::StrCat("must hold different experts in ascending order, below ",
+                                     routing.num_experts));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective& objective,
                              const BatchLimits& limits) {
   TANDEM_RETURN_IF_ERROR(training::CheckSequence(trajectory.prompt_token_ids,
@@ -135,6 +164,9 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
       PrependFieldPath("sampling", Validate(trajectory.sampling, limits.sequence.num_token_ids)));
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("tandem", Validate(trajectory.tandem, limits.sequence.num_token_ids)));
+  if (objective.routing_replay) {
+    TANDEM_RETURN_IF_ERROR(CheckRoutedExperts(trajectory, limits.routing));
+  }
   const bool junior_counts =
       objective.junior_token_loss_weight > 0 &&
       std::count(trajectory.authorship_mask.begin(), trajectory.authorship_mask.end(), 0) > 0;
@@ -238,6 +270,10 @@ PolicyBatch WithoutStale(const PolicyBatch& batch, const BatchLimits& limits) {
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("policy", CheckObjective(batch.objective, limits.support)));
+  if (batch.objective.routing_replay && limits.routing.layers == 0) {
+    return InvalidField("policy.routing_replay",
+                        "needs a mixture of experts; no layer of the model has experts");
+  }
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(

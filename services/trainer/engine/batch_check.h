@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "common/model/layer_cache.h"
 #include "common/training/sequence_check.h"
 #include "common/training/weights_lineage.h"
 #include "services/trainer/engine/types.h"
@@ -18,6 +19,7 @@ struct BatchLimits {
   int64_t version = 0;  // of the weights that the update starts from
   const training::WeightsLineage* lineage = nullptr;
   ObjectiveSupport support = {};
+  RoutingCache routing = {};  // of the model; without layers if it has no experts
 };
 
 // Returns the batch without its stale samples: those with a token that is older than max_staleness

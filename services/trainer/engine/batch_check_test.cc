@@ -22,7 +22,14 @@ BatchLimits Limits() {
   }();
   return {.sequence = {.num_token_ids = 61, .max_model_len = 32},
           .max_samples = 8,
-          .lineage = &lineage};
+          .lineage = &lineage,
+          .routing = {.layers = 3, .num_experts = 5, .experts_per_token = 2}};
+}
+
+// The experts of sample 2, of a batch that replays them.
+TokenExperts& Experts(PolicyBatch& batch) {
+  ReplayRouting(batch, 3, 5);
+  return batch.samples[2].trajectory.routed_experts;
 }
 
 struct Case {
@@ -60,6 +67,24 @@ const std::vector<Case>& Cases() {
        "samples[2].trajectory.other_logprobs"},
       {"NaN keep mass", [](auto& b) { T(b).log_keep_mass.assign(7, kNan); }, kInvalid,
        "samples[2].trajectory.log_keep_mass[0]"},
+      {"no experts", [](auto& b) { Experts(b) = {}; }, kInvalid,
+       "samples[2].trajectory.routed_experts"},
+      {"experts of another number of layers", [](auto& b) { Experts(b).layers = 6; }, kInvalid,
+       "samples[2].trajectory.routed_experts"},
+      {"a token without experts",
+       [](auto& b) {
+         TokenExperts& experts = Experts(b);
+         experts.ids.resize(experts.ids.size() - 6);
+       },
+       kInvalid, "samples[2].trajectory.routed_experts"},
+      {"an expert that is not there", [](auto& b) { Experts(b).ids[13] = 5; }, kInvalid,
+       "samples[2].trajectory.routed_experts[2]"},
+      {"an expert twice",
+       [](auto& b) {
+         TokenExperts& experts = Experts(b);
+         experts.ids[7] = experts.ids[6];
+       },
+       kInvalid, "samples[2].trajectory.routed_experts[1]"},
       {"no version", [](auto& b) { T(b).senior_versions.clear(); }, kInvalid,
        "samples[2].trajectory.senior_versions"},
       {"versions too short", [](auto& b) { T(b).senior_versions[0].count = 6; }, kInvalid,

@@ -10,13 +10,14 @@ absl::StatusOr<Advantages> CriticAdvantages(training::TrainingCore& core, Critic
                                             const CallScope& call, const TrainStepRequest& request,
                                             const PolicyBatch& batch, const TokenNumbers& penalties,
                                             Metrics& metrics) {
-  const CriticConnection::Call critic_call{.scope = call,
-                                           .progress = [&core] { core.NoteProgress(); }};
+  const CriticConnection::Call critic_call{
+      .scope = call, .progress = [&core] { core.NoteProgress(); }, .blobs = request.blobs};
   CriticConnection::TrainRequest train;
   train.step = {.run_id = request.run_id, .step = request.step, .request_id = request.request_id};
   for (const PolicySample& sample : batch.samples) {
-    train.sequences.push_back(
-        {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
+    train.sequences.push_back({sample.trajectory.prompt_token_ids,
+                               sample.trajectory.response_token_ids,
+                               sample.trajectory.vision_inputs});
     if (SkipsJuniorTokens(batch.objective)) {
       train.loss_masks.push_back(sample.trajectory.authorship_mask);
     }

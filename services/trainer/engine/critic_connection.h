@@ -11,6 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
+#include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
 #include "common/training/mini_batches.h"
 
@@ -23,6 +24,7 @@ class CriticConnection {
   struct Call {
     const CallScope& scope;
     std::function<void()> progress;
+    const Blobs& blobs;  // of the sequences' images, which the critic is sent if it lacks them
   };
   // The train step of a call. The critic answers a repeated step with the same values, even after
   // it has learnt the step.
@@ -34,6 +36,7 @@ class CriticConnection {
   struct Sequence {
     std::vector<int32_t> prompt_token_ids;
     std::vector<int32_t> response_token_ids;
+    std::vector<VisionReference> vision_inputs = {};
   };
   struct Values {
     std::vector<std::vector<float>> values;  // [S][L]

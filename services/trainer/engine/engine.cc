@@ -103,13 +103,14 @@ BatchLimits TorchEngine::Limits() const {
           .support = {.critic = critic_ != nullptr,
                       .reference = models_->reference != nullptr,
                       .junior = models_->junior_kl->has_junior(),
-                      .frozen = core_->frozen()}};
+                      .frozen = core_->frozen()},
+          .routing = core_->model().config().RoutingLayout()};
 }
 
 absl::StatusOr<StepResult> TorchEngine::DoStep(const CallScope& call,
                                                const TrainStepRequest& request) {
   if (const auto* supervised = std::get_if<SupervisedBatch>(&request.batch)) {
-    SupervisedStep step(*models_, Limits(), *supervised);
+    SupervisedStep step(*models_, Limits(), *supervised, request.blobs);
     return core_->Step(request, [&](StepReport& report) { return step.Prepare(report); });
   }
   PolicyStep step(*models_, critic_.get(), Limits(), request, std::get<PolicyBatch>(request.batch));

@@ -259,6 +259,44 @@ TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
   });
 }
 
+// With losses of its routers, and in every other step with the experts that the samples recorded.
+TEST_P(TrainerRanksTest, AMixtureOfExpertsLearnsAsInOneProcess) {
+  expected_version_ = 5;
+  for (const char* family : {"mixtral", "qwen3_moe"}) {
+    WriteTinyModel(folder_ / family, /*seed=*/3,
+                   {{"intermediate_size", 44}, {"num_hidden_layers", 3}}, family);
+  }
+  const auto change = [this](EngineOptions& options) {
+    options.model = folder_ / "mixtral";
+    options.reference_model = folder_ / "qwen3_moe";  // whose routers choose for themselves
+    options.micro_batch_tokens = 12;
+    options.router_losses = {.load_balancing = 0.3, .z = 0.02};
+  };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    for (int64_t step = 1; step <= 4; ++step) {
+      SCOPED_TRACE(absl::StrCat("step ", step));
+      TrainStepRequest request = RequestOf(step);
+      auto& batch = std::get<PolicyBatch>(request.batch);
+      RecordLogProbs(*single, batch);
+      batch.objective.loss.kl_coefficient = 0.1;
+      if (step % 2 == 0) ReplayRouting(batch, /*layers=*/3, /*num_experts=*/5);
+      if (step == 4) {
+        batch.objective.updates = {.num_mini_batches = 2, .num_epochs = 2};
+        batch.objective.old_logprobs = OldLogprobs::kRecomputed;
+      }
+      const StepResult ranked = Step(engine, request);
+      ExpectSameReport(ranked, Step(*single, request));
+      EXPECT_GT(ranked.report.metrics.at("router/aux_loss"), 1);
+      EXPECT_GE(ranked.report.metrics.at("router/max_load_ratio"), 1);
+    }
+    const TrainStepRequest supervised = SupervisedOf(5);
+    ExpectSameReport(Step(engine, supervised), Step(*single, supervised));
+  });
+}
+
 TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
   const TemporaryFolder shared;
   expected_version_ = 3;

@@ -58,23 +58,26 @@ TEST_F(TrainerEngineTest, PolicyStepRaisesWhatWasRewarded) {
 }
 
 TEST_F(TrainerEngineTest, FirstStepHasRatioOneNoKlAndNoMismatch) {
-  EngineOptions options = Options();
-  options.reference_model = options.model;
-  auto engine = Make(options);
-  PolicyBatch batch = TestBatch();
-  batch.samples[0].trajectory.sampling.temperature = 0.7;
-  RecordLogProbs(*engine, batch);
-  batch.objective.loss.kl_estimator = loss::KlEstimator::kK3;
-  batch.objective.loss.kl_coefficient = 0.1;
-  auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
-  // The rollout records float32: equal up to rounding.
-  EXPECT_NEAR(metrics["policy/mean_ratio"], 1, 1e-6);
-  EXPECT_LT(std::abs(metrics["policy/ppo_kl"]), 1e-6);
-  EXPECT_LT(metrics["policy/kl_to_ref"], 1e-8);
-  EXPECT_LT(metrics["mismatch/max_abs_logprob_diff"], 1e-5);
-  EXPECT_LT(std::abs(metrics["mismatch/k3"]), 1e-8);
-  EXPECT_NEAR(metrics["mismatch/effective_sample_size"], 1, 1e-8);
-  EXPECT_EQ(metrics["policy/clip_fraction"], 0);
+  for (const char* family : {"llama", "gemma2"}) {  // without and with soft caps
+    EngineOptions options = Options();
+    WriteTinyModel(options.model, /*seed=*/3, {}, family);
+    options.reference_model = options.model;
+    auto engine = Make(options);
+    PolicyBatch batch = TestBatch();
+    batch.samples[0].trajectory.sampling.temperature = 0.7;
+    RecordLogProbs(*engine, batch);
+    batch.objective.loss.kl_estimator = loss::KlEstimator::kK3;
+    batch.objective.loss.kl_coefficient = 0.1;
+    auto metrics = Step(*engine, TestRequest(batch)).report.metrics;
+    // The rollout records float32: equal up to rounding.
+    EXPECT_NEAR(metrics["policy/mean_ratio"], 1, 1e-6) << family;
+    EXPECT_LT(std::abs(metrics["policy/ppo_kl"]), 1e-6) << family;
+    EXPECT_LT(metrics["policy/kl_to_ref"], 1e-8) << family;
+    EXPECT_LT(metrics["mismatch/max_abs_logprob_diff"], 1e-5) << family;
+    EXPECT_LT(std::abs(metrics["mismatch/k3"]), 1e-8) << family;
+    EXPECT_NEAR(metrics["mismatch/effective_sample_size"], 1, 1e-8) << family;
+    EXPECT_EQ(metrics["policy/clip_fraction"], 0) << family;
+  }
 }
 
 TEST_F(TrainerEngineTest, RecomputedOldLogProbsGiveRatioExactlyOne) {

@@ -42,10 +42,11 @@ class EngineUpdatesTest : public TrainerEngineTest {
     WriteTinyModel(options.reference_model, /*seed=*/8);
     return options;
   }
-  EngineOptions WithJunior() const {
+  EngineOptions WithJunior(const std::string& family = "llama") const {
     EngineOptions options = Options();
     options.junior_model = folder_ / "other";
-    WriteTinyModel(options.junior_model, /*seed=*/8, {{"hidden_size", 32}, {"head_dim", 8}});
+    WriteTinyModel(options.junior_model, /*seed=*/8, {{"hidden_size", 32}, {"head_dim", 8}},
+                   family);
     return options;
   }
   // Returns a batch with the junior's own log-probs on the tokens that it wrote.
@@ -356,10 +357,23 @@ TEST_F(EngineUpdatesTest, ImportanceWeightsMayHaveTheMeanOne) {
               1e-5);
 }
 
+class JuniorKlTest : public EngineUpdatesTest,
+                     public ::testing::WithParamInterface<std::pair<const char*, const char*>> {};
+
+// Gemma 2 caps its logits: as the senior, and as the junior.
+INSTANTIATE_TEST_SUITE_P(SeniorAndJunior, JuniorKlTest,
+                         ::testing::Values(std::pair("llama", "llama"),
+                                           std::pair("gemma2", "llama"),
+                                           std::pair("llama", "gemma2")),
+                         [](const auto& info) {
+                           return std::string(info.param.first) + "_" + info.param.second;
+                         });
+
 // The two kinds over the vocabulary, beside a policy loss, and the sampled kind, whose gradient is
 // the cross-entropy's.
-TEST_F(EngineUpdatesTest, JuniorKlEqualsAutogradOverWholeLogits) {
-  EngineOptions options = WithJunior();
+TEST_P(JuniorKlTest, EqualsAutogradOverWholeLogits) {
+  WriteTinyModel(folder_ / "model", /*seed=*/3, {}, GetParam().first);
+  EngineOptions options = WithJunior(GetParam().second);
   options.micro_batch_tokens = 9;
   PolicyBatch batch = WrittenBy(options.junior_model);
   batch.objective.old_logprobs = OldLogprobs::kRecomputed;

@@ -21,10 +21,12 @@ absl::StatusOr<std::unique_ptr<JuniorKl>> JuniorKl::Create(
   if (!senior.vocabulary.is_whole()) {
     junior_weight = junior_weight.narrow(0, senior.vocabulary.first, senior.weight.size(0));
   }
-  TANDEM_ASSIGN_OR_RETURN(
-      kl->divergence_, loss::LinearDivergenceLoss::Create(senior.weight, junior_weight,
-                                                          {.logits_chunk_bytes = logits_chunk_bytes,
-                                                           .vocabulary = senior.vocabulary}));
+  TANDEM_ASSIGN_OR_RETURN(kl->divergence_, loss::LinearDivergenceLoss::Create(
+                                               senior.weight, junior_weight,
+                                               {.logits_chunk_bytes = logits_chunk_bytes,
+                                                .vocabulary = senior.vocabulary,
+                                                .soft_cap = senior.soft_cap,
+                                                .junior_soft_cap = kl->junior_->logit_soft_cap()}));
   return kl;
 }
 
@@ -40,7 +42,9 @@ absl::Status JuniorKl::AddGradients(const training::MicroBatchInput& input,
   }
   const at::NoGradGuard no_grad;
   CausalContext context;
-  const at::Tensor junior_hidden = junior_->HiddenStates(input.batch, context);
+  RaggedBatch batch = input.batch;
+  batch.routing = {};  // is the senior's
+  const at::Tensor junior_hidden = junior_->HiddenStates(batch, context);
   const absl::Span<const double> temperatures = input.rows.Of(rows.temperatures);
   // All rows of a mini-batch have the same scale.
   const double scale = input.rows.Of(rows.scales).front();

@@ -35,6 +35,7 @@ class JuniorKl {
                                                           int64_t logits_chunk_bytes);
 
   bool has_junior() const { return junior_ != nullptr; }
+  const Model* junior() const { return junior_.get(); }  // may be null
 
   // Adds the term of the rows `input.rows` of `rows` to the gradients and to `sums`. `input` is
   // what the senior has read, with the positions of these rows, and `hidden` its hidden states,

@@ -83,6 +83,7 @@ struct PolicyObjective {
   double value_clip = loss::kDefaultValueClip;  // for the critic
   bool importance_sampling_batch_normalize = false;
   loss::RejectionOptions rejection;
+  bool routing_replay = false;  // tokens take the experts that the trajectory recorded
 
   bool operator==(const PolicyObjective&) const = default;
 };

@@ -10,6 +10,7 @@
 #include "services/trainer/engine/critic_advantages.h"
 #include "services/trainer/engine/rollout_correction.h"
 #include "services/trainer/engine/row_passes.h"
+#include "services/trainer/engine/sample_images.h"
 
 namespace tandem::trainer {
 namespace {
@@ -50,6 +51,7 @@ PolicyStep::Updates Skip(const char* reason, StepReport& report) {
 
 absl::StatusOr<PolicyStep::Updates> PolicyStep::Prepare(const CallScope& call, StepReport& report) {
   TANDEM_RETURN_IF_ERROR(CheckPolicyBatch(*batch_, limits_));
+  TANDEM_RETURN_IF_ERROR(CheckImages());
   DropStaleSamples(report);
   if (batch_->samples.empty()) return Skip(kStaleSkipReason, report);
 
@@ -59,6 +61,9 @@ absl::StatusOr<PolicyStep::Updates> PolicyStep::Prepare(const CallScope& call, S
                   models_.boundaries == nullptr ? nullptr : &models_.boundaries->sentence(),
                   report.metrics);
   rows_ = PolicyRows(*batch_, *scales);
+  TANDEM_ASSIGN_OR_RETURN(const SampleImages images,
+                          ImagesOf(models_.core, *batch_, request_.blobs));
+  rows_.sequences.SetImages(images);
   if (!HasRows(rows_.sequences.all())) return Skip(NoWeightReason(*batch_), report);
   TANDEM_RETURN_IF_ERROR(AddLogProbs());
   TANDEM_RETURN_IF_ERROR(CorrectForRollout(*batch_, rows_, report.metrics));
@@ -75,6 +80,20 @@ absl::StatusOr<PolicyStep::Updates> PolicyStep::Prepare(const CallScope& call, S
     }
   }
   return updates;
+}
+
+absl::Status PolicyStep::CheckImages() const {
+  TANDEM_ASSIGN_OR_RETURN(const SampleImages images,
+                          ImagesOf(models_.core, *batch_, request_.blobs));
+  if (HasReferenceKl(objective()) && objective().reference_logprobs == ReferenceLogprobs::kModel) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckTakesImages("reference_model", *models_.reference, models_.core, images));
+  }
+  const Model* const junior = models_.junior_kl->junior();
+  if (objective().junior_kl_coefficient > 0 && junior != nullptr) {
+    return CheckTakesImages("junior_model", *junior, models_.core, images);
+  }
+  return absl::OkStatus();
 }
 
 void PolicyStep::DropStaleSamples(StepReport& report) {
@@ -148,7 +167,8 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
           rows_.junior, objective().junior_kl_kind, gradients, junior_kl);
     };
   }
-  TANDEM_RETURN_IF_ERROR(AddGradients(models_, rows_, range, update_loss, report));
+  TANDEM_ASSIGN_OR_RETURN(const training::RouterSums routers,
+                          AddGradients(models_, rows_, range, update_loss, report));
   // The report has the sums of all ranks; each rank goes on with its own.
   loss::PolicyLossEvaluator all = evaluator;
   JuniorKlSums all_junior_kl = junior_kl;
@@ -158,6 +178,8 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   }
   evaluator_ = std::move(evaluator);
   junior_kl_ = junior_kl;
+  routers_.Add(routers);
+  router_loss_ += routers.Loss(models_.core.router_losses());
   ++updates_;
   const loss::PolicyMetrics metrics = all.Metrics();
   if (!initial_mismatch_.has_value()) {
@@ -166,6 +188,7 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   AddPolicyMetrics(metrics, updates_, HasLossKl(objective()), report.metrics);
   AddMismatchMetrics(*initial_mismatch_, report.metrics);
   if (rows_.has_junior_kl()) AddJuniorKlMetrics(all_junior_kl, updates_, report.metrics);
+  AddRouterMetrics(routers_, router_loss_ / static_cast<double>(updates_), report.metrics);
   return absl::OkStatus();
 }
 

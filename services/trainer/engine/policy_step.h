@@ -59,6 +59,8 @@ class PolicyStep {
   absl::StatusOr<Updates> Prepare(const CallScope& call, StepReport& report);
 
  private:
+  // Checks the images of all samples, and that the models beside the senior read them, too.
+  absl::Status CheckImages() const;
   // Drops samples that are too old, if the objective says so, and reports their number.
   void DropStaleSamples(StepReport& report);
   // Adds the log-probabilities that must be known before the first update.
@@ -81,6 +83,8 @@ class PolicyStep {
   // The sums of the updates so far.
   std::optional<loss::PolicyLossEvaluator> evaluator_;
   JuniorKlSums junior_kl_;
+  training::RouterSums routers_;
+  double router_loss_ = 0;
   int64_t updates_ = 0;
   // The mismatch that the first update saw, with the weights that the step began with.
   std::optional<StepMismatch> initial_mismatch_;

@@ -59,32 +59,35 @@ absl::StatusOr<LogProbsResult> ComputeLogProbs(TrainerModels& models,
   TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
   TANDEM_RETURN_IF_ERROR(
       Validate(SamplingParams{.temperature = request.temperature}, core.limits().num_token_ids));
+  training::SequenceRows sequence = training::SelectSequenceRows(
+      request.prompt_token_ids, request.response_token_ids, [](size_t) { return true; });
+  TANDEM_ASSIGN_OR_RETURN(sequence.images, core.ImagesOf(request.prompt_token_ids,
+                                                         request.vision_inputs, request.blobs));
   LogProbsResult result{.logprobs = {}, .entropies = {}, .weights = core.weights()};
   const std::vector<double> temperatures(request.response_token_ids.size(), request.temperature);
   // Log-probabilities, then entropies: every rank gets both.
   TANDEM_ASSIGN_OR_RETURN(
       const std::vector<double> numbers,
-      core.Forward(
-          training::SequenceBatch({training::SelectSequenceRows(
-              request.prompt_token_ids, request.response_token_ids, [](size_t) { return true; })}),
-          [&](const training::MicroBatchInput& input,
-              const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
-            TANDEM_ASSIGN_OR_RETURN(
-                loss::RowLogProbs values,
-                models.loss->LogProbs(hidden, MakeOutputRows(input, temperatures)));
-            values.logprobs.insert(values.logprobs.end(), values.entropies.begin(),
-                                   values.entropies.end());
-            return std::move(values.logprobs);
-          }));
+      core.Forward(training::SequenceBatch({std::move(sequence)}),
+                   [&](const training::MicroBatchInput& input,
+                       const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+                     TANDEM_ASSIGN_OR_RETURN(
+                         loss::RowLogProbs values,
+                         models.loss->LogProbs(hidden, MakeOutputRows(input, temperatures)));
+                     values.logprobs.insert(values.logprobs.end(), values.entropies.begin(),
+                                            values.entropies.end());
+                     return std::move(values.logprobs);
+                   }));
   const auto middle = numbers.begin() + static_cast<int64_t>(numbers.size() / 2);
   result.logprobs.assign(numbers.begin(), middle);
   result.entropies.assign(middle, numbers.end());
   return result;
 }
 
-absl::Status AddGradients(TrainerModels& models, const TrainingRows& rows,
-                          const training::MiniBatch& range, const UpdateLoss& update_loss,
-                          StepReport& report) {
+absl::StatusOr<training::RouterSums> AddGradients(TrainerModels& models, const TrainingRows& rows,
+                                                  const training::MiniBatch& range,
+                                                  const UpdateLoss& update_loss,
+                                                  StepReport& report) {
   training::TrainingCore& core = models.core;
   const auto loss_of_rows = [&](const training::MicroBatchInput& input,
                                 const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
@@ -109,13 +112,13 @@ absl::Status AddGradients(TrainerModels& models, const TrainingRows& rows,
     return hidden.requires_grad() ? gradients.hidden.to(hidden.scalar_type()) : at::Tensor();
   };
   if (models.speculator != nullptr) models.speculator->BeginUpdate(rows, range);
-  TANDEM_ASSIGN_OR_RETURN(const int64_t micro_batches,
+  TANDEM_ASSIGN_OR_RETURN(training::TrainingCore::PassReport pass,
                           core.ForwardBackward(rows.sequences, range, loss_of_rows));
   if (models.speculator != nullptr) {
     TANDEM_RETURN_IF_ERROR(models.speculator->FinishUpdate(report.metrics));
   }
-  report.metrics["policy/micro_batches"] = static_cast<double>(micro_batches);
-  return absl::OkStatus();
+  report.metrics["policy/micro_batches"] = static_cast<double>(pass.micro_batches);
+  return std::move(pass.routers);
 }
 
 absl::Status AddSpeculatorGradients(TrainerModels& models, const TrainingRows& rows,

@@ -41,10 +41,11 @@ struct UpdateLoss {
 };
 
 // Leaves the gradients of the samples `range` of the batch with the strategy, and those of a
-// speculator with it, and reports the number of micro-batches.
-absl::Status AddGradients(TrainerModels& models, const TrainingRows& rows,
-                          const training::MiniBatch& range, const UpdateLoss& update_loss,
-                          StepReport& report);
+// speculator with it, and reports the number of micro-batches. Returns what the routers did.
+absl::StatusOr<training::RouterSums> AddGradients(TrainerModels& models, const TrainingRows& rows,
+                                                  const training::MiniBatch& range,
+                                                  const UpdateLoss& update_loss,
+                                                  StepReport& report);
 
 // Leaves the gradients of the speculator, over all samples of the batch, and reports the number of
 // micro-batches. The model, which is frozen, runs without gradients and computes no loss.

@@ -113,4 +113,9 @@ void AddJuniorKlMetrics(const JuniorKlSums& junior_kl, int64_t updates, Metrics&
       junior_kl.rows == 0 ? 0 : junior_kl.kl / static_cast<double>(junior_kl.rows);
 }
 
+void AddRouterMetrics(const training::RouterSums& routers, double loss, Metrics& metrics) {
+  training::AddRouterMetrics(routers, /*prefix=*/"router/", metrics);
+  metrics["loss/total"] += loss;
+}
+
 }  // namespace tandem::trainer

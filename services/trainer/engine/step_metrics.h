@@ -54,6 +54,10 @@ struct JuniorKlSums {
 // Adds the auxiliary KL to the metrics and to their loss. Follows AddPolicyMetrics.
 void AddJuniorKlMetrics(const JuniorKlSums& junior_kl, int64_t updates, Metrics& metrics);
 
+// Adds router/... and `loss`, which the routers add to the loss, as a mean over the updates.
+// Follows what sets loss/total.
+void AddRouterMetrics(const training::RouterSums& routers, double loss, Metrics& metrics);
+
 }  // namespace tandem::trainer
 
 #endif  // TANDEM_SERVICES_TRAINER_ENGINE_STEP_METRICS_H_

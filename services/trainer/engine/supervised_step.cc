@@ -4,6 +4,7 @@
 #include "common/base/status_macros.h"
 #include "common/loss/supervised_loss.h"
 #include "services/trainer/engine/row_passes.h"
+#include "services/trainer/engine/sample_images.h"
 #include "services/trainer/engine/step_metrics.h"
 
 namespace tandem::trainer {
@@ -17,10 +18,12 @@ constexpr char kNoTargetReason[] =
 absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> SupervisedStep::Prepare(
     StepReport& report) {
   TANDEM_RETURN_IF_ERROR(CheckSupervisedBatch(batch_, limits_));
+  TANDEM_ASSIGN_OR_RETURN(const SampleImages images, ImagesOf(models_.core, batch_, blobs_));
   absl::StatusOr<loss::LossScales> scales = SupervisedScales(batch_);
   if (!scales.ok()) return PrependFieldPath("supervised", scales.status());
   AddBatchMetrics(batch_, report.metrics);
   rows_ = SupervisedRows(batch_, *scales);
+  rows_.sequences.SetImages(images);
   std::vector<training::TrainingCore::UpdateGradients> updates;
   if (models_.core.frozen() && !models_.speculator->HasTargets(rows_, rows_.sequences.all())) {
     report.skipped = true;
@@ -34,13 +37,17 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> SupervisedS
 absl::Status SupervisedStep::AddUpdate(StepReport& report) {
   if (models_.core.frozen()) return AddSpeculatorGradients(models_, rows_, report);
   loss::SupervisedLossEvaluator evaluator(rows_.tokens.scales);
-  TANDEM_RETURN_IF_ERROR(AddGradients(
-      models_, rows_, rows_.sequences.all(),
-      {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }}, report));
+  TANDEM_ASSIGN_OR_RETURN(
+      const training::RouterSums routers,
+      AddGradients(
+          models_, rows_, rows_.sequences.all(),
+          {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }},
+          report));
   TANDEM_RETURN_IF_ERROR(evaluator.Reduce(models_.core.reduction()));
   report.metrics["loss/total"] = evaluator.loss();
   report.metrics["policy/entropy"] = evaluator.mean_entropy();
   report.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
+  AddRouterMetrics(routers, routers.Loss(models_.core.router_losses()), report.metrics);
   return absl::OkStatus();
 }
 

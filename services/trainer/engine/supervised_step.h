@@ -16,11 +16,12 @@
 namespace tandem::trainer {
 
 // The supervised step of one request. Must live as long as the updates that Prepare returns, and
-// `models` and `batch` longer.
+// the constructor's arguments longer.
 class SupervisedStep {
  public:
-  SupervisedStep(TrainerModels& models, const BatchLimits& limits, const SupervisedBatch& batch)
-      : models_(models), limits_(limits), batch_(batch) {}
+  SupervisedStep(TrainerModels& models, const BatchLimits& limits, const SupervisedBatch& batch,
+                 const Blobs& blobs)
+      : models_(models), limits_(limits), batch_(batch), blobs_(blobs) {}
 
   // Checks the batch and returns its update: the `prepare` of TrainingCore::Step.
   absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> Prepare(StepReport& report);
@@ -31,6 +32,7 @@ class SupervisedStep {
   TrainerModels& models_;
   const BatchLimits limits_;
   const SupervisedBatch& batch_;
+  const Blobs& blobs_;  // of its images
   TrainingRows rows_;
 };
 

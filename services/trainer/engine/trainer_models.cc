@@ -63,7 +63,8 @@ absl::StatusOr<std::unique_ptr<loss::LinearCrossEntropyLoss>> MakeLoss(
                               output.weight, {.impl = *impl,
                                               .logits_chunk_bytes = LogitsChunkBytes(
                                                   options.logits_chunk_bytes, most_rows),
-                                              .vocabulary = output.vocabulary}));
+                                              .vocabulary = output.vocabulary,
+                                              .soft_cap = output.soft_cap}));
   Log(made->is_fallback() ? LogLevel::kWarning : LogLevel::kInfo, "fused_output_loss",
       {{"impl", loss::LossImplName(made->impl())}, {"reason", made->reason()}});
   return made;
@@ -82,9 +83,10 @@ absl::StatusOr<TrainerModels> LoadTrainerModels(const EngineOptions& options,
   TANDEM_ASSIGN_OR_RETURN(
       models.reference, LoadFrozen("reference_model", "reference", options.reference_model, core));
   if (models.reference != nullptr) {
-    TANDEM_ASSIGN_OR_RETURN(
-        models.reference_loss,
-        MakeLoss(options, {.weight = models.reference->output_weight(), .vocabulary = {}}));
+    TANDEM_ASSIGN_OR_RETURN(models.reference_loss,
+                            MakeLoss(options, {.weight = models.reference->output_weight(),
+                                               .vocabulary = {},
+                                               .soft_cap = models.reference->logit_soft_cap()}));
   }
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Model> junior,
                           LoadFrozen("junior_model", "junior", options.junior_model, core));

@@ -281,6 +281,12 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
         RowsOfTokens(trajectory, [&](size_t t) { return own[t] > 0; });
     tokens.sequence_rows.push_back(static_cast<int64_t>(sequence.labels.size()));
     if (has_junior_kl) AddJuniorRows(sample, batch.objective, sequence, rows.junior);
+    if (batch.objective.routing_replay) {
+      const TokenExperts& experts = trajectory.routed_experts;
+      sequence.routed_experts =
+          absl::MakeConstSpan(experts.ids)
+              .first(sequence.input.size() * static_cast<size_t>(experts.ids_per_token()));
+    }
     rows.sequences.Add(std::move(sequence));
     rows.texts.push_back(TextOf(trajectory.prompt_token_ids, trajectory.response_token_ids));
     for (size_t t = 0; t < length; ++t) {

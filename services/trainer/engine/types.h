@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
 #include "common/speculator/speculator_settings.h"
 #include "common/tandem/trajectory.h"
@@ -56,6 +57,7 @@ struct PolicySample {
 struct SupervisedSample {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
+  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
 
   bool operator==(const SupervisedSample&) const = default;
 };
@@ -76,10 +78,11 @@ struct SupervisedBatch {
 
 struct TrainStepRequest : training::StepIdentity {
   std::variant<PolicyBatch, SupervisedBatch> batch;
+  Blobs blobs = {};  // of the samples' images
 
   // Used by common/base/struct_bytes.h.
   using Base = training::StepIdentity;
-  static constexpr auto kOwnFields = std::tuple(&TrainStepRequest::batch);
+  static constexpr auto kOwnFields = std::tuple(&TrainStepRequest::batch, &TrainStepRequest::blobs);
 
   bool operator==(const TrainStepRequest&) const = default;
 };
@@ -88,6 +91,8 @@ struct LogProbsRequest {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
   double temperature = 1.0;
+  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  Blobs blobs = {};                                 // their pixels
 
   bool operator==(const LogProbsRequest&) const = default;
 };

@@ -2,13 +2,15 @@
 
 #include <gtest/gtest.h>
 
-#include <string>
-
 #include "common/base/struct_bytes.h"
-#include "common/base/testing/no_defaults.h"
+#include "services/training/testing/survives_as_bytes.h"
 
 namespace tandem::trainer {
 namespace {
+
+using training::ExpectSurvives;
+using training::SomeBlobs;
+using training::SomeImages;
 
 Trajectory SomeTrajectory() {
   return {.prompt_token_ids = {1, 2},
@@ -35,7 +37,9 @@ Trajectory SomeTrajectory() {
                      .prob_senior = 0.25,
                      .chunk_size = 6,
                      .max_gap_tokens = 33,
-                     .boundary_token_ids = {12}}};
+                     .boundary_token_ids = {12}},
+          .routed_experts = {.layers = 2, .experts_per_token = 3, .ids = {1, 2, 400, 0, 5, 6}},
+          .vision_inputs = SomeImages()};
 }
 
 PolicyObjective SomeObjective() {
@@ -78,7 +82,8 @@ PolicyObjective SomeObjective() {
           .rejection = {.level = loss::RejectionLevel::kSequenceMax,
                         .estimator = loss::KlEstimator::kK2,
                         .upper = 5,
-                        .lower = 0.2}};
+                        .lower = 0.2},
+          .routing_replay = true};
 }
 
 TrainStepRequest SomeStep() {
@@ -88,13 +93,8 @@ TrainStepRequest SomeStep() {
   request.request_id = "request";
   request.payload_digest = "payload";
   request.expected_version = 5;
+  request.blobs = SomeBlobs();
   return request;
-}
-
-template <typename T>
-void ExpectSurvives(const T& request) {
-  ExpectNoDefaults(request);
-  EXPECT_EQ(FromBytes<T>(ToBytes(request)).value(), request);
 }
 
 TEST(TypesTest, APolicyStepSurvivesAsBytes) {
@@ -117,15 +117,19 @@ TEST(TypesTest, ASampleWithLittleSurvivesAsBytes) {
 
 TEST(TypesTest, ASupervisedStepSurvivesAsBytes) {
   TrainStepRequest request = SomeStep();
-  request.batch =
-      SupervisedBatch{.objective = {.aggregation = loss::Aggregation::kSeqMeanTokenSum},
-                      .samples = {{.prompt_token_ids = {1}, .response_token_ids = {2, 3}}}};
+  request.batch = SupervisedBatch{
+      .objective = {.aggregation = loss::Aggregation::kSeqMeanTokenSum},
+      .samples = {
+          {.prompt_token_ids = {1}, .response_token_ids = {2, 3}, .vision_inputs = SomeImages()}}};
   ExpectSurvives(request);
 }
 
 TEST(TypesTest, ARequestForLogProbsSurvivesAsBytes) {
-  ExpectSurvives(
-      LogProbsRequest{.prompt_token_ids = {1, 2}, .response_token_ids = {3}, .temperature = 0.5});
+  ExpectSurvives(LogProbsRequest{.prompt_token_ids = {1, 2},
+                                 .response_token_ids = {3},
+                                 .temperature = 0.5,
+                                 .vision_inputs = SomeImages(),
+                                 .blobs = SomeBlobs()});
 }
 
 }  // namespace

@@ -201,6 +201,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_max_staleness(4);
   proto.set_stale_samples(v1::STALE_SAMPLES_DROP);
   proto.set_std_epsilon(1e-4);
+  proto.set_routing_replay(true);
   const auto objective = FromProto(proto);
   ASSERT_TRUE(objective.ok()) << objective.status();
   EXPECT_EQ(objective->loss.kind, loss::PolicyLossKind::kCispo);
@@ -233,6 +234,7 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->max_staleness, 4);
   EXPECT_EQ(objective->stale_samples, StaleSamples::kDrop);
   EXPECT_EQ(objective->std_epsilon, 1e-4);
+  EXPECT_TRUE(objective->routing_replay);
 }
 
 // One way to spoil a valid message, and the path that the error must name.

@@ -15,10 +15,12 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
+#include "common/rpc/blob_sender.h"
 #include "common/rpc/channel.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/float_field.h"
 #include "common/rpc/proto_convert.h"
+#include "tandem/blobs/v1/blobs.grpc.pb.h"
 #include "tandem/critic/v1/critic.grpc.pb.h"
 
 namespace tandem::trainer {
@@ -85,30 +87,33 @@ absl::StatusOr<critic::v1::TrainStepResponse> SendStep(
   return response;
 }
 
-// ComputeValuesRequest and ValueSample carry the tokens in the same fields.
+// ComputeValuesRequest and ValueSample carry the tokens and images in the same fields.
 template <typename Proto>
-void SetTokens(const CriticConnection::Sequence& sequence, Proto* proto) {
+void SetSequence(const CriticConnection::Sequence& sequence, Proto* proto) {
   proto->mutable_prompt_token_ids()->Add(sequence.prompt_token_ids.begin(),
                                          sequence.prompt_token_ids.end());
   proto->mutable_response_token_ids()->Add(sequence.response_token_ids.begin(),
                                            sequence.response_token_ids.end());
+  rpc::VisionInputsToProto(sequence.vision_inputs, proto->mutable_vision_inputs());
 }
 
 class GrpcCriticConnection final : public CriticConnection {
  public:
   GrpcCriticConnection(std::shared_ptr<grpc::ChannelInterface> channel,
                        const rpc::RetryOptions& retry)
-      : stub_(CriticService::NewStub(channel)), retry_(retry) {}
+      : stub_(CriticService::NewStub(channel)),
+        blobs_(blobs::v1::BlobService::NewStub(channel)),
+        retry_(retry) {}
 
   absl::StatusOr<Values> ComputeValues(const Call& call, const Step& step,
                                        const std::vector<Sequence>& sequences) override {
     std::vector<critic::v1::ComputeValuesRequest> requests(sequences.size());
     for (size_t i = 0; i < sequences.size(); ++i) {
-      SetTokens(sequences[i], &requests[i]);
+      SetSequence(sequences[i], &requests[i]);
       requests[i].mutable_step()->set_run_id(step.run_id);
       requests[i].mutable_step()->set_request_id(step.request_id);
     }
-    TANDEM_ASSIGN_OR_RETURN(const auto responses, rpc::CallWithRetry(retry_, call.scope, [&] {
+    TANDEM_ASSIGN_OR_RETURN(const auto responses, WithRetry(call, [&] {
                               return AskForValues(
                                   *stub_, rpc::CallContext(call.scope, retry_.attempt_timeout),
                                   requests, call.progress);
@@ -146,7 +151,7 @@ class GrpcCriticConnection final : public CriticConnection {
     header.set_num_epochs(static_cast<int32_t>(request.updates.num_epochs));
     std::vector<critic::v1::ValueSample> samples(request.sequences.size());
     for (size_t i = 0; i < samples.size(); ++i) {
-      SetTokens(request.sequences[i], &samples[i]);
+      SetSequence(request.sequences[i], &samples[i]);
       rpc::FloatsToProto(request.old_values[i], samples[i].mutable_old_values());
       rpc::FloatsToProto(request.returns[i], samples[i].mutable_returns());
       if (request.loss_masks.empty()) continue;
@@ -154,7 +159,7 @@ class GrpcCriticConnection final : public CriticConnection {
                                              request.loss_masks[i].end());
     }
     header.set_num_samples(static_cast<int32_t>(samples.size()));
-    TANDEM_ASSIGN_OR_RETURN(const auto response, rpc::CallWithRetry(retry_, call.scope, [&] {
+    TANDEM_ASSIGN_OR_RETURN(const auto response, WithRetry(call, [&] {
                               return SendStep(*stub_,
                                               rpc::CallContext(call.scope, retry_.attempt_timeout),
                                               header, samples);
@@ -167,6 +172,15 @@ class GrpcCriticConnection final : public CriticConnection {
   }
 
  private:
+  // Makes a call, uploads the images that the critic lacks before it, and repeats both if a failure
+  // may pass.
+  template <typename Attempt>
+  auto WithRetry(const Call& call, Attempt attempt) -> decltype(attempt()) {
+    return rpc::CallWithRetry(retry_, call.scope, [&] {
+      return rpc::CallWithBlobs(call.scope, retry_.attempt_timeout, call.blobs, *blobs_, attempt);
+    });
+  }
+
   // INTERNAL: a wrong answer of the critic is not the fault of the trainer's caller.
   static absl::Status BadAnswer(const std::string& path, const absl::Status& status) {
     return absl::InternalError(
@@ -174,6 +188,7 @@ class GrpcCriticConnection final : public CriticConnection {
   }
 
   const std::unique_ptr<CriticService::Stub> stub_;
+  const std::unique_ptr<blobs::v1::BlobService::Stub> blobs_;
   const rpc::RetryOptions retry_;
 };
 

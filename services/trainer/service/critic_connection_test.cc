@@ -38,8 +38,10 @@ class CriticConnectionTest : public testing::Test {
   }
 
   CallScope scope_;
+  Blobs blobs_;
   int progress_ = 0;
-  const CriticConnection::Call call_{.scope = scope_, .progress = [this] { ++progress_; }};
+  const CriticConnection::Call call_{
+      .scope = scope_, .progress = [this] { ++progress_; }, .blobs = blobs_};
   critic::FakeEngine* engine_ = nullptr;  // owned by the app
   rpc::TestServer server_{[this](rpc::ServerRuntime& runtime) {
     config::v1::CriticServerConfig config;

@@ -7,6 +7,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
 #include "common/model/parameter_spec.h"
+#include "common/model/rope_config.h"
 #include "common/rpc/compute_config.h"
 #include "services/trainer/engine/types.h"
 #include "services/trainer/service/speculator_config.h"
@@ -15,18 +16,22 @@
 namespace tandem::trainer {
 namespace {
 
-// Adds the weights of a model that does not train, whole and in the type of the computation.
+// Adds a model that does not train: its weights, whole and in the type of the computation, and its
+// tables of rotations.
 absl::Status AddFrozenModel(const std::string& name, const std::string& field,
-                            const std::string& directory, const config::v1::ComputeOptions& compute,
-                            MemoryPlan& plan) {
+                            const std::string& directory,
+                            const config::v1::TrainerServerConfig& config, MemoryPlan& plan) {
   if (directory.empty()) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel(field, directory));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
                           ModelParameters(model, {.tied = model.tie_word_embeddings}));
   int64_t numel = 0;
   for (const ParameterSpec& spec : specs) numel += spec.numel();
-  const auto item = static_cast<int64_t>(ItemSizeBytes(rpc::ComputeType(compute)));
-  plan.items.push_back({name + "_weights", numel * item, compute.device() == "cpu"});
+  const auto item = static_cast<int64_t>(ItemSizeBytes(rpc::ComputeType(config.compute())));
+  const bool on_host = config.compute().device() == "cpu";
+  plan.items.push_back({name + "_weights", numel * item, on_host});
+  plan.items.push_back(
+      {name + "_rotary_tables", RotaryTableBytes(model, config.max_model_len()), on_host});
   return absl::OkStatus();
 }
 
@@ -68,16 +73,19 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                               .weight_dtype = rpc::WeightType(config.compute()),
                               .on_host = on_host},
                              config.batch().micro_batch_tokens(), config.max_model_len()));
-  TANDEM_RETURN_IF_ERROR(AddFrozenModel("reference", "reference_model", config.reference_model(),
-                                        config.compute(), plan));
   TANDEM_RETURN_IF_ERROR(
-      AddFrozenModel("junior", "junior_model", config.junior_model(), config.compute(), plan));
+      AddFrozenModel("reference", "reference_model", config.reference_model(), config, plan));
+  TANDEM_RETURN_IF_ERROR(
+      AddFrozenModel("junior", "junior_model", config.junior_model(), config, plan));
   const int64_t logits_chunk_bytes =
       LogitsChunkBytes(config.batch().logits_chunk_bytes(), model.vocab_size);
   TANDEM_RETURN_IF_ERROR(AddSpeculator(config, model, count_speculator, logits_chunk_bytes, plan));
   // The KL towards the junior needs a second buffer.
   const int64_t buffers = config.junior_model().empty() ? 1 : 2;
   plan.items.push_back({"logits", buffers * logits_chunk_bytes, on_host});
+  if (model.vision.has_value()) {
+    plan.items.push_back({"blob_cache", config.server().blob_cache_bytes()});
+  }
   return plan;
 }
 

@@ -188,6 +188,7 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   if (proto.has_num_mini_batches()) out.updates.num_mini_batches = proto.num_mini_batches();
   if (proto.has_num_epochs()) out.updates.num_epochs = proto.num_epochs();
   if (proto.has_value_clip()) out.value_clip = proto.value_clip();
+  out.routing_replay = proto.routing_replay();
   return out;
 }
 
@@ -246,6 +247,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_rejection_lower(objective.rejection.lower);
   proto.set_rejection_level(NameOf(objective.rejection.level, kRejectionLevels));
   proto.set_rejection_estimator(NameOf(objective.rejection.estimator, kKlEstimators));
+  proto.set_routing_replay(objective.routing_replay);
   return proto;
 }
 

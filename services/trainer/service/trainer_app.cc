@@ -16,6 +16,7 @@ TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& co
   TrainerServiceOptions options;
   options.role = "trainer";
   options.max_samples = config.max_samples();
+  options.blob_cache_bytes = config.server().blob_cache_bytes();
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.critic_address = config.critic_address();
   options.support = SupportOf(config);
@@ -49,7 +50,7 @@ TrainerApp::TrainerApp(const config::v1::TrainerServerConfig& config, rpc::Serve
 
 std::vector<rpc::NamedService> TrainerApp::services() {
   if (environment_.rank > 0) return {};  // clients call rank 0
-  return {{v1::TrainerService::service_full_name(), &service_}};
+  return {{v1::TrainerService::service_full_name(), &service_}, service_.blob_service()};
 }
 
 absl::Status TrainerApp::Load() {

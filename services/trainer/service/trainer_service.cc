@@ -102,19 +102,24 @@ class TrainerService::TrainStepCall final
     return service_.RunTrainStep(request_, call);
   }
 
-  static absl::Status Add(const v1::TrainStepRequest& message, PolicyBatch& batch) {
+  absl::Status Add(const v1::TrainStepRequest& message, PolicyBatch& batch) {
     if (!message.has_policy_sample()) {
       return InvalidField("policy_sample", "is required with a policy objective");
     }
     TANDEM_ASSIGN_OR_RETURN(PolicySample sample, FromProto(message.policy_sample()));
+    TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+        "trajectory",
+        service_.training_.blobs().Collect(sample.trajectory.vision_inputs, request_.blobs)));
     batch.samples.push_back(std::move(sample));
     return absl::OkStatus();
   }
-  static absl::Status Add(const v1::TrainStepRequest& message, SupervisedBatch& batch) {
+  absl::Status Add(const v1::TrainStepRequest& message, SupervisedBatch& batch) {
     if (!message.has_supervised_sample()) {
       return InvalidField("supervised_sample", "is required with a supervised objective");
     }
     TANDEM_ASSIGN_OR_RETURN(SupervisedSample sample, FromProto(message.supervised_sample()));
+    TANDEM_RETURN_IF_ERROR(
+        service_.training_.blobs().Collect(sample.vision_inputs, request_.blobs));
     batch.samples.push_back(std::move(sample));
     return absl::OkStatus();
   }
@@ -171,8 +176,10 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainerService::Com
       [this, count](const v1::ComputeLogProbsRequest& proto,
                     const CallScope& call) -> absl::StatusOr<v1::ComputeLogProbsResponse> {
         const std::string path = absl::StrCat("requests[", (*count)++, "]");
-        const auto request = FromProto(proto);
+        auto request = FromProto(proto);
         if (!request.ok()) return PrependFieldPath(path, request.status());
+        TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+            path, training_.blobs().Collect(request->vision_inputs, request->blobs)));
         const rpc::PhaseTimer timer(metrics_, "evaluate");
         const auto result = engine_->ComputeLogProbs(call, *request);
         if (!result.ok()) return PrependFieldPath(path, result.status());

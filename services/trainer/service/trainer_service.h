@@ -77,6 +77,9 @@ class TrainerService final : public TrainerCallbacks {
   grpc::ServerWriteReactor<grpc::ByteBuffer>* WatchSteps(grpc::CallbackServerContext* context,
                                                          const grpc::ByteBuffer* request) override;
 
+  // Receives the pixels of images.
+  rpc::NamedService blob_service() { return training_.blob_service(); }
+
   size_t num_watchers() const { return watchers_.num_watchers(); }
   int64_t buffered_bytes() { return training_.budget().used_bytes(); }
 

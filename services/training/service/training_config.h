@@ -24,6 +24,8 @@ void SetTrainingOptions(const Config& config, const RankEnvironment& environment
   options->max_model_len = config.max_model_len();
   options->max_samples = config.max_samples();
   options->freeze.assign(config.freeze().begin(), config.freeze().end());
+  options->router_losses = {.load_balancing = config.router_aux_loss_coef(),
+                            .z = config.router_z_loss_coef()};
   options->compute = rpc::ToComputeOptions(config.compute());
   options->compute.local_rank = environment.local_rank;
   options->compute.local_world_size = environment.local_world_size;

@@ -14,7 +14,8 @@ TrainingService::TrainingService(const ServiceOptions& options, const rpc::Serve
       runtime_(runtime),
       executor_(runtime.executor),
       metrics_(runtime.metrics),
-      budget_(options.max_buffered_bytes) {
+      budget_(options.max_buffered_bytes),
+      blob_service_(runtime.executor, blobs_) {
   // Counters and gauges exist from the start, for alerts.
   for (const char* result : {"applied", "skipped", "not_finite", "replayed", "failed"}) {
     metrics_.Counter(rpc::metric::kTrainSteps, {result});
@@ -23,6 +24,11 @@ TrainingService::TrainingService(const ServiceOptions& options, const rpc::Serve
   metrics_.Gauge(rpc::metric::kCheckpointTime);
   metrics_.Gauge(rpc::metric::kCheckpointBytes);
   metrics_.Gauge(rpc::metric::kLastProgress);
+}
+
+void TrainingService::SetEngine(Engine* engine) {
+  engine_ = engine;
+  if (engine->Info().model.vision.has_value()) blobs_.SetCapacity(options_.blob_cache_bytes);
 }
 
 types::v1::ServerInfo TrainingService::ServerInfo() const {

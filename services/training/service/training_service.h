@@ -8,6 +8,8 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "common/rpc/blob_service.h"
+#include "common/rpc/blob_store.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/metrics.h"
@@ -20,8 +22,9 @@
 namespace tandem::training {
 
 struct ServiceOptions {
-  std::string role;         // "trainer" or "critic"
-  int64_t max_samples = 0;  // of a step
+  std::string role;              // "trainer" or "critic"
+  int64_t max_samples = 0;       // of a step
+  int64_t blob_cache_bytes = 0;  // most bytes of pixels, where the model takes images
   // Limit for the samples of steps that are being received or trained, of all calls together.
   int64_t max_buffered_bytes = int64_t{1} << 30;
 };
@@ -32,12 +35,17 @@ class TrainingService {
   TrainingService(const ServiceOptions& options, const rpc::ServerRuntime& runtime);
 
   // Before the executor's gate opens; `engine` must outlive the calls.
-  void SetEngine(Engine* engine) { engine_ = engine; }
+  void SetEngine(Engine* engine);
 
   rpc::CallExecutor& executor() { return executor_; }
   rpc::Metrics& metrics() { return metrics_; }
   rpc::ByteBudget& budget() { return budget_; }
   const ServiceOptions& options() const { return options_; }
+  // The pixels of images, which requests name, and the service that receives them.
+  rpc::BlobStore& blobs() { return blobs_; }
+  rpc::NamedService blob_service() {
+    return {blobs::v1::BlobService::service_full_name(), &blob_service_};
+  }
 
   types::v1::ServerInfo ServerInfo() const;
   // Refreshes gauges from the engine's info.
@@ -86,6 +94,8 @@ class TrainingService {
   rpc::CallExecutor& executor_;
   rpc::Metrics& metrics_;
   rpc::ByteBudget budget_;
+  rpc::BlobStore blobs_;
+  rpc::BlobService blob_service_;
   Engine* engine_ = nullptr;
 };
 

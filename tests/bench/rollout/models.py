@@ -11,6 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
+QWEN = "qwen2.5-0.5b"
 # https://huggingface.co/Qwen/Qwen2.5-0.5B/blob/main/config.json
 _QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -33,7 +35,12 @@ _QWEN = {
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def write_random_qwen(folder: Path, tokenizer_of: Path) -> Path:
+def model_directory(model: str, folder: Path) -> Path:
+    """Returns the directory of `model`; for QWEN, writes it into `folder` first."""
+    return _write_random_qwen(folder / QWEN, tokenizer_of=SMOLLM2) if model == QWEN else Path(model)
+
+
+def _write_random_qwen(folder: Path, tokenizer_of: Path) -> Path:
     """Writes a model of the shape of Qwen2.5-0.5B with random weights; returns its directory.
 
     Its tokenizer is that of another model, whose ids are fewer: the others are padding rows.

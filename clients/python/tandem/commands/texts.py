@@ -24,6 +24,7 @@ from tandem.render import Output, ResponsePrinter
 
 if TYPE_CHECKING:
     from tandem.client import RolloutClient
+    from tandem.images import VisionInput
     from tandem.requests import Prompt
     from tandem.text import TextCodec
 
@@ -42,6 +43,10 @@ def generate(
     rollout: RolloutAddress = None,
     tokenizer: TokenizerOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="Show this image before each prompt, with --chat; may be repeated."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 64,
     temperature: Annotated[
         float | None,
@@ -104,6 +109,8 @@ def generate(
     output = Output(as_json=as_json)
     if as_json and stream:
         raise ConfigError("--stream: --json prints whole records")
+    if image and not chat:
+        raise ConfigError("--image: needs --chat, whose template says where images are")
     with (
         _named_by_option(),
         connect(RolloutClient, rollout, "--rollout", credentials) as client,
@@ -123,11 +130,11 @@ def generate(
             "prob_senior": prob_senior,
             "chunk_size": chunk_size,
         }
+        asked = [_asked(codec, text, chat, image or []) for text in prompt]
         prompts = [
             Prompt(
-                token_ids=codec.chat([{"role": "user", "content": text}])
-                if chat
-                else codec.encode(text),
+                token_ids=ids,
+                vision_inputs=images,
                 seed=prompt_seed(seed, 0, index, "generate"),
                 num_samples=samples,
                 sampling=sampling,
@@ -137,7 +144,7 @@ def generate(
                 stream_tokens=output.console.is_terminal if stream is None else stream,
                 request_id=f"prompt-{index}",
             )
-            for index, text in enumerate(prompt)
+            for index, (ids, images) in enumerate(asked)
         ]
         # The junior reads the prompt to write, and to draft.
         reads = not solo or speculative == "junior"
@@ -203,6 +210,17 @@ def score(
         for row in rows
     ]
     output.result({"version": reply.weights.version, "scores": rows}, output.rows(shown))
+
+
+def _asked(
+    codec: TextCodec, text: str, chat: bool, images: Sequence[Path]
+) -> tuple[list[int], list[VisionInput]]:
+    """Returns the ids of a prompt, and its images."""
+    from tandem.images import content_of
+
+    if not chat:
+        return codec.encode(text), []
+    return codec.chat_with_images([{"role": "user", "content": content_of(images, text)}])
 
 
 @contextmanager

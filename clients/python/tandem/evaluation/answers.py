@@ -112,6 +112,7 @@ def draw(
                 sampling=sampling,
                 tandem=tandem,
                 speculative=settings.eval_speculative.fields(),
+                vision_inputs=example.vision_inputs,
             )
             for index, example in enumerate(held_out(session))
         ],

@@ -138,6 +138,7 @@ def _prompts(session: Session, temperature: float) -> list[Prompt]:
             seed=prompt_seed(settings.seed, 0, index, "eval"),
             sampling=sampling,
             tandem={"enabled": False},
+            vision_inputs=example.vision_inputs,
         )
         for index, example in enumerate(held_out(session))
     ]

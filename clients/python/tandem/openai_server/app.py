@@ -23,6 +23,7 @@ from starlette.routing import Route
 from tandem.aio import AsyncRolloutClient
 from tandem.credentials import Credentials, WatchedFiles
 from tandem.errors import REQUEST_ID_KEY, ConfigError, TandemError
+from tandem.images import VisionInput
 from tandem.openai_server.answers import (
     Answer,
     ChatAnswer,
@@ -39,7 +40,7 @@ from tandem.openai_server.errors import (
     http_status,
 )
 from tandem.openai_server.fields import ChatRequest, CompletionRequest, parse
-from tandem.requests import Prompt
+from tandem.requests import Prompt, ScoredTokens
 from tandem.schedule import prompt_seed
 from tandem.text import TextCodec
 from tandem.transport import CALLER_REQUEST_ID, RetryPolicy
@@ -227,12 +228,14 @@ class _Server:
         self._check_model(asked.model)
         messages = [message.record() for message in asked.messages]
         try:
-            prompt = await asyncio.to_thread(self._settings.codec.chat, messages)
+            prompt, images = await asyncio.to_thread(
+                self._settings.codec.chat_with_images, messages
+            )
         except ConfigError as error:
             raise RequestError(error.message, "messages") from None
         room = max(1, self._settings.max_model_len - len(prompt))
         count = asked.max_completion_tokens or asked.max_tokens or room
-        job = await self._job(asked, ChatAnswer, [prompt], [count])
+        job = await self._job(asked, ChatAnswer, [prompt], [count], images)
         job.logprobs, job.likeliest = bool(asked.logprobs), bool(asked.top_logprobs)
         return await self._respond(request, job)
 
@@ -275,6 +278,7 @@ class _Server:
         kind: type[Answer],
         prompts: list[list[int]],
         max_tokens: Sequence[int],
+        images: Sequence[VisionInput] = (),
     ) -> Job:
         codec = self._settings.codec
         ids = {text: codec.special_token_id(text) for text in asked.stop_texts}
@@ -293,10 +297,11 @@ class _Server:
         for prompt, count in zip(prompts, max_tokens, strict=True):
             for _ in range(asked.n or 1):
                 index = len(choices)
-                choices.append(Choice(index, prompt, codec, stops))
+                choices.append(Choice(index, prompt, codec, stops, images))
                 submitted.append(
                     Prompt(
                         token_ids=prompt,
+                        vision_inputs=images,
                         # That of `tandem generate --seed`.
                         seed=prompt_seed(seed, 0, index, "generate"),
                         sampling={
@@ -335,7 +340,9 @@ class _Server:
             return {choice.index: None for choice in choices}
         first = {choice.index: 1 if job.echo else len(choice.prompt) for choice in choices}
         sequences = {
-            choice.index: ([*choice.prompt, *choice.shown()[0]], first[choice.index])
+            choice.index: ScoredTokens(
+                [*choice.prompt, *choice.shown()[0]], first[choice.index], choice.images
+            )
             for choice in choices
         }
         scores = await score(self._client, sequences, job.likeliest)

@@ -13,7 +13,8 @@ import grpc
 from tandem import requests
 from tandem.aio import AsyncRolloutClient
 from tandem.errors import RpcError, from_status
-from tandem.requests import Prompt
+from tandem.images import BLOB_MISSING, VisionInput
+from tandem.requests import Prompt, ScoredTokens
 from tandem.rollout.v1 import rollout_pb2
 from tandem.text import TextCodec
 from tandem.types.v1 import trajectory_pb2
@@ -52,6 +53,7 @@ class Choice:
         prompt: ids of the prompt.
         codec: the tokenizer.
         stops: texts that end the response; they are not part of it.
+        images: those of the prompt.
         ids: ids of the response so far, with the one that ended it.
         text: the response so far, without special tokens.
         finish_reason: "stop" or "length"; "" while the response grows.
@@ -61,6 +63,7 @@ class Choice:
     prompt: Sequence[int]
     codec: TextCodec
     stops: Sequence[str] = ()
+    images: Sequence[VisionInput] = ()
     ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
@@ -131,14 +134,17 @@ async def generate(
 
     A prompt is cancelled when its choice ends at a stop text, and all are when the iteration ends.
     """
+    images = [image for prompt in prompts for image in prompt.vision_inputs]
     for attempt in range(1, _ATTEMPTS + 1):
+        await client.upload_images(images)
         try:
             async with aclosing(_generate(client, prompts, choices)) as growing:
                 async for choice in growing:
                     yield choice
         except RpcError as error:
             begun = any(choice.ids for choice in choices)
-            if begun or error.message != _HIDDEN_STATUS or attempt == _ATTEMPTS:
+            again = error.message == _HIDDEN_STATUS or error.reason == BLOB_MISSING
+            if begun or not again or attempt == _ATTEMPTS:
                 raise
         else:
             return
@@ -196,10 +202,12 @@ async def _generate(
 
 
 async def score(
-    client: AsyncRolloutClient, sequences: Mapping[int, tuple[list[int], int]], likeliest: bool
+    client: AsyncRolloutClient, sequences: Mapping[int, ScoredTokens], likeliest: bool
 ) -> dict[int, list[TokenScore]]:
-    """Returns the scores of (ids, index of the first scored token), by the keys of `sequences`."""
-    asked = {key: one for key, one in sequences.items() if one[1] < len(one[0])}
+    """Returns the scores of tokens, by the keys of `sequences`."""
+    asked = {
+        key: one for key, one in sequences.items() if one.first_scored_token < len(one.token_ids)
+    }
     scores: dict[int, list[TokenScore]] = {key: [] for key in sequences}
     if not asked:
         return scores

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic_core import PydanticKnownError
 
 from tandem import renamed
 from tandem.openai_server.errors import RequestError
@@ -104,27 +107,69 @@ class CompletionRequest(Request):
         return self
 
 
-class TextPart(_Fields):
-    """A part of a message."""
+def _image_bytes(url: Any) -> bytes:
+    """Returns the bytes in a data URL."""
+    if not isinstance(url, str):
+        raise PydanticKnownError("string_type")
+    # Fetching what a caller names would let it reach whatever this machine reaches.
+    start = re.match(r"data:image/[^,]*;base64,", url)
+    if start is None:
+        raise ValueError("an image is sent as data:image/...;base64,...; no URL is fetched")
+    try:
+        return base64.b64decode(url[start.end() :], validate=True)
+    except ValueError as error:
+        raise ValueError(f"the image is not base64: {error}") from None
 
-    type: Literal["text"]
-    text: str
+
+class ImageUrl(_Fields):
+    """An image in a data URL, of which the bytes are kept."""
+
+    url: Annotated[bytes, pydantic.BeforeValidator(_image_bytes)]
+    # The model's image processor alone decides on the size.
+    detail: Literal["auto"] | None = None
+
+
+class Part(_Fields):
+    """A part of a message: a text or an image."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        given = {"text": self.text, "image_url": self.image_url}
+        if [name for name, value in given.items() if value is not None] != [self.type]:
+            raise ValueError(f"a part of type {self.type} has the field {self.type}, and no other")
+        return self
+
+    def record(self) -> dict[str, Any]:
+        """Returns the part as chat templates read it."""
+        if self.image_url is None:
+            return {"type": "text", "text": self.text}
+        # As ImageProcessor.image() takes it.
+        return {"type": "image", "image": {"bytes": self.image_url.url}}
 
 
 class ChatMessage(_Fields):
     """A message of a conversation."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[Part]
     name: str | None = None
 
-    def record(self) -> dict[str, str]:
+    def record(self) -> dict[str, Any]:
         """Returns the message as chat templates read it."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
         name = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content} | name
+        return {"role": self.role, "content": self._content()} | name
+
+    def _content(self) -> str | list[dict[str, Any]]:
+        """Returns a text where there is no image: not every template reads parts."""
+        if isinstance(self.content, str):
+            return self.content
+        if all(part.image_url is None for part in self.content):
+            return "".join(part.text or "" for part in self.content)
+        return [part.record() for part in self.content]
 
 
 class ChatRequest(Request):

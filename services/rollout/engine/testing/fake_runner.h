@@ -22,7 +22,7 @@ namespace tandem::rollout {
 class FakeRunner : public ModelRunner {
  public:
   FakeRunner(uint64_t weights, int32_t vocab_size, int64_t num_blocks)
-      : weights_(weights), vocab_size_(vocab_size), blocks_(num_blocks) {}
+      : weights_(weights), vocab_size_(vocab_size), blocks_(num_blocks), recorded_(num_blocks) {}
 
   // Returns the row of logits after `tokens`.
   std::vector<float> Logits(std::span<const int32_t> tokens) const {
@@ -39,11 +39,17 @@ class FakeRunner : public ModelRunner {
 
   absl::Status Run(const Pass& pass, PassResults& results) override {
     ++passes;
-    for (const BlockCopy& copy : pass.copies) blocks_.at(copy.to) = blocks_.at(copy.from);
+    for (const BlockCopy& copy : pass.copies) {
+      blocks_.at(copy.to) = blocks_.at(copy.from);
+      recorded_.at(copy.to) = recorded_.at(copy.from);
+    }
     int64_t pass_tokens = 0;
     for (const PassSequence& sequence : pass.sequences) {
       for (size_t i = 0; i < sequence.tokens.size(); ++i) {
-        TokenAt(sequence, sequence.start + static_cast<int64_t>(i)) = sequence.tokens[i];
+        const int64_t position = sequence.start + static_cast<int64_t>(i);
+        TokenAt(sequence, position) = sequence.tokens[i];
+        const int32_t block = sequence.blocks[position / kKvBlockTokens];
+        recorded_.at(block)[position % kKvBlockTokens] = sequence.records_routing;
       }
       pass_tokens += static_cast<int64_t>(sequence.tokens.size());
     }
@@ -94,6 +100,20 @@ class FakeRunner : public ModelRunner {
     return absl::OkStatus();
   }
 
+  // Two layers, one expert of a token: its id, and that plus 1000. INTERNAL for a token whose
+  // routing was not recorded.
+  absl::Status ReadRouting(std::span<const int32_t> blocks, int64_t count,
+                           TokenExperts& experts) override {
+    experts = {.layers = 2, .experts_per_token = 1, .ids = {}};
+    for (int64_t p = 0; p < count; ++p) {
+      const int32_t block = blocks[p / kKvBlockTokens];
+      if (!recorded_.at(block)[p % kKvBlockTokens]) return absl::InternalError("not recorded");
+      const auto token = static_cast<uint16_t>(blocks_.at(block)[p % kKvBlockTokens]);
+      experts.ids.insert(experts.ids.end(), {token, static_cast<uint16_t>(token + 1000)});
+    }
+    return absl::OkStatus();
+  }
+
   void set_weights(uint64_t weights) { weights_ = weights; }
 
   // Number of the last tokens that the logits depend on. With few, responses repeat themselves.
@@ -123,6 +143,7 @@ class FakeRunner : public ModelRunner {
   uint64_t weights_;
   const int32_t vocab_size_;
   std::vector<std::array<int32_t, kKvBlockTokens>> blocks_;  // the tokens that they hold
+  std::vector<std::array<bool, kKvBlockTokens>> recorded_;   // whether their routing is recorded
   std::vector<std::vector<int32_t>> read_;                   // by each row of the last pass
   std::mt19937 random_;
 };

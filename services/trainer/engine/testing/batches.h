@@ -38,6 +38,28 @@ inline PolicyBatch TestBatch() {
   return batch;
 }
 
+// Gives every sample the experts of a senior with `layers` layers of `num_experts` experts, of
+// which a token takes two, and has the step replay them.
+inline void ReplayRouting(PolicyBatch& batch, int64_t layers, int64_t num_experts) {
+  batch.objective.routing_replay = true;
+  uint64_t state = 7;
+  for (PolicySample& sample : batch.samples) {
+    Trajectory& t = sample.trajectory;
+    t.routed_experts = {.layers = layers, .experts_per_token = 2, .ids = {}};
+    const auto tokens =
+        static_cast<int64_t>(t.prompt_token_ids.size() + t.response_token_ids.size()) - 1;
+    for (int64_t i = 0; i < tokens * layers; ++i) {
+      state = state * 6364136223846793005 + 1442695040888963407;
+      const auto first =
+          static_cast<int64_t>((state >> 33) % static_cast<uint64_t>(num_experts - 1));
+      const auto gap =
+          static_cast<int64_t>((state >> 13) % static_cast<uint64_t>(num_experts - 1 - first));
+      t.routed_experts.ids.push_back(static_cast<uint16_t>(first));
+      t.routed_experts.ids.push_back(static_cast<uint16_t>(first + 1 + gap));
+    }
+  }
+}
+
 inline TrainStepRequest TestRequest(PolicyBatch batch = TestBatch()) {
   TrainStepRequest request;
   request.run_id = "run";

@@ -1,4 +1,4 @@
-#include "common/parallel/context/partial_attention.h"
+#include "common/ops/partial_attention.h"
 
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <limits>
 
-namespace tandem::parallel {
+namespace tandem::ops {
 namespace {
 
 // The most scores that exist at a time, unless kMinTileRows rows have more: on the CPU, as many as
@@ -26,7 +26,7 @@ void ForEachTile(const at::Tensor& q, const at::Tensor& pair, bool causal, const
   const int64_t step = std::clamp(max_scores / (heads * keys), kMinTileRows, kMaxTileRows);
   for (int64_t row = 0; row < rows; row += step) {
     const int64_t end = std::min(row + step, rows);
-    fn(Tile{row, end - row, causal ? end : keys});
+    fn(Tile{row, end - row, causal ? keys - rows + end : keys});
   }
 }
 
@@ -60,12 +60,17 @@ at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, const PartialScor
                   const Tile& tile) {
   at::Tensor scores = Product(Rows(q, tile), Keys(pair, tile, q.size(3)).transpose(1, 2));
   scores.mul_(partial.scores.ScaleOf(q.size(3)));
+  if (const auto cap = partial.scores.soft_cap; cap.has_value()) {
+    scores.div_(*cap).tanh_().mul_(*cap);
+  }
   const auto hide = [&](const at::Tensor& hidden) {  // [rows, keys]
     scores.view({q.size(0), tile.rows, q.size(2), tile.keys})
         .masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
   };
   if (partial.causal) {
-    hide(at::ones({tile.rows, tile.keys}, q.options().dtype(at::kBool)).triu_(tile.row + 1));
+    const int64_t before = pair.size(1) - q.size(1);  // keys before the first row's own
+    hide(at::ones({tile.rows, tile.keys}, q.options().dtype(at::kBool))
+             .triu_(before + tile.row + 1));
   }
   if (partial.scores.window != kNoWindow) {
     const at::Tensor rows = partial.row_positions.narrow(0, tile.row, tile.rows).unsqueeze(1);
@@ -77,6 +82,19 @@ at::Tensor Scores(const at::Tensor& q, const at::Tensor& pair, const PartialScor
 }  // namespace
 
 at::ScalarType SumType(at::ScalarType type) { return at::toOpMathType(type); }
+
+at::Tensor GroupHeads(const at::Tensor& x, int64_t groups) {
+  return x.unflatten(1, {groups, x.size(1) / groups}).transpose(0, 1).contiguous();
+}
+
+at::Tensor UngroupHeads(const at::Tensor& x) { return x.transpose(0, 1).flatten(1, 2); }
+
+AttentionSum NoAttention(const at::Tensor& rows, int64_t value_dim) {
+  const auto options = rows.options().dtype(SumType(rows.scalar_type()));
+  return {.output = at::zeros({rows.size(0), rows.size(1), rows.size(2), value_dim}, options),
+          .log_sum = at::full({rows.size(0), rows.size(1), rows.size(2), 1},
+                              -std::numeric_limits<double>::infinity(), options)};
+}
 
 void AddAttention(const at::Tensor& q_in, const at::Tensor& pair_in, const PartialScores& scores,
                   const AttentionSum& sum) {
@@ -107,14 +125,21 @@ void AddAttentionGradients(const AttentionRows& rows, const at::Tensor& pair_in,
   const int64_t width = q.size(3), value_width = dy.size(3);
   ForEachTile(q, pair, scores.causal, [&](const Tile& tile) {
     const at::Tensor tile_dy = Rows(dy, tile);
-    const at::Tensor p = Scores(q, pair, scores, tile).sub_(Rows(rows.log_sum, tile)).exp_();
+    const at::Tensor s = Scores(q, pair, scores, tile);
+    at::Tensor slope;  // of the soft cap; 0 for keys that are hidden
+    if (const auto cap = scores.scores.soft_cap; cap.has_value()) {
+      slope = (s / *cap).square_().neg_().add_(1).clamp_min_(0);
+    }
+    const at::Tensor p = at::Tensor(s).sub_(Rows(rows.log_sum, tile)).exp_();
     Values(dpair, tile, width, value_width)
         .add_(Product(Operand(p, type).transpose(1, 2), tile_dy));
     at::Tensor ds = Product(tile_dy, Values(pair, tile, width, value_width).transpose(1, 2));
-    ds = Operand(ds.sub_(Rows(rows.delta, tile)).mul_(p).mul_(scale), type);
+    ds.sub_(Rows(rows.delta, tile)).mul_(p).mul_(scale);
+    if (slope.defined()) ds.mul_(slope);
+    ds = Operand(ds, type);
     Rows(dq, tile).add_(Product(ds, Keys(pair, tile, width)));
     Keys(dpair, tile, width).add_(Product(ds.transpose(1, 2), Rows(q, tile)));
   });
 }
 
-}  // namespace tandem::parallel
+}  // namespace tandem::ops

@@ -1,0 +1,74 @@
+#include "common/model/vision/prompt_images.h"
+
+#include <atomic>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/status_macros.h"
+
+namespace tandem {
+namespace {
+
+ImageShape ShapeOf(const VisionReference& reference) {
+  return {
+      .grid = {.frames = reference.grid_t, .height = reference.grid_h, .width = reference.grid_w},
+      .is_video = reference.is_video,
+      .seconds_per_grid = reference.seconds_per_grid};
+}
+
+absl::StatusOr<Blob> FindPixels(const VisionConfig& vision, const VisionReference& reference,
+                                const Blobs& blobs) {
+  const auto found = blobs.find(reference.digest);
+  if (found == blobs.end()) {
+    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "digest",
+                                 absl::StrCat("the blob ", reference.digest, " is not here")),
+                      reason::kBlobMissing);
+  }
+  const VisionGrid grid = ShapeOf(reference).grid;
+  const int64_t bytes =
+      grid.patches() * vision.patch_values() * static_cast<int64_t>(sizeof(float));
+  if (static_cast<int64_t>(found->second->size()) == bytes) return found->second;
+  return InvalidField(
+      "digest", absl::StrCat("the blob has ", found->second->size(), " bytes, and ", grid.frames,
+                             " x ", grid.height, " x ", grid.width, " patches of ",
+                             vision.patch_values(), " values have ", bytes));
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const PromptImages>> MakePromptImages(
+    const VisionConfig* vision, absl::Span<const int32_t> prompt,
+    absl::Span<const VisionReference> references, const Blobs& blobs) {
+  if (vision == nullptr) {
+    if (references.empty()) return nullptr;
+    return InvalidField("vision_inputs", "the model takes no images");
+  }
+  std::vector<ImageShape> shapes;
+  for (const VisionReference& reference : references) shapes.push_back(ShapeOf(reference));
+  auto images = std::make_shared<PromptImages>();
+  TANDEM_ASSIGN_OR_RETURN(images->found, FindImages(*vision, prompt, shapes));
+  if (references.empty()) return nullptr;
+  static std::atomic<uint64_t> last_id = 0;
+  images->id = ++last_id;
+  for (size_t i = 0; i < references.size(); ++i) {
+    absl::StatusOr<Blob> pixels = FindPixels(*vision, references[i], blobs);
+    if (!pixels.ok()) {
+      return PrependFieldPath(absl::StrCat("vision_inputs[", i, "]"), pixels.status());
+    }
+    images->inputs.push_back(
+        {.shape = shapes[i], .digest = references[i].digest, .pixels = *std::move(pixels)});
+  }
+  return images;
+}
+
+bool TakesSamePixels(const VisionConfig& a, const VisionConfig& b) {
+  return a.image_token_id == b.image_token_id && a.video_token_id == b.video_token_id &&
+         a.spatial_merge_size == b.spatial_merge_size && a.patch_values() == b.patch_values();
+}
+
+bool TakesSameImages(const VisionConfig& a, const VisionConfig& b) {
+  return TakesSamePixels(a, b) && a.tokens_per_second == b.tokens_per_second;
+}
+
+}  // namespace tandem

@@ -1,0 +1,33 @@
+// tandem.blobs.v1.BlobService over a BlobStore.
+#ifndef TANDEM_COMMON_RPC_BLOB_SERVICE_H_
+#define TANDEM_COMMON_RPC_BLOB_SERVICE_H_
+
+#include "common/rpc/blob_store.h"
+#include "common/rpc/call_executor.h"
+#include "tandem/blobs/v1/blobs.grpc.pb.h"
+
+namespace tandem::rpc {
+
+// Every method with callbacks and bytes (stream_message.h).
+using RawBlobService = blobs::v1::BlobService::WithRawCallbackMethod_FindMissingBlobs<
+    blobs::v1::BlobService::WithRawCallbackMethod_UploadBlob<blobs::v1::BlobService::Service>>;
+
+class BlobService final : public RawBlobService {
+ public:
+  // The executor and the store outlive the service.
+  BlobService(CallExecutor& executor, BlobStore& store) : executor_(executor), store_(store) {}
+
+  grpc::ServerUnaryReactor* FindMissingBlobs(grpc::CallbackServerContext* context,
+                                             const grpc::ByteBuffer* request,
+                                             grpc::ByteBuffer* response) override;
+  grpc::ServerReadReactor<grpc::ByteBuffer>* UploadBlob(grpc::CallbackServerContext* context,
+                                                        grpc::ByteBuffer* response) override;
+
+ private:
+  CallExecutor& executor_;
+  BlobStore& store_;
+};
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_BLOB_SERVICE_H_
