@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/aten_attention.h"
@@ -189,9 +190,27 @@ at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const
   });
 }
 
+// Calls every function of MKL's vector library that libtorch has, on one thread. A function's first
+// call chooses its code, and in MKL 2024.2 a second thread that calls it meanwhile may compute with
+// code of low accuracy (pytorch/pytorch#188792).
+void ChooseVectorFunctions() {
+  const at::NoGradGuard no_gradients;
+  for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+    const at::Tensor x = at::full({1}, 0.5, type);
+    for (const auto function :
+         {&at::acos, &at::asin, &at::atan, &at::cos, &at::erf, &at::erfc, &at::erfinv, &at::exp,
+          &at::expm1, &at::lgamma, &at::log, &at::log10, &at::log1p, &at::log2, &at::sin, &at::sqrt,
+          &at::tan, &at::tanh}) {
+      function(x);
+    }
+  }
+}
+
 }  // namespace
 
 void SetKernelPath(KernelPath path) {
+  static std::once_flag chosen;
+  std::call_once(chosen, ChooseVectorFunctions);
   kernels::UseCpuKernels(path == KernelPath::kAten ? &kernels::kAtenKernels : nullptr);
 }
 

@@ -25,7 +25,8 @@ enum class KernelPath {
 };
 
 // Sets the kernels of the process (kernels::UseCpuKernels): before the first operation, or in tests
-// between operations.
+// between operations. The first call also lets libtorch's vector functions choose their code, which
+// must not happen on several threads at a time.
 void SetKernelPath(KernelPath path);
 KernelPath GetKernelPath();
 

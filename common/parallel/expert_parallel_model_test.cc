@@ -3,7 +3,6 @@
 // tokens.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -14,9 +13,9 @@
 
 #include "common/base/error.h"
 #include "common/kernels/weight_format.h"
-#include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
 #include "common/model/testing/packed_model.h"
+#include "common/parallel/testing/cached_decoder.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/testing/rank_processes.h"
 
@@ -221,34 +220,15 @@ TEST_P(ExpertParallelModelTest, InferenceEqualsTrainingForward) {
   });
 }
 
-// An inference model with two cached sequences.
-struct Decoder {
-  std::unique_ptr<Model> model;
-  CachedSequences sequences;
-
-  Decoder(const Case& c, const Placement& placement)
-      : model(MakeModel(c, false, placement)), sequences(*model, 2, 32) {}
-
-  // Returns the logits [N, V] of the wanted rows.
-  at::Tensor Logits(const std::vector<CachedSequences::Input>& inputs) {
-    const c10::InferenceMode inference_mode;
-    return model->ForwardLogits(sequences.Decode(inputs).value()).to(at::kFloat);
-  }
-};
-
-// Decodes two prompts, one of them in chunks, and then one token of each.
-std::vector<at::Tensor> DecodeSome(Decoder& decoder) {
-  const Tokens first = {5, 1, 7, 11, 2}, second = {9, 57, 3}, third = {4}, fourth = {56};
-  return {decoder.Logits({{0, absl::MakeSpan(first).subspan(0, 3), 3}, {1, second, 1}}),
-          decoder.Logits({{0, absl::MakeSpan(first).subspan(3), 1}}),
-          decoder.Logits({{1, third, 1}, {0, fourth, 1}})};
+CachedDecoder Decoder(const Case& c, const Placement& placement) {
+  return CachedDecoder(MakeModel(c, /*trains=*/false, placement));
 }
 
 TEST_P(ExpertParallelModelTest, TensorParallelRanksWithWholeExpertsDecodeAsTheWholeModel) {
   RunOnAll([](const Ranks& ranks) {
     for (const Case& c : Cases()) {
       SCOPED_TRACE(c.name);
-      Decoder whole(c, {}), shard(c, WholeExperts(ranks));
+      auto whole = Decoder(c, {}), shard = Decoder(c, WholeExperts(ranks));
       const std::vector<at::Tensor> expected = DecodeSome(whole), actual = DecodeSome(shard);
       for (size_t i = 0; i < expected.size(); ++i) {
         ExpectClose(actual[i], expected[i], "logits");
@@ -272,18 +252,8 @@ TEST_P(ExpertParallelModelTest, ADecodedRowDoesNotDependOnItsBatch) {
   RunOnAll([](const Ranks& ranks) {
     for (const Case& c : Cases()) {
       SCOPED_TRACE(c.name);
-      const Tokens tokens = {5, 1, 7, 11, 2, 33, 20}, other = {9, 57, 3, 8, 41};
-      Decoder alone(c, WholeExperts(ranks)), batched(c, WholeExperts(ranks));
-      const at::Tensor expected = alone.Logits({{0, tokens, 7}});
-      std::vector<at::Tensor> rows = {
-          batched.Logits({{1, other, 5}, {0, absl::MakeSpan(tokens).subspan(0, 4), 4}})
-              .narrow(0, 5, 4)};
-      for (size_t t = 4; t < tokens.size(); ++t) {
-        rows.push_back(
-            batched.Logits({{0, absl::MakeSpan(tokens).subspan(t, 1), 1}, {1, {other[t - 4]}, 1}})
-                .narrow(0, 0, 1));
-      }
-      EXPECT_TRUE(at::equal(at::cat(rows), expected));
+      auto alone = Decoder(c, WholeExperts(ranks)), batched = Decoder(c, WholeExperts(ranks));
+      ExpectRowsDoNotDependOnTheirBatch(alone, batched);
     }
   });
 }
@@ -294,16 +264,10 @@ TEST_P(ExpertParallelModelTest, PackedExpertsHaveTheBitsOfDenseOnesWithTheirValu
       SCOPED_TRACE(testing::Message() << "format " << static_cast<int>(format));
       const Case c = Cases()[1];
       Placement placement = WholeExperts(ranks);
-      Decoder dense(c, placement);
+      auto dense = Decoder(c, placement);
       placement.weight_format = format;
-      Decoder packed(c, placement);
-      const at::NoGradGuard no_grad;
-      for (size_t i = 0; i < packed.model->DeclaredParameters().size(); ++i) {
-        const Parameter& from = packed.model->DeclaredParameters()[i];
-        if (from.held()) {
-          dense.model->DeclaredParameters()[i].value.copy_(from.ComputedValue());
-        }
-      }
+      auto packed = Decoder(c, placement);
+      CopyComputedValues(*packed.model, *dense.model);
       const std::vector<at::Tensor> expected = DecodeSome(dense), actual = DecodeSome(packed);
       for (size_t i = 0; i < expected.size(); ++i) {
         EXPECT_TRUE(at::equal(actual[i], expected[i]));
@@ -316,7 +280,7 @@ TEST_P(ExpertParallelModelTest, PackedExpertsHaveTheBitsOfDenseOnesWithTheirValu
 TEST_P(ExpertParallelModelTest, DecodeInBfloat16StaysClose) {
   RunOnAll([](const Ranks& ranks) {
     const Case c = Cases()[3];
-    Decoder exact(c, {}), half(c, WholeExperts(ranks, at::kBFloat16));
+    auto exact = Decoder(c, {}), half = Decoder(c, WholeExperts(ranks, at::kBFloat16));
     const std::vector<at::Tensor> expected = DecodeSome(exact), actual = DecodeSome(half);
     for (size_t i = 0; i < expected.size(); ++i) {
       EXPECT_LE((actual[i] - expected[i]).abs().max().item<double>(),
@@ -331,7 +295,7 @@ TEST_P(ExpertParallelModelTest, DecodeSendsWhatTensorParallelRanksSend) {
     const Case c = Cases()[0];
     Placement shards = WholeExperts(ranks);
     shards.experts = {};
-    Decoder whole(c, WholeExperts(ranks)), divided(c, shards);
+    auto whole = Decoder(c, WholeExperts(ranks)), divided = Decoder(c, shards);
     ranks->ResetVolume();
     whole.Logits({{0, Tokens{5, 1, 7}, 3}});
     const int64_t bytes = ranks->volume().bytes();

@@ -1,7 +1,6 @@
 // A model whose shards compute together against the whole one in one process.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -17,6 +16,7 @@
 #include "common/model/testing/models.h"
 #include "common/model/testing/packed_model.h"
 #include "common/model/testing/tiny_model_dir.h"
+#include "common/parallel/testing/cached_decoder.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/testing/rank_processes.h"
 
@@ -460,32 +460,8 @@ TEST_P(TensorParallelModelTest, UnsupportedUsesOfAShardAreRefused) {
   });
 }
 
-// An inference model with two cached sequences.
-struct Decoder {
-  std::unique_ptr<Model> model;
-  CachedSequences sequences;
-
-  Decoder(const Case& c, const Placement& placement)
-      : model(TinyModel(c.family, Config(c.changes),
-                        {.num_token_ids = kVocabulary, .placement = placement})),
-        sequences(*model, 2, 32) {
-    EXPECT_TRUE(model->LoadParameters(SomeParameters(*model)).ok());
-  }
-
-  // Returns the logits [N, V] of the wanted rows.
-  at::Tensor Logits(const std::vector<CachedSequences::Input>& inputs) {
-    const c10::InferenceMode inference_mode;
-    return model->ForwardLogits(sequences.Decode(inputs).value()).to(at::kFloat);
-  }
-};
-
-// Decodes two prompts, one of them in chunks, and then one token of each.
-std::vector<at::Tensor> DecodeSome(Decoder& decoder) {
-  const Tokens first = {5, 1, 7, 11, 2}, second = {9, 57, 3}, third = {4}, fourth = {56};
-  const int64_t a = 0, b = 1;
-  return {decoder.Logits({{a, absl::MakeSpan(first).subspan(0, 3), 3}, {b, second, 1}}),
-          decoder.Logits({{a, absl::MakeSpan(first).subspan(3), 1}}),
-          decoder.Logits({{b, third, 1}, {a, fourth, 1}})};
+CachedDecoder Decoder(const Case& c, const Placement& placement) {
+  return CachedDecoder(MakeModel(c, {.num_token_ids = kVocabulary, .placement = placement}));
 }
 
 TEST_P(TensorParallelModelTest, DecodeEqualsTheWholeModel) {
@@ -493,7 +469,7 @@ TEST_P(TensorParallelModelTest, DecodeEqualsTheWholeModel) {
     for (const Case& c : Cases()) {
       if (c.head != HeadKind::kLm) continue;
       SCOPED_TRACE(c.name);
-      Decoder whole(c, {}), shard(c, PlacementIn(group));
+      auto whole = Decoder(c, {}), shard = Decoder(c, PlacementIn(group));
       const std::vector<at::Tensor> expected = DecodeSome(whole), actual = DecodeSome(shard);
       for (size_t i = 0; i < expected.size(); ++i) {
         ExpectClose(actual[i], expected[i], kTolerance, "logits");
@@ -517,9 +493,9 @@ TEST_P(TensorParallelModelTest, PackedShardsHaveTheBitsOfDenseOnesWithTheirValue
       for (const kernels::WeightFormat format : kPackedFormats) {
         SCOPED_TRACE(testing::Message() << c.name << ", format " << static_cast<int>(format));
         Placement placement = PlacementIn(group);
-        Decoder dense(c, placement);
+        auto dense = Decoder(c, placement);
         placement.weight_format = format;
-        Decoder packed(c, placement);
+        auto packed = Decoder(c, placement);
         CopyComputedValues(*packed.model, *dense.model);
         const std::vector<at::Tensor> expected = DecodeSome(dense), actual = DecodeSome(packed);
         for (size_t i = 0; i < expected.size(); ++i) {
@@ -536,19 +512,8 @@ TEST_P(TensorParallelModelTest, ADecodedRowDoesNotDependOnItsBatch) {
   RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
     for (const Case& c : CasesOfBothNorms()) {
       SCOPED_TRACE(c.name);
-      const Tokens tokens = {5, 1, 7, 11, 2, 33, 20};
-      Decoder alone(c, PlacementIn(group)), batched(c, PlacementIn(group));
-      const at::Tensor expected = alone.Logits({{0, tokens, 7}});
-      const Tokens other = {9, 57, 3, 8, 41};
-      std::vector<at::Tensor> rows = {
-          batched.Logits({{1, other, 5}, {0, absl::MakeSpan(tokens).subspan(0, 4), 4}})
-              .narrow(0, 5, 4)};
-      for (size_t t = 4; t < tokens.size(); ++t) {
-        rows.push_back(
-            batched.Logits({{0, absl::MakeSpan(tokens).subspan(t, 1), 1}, {1, {other[t - 4]}, 1}})
-                .narrow(0, 0, 1));
-      }
-      EXPECT_TRUE(at::equal(at::cat(rows), expected));
+      auto alone = Decoder(c, PlacementIn(group)), batched = Decoder(c, PlacementIn(group));
+      ExpectRowsDoNotDependOnTheirBatch(alone, batched);
     }
   });
 }
@@ -556,7 +521,7 @@ TEST_P(TensorParallelModelTest, ADecodedRowDoesNotDependOnItsBatch) {
 TEST_P(TensorParallelModelTest, DecodeInBfloat16StaysClose) {
   RunOnAll(GetParam(), [](const Group& group, ranks::Communicator&) {
     const Case c = Cases()[1];
-    Decoder exact(c, {}), half(c, PlacementIn(group, at::kBFloat16));
+    auto exact = Decoder(c, {}), half = Decoder(c, PlacementIn(group, at::kBFloat16));
     const std::vector<at::Tensor> expected = DecodeSome(exact), actual = DecodeSome(half);
     for (size_t i = 0; i < expected.size(); ++i) {
       ExpectClose(actual[i], expected[i], 0.03, "logits");
@@ -570,7 +535,7 @@ TEST_P(TensorParallelModelTest, DecodeVolumesFollowTheFormula) {
   RunOnAll(GetParam(), [](const Group& group, ranks::Communicator& communicator) {
     for (const Case& c : CasesOfBothNorms()) {
       SCOPED_TRACE(c.name);
-      Decoder decoder(c, PlacementIn(group));
+      auto decoder = Decoder(c, PlacementIn(group));
       communicator.ResetVolume();
       decoder.Logits({{0, Tokens{5, 1, 7}, 3}});
       const ModelConfig& config = decoder.model->config();

@@ -235,7 +235,8 @@ int main(int argc, char** argv) {
   app.add_option("--kernels", kernels)->check(CLI::IsMember({"auto", "aten"}));
   CLI11_PARSE(app, argc, argv);
   try {
-    if (kernels == "aten") tandem::ops::SetKernelPath(tandem::ops::KernelPath::kAten);
+    tandem::ops::SetKernelPath(kernels == "aten" ? tandem::ops::KernelPath::kAten
+                                                 : tandem::ops::KernelPath::kAuto);
     const tandem::Placement placement = {.device = at::Device(device),
                                          .dtype = dtype == "float32" ? at::kFloat : at::kBFloat16};
     const absl::Status status =

@@ -40,7 +40,8 @@ Decoder::Decoder(const ModelConfig& config, const Placement& placement, Paramete
     }
     layer.output = &store.TakeLinear({attention + "o_proj"});
     if (config.decoder.experts.OfLayer(i)) {
-      layer.feed_forward = std::make_unique<ExpertMlp>(config.decoder, i, prefix, placement, store);
+      layer.feed_forward = std::make_unique<ExpertMlp>(
+          config.decoder, i, prefix + config.decoder.expert_names.network, placement, store);
     } else {
       layer.feed_forward =
           std::make_unique<GatedMlp>(prefix + "mlp.", config.decoder.activation, group_, store);

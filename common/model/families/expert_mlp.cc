@@ -9,18 +9,15 @@
 
 namespace tandem {
 
-ExpertMlp::ExpertMlp(const DecoderOptions& options, int64_t index, const std::string& layer,
+ExpertMlp::ExpertMlp(const DecoderOptions& options, int64_t index, const std::string& network,
                      const Placement& placement, ParameterStore& store)
     : group_(placement.shard_group),
-      router_(options.experts.routing, layer + options.expert_names.network,
-              options.experts.LayersBefore(index),
+      router_(options.experts.routing, network, options.experts.LayersBefore(index),
               /*records=*/group_ == nullptr || group_->rank() == 0, store),
-      experts_(options, layer + options.expert_names.network, placement, store) {
-  const ExpertNames& names = options.expert_names;
-  const std::string network = layer + names.network;
+      experts_(options, network, placement, store) {
   if (options.experts.shared_intermediate_size == 0) return;
   // Without the group, because Forward adds up the ranks' summands of all experts together.
-  shared_ = std::make_unique<GatedMlp>(network + names.shared, options.activation,
+  shared_ = std::make_unique<GatedMlp>(network + options.expert_names.shared, options.activation,
                                        /*group=*/nullptr, store);
   if (options.experts.shared_gate)
     shared_gate_ = &store.TakeLinear({network + "shared_expert_gate"});

@@ -30,8 +30,9 @@ namespace tandem {
 
 class ExpertMlp : public FeedForward {
  public:
-  // Takes the parameters of layer `index`, "<layer>" ("model.layers.<index>."), from `store`.
-  ExpertMlp(const DecoderOptions& options, int64_t index, const std::string& layer,
+  // Takes the parameters of layer `index`, "<network>..." ("model.layers.<index>.mlp."), from
+  // `store`.
+  ExpertMlp(const DecoderOptions& options, int64_t index, const std::string& network,
             const Placement& placement, ParameterStore& store);
 
   at::Tensor Forward(const at::Tensor& x, const at::Tensor& residual,

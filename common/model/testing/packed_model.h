@@ -31,7 +31,8 @@ inline NamedTensors RandomParameters(const Model& model, int64_t seed) {
 inline void CopyComputedValues(const Model& packed, const Model& dense) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < packed.DeclaredParameters().size(); ++i) {
-    dense.DeclaredParameters()[i].value.copy_(packed.DeclaredParameters()[i].ComputedValue());
+    const Parameter& from = packed.DeclaredParameters()[i];
+    if (from.held()) dense.DeclaredParameters()[i].value.copy_(from.ComputedValue());
   }
 }
 
