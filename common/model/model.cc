@@ -285,7 +285,7 @@ void RecordRouting(KvCache& cache, absl::Span<const DecodeInput> inputs,
                        p % kKvBlockTokens);
     }
   }
-  at::Tensor routing = cache.routing();
+  const at::Tensor& routing = cache.routing();
   routing.index_copy_(0, at::tensor(places, at::kLong).to(routing.device()),
                       experts.to(routing.scalar_type()));
 }

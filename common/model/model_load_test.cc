@@ -273,7 +273,7 @@ TEST_F(ModelLoadTest, AVisionTowersTensorsHaveTwoNames) {
   const std::string proj = "visual.patch_embed.proj.weight";
   write([&](NamedTensors& tensors) {
     for (auto& [name, tensor] : tensors) {
-      if (name == proj) name = "model." + name;
+      if (name == proj) name.insert(0, "model.");
       if (name == kNorm) name = "model.language_model.norm.weight";
     }
   });

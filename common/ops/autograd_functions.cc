@@ -101,7 +101,7 @@ class GatedFunction : public Function<GatedFunction> {
 class SoftCapFunction : public Function<SoftCapFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, double soft_cap) {
-    const at::Tensor y = SoftCap(x.clone(at::MemoryFormat::Contiguous), soft_cap);
+    at::Tensor y = SoftCap(x.clone(at::MemoryFormat::Contiguous), soft_cap);
     context->save_for_backward({y});
     context->saved_data["soft_cap"] = soft_cap;
     return y;

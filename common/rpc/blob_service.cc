@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/rpc/metric_names.h"
 #include "common/rpc/stream_handlers.h"
 #include "common/rpc/unary_handler.h"
 
@@ -71,6 +72,14 @@ grpc::ServerReadReactor<grpc::ByteBuffer>* BlobService::UploadBlob(
     grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
   return HandleClientStream<UploadBlobRequest, UploadBlobResponse>(
       executor_, context, response, std::make_unique<UploadCall>(store_));
+}
+
+void UpdateBlobMetrics(const BlobStore& store, Metrics& metrics) {
+  const BlobStore::Stats stats = store.stats();
+  metrics.Gauge(metric::kBlobCapacity).Set(static_cast<double>(stats.capacity_bytes));
+  metrics.Gauge(metric::kBlobBytes).Set(static_cast<double>(stats.used_bytes));
+  metrics.SetTotal(metric::kBlobBytesReceived, static_cast<double>(stats.received_bytes));
+  metrics.SetTotal(metric::kBlobsDropped, static_cast<double>(stats.dropped_blobs));
 }
 
 }  // namespace tandem::rpc

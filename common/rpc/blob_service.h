@@ -4,6 +4,7 @@
 
 #include "common/rpc/blob_store.h"
 #include "common/rpc/call_executor.h"
+#include "common/rpc/metrics.h"
 #include "tandem/blobs/v1/blobs.grpc.pb.h"
 
 namespace tandem::rpc {
@@ -27,6 +28,9 @@ class BlobService final : public RawBlobService {
   CallExecutor& executor_;
   BlobStore& store_;
 };
+
+// Sets the metrics of a store.
+void UpdateBlobMetrics(const BlobStore& store, Metrics& metrics);
 
 }  // namespace tandem::rpc
 

@@ -37,12 +37,12 @@ absl::Status CheckBlobDigest(absl::string_view path, absl::string_view digest) {
 
 void BlobStore::SetCapacity(int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  capacity_ = bytes;
+  stats_.capacity_bytes = bytes;
 }
 
-int64_t BlobStore::used_bytes() const {
+BlobStore::Stats BlobStore::stats() const {
   const std::lock_guard lock(mutex_);
-  return used_;
+  return stats_;
 }
 
 const Blob* BlobStore::Find(const std::string& digest) {
@@ -64,7 +64,7 @@ std::vector<std::string> BlobStore::FindMissing(absl::Span<const std::string> di
 
 absl::Status BlobStore::Collect(absl::Span<const VisionReference> references, Blobs& blobs) {
   const std::lock_guard lock(mutex_);
-  if (capacity_ == 0 && !references.empty()) {
+  if (stats_.capacity_bytes == 0 && !references.empty()) {
     return InvalidField("vision_inputs", "the server's model takes no images");
   }
   std::set<std::string> missing;
@@ -93,50 +93,53 @@ absl::StatusOr<std::unique_ptr<BlobStore::Upload>> BlobStore::Begin(const std::s
     return InvalidField("total_bytes", absl::StrCat("must be at least 1, got ", total_bytes));
   }
   const std::lock_guard lock(mutex_);
-  if (capacity_ == 0) {
+  if (stats_.capacity_bytes == 0) {
     return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "digest",
                                  "the server's model takes no images, so it keeps no blobs"),
                       reason::kNoImages);
   }
-  if (total_bytes > capacity_) {
-    return FieldError(
-        absl::StatusCode::kOutOfRange, "total_bytes",
-        absl::StrCat(total_bytes, " bytes, and server.blob_cache_bytes is ", capacity_));
+  if (total_bytes > stats_.capacity_bytes) {
+    return FieldError(absl::StatusCode::kOutOfRange, "total_bytes",
+                      absl::StrCat(total_bytes, " bytes, and server.blob_cache_bytes is ",
+                                   stats_.capacity_bytes));
   }
   return std::unique_ptr<Upload>(new Upload(*this, digest, total_bytes));
 }
 
 absl::Status BlobStore::Reserve(int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  for (auto entry = entries_.begin(); entry != entries_.end() && used_ + bytes > capacity_;) {
+  for (auto entry = entries_.begin();
+       entry != entries_.end() && stats_.used_bytes + bytes > stats_.capacity_bytes;) {
     if (entry->blob.use_count() > 1) {  // a request holds it
       ++entry;
       continue;
     }
-    used_ -= static_cast<int64_t>(entry->blob->size());
+    stats_.used_bytes -= static_cast<int64_t>(entry->blob->size());
+    ++stats_.dropped_blobs;
     places_.erase(entry->digest);
     entry = entries_.erase(entry);
   }
-  if (used_ + bytes > capacity_) {
-    return WithRetryAfter(
-        absl::ResourceExhaustedError(absl::StrCat("requests and uploads in progress hold ", used_,
-                                                  " bytes of pixels, and no more than ", capacity_,
-                                                  " may be held (server.blob_cache_bytes)")),
-        kRetryMilliseconds);
+  if (stats_.used_bytes + bytes > stats_.capacity_bytes) {
+    return WithRetryAfter(absl::ResourceExhaustedError(absl::StrCat(
+                              "requests and uploads in progress hold ", stats_.used_bytes,
+                              " bytes of pixels, and no more than ", stats_.capacity_bytes,
+                              " may be held (server.blob_cache_bytes)")),
+                          kRetryMilliseconds);
   }
-  used_ += bytes;
+  stats_.used_bytes += bytes;
+  stats_.received_bytes += bytes;
   return absl::OkStatus();
 }
 
 void BlobStore::GiveBack(int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  used_ -= bytes;
+  stats_.used_bytes -= bytes;
 }
 
 void BlobStore::Put(const std::string& digest, std::string bytes) {
   const std::lock_guard lock(mutex_);
   if (Find(digest) != nullptr) {
-    used_ -= static_cast<int64_t>(bytes.size());
+    stats_.used_bytes -= static_cast<int64_t>(bytes.size());
     return;
   }
   entries_.push_back(

@@ -36,8 +36,13 @@ class BlobStore {
   // images.
   void SetCapacity(int64_t bytes);
 
-  // Bytes of the blobs and of uploads in progress.
-  int64_t used_bytes() const;
+  struct Stats {
+    int64_t capacity_bytes = 0;
+    int64_t used_bytes = 0;  // of the blobs and of uploads in progress
+    int64_t received_bytes = 0;
+    int64_t dropped_blobs = 0;  // to make room for others
+  };
+  Stats stats() const;
 
   // Returns the digests of blobs that are not here, each once. The others count as used now.
   std::vector<std::string> FindMissing(absl::Span<const std::string> digests);
@@ -68,8 +73,7 @@ class BlobStore {
   const Blob* Find(const std::string& digest);
 
   mutable std::mutex mutex_;
-  int64_t capacity_ = 0;
-  int64_t used_ = 0;
+  Stats stats_;
   std::list<Entry> entries_;  // the blob that was used least recently is at the front
   std::unordered_map<std::string, std::list<Entry>::iterator> places_;
 };

@@ -52,7 +52,7 @@ TEST(Sha256Test, IsThatOfTheStandard) {
   // FIPS 180-2, appendix B.1.
   EXPECT_EQ(Sha256Hex("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
   EXPECT_TRUE(CheckBlobDigest("d", Sha256Hex("abc")).ok());
-  for (std::string bad : {std::string(), std::string(63, 'a'), std::string(64, 'A')}) {
+  for (const std::string& bad : {std::string(), std::string(63, 'a'), std::string(64, 'A')}) {
     EXPECT_EQ(FieldPath(CheckBlobDigest("d", bad)), "d");
   }
 }
@@ -64,7 +64,11 @@ TEST_F(BlobStoreTest, TheBlobThatWasUsedLeastRecentlyGoesFirst) {
   ASSERT_TRUE(Put(store_, c_).ok());
   EXPECT_THAT(store_.FindMissing({Sha256Hex(a_), Sha256Hex(b_), Sha256Hex(c_), Sha256Hex(b_)}),
               ElementsAre(Sha256Hex(b_)));
-  EXPECT_EQ(store_.used_bytes(), 80);
+  const BlobStore::Stats stats = store_.stats();
+  EXPECT_EQ(stats.capacity_bytes, kCapacity);
+  EXPECT_EQ(stats.used_bytes, 80);
+  EXPECT_EQ(stats.received_bytes, 120);
+  EXPECT_EQ(stats.dropped_blobs, 1);
 }
 
 TEST_F(BlobStoreTest, ABlobThatARequestHoldsStays) {
@@ -107,7 +111,7 @@ TEST_F(BlobStoreTest, WrongBytesAndSizesAreRefused) {
   EXPECT_EQ((*upload)->Finish().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ((*upload)->Append("").code(), absl::StatusCode::kInvalidArgument);
   upload->reset();
-  EXPECT_EQ(store_.used_bytes(), 0) << "what came of an upload that ended is given back";
+  EXPECT_EQ(store_.stats().used_bytes, 0) << "what came of an upload that ended is given back";
   EXPECT_EQ(FieldPath(store_.Begin(Sha256Hex(a_), kCapacity + 1).status()), "total_bytes");
   EXPECT_EQ(FieldPath(store_.Begin(Sha256Hex(a_), 0).status()), "total_bytes");
   EXPECT_EQ(FieldPath(store_.Begin("a", 1).status()), "digest");
@@ -119,7 +123,7 @@ TEST_F(BlobStoreTest, ABlobThatComesTwiceIsKeptOnce) {
   ASSERT_TRUE(Put(store_, a_).ok());
   EXPECT_TRUE((*upload)->Finish().ok());
   upload->reset();
-  EXPECT_EQ(store_.used_bytes(), 40);
+  EXPECT_EQ(store_.stats().used_bytes, 40);
 }
 
 TEST(EmptyBlobStoreTest, AServerWithoutImagesTakesNone) {
@@ -180,9 +184,9 @@ TEST_F(BlobServiceTest, SendersUploadWhatIsMissing) {
   }
   ASSERT_TRUE(SendMissingBlobs({}, absl::Minutes(1), blobs, *stub_).ok());
   for (const auto& [digest, blob] : blobs) EXPECT_THAT(store().FindMissing({digest}), IsEmpty());
-  const int64_t used = store().used_bytes();
+  const int64_t used = store().stats().used_bytes;
   ASSERT_TRUE(SendMissingBlobs({}, absl::Minutes(1), blobs, *stub_).ok());
-  EXPECT_EQ(store().used_bytes(), used);
+  EXPECT_EQ(store().stats().used_bytes, used);
 }
 
 TEST_F(BlobServiceTest, ACallIsRepeatedOnceIfTheReceiverDroppedABlob) {
@@ -208,7 +212,7 @@ TEST_F(BlobServiceTest, BadUploadsAreRefusedByName) {
   EXPECT_EQ(FieldPath(status), "header.total_bytes");
   status = Upload(Sha256Hex("right"), 5 << 20, std::string(BlobStore::kMaxChunkBytes + 1, 'x'));
   EXPECT_EQ(FieldPath(status), "chunk");
-  EXPECT_EQ(store().used_bytes(), 0);
+  EXPECT_EQ(store().stats().used_bytes, 0);
 
   grpc::ClientContext context;
   blobs::v1::FindMissingBlobsRequest request;

@@ -96,6 +96,18 @@ inline constexpr MetricSpec kCallQueueDepth{MetricType::kGauge, "tandem_call_que
                                             "Calls that wait for a worker."};
 inline constexpr MetricSpec kCallQueueCapacity{MetricType::kGauge, "tandem_call_queue_capacity",
                                                "Calls that may wait; more are refused."};
+inline constexpr MetricSpec kBlobBytes{
+    MetricType::kGauge, "tandem_blob_bytes",
+    "Bytes of images and videos that the server holds, uploads in progress among them."};
+inline constexpr MetricSpec kBlobCapacity{
+    MetricType::kGauge, "tandem_blob_capacity_bytes",
+    "Bytes of images and videos that the server may hold; 0 where its model takes none."};
+inline constexpr MetricSpec kBlobBytesReceived{MetricType::kCounter,
+                                               "tandem_blob_bytes_received_total",
+                                               "Bytes of images and videos that were uploaded."};
+inline constexpr MetricSpec kBlobsDropped{
+    MetricType::kCounter, "tandem_blobs_dropped_total",
+    "Images and videos that the server dropped to make room for others."};
 
 // Rollout server.
 inline constexpr MetricSpec kSequencesRunning{MetricType::kGauge, "tandem_sequences_running",

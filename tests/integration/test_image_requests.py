@@ -184,6 +184,14 @@ def test_pixels_travel_once_and_come_back_after_they_were_dropped(vision, models
         assert rollout.generate([prompts[0]]) == expected[0]
         assert sent["UploadBlob"] == 4, "it was dropped"
         assert again == [expected[2], expected[1]]
+        size = images[0].pixels.nbytes
+        for metric, value in {
+            "tandem_blob_capacity_bytes": 2 * size,
+            "tandem_blob_bytes": 2 * size,
+            "tandem_blob_bytes_received_total": 4 * size,
+            "tandem_blobs_dropped_total": 2,
+        }.items():
+            assert harness.gauge(small.rollouts[0], metric) == value
         with pytest.raises(Exception, match="blob_cache_bytes") as caught:
             rollout.upload_images([pixels((1, 8, 8), 1)])
         assert caught.value.code == grpc.StatusCode.OUT_OF_RANGE

@@ -36,8 +36,9 @@ NOT_PROVOKED = {
     "TandemDenials": "test_secured.py provokes it",
     "TandemCertificateExpires": "test_secured.py provokes it",
 }
-# Panels of what these servers lack: TLS, whose panel test_secured.py looks at, and experts.
+# Panels of what these servers lack: TLS, whose panel test_secured.py looks at, images and experts.
 NOT_HERE = {
+    "Pixels of images and videos",
     "Time until certificates expire",
     "Routers (mixtures of experts)",
     "Load of experts (mixtures of experts)",

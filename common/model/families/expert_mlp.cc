@@ -24,7 +24,7 @@ ExpertMlp::ExpertMlp(const DecoderOptions& options, int64_t index, const std::st
 }
 
 at::Tensor ExpertMlp::Output(const at::Tensor& x, const ModelPass& pass) const {
-  const at::Tensor sum = experts_.Forward(x, router_.Route(x, pass));
+  at::Tensor sum = experts_.Forward(x, router_.Route(x, pass));
   if (shared_ == nullptr) return sum;
   const at::Tensor shared = shared_->Forward(x, /*residual=*/{}, pass);
   if (shared_gate_ == nullptr) return sum + shared;

@@ -16,7 +16,7 @@ struct VisionGrid {
   int64_t width = 0;
 
   int64_t patches() const { return frames * height * width; }
-  auto operator<=>(const VisionGrid&) const = default;
+  auto operator<=>(const VisionGrid&) const = default;  // NOLINT(modernize-use-nullptr)
 };
 
 // Qwen2-VL (https://arxiv.org/abs/2409.12191) and Qwen2.5-VL (https://arxiv.org/abs/2502.13923).

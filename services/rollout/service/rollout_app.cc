@@ -58,6 +58,7 @@ void RolloutApp::UpdateMetrics() {
   metrics_.Gauge(metric::kLastProgress)
       .Set(std::max(0.0, absl::ToDoubleSeconds(stats.last_progress - absl::UnixEpoch())));
   if (!leads()) return;  // rank 0 alone has counters
+  rpc::UpdateBlobMetrics(rollout_service_.blobs(), metrics_);
   set(metric::kSequencesRunning, stats.sequences_running);
   set(metric::kSequencesWaiting, stats.sequences_waiting);
   set(metric::kGenerateStreams, rollout_service_.open_streams());

@@ -43,6 +43,7 @@ void TrainingService::UpdateMetrics() {
   const EngineInfo info = engine_->Info();
   metrics_.Gauge(rpc::metric::kWeightsVersion).Set(static_cast<double>(info.weights.version));
   metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
+  rpc::UpdateBlobMetrics(blobs_, metrics_);
 }
 
 absl::StatusOr<StepResult> TrainingService::RunStep(
