@@ -17,7 +17,7 @@ absl::Status CommandTable::Run(const RankCommand& command) const {
     return absl::InternalError(
         absl::StrCat("'", command.name, "': rank 0 announced a command that this rank lacks"));
   }
-  const absl::Status status = found->second(command);
+  absl::Status status = found->second(command);
   if (status.ok()) return status;
   return absl::Status(status.code(), absl::StrCat("'", command.name, "': ", status.message()));
 }
