@@ -16,8 +16,8 @@
 // Gradients of parameters that tensor ranks hold whole are summed over the tensor ranks, and all
 // gradients over the context and data ranks that hold the parameters. The optimizer's state is
 // sharded over the latter, as in stage 1 of ZeRO, or every rank updates all parameters that it
-// holds. The first and the last
-// stage both hold an embedding that is the head, too, and sum its gradients.
+// holds. The first and the last stage both hold an embedding that is the head, too, and sum its
+// gradients.
 #ifndef TANDEM_COMMON_PARALLEL_MEGATRON_STRATEGY_H_
 #define TANDEM_COMMON_PARALLEL_MEGATRON_STRATEGY_H_
 

@@ -52,8 +52,7 @@ class StagePass {
   // Runs this stage's schedule; without gradients its forward actions alone. Every rank of the
   // replica takes part to the end, after an error with zeros in place of what it cannot compute.
   // Returns an error of this rank, or of `then` on another rank of ParallelMesh::coupled. Throws
-  // c10::Error
-  // where communication fails.
+  // c10::Error where communication fails.
   absl::Status Run(Then then);
 
  private:

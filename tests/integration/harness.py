@@ -18,12 +18,14 @@ from tandem.client import CriticClient, RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster, Server
 from tandem.metrics import CLOCK_KEYS
 from tandem.requests import Prompt
+from tandem.rollout.v1 import rollout_pb2
 from tandem.run_dir import RunDirectory
+from tandem.schedule import authorship_mask
 from tandem.session import Session, addresses_of
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.train import train
 from tandem.types.v1 import trajectory_pb2
-from tandem.wire import from_tensor
+from tandem.wire import from_tensor, tandem_record
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bernoulli", "chunk", "alternating", "sentence", "word")
@@ -284,6 +286,24 @@ def response_bytes(trajectory: trajectory_pb2.Trajectory) -> bytes:
     copy.ClearField("senior_versions")
     copy.ClearField("accepted_draft_mask")
     return copy.SerializeToString(deterministic=True)
+
+
+def derived_mask(
+    trajectory: trajectory_pb2.Trajectory, info: rollout_pb2.GetServerInfoResponse
+) -> list[int]:
+    """Returns the authors that follow from the trajectory's own record and the server's sets."""
+    tandem = tandem_record(trajectory.tandem)
+    defaults = {
+        "sentence": info.sentence_boundary_token_ids,
+        "word": info.word_boundary_token_ids,
+    }
+    return authorship_mask(
+        tokens(trajectory),
+        tandem,
+        trajectory.seed,
+        trajectory.sample_index,
+        defaults.get(tandem["selection_strategy"], ()),
+    )
 
 
 def assert_same_bits(

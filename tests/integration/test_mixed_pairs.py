@@ -16,6 +16,7 @@ from harness import (
     STRATEGIES,
     TANDEM,
     assert_same_bits,
+    derived_mask,
     flat,
     logprobs,
     mask,
@@ -24,8 +25,8 @@ from harness import (
 )
 from tandem.cluster import find_binary
 from tandem.requests import PolicySample, SupervisedSample
-from tandem.schedule import authorship_mask
-from tandem.wire import from_tensor, tandem_record
+from tandem.rollout_pool import response_to_score
+from tandem.wire import from_tensor
 
 GREEDY = {"max_tokens": 24, "temperature": 0.0}
 OFF = {"enabled": False}
@@ -165,24 +166,13 @@ def test_law_3_a_sample_does_not_depend_on_the_servers_limits(rollout, pair, tmp
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_laws_4_and_6_the_mask_follows_from_the_request(rollout, strategy):
     info = rollout.info()
-    defaults = {
-        "sentence": info.sentence_boundary_token_ids,
-        "word": info.word_boundary_token_ids,
-    }
     # Boundary ids that do occur: the tiny models seldom write the default ones.
     tandem = TANDEM[strategy] | {"boundary_token_ids": list(range(2, 90))}
     samples = []
     for config in (TANDEM[strategy], tandem):
         samples = flat(rollout.generate(prompts(6, config, num_samples=4)))
         for t in samples:
-            derived = authorship_mask(
-                tokens(t),
-                tandem_record(t.tandem),
-                t.seed,
-                t.sample_index,
-                defaults.get(strategy, ()),
-            )
-            assert mask(t) == derived
+            assert mask(t) == derived_mask(t, info)
             assert len(mask(t)) == len(logprobs(t, "author")) == len(tokens(t))
             assert sum(run.count for run in t.senior_versions) == len(tokens(t))
     assert {author for t in samples for author in mask(t)} == {0, 1}
@@ -193,10 +183,7 @@ def test_law_5_lazy_lanes_equal_both_models_on_every_token(rollout, pair, strate
     samples = flat(
         rollout.generate(prompts(5, TANDEM[strategy], num_samples=2, return_other_logprobs=True))
     )
-    scores = rollout.score(
-        [([*t.prompt_token_ids, *tokens(t)], len(t.prompt_token_ids)) for t in samples],
-        junior=True,
-    )
+    scores = rollout.score([response_to_score(t) for t in samples], junior=True)
     for t, score in zip(samples, scores.sequences, strict=True):
         for model in ("senior", "junior"):
             expected = from_tensor(getattr(score, f"{model}_logprobs"))

@@ -12,11 +12,11 @@ import grpc
 import harness
 import numpy as np
 import pytest
-from harness import STRATEGIES, TANDEM, flat, logprobs, mask, prompts, tokens
+from harness import STRATEGIES, TANDEM, derived_mask, flat, logprobs, mask, prompts, tokens
 from tandem.requests import SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tandem.schedule import authorship_mask
-from tandem.wire import from_tensor, tandem_record
+from tandem.rollout_pool import response_to_score
+from tandem.wire import from_tensor
 from tokenizers import Tokenizer
 
 GREEDY = {"max_tokens": 24, "temperature": 0.0}
@@ -170,23 +170,12 @@ def test_law_3_a_batch_does_not_depend_on_its_split_into_messages(rollout):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_law_4_the_mask_follows_from_tokens_configuration_and_seed(rollout, strategy):
     info = rollout.info()
-    defaults = {
-        "sentence": info.sentence_boundary_token_ids,
-        "word": info.word_boundary_token_ids,
-    }
     # Boundary ids that do occur: the tiny models seldom write the default ones.
     own = list(range(2, 90))
     for tandem in (TANDEM[strategy], TANDEM[strategy] | {"boundary_token_ids": own}):
         samples = flat(rollout.generate(prompts(6, tandem, num_samples=4)))
         for t in samples:
-            derived = authorship_mask(
-                tokens(t),
-                tandem_record(t.tandem),
-                t.seed,
-                t.sample_index,
-                defaults.get(strategy, ()),
-            )
-            assert mask(t) == derived
+            assert mask(t) == derived_mask(t, info)
     assert {author for t in samples for author in mask(t)} == {0, 1}
 
 
@@ -207,10 +196,7 @@ def test_law_5_lazy_lanes_equal_both_models_on_every_token(numerics, rollout, st
     samples = flat(
         rollout.generate(prompts(5, TANDEM[strategy], num_samples=2, return_other_logprobs=True))
     )
-    scores = rollout.score(
-        [([*t.prompt_token_ids, *tokens(t)], len(t.prompt_token_ids)) for t in samples],
-        junior=True,
-    )
+    scores = rollout.score([response_to_score(t) for t in samples], junior=True)
     for t, score in zip(samples, scores.sequences, strict=True):
         for model in ("senior", "junior"):
             expected = from_tensor(getattr(score, f"{model}_logprobs"))

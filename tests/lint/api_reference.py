@@ -55,6 +55,8 @@ SECTIONS: dict[str, tuple[str, ...] | None] = {
 
 _MEMBERS = (property, functools.cached_property, staticmethod, classmethod, types.FunctionType)
 
+_COLUMNS = 120
+
 _HEAD = """# The Python API
 
 Generated from the docstrings of `clients/python/tandem` by `make format`; change them there.
@@ -80,9 +82,9 @@ def _entry(name: str, thing: Any) -> str:
     """The heading of a class or function, its docstring, and a class's methods."""
     lines = [f"### `{name}`\n"]
     if not inspect.isclass(thing):
-        return "\n".join([*lines, f"```text\n{name}{_signature(thing)}\n```\n", _text(thing)])
+        return "\n".join([*lines, _block(name, thing), _text(thing)])
     if _has_own_constructor(thing):
-        lines.append(f"```text\n{name}{_signature(thing)}\n```\n")
+        lines.append(_block(name, thing))
     lines.append(_text(thing))
     if name.startswith("Async"):
         plain = name.removeprefix("Async")
@@ -91,6 +93,15 @@ def _entry(name: str, thing: Any) -> str:
     if members:
         lines += ["Methods and properties:\n", *members]
     return "\n".join(lines) + "\n"
+
+
+def _block(name: str, function: Any) -> str:
+    """The signature in a block; a long one has a line for each parameter."""
+    parameters, arrow = _parts(function)
+    line = f"{name}({', '.join(parameters)}){arrow}"
+    if len(line) > _COLUMNS:
+        line = "\n".join([f"{name}(", *(f"    {one}," for one in parameters), f"){arrow}"])
+    return f"```text\n{line}\n```\n"
 
 
 def _member(name: str, member: Any) -> str:
@@ -124,7 +135,12 @@ def _has_own_constructor(kind: type) -> bool:
 
 
 def _signature(function: Any, *, bound: bool = False) -> str:
-    """The parameters as they are written, with defaults but without self or cls."""
+    parameters, arrow = _parts(function, bound=bound)
+    return f"({', '.join(parameters)}){arrow}"
+
+
+def _parts(function: Any, *, bound: bool = False) -> tuple[list[str], str]:
+    """The parameters as they are written, with defaults but without self or cls; the result."""
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1 if bound else 0 :]
     shown, starred = [], False
@@ -141,7 +157,7 @@ def _signature(function: Any, *, bound: bool = False) -> str:
         shown.append(text)
     returned = signature.return_annotation
     arrow = "" if returned in (signature.empty, None, "None") else f" -> {_annotation(returned)}"
-    return f"({', '.join(shown)}){arrow}"
+    return shown, arrow
 
 
 def _annotation(annotation: Any) -> str:

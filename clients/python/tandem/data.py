@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Formatter
@@ -229,7 +230,8 @@ def _example(
         text = json.dumps(row["messages"], ensure_ascii=False, default=_shown)
         content = json.dumps(row["messages"], sort_keys=True, default=_shown)
         messages = _with_system(settings, row["messages"])
-        ids, inputs = _chat(settings, codec, messages, place, field)
+        with _named_by_row(place, field):
+            ids, inputs = codec.chat_with_images(messages, _folder(settings))
         if inputs:
             row = row | {"messages": json.loads(text)}
         return Example(row, text, ids, place, scorer, content, vision_inputs=inputs)
@@ -244,11 +246,13 @@ def _example(
                 f"{field}.system: rows with a `prompt` take none with {field}.template: raw",
                 hint=f"{field}.template: chat writes the prompt through the chat template",
             )
-        ids, inputs = _raw(settings, codec, text, images, place, field)
+        with _named_by_row(place, field):
+            ids, inputs = codec.with_images(codec.encode(text), images, _folder(settings))
     else:
         asked = [{"role": "user", "content": content_of(images, text)}]
         messages = _with_system(settings, asked)
-        ids, inputs = _chat(settings, codec, messages, place, field)
+        with _named_by_row(place, field):
+            ids, inputs = codec.chat_with_images(messages, _folder(settings))
     if inputs:
         row = row | {settings.images: [_shown(image) for image in images]}
     return Example(row, text, ids, place, scorer, content, vision_inputs=inputs)
@@ -277,36 +281,13 @@ def _with_system(settings: DataSettings, messages: list[dict[str, Any]]) -> list
     return [{"role": "system", "content": settings.system}, *messages]
 
 
-def _chat(
-    settings: DataSettings,
-    codec: TextCodec,
-    messages: list[dict[str, Any]],
-    place: str,
-    field: str,
-) -> tuple[list[int], list[VisionInput]]:
+@contextmanager
+def _named_by_row(place: str, field: str) -> Iterator[None]:
+    """Names the setting and the row in the error of a prompt."""
     try:
-        return codec.chat_with_images(messages, _folder(settings))
+        yield
     except NoChatTemplateError:
         raise
-    except ConfigError as error:
-        raise ConfigError(f"{field}: {place}: {error.message}", hint=error.hint) from None
-
-
-def _raw(
-    settings: DataSettings,
-    codec: TextCodec,
-    text: str,
-    images: list[Any],
-    place: str,
-    field: str,
-) -> tuple[list[int], list[VisionInput]]:
-    """Returns the ids of a text, which has one token for each image, and the images."""
-    ids = codec.encode(text)
-    if not images:
-        return ids, []
-    try:
-        inputs = [codec.images.image(image, _folder(settings)) for image in images]
-        return codec.images.expand(ids, inputs), inputs
     except ConfigError as error:
         raise ConfigError(f"{field}: {place}: {error.message}", hint=error.hint) from None
 

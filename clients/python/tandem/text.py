@@ -159,7 +159,15 @@ class TextCodec:
         "image": ...}, with an image as ImageProcessor.image() takes it. Every image has as many
         tokens as it has rows. Relative paths begin at `folder`.
         """
-        ids, images = self.chat(messages), images_of(messages)
+        return self.with_images(self.chat(messages), images_of(messages), folder)
+
+    def with_images(
+        self, ids: list[int], images: Sequence[Any], folder: str | Path = ""
+    ) -> tuple[list[int], list[VisionInput]]:
+        """Returns the ids of a prompt with one token for each image, expanded, and its images.
+
+        Images and `folder` as in chat_with_images().
+        """
         if not images:
             return ids, []
         inputs = [self.images.image(image, folder) for image in images]

@@ -321,15 +321,17 @@ class Transport:
         A server that restarts, or drops images meanwhile, gets them again.
         """
         digests = sorted({one.digest for one in inputs})
-        for attempts_left in (2, 1, 0) if digests else (0,):
-            if digests:
-                await self._upload(digests)
+        if not digests:
+            return await call()
+        for _ in range(2):
+            await self._upload(digests)
             try:
                 return await call()
             except FailedPreconditionError as error:
-                if not attempts_left or error.reason != BLOB_MISSING:
+                if error.reason != BLOB_MISSING:
                     raise
-        raise AssertionError("the last attempt returns or raises")
+        await self._upload(digests)
+        return await call()
 
     async def _upload(self, digests: Sequence[str]) -> None:
         """Uploads the pixels that the server lacks and the process has."""

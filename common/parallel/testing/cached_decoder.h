@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "common/model/model.h"
 #include "common/model/testing/cached_sequences.h"
+#include "common/model/testing/packed_model.h"
 
 namespace tandem {
 
@@ -39,6 +40,13 @@ inline std::vector<at::Tensor> DecodeSome(CachedDecoder& decoder) {
   return {decoder.Logits({{0, absl::MakeSpan(first).subspan(0, 3), 3}, {1, second, 1}}),
           decoder.Logits({{0, absl::MakeSpan(first).subspan(3), 1}}),
           decoder.Logits({{1, third, 1}, {0, fourth, 1}})};
+}
+
+// `packed` has the bits of `dense` with the values of its packed weights.
+inline void ExpectBitsOfDenseWeights(CachedDecoder& packed, CachedDecoder& dense) {
+  CopyComputedValues(*packed.model, *dense.model);
+  const std::vector<at::Tensor> expected = DecodeSome(dense), actual = DecodeSome(packed);
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(actual[i], expected[i]));
 }
 
 // `alone` and `batched` are decoders of one model: a sequence has the same bits in one pass alone

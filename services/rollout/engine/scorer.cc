@@ -35,9 +35,9 @@ bool ShareNextBlock(const Scored& a, const Scored& b) {
   const auto images = [&](const Scored& scored) {
     return IdentitiesAmong(scored.image_tokens, /*begin=*/0, static_cast<int64_t>(end));
   };
-  return images(a) == images(b) && a.cursor == b.cursor &&
-         std::min(a.unscored().size(), b.unscored().size()) >= end &&
-         std::ranges::equal(a.unscored().first(end), b.unscored().first(end));
+  return a.cursor == b.cursor && std::min(a.unscored().size(), b.unscored().size()) >= end &&
+         std::ranges::equal(a.unscored().first(end), b.unscored().first(end)) &&
+         images(a) == images(b);
 }
 
 }  // namespace
