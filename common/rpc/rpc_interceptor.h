@@ -19,9 +19,9 @@ using MethodTable = std::map<std::string, std::string>;
 
 // For every call: the RED metrics of metric_names.h, the request id (request_id.h), a log line when
 // it failed (ten a second at most), and a text where grpc++ answers without one: to a request that
-// it cannot parse and to an unknown method. Calls of methods that are not in `methods` are counted
-// together. `live_calls` counts the calls in progress, health and reflection left out; it must
-// outlive the server, like `metrics`.
+// it cannot parse and to an unknown method. Calls are counted from 0 by every method of `methods`
+// and every status code; those of other methods are counted together. `live_calls` counts the calls
+// in progress, health and reflection left out; it must outlive the server, like `metrics`.
 std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> MakeRpcInterceptor(
     MethodTable methods, Metrics* metrics, std::atomic<int64_t>* live_calls);
 

@@ -224,6 +224,16 @@ TEST_F(ServerTest, MetricsCountEveryCallByCode) {
   EXPECT_THAT(text, HasSubstr("tandem_server_ready 1"));
 }
 
+TEST_F(ServerTest, EveryCodeIsCountedFromZero) {
+  const std::string text = Scrape();
+  for (const char* code :
+       {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "DATA_LOSS", "UNAUTHENTICATED"}) {
+    EXPECT_THAT(text, HasSubstr(absl::StrCat("grpc_server_handled_total{grpc_code=\"", code,
+                                             "\",grpc_method=\"GetVersion\",grpc_service="
+                                             "\"tandem.weights.v1.WeightService\"} 0")));
+  }
+}
+
 TEST_F(ServerTest, ReflectionListsTheServices) {
   grpc::reflection::v1::ServerReflectionRequest request;
   request.set_list_services("");
