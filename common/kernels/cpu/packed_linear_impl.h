@@ -5,11 +5,12 @@
 // a vector. How rows, panels and inputs are cut into register tiles changes no bits. A register
 // tile is the outer product of R rows of x (broadcast) and P panels of weights.
 //
-// Few rows read the weights straight from the panels, and a dense matrix is transposed in
-// registers. For more rows a block of inputs of a panel is widened, or transposed, into the
-// first-level cache, and all tiles of rows read it there, as in GotoBLAS
-// (https://doi.org/10.1145/1356052.1356053). While the first tile of rows is multiplied, the
-// weights that follow are fetched.
+// A block of inputs of some panels is multiplied by all tiles of rows before the next one, so that
+// it is read from memory once. For few rows the tiles read the panels themselves, and a dense
+// matrix is transposed in registers. For more rows the block is widened, or transposed, into the
+// first-level cache, as in GotoBLAS (https://doi.org/10.1145/1356052.1356053). Each tile fetches
+// its part of the next block into the second-level cache, so that memory works while all of them
+// are multiplied.
 #include <type_traits>  // types only, no code
 
 #include "common/kernels/weight_format.h"
@@ -29,7 +30,7 @@ constexpr int kVectors = kPanel / kWidth;           // vectors of one input of a
 constexpr int kTileRows = TANDEM_PACKED_TILE_ROWS;  // rows of the tallest register tile
 constexpr int kTileSums = TANDEM_PACKED_SUMS;       // vectors of sums in a register tile
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kAheadGroups = 2;                    // from a group to the one fetched with it
+constexpr int64_t kStraightInputs = 512;               // of panels that are read as they are
 constexpr int64_t kBlockInputs = 256;                  // of a panel in the first-level cache
 constexpr int64_t kBlockRows = 192;                    // whose sums are kept beside it
 constexpr int64_t kMinBlockRows = 48;                  // fewer are too few to widen weights for
@@ -66,47 +67,45 @@ TANDEM_INLINE void InterleaveUnits(UnitVec low, UnitVec high, Vec* first, Vec* s
   *second = reinterpret_cast<const Vec&>(b);
 }
 
-// Source of 16-bit unit i in the words of all outputs of a panel, whose units are in the order 0-3,
-// 8-11, 4-7, 12-15.
-constexpr int UnitOfWord(int i) {
-  const int output = i / 2;
-  return ((output & 3) | (output & 4) << 1 | (output & 8) >> 1) + ((i & 1) ? kUnits : 0);
-}
-
-// As InterleaveUnits, where one vector has the words of all outputs.
-template <int... I>
-TANDEM_INLINE void JoinUnits(UnitVec low, UnitVec high, Vec* words,
-                             std::integer_sequence<int, I...>) {
-  const auto joined = __builtin_shufflevector(low, high, UnitOfWord(I)...);
-  *words = reinterpret_cast<const Vec&>(joined);
-}
-
-// Calls units(i, low, high) to fill the i-th vector of units of a panel, and joins them to the
-// words of all its outputs.
+// Calls units(i, low, high) to fill the i-th vector of units of a panel, and joins them to words.
 template <typename Units>
 TANDEM_INLINE void Interleave(const Units& units, Vec (&words)[kVectors]) {
-  if constexpr (kWidth == kPanel) {
+  constexpr int kPairs = kVectors / 2;
+  TANDEM_UNROLL for (int i = 0; i < kPairs; ++i) {
     UnitVec low = {}, high = {};
-    units(0, low, high);
-    JoinUnits(low, high, &words[0], std::make_integer_sequence<int, 2 * kUnits>());
-  } else {
-    constexpr int kPairs = kVectors / 2;
-    TANDEM_UNROLL for (int i = 0; i < kPairs; ++i) {
-      UnitVec low = {}, high = {};
-      units(i, low, high);
-      InterleaveUnits(low, high, &words[i], &words[i + kPairs],
-                      std::make_integer_sequence<int, kUnits>());
-    }
+    units(i, low, high);
+    InterleaveUnits(low, high, &words[i], &words[i + kPairs],
+                    std::make_integer_sequence<int, kUnits>());
   }
+}
+
+// Where a vector has all outputs of a panel, units become words in their own order, which is 0-3,
+// 8-11, 4-7, 12-15: interleaving takes two or three instructions there, widening one.
+constexpr bool kWholePanels = kWidth == kPanel;
+
+// The output at lane i in the order of units, and the lane of output i.
+constexpr int UnitOrder(int i) { return i % 16 / 4 % 3 == 0 ? i : i ^ 12; }
+
+template <int... I>
+TANDEM_INLINE Vec SwapUnitOrder(Vec v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, UnitOrder(I)...);
+}
+
+// Turns the order of units into that of outputs, and back.
+template <bool Units>
+TANDEM_INLINE Vec InOrder(Vec v) {
+  if constexpr (!Units) return v;
+  return SwapUnitOrder(v, std::make_integer_sequence<int, kWidth>());
 }
 
 // The formats. BytesOf returns the size of a panel, as PanelBytes does, whose code must not come
 // from here. Open returns a group of inputs of a panel; Weights returns the weights of all outputs
-// for input 8 * eight + i of the group. Up to kStraightRows rows are multiplied straight from the
-// panels: every tile of rows widens the weights again, which takes longer than a copy in the
-// first-level cache if the weights are scaled.
+// for input 8 * eight + i of the group, in the order of units if kUnitOrder. Up to kStraightRows
+// rows are multiplied straight from the panels: every tile of rows widens the weights again, which
+// takes longer than a copy in the first-level cache if the weights are scaled.
 
 struct Float32Format {
+  static constexpr bool kUnitOrder = false;
   static constexpr int64_t kStraightRows = 32;
   static constexpr int64_t kGroupBytes = PanelBytes(WeightFormat::kFloat32, kGroupInputs);
   static TANDEM_INLINE int64_t BytesOf(int64_t in) { return in * kPanel * 4; }
@@ -122,6 +121,7 @@ struct Float32Format {
 };
 
 struct Bfloat16Format {
+  static constexpr bool kUnitOrder = false;
   static constexpr int64_t kStraightRows = 32;
   static constexpr int64_t kGroupBytes = PanelBytes(WeightFormat::kBfloat16, kGroupInputs);
   static TANDEM_INLINE int64_t BytesOf(int64_t in) { return (in + 1) / 2 * kPanel * 4; }
@@ -143,6 +143,7 @@ struct Bfloat16Format {
 // Then q scale = value * scale - (power + kBias) * scale, and all of these are exact.
 template <int kBits>
 struct ScaledFormat {
+  static constexpr bool kUnitOrder = kWholePanels;
   static constexpr int64_t kStraightRows = 8;
   static constexpr int64_t kGroupBytes =
       PanelBytes(kBits == 8 ? WeightFormat::kInt8 : WeightFormat::kInt4, kGroupInputs);
@@ -161,9 +162,13 @@ struct ScaledFormat {
   static TANDEM_INLINE Group Open(const char* p) {
     Group group;
     group.units = p + 2 * kPanel;
-    Interleave([&](int i, UnitVec&, UnitVec& high)
-                   TANDEM_INLINE_LAMBDA { high = LoadUnits(p + 2 * i * kUnits); },
-               group.scales);
+    if constexpr (kUnitOrder) {
+      group.scales[0] = Load(reinterpret_cast<const uint16_t*>(p));
+    } else {
+      Interleave([&](int i, UnitVec&, UnitVec& high)
+                     TANDEM_INLINE_LAMBDA { high = LoadUnits(p + 2 * i * kUnits); },
+                 group.scales);
+    }
     TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) {
       group.offsets[v] = group.scales[v] * kOffset;
     }
@@ -172,14 +177,21 @@ struct ScaledFormat {
   static TANDEM_INLINE void Weights(const Group& group, int eight, int i, Vec (&w)[kVectors]) {
     const char* const from = group.units + 2 * kPanel * (eight * (8 / kPerUnit) + i / kPerUnit);
     const int shift = 16 - kBits - kBits * (i % kPerUnit);
-    Interleave(
-        [&](int j, UnitVec& low, UnitVec& high) TANDEM_INLINE_LAMBDA {
-          low = LoadUnits(from + 2 * j * kUnits) << shift;
-          // The first integer of a unit has no other below it.
-          if (i % kPerUnit != 0) low &= static_cast<uint16_t>(0xffff << (16 - kBits));
-          high = UnitVec{} + kHighBits;
-        },
-        w);
+    constexpr uint16_t kMask = 0x10000 - (1 << (16 - kBits));
+    if constexpr (kUnitOrder) {
+      const UIntVec words = LoadWidened(reinterpret_cast<const uint16_t*>(from));
+      const UIntVec bits = (words << shift & kMask) | uint32_t{kHighBits} << 16;
+      w[0] = reinterpret_cast<const Vec&>(bits);
+    } else {
+      Interleave(
+          [&](int j, UnitVec& low, UnitVec& high) TANDEM_INLINE_LAMBDA {
+            low = LoadUnits(from + 2 * j * kUnits) << shift;
+            // The first integer of a unit has no other below it.
+            if (i % kPerUnit != 0) low &= kMask;
+            high = UnitVec{} + kHighBits;
+          },
+          w);
+    }
     TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) {
       w[v] = w[v] * group.scales[v] - group.offsets[v];
     }
@@ -188,25 +200,36 @@ struct ScaledFormat {
 using Int8Format = ScaledFormat<8>;
 using Int4Format = ScaledFormat<4>;
 
-// Weights to be fetched into the caches while a tile is multiplied: with each group of inputs
-// `bytes` from each of `rows` addresses, the first at `at`. After `left` bytes they are fetched
-// from `next`. None if `rows` is 0.
+// What is fetched into the second-level cache while a tile is multiplied: with each group of inputs
+// that is multiplied, the bytes [begin, end) of a group of those to come, of each of `count` panels
+// or rows.
 struct Ahead {
   const char* at;
-  int64_t left;
-  const char* next;
-  int64_t rows, stride, bytes;
+  int64_t count, stride, group_bytes;
+  int64_t begin = 0, end = group_bytes;
 
+  // Part i of `parts`: some of the panels or rows, or some of the cache lines of each.
+  Ahead Part(int64_t i, int64_t parts) const {
+    const int64_t lines = (group_bytes + kCacheLine - 1) / kCacheLine;
+    Ahead part = *this;
+    if (count > lines) {
+      const int64_t first = i * count / parts;
+      part.at += first * stride;
+      part.count = (i + 1) * count / parts - first;
+    } else {
+      part.begin = i * lines / parts * kCacheLine;
+      part.end = (i + 1) * lines / parts * kCacheLine;
+    }
+    return part;
+  }
   TANDEM_INLINE void Fetch() {
-    if (left <= 0) {
-      at = next;
-      left = INT64_MAX;
+    constexpr int kRead = 0, kSecondLevel = 2;
+    for (int64_t r = 0; r < count; ++r) {
+      for (int64_t b = begin; b < end; b += kCacheLine) {
+        __builtin_prefetch(at + r * stride + b, kRead, kSecondLevel);
+      }
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t b = 0; b < bytes; b += kCacheLine) __builtin_prefetch(at + r * stride + b);
-    }
-    at += bytes;
-    left -= bytes;
+    at += group_bytes;
   }
 };
 
@@ -303,7 +326,8 @@ TANDEM_NOINLINE void AddTile(int64_t rows, const float* x, int64_t x_stride, con
   TANDEM_UNROLL for (int r = 0; r < R; ++r) {
     TANDEM_UNROLL for (int p = 0; p < P; ++p) {
       TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) {
-        tile[r][p][v] = first ? Vec{} : Load(sums + (r * P + p) * kPanel + v * kWidth);
+        const float* const from = sums + (r * P + p) * kPanel + v * kWidth;
+        tile[r][p][v] = first ? Vec{} : InOrder<Format::kUnitOrder>(Load(from));
       }
     }
   }
@@ -311,45 +335,79 @@ TANDEM_NOINLINE void AddTile(int64_t rows, const float* x, int64_t x_stride, con
   TANDEM_UNROLL for (int r = 0; r < R; ++r) {
     TANDEM_UNROLL for (int p = 0; p < P; ++p) {
       TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) {
-        Store(sums + (r * P + p) * kPanel + v * kWidth, tile[r][p][v]);
+        Store(sums + (r * P + p) * kPanel + v * kWidth, InOrder<Format::kUnitOrder>(tile[r][p][v]));
       }
     }
   }
 }
 
-template <typename Format>
-struct PackedSource {
+// A block of `count` inputs, from `k` on, of the P panels from `panel` on, is what a source reads
+// at a time; `buffer` [P][kInputs<P>][kPanel] is for its copy. Fetch returns what a tile fetches
+// ahead of such a block. Rows are multiplied in tiles of at most R.
+
+// Packed panels, as they are.
+template <typename Panel, int R>
+struct StraightSource {
+  using Format = Panel;
+  template <int P>
+  static constexpr int64_t kInputs = kStraightInputs;
+  static constexpr int64_t kRows = R < kTileRows ? R : Format::kStraightRows;
+  static constexpr bool kCopies = false;
+
   const char* data;
   int64_t panel_bytes;
 
   const char* At(int64_t panel, int64_t k) const {
     return data + panel * panel_bytes + k / kGroupInputs * Format::kGroupBytes;
   }
-  // Returns what to fetch ahead of Read(panel, k) with the same P.
+  // Fetching costs an instruction for each cache line: the processor alone fetches fast enough for
+  // less work on a line.
   template <int P>
   TANDEM_INLINE Ahead Fetch(int64_t panel, int64_t k) const {
-    const char* const at = At(panel, k);
-    return {at, INT64_MAX, at, P, panel_bytes, Format::kGroupBytes};
+    constexpr int64_t kMinProducts = 60;
+    constexpr bool kFetches =
+        kCacheLine * kGroupInputs * kPanel * R / Format::kGroupBytes >= kMinProducts;
+    return {At(panel, k), kFetches ? P : 0, panel_bytes, Format::kGroupBytes};
   }
-  // Returns `count` inputs, from `k` on, of P panels from `panel` on, in float32.
+  template <int P>
+  TANDEM_INLINE Block Read(int64_t panel, int64_t k, int64_t count, float*) const {
+    return {At(panel, k), panel_bytes, count};
+  }
+};
+
+// Packed panels that are widened to float32.
+template <typename Panel>
+struct WidenedSource {
+  using Format = Float32Format;
+  template <int P>
+  static constexpr int64_t kInputs = kBlockInputs / P;
+  static constexpr int64_t kRows = kBlockRows;
+  static constexpr bool kCopies = true;
+
+  StraightSource<Panel, kTileRows> panels;
+
+  template <int P>
+  TANDEM_INLINE Ahead Fetch(int64_t panel, int64_t k) const {
+    return panels.template Fetch<P>(panel, k);
+  }
   template <int P>
   TANDEM_INLINE Block Read(int64_t panel, int64_t k, int64_t count, float* buffer) const {
-    const char* from = At(panel, k);
-    if constexpr (std::is_same_v<Format, Float32Format>) return {from, panel_bytes, count};
-    for (int p = 0; p < P; ++p, from += panel_bytes) {
+    const char* from = panels.At(panel, k);
+    if constexpr (std::is_same_v<Panel, Float32Format>) return {from, panels.panel_bytes, count};
+    for (int p = 0; p < P; ++p, from += panels.panel_bytes) {
       float* const to = buffer + p * count * kPanel;
       const auto widen = [&](const auto& group, int64_t begin, int eight, int i)
                              TANDEM_INLINE_LAMBDA {
                                float* const at = to + (begin + eight * 8 + i) * kPanel;
                                Vec w[kVectors];
-                               Format::Weights(group, eight, i, w);
+                               Panel::Weights(group, eight, i, w);
                                TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) {
-                                 Store(at + v * kWidth, w[v]);
+                                 Store(at + v * kWidth, InOrder<Panel::kUnitOrder>(w[v]));
                                }
                              };
       const char* record = from;
-      for (int64_t begin = 0; begin < count; begin += kGroupInputs, record += Format::kGroupBytes) {
-        const auto group = Format::Open(record);
+      for (int64_t begin = 0; begin < count; begin += kGroupInputs, record += Panel::kGroupBytes) {
+        const auto group = Panel::Open(record);
         const auto inputs = static_cast<int>(Min(kGroupInputs, count - begin));
         int eight = 0;
         for (; eight * 8 + 8 <= inputs; ++eight) {
@@ -422,15 +480,21 @@ TANDEM_INLINE void ReadDense(const float* w, int64_t in, int64_t rows, int64_t c
   }
 }
 
-// A row-major matrix, from output `first` on.
+// A row-major matrix, from output `first` on, that is transposed.
 struct DenseSource {
+  using Format = Float32Format;
+  template <int P>
+  static constexpr int64_t kInputs = kBlockInputs / P;
+  static constexpr int64_t kRows = kBlockRows;
+  static constexpr bool kCopies = true;
+
   const float* w;
   int64_t in, first, end;
 
   template <int P>
   TANDEM_INLINE Ahead Fetch(int64_t panel, int64_t k) const {
     const auto* const at = reinterpret_cast<const char*>(w + (first + panel * kPanel) * in + k);
-    return {at, INT64_MAX, at, P * kPanel, in * 4, kGroupInputs * 4};
+    return {at, P * kPanel, in * 4, kGroupInputs * 4};
   }
   template <int P>
   TANDEM_INLINE Block Read(int64_t panel, int64_t k, int64_t count, float* buffer) const {
@@ -452,30 +516,33 @@ constexpr int TileRows() {
   return kFit < kTileRows ? kFit : kTileRows;
 }
 
-// Multiplies the rows [begin, end) by P panels from `panel` on, block by block of the inputs.
-template <int P, typename Source>
+// Multiplies the rows [begin, end) by the P panels from `panel` on, of which the first output is
+// `o`, in tiles of at most R rows.
+template <int R, int P, typename Source>
 TANDEM_NOINLINE void MultiplyBlocks(const LinearProduct& a, const Source& source, int64_t begin,
                                     int64_t end, int64_t panel, int64_t o) {
-  constexpr int64_t kInputs = kBlockInputs / P;
-  constexpr int kHeight = TileRows<P>();
   constexpr int kColumns = P * kPanel;
-  alignas(64) float buffer[kInputs * kColumns];
-  alignas(64) float sums[kBlockRows * kColumns];
-  const int64_t rows = end - begin, tiles = (rows + kHeight - 1) / kHeight;
+  constexpr int64_t kMaxGroups = Source::template kInputs<P> / kGroupInputs;
+  alignas(64) float buffer[Source::kCopies ? kMaxGroups * kGroupInputs * kColumns : 1];
+  alignas(64) float sums[Source::kRows * kColumns];
+  const int64_t rows = end - begin, tiles = (rows + R - 1) / R;
+  // Equal blocks and tiles: a small block fetches little, and a small tile is slow.
+  const int64_t groups = (a.in + kGroupInputs - 1) / kGroupInputs;
+  const int64_t blocks = Max((groups + kMaxGroups - 1) / kMaxGroups, 1);
+  const int64_t inputs = (groups + blocks - 1) / blocks * kGroupInputs;
   int64_t k = 0;
   do {
-    const int64_t count = Min(kInputs, a.in - k);
+    const int64_t count = Min(inputs, a.in - k), next = k + inputs;
     const Block block = source.template Read<P>(panel, k, count, buffer);
-    const bool last = k + kInputs >= a.in;
-    Ahead ahead = source.template Fetch<P>(last ? panel + P : panel, last ? 0 : k + kInputs);
-    for (int64_t tile = 0; tile < tiles; ++tile) {  // equal tiles: a small one is slow
+    const Ahead ahead = next < a.in ? source.template Fetch<P>(panel, next)
+                                    : source.template Fetch<P>(panel + P, 0);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = tile * rows / tiles;
-      AddTile<Float32Format, kHeight, P>((tile + 1) * rows / tiles - row,
-                                         a.x + (begin + row) * a.x_stride + k, a.x_stride, block,
-                                         ahead, k == 0, sums + row * kColumns);
-      ahead.rows = 0;
+      AddTile<typename Source::Format, R, P>(
+          (tile + 1) * rows / tiles - row, a.x + (begin + row) * a.x_stride + k, a.x_stride, block,
+          ahead.Part(tile, tiles), k == 0, sums + row * kColumns);
     }
-    k += kInputs;
+    k = next;
   } while (k < a.in);
   for (int64_t r = 0; r < rows; ++r) Finish(a, begin + r, o, kColumns, sums + r * kColumns);
 }
@@ -491,79 +558,44 @@ void MultiplyRows(const LinearProduct& a, const Source& source, int64_t panel, i
     const int64_t begin = i * a.rows / blocks, end = (i + 1) * a.rows / blocks;
     int64_t p = 0;
     for (; p + P <= panels; p += P) {
-      MultiplyBlocks<P>(a, source, begin, end, panel + p, o + p * kPanel);
+      MultiplyBlocks<TileRows<P>(), P>(a, source, begin, end, panel + p, o + p * kPanel);
     }
     for (; p < panels; ++p) {
-      MultiplyBlocks<1>(a, source, begin, end, panel + p, o + p * kPanel);
+      MultiplyBlocks<TileRows<1>(), 1>(a, source, begin, end, panel + p, o + p * kPanel);
     }
   }
 }
 
-// Whether the weights are fetched ahead of a tile of R rows, which costs an instruction for each
-// cache line: the processor alone fetches fast enough for less work on a line.
-template <typename Format, int R>
-constexpr bool FetchesAhead() {
-  constexpr int64_t kMinProducts = 60;
-  return kCacheLine * kGroupInputs * kPanel * R / Format::kGroupBytes >= kMinProducts;
-}
-
-// Multiplies all rows by P panels from `panel` on, without a copy of the weights, in tiles of at
-// most R rows.
-template <typename Format, int R, int P>
-TANDEM_INLINE void MultiplyStraight(const LinearProduct& a, const char* panel, int64_t panel_bytes,
-                                    int64_t o) {
-  alignas(64) float sums[R * P * kPanel];
-  const int64_t tiles = (a.rows + R - 1) / R;
-  constexpr int64_t kDistance = kAheadGroups * Format::kGroupBytes;
-  Ahead ahead = {panel + kDistance,
-                 panel_bytes - kDistance,
-                 panel + P * panel_bytes,
-                 FetchesAhead<Format, R>() ? P : 0,
-                 panel_bytes,
-                 Format::kGroupBytes};
-  for (int64_t tile = 0; tile < tiles; ++tile) {  // equal tiles: a small one is slow
-    const int64_t row = tile * a.rows / tiles, rows = (tile + 1) * a.rows / tiles - row;
-    AddTile<Format, R, P>(rows, a.x + row * a.x_stride, a.x_stride, {panel, panel_bytes, a.in},
-                          ahead, true, sums);
-    for (int64_t r = 0; r < rows; ++r) Finish(a, row + r, o, P * kPanel, sums + r * P * kPanel);
-    ahead.rows = 0;
-  }
-}
-
-// Multiplies all rows by `panels` panels, without a copy of the panels, in tiles of at most R rows
-// and P panels. The panels that are left are multiplied P/2 at a time, and so on: one alone would
-// wait for each of its sums.
-template <typename Format, int R, int P>
-void MultiplyPanels(const LinearProduct& a, const char* panel, int64_t panel_bytes, int64_t panels,
+// Multiplies all rows by `panels` panels, of which the first output is `o`: P at a time, then P/2,
+// and so on: one alone would wait for each of its sums.
+template <int R, int P, typename Source>
+void MultiplyPanels(const LinearProduct& a, const Source& source, int64_t panel, int64_t panels,
                     int64_t o) {
-  for (; panels >= P; panels -= P, panel += P * panel_bytes, o += P * kPanel) {
-    MultiplyStraight<Format, R, P>(a, panel, panel_bytes, o);
+  for (; panels >= P; panels -= P, panel += P, o += P * kPanel) {
+    MultiplyBlocks<R, P>(a, source, 0, a.rows, panel, o);
   }
-  if constexpr (P > 1) MultiplyPanels<Format, R, P / 2>(a, panel, panel_bytes, panels, o);
+  if constexpr (P > 1) MultiplyPanels<R, P / 2>(a, source, panel, panels, o);
 }
 
-// The same with as many panels as suit the number of rows.
+// The same without a copy of the panels, in the tiles that suit the number of rows.
 template <typename Format, int R>
-void MultiplyFewRows(const LinearProduct& a, const char* panel, int64_t panel_bytes, int64_t panels,
-                     int64_t o) {
+void MultiplyFewRows(const LinearProduct& a, const PackedLinearArgs& args) {
   if constexpr (R > 1) {
-    if (a.rows < R) return MultiplyFewRows<Format, R - 1>(a, panel, panel_bytes, panels, o);
+    if (a.rows < R) return MultiplyFewRows<Format, R - 1>(a, args);
   }
-  MultiplyPanels<Format, R, TilePanels(R)>(a, panel, panel_bytes, panels, o);
+  const StraightSource<Format, R> source = {static_cast<const char*>(args.w),
+                                            Format::BytesOf(args.in)};
+  MultiplyPanels<R, TilePanels(R)>(a, source, args.panel_begin, args.panel_end - args.panel_begin,
+                                   args.panel_begin * kPanel);
 }
 
 template <typename Format>
 void MultiplyPacked(const PackedLinearArgs& args, const LinearProduct& a) {
-  const auto* const data = static_cast<const char*>(args.w);
-  const int64_t panel_bytes = Format::BytesOf(args.in);
-  const int64_t panels = args.panel_end - args.panel_begin, o = args.panel_begin * kPanel;
-  if (a.rows <= Format::kStraightRows) {
-    MultiplyFewRows<Format, kTileRows>(a, data + args.panel_begin * panel_bytes, panel_bytes,
-                                       panels, o);
-  } else {
-    const PackedSource<Format> source = {data, panel_bytes};
-    MultiplyRows<TilePanels(kTileRows)>(a, source, args.panel_begin, panels, o);
-  }
+  if (a.rows <= Format::kStraightRows) return MultiplyFewRows<Format, kTileRows>(a, args);
+  const WidenedSource<Format> source = {
+      {static_cast<const char*>(args.w), Format::BytesOf(args.in)}};
+  MultiplyRows<TilePanels(kTileRows)>(a, source, args.panel_begin,
+                                      args.panel_end - args.panel_begin, args.panel_begin * kPanel);
 }
 
 void PackedLinear(const PackedLinearArgs& args) {

@@ -2,6 +2,10 @@
 // source file per instruction set. Everything is in an unnamed namespace and nothing of the
 // standard library is instantiated: an inline function compiled for AVX-512 must not end up in code
 // that runs elsewhere.
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <utility>  // integer_sequence: types only, no code
 
@@ -32,10 +36,20 @@ typedef uint16_t UShortVec __attribute__((vector_size(kWidth * 2), aligned(2), m
 typedef float Vec4 __attribute__((vector_size(16), aligned(4), may_alias));
 
 TANDEM_INLINE Vec Load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+// Widens unsigned integers of 16 bits.
+TANDEM_INLINE UIntVec LoadWidened(const uint16_t* p) {
+#if TANDEM_SIMD_WIDTH == 16 && defined(__AVX512F__)
+  // GCC 12 makes two halves and joins them of __builtin_convertvector, and warns of the form
+  // without a mask.
+  return reinterpret_cast<UIntVec>(
+      _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const UShortVec*>(p), UIntVec);
+#endif
+}
 // Widens bf16, whose bits are the upper half of a float's.
 TANDEM_INLINE Vec Load(const uint16_t* p) {
-  const UIntVec bits = __builtin_convertvector(*reinterpret_cast<const UShortVec*>(p), UIntVec)
-                       << 16;
+  const UIntVec bits = LoadWidened(p) << 16;
   return reinterpret_cast<const Vec&>(bits);
 }
 TANDEM_INLINE float Load1(const float* p) { return *p; }
