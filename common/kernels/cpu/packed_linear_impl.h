@@ -40,10 +40,17 @@ constexpr int kUnits = 2 * kWidth < kPanel ? 2 * kWidth : kPanel;  // 16-bit uni
 
 typedef uint16_t UnitVec __attribute__((vector_size(kUnits * 2), aligned(2), may_alias));
 
-// Panels of a row tile: as many as give kTileSums sums, so that enough of them are in flight.
+// Panels of a row tile: as many as give kTileSums sums, so that enough of them are in flight, if
+// registers hold the weights of an input beside them. One row takes one panel after the other.
 constexpr int TilePanels(int rows) {
+  constexpr int kRegisters = kTileSums / 3 * 4;
+  const auto fit = [rows](int panels) {
+    const int sums = panels * rows * kVectors;
+    const int weights = (rows == 1 ? 1 : panels) * kVectors;
+    return sums <= kTileSums && sums + weights < kRegisters;
+  };
   int panels = 1;
-  while (2 * panels * rows * kVectors <= kTileSums && panels < 8) panels *= 2;
+  while (panels < 8 && fit(2 * panels)) panels *= 2;
   return panels;
 }
 
@@ -102,11 +109,14 @@ TANDEM_INLINE Vec InOrder(Vec v) {
 // from here. Open returns a group of inputs of a panel; Weights returns the weights of all outputs
 // for input 8 * eight + i of the group, in the order of units if kUnitOrder. Up to kStraightRows
 // rows are multiplied straight from the panels: every tile of rows widens the weights again, which
-// takes longer than a copy in the first-level cache if the weights are scaled.
+// takes longer than a copy in the first-level cache if the weights are scaled. A tile has at most
+// kRows of them; from kFetchRows on it fetches weights.
 
 struct Float32Format {
   static constexpr bool kUnitOrder = false;
   static constexpr int64_t kStraightRows = 32;
+  static constexpr int kRows = kTileRows;
+  static constexpr int kFetchRows = 4;
   static constexpr int64_t kGroupBytes = PanelBytes(WeightFormat::kFloat32, kGroupInputs);
   static TANDEM_INLINE int64_t BytesOf(int64_t in) { return in * kPanel * 4; }
   struct Group {
@@ -123,6 +133,8 @@ struct Float32Format {
 struct Bfloat16Format {
   static constexpr bool kUnitOrder = false;
   static constexpr int64_t kStraightRows = 32;
+  static constexpr int kRows = kTileRows;
+  static constexpr int kFetchRows = 2;
   static constexpr int64_t kGroupBytes = PanelBytes(WeightFormat::kBfloat16, kGroupInputs);
   static TANDEM_INLINE int64_t BytesOf(int64_t in) { return (in + 1) / 2 * kPanel * 4; }
   using Group = Float32Format::Group;
@@ -145,6 +157,9 @@ template <int kBits>
 struct ScaledFormat {
   static constexpr bool kUnitOrder = kWholePanels;
   static constexpr int64_t kStraightRows = 8;
+  // Scales take registers, too.
+  static constexpr int kRows = kVectors == 2 ? kTileRows - 1 : kTileRows;
+  static constexpr int kFetchRows = 1;
   static constexpr int64_t kGroupBytes =
       PanelBytes(kBits == 8 ? WeightFormat::kInt8 : WeightFormat::kInt4, kGroupInputs);
   static constexpr int kPerUnit = 16 / kBits;
@@ -351,7 +366,7 @@ struct StraightSource {
   using Format = Panel;
   template <int P>
   static constexpr int64_t kInputs = kStraightInputs;
-  static constexpr int64_t kRows = R < kTileRows ? R : Format::kStraightRows;
+  static constexpr int64_t kRows = R < Format::kRows ? R : Format::kStraightRows;
   static constexpr bool kCopies = false;
 
   const char* data;
@@ -360,13 +375,12 @@ struct StraightSource {
   const char* At(int64_t panel, int64_t k) const {
     return data + panel * panel_bytes + k / kGroupInputs * Format::kGroupBytes;
   }
-  // Fetching costs an instruction for each cache line: the processor alone fetches fast enough for
-  // less work on a line.
+  // Fetching costs an instruction for each cache line, and where little else is done with a line
+  // the processor alone is faster; so it is with four panels of float32, each a stream of its own.
   template <int P>
   TANDEM_INLINE Ahead Fetch(int64_t panel, int64_t k) const {
-    constexpr int64_t kMinProducts = 60;
-    constexpr bool kFetches =
-        kCacheLine * kGroupInputs * kPanel * R / Format::kGroupBytes >= kMinProducts;
+    constexpr bool kStreams = std::is_same_v<Format, Float32Format> && P >= 4;
+    constexpr bool kFetches = R >= Format::kFetchRows && !kStreams;
     return {At(panel, k), kFetches ? P : 0, panel_bytes, Format::kGroupBytes};
   }
   template <int P>
@@ -591,7 +605,7 @@ void MultiplyFewRows(const LinearProduct& a, const PackedLinearArgs& args) {
 
 template <typename Format>
 void MultiplyPacked(const PackedLinearArgs& args, const LinearProduct& a) {
-  if (a.rows <= Format::kStraightRows) return MultiplyFewRows<Format, kTileRows>(a, args);
+  if (a.rows <= Format::kStraightRows) return MultiplyFewRows<Format, Format::kRows>(a, args);
   const WidenedSource<Format> source = {
       {static_cast<const char*>(args.w), Format::BytesOf(args.in)}};
   MultiplyRows<TilePanels(kTileRows)>(a, source, args.panel_begin,
