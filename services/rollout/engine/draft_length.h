@@ -9,11 +9,13 @@ namespace tandem::rollout {
 
 // The length begins at `most`. It grows by one where all drafts were accepted, and falls to one
 // more than were accepted otherwise. After kMaxMisses passes in a row without an accepted draft
-// there are none for kPausePasses passes, and then one.
+// there are none for kPausePasses passes, and then one. If that is rejected, too, the next pause is
+// twice as long, up to kMaxPausePasses, until a draft is accepted.
 class DraftLength {
  public:
   static constexpr int64_t kMaxMisses = 3;
   static constexpr int64_t kPausePasses = 16;
+  static constexpr int64_t kMaxPausePasses = 128;
 
   explicit DraftLength(int64_t most) : most_(most), length_(most) {}
 
@@ -21,7 +23,10 @@ class DraftLength {
   int64_t Next() const { return pause_ > 0 ? 0 : length_; }
 
   // Begins a pause.
-  void Pause() { pause_ = kPausePasses; }
+  void Pause() {
+    pause_ = next_pause_;
+    next_pause_ = std::min(2 * next_pause_, kMaxPausePasses);
+  }
 
   // Takes the outcome of a pass that wrote to the sequence, with `drafted` drafts or with none.
   void OnPass(int64_t drafted, int64_t accepted) {
@@ -30,9 +35,12 @@ class DraftLength {
       return;
     }
     length_ = std::min(most_, accepted == drafted ? std::max(length_, drafted + 1) : accepted + 1);
-    misses_ = accepted > 0 ? 0 : misses_ + 1;
-    // After a pause a single miss begins the next one.
-    if (misses_ >= kMaxMisses) Pause();
+    if (accepted > 0) {
+      misses_ = 0;
+      next_pause_ = kPausePasses;
+    } else if (++misses_ >= kMaxMisses) {  // after a pause a single miss begins the next one
+      Pause();
+    }
   }
 
  private:
@@ -40,6 +48,7 @@ class DraftLength {
   int64_t length_;
   int64_t misses_ = 0;  // passes in a row whose drafts were all rejected
   int64_t pause_ = 0;   // passes that are left of a pause
+  int64_t next_pause_ = kPausePasses;
 };
 
 }  // namespace tandem::rollout

@@ -93,24 +93,44 @@ TEST(DraftLengthTest, FollowsWhatWasAccepted) {
   EXPECT_EQ(length.Next(), 4);
 }
 
+// Spends `passes` passes without drafts.
+void WaitOut(int64_t passes, DraftLength& length) {
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    EXPECT_EQ(length.Next(), 0);
+    length.OnPass(0, 0);
+  }
+}
+
 TEST(DraftLengthTest, PausesAfterMissesAndTriesOneAgain) {
   DraftLength length(4);
   for (int64_t miss = 0; miss < DraftLength::kMaxMisses; ++miss) {
     EXPECT_GT(length.Next(), 0);
     length.OnPass(length.Next(), 0);
   }
-  for (int round = 0; round < 2; ++round) {
-    for (int64_t pass = 0; pass < DraftLength::kPausePasses; ++pass) {
-      EXPECT_EQ(length.Next(), 0);
-      length.OnPass(0, 0);
-    }
-    EXPECT_EQ(length.Next(), 1);
-    length.OnPass(1, 0);
-  }
-  for (int64_t pass = 0; pass < DraftLength::kPausePasses; ++pass) length.OnPass(0, 0);
+  WaitOut(DraftLength::kPausePasses, length);
+  EXPECT_EQ(length.Next(), 1);
   length.OnPass(1, 1);
   length.OnPass(2, 0);
   EXPECT_EQ(length.Next(), 1) << "an accepted draft ends the row of misses";
+}
+
+TEST(DraftLengthTest, EveryPauseIsTwiceAsLongUntilADraftIsAccepted) {
+  DraftLength length(4);
+  const auto miss = [&] { length.OnPass(length.Next(), 0); };
+  for (int64_t i = 0; i < DraftLength::kMaxMisses; ++i) miss();
+  int64_t pause = DraftLength::kPausePasses;
+  for (; pause < DraftLength::kMaxPausePasses; pause *= 2) {
+    WaitOut(pause, length);
+    miss();
+  }
+  for (int i = 0; i < 2; ++i) {
+    WaitOut(DraftLength::kMaxPausePasses, length);
+    if (i == 0) miss();
+  }
+  length.OnPass(1, 1);
+  for (int64_t i = 0; i < DraftLength::kMaxMisses; ++i) miss();
+  WaitOut(DraftLength::kPausePasses, length);
+  EXPECT_EQ(length.Next(), 1);
 }
 
 }  // namespace
