@@ -356,9 +356,10 @@ TANDEM_NOINLINE void AddTile(int64_t rows, const float* x, int64_t x_stride, con
   }
 }
 
-// A block of `count` inputs, from `k` on, of the P panels from `panel` on, is what a source reads
-// at a time; `buffer` [P][kInputs<P>][kPanel] is for its copy. Fetch returns what a tile fetches
-// ahead of such a block. Rows are multiplied in tiles of at most R.
+// A source reads blocks: `count` inputs, from `k` on, of the P panels from `panel` on, at most
+// kInputs<P> of them for at most kRows rows. If kCopies, Read writes the block to `buffer`
+// [P][count] [kPanel]. Fetch returns what the tiles, of at most R rows, fetch of a block before it
+// is read.
 
 // Packed panels, as they are.
 template <typename Panel, int R>
