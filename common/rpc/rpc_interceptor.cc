@@ -56,7 +56,7 @@ struct MethodName {
   std::string method;
 };
 
-// Of a path that the server knows.
+// Returns the names in the path of a method, "/package.Service/Method".
 MethodName SplitPath(const std::string& path) {
   const size_t slash = path.rfind('/');
   return {path.substr(1, slash - 1), path.substr(slash + 1)};

@@ -13,7 +13,7 @@
 // are multiplied.
 #include <type_traits>  // types only, no code
 
-#include "common/kernels/weight_format.h"
+#include "common/kernels/cpu/packed_weight.h"
 
 #ifndef TANDEM_PACKED_TILE_ROWS
 #error "define TANDEM_PACKED_TILE_ROWS and TANDEM_PACKED_SUMS before including this file"
@@ -86,23 +86,19 @@ TANDEM_INLINE void Interleave(const Units& units, Vec (&words)[kVectors]) {
   }
 }
 
-// Where a vector has all outputs of a panel, units become words in their own order, which is 0-3,
-// 8-11, 4-7, 12-15: interleaving takes two or three instructions there, widening one.
-constexpr bool kWholePanels = kWidth == kPanel;
-
-// The output at lane i in the order of units, and the lane of output i.
-constexpr int UnitOrder(int i) { return i % 16 / 4 % 3 == 0 ? i : i ^ 12; }
-
 template <int... I>
 TANDEM_INLINE Vec SwapUnitOrder(Vec v, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(v, v, UnitOrder(I)...);
+  return __builtin_shufflevector(v, v, UnitOfLane(I)...);
 }
 
 // Turns the order of units into that of outputs, and back.
 template <bool Units>
 TANDEM_INLINE Vec InOrder(Vec v) {
-  if constexpr (!Units) return v;
-  return SwapUnitOrder(v, std::make_integer_sequence<int, kWidth>());
+  if constexpr (Units) {
+    return SwapUnitOrder(v, std::make_integer_sequence<int, kWidth>());
+  } else {
+    return v;
+  }
 }
 
 // The formats. BytesOf returns the size of a panel, as PanelBytes does, whose code must not come
@@ -155,7 +151,9 @@ struct Bfloat16Format {
 // Then q scale = value * scale - (power + kBias) * scale, and all of these are exact.
 template <int kBits>
 struct ScaledFormat {
-  static constexpr bool kUnitOrder = kWholePanels;
+  // Where a vector has all outputs of a panel, units become words in their own order: interleaving
+  // takes two or three instructions there, widening one.
+  static constexpr bool kUnitOrder = kWidth == kPanel;
   static constexpr int64_t kStraightRows = 8;
   // Scales take registers, too.
   static constexpr int kRows = kVectors == 2 ? kTileRows - 1 : kTileRows;
@@ -215,9 +213,9 @@ struct ScaledFormat {
 using Int8Format = ScaledFormat<8>;
 using Int4Format = ScaledFormat<4>;
 
-// What is fetched into the second-level cache while a tile is multiplied: with each group of inputs
-// that is multiplied, the bytes [begin, end) of a group of those to come, of each of `count` panels
-// or rows.
+// Weights to be fetched into the second-level cache while a tile is multiplied: with each group of
+// inputs that is multiplied, the bytes [begin, end) of a group of those to come, of each of `count`
+// panels or rows.
 struct Ahead {
   const char* at;
   int64_t count, stride, group_bytes;
@@ -356,33 +354,44 @@ TANDEM_NOINLINE void AddTile(int64_t rows, const float* x, int64_t x_stride, con
   }
 }
 
-// A source reads blocks: `count` inputs, from `k` on, of the P panels from `panel` on, at most
-// kInputs<P> of them for at most kRows rows. If kCopies, Read writes the block to `buffer`
-// [P][count] [kPanel]. Fetch returns what the tiles, of at most R rows, fetch of a block before it
-// is read.
+// A source reads blocks of `count` inputs, from `k` on, of the P panels from `panel` on. Its
+// `Blocks` give their format, the most inputs and rows of one, and whether Read copies it to
+// `buffer` [P][count][kPanel]. Fetch returns the weights that tiles of at most R rows fetch of a
+// block before it is read.
+
+// Blocks that are widened or transposed.
+struct CopiedBlocks {
+  using Format = Float32Format;
+  template <int P>
+  static constexpr int64_t kInputs = kBlockInputs / P;
+  static constexpr int64_t kRows = kBlockRows;
+  static constexpr bool kCopies = true;
+};
 
 // Packed panels, as they are.
-template <typename Panel, int R>
+template <typename PanelFormat, int R>
 struct StraightSource {
-  using Format = Panel;
-  template <int P>
-  static constexpr int64_t kInputs = kStraightInputs;
-  static constexpr int64_t kRows = R < Format::kRows ? R : Format::kStraightRows;
-  static constexpr bool kCopies = false;
+  struct Blocks {
+    using Format = PanelFormat;
+    template <int P>
+    static constexpr int64_t kInputs = kStraightInputs;
+    static constexpr int64_t kRows = R < Format::kRows ? R : Format::kStraightRows;
+    static constexpr bool kCopies = false;
+  };
 
   const char* data;
   int64_t panel_bytes;
 
   const char* At(int64_t panel, int64_t k) const {
-    return data + panel * panel_bytes + k / kGroupInputs * Format::kGroupBytes;
+    return data + panel * panel_bytes + k / kGroupInputs * PanelFormat::kGroupBytes;
   }
   // Fetching costs an instruction for each cache line, and where little else is done with a line
   // the processor alone is faster; so it is with four panels of float32, each a stream of its own.
   template <int P>
   TANDEM_INLINE Ahead Fetch(int64_t panel, int64_t k) const {
-    constexpr bool kStreams = std::is_same_v<Format, Float32Format> && P >= 4;
-    constexpr bool kFetches = R >= Format::kFetchRows && !kStreams;
-    return {At(panel, k), kFetches ? P : 0, panel_bytes, Format::kGroupBytes};
+    constexpr bool kStreams = std::is_same_v<PanelFormat, Float32Format> && P >= 4;
+    constexpr bool kFetches = R >= PanelFormat::kFetchRows && !kStreams;
+    return {At(panel, k), kFetches ? P : 0, panel_bytes, PanelFormat::kGroupBytes};
   }
   template <int P>
   TANDEM_INLINE Block Read(int64_t panel, int64_t k, int64_t count, float*) const {
@@ -393,11 +402,7 @@ struct StraightSource {
 // Packed panels that are widened to float32.
 template <typename Panel>
 struct WidenedSource {
-  using Format = Float32Format;
-  template <int P>
-  static constexpr int64_t kInputs = kBlockInputs / P;
-  static constexpr int64_t kRows = kBlockRows;
-  static constexpr bool kCopies = true;
+  using Blocks = CopiedBlocks;
 
   StraightSource<Panel, kTileRows> panels;
 
@@ -497,11 +502,7 @@ TANDEM_INLINE void ReadDense(const float* w, int64_t in, int64_t rows, int64_t c
 
 // A row-major matrix, from output `first` on, that is transposed.
 struct DenseSource {
-  using Format = Float32Format;
-  template <int P>
-  static constexpr int64_t kInputs = kBlockInputs / P;
-  static constexpr int64_t kRows = kBlockRows;
-  static constexpr bool kCopies = true;
+  using Blocks = CopiedBlocks;
 
   const float* w;
   int64_t in, first, end;
@@ -524,22 +525,16 @@ struct DenseSource {
   }
 };
 
-// The number of rows up to which P panels fit into a register tile.
-template <int P>
-constexpr int TileRows() {
-  constexpr int kFit = kTileSums / (P * kVectors);
-  return kFit < kTileRows ? kFit : kTileRows;
-}
-
 // Multiplies the rows [begin, end) by the P panels from `panel` on, of which the first output is
 // `o`, in tiles of at most R rows.
 template <int R, int P, typename Source>
 TANDEM_NOINLINE void MultiplyBlocks(const LinearProduct& a, const Source& source, int64_t begin,
                                     int64_t end, int64_t panel, int64_t o) {
+  using Blocks = typename Source::Blocks;
   constexpr int kColumns = P * kPanel;
-  constexpr int64_t kMaxGroups = Source::template kInputs<P> / kGroupInputs;
-  alignas(64) float buffer[Source::kCopies ? kMaxGroups * kGroupInputs * kColumns : 1];
-  alignas(64) float sums[Source::kRows * kColumns];
+  constexpr int64_t kMaxGroups = Blocks::template kInputs<P> / kGroupInputs;
+  alignas(64) float buffer[Blocks::kCopies ? kMaxGroups * kGroupInputs * kColumns : 1];
+  alignas(64) float sums[Blocks::kRows * kColumns];
   const int64_t rows = end - begin, tiles = (rows + R - 1) / R;
   // Equal blocks and tiles: a small block fetches little, and a small tile is slow.
   const int64_t groups = (a.in + kGroupInputs - 1) / kGroupInputs;
@@ -553,7 +548,7 @@ TANDEM_NOINLINE void MultiplyBlocks(const LinearProduct& a, const Source& source
                                     : source.template Fetch<P>(panel + P, 0);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t row = tile * rows / tiles;
-      AddTile<typename Source::Format, R, P>(
+      AddTile<typename Blocks::Format, R, P>(
           (tile + 1) * rows / tiles - row, a.x + (begin + row) * a.x_stride + k, a.x_stride, block,
           ahead.Part(tile, tiles), k == 0, sums + row * kColumns);
     }
@@ -562,37 +557,30 @@ TANDEM_NOINLINE void MultiplyBlocks(const LinearProduct& a, const Source& source
   for (int64_t r = 0; r < rows; ++r) Finish(a, begin + r, o, kColumns, sums + r * kColumns);
 }
 
-// Multiplies any rows by `panels` panels, of which the first output is `o`: P at a time, then one
-// by one.
-template <int P, typename Source>
+// Multiplies the rows [begin, end) by `panels` panels, of which the first output is `o`: P at a
+// time, then P/2, and so on: one alone would wait for each of its sums.
+template <int R, int P, typename Source>
+void MultiplyPanels(const LinearProduct& a, const Source& source, int64_t begin, int64_t end,
+                    int64_t panel, int64_t panels, int64_t o) {
+  for (; panels >= P; panels -= P, panel += P, o += P * kPanel) {
+    MultiplyBlocks<R, P>(a, source, begin, end, panel, o);
+  }
+  if constexpr (P > 1) MultiplyPanels<R, P / 2>(a, source, begin, end, panel, panels, o);
+}
+
+// Multiplies any rows by `panels` panels, of which the first output is `o`.
+template <typename Source>
 void MultiplyRows(const LinearProduct& a, const Source& source, int64_t panel, int64_t panels,
                   int64_t o) {
   const int64_t fit = Min(Max(kSecondLevelRowFloats / Max(a.in, 1), kMinBlockRows), kBlockRows);
   const int64_t blocks = (a.rows + fit - 1) / fit;
   for (int64_t i = 0; i < blocks; ++i) {
-    const int64_t begin = i * a.rows / blocks, end = (i + 1) * a.rows / blocks;
-    int64_t p = 0;
-    for (; p + P <= panels; p += P) {
-      MultiplyBlocks<TileRows<P>(), P>(a, source, begin, end, panel + p, o + p * kPanel);
-    }
-    for (; p < panels; ++p) {
-      MultiplyBlocks<TileRows<1>(), 1>(a, source, begin, end, panel + p, o + p * kPanel);
-    }
+    MultiplyPanels<kTileRows, TilePanels(kTileRows)>(a, source, i * a.rows / blocks,
+                                                     (i + 1) * a.rows / blocks, panel, panels, o);
   }
 }
 
-// Multiplies all rows by `panels` panels, of which the first output is `o`: P at a time, then P/2,
-// and so on: one alone would wait for each of its sums.
-template <int R, int P, typename Source>
-void MultiplyPanels(const LinearProduct& a, const Source& source, int64_t panel, int64_t panels,
-                    int64_t o) {
-  for (; panels >= P; panels -= P, panel += P, o += P * kPanel) {
-    MultiplyBlocks<R, P>(a, source, 0, a.rows, panel, o);
-  }
-  if constexpr (P > 1) MultiplyPanels<R, P / 2>(a, source, panel, panels, o);
-}
-
-// The same without a copy of the panels, in the tiles that suit the number of rows.
+// Multiplies a few rows without a copy of the panels, in the tiles that suit their number.
 template <typename Format, int R>
 void MultiplyFewRows(const LinearProduct& a, const PackedLinearArgs& args) {
   if constexpr (R > 1) {
@@ -600,8 +588,8 @@ void MultiplyFewRows(const LinearProduct& a, const PackedLinearArgs& args) {
   }
   const StraightSource<Format, R> source = {static_cast<const char*>(args.w),
                                             Format::BytesOf(args.in)};
-  MultiplyPanels<R, TilePanels(R)>(a, source, args.panel_begin, args.panel_end - args.panel_begin,
-                                   args.panel_begin * kPanel);
+  MultiplyPanels<R, TilePanels(R)>(a, source, 0, a.rows, args.panel_begin,
+                                   args.panel_end - args.panel_begin, args.panel_begin * kPanel);
 }
 
 template <typename Format>
@@ -609,8 +597,8 @@ void MultiplyPacked(const PackedLinearArgs& args, const LinearProduct& a) {
   if (a.rows <= Format::kStraightRows) return MultiplyFewRows<Format, Format::kRows>(a, args);
   const WidenedSource<Format> source = {
       {static_cast<const char*>(args.w), Format::BytesOf(args.in)}};
-  MultiplyRows<TilePanels(kTileRows)>(a, source, args.panel_begin,
-                                      args.panel_end - args.panel_begin, args.panel_begin * kPanel);
+  MultiplyRows(a, source, args.panel_begin, args.panel_end - args.panel_begin,
+               args.panel_begin * kPanel);
 }
 
 void PackedLinear(const PackedLinearArgs& args) {
@@ -660,7 +648,7 @@ void Linear(const LinearArgs& args) {
     return MultiplyFewDenseRows<kFewDenseRows>(a, args.w, args.out_begin);
   const DenseSource source = {args.w, args.in, args.out_begin, args.out_end};
   const int64_t panels = (args.out_end - args.out_begin + kPanel - 1) / kPanel;
-  MultiplyRows<TilePanels(kTileRows)>(a, source, 0, panels, args.out_begin);
+  MultiplyRows(a, source, 0, panels, args.out_begin);
 }
 
 // Adds the entries that this file defines to a table.

@@ -69,11 +69,6 @@ constexpr int64_t kScaleBytes = 2 * kPanelOuts;
 constexpr int64_t PerUnit(WeightFormat format) { return format == WeightFormat::kInt8 ? 2 : 4; }
 constexpr int64_t Bits(WeightFormat format) { return 16 / PerUnit(format); }
 
-// Returns the place of output `lane` among the units of a panel: 0-3, 8-11, 4-7, 12-15.
-constexpr int64_t UnitOfLane(int64_t lane) {
-  return (lane & 3) | ((lane & 4) << 1) | ((lane & 8) >> 1);
-}
-
 // Returns the place of the integers of input k, from the start of a group on.
 constexpr int64_t UnitOffset(WeightFormat format, int64_t k, int64_t lane) {
   return kScaleBytes + 2 * (k / PerUnit(format) * kPanelOuts + UnitOfLane(lane));

@@ -27,6 +27,12 @@
 
 namespace tandem::kernels {
 
+// Returns the place of output `lane` among the units of a panel, and the output in that place: the
+// order is its own inverse.
+constexpr int64_t UnitOfLane(int64_t lane) {
+  return (lane & 3) | ((lane & 4) << 1) | ((lane & 8) >> 1);
+}
+
 // A packed matrix [out, in], or the memory of one: PackedBytes(format, out, in) bytes, at a
 // multiple of 64. The padding (rows from `out` on) must be zeros.
 struct PackedMatrix {

@@ -123,10 +123,9 @@ TEST(DraftLengthTest, EveryPauseIsTwiceAsLongUntilADraftIsAccepted) {
     WaitOut(pause, length);
     miss();
   }
-  for (int i = 0; i < 2; ++i) {
-    WaitOut(DraftLength::kMaxPausePasses, length);
-    if (i == 0) miss();
-  }
+  WaitOut(DraftLength::kMaxPausePasses, length);
+  miss();
+  WaitOut(DraftLength::kMaxPausePasses, length);
   length.OnPass(1, 1);
   for (int64_t i = 0; i < DraftLength::kMaxMisses; ++i) miss();
   WaitOut(DraftLength::kPausePasses, length);
