@@ -4,8 +4,9 @@
     reference_docs.py check     fails when a page differs from what would be written
 
 docs/configuration.md: every field of the three server configurations, with its comment in the
-schema. docs/errors.md: the reasons in common/base/error_reasons.h. docs/api.md: the docstrings of
-the Python client. In the Python client's package, remedies.json: the remedies of the reasons, and
+schema. docs/run-file.md and docs/run-file.schema.json: every setting of a run file.
+docs/errors.md: the reasons in common/base/error_reasons.h. docs/api.md: the docstrings of the
+Python client. In the Python client's package, remedies.json: the remedies of the reasons, and
 renamed_names.json: the table in common/config/renamed_names.h.
 """
 
@@ -24,6 +25,7 @@ import mdformat
 from api_reference import api_page
 from google.protobuf import descriptor_pb2
 from proto_contract import REPOSITORY, Contract
+from run_file_reference import comments, json_schema, run_file_page
 
 CONFIG_PROTO = "tandem/config/v1/server_config.proto"
 SERVERS = ("Rollout", "Trainer", "Critic")
@@ -106,6 +108,10 @@ class Schema:
             image = Path(scratch) / "tandem.binpb"
             Contract().compile(image, source_info=True)
             return cls(descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()))
+
+    def objective_comment(self, field: str) -> str:
+        """The comment of a field of the policy objective."""
+        return self._comments.get(f".tandem.trainer.v1.PolicyObjective.{field}", "")
 
     def groups(self, message: str, prefix: str = "") -> Iterator[Group]:
         """The settings of a message, then those of the messages inside it, in their order."""
@@ -249,8 +255,12 @@ def wrapped(page: str) -> str:
 
 def pages() -> dict[Path, str]:
     """The text that each generated file should hold."""
+    schema = Schema.compile()
+    run_file = comments(), schema.objective_comment
     return {
-        REPOSITORY / "docs/configuration.md": wrapped(configuration_page(Schema.compile())),
+        REPOSITORY / "docs/configuration.md": wrapped(configuration_page(schema)),
+        REPOSITORY / "docs/run-file.md": wrapped(run_file_page(*run_file)),
+        REPOSITORY / "docs/run-file.schema.json": json_schema(*run_file),
         REPOSITORY / "docs/errors.md": wrapped(errors_page(REASONS.read_text())),
         REPOSITORY / "docs/api.md": wrapped(api_page()),
         REPOSITORY / "clients/python/tandem/remedies.json": remedies(REASONS.read_text()),

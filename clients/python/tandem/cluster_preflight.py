@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,13 @@ from tandem.cluster import (
     rank_environment,
     sections,
 )
+from tandem.cluster_memory import PlannedMemory, fitted
 from tandem.config_values import dump_values, read_yaml
 from tandem.errors import ConfigError, ServerStartError, remedy
 from tandem.model_files import difference, max_positions
 from tandem.preflight import Problems, RolloutFacts, ServerFacts, other_tokenizer
 from tandem.settings import SERVER_MODELS, ClusterSettings
+from tandem.settings_errors import foreign_advice
 from tandem.text import TextCodec
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.wire import message_record
@@ -40,10 +42,12 @@ class CheckedCluster:
     """The result of the check of a cluster.
 
     Attributes:
+        cluster: as given, with key-value caches that fit into the memory beside all else.
         servers: None if a server refuses its configuration.
         objective: the objective in force, every field set; {} if there was none to check.
     """
 
+    cluster: ClusterSettings
     servers: ServerFacts | None
     objective: dict[str, Any]
 
@@ -53,23 +57,23 @@ def check_cluster(
     objective: Mapping[str, Any] | None,
     codec: TextCodec | None,
     problems: Problems,
+    note: Callable[[str], None] = lambda _: None,
     *,
-    uses_junior: bool,
+    uses_junior: bool = True,
 ) -> CheckedCluster:
     """Checks the servers that a run would start, as planned() for it, with --check-config.
 
-    Each server checks its settings, models, device and memory, and the trainer the `objective`.
-    Without `uses_junior` the juniors of rollout servers bound no sequence.
+    Each server checks its settings, models, device and memory, and the trainer the `objective`;
+    together they must fit into this machine's memory. Without `uses_junior` the juniors of rollout
+    servers bound no sequence.
     """
-    resolved: dict[str, list[_Checked]] = {"rollout": [], "trainer": [], "critic": []}
-    with ThreadPoolExecutor() as pool:
-        checks = [
-            (section, pool.submit(_check_server, section, objective))
-            for section in sections(cluster)
-        ]
-        for section, check in checks:
-            with problems.collect():
-                resolved[section.role].append(check.result())
+    resolved = _check_servers(cluster, objective, problems)
+    with problems.collect():
+        plans = [one.memory for ones in resolved.values() for one in ones]
+        fits = fitted(cluster, plans, note)
+        if fits != cluster:
+            # A server refuses a cache that holds no sequence.
+            cluster, resolved = fits, _check_servers(fits, objective, problems)
     for field, directory in _models(cluster):
         if codec is not None:
             with problems.collect():
@@ -78,8 +82,9 @@ def check_cluster(
         _check_same_senior(cluster)
     trainer, rollouts = resolved["trainer"], resolved["rollout"]
     if not trainer or len(rollouts) < len(cluster.rollout):
-        return CheckedCluster(None, {})
+        return CheckedCluster(cluster, None, {})
     return CheckedCluster(
+        cluster,
         ServerFacts(
             max_samples=trainer[0].config["max_samples"],
             max_model_len=min(
@@ -102,17 +107,35 @@ def check_cluster(
     )
 
 
+def _check_servers(
+    cluster: ClusterSettings, objective: Mapping[str, Any] | None, problems: Problems
+) -> dict[str, list[_Checked]]:
+    """Returns the results of the servers that accept their configuration, by role."""
+    resolved: dict[str, list[_Checked]] = {"rollout": [], "trainer": [], "critic": []}
+    with ThreadPoolExecutor() as pool:
+        checks = [
+            (section, pool.submit(_check_server, section, objective))
+            for section in sections(cluster)
+        ]
+        for section, check in checks:
+            with problems.collect():
+                resolved[section.role].append(check.result())
+    return resolved
+
+
 @dataclass(frozen=True)
 class _Checked:
     """A server's resolved configuration and, of a trainer, the objective in force.
 
     Attributes:
         field: the key of its section in the cluster.
+        memory: what its ranks need of this machine.
     """
 
     field: str
     config: dict[str, Any]
     objective: dict[str, Any]
+    memory: PlannedMemory
 
     def longest_sequence(self, *, junior: bool) -> int:
         """Returns the most tokens of a sequence of the models, its `junior` among them or not."""
@@ -161,6 +184,12 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Che
         section.field,
         read_yaml("\n".join(lines)),
         {} if answer is None else message_record(answer),
+        PlannedMemory.parse(
+            section.field,
+            done.stdout,
+            section.ranks,
+            sizes_cache=section.role == "rollout" and not config.get("kv_cache_bytes"),
+        ),
     )
 
 
@@ -172,6 +201,8 @@ def _refusal(section: Section, printed: str, file: Path) -> ConfigError:
     if reason:
         said = said[: reason.start()]
     hint = remedy(reason[1]) if reason else None
+    if unknown := re.search(r"(\w+): unknown key", said):
+        hint = foreign_advice(unknown[1]) or hint
     if said.startswith("policy."):
         return ConfigError(f"objective.{said.removeprefix('policy.')}", hint=hint)
     return ConfigError(f"cluster.{section.field}: {said}", hint=hint)

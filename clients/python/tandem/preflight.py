@@ -280,6 +280,19 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
         )
 
 
+def note_start_and_reference(settings: RunSettings, note: Callable[[str], None]) -> None:
+    """Notes a KL that pulls towards another model than the one that the run starts from."""
+    trainer = (settings.cluster.trainer or {}) if settings.cluster is not None else {}
+    starts_elsewhere = settings.start_from not in (None, "base")
+    to_base = settings.reference == "trainer" and not trainer.get("reference_model")
+    if settings.objective.kl_coefficient and starts_elsewhere and to_base:
+        note(
+            f"warning: the KL pulls towards the trainer's base model, and the run starts from "
+            f"{settings.start_from}: cluster.trainer.reference_model names another reference, for "
+            "example an export of the start (`tandem export`)"
+        )
+
+
 def check_importance_weights(settings: RunSettings, objective: Mapping[str, Any]) -> None:
     """Raises ConfigError if the importance weight of every token of a run is 1.
 

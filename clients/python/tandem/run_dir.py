@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 RESUMABLE = (
     "run_dir",
     "steps",
+    "epochs",
     "servers",
     "credentials",
     "checkpoint",
@@ -200,11 +201,13 @@ class RunDirectory:
     @property
     def done(self) -> bool:
         """Whether a resumed run has no step left to do."""
-        return self.first_step > self._config.steps and self.state is not None
+        steps = self._config.steps
+        return steps is not None and self.first_step > steps and self.state is not None
 
-    def begin(self, note: Callable[[str], None] | None = None) -> None:
+    def begin(self, note: Callable[[str], None] | None = None, steps: int | None = None) -> None:
         """Starts to write: removes or truncates the records that `clean` and `resume` throw away.
 
+        `steps` is the run's number of steps, where the settings gave `epochs` instead.
         `note` is told of every directory that has the name of a step's checkpoint and stays,
         because it is none of the run's. Only the first call does anything.
         """
@@ -212,6 +215,8 @@ class RunDirectory:
             return
         self._begun = True
         note = note or (lambda _: None)
+        if steps is not None:
+            self._config = self._config.model_copy(update={"steps": steps})
         with _usable(self.path):
             if self._clean:
                 _remove_run(self.path, note)
@@ -312,6 +317,9 @@ class RunDirectory:
         self._facts = {name: identity[name] for name in _FACTS if name in identity}
         self.state = last_checkpoint(self.path)
         before = _settings_of(self.path)
+        if self._config.epochs is not None and self._config.epochs == before.get("epochs"):
+            # The rows of a resumed run are those of its first start, which counted them.
+            self._config = self._config.model_copy(update={"steps": before.get("steps")})
         now = self._config.model_dump(mode="json")
         _require_known(self._changes, {**before, **now, **self._facts})
         # A run may move between a cluster of its own and running servers.

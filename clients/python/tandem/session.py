@@ -36,6 +36,7 @@ from tandem.requests import Prompt
 from tandem.rewards import Reward
 from tandem.rollout.v1 import rollout_pb2
 from tandem.rollout_pool import RolloutPool
+from tandem.schedules import check_schedules, notes_on_schedules, with_run_settings
 from tandem.settings import (
     ClusterSettings,
     Purpose,
@@ -67,6 +68,7 @@ class Session:
     (preflight). A `dry_run` ends there, and `in_force` is the only attribute that may be used.
 
     Attributes:
+        settings: those of the run; once it is open, with the number of steps of `epochs`.
         note: prints a line about the run's progress.
         sampling: the fields of SamplingParams for the run's responses.
         in_force: sections of the settings with the servers' defaults: every field of objective and
@@ -395,6 +397,7 @@ class Session:
                     servers, any_rollout=uses_of(settings, self.purpose).rollout
                 )
         self._read(problems)
+        settings = self.settings  # now with the steps of `epochs`
         if settings.cluster is None and servers.start_timeout_seconds > 0:
             problems.raise_any()
             self._wait_for(servers)
@@ -404,6 +407,7 @@ class Session:
             with problems.collect():
                 preflight.check_kl(settings, servers.rollout or ())
             self._connect_reference(problems)
+            preflight.note_start_and_reference(settings, self.note)
             for obstacle in obstacles(settings):
                 self.note(f"warning: this run cannot learn: {obstacle}")
         self.in_force = {}
@@ -433,7 +437,12 @@ class Session:
     def _plan(self, cluster: ClusterSettings, problems: Problems) -> ClusterSettings:
         """Returns the cluster as the run starts it, once its servers have checked themselves."""
         settings, uses = self.settings, uses_of(self.settings, self.purpose)
+        with problems.collect():
+            cluster = with_run_settings(cluster, settings, self.purpose)
         plan = planned(cluster, uses)
+        if self.purpose in ("train", "sft"):
+            problems.errors.extend(check_schedules(plan, settings, self.purpose))
+            notes_on_schedules(plan, settings, self.purpose, self.note)
         for role in ("rollout", "trainer", "critic"):
             if getattr(settings.servers, role) is not None:
                 self.note(f"servers.{role} is not used: the run starts the servers of `cluster`")
@@ -450,7 +459,10 @@ class Session:
                 problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
         objective = settings.policy_objective() if self.purpose == "train" else None
         codec = getattr(self, "codec", None)
-        checked = check_cluster(plan, objective, codec, problems, uses_junior=uses.junior)
+        checked = check_cluster(
+            plan, objective, codec, problems, self._note_once, uses_junior=uses.junior
+        )
+        plan = checked.cluster
         self.in_force["cluster"] = plan.model_dump(mode="json", exclude_none=True)
         if checked.servers is not None:
             self._check_servers(checked.servers, problems)
@@ -534,6 +546,8 @@ class Session:
             self.data = load_dataset(settings.data, self.codec, settings.seed, note=self.note)
             if trains and self.eval_data is not None:
                 self.data = self._without_held_out(self.data, self.eval_data)
+            if trains:
+                self.settings = settings.with_steps_of(len(self.data), self.purpose)
 
     def _without_held_out(self, data: Dataset, held_out: Dataset) -> Dataset:
         """Returns the data without the held-out prompts, which two seeds of a task may share."""

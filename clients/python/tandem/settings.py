@@ -6,6 +6,7 @@ relative path in a file starts at that file's folder, one in an override at the 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ from tandem.wire import enum_names
 
 # The contract's counts and token ids are int32.
 INT32_MAX = 2**31 - 1
+
+# Steps of a run that names neither `steps` nor `epochs`.
+DEFAULT_STEPS = 10
 
 # The trainer's bound of a reward's absolute value (kMaxReward).
 MAX_REWARD = 1e9
@@ -556,7 +560,15 @@ class RunSettings(Settings):
     # Directory of the run's files.
     run_dir: NonEmptyPath
     seed: int = Field(0, ge=0, lt=2**64)
-    steps: int = Field(10, ge=1, lt=2**63)
+    # Number of steps. Default 10; with `epochs`, as many as these need.
+    steps: int | None = Field(None, ge=1, lt=2**63)
+    # Passes over the rows of `data`, instead of `steps`; with both the run ends at the first of
+    # them. Rows that batch.filter_groups draws in the place of others do not count.
+    epochs: float | None = Field(None, gt=0)
+    # Peak learning rate of the trainer of `cluster`: cluster.trainer.optimizer.learning_rate.
+    learning_rate: float | None = Field(None, ge=0)
+    # Longest sequence, prompt and response, of every server of `cluster`.
+    max_model_len: Count | None = None
     # The senior's directory with tokenizer.json, or its name on the Hugging Face Hub. Default with
     # `cluster`: the cluster's senior.
     tokenizer: NonEmptyPath
@@ -615,6 +627,37 @@ class RunSettings(Settings):
                 raise ValueError(f"rewards.{place}.name: reward/{name} is a metric already")
         return self
 
+    @model_validator(mode="after")
+    def _some_steps(self) -> RunSettings:
+        if self.steps is None and self.epochs is None:
+            self.steps = DEFAULT_STEPS
+        return self
+
+    @model_validator(mode="after")
+    def _cluster_takes_them(self) -> RunSettings:
+        for field in ("learning_rate", "max_model_len"):
+            if getattr(self, field) is not None and self.cluster is None:
+                raise ValueError(
+                    f"{field}: is for the servers of `cluster`; running servers have their own"
+                )
+        return self
+
+    def examples_per_step(self, purpose: Purpose) -> int:
+        """Returns the number of rows that a step of training takes."""
+        return self.sft.batch_size if purpose == "sft" else self.batch.prompts_per_step
+
+    def with_steps_of(self, rows: int, purpose: Purpose) -> RunSettings:
+        """Returns the settings with the number of steps that `epochs` comes to, for `rows` rows."""
+        if self.epochs is None:
+            return self
+        steps = max(1, math.ceil(self.epochs * rows / self.examples_per_step(purpose)))
+        return self.model_copy(update={"steps": min(steps, self.steps or steps)})
+
+    @property
+    def updates_per_step(self) -> int:
+        """Most optimizer updates of a step of policy training, of the senior and of a critic."""
+        return (self.objective.num_mini_batches or 1) * (self.objective.num_epochs or 1)
+
     @property
     def reward_functions(self) -> list[RewardFunctionSettings]:
         """The functions whose weighted rewards are added up, at least one."""
@@ -645,13 +688,14 @@ class RunSettings(Settings):
 
     def derived(self) -> dict[str, int]:
         """Returns the sizes that follow from the settings, as --dry-run shows them."""
-        samples = self.batch.samples_per_step
+        samples, steps = self.batch.samples_per_step, self.steps or 0
         return {
             "samples_per_step": samples,
             "max_response_tokens_per_step": samples * self.sampling.max_tokens,
-            "samples_in_run": samples * self.steps,
-            "prompts_in_run": self.batch.prompts_per_step * self.steps,
-            "sft_samples_in_run": self.sft.batch_size * self.steps,
+            "samples_in_run": samples * steps,
+            "prompts_in_run": self.batch.prompts_per_step * steps,
+            "updates_in_run": self.updates_per_step * steps,
+            "sft_samples_in_run": self.sft.batch_size * steps,
         }
 
     @classmethod

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 
-from tandem import renamed
+from tandem import foreign_names, renamed
+from tandem.config.v1 import server_config_pb2
 from tandem.config_values import flat
 
 # The phrase for each type of pydantic's problems, made of the problem's context. The value follows
@@ -37,6 +38,13 @@ _PHRASES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 _VALUELESS = {"missing", "string_too_short", "too_short", "value_error"}
 
+# Sections of a cluster with the messages of their servers' settings.
+_SERVERS = {
+    "trainer": server_config_pb2.TrainerServerConfig,
+    "rollout": server_config_pb2.RolloutServerConfig,
+    "critic": server_config_pb2.CriticServerConfig,
+}
+
 
 def explain(
     schema: type[BaseModel], problems: Sequence[Any], source: str, overrides: Sequence[str]
@@ -62,13 +70,18 @@ def _message(schema: type[BaseModel], problem: Any, listed: set[Any]) -> str:
     if kind == "extra_forbidden":
         *section, key = problem["loc"]
         # An old name may stand in sections that are unknown, too.
-        inner = (name.rpartition(".")[2] for name in flat(value, str(key)))
-        if old := next((name for name in [str(key), *inner] if name in renamed.NEW_NAMES), None):
+        inner_names = [name.rpartition(".")[2] for name in flat(value, str(key))]
+        names = [str(key), *inner_names]
+        if old := next((name for name in names if name in renamed.NEW_NAMES), None):
             return f"unknown key{_renamed(schema, old)}"
+        if foreign := list(filter(None, map(foreign_advice, dict.fromkeys(names)))):
+            return f"unknown key; {'; '.join(foreign)}"
         return f"unknown key{_advice(schema, section, str(key), listed)}"
     if kind not in _PHRASES:
         return problem["msg"]
     phrase = _PHRASES[kind](problem.get("ctx", {}))
+    if kind == "literal_error":
+        return f"{phrase}, not {value!r}{_foreign_value(problem['loc'], value)}"
     if kind == "string_type" and isinstance(value, dict):
         # data.format={question}, for example.
         return f"{phrase}; YAML reads braces as a mapping, quotes keep them: '\"{{...}}\"'"
@@ -82,12 +95,29 @@ def _renamed(schema: type[BaseModel], old: str) -> str:
     return f"; {old} is now {places[0] if len(places) == 1 else new}"
 
 
+def foreign_advice(key: str) -> str:
+    """Returns "KEY is OURS here" for a setting of another trainer; "" for any other name."""
+    ours = foreign_names.KEYS.get(key)
+    return f"{key} is {ours} here" if ours else ""
+
+
+def _foreign_value(path: Sequence[Any], value: Any) -> str:
+    """Returns "; VALUE is OURS here" for a choice of another trainer; "" for any other value."""
+    names = [str(part) for part in path]
+    choices = next((one for name in names if (one := foreign_names.VALUES.get(name))), {})
+    ours = choices.get(str(value).lower())
+    return f"; {value} is {ours} here" if ours else ""
+
+
 def _advice(schema: type[BaseModel], section: Sequence[Any], key: str, listed: set[Any]) -> str:
     known = fields_at(schema, section)
     if close := difflib.get_close_matches(key, known, n=1):
         return f"; did you mean {close[0]!r}?"
     if elsewhere := list(_keys_named(schema, key)):
         return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
+    servers = [role for role, kind in _SERVERS.items() if key in kind.DESCRIPTOR.fields_by_name]
+    if servers and "cluster" in schema.model_fields:
+        return f"; it is a setting of servers: {' or '.join(f'cluster.{r}.{key}' for r in servers)}"
     if tuple(section) in listed:
         return ""
     listed.add(tuple(section))

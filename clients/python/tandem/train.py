@@ -240,7 +240,7 @@ class Loop:
             start = start_run(session, run, discard_unsaved=self._discard_unsaved)
         if self._interrupt is not None:
             self._interrupt.defer()
-        run.begin(session.note)
+        run.begin(session.note, session.settings.steps)
         run.record(start.record(), session.facts())
         session.note(str(start))
         print(start, file=run.log)

@@ -37,10 +37,16 @@ def up(
     their addresses.
     """
     from tandem.cluster import LocalCluster
+    from tandem.cluster_plan import planned
+    from tandem.cluster_preflight import check_cluster
+    from tandem.preflight import Problems
     from tandem.running_clusters import announced
 
     output = Output(as_json=as_json)
     settings = settings_module.load(ClusterSettings, cluster_file, overrides or [])
+    problems = Problems()
+    settings = check_cluster(planned(settings), None, None, problems, output.note).cluster
+    problems.raise_any()
     with (
         Interrupt(lambda: output.note("stopping the servers")) as interrupt,
         LocalCluster(settings, on_progress=output.note, credentials=credentials) as cluster,

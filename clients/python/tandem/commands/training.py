@@ -131,14 +131,18 @@ def add_training(
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; Ctrl-C again: at once"
         with open_run() as run, Interrupt(lambda: output.note(note)) as stop:
-            summary = {"run_dir": str(run.path), "last_step": settings.steps, "run_id": run.run_id}
+            summary = {"run_dir": str(run.path), "run_id": run.run_id}
             if run.done:
+                summary["last_step"] = run.first_step - 1
                 output.result(summary, f"all steps are done already\nrun directory: {run.path}")
                 return
             with (
                 Session(settings, output.note, purpose=kind) as session,
-                StepDisplay(output, run.first_step, settings.steps, run.elapsed_seconds) as display,
+                StepDisplay(
+                    output, run.first_step, session.settings.steps, run.elapsed_seconds
+                ) as display,
             ):
+                settings = session.settings
                 if settings.cluster is None:
                     check_servers(session)
                 last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
@@ -266,7 +270,8 @@ def show_preflight(
     ):
         if settings.cluster is None:
             check_servers(session)
-        config |= session.in_force
+        config |= session.in_force | {"steps": session.settings.steps}
+        settings = session.settings
     problems.raise_any()
     derived = settings.derived()
     text = dump_values(config) + "# derived\n"
