@@ -1,7 +1,6 @@
 #include "common/tensor/aten_bytes.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
 #include <cstring>
 #include <utility>
@@ -9,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/status_macros.h"
+#include "common/tensor/host_copies.h"
 #include "common/tensor/safetensors_writer.h"
 
 namespace tandem {
@@ -78,17 +78,19 @@ absl::StatusOr<TensorView> AsView(const std::string& name, const at::Tensor& ten
 absl::Status WriteTensors(const std::string& path, absl::Span<const WeightSpec> tensors,
                           TensorSource source, const std::map<std::string, std::string>& metadata) {
   TANDEM_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(path, tensors, metadata));
+  HostCopies copies;
   TANDEM_RETURN_IF_ERROR(
       source([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
-        const at::NoGradGuard no_grad;
-        at::Tensor stored = tensor.detach().cpu();
-        if (const WeightSpec* spec = writer->Find(name); spec != nullptr) {
-          stored = stored.to(ToScalarType(spec->dtype));
-        }
-        stored = stored.contiguous();
-        TANDEM_ASSIGN_OR_RETURN(const TensorView view, AsView(name, stored));
-        return writer->Write(view);
+        TANDEM_ASSIGN_OR_RETURN(DType dtype, FromScalarType(tensor.scalar_type()));
+        if (const WeightSpec* spec = writer->Find(name); spec != nullptr) dtype = spec->dtype;
+        TANDEM_RETURN_IF_ERROR(
+            writer->Begin({.name = name, .dtype = dtype, .shape = tensor.sizes().vec()}));
+        return copies.Add(tensor, ToScalarType(dtype), [&writer, name](const at::Tensor& values) {
+          return writer->Append(
+              name, {static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes()});
+        });
       }));
+  TANDEM_RETURN_IF_ERROR(copies.Finish());
   return writer->Finish();
 }
 

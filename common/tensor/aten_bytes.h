@@ -33,9 +33,9 @@ at::Tensor AliasAsAten(const TensorView& view);
 // storage. INVALID_ARGUMENT if it is not contiguous or not on the CPU.
 absl::StatusOr<TensorView> AsView(const std::string& name, const at::Tensor& tensor);
 
-// Writes the tensors that `source` gives as one safetensors file of `tensors`. It holds one tensor
-// at a time, and converts values to the types of `tensors`. Errors of SafetensorsWriter or
-// `source`.
+// Writes the tensors that `source` gives as one safetensors file of `tensors`, with the values
+// converted to the types of `tensors`. It holds one tensor at a time, of a device two buffers of
+// HostCopies. Errors of SafetensorsWriter or `source`.
 absl::Status WriteTensors(const std::string& path, absl::Span<const WeightSpec> tensors,
                           TensorSource source,
                           const std::map<std::string, std::string>& metadata = {});

@@ -4,16 +4,23 @@
 
 #include <c10/util/Exception.h>
 
+#include <new>
+
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "common/base/catch_exceptions.h"
+#include "common/base/memory_error.h"
 
 namespace tandem {
 
-// Calls `body()`, which returns a Status or StatusOr. An exception becomes INTERNAL;
-// RESOURCE_EXHAUSTED if memory ran out, UNIMPLEMENTED if libtorch says so. `what` names the work in
-// the message.
+// Returns the Status for an exception of libtorch that is no c10::NotImplementedError:
+// OutOfMemoryError where an allocator of the host, of a device or of a library on it had no memory,
+// else INTERNAL with libtorch's text.
+absl::Status TorchError(absl::string_view what, const c10::Error& error);
+
+// Calls `body()`, which returns a Status or StatusOr. An exception becomes what TorchError says,
+// UNIMPLEMENTED if libtorch says so. `what` names the work in the message.
 template <typename Body>
 auto CatchTorchErrors(absl::string_view what, Body&& body) -> decltype(body()) {
   return CatchExceptions(what, [&]() -> decltype(body()) {
@@ -21,10 +28,10 @@ auto CatchTorchErrors(absl::string_view what, Body&& body) -> decltype(body()) {
       return body();
     } catch (const c10::NotImplementedError& error) {
       return absl::UnimplementedError(absl::StrCat(what, ": ", error.what_without_backtrace()));
-    } catch (const c10::OutOfMemoryError& error) {
-      return absl::ResourceExhaustedError(absl::StrCat(what, ": ", error.what_without_backtrace()));
     } catch (const c10::Error& error) {
-      return absl::InternalError(absl::StrCat(what, ": ", error.what_without_backtrace()));
+      return TorchError(what, error);
+    } catch (const std::bad_alloc&) {
+      return OutOfMemoryError(what, "the host's memory");
     }
   });
 }

@@ -83,29 +83,58 @@ const WeightSpec* SafetensorsWriter::Find(const std::string& name) const {
   return found == places_.end() ? nullptr : &found->second.spec;
 }
 
-absl::Status SafetensorsWriter::Write(const TensorView& tensor) {
+absl::StatusOr<SafetensorsWriter::Place*> SafetensorsWriter::Expect(const WeightSpec& tensor) {
   const auto found = places_.find(tensor.name);
   if (found == places_.end()) return TensorError(path_, tensor.name, "the file has no such tensor");
   Place& place = found->second;
-  if (place.written) return TensorError(path_, tensor.name, "is given twice");
+  if (place.begun) return TensorError(path_, tensor.name, "is given twice");
   if (tensor.dtype != place.spec.dtype || tensor.shape != place.spec.shape) {
     return TensorError(path_, tensor.name,
                        absl::StrCat("is ", Describe(tensor.dtype, tensor.shape), ", expected ",
                                     Describe(place.spec.dtype, place.spec.shape)));
   }
-  if (static_cast<int64_t>(tensor.bytes) != place.spec.bytes()) {
-    return TensorError(path_, tensor.name,
-                       absl::StrCat("shape and dtype need ", place.spec.bytes(), " bytes, ",
-                                    tensor.bytes, " given"));
+  return &place;
+}
+
+absl::Status SafetensorsWriter::Write(const TensorView& tensor) {
+  TANDEM_ASSIGN_OR_RETURN(
+      Place* const place,
+      Expect({.name = tensor.name, .dtype = tensor.dtype, .shape = tensor.shape}));
+  const auto bytes = static_cast<int64_t>(tensor.bytes);
+  if (bytes != place->spec.bytes()) return WrongBytes(*place, bytes);
+  place->begun = true;
+  return Append(tensor.name, {tensor.data, tensor.bytes});
+}
+
+absl::Status SafetensorsWriter::Begin(const WeightSpec& tensor) {
+  TANDEM_ASSIGN_OR_RETURN(Place* const place, Expect(tensor));
+  place->begun = true;
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsWriter::WrongBytes(const Place& place, int64_t bytes) const {
+  return TensorError(
+      path_, place.spec.name,
+      absl::StrCat("shape and dtype need ", place.spec.bytes(), " bytes, ", bytes, " given"));
+}
+
+absl::Status SafetensorsWriter::Append(const std::string& name, absl::Span<const std::byte> bytes) {
+  const auto found = places_.find(name);
+  if (found == places_.end() || !found->second.begun) {
+    return TensorError(path_, name, "bytes are given before the tensor is begun");
   }
-  TANDEM_RETURN_IF_ERROR(file_.WriteAllAt(place.offset, {tensor.data, tensor.bytes}));
-  place.written = true;
+  Place& place = found->second;
+  const int64_t end = place.written + static_cast<int64_t>(bytes.size());
+  if (end > place.spec.bytes()) return WrongBytes(place, end);
+  TANDEM_RETURN_IF_ERROR(file_.WriteAllAt(place.offset + place.written, bytes));
+  place.written = end;
   return absl::OkStatus();
 }
 
 absl::Status SafetensorsWriter::Finish() {
   for (const auto& [name, place] : places_) {
-    if (!place.written) return TensorError(path_, name, "was not given");
+    if (!place.begun) return TensorError(path_, name, "was not given");
+    if (place.written < place.spec.bytes()) return WrongBytes(place, place.written);
   }
   TANDEM_RETURN_IF_ERROR(file_.Sync());
   TANDEM_RETURN_IF_ERROR(RenameDurably(temporary_, path_));

@@ -2,6 +2,7 @@
 #ifndef TANDEM_COMMON_TENSOR_SAFETENSORS_WRITER_H_
 #define TANDEM_COMMON_TENSOR_SAFETENSORS_WRITER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -37,6 +38,11 @@ class SafetensorsWriter {
   // Writes one tensor. Tensors come in any order, each once.
   absl::Status Write(const TensorView& tensor);
 
+  // Write in two steps, for a tensor whose bytes come one after the other: Begin checks name, type
+  // and shape, and Append writes the next bytes. The bytes of several tensors may be interleaved.
+  absl::Status Begin(const WeightSpec& tensor);
+  absl::Status Append(const std::string& name, absl::Span<const std::byte> bytes);
+
   // Completes the file. All tensors must have been written.
   absl::Status Finish();
 
@@ -44,8 +50,13 @@ class SafetensorsWriter {
   struct Place {
     WeightSpec spec;
     int64_t offset = 0;  // in the file
-    bool written = false;
+    bool begun = false;
+    int64_t written = 0;  // bytes
   };
+
+  // Returns the place of a tensor that has not been begun.
+  absl::StatusOr<Place*> Expect(const WeightSpec& tensor);
+  absl::Status WrongBytes(const Place& place, int64_t bytes) const;
 
   SafetensorsWriter(std::string path, std::string temporary, FileDescriptor file)
       : path_(std::move(path)), temporary_(std::move(temporary)), file_(std::move(file)) {}

@@ -100,6 +100,28 @@ TEST_F(SafetensorsWriterTest, WhatDoesNotFitIsNamed) {
   EXPECT_TRUE(writer->Finish().ok());
 }
 
+TEST_F(SafetensorsWriterTest, TensorsMayComeInPiecesThatAreInterleaved) {
+  ASSERT_TRUE(WriteSafetensors(Path("whole.safetensors"), {View("a", a_), View("b", b_)}, {}).ok());
+  const auto writer = Create(specs_);
+  const auto bytes = [](const std::vector<float>& values, size_t first, size_t count) {
+    return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(values.data()),
+                               values.size() * sizeof(float))
+        .subspan(first, count);
+  };
+  ExpectInvalid(writer->Append("a", bytes(a_, 0, 4)), "a': bytes are given before");
+  ASSERT_TRUE(writer->Begin(specs_[0]).ok());
+  ExpectInvalid(writer->Begin(specs_[0]), "a': is given twice");
+  ExpectInvalid(writer->Begin({"b", DType::kFloat32, {3}}), "b': is F32 [3], expected F32 [2]");
+  ASSERT_TRUE(writer->Begin(specs_[1]).ok());
+  ASSERT_TRUE(writer->Append("a", bytes(a_, 0, 5)).ok());
+  ASSERT_TRUE(writer->Append("b", bytes(b_, 0, 8)).ok());
+  ExpectInvalid(writer->Append("b", bytes(b_, 0, 1)), "b': shape and dtype need 8 bytes, 9 given");
+  ExpectInvalid(writer->Finish(), "a': shape and dtype need 12 bytes, 5 given");
+  ASSERT_TRUE(writer->Append("a", bytes(a_, 5, 7)).ok());
+  ASSERT_TRUE(writer->Finish().ok());
+  EXPECT_EQ(ReadFile(Path("x.safetensors")).value(), ReadFile(Path("whole.safetensors")).value());
+}
+
 TEST_F(SafetensorsWriterTest, NamesAreGivenOnceAndNotReserved) {
   for (const std::string name : {"a", "__metadata__"}) {
     const std::vector<WeightSpec> specs = {{"a", DType::kFloat32, {2}},

@@ -34,14 +34,9 @@ absl::StatusOr<std::string> WeightsDigest(TensorSource source);
 
 using ValuesVisitor = absl::FunctionRef<absl::Status(const at::Tensor& values)>;
 
-// Calls `visit` with all values that `source` gives, as float32 on the host, in order. Tensors on
-// the host come one by one, float32 ones without a copy. Tensors of a device come packed, so that
-// the host waits for the device once for many tensors. Errors are those of `source` and `visit`.
+// Calls `visit` with all values that `source` gives, as float32 on the host, in order: one call or
+// several for a tensor (HostCopies). Errors are those of `source` and `visit`.
 absl::Status VisitOnHost(TensorSource source, ValuesVisitor visit);
-
-// Visits tensors of one device packed: up to `max_values` at a time, in a buffer of that size on
-// the device. A larger tensor comes alone.
-absl::Status VisitPacked(TensorSource source, int64_t max_values, ValuesVisitor visit);
 
 }  // namespace tandem
 
