@@ -273,7 +273,7 @@ def fingerprint(run: Path) -> Fingerprint:
     checkpoints = [run / state[role] for role in ("trainer", "critic") if state[role]]
     files = [
         *(file for folder in checkpoints for file in folder.glob("*.safetensors")),
-        *(run / "trajectories").glob("step_*.jsonl"),
+        *(run / "trajectories").glob("step_*.parquet"),
     ]
     for file in sorted(files):
         result[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()

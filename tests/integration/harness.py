@@ -24,6 +24,7 @@ from tandem.schedule import authorship_mask
 from tandem.session import Session, addresses_of
 from tandem.settings import ClusterSettings, RunSettings
 from tandem.train import train
+from tandem.trajectories.files import read_records, step_file
 from tandem.types.v1 import trajectory_pb2
 from tandem.wire import from_tensor, tandem_record
 
@@ -213,6 +214,11 @@ def run_on(
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trajectories(run: Path, step: int) -> list[dict[str, Any]]:
+    """The records of a step's trajectories."""
+    return read_records(step_file(run, step))
 
 
 def metrics_without_clock(run: Path) -> list[dict[str, Any]]:

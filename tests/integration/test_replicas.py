@@ -170,7 +170,7 @@ def run_on(running, models, directory, count=3, steps=3, **options):
     config.servers.rollout = config.servers.rollout[:count]
     run = harness.run_training(config, **options)
     files = sorted((run / "trajectories").iterdir())
-    return metrics_without_clock(run), [file.read_text() for file in files], run
+    return metrics_without_clock(run), [file.read_bytes() for file in files], run
 
 
 def replicas_of(run):

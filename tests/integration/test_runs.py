@@ -22,6 +22,7 @@ from tandem.session import Session
 from tandem.start import serve_checkpoint
 from tandem.text import TextCodec
 from tandem.train import train
+from tandem.trajectories.files import read_records
 from tandem.transport import Connection
 
 
@@ -260,10 +261,9 @@ def test_a_run_killed_during_dynamic_sampling_resumes_as_if_it_had_not_been(
     resumed = run_on(fresh_pair, models, tmp_path / "killed", resume=True, **changes)
     assert resumed == undisturbed
     for step in range(1, 6):
-        name = f"run/trajectories/step_{step}.jsonl"
-        # A record names the file of its row, which is in the directory of the run.
-        killed = (tmp_path / "killed" / name).read_text().replace("/killed/rows", "/whole/rows")
-        assert killed == (tmp_path / "whole" / name).read_text()
+        name = f"run/trajectories/step_{step}.parquet"
+        killed = (tmp_path / "killed" / name).read_bytes()
+        assert killed == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_a_step_larger_than_the_queue_is_drawn_in_several_batches(models, tmp_path):
@@ -334,8 +334,8 @@ def test_a_dry_run_names_the_mistakes_that_servers_find(
 
 def test_a_run_with_drafts_has_the_bits_of_one_without(fresh_pair, models, tmp_path):
     def trajectories(name):
-        files = sorted((tmp_path / name / "run" / "trajectories").glob("*.jsonl"))
-        return [record for file in files for record in harness.json_lines(file)]
+        files = sorted((tmp_path / name / "run" / "trajectories").glob("*.parquet"))
+        return [record for file in files for record in read_records(file)]
 
     plain = run_on(fresh_pair, models, tmp_path / "plain")
     without_drafts = trajectories("plain")

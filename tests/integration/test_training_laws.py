@@ -423,7 +423,7 @@ def test_one_trainer_publishes_the_same_weights_to_two_rollout_servers(models, t
             first, second = flat(a.generate(batch)), flat(b.generate(batch))
     for x, y in zip(first, second, strict=True):
         assert harness.tokens(x) == harness.tokens(y)
-    records = json_lines(run / "trajectories" / "step_3.jsonl")
+    records = harness.trajectories(run, 3)
     assert len(records) == 12
     assert {r["senior_versions"][0][0] for r in records} == {2}
 
@@ -451,5 +451,5 @@ def assert_same_run(a, b):
     left, right = metrics_without_clock(a), metrics_without_clock(b)
     assert left == right
     for line in left:
-        name = f"trajectories/step_{line['step']}.jsonl"
-        assert (a / name).read_text() == (b / name).read_text()
+        name = f"trajectories/step_{line['step']}.parquet"
+        assert (a / name).read_bytes() == (b / name).read_bytes()

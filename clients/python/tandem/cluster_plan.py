@@ -65,10 +65,10 @@ def draws_responses(settings: RunSettings, purpose: Purpose) -> bool:
 
 
 def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
-    """Returns the evaluations that are made on the way; none in a run without `eval.every`."""
+    """Returns the evaluations that are made on the way; none in a run that does not evaluate."""
     if purpose == "drafts":
         return []
-    return settings.eval.modes if purpose == "eval" or settings.eval.every else []
+    return settings.eval.modes if purpose == "eval" or settings.eval.on_the_way else []
 
 
 def answers_held_out(settings: RunSettings, purpose: Purpose) -> bool:

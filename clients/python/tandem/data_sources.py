@@ -132,8 +132,9 @@ def _parquet_rows(path: Path, field: str) -> Iterator[PlacedRow]:
 
     The import takes a third of a second.
     """
-    pyarrow = optional_module("pyarrow", field)
-    parquet = optional_module("pyarrow.parquet", field)
+    import pyarrow
+    from pyarrow import parquet
+
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(f"{field}: {path} holds no file *.parquet")

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from tandem.evaluation import Evaluation, evaluate
 from tandem.evaluation.report import Measure, in_words, measures
 from tandem.interrupt import Interrupt
 from tandem.models import SMOLLM2_PACKAGE, import_model
+from tandem.progress import Progress
+from tandem.progress_display import progress_shown
 from tandem.render import Output, use_any_encoding
 from tandem.run_dir import RunDirectory
 from tandem.run_files import kind_of_run
@@ -36,7 +38,7 @@ from tandem.stats import paired_gain
 from tandem.step_display import StepDisplay
 from tandem.train import train
 from tandem.view.terminal import print_trajectories
-from tandem.view.trajectories import Trajectory, read_step
+from tandem.view.trajectories import Chosen, Trajectory, recorded
 
 CONFIG = Path("examples/demo/run.yaml")
 # The kind of the demo's run directory, in run.json.
@@ -67,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run_demo(settings: RunSettings, output: Output) -> int:
     """Imports the model, starts, evaluates, trains, evaluates, compares; returns the exit code."""
     start = time.monotonic()
+    progress = Progress()
     # Servers that run already have their model.
     if settings.cluster is not None:
         model = import_model(SMOLLM2_PACKAGE, settings.tokenizer)
@@ -75,15 +78,16 @@ def run_demo(settings: RunSettings, output: Output) -> int:
     with (
         open_run(settings) as run,
         Interrupt(lambda: output.note("stopping after this step")) as stop,
-        Session(settings, output.note) as session,
+        Session(settings, output.note, progress=progress) as session,
     ):
-        before = evaluate(session)
+        with progress_shown(output, progress):
+            before = evaluate(session)
         _say(output, "before training", before)
         stop.defer()
         run.begin(output.note)
         _record(run, 0, before)
         lines: list[dict[str, Any]] = []
-        with StepDisplay(output, 1, settings.steps) as display:
+        with StepDisplay(output, 1, settings.steps, work=progress) as display:
 
             def on_step(line: dict[str, Any]) -> None:
                 lines.append(line)
@@ -93,12 +97,15 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         if stop.requested:
             output.note(f"stopped after step {last}: {run.path}")
             return EXIT_INTERRUPTED
-        after = evaluate(session)
+        with progress_shown(output, progress):
+            progress.begin("")
+            after = evaluate(session)
         _record(run, last, after)
 
         output.note(f"\ntime: {display.waiting()}\n")
         if not output.as_json:
-            shown = _first_of_groups(read_step(run.path, last), 6)
+            file = next(one for one in recorded(run.path) if one.step == last)
+            shown = _first_of_groups(Chosen(file).read(), 6)
             print_trajectories(output, session.codec, shown, f"Step {last}")
         result = compare(before, after, lines) | {
             "run_dir": str(run.path),
@@ -197,7 +204,7 @@ def command() -> str:
     return "tandem" if shutil.which("tandem") else os.path.relpath(beside)
 
 
-def _first_of_groups(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
+def _first_of_groups(trajectories: Iterable[Trajectory], count: int) -> list[Trajectory]:
     # Responses with both authors come first: they show the tandem.
     firsts: dict[str, Trajectory] = {}
     for one in sorted(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tandem import tracing
+from tandem.progress import Progress
 from tandem.types.v1 import trajectory_pb2
 
 # The keys of every line of metrics.jsonl, in this order; null where a step has no such number.
@@ -73,6 +74,10 @@ KEYS = (
     "time/reference_seconds",
     "time/train_seconds",
     "time/publish_seconds",
+    "time/trajectories_seconds",
+    "time/eval_seconds",
+    "time/checkpoint_seconds",
+    "trajectories/lost",
     "version/senior",
 )
 # The keys that a critic adds.
@@ -101,7 +106,7 @@ COUNT_KEYS = frozenset(
         "critic/updates_not_finite",
     }
 )
-# Keys that depend on the clock; all others are the same when a run is repeated.
+# Keys that depend on the clock or the disk; all others are the same when a run is repeated.
 CLOCK_KEYS = frozenset(
     {
         "rollout/replicas",
@@ -113,6 +118,10 @@ CLOCK_KEYS = frozenset(
         "time/reference_seconds",
         "time/train_seconds",
         "time/publish_seconds",
+        "time/trajectories_seconds",
+        "time/eval_seconds",
+        "time/checkpoint_seconds",
+        "trajectories/lost",
     }
 )
 
@@ -126,7 +135,8 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     """
     keys = KEYS + (CRITIC_KEYS if any(key in values for key in CRITIC_KEYS) else ())
     added = ("reward/", "router/", "critic/router_", "speculator/")
-    keys += tuple(key for key in values if key.startswith(added) and key not in KEYS)
+    # In alphabetical order: a report is a map, whose order no two processes share.
+    keys += tuple(sorted(key for key in values if key.startswith(added) and key not in KEYS))
     line = {key: values.get(key) for key in keys}
     return {key: _written(key, value) for key, value in line.items()}
 
@@ -188,17 +198,18 @@ def length_metrics(responses: Sequence[trajectory_pb2.Trajectory]) -> dict[str, 
 
 
 class StepClock:
-    """A clock for the phases of one step."""
+    """A clock for the phases of one step, which `progress` shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._progress = progress or Progress()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time of the block to `name`; the block is a span of that name."""
         start = time.monotonic()
         try:
-            with tracing.span(name):
+            with tracing.span(name), self._progress.phase(name):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start

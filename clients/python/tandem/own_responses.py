@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 from tandem.data import Example
 from tandem.metrics import length_metrics
@@ -13,7 +12,7 @@ from tandem.requests import Prompt, SupervisedSample
 from tandem.schedule import prompt_seed
 from tandem.session import Session
 from tandem.text import TextCodec
-from tandem.trajectory_record import trajectory_record
+from tandem.trajectories.record import Response
 from tandem.types.v1 import server_pb2, trajectory_pb2
 
 
@@ -44,10 +43,10 @@ class OwnResponses:
         """Returns the client's metrics of the step."""
         return length_metrics(self.trajectories)
 
-    def records(self, codec: TextCodec) -> Iterator[dict[str, Any]]:
-        """Yields the lines of the trajectory file; nobody judges the responses."""
+    def responses(self, codec: TextCodec) -> Iterator[Response]:
+        """Yields the responses as a run keeps them; nobody judges them."""
         for index, example in enumerate(self.examples):
-            yield trajectory_record(
+            yield Response(
                 self.trajectories[index],
                 text=codec.decode(self.trajectories[index].response_token_ids),
                 group_id=f"step-{self.step}/prompt-{index}",

@@ -105,6 +105,8 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         prompts = []
         for item in items:
             prompt = self.items[item]
+            # Those of a prompt that is sent again come again.
+            self._state.progress.advance(-len(self._samples[item]))
             self._samples[item] = {}
             self._times_sent[item] += 1
             if self._times_sent[item] > 1:
@@ -138,6 +140,8 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
             )
             raise failure
         samples = self._samples[item]
+        tokens = len(told.trajectory.response_token_ids)
+        self._state.progress.advance(1, tokens)
         samples[told.trajectory.sample_index] = told.trajectory
         if self.shares.answer(index, item):
             del stream.items[told.request_id]

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from tandem.client import RolloutClient
 from tandem.errors import CancelledError, RpcError
+from tandem.progress import Progress
 from tandem.replica_shares import Shares
 from tandem.replicas import PoolCounts, Replica
 from tandem.transport import may_pass
@@ -41,6 +42,7 @@ class PoolState:
         changed: guards this state, the replicas and every request; notified after each change.
         counts: what was counted since the counts were last taken.
         running: the requests that are not over.
+        progress: is told how much is answered.
     """
 
     replicas: list[Replica]
@@ -48,6 +50,7 @@ class PoolState:
     changed: threading.Condition = field(default_factory=threading.Condition)
     counts: PoolCounts = field(default_factory=PoolCounts)
     running: list[PoolRequest[Any, Any]] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
 
 
 class PoolRequest(ABC, Generic[Item, Answer]):

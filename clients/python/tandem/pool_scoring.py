@@ -80,6 +80,7 @@ class PoolScoring(PoolRequest[ToScore, Scored]):
             for item, one in zip(items, scored, strict=True):
                 self.shares.answer(index, item, self._tokens[item])
                 self.answer(index, item, one)
+                self._state.progress.advance(1, self._tokens[item])
 
     def recall(self, index: int, items: list[int]) -> None:
         """Does nothing: every sequence of a call has begun, because the window is the capacity."""

@@ -13,8 +13,10 @@ from tandem.errors import DeadlineError, RpcError
 from tandem.pool_generation import PoolGeneration
 from tandem.pool_request import Admit, PoolState
 from tandem.pool_scoring import SCORE_TOKENS, PoolScoring, Scored, ScoreOptions, score
+from tandem.progress import Progress
 from tandem.replicas import PoolCounts, Replica
 from tandem.requests import Collector, Prompt, ScoredTokens, ToScore
+from tandem.rollout.v1 import rollout_pb2
 from tandem.types.v1 import trajectory_pb2
 
 Item = TypeVar("Item")
@@ -47,10 +49,18 @@ class RolloutPool:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], note: Callable[[str], None] | None = None
+        self,
+        replicas: Sequence[Replica],
+        note: Callable[[str], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """Makes a pool that closes the replicas' clients; `note` prints a line about a replica."""
-        self._state = PoolState(list(replicas), note or (lambda _: None))
+        """Makes a pool that closes the replicas' clients.
+
+        `note` prints a line about a replica, `progress` is told how much is answered.
+        """
+        self._state = PoolState(
+            list(replicas), note or (lambda _: None), progress=progress or Progress()
+        )
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -76,13 +86,14 @@ class RolloutPool:
                 failure is raised at once, and the calls of the others are cancelled.
         """
         named = Collector(prompts).prompts
+        self._state.progress.expect(sum(max(1, one.num_samples) for one in named))
         if len(self.replicas) > 1:
             return PoolGeneration(self._state, named, admit or _require_answer).run()
         [replica] = self.replicas
         groups: list[list[trajectory_pb2.Trajectory]] = []
         for batch in _batches(named, lambda one: max(1, one.num_samples), replica.max_queue):
             with self._call_of(replica, admit or _require_answer):
-                groups += replica.client.generate(batch)
+                groups += replica.client.generate(batch, on_event=self._count)
         return groups
 
     def score(
@@ -100,6 +111,7 @@ class RolloutPool:
         server without a junior raises FailedPreconditionError (NO_JUNIOR).
         """
         options = ScoreOptions(senior, junior, temperature)
+        self._state.progress.expect(len(sequences))
         if len(self.replicas) > 1:
             return PoolScoring(self._state, sequences, options, admit or _require_answer).run()
         [replica] = self.replicas
@@ -107,6 +119,7 @@ class RolloutPool:
         for batch in _batches(sequences, lambda one: len(one[0]), SCORE_TOKENS):
             with self._call_of(replica, admit or _require_answer):
                 scored += score(replica.client, batch, options)
+            self._state.progress.advance(len(batch), sum(len(ids) for ids, *_ in batch))
         return scored
 
     @contextmanager
@@ -152,6 +165,10 @@ class RolloutPool:
         """Closes every client."""
         for client in self.clients:
             client.close()
+
+    def _count(self, event: rollout_pb2.GenerateResponse) -> None:
+        if event.WhichOneof("event") == "finished":
+            self._state.progress.advance(1, len(event.finished.trajectory.response_token_ids))
 
     def _settle(self, replica: Replica) -> None:
         for request in self._state.running:

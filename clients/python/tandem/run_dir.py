@@ -6,11 +6,13 @@ run.json                 {"run_id", "kind", "start", "servers", "inputs"}: kind 
 config.yaml              the resolved configuration of the last start
 metrics.jsonl            one line per step, written as soon as the step is done
 versions.jsonl           {"step", "version", "digest"}: the weights after every step; with a critic
-                         "critic_version" and "critic_digest", too; with trajectories
-                         "trajectory_bytes", the size of the step's file
+                         "critic_version" and "critic_digest", too
 evals.jsonl              one line per evaluation and mode
 tensorboard/             the numbers of both as TensorBoard events
-trajectories/step_N.jsonl one line per response (`tandem train` alone)
+trajectories/step_N.parquet
+                         one row per response of a step; earlier releases wrote JSON lines
+evaluations/step_N.MODE.parquet
+                         one row per answer of an evaluation after step N
 checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
 state.json               SavedState: the last checkpoint, what --resume goes on from
 logs/attempt_N.log       one file for every start; --clean keeps them
@@ -47,18 +49,19 @@ from tandem.metrics import eval_prefix
 from tandem.run_files import (
     IDENTITY,
     STATE,
-    is_of_step,
+    is_checkpoint_of_step,
     kind_of_run,
     next_attempt,
     number_of,
     read_json,
     step_lines,
     temporary_name,
-    trajectory_file,
     write_atomically,
     writing,
 )
-from tandem.settings import RunSettings, SpeculativeSettings
+from tandem.settings import EvalMode, RunSettings, SpeculativeSettings
+from tandem.trajectories.files import EVALUATIONS, STEPS, TrajectoryFile
+from tandem.trajectories.writer import TrajectoryWriter
 from tandem.types.v1 import server_pb2
 
 if TYPE_CHECKING:
@@ -76,6 +79,7 @@ RESUMABLE = (
     "eval",
     "start_from",
     "trackers",
+    "trajectories",
     "reward.python_path",
     "reward.executor",
     "reward.workers",
@@ -96,8 +100,8 @@ RESUMABLE = (
 # The keys of Session.facts() in run.json, which a resumed run must meet again.
 _FACTS = ("servers", "inputs")
 
-# Files whose lines, or sizes, a resumed run is checked against: records.NAME of --change.
-_RECORDS = ("metrics", "versions", "trajectories")
+# Files whose lines a resumed run is checked against: records.NAME of --change.
+_RECORDS = ("metrics", "versions")
 
 _LOCK = ".lock"
 _LOGS = "logs"
@@ -126,10 +130,13 @@ class RunDirectory:
         versions: (version, digest) of the weights after the steps that an earlier start did.
         critic_versions: the same of the critic.
         elapsed_seconds: run time until `state`, 0 at the start of a run.
+        evaluated: (step, mode) of the evaluations that evals.jsonl has.
         log: logs/attempt_N.log, from begin() on.
+        trajectories: writes responses and answers, from begin() on.
     """
 
     log: TextIO
+    trajectories: TrajectoryWriter
 
     def __init__(
         self, config: RunSettings, kind: str, *, clean: bool, changes: Sequence[str] = ()
@@ -142,13 +149,13 @@ class RunDirectory:
         self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:8]}"
         self.state: SavedState | None = None
         self.elapsed_seconds = 0.0
+        self.evaluated: set[tuple[int, str]] = set()
         self._config = config
         self._kind = kind
         self._clean = clean
         self._changes = tuple(changes)
         self._begun = False
         self._facts: dict[str, Any] = {}
-        self._trajectory_bytes: int | None = None
         self._metrics: TextIO
         self._trackers: Trackers
         self._versions: TextIO
@@ -200,9 +207,21 @@ class RunDirectory:
 
     @property
     def done(self) -> bool:
-        """Whether a resumed run has no step left to do."""
+        """Whether a resumed run has no step left to do, and no evaluation after the last one."""
         steps = self._config.steps
-        return steps is not None and self.first_step > steps and self.state is not None
+        if self.state is None or steps is None or self.first_step <= steps:
+            return False
+        return not self.evaluations_due(self.state.step, steps)
+
+    def evaluations_due(self, step: int, steps: int) -> list[EvalMode]:
+        """Returns the modes that a run of `steps` steps evaluates after a step, and has not yet.
+
+        Step 0 stands for the time before the first one.
+        """
+        settings = self._config.eval
+        if not settings.due(step, steps):
+            return []
+        return [mode for mode in settings.modes if (step, mode) not in self.evaluated]
 
     def begin(self, note: Callable[[str], None] | None = None, steps: int | None = None) -> None:
         """Starts to write: removes or truncates the records that `clean` and `resume` throw away.
@@ -223,7 +242,7 @@ class RunDirectory:
             elif self.state is not None:
                 _forget_after(self.path, self.state.step, note)
             self._write_identity()
-            for folder in ("trajectories", "checkpoints", _LOGS):
+            for folder in (STEPS, EVALUATIONS, "checkpoints", _LOGS):
                 (self.path / folder).mkdir(exist_ok=True)
             write_atomically(self.path / "config.yaml", settings_module.dump(self._config))
             attempt = next_attempt(self.path / _LOGS)
@@ -231,6 +250,8 @@ class RunDirectory:
             self._metrics = self._append_to("metrics.jsonl")
             self._versions = self._append_to("versions.jsonl")
             self._trackers = self._files.enter_context(self._open_trackers())
+            self.trajectories = TrajectoryWriter(self.path, self._config.trajectories, note)
+            self._files.callback(self.trajectories.close)
 
     def __enter__(self) -> Self:
         return self
@@ -269,8 +290,6 @@ class RunDirectory:
     ) -> None:
         """Appends the weights after a step, of the senior and the critic, to versions.jsonl."""
         line = {"step": step, "version": weights.version, "digest": weights.digest}
-        if self._trajectory_bytes is not None:
-            line["trajectory_bytes"] = self._trajectory_bytes
         if critic is not None:
             line |= {"critic_version": critic.version, "critic_digest": critic.digest}
         with writing(self.path / "versions.jsonl"):
@@ -280,6 +299,7 @@ class RunDirectory:
         """Appends one line to evals.jsonl; hands it to the trackers under eval/<mode>/."""
         with writing(self.path / "evals.jsonl"), (self.path / "evals.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self.evaluated.add((line["step"], line["mode"]))
         self.track(line, eval_prefix(line))
 
     def record(self, start: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -295,13 +315,6 @@ class RunDirectory:
         """Raises RunDirectoryError if a resumed run meets other facts than it recorded."""
         if self.state is not None and self._facts:
             _require_same(self.path, self._facts, dict(facts), self._changes)
-
-    def write_trajectories(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes trajectories/step_N.jsonl; write_version() of the same step follows."""
-        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        content = "".join(lines).encode()
-        write_atomically(trajectory_file(self.path, step), content)
-        self._trajectory_bytes = len(content)
 
     def write_state(self, state: SavedState) -> None:
         """Makes `state` the checkpoint to resume from."""
@@ -327,10 +340,12 @@ class RunDirectory:
             before["cluster"] = now["cluster"] = None
         _require_same(self.path, before, now, (*_resumable(before, now), *self._changes))
         # All three are read here, because begin() would find damage too late.
-        metrics, _, _ = [step_lines(file, self.state.step) for file in _step_files(self.path)]
+        metrics, evals, versions = [
+            step_lines(file, self.state.step) for file in _step_files(self.path)
+        ]
         if metrics:
             self.elapsed_seconds = metrics[-1].get("time_seconds") or 0.0
-        versions = step_lines(self.path / "versions.jsonl")
+        self.evaluated = {(line["step"], line.get("mode", "")) for line in evals}
         self._require_records(metrics, versions)
         self.versions = [(one.get("version", 0), one.get("digest", "")) for one in versions]
         self.critic_versions = [
@@ -342,7 +357,7 @@ class RunDirectory:
     def _require_records(
         self, metrics: Sequence[Mapping[str, Any]], versions: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Raises RunDirectoryError unless all files that steps append to, or write, are whole."""
+        """Raises RunDirectoryError unless the files that steps append to have a line of each."""
         assert self.state is not None
         done = range(1, self.state.step + 1)
         damaged = {}
@@ -350,15 +365,6 @@ class RunDirectory:
             there = {line["step"] for line in lines}
             if missing := [step for step in done if step not in there]:
                 damaged[f"records.{name}"] = f"{name}.jsonl lacks {_steps(missing)}"
-        cut = [
-            line["step"]
-            for line in versions
-            if line["step"] in done
-            and "trajectory_bytes" in line
-            and _size(trajectory_file(self.path, line["step"])) != line["trajectory_bytes"]
-        ]
-        if cut:
-            damaged["records.trajectories"] = f"trajectories of {_steps(cut)} were cut or removed"
         problems = [what for key, what in damaged.items() if not _allowed(key, self._changes)]
         if problems:
             keys = " ".join(f"--change {key}" for key in damaged)
@@ -478,10 +484,6 @@ def _steps(steps: Sequence[int]) -> str:
     return f"step{'s' * (len(steps) > 1)} {shown}{' …' * (len(steps) > 5)}"
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
-
-
 def _remove_run(path: Path, note: Callable[[str], None]) -> None:
     """Removes the files that a run writes, and no others."""
     # Imported here: it takes a moment, and most commands do without.
@@ -489,19 +491,28 @@ def _remove_run(path: Path, note: Callable[[str], None]) -> None:
 
     for name in _FILES:
         (path / name).unlink(missing_ok=True)
-    _remove_steps(path, 0, note)
+    _remove_trajectories(path, after=-1)
+    _remove_checkpoints(path, 0, note)
     for file in event_file.event_files(path / "tensorboard"):
         file.unlink()
-    for folder in ("checkpoints/critic", "checkpoints", "trajectories", "tensorboard"):
+    for folder in ("checkpoints/critic", "checkpoints", STEPS, EVALUATIONS, "tensorboard"):
         with suppress(OSError):
             (path / folder).rmdir()
 
 
-def _remove_steps(path: Path, last: int, note: Callable[[str], None]) -> None:
-    """Removes trajectories and checkpoints of the steps after `last`."""
-    for file in _entries_after(path / "trajectories", last):
-        if file.suffix and not file.is_dir():
+def _remove_trajectories(path: Path, after: int) -> None:
+    """Removes the trajectories and answers of the steps after `after`, and half-written files."""
+    for folder in (path / STEPS, path / EVALUATIONS):
+        for file in folder.glob("step_*"):
+            one = TrajectoryFile.of(file)
+            if one is not None and one.step > after and not file.is_dir():
+                file.unlink()
+        for file in folder.glob(".step_*.tmp"):
             file.unlink()
+
+
+def _remove_checkpoints(path: Path, last: int, note: Callable[[str], None]) -> None:
+    """Removes the checkpoints of the steps after `last`."""
     for folder in ("checkpoints", "checkpoints/critic"):
         for entry in _entries_after(path / folder, last):
             if kept := remove_checkpoint(entry):
@@ -514,7 +525,9 @@ def _remove_steps(path: Path, last: int, note: Callable[[str], None]) -> None:
 def _entries_after(folder: Path, last: int) -> list[Path]:
     """The entries of a folder that have the name of a step after `last`."""
     entries = sorted(folder.glob("step_*"))
-    return [entry for entry in entries if is_of_step(entry.name) and number_of(entry) > last]
+    return [
+        entry for entry in entries if is_checkpoint_of_step(entry.name) and number_of(entry) > last
+    ]
 
 
 def _forget_after(path: Path, step: int, note: Callable[[str], None]) -> None:
@@ -529,7 +542,8 @@ def _forget_after(path: Path, step: int, note: Callable[[str], None]) -> None:
     event_file.forget_after(path / "tensorboard", step)
     # A checkpoint after the one that state.json names would count as the newest when others are
     # pruned, and push out the named one.
-    _remove_steps(path, step, note)
+    _remove_trajectories(path, step)
+    _remove_checkpoints(path, step, note)
 
 
 def _step_files(path: Path) -> tuple[Path, Path, Path]:

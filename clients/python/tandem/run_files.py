@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tandem import text_files
 from tandem.errors import RunDirectoryError
@@ -61,16 +61,27 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
     Raises RunDirectoryError, and leaves the file as it was, when it cannot, as on a full disk.
     """
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file that takes the place of `path` at the end of the block, as a whole.
+
+    Raises RunDirectoryError, and leaves the file as it was, when it cannot be written.
+    """
     temporary = path.with_name(temporary_name(path.name))
     with writing(path):
         try:
             with temporary.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise
 
 
@@ -101,14 +112,9 @@ def kind_of_run(path: Path) -> str | None:
     return identity["kind"] if ours else None
 
 
-def trajectory_file(path: Path, step: int) -> Path:
-    """Returns the file of a step's trajectories in the run directory `path`."""
-    return path / "trajectories" / f"step_{step}.jsonl"
-
-
-def is_of_step(name: str) -> bool:
-    """Whether `name` is one that a run gives to its file or directory of a step."""
-    return re.fullmatch(r"step_\d+(\.jsonl)?", name) is not None
+def is_checkpoint_of_step(name: str) -> bool:
+    """Whether `name` is one that a run gives to the checkpoint of a step."""
+    return re.fullmatch(r"step_\d+", name) is not None
 
 
 def next_attempt(logs: Path) -> int:
@@ -117,6 +123,6 @@ def next_attempt(logs: Path) -> int:
 
 
 def number_of(path: Path) -> int:
-    """Returns the N of step_N, step_N.jsonl and attempt_N.log; 0 for other names."""
+    """Returns the N of step_N and attempt_N.log; 0 for other names."""
     match = re.fullmatch(r"[a-z]+_(\d+)", path.stem)
     return int(match[1]) if match else 0

@@ -29,6 +29,7 @@ from tandem.errors import (
 from tandem.learnability import obstacles
 from tandem.pool_scoring import Scored
 from tandem.preflight import Problems, RolloutFacts, ServerFacts
+from tandem.progress import Progress
 from tandem.readiness import wait_until_serving
 from tandem.reference import JuniorReference, Reference, ServerReference
 from tandem.replicas import Replica
@@ -70,6 +71,7 @@ class Session:
     Attributes:
         settings: those of the run; once it is open, with the number of steps of `epochs`.
         note: prints a line about the run's progress.
+        progress: is told what the run does at the moment.
         sampling: the fields of SamplingParams for the run's responses.
         in_force: sections of the settings with the servers' defaults: every field of objective and
             tandem (for "train"), the models of a cluster, the addresses of running servers.
@@ -99,7 +101,9 @@ class Session:
         *,
         purpose: Purpose = "train",
         dry_run: bool = False,
+        progress: Progress | None = None,
     ) -> None:
+        self.progress = progress or Progress()
         self.settings = settings
         self.purpose = purpose
         self.note = on_progress or (lambda _: None)
@@ -450,8 +454,8 @@ class Session:
             self.note("cluster.critic is not started: it is for objective.advantage_estimator: gae")
         if cluster.rollout and not uses.rollout:
             self.note(
-                "cluster.rollout is not started: `tandem sft` uses it for eval.every and "
-                "sft.responses: senior alone"
+                "cluster.rollout is not started: `tandem sft` uses it for evaluations (eval.every) "
+                "and sft.responses: senior alone"
             )
         needed = ["rollout", "trainer"] if uses.rollout else ["trainer"]
         for role in needed:
@@ -600,7 +604,9 @@ class Session:
             return
         with problems.collect():
             _by_advertised_address(zip(clients, rollouts, strict=True))
-        self.rollouts = RolloutPool(list(map(Replica.of, clients, rollouts)), self.note)
+        self.rollouts = RolloutPool(
+            list(map(Replica.of, clients, rollouts)), self.note, self.progress
+        )
         self._stack.callback(self.rollouts.close)
         self.critic_address = servers.critic or trainer.critic_address or None
         named = {

@@ -458,6 +458,17 @@ class CheckpointSettings(Settings):
     at_end: bool = True
 
 
+class TrajectorySettings(Settings):
+    """The responses that a run keeps on disk."""
+
+    # Steps between those whose responses are kept. 0: none.
+    every: int = Field(1, ge=0)
+    # Number of steps to keep, the newest, and of evaluations of each mode; or "all".
+    keep: Count | Literal["all"] = "all"
+    # Whether to keep the log-probabilities of the tokens, most of a file's size.
+    logprobs: bool = True
+
+
 class EvalSettings(Settings):
     """Evaluations on held-out prompts."""
 
@@ -476,8 +487,24 @@ class EvalSettings(Settings):
     max_tokens: Count | None = None
     # Steps between evaluations during training. 0: none.
     every: int = Field(0, ge=0)
+    # Whether to evaluate before the first step, and after the last one. Default: if `every` is
+    # above 0.
+    at_start: bool | None = None
+    at_end: bool | None = None
     # Drafts of the answers. Not set: those of the run's `speculative`.
     speculative: SpeculativeSettings | None = None
+
+    @property
+    def on_the_way(self) -> bool:
+        """Whether a training run evaluates."""
+        return bool(self.every or self.at_start or self.at_end)
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether a run of `steps` steps evaluates after a step; 0: before the first."""
+        around = self.at_start if step == 0 else self.at_end if step == steps else False
+        if around is None:
+            around = self.every > 0
+        return around or (step > 0 and self.every > 0 and step % self.every == 0)
 
     @model_validator(mode="after")
     def _k_fits(self) -> EvalSettings:
@@ -602,6 +629,7 @@ class RunSettings(Settings):
     kl_control: KlControlSettings | None = None
     sft: SftSettings = SftSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    trajectories: TrajectorySettings = TrajectorySettings()
     eval: EvalSettings = EvalSettings()
     # TensorBoard events in the run directory, Weights & Biases, MLflow; the last two need their
     # packages.

@@ -16,7 +16,8 @@ from tandem import tracing
 from tandem.checkpoints import SavedState, checkpoint_name
 from tandem.cluster_plan import draws_responses
 from tandem.errors import ConfigError, TandemError
-from tandem.evaluation import evaluate
+from tandem.evaluation import Evaluation, evaluate
+from tandem.evaluation.answers import held_out
 from tandem.evaluation.report import in_words
 from tandem.groups import Drawn, Group, draw_groups
 from tandem.interrupt import Interrupt
@@ -27,9 +28,10 @@ from tandem.own_responses import draw_own_responses
 from tandem.requests import PolicySample, SupervisedSample
 from tandem.run_dir import RunDirectory
 from tandem.session import Session
+from tandem.settings import EvalMode
 from tandem.start import start_run
 from tandem.trainer.v1 import trainer_pb2
-from tandem.trajectory_record import trajectory_record
+from tandem.trajectories.record import Response
 from tandem.types.v1 import server_pb2
 
 OnStep = Callable[[dict[str, Any]], None]
@@ -48,7 +50,7 @@ def train(
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         flat = FlatRewards(settings)
         for step in loop.steps():
-            clock = StepClock()
+            clock = StepClock(session.progress)
             drawn = draw_groups(session, step, loop.examples_drawn, loop.weights, clock)
             _tell_failures(session, run, step, drawn)
             _tell_missing(session, run, step, drawn)
@@ -59,7 +61,8 @@ def train(
             with clock.phase("train"):
                 report = _train_step(session, run, step, samples, loop.weights, kl_coefficient)
             loop.require_critic(report)
-            run.write_trajectories(step, _records(drawn.groups))
+            with clock.phase("trajectories"):
+                run.trajectories.write_step(step, _responses(drawn.groups))
             line = loop.finish(
                 step,
                 report,
@@ -108,15 +111,13 @@ def _train_step(
     return reply.report
 
 
-def _records(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """Yields the records of all responses, of failed rewards and dropped groups too."""
+def _responses(groups: Sequence[Group]) -> Iterator[Response]:
+    """Yields all responses, of failed rewards and dropped groups too."""
     for group in groups:
         row = {name: group.example.row[name] for name in group.example.shown_columns}
-        responses = zip(
-            group.trajectories, group.texts, group.rewards, group.punishments, strict=True
-        )
-        for index, (trajectory, text, reward, punishment) in enumerate(responses):
-            yield trajectory_record(
+        judged = zip(group.trajectories, group.texts, group.rewards, group.punishments, strict=True)
+        for index, (trajectory, text, reward, punishment) in enumerate(judged):
+            yield Response(
                 trajectory,
                 text=text,
                 reward=reward,
@@ -173,7 +174,7 @@ def train_supervised(
     own = draws_responses(settings, "sft")
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         for step in loop.steps():
-            clock = StepClock()
+            clock = StepClock(session.progress)
             examples = session.data.batch(loop.examples_drawn, settings.sft.batch_size)
             drawn = None
             if own:
@@ -195,7 +196,8 @@ def train_supervised(
                 )
             metrics: dict[str, Any] = {}
             if drawn is not None:
-                run.write_trajectories(step, drawn.records(session.codec))
+                with clock.phase("trajectories"):
+                    run.trajectories.write_step(step, drawn.responses(session.codec))
                 metrics = drawn.metrics() | session.rollouts.take_counts().metrics()
             loop.finish(step, reply.report, clock, len(examples), metrics)
     return loop.last_step
@@ -230,14 +232,20 @@ class Loop:
         self._interrupt = interrupt
         self._discard_unsaved = discard_unsaved
         self._step = self.last_step = run.first_step - 1
-        self._stop = False
+        # The last step whose line is in metrics.jsonl.
+        self._recorded = self.last_step
         # The span of the step, while one is done.
         self._span = ExitStack()
 
     def __enter__(self) -> Self:
         session, run = self._session, self._run
-        with tracing.span("start", {"tandem.run_id": run.run_id}):
+        ids = {"tandem.run_id": run.run_id}
+        with tracing.span("start", ids), session.progress.phase("start"):
             start = start_run(session, run, discard_unsaved=self._discard_unsaved)
+        # Before the first step, or what an error kept the run from after its last one. Nothing is
+        # written yet, so Ctrl-C still ends the run at once.
+        with session.progress.phase("eval"):
+            evaluations = self._evaluations_due(self.last_step)
         if self._interrupt is not None:
             self._interrupt.defer()
         run.begin(session.note, session.settings.steps)
@@ -249,25 +257,42 @@ class Loop:
         self.examples_drawn = _examples_drawn(session, run.state)
         self.kl_coefficient = first_kl_coefficient(session.settings, run.state)
         self._begun = time.monotonic() - run.elapsed_seconds
+        self._keep(self.last_step, evaluations)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A second Ctrl-C is no Exception, and ends the run at once.
         if isinstance(error, Exception):
             error.add_note(f"in step {self._step}: {self._rescue()}")
+        elif error is None:
+            with self._session.progress.phase("trajectories"):
+                self._run.trajectories.wait()
         self._span.__exit__(kind, error, trace)
 
     def steps(self) -> Iterator[int]:
         """Yields the steps that are left, until the run is asked to stop."""
-        for step in range(self.last_step + 1, self._session.settings.steps + 1):
+        first = self.last_step + 1
+        for step in range(first, self._session.settings.steps + 1):
+            if self._is_asked_to_stop and step > first:
+                if self._unsaved:
+                    self._run.write_state(self._save_on_servers())
+                return
             self._step = step
+            self._session.progress.begin(f"step {step}")
             ids = {"tandem.run_id": self._run.run_id, "tandem.step": step}
             self._span.enter_context(tracing.span("step", ids))
             # No `with`: an error in the step ends this generator, and __exit__ tells the span.
             yield step
             self._span.close()
-            if self._stop:
-                return
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        return self._interrupt is not None and self._interrupt.requested
+
+    @property
+    def _unsaved(self) -> bool:
+        """Whether there are steps that no checkpoint of the run holds."""
+        return self.last_step > (self._run.state.step if self._run.state else 0)
 
     def require_critic(self, report: trainer_pb2.StepReport) -> None:
         """Raises FailedPreconditionError unless the critic made the step, from the run's weights.
@@ -287,20 +312,34 @@ class Loop:
         metrics: Mapping[str, Any] | None = None,
         kl_coefficient: float | None = None,
     ) -> dict[str, Any]:
-        """Publishes the step's weights; records, evaluates and saves.
+        """Publishes the step's weights; evaluates, saves and records.
 
         `examples` is the number of examples drawn for the step, `metrics` has the metrics that the
         client computes, and the next step begins with `kl_coefficient`. Returns the line of
         metrics.jsonl.
         """
-        run, settings = self._run, self._session.settings
+        run = self._run
         run.write_version(step, report.weights, self._critic)
+        changed = report.weights != self.weights
+        self.weights, self.last_step = report.weights, step
+        self.examples_drawn += examples
+        self.kl_coefficient = kl_coefficient
+        saved: SavedState | None = None
         try:
             with clock.phase("publish"):
-                if report.weights != self.weights:
+                if changed:
                     self._session.publish()
+            if report.skipped:
+                print(f"step {step} skipped: {report.skip_reason}", file=run.log)
+            self._session.check()
+            if run.evaluations_due(step, self._session.settings.steps):
+                with clock.phase("eval"):
+                    self._keep(step, self._evaluations_due(step))
+            if self._is_asked_to_stop or self._is_to_save(step):
+                with clock.phase("checkpoint"):
+                    saved = self._save_on_servers()
         finally:
-            # The step is done, whether or not it reached the rollout servers.
+            # The step is done, whether or not it reached the rollout servers and the disk.
             line = step_line(
                 {
                     **report.metrics,
@@ -308,35 +347,43 @@ class Loop:
                     **clock.metrics(),
                     "step": step,
                     "time_seconds": time.monotonic() - self._begun,
+                    "trajectories/lost": run.trajectories.lost,
                     "version/senior": report.weights.version,
                 }
             )
             run.write_metrics(line)
-            self.weights, self.last_step = report.weights, step
-            self.examples_drawn += examples
-            self.kl_coefficient = kl_coefficient
-            # Trackers come after all that a checkpoint needs: one that fails costs no step.
+            self._recorded = step
             run.track(line)
+        # The line is on disk before the checkpoint counts: a resumed run needs it.
+        if saved is not None:
+            run.write_state(saved)
         self._on_step(line)
-        if report.skipped:
-            print(f"step {step} skipped: {report.skip_reason}", file=run.log)
-        self._session.check()
-        if settings.eval.every and step % settings.eval.every == 0:
-            for evaluation in evaluate(self._session).values():
-                summary = evaluation.summary()
-                run.write_eval({"step": step} | summary)
-                self._session.note(f"step {step}: {in_words(summary)}")
-        due = settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0
-        last = step == settings.steps and settings.checkpoint.at_end
-        self._stop = self._interrupt is not None and self._interrupt.requested
-        if due or last or self._stop:
-            self._save()
         return line
+
+    def _is_to_save(self, step: int) -> bool:
+        settings = self._session.settings
+        every = settings.checkpoint.every
+        due = every > 0 and step % every == 0
+        return due or (step == settings.steps and settings.checkpoint.at_end)
+
+    def _evaluations_due(self, step: int) -> dict[EvalMode, Evaluation]:
+        """Makes the evaluations after a step that are due and not made yet."""
+        modes = self._run.evaluations_due(step, self._session.settings.steps)
+        return evaluate(self._session, modes) if modes else {}
+
+    def _keep(self, step: int, evaluations: Mapping[EvalMode, Evaluation]) -> None:
+        """Records evaluations, and their answers."""
+        session, run = self._session, self._run
+        for mode, evaluation in evaluations.items():
+            answers = evaluation.responses(held_out(session), session.codec)
+            run.trajectories.write_evaluation(step, mode, answers)
+            summary = evaluation.summary()
+            run.write_eval({"step": step} | summary)
+            session.note(f"step {step}: {in_words(summary)}")
 
     def _rescue(self) -> str:
         """Saves the steps that no checkpoint holds yet; returns the outcome in words."""
-        saved = self._run.state.step if self._run.state else 0
-        problem = self._save_if_it_can() if self.last_step > saved else None
+        problem = self._save_if_it_can() if self._unsaved else None
         saved = self._run.state.step if self._run.state else 0
         failed = f"; what was done since then could not be saved: {problem}" if problem else ""
         if not saved:
@@ -345,19 +392,23 @@ class Loop:
 
     def _save_if_it_can(self) -> str | None:
         """Saves the last steps; returns the reason if it cannot."""
+        if self._recorded < self.last_step:
+            return f"metrics.jsonl lacks step {self.last_step}"
         trainer = self._session.trainer
         health = trainer.check_health()
         if health.status != "SERVING":
             return f"the trainer is {health.status} {health.reason}".rstrip()
         try:
-            self._save()
+            with self._session.progress.phase("checkpoint"), tracing.span("checkpoint"):
+                self._run.write_state(self._save_on_servers())
         except TandemError as error:
             return error.message
         return None
 
-    @tracing.spanned("checkpoint")
-    def _save(self) -> None:
+    def _save_on_servers(self) -> SavedState:
         """Saves trainer and critic as they are after the last step that was done.
+
+        Returns what state.json is to hold; the trajectories until then are on disk.
 
         Raises FailedPreconditionError when the trainer holds other weights than that step left, or
         the critic another version.
@@ -381,16 +432,15 @@ class Loop:
                 client.save_checkpoint(
                     str(run.path / critic), name, keep, expected_version=self._critic.version
                 )
-        run.write_state(
-            SavedState(
-                self.last_step,
-                self.weights.version,
-                str(trainer / name),
-                critic and str(critic / name),
-                self.weights.digest,
-                self.examples_drawn,
-                self.kl_coefficient,
-            )
+        run.trajectories.wait()
+        return SavedState(
+            self.last_step,
+            self.weights.version,
+            str(trainer / name),
+            critic and str(critic / name),
+            self.weights.digest,
+            self.examples_drawn,
+            self.kl_coefficient,
         )
 
 

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from tandem import cli
+from tandem.trajectories.files import read_records, step_file
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ def tandem(*arguments: Any, check: int = 0) -> Printed:
 def lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def records(run: Path, step: int) -> list[dict[str, Any]]:
+    """The trajectories of a step of a run."""
+    return read_records(step_file(run, step))
 
 
 def contents(directory: Path) -> dict[str, bytes]:

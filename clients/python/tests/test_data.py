@@ -133,10 +133,13 @@ def test_a_bad_parquet_file_is_named_with_its_field(tmp_path, codec):
 
 
 def test_a_package_that_is_missing_is_named_with_its_command(tmp_path, codec, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"^data\.parquet: .* pyarrow is not") as caught:
-        load_dataset(DataSettings(parquet=tmp_path), codec)
-    assert caught.value.hint == "pip install pyarrow"
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    spec = DataSettings(reasoning_gym={"name": "chain_sum"})
+    with pytest.raises(
+        ConfigError, match=r"^data\.reasoning_gym: .* reasoning-gym is not"
+    ) as caught:
+        load_dataset(spec, codec)
+    assert caught.value.hint == "pip install reasoning-gym"
 
 
 def test_columns_get_the_names_that_are_asked_for(tmp_path, codec):

@@ -88,6 +88,7 @@ STEP = {
     "loss/total": -123456.789,
     "policy/grad_norm": 123456789.0,
     "policy/entropy": 1.25,
+    "policy/learning_rate": 1e-6,
     "mismatch/k3": 1.2e-5,
     "tandem/senior_token_fraction": 0.5,
     "tandem/switches_per_seq": 12.5,
@@ -103,11 +104,10 @@ STEP = {
 # Columns by width: the most important ones are always shown, the others where there is room.
 HEADERS = {
     60: "step reward loss grad senior generate left",
-    80: "step reward loss grad senior generate train publish left",
-    120: "step reward flat loss grad entropy mismatch senior switches tokens generate train"
-    " publish left",
-    200: "step reward flat loss grad entropy mismatch senior switches tokens cut generate judge"
-    " train publish left",
+    80: "step reward loss grad rate senior generate train left",
+    120: "step reward flat loss grad rate senior switches tokens tok/s generate train publish left",
+    200: "step reward flat loss grad rate entropy mismatch senior switches tokens tok/s cut"
+    " generate judge train publish left",
 }
 
 
@@ -117,7 +117,7 @@ def test_step_lines_fit_their_terminal(width):
     small = STEP | {"loss/total": -0.1, "tokens/response": 512, "reward/mean": 0.5}
     with StepDisplay(screen.output, 1, 5000) as display:
         display.step(small | {"step": 1, "policy/grad_norm": 0.5})
-    header, values = (next(i for i in screen.lines if word in i) for word in ("reward", "0.500"))
+    header, values = (next(i for i in screen.lines if word in i) for word in (" reward ", "0.500"))
     assert cell_len(header) <= width
     assert cell_len(values) <= width
     assert len(header.split()) == len(values.split())
@@ -129,7 +129,7 @@ def test_large_numbers_do_not_touch():
     screen = Screen(200)
     with StepDisplay(screen.output, 1, 5000) as display:
         display.step(STEP)
-    [header] = [line for line in screen.lines if "reward" in line]
+    [header] = [line for line in screen.lines if " reward " in line]
     [values] = [line for line in screen.lines if "4321 " in line and "-1234.5" in line]
     assert len(values.split()) == len(header.split())
     assert "1,234,567,890" in values.split()
@@ -140,7 +140,9 @@ def test_steps_of_a_speculator_show_its_loss_on_every_terminal():
         screen = Screen(width)
         with StepDisplay(screen.output, 1, 5000) as display:
             display.step(STEP | {"speculator/loss": 7.654})
-        header, values = (next(i for i in screen.lines if word in i) for word in ("heads", "7.654"))
+        header, values = (
+            next(i for i in screen.lines if word in i) for word in (" heads ", "7.654")
+        )
         assert values.split().index("7.654") == header.split().index("heads")
 
 
@@ -150,7 +152,7 @@ def test_a_header_follows_a_terminal_that_changes_its_width():
         display.step(STEP)
         screen.console.width = 60
         display.step(STEP | {"step": 4322})
-    assert sum("reward" in line for line in screen.lines) == 2
+    assert sum(" reward " in line for line in screen.lines) == 2
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -264,8 +266,10 @@ def test_steps_are_plain_lines_without_a_terminal():
     line = {"step": 1, "time_seconds": 2.0, "reward/mean": 0.5, "time/train_seconds": 3.0}
     with StepDisplay(output, 1, 4) as display:
         display.step(line | {"time/generate_seconds": 1.0, "policy/grad_norm": None})
-    header, values = file.getvalue().splitlines()
-    assert {"reward", "entropy", "judge"} <= set(header.split())
+    legend, header, values = file.getvalue().splitlines()
+    # The columns that this run has, no others.
+    assert header.split() == ["step", "reward", "generate", "train", "left"]
+    assert legend.startswith("reward: mean reward; generate: seconds of generation; train: ")
     assert "0.500" in values
     assert "6s" in values
     assert "train 75%" in display.waiting()
@@ -278,4 +282,4 @@ def test_the_rate_of_a_resumed_run_is_of_its_own_steps():
     file = io.StringIO()
     with StepDisplay(Output(console=Console(file=file, width=300)), 3, 6, 100.0) as display:
         display.step({"step": 3, "time_seconds": 102.0})
-    assert file.getvalue().splitlines()[1].split()[-1] == "6s"
+    assert file.getvalue().splitlines()[-1].split()[-1] == "6s"

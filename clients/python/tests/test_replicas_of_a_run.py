@@ -7,6 +7,7 @@ import fake_fleet
 import fakes
 import grpc
 import pytest
+from commands import records
 from fake_fleet import FakeReplica, meet, random_delay
 
 from tandem import pool_request, settings
@@ -56,9 +57,7 @@ def run_results(config, *, on_step=lambda line: None, notes=None):
         train(session, run, on_step)
     path = run.path
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    trajectories = [
-        (path / "trajectories" / f"step_{step}.jsonl").read_text() for step in range(1, STEPS + 1)
-    ]
+    trajectories = [records(path, step) for step in range(1, STEPS + 1)]
     kept = [{key: value for key, value in line.items() if key not in CLOCK_KEYS} for line in lines]
     return kept, trajectories, lines
 
@@ -89,8 +88,7 @@ def run_on(replicas, load, tmp_path, name, prompts=6, **options):
 
 def versions_of(trajectories):
     return [
-        {run[0] for line in text.splitlines() for run in json.loads(line)["senior_versions"]}
-        for text in trajectories
+        {run[0] for record in step for run in record["senior_versions"]} for step in trajectories
     ]
 
 

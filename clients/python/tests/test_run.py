@@ -10,6 +10,7 @@ import fakes
 import pytest
 import yaml
 from commands import contents, lines, tandem
+from commands import records as records_of
 
 from tandem import settings
 from tandem.metrics import CLOCK_KEYS, KEYS
@@ -29,7 +30,7 @@ def test_train_writes_a_complete_run_directory(run_file, tmp_path):
     assert [line["version/senior"] for line in metrics] == [1, 2, 3, 4]
     assert metrics[0]["policy/grad_norm"] is None  # not finite
     assert metrics[0]["loss/policy"] is None  # not reported
-    records = lines(run / "trajectories" / "step_2.jsonl")
+    records = records_of(run, 2)
     assert len(records) == 6
     assert {record["senior_versions"][0][0] for record in records} == {1}
     assert len({record["seed"] for record in records}) == 3
@@ -44,8 +45,8 @@ def test_the_same_seed_gives_the_same_run(world, run_file, tmp_path):
     a, b = (without_clock(lines(tmp_path / name / "metrics.jsonl")) for name in "ab")
     assert a == b
     for step in range(1, 5):
-        name = f"trajectories/step_{step}.jsonl"
-        assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
+        name = f"trajectories/step_{step}.parquet"
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(world, run_file, tmp_path):
@@ -269,7 +270,7 @@ def test_sft_learns_what_the_senior_writes_alone(world, run_file, tmp_path, monk
     assert {prompt.speculative.method for prompt in prompts} == {2}
     # The response to one prompt is another one at another place, and in another step.
     assert len({prompt.seed for prompt in prompts}) == 10
-    records = lines(tmp_path / "run" / "trajectories" / "step_2.jsonl")
+    records = records_of(tmp_path / "run", 2)
     learnt = [list(sample.response_token_ids) for sample in samples[5:]]
     assert [record["response_token_ids"] for record in records] == learnt
     assert {record["senior_versions"][0][0] for record in records} == {1}
@@ -294,8 +295,8 @@ def test_sft_on_own_responses_that_is_resumed_equals_an_uninterrupted_one(
     whole, both = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parted"))
     assert without_clock(whole) == without_clock(both)
     for step in range(1, 5):
-        name = f"trajectories/step_{step}.jsonl"
-        texts = [(tmp_path / run / name).read_text() for run in ("whole", "parted")]
+        name = f"trajectories/step_{step}.parquet"
+        texts = [(tmp_path / run / name).read_bytes() for run in ("whole", "parted")]
         assert texts[0] == texts[1]
 
 
@@ -354,7 +355,7 @@ def test_rewards_that_fail_end_the_run_or_are_left_out(world, run_file, tmp_path
     assert 0 < sum(failed) < 24
     assert [header.num_samples for header in world.headers] == [6 - count for count in failed]
     step = 1 + next(i for i, count in enumerate(failed) if count)
-    records = lines(tmp_path / "run" / "trajectories" / f"step_{step}.jsonl")
+    records = records_of(tmp_path / "run", step)
     assert sum(record["reward"] is None for record in records) == failed[step - 1]
     assert f"step {step}: the reward failed for {failed[step - 1]} of 6 responses" in done.stdout
     log = (tmp_path / "run" / "logs" / "attempt_2.log").read_text()
@@ -374,7 +375,7 @@ def test_several_rewards_are_added_up_and_each_is_recorded(run_file, tmp_path):
     run_file.write_text(yaml.safe_dump(config))
     tandem("train", run_file, "steps=1")
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
-    records = lines(tmp_path / "run" / "trajectories" / "step_1.jsonl")
+    records = records_of(tmp_path / "run", 1)
     rows = {row["prompt"]: row["answer"] for row in lines(tmp_path / "rows.jsonl")}
     for record in records:
         text, scores = record["text"], record["scores"]
@@ -395,7 +396,8 @@ def test_stop_texts_are_tokens_in_steps_and_evaluations(run_file, world):
     tandem("train", run_file, "steps=1", "eval.every=1", "sampling.stop=[w5, '<eos>']")
     assert {tuple(prompt.sampling.stop_token_ids) for prompt in asked} == {(0, 5)}
     assert sorted({prompt.sampling.temperature for prompt in asked}) == [0.0, 1.0]
-    assert len(asked) == 3 + 20
+    # A step, and an evaluation before and after it.
+    assert len(asked) == 3 + 2 * 20
     done = tandem("train", run_file, "sampling.stop=[w5 w6]", "--dry-run", check=2)
     assert "sampling.stop: no token" in done.stderr
 
@@ -427,15 +429,15 @@ def test_evaluations_in_a_run_are_printed_and_are_events(run_file, tmp_path):
         "legibility: junior, nats/token 2.000 (95 % interval 2.000 to 2.000), senior, nats/token ",
         "solo: accuracy 0.0% (95 % interval 0.0% to 16.1%); ",
     )
-    expected = [f"step {step}: {start}" for step in (2, 4) for start in starts]
+    expected = [f"step {step}: {start}" for step in (0, 2, 4) for start in starts]
     assert all(line.startswith(start) for line, start in zip(said, expected, strict=True))
     written = lines(tmp_path / "run" / "evals.jsonl")
     assert [(line["step"], line["mode"], line["version/senior"]) for line in written] == [
-        (step, mode, step) for step in (2, 4) for mode in ("legibility", "solo")
+        (step, mode, step) for step in (0, 2, 4) for mode in ("legibility", "solo")
     ]
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars("eval/solo/accuracy")] == [2, 4]
+    assert [event.step for event in events.Scalars("eval/solo/accuracy")] == [0, 2, 4]
     tag = "eval/legibility/junior/nats_per_token"
     assert [event.value for event in events.Scalars(tag)] == [2, 2]
 
@@ -456,7 +458,7 @@ def test_events_of_steps_that_a_resumed_run_does_again_are_forgotten(run_file, t
     # Reads all events in the files: not every reader drops those that a later start repeats.
     events = EventAccumulator(str(folder), purge_orphaned_data=False).Reload()
     assert [event.step for event in events.Scalars("loss/total")] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars("eval/solo/accuracy")] == [2, 4]
+    assert [event.step for event in events.Scalars("eval/solo/accuracy")] == [0, 2, 4]
     assert "only/then" not in events.Tags()["scalars"]
 
 
@@ -490,9 +492,9 @@ def test_a_run_that_filters_groups_is_resumed_at_its_place_in_the_data(world, ru
     dropped = [line["batch/groups_dropped"] for line in whole]
     assert min(dropped) > 0
     for step in range(1, 5):
-        name = f"trajectories/step_{step}.jsonl"
-        records = lines(tmp_path / "whole" / name)
-        assert records == lines(tmp_path / "parted" / name)
+        name = f"trajectories/step_{step}.parquet"
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parted" / name).read_bytes()
+        records = records_of(tmp_path / "whole", step)
         assert len(records) == 2 * drawn[step - 1]
     kept = [header.num_samples for header in world.headers[:4]]
     assert kept == [2 * (a - b) for a, b in zip(drawn, dropped, strict=True)]
@@ -548,7 +550,7 @@ def test_overlong_responses_are_punished_in_training_alone(world, run_file, tmp_
         *(f"reward.function={tmp_path}/judge.py:reward", "reward.overlong_buffer={len: 2}"),
     )
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
-    records = lines(tmp_path / "run" / "trajectories" / "step_1.jsonl")
+    records = records_of(tmp_path / "run", 1)
     punished = {6: -1.0, 5: -0.5}
     expected = [punished.get(len(record["response_token_ids"]), 0.0) for record in records]
     assert min(expected) < max(expected)
@@ -558,7 +560,7 @@ def test_overlong_responses_are_punished_in_training_alone(world, run_file, tmp_
     assert line["reward/overlong_mean"] == pytest.approx(sum(expected) / len(expected))
     assert (line["reward/min"], line["reward/max"]) == (0.0, 1.0)
     assert [sample.reward for sample in sent] == [1.0 + one for one in expected]
-    [evaluation] = lines(tmp_path / "run" / "evals.jsonl")
+    [_, evaluation] = lines(tmp_path / "run" / "evals.jsonl")
     assert evaluation["reward/mean"] == 1.0
 
 

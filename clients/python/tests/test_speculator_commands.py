@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import xxhash
-from commands import lines, tandem
+from commands import records, tandem
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -105,7 +105,7 @@ def test_a_speculator_trains_on_the_senior_s_own_responses(world, run_file, tmp_
     trained = tandem("speculator", "train", run_file, "steps=2", "sft.batch_size=5")
     assert "run directory" in trained.stdout
     assert world.headers[0].WhichOneof("objective") == "supervised"
-    assert len(lines(tmp_path / "run" / "trajectories" / "step_2.jsonl")) == 5
+    assert len(records(tmp_path / "run", 2)) == 5
     # It is a run of `tandem sft`.
     resume = ("--resume", "steps=3", "sft.batch_size=5")
     tandem("sft", run_file, *resume, "sft.responses=senior")

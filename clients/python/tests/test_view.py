@@ -10,15 +10,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from commands import lines, tandem
+from commands import records, tandem
 from rich.cells import cell_len
 from screens import WIDTHS, Screen
 
 import tandem as package
 from tandem.errors import ConfigError, RunDirectoryError
+from tandem.trajectories.files import STEPS, Head, trajectory_files
+from tandem.view.about import About
 from tandem.view.page import page
 from tandem.view.terminal import print_trajectories
-from tandem.view.trajectories import Filter, Range, Trajectory, read_step, recorded_steps
+from tandem.view.trajectories import Chosen, Filter, Range, Trajectory, recorded
 
 
 class Letters:
@@ -55,10 +57,16 @@ def write_run(path, steps):
     """A run directory with the records of each step."""
     (path / "trajectories").mkdir(parents=True)
     (path / "run.json").write_text('{"run_id": "run-1", "kind": "train"}')
-    for step, records in steps.items():
-        text = "".join(json.dumps(one) + "\n" for one in records)
+    for step, written in steps.items():
+        text = "".join(json.dumps(one) + "\n" for one in written)
         (path / "trajectories" / f"step_{step}.jsonl").write_text(text)
     return path
+
+
+def read_step(run, step):
+    """The trajectories of a step."""
+    [file] = [one for one in trajectory_files(run / STEPS) if one.step == step]
+    return list(Chosen(file).read())
 
 
 @pytest.mark.parametrize(
@@ -85,8 +93,8 @@ def test_what_is_no_range_is_named(text):
 
 
 def test_filters_are_by_reward_and_text():
-    right, wrong = trajectory("p", "The Answer", reward=1.0), trajectory("p", "no", reward=0.0)
-    failed = trajectory("p", "answer", reward=None)
+    right, wrong = Head("g", 1.0, "The Answer"), Head("g", 0.0, "no")
+    failed = Head("g", None, "answer")
     everything = [right, wrong, failed]
     assert list(filter(Filter().admits, everything)) == everything
     assert list(filter(Filter(text="ANSWER").admits, everything)) == [right, failed]
@@ -142,17 +150,18 @@ def test_a_missing_key_and_a_line_that_is_no_json_are_named(tmp_path):
 
 def test_runs_without_trajectories_say_why(tmp_path):
     with pytest.raises(RunDirectoryError, match="holds no run"):
-        recorded_steps(tmp_path)
+        recorded(tmp_path)
     run = write_run(tmp_path / "run", {})
     with pytest.raises(RunDirectoryError, match="no step is done yet"):
-        recorded_steps(run)
+        recorded(run)
     (run / "run.json").write_text('{"run_id": "run-1", "kind": "sft"}')
     with pytest.raises(RunDirectoryError, match="supervised training writes them with"):
-        recorded_steps(run)
+        recorded(run)
 
 
 def test_steps_are_in_the_order_of_their_numbers(tmp_path):
-    assert recorded_steps(write_run(tmp_path, {10: [], 9: [], 1: []})) == [1, 9, 10]
+    found = recorded(write_run(tmp_path, {10: [], 9: [], 1: []}))
+    assert [one.step for one in found] == [1, 9, 10]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -329,7 +338,7 @@ class Page(HTMLParser):
 
 
 def make_page(*trajectories, name="run", drafts=False):
-    return page(name, Letters(), trajectories, advantage=False, gap=False, drafts=drafts)
+    return page(About(name), Letters(), trajectories, advantage=False, gap=False, drafts=drafts)
 
 
 NASTY = (
@@ -400,14 +409,14 @@ def test_every_file_of_the_package_is_installed_with_it():
 
 
 def records_of(run, *steps):
-    return [one for step in steps for one in lines(run / "trajectories" / f"step_{step}.jsonl")]
+    return [one for step in steps for one in records(run, step)]
 
 
 def test_a_page_holds_what_the_run_recorded(run_file, tmp_path):
     tandem("train", run_file)
     run, file = tmp_path / "run", tmp_path / "page.html"
     # After a crash there may be a step that the resumed run repeats.
-    (run / "trajectories" / "step_5.jsonl").write_text('{"given": "up"}\n')
+    (run / "trajectories" / "step_5.parquet").write_text("given up")
     tandem("train", run_file, "steps=5", "--resume")
     assert str(file) in tandem("view", run, "--output", file).stdout
     found = Page(file.read_text())
@@ -422,7 +431,8 @@ def test_a_page_holds_what_the_run_recorded(run_file, tmp_path):
     assert [group["group_id"] for group in groups] == [
         f"step-{step}/prompt-{prompt}" for step in range(1, 6) for prompt in range(3)
     ]
-    assert found.run == {"name": "run", "advantage": False, "drafts": False, "shade": "none"}
+    said = {key: found.run[key] for key in ("name", "advantage", "drafts", "shade")}
+    assert said == {"name": "run", "advantage": False, "drafts": False, "shade": "none"}
 
 
 def test_view_shows_the_last_step_and_what_is_asked_for(run_file, tmp_path):
@@ -458,10 +468,10 @@ def test_a_page_that_cannot_be_written_and_damage_leave_no_file(run_file, tmp_pa
     run, file = tmp_path / "run", tmp_path / "page.html"
     missing = tmp_path / "nowhere" / "page.html"
     assert str(missing) in tandem("view", run, "--output", missing, check=2).stderr
-    damaged = run / "trajectories" / "step_1.jsonl"
-    damaged.write_text(damaged.read_text().replace('"reward"', '"rewards"', 1))
+    damaged = run / "trajectories" / "step_1.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
     done = tandem("view", run, "--output", file, check=2)
-    assert f"{damaged}:1: reward: " in done.stderr
+    assert f"tandem: {damaged}: " in done.stderr
     assert not file.exists()
 
 

@@ -13,7 +13,7 @@ from tandem.renamed import NEW_NAMES
 from tandem.requests import PolicySample
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import objective_pb2
-from tandem.trajectory_record import trajectory_record
+from tandem.trajectories.record import Response, trajectory_record
 from tandem.types.v1 import sampling_pb2, tensor_pb2, trajectory_pb2
 from tandem.wire import from_tensor, short_floats, to_message, to_tensor
 
@@ -96,7 +96,7 @@ def test_record_sorts_log_probs_by_model():
     trajectory = fakes.sample(prompt(return_other_logprobs=True), 0, version=3)
     row = {"answer": 5, "bad": math.nan, "when": datetime.date(2026, 1, 2), "tags": ("a",)}
     record = trajectory_record(
-        trajectory, text="x", reward=0.5, group_id="g", place="rows:1", row=row
+        Response(trajectory, text="x", reward=0.5, group_id="g", place="rows:1", row=row)
     )
     assert set(record) == KEYS
     assert record["row"] == {"answer": 5, "bad": None, "when": "2026-01-02", "tags": ["a"]}
@@ -115,7 +115,7 @@ def test_marks_of_drafts_are_recorded_and_no_part_of_a_step():
     trajectory = fakes.sample(prompt(), 0, 0)
     marks = [index % 2 for index in range(len(trajectory.response_token_ids))]
     trajectory.accepted_draft_mask = bytes(marks)
-    assert trajectory_record(trajectory, text="")["accepted_draft_mask"] == marks
+    assert trajectory_record(Response(trajectory, ""))["accepted_draft_mask"] == marks
     sent = PolicySample(trajectory, "g").message().policy_sample.trajectory
     assert not sent.accepted_draft_mask
     assert sent.response_token_ids == trajectory.response_token_ids
@@ -135,7 +135,7 @@ def test_log_probs_are_arrays_by_author_and_by_model():
 
 
 def test_record_has_null_where_nothing_was_computed():
-    record = trajectory_record(fakes.sample(prompt(), 0, 0), text="")
+    record = trajectory_record(Response(fakes.sample(prompt(), 0, 0), ""))
     for author, senior, junior in zip(
         record["authorship_mask"], record["senior_logprobs"], record["junior_logprobs"], strict=True
     ):
@@ -144,6 +144,6 @@ def test_record_has_null_where_nothing_was_computed():
     assert record["accepted_draft_mask"] is None
     solo = prompt()
     solo.tandem.enabled = False
-    record = trajectory_record(fakes.sample(solo, 0, 0), text="")
+    record = trajectory_record(Response(fakes.sample(solo, 0, 0), ""))
     assert record["junior_logprobs"] is None
     assert None not in record["senior_logprobs"]

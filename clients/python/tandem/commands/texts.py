@@ -104,7 +104,7 @@ def generate(
     from tandem.requests import Prompt
     from tandem.running_clusters import connect
     from tandem.schedule import prompt_seed
-    from tandem.trajectory_record import trajectory_record
+    from tandem.trajectories.record import Response, trajectory_record
 
     output = Output(as_json=as_json)
     if as_json and stream:
@@ -162,9 +162,8 @@ def generate(
         for index, group in enumerate(client.generate(prompts)):
             for trajectory in group:
                 text = codec.decode(trajectory.response_token_ids)
-                output.json_line(
-                    trajectory_record(trajectory, text=text, group_id=f"prompt-{index}")
-                )
+                response = Response(trajectory, text, group_id=f"prompt-{index}")
+                output.json_line(trajectory_record(response))
 
 
 @command()

@@ -19,6 +19,8 @@ from tandem.config_values import dump_values
 from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError
 from tandem.interrupt import Interrupt
+from tandem.progress import Progress
+from tandem.progress_display import progress_shown
 from tandem.render import Output
 from tandem.settings import EvalMode, RunSettings
 from tandem.step_display import StepDisplay
@@ -136,10 +138,15 @@ def add_training(
                 summary["last_step"] = run.first_step - 1
                 output.result(summary, f"all steps are done already\nrun directory: {run.path}")
                 return
+            progress = Progress()
             with (
-                Session(settings, output.note, purpose=kind) as session,
+                Session(settings, output.note, purpose=kind, progress=progress) as session,
                 StepDisplay(
-                    output, run.first_step, session.settings.steps, run.elapsed_seconds
+                    output,
+                    run.first_step,
+                    session.settings.steps,
+                    run.elapsed_seconds,
+                    progress,
                 ) as display,
             ):
                 settings = session.settings
@@ -169,6 +176,14 @@ def evaluate_command(
             "Default: the run file's eval.modes."
         ),
     ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            help="New directory for the answers: a Parquet file for each evaluation, which "
+            "`tandem view FILE --tokenizer DIR` shows.",
+            metavar="DIR",
+        ),
+    ] = None,
     discard_unsaved: DiscardUnsaved = False,
     dry_run: DryRun = False,
     credentials: Credentials = NO_CREDENTIALS,
@@ -184,9 +199,12 @@ def evaluate_command(
     begins with the base model all the same.
     """
     from tandem.evaluation import evaluate
+    from tandem.evaluation.answers import held_out
     from tandem.evaluation.report import measures, size
+    from tandem.new_directory import new_directory
     from tandem.session import Session
     from tandem.start import serve_checkpoint
+    from tandem.trajectories.writer import write_parquet
 
     output = Output(as_json=as_json)
     overrides = [*(overrides or []), *as_overrides(credentials)]
@@ -200,10 +218,22 @@ def evaluate_command(
     if dry_run:
         show_preflight(output, settings, "eval")
         return
-    with Session(settings, output.note, purpose="eval") as session:
+    folder = nullcontext() if answers is None else new_directory(answers)
+    progress = Progress()
+    with (
+        folder as place,
+        Session(settings, output.note, purpose="eval", progress=progress) as session,
+        progress_shown(output, progress),
+    ):
         if checkpoint is not None:
-            serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
-        summaries = {name: result.summary() for name, result in evaluate(session).items()}
+            with progress.phase("load"):
+                serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
+        results = evaluate(session)
+        summaries = {name: result.summary() for name, result in results.items()}
+        if place is not None:
+            for name, result in results.items():
+                kept = result.responses(held_out(session), session.codec)
+                write_parquet(place / f"{name}.parquet", kept)
     [first, *_] = summaries.values()
     source = "as served now" if path is None else f"from {path}"
     title = f"{size(first)}; senior version {first['version/senior']}, {source}"

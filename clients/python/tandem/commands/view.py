@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +14,7 @@ from tandem import settings as settings_module
 from tandem.command_line import JsonFlag, command
 from tandem.errors import ConfigError
 from tandem.render import Output, picture, recording_console
-from tandem.run_files import write_atomically
+from tandem.run_files import replacing, write_atomically
 from tandem.settings import RunSettings
 
 # Trajectories that a terminal shows by default.
@@ -21,12 +23,23 @@ _FEW = 8
 
 @command()
 def view(
-    run_dir: Annotated[Path, typer.Argument(help="A run directory.", metavar="RUN_DIR")],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(help="A run directory, or a file of trajectories.", metavar="RUN_DIR"),
+    ],
+    evaluation: Annotated[
+        str | None,
+        typer.Option(
+            "--eval",
+            help="Show the answers of an evaluation (solo, handoff, legibility) instead of steps.",
+            metavar="MODE",
+        ),
+    ] = None,
     step: Annotated[
         str | None,
         typer.Option(
             help="A step, or a range FIRST:LAST whose ends are optional. Default: the last step, "
-            "for a page all.",
+            "for a page or JSON lines all.",
             metavar="STEP",
         ),
     ] = None,
@@ -60,7 +73,8 @@ def view(
         typer.Option(
             "--output",
             "-o",
-            help="Write a page for browsers, or a picture of what a terminal shows (.svg).",
+            help="Write a page for browsers, a picture of what a terminal shows (.svg), or the "
+            "records as JSON lines (.jsonl).",
             metavar="FILE",
         ),
     ] = None,
@@ -72,52 +86,86 @@ def view(
     """Show trajectories, coloured by author; with --json one record per line.
 
     --output writes them as one HTML file, with filters, that needs no network,
-    or as a picture.
+    as a picture, or as JSON lines.
     """
     from tandem.text import TextCodec
+    from tandem.view.about import about
     from tandem.view.page import page
     from tandem.view.terminal import print_trajectories
-    from tandem.view.trajectories import Filter, Range, read_step, recorded_steps
+    from tandem.view.trajectories import Chosen, Filter, Range, recorded
 
     output = Output(as_json=as_json)
-    records_alone = as_json and output_file is None
+    suffix = "" if output_file is None else output_file.suffix
     # A picture shows what a terminal does, and as much.
-    as_picture = output_file is not None and output_file.suffix == ".svg"
+    as_picture, as_lines = suffix == ".svg", suffix == ".jsonl"
+    records_alone = as_lines or (as_json and output_file is None)
     if records_alone and (advantage or gap or drafts):
-        raise ConfigError("--advantage, --gap, --drafts: --json prints the records as they are")
+        which = str(output_file) if as_lines else "--json"
+        raise ConfigError(f"--advantage, --gap, --drafts: {which} has the records as they are")
     wanted = Filter(Range.parse(reward, "--reward") if reward is not None else None, text)
-    steps = recorded_steps(run_dir)
+    files = recorded(run_dir, evaluation or "")
     if step is not None:
         asked = Range.parse(step, "--step")
-        known, steps = steps, [one for one in steps if one in asked]
-        if not steps:
-            raise ConfigError(f"--step {step}: {run_dir} holds steps {known[0]} to {known[-1]}")
+        known, files = files, [one for one in files if one.step in asked]
+        if not files:
+            held = f"{known[0].step} to {known[-1].step}"
+            raise ConfigError(f"--step {step}: {run_dir} holds steps {held}")
     elif output_file is None or as_picture:
-        steps = steps[-1:]
-    found = (one for s in steps for one in read_step(run_dir, s) if wanted.admits(one))
+        files = files[-1:]
+    found = (one for file in files for one in Chosen(file, wanted).read(count))
     if records_alone:
-        for one in itertools.islice(found, count):
-            output.json_line(one.record)
+        records = (one.record for one in itertools.islice(found, count))
+        if output_file is None:
+            for record in records:
+                output.json_line(record)
+            return
+        written = write_lines(output_file, records)
+        output.result(
+            {"records": str(output_file), "count": written}, f"{output_file}: {written:,} records"
+        )
         return
     if tokenizer is None:
+        if run_dir.is_file():
+            raise ConfigError(
+                f"{run_dir} names no tokenizer", hint="--tokenizer DIR: that of the model"
+            )
         tokenizer = settings_module.load(RunSettings, run_dir / "config.yaml").tokenizer
     codec = TextCodec(tokenizer)
     if output_file is not None and not as_picture:
-        name = run_dir.resolve().name
         chosen = itertools.islice(found, count)
-        html = page(name, codec, chosen, advantage=advantage, gap=gap, drafts=drafts)
+        html = page(about(run_dir), codec, chosen, advantage=advantage, gap=gap, drafts=drafts)
         write_atomically(output_file, html)
         output.result({"page": str(output_file)}, f"{output_file}: open it in a browser")
         return
-    shown = list(itertools.islice(found, count or _FEW))
-    total = len(shown) + sum(1 for _ in found)
-    title = f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
-    title += f", {len(shown):,} of {total:,} trajectories"
+    opened = [Chosen(file, wanted) for file in files]
+    total, left = sum(one.count for one in opened), count or _FEW
+    shown = []
+    for one in opened:
+        shown += one.read(left - len(shown))
+    what = f"{evaluation} evaluation after step" if evaluation else "step"
+    title = (
+        f"{what} {files[0].step}"
+        if len(files) == 1
+        else (f"{what}s {files[0].step} to {files[-1].step}")
+    )
+    title = f"{title[0].upper()}{title[1:]}, {len(shown):,} of {total:,} trajectories"
     screen = Output(console=recording_console()) if as_picture else output
     print_trajectories(screen, codec, shown, title, advantage=advantage, gap=gap, drafts=drafts)
     if output_file is not None:
         write_atomically(output_file, picture(screen.console, f"tandem view {run_dir}"))
         output.result({"picture": str(output_file)}, str(output_file))
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
+    """Writes records as JSON lines; returns their number."""
+    count = 0
+    with replacing(path) as file:
+        for record in records:
+            # The escape of a character that UTF-8 cannot hold is the one of JSON, too.
+            line = json.dumps(record, ensure_ascii=False) + "\n"
+            file.write(line.encode("utf-8", "backslashreplace"))
+            count += 1
+    return count
 
 
 @command()

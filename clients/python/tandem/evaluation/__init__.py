@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tandem import tracing
 from tandem.evaluation.answers import Evaluation, draw
 from tandem.evaluation.handoff import handoff
@@ -15,8 +17,10 @@ __all__ = ["Evaluation", "evaluate"]
 
 
 @tracing.spanned("evaluate")
-def evaluate(session: Session) -> dict[EvalMode, Evaluation]:
-    """Evaluates the modes of `eval.modes`, in that order, on the held-out prompts.
+def evaluate(
+    session: Session, modes: Sequence[EvalMode] | None = None
+) -> dict[EvalMode, Evaluation]:
+    """Evaluates the modes, by default `eval.modes`, in that order, on the held-out prompts.
 
     The held-out prompts are those of `eval.data`, without it all data. The trainer's weights
     answer: rollout servers that are behind get them first. The senior's solo answers are drawn once
@@ -25,18 +29,20 @@ def evaluate(session: Session) -> dict[EvalMode, Evaluation]:
     Raises:
         ConfigError: a mode needs a junior that a rollout server has not, or no token ends a turn.
     """
-    modes = session.settings.eval.modes
+    modes = list(modes or session.settings.eval.modes)
     for replica in session.rollouts.replicas:
         whose = f"the rollout server at {replica.client.address}"
         check_junior(modes, replica.has_junior, whose)
     weights = session.weights()
-    alone = [] if modes == ["handoff"] else draw(session, {"enabled": False}, weights)
+    with session.progress.phase("evaluate, senior alone"):
+        alone = [] if modes == ["handoff"] else draw(session, {"enabled": False}, weights)
     results: dict[EvalMode, Evaluation] = {}
     for mode in modes:
-        if mode == "solo":
-            results[mode] = solo(session, alone)
-        elif mode == "handoff":
-            results[mode] = handoff(session, weights)
-        else:
-            results[mode] = legibility(session, alone, weights)
+        with session.progress.phase(f"evaluate {mode}"):
+            if mode == "solo":
+                results[mode] = solo(session, alone)
+            elif mode == "handoff":
+                results[mode] = handoff(session, weights)
+            else:
+                results[mode] = legibility(session, alone, weights)
     return results

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
+
+import numpy as np
 
 from tandem.data import Example
 from tandem.requests import Prompt
@@ -12,6 +15,8 @@ from tandem.schedule import prompt_seed
 from tandem.session import Session
 from tandem.settings import EvalMode
 from tandem.stats import pass_at_k, wilson_interval
+from tandem.text import TextCodec
+from tandem.trajectories.record import Response
 from tandem.types.v1 import server_pb2, trajectory_pb2
 
 # The samples of every prompt.
@@ -27,11 +32,13 @@ class Grades:
         rewards: by prompt, the samples' rewards; None where a reward failed, which counts as not
             correct.
         pass_at: k → unbiased estimate of pass@k.
+        scores: by reward function the samples' scores by prompt; None where it failed.
     """
 
     correct: list[list[bool]]
     rewards: list[list[float | None]]
     pass_at: dict[int, float]
+    scores: Mapping[str, Sequence[Sequence[float | None]]] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
@@ -68,12 +75,14 @@ class Evaluation:
         answers: the trajectories that were evaluated.
         grades: None where the answers are not judged (legibility).
         numbers: the keys of evals.jsonl that this mode alone has.
+        junior_logprobs: of the answers' tokens by prompt and sample, where the junior read them.
     """
 
     mode: EvalMode
     answers: Answers = field(repr=False)
     grades: Grades | None = None
     numbers: dict[str, Any] = field(default_factory=dict)
+    junior_logprobs: Sequence[Sequence[np.ndarray]] | None = field(default=None, repr=False)
 
     @property
     def version(self) -> int:
@@ -90,6 +99,30 @@ class Evaluation:
             **self.numbers,
             "version/senior": self.version,
         }
+
+    def responses(self, examples: Sequence[Example], codec: TextCodec) -> Iterator[Response]:
+        """Yields the answers as a run keeps them; `examples` are the rows of their prompts."""
+        for prompt, (example, group) in enumerate(zip(examples, self.answers, strict=True)):
+            row = {name: example.row[name] for name in example.shown_columns}
+            for sample, trajectory in enumerate(group):
+                yield Response(
+                    trajectory,
+                    text=codec.decode(trajectory.response_token_ids),
+                    reward=None if self.grades is None else self.grades.rewards[prompt][sample],
+                    scores={
+                        name: scores[prompt][sample]
+                        for name, scores in (self.grades.scores if self.grades else {}).items()
+                    },
+                    group_id=f"eval/prompt-{prompt}",
+                    # Without its folder: a run is the same wherever its files lie.
+                    place=PurePath(example.place).name,
+                    row=row,
+                    junior_logprobs=(
+                        None
+                        if self.junior_logprobs is None
+                        else self.junior_logprobs[prompt][sample]
+                    ),
+                )
 
 
 def draw(
@@ -124,7 +157,8 @@ def grade(session: Session, responses: Sequence[Sequence[Sequence[int]]]) -> Gra
     """Judges the token ids of the responses to every held-out prompt."""
     settings = session.settings
     texts = [[session.codec.decode(ids) for ids in group] for group in responses]
-    rewards = session.reward(held_out(session), texts).rewards
+    judged = session.reward(held_out(session), texts)
+    rewards = judged.rewards
     least = settings.reward.correct_at
     correct = [[value is not None and value >= least for value in group] for group in rewards]
     n = settings.eval.samples
@@ -132,7 +166,7 @@ def grade(session: Session, responses: Sequence[Sequence[Sequence[int]]]) -> Gra
         k: sum(pass_at_k(n, sum(group), k) for group in correct) / len(correct)
         for k in settings.eval.k
     }
-    return Grades(correct, rewards, pass_at)
+    return Grades(correct, rewards, pass_at, judged.scores)
 
 
 def held_out(session: Session) -> Sequence[Example]:

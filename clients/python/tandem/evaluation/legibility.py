@@ -44,6 +44,10 @@ def legibility(
             **_mean("senior", senior),
             **_mean("gap", gap),
         },
+        junior_logprobs=[
+            [one.junior for one in scores[first : first + samples]]
+            for first in range(0, len(scores), samples)
+        ],
     )
 
 

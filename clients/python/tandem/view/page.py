@@ -9,11 +9,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tandem.text import TextCodec
+from tandem.view.about import About
 from tandem.view.trajectories import Trajectory
+
+# Most times that a token of a prompt with images is shown one after the other.
+_SHOWN_REPEATS = 4
 
 
 def page(
-    name: str,
+    run: About,
     codec: TextCodec,
     trajectories: Iterable[Trajectory],
     *,
@@ -21,7 +25,7 @@ def page(
     gap: bool,
     drafts: bool,
 ) -> str:
-    """Returns the HTML page of a run called `name`.
+    """Returns the HTML page of a run.
 
     `advantage`, `gap` and `drafts` say what it shows when it opens. Its data is JSON, one block for
     each step: [group, …] as _group() makes them. The files in page/ hold its text, look and
@@ -33,29 +37,34 @@ def page(
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment.get_template("page.html").render(
         run={
-            "name": name,
+            "name": run.name,
+            "facts": run.facts,
+            "curves": run.curves,
             "advantage": advantage,
             "drafts": drafts,
             "shade": "gap" if gap else "none",
         },
-        steps=_steps(codec, trajectories),
+        steps=_steps(run, codec, trajectories),
     )
 
 
-def _steps(codec: TextCodec, trajectories: Iterable[Trajectory]) -> Iterator[list[dict[str, Any]]]:
+def _steps(
+    run: About, codec: TextCodec, trajectories: Iterable[Trajectory]
+) -> Iterator[list[dict[str, Any]]]:
     for _, step in itertools.groupby(trajectories, key=lambda one: one.step):
         groups = itertools.groupby(step, key=lambda one: one.record["group_id"])
-        yield [_group(codec, list(members)) for _, members in groups]
+        yield [_group(run, codec, list(members)) for _, members in groups]
 
 
-def _group(codec: TextCodec, members: Sequence[Trajectory]) -> dict[str, Any]:
+def _group(run: About, codec: TextCodec, members: Sequence[Trajectory]) -> dict[str, Any]:
     """Returns a prompt and its responses, with the keys of the trajectory files."""
     first = members[0]
     return {
         "step": first.step,
         "group_id": first.record["group_id"],
         "place": first.record.get("place"),
-        "prompt": codec.decode(first.record["prompt_token_ids"]),
+        "prompt": _prompt(codec, first),
+        "images": run.images_of(first.record.get("row")),
         "columns": first.columns,
         "samples": [
             {
@@ -79,3 +88,16 @@ def _group(codec: TextCodec, members: Sequence[Trajectory]) -> dict[str, Any]:
             for one in members
         ],
     }
+
+
+def _prompt(codec: TextCodec, trajectory: Trajectory) -> str:
+    """Returns a prompt with its special tokens; the many tokens of an image are counted."""
+    ids = trajectory.record["prompt_token_ids"]
+    texts = codec.token_texts(ids)
+    if not trajectory.record.get("vision_inputs"):
+        return "".join(texts)
+    runs = itertools.groupby(zip(ids, texts, strict=True), key=lambda one: one[0])
+    return "".join(
+        f"{run[0][1]}(× {len(run)})" if len(run) > _SHOWN_REPEATS else "".join(t for _, t in run)
+        for run in (list(tokens) for _, tokens in runs)
+    )

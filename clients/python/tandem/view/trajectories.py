@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from typing import Any, Self
 
 from tandem.errors import ConfigError, RunDirectoryError
-from tandem.run_files import kind_of_run, number_of, placed_objects, read_text, trajectory_file
-from tandem.settings import TokenId
-
-
-class _Record(BaseModel):
-    """The keys of a line of trajectories/step_N.jsonl that are shown."""
-
-    model_config = ConfigDict(strict=True)
-
-    prompt_token_ids: list[TokenId]
-    response_token_ids: list[TokenId]
-    authorship_mask: list[Literal[0, 1]]
-    senior_logprobs: list[FiniteFloat | None]
-    junior_logprobs: list[FiniteFloat | None] | None
-    finish_reason: str
-    text: str
-    reward: FiniteFloat | None
-    group_id: str
-    sample_index: int
-    # Files of earlier versions lack the keys below.
-    scores: dict[str, FiniteFloat | None] = {}
-    place: str | None = None
-    row: dict[str, Any] | None = None
-    accepted_draft_mask: list[Literal[0, 1]] | None = None
-
-
-# The keys whose lists have one entry per response token.
-_PER_TOKEN = ("authorship_mask", "accepted_draft_mask", "senior_logprobs", "junior_logprobs")
+from tandem.run_files import kind_of_run
+from tandem.trajectories.files import (
+    EVALUATIONS,
+    STEPS,
+    Head,
+    TrajectoryFile,
+    open_records,
+    trajectory_files,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +26,7 @@ class Trajectory:
 
     Attributes:
         step: the step.
-        record: the line of the file, with the keys of docs/client.md.
+        record: what the file has of it, with the keys of docs/client.md.
         advantage: the reward minus the mean reward of the responses to the same prompt: the
             group-relative advantage before any scaling. None where the reward failed.
     """
@@ -79,8 +58,9 @@ class Trajectory:
     @property
     def gaps(self) -> list[float | None]:
         """Senior's minus junior's log-probability of each token; None where one is unknown."""
-        senior = self.record["senior_logprobs"]
-        junior = self.record["junior_logprobs"] or [None] * len(senior)
+        nothing = [None] * len(self.record["response_token_ids"])
+        senior = self.record["senior_logprobs"] or nothing
+        junior = self.record["junior_logprobs"] or nothing
         return [
             None if s is None or j is None else s - j for s, j in zip(senior, junior, strict=True)
         ]
@@ -122,68 +102,71 @@ class Filter:
     reward: Range | None = None
     text: str = ""
 
-    def admits(self, trajectory: Trajectory) -> bool:
+    def admits(self, head: Head) -> bool:
         """Whether the response has such a reward and contains the text, in upper or lower case."""
-        reward, text = trajectory.record["reward"], trajectory.record["text"]
+        reward = head.reward
         return (
             self.reward is None or (reward is not None and reward in self.reward)
-        ) and self.text.casefold() in text.casefold()
+        ) and self.text.casefold() in head.text.casefold()
 
 
-def recorded_steps(run_dir: Path) -> list[int]:
-    """Returns the steps whose trajectories a run directory holds, at least one.
+def recorded(run_dir: Path, mode: str = "") -> list[TrajectoryFile]:
+    """Returns the files that a run directory holds, at least one, by step.
 
-    Raises RunDirectoryError for a directory that is no run directory or holds no trajectories.
+    They are those of its steps or, with a `mode`, of its evaluations in this mode. A file of
+    trajectories stands for itself, as step 0 if its name has none.
+
+    Raises RunDirectoryError for a directory that is no run directory or holds no such file.
     """
+    if run_dir.is_file():
+        return [TrajectoryFile.of(run_dir) or TrajectoryFile(0, "", run_dir)]
     kind = kind_of_run(run_dir)
     if kind is None:
         raise RunDirectoryError(f"{run_dir} holds no run")
-    files = (run_dir / "trajectories").glob("step_*.jsonl")
-    steps = sorted(step for step in map(number_of, files) if step)
-    if not steps:
-        why = "no step is done yet"
+    if mode:
+        evaluations = trajectory_files(run_dir / EVALUATIONS)
+        files = [one for one in evaluations if one.mode == mode]
+        if not files:
+            known = sorted({one.mode for one in evaluations})
+            there = f"it has {', '.join(known)}" if known else "eval.every makes evaluations"
+            raise RunDirectoryError(f"{run_dir} holds no answers of evaluations {mode}: {there}")
+        return files
+    files = [one for one in trajectory_files(run_dir / STEPS) if not one.mode and one.step]
+    if not files:
+        why = "no step is done yet, or trajectories.every is 0"
         if kind == "sft":
             why = "supervised training writes them with sft.responses: senior alone"
         raise RunDirectoryError(f"{run_dir} holds no trajectories: {why}")
-    return steps
+    return files
 
 
-def read_step(run_dir: Path, step: int) -> list[Trajectory]:
-    """Returns the trajectories of a step, in the order of their file.
+class Chosen:
+    """The trajectories of a file that a filter admits; they are read as they are asked for.
 
-    Raises RunDirectoryError, which names the line and the key, for a line that is no trajectory.
+    Attributes:
+        step: the step.
+        count: number of the trajectories.
     """
-    file = trajectory_file(run_dir, step)
-    records = [
-        _checked(place, record)
-        for place, record in placed_objects(file, read_text(file).split("\n"))
-    ]
-    rewards: dict[str, list[float]] = {}
-    for record in records:
-        if record["reward"] is not None:
-            rewards.setdefault(record["group_id"], []).append(record["reward"])
-    means = {group: sum(values) / len(values) for group, values in rewards.items()}
-    return [
-        Trajectory(
-            step,
-            record,
-            None if record["reward"] is None else record["reward"] - means[record["group_id"]],
-        )
-        for record in records
-    ]
 
+    def __init__(self, file: TrajectoryFile, wanted: Filter = Filter()) -> None:
+        """Opens the file; RunDirectoryError, which names the place, if it is damaged."""
+        self.step = file.step
+        self._records = open_records(file.path)
+        heads = self._records.heads
+        self._indices = [index for index, head in enumerate(heads) if wanted.admits(head)]
+        self.count = len(self._indices)
+        rewards: dict[str, list[float]] = {}
+        for head in heads:
+            if head.reward is not None:
+                rewards.setdefault(head.group_id, []).append(head.reward)
+        self._means = {group: sum(values) / len(values) for group, values in rewards.items()}
 
-def _checked(place: str, record: dict[str, Any]) -> dict[str, Any]:
-    try:
-        _Record.model_validate(record)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise RunDirectoryError(f"{place}: {key}: {first['msg']}") from None
-    length = len(record["response_token_ids"])
-    for key in _PER_TOKEN:
-        if record.get(key) is not None and len(record[key]) != length:
-            raise RunDirectoryError(
-                f"{place}: {key}: {len(record[key])} entries for {length} response tokens"
-            )
-    return record
+    def read(self, most: int | None = None) -> Iterator[Trajectory]:
+        """Yields the trajectories, `most` at most, in the order of the file.
+
+        Raises RunDirectoryError, which names the record and the key, for one that is damaged.
+        """
+        for record in self._records.read(set(self._indices[:most])):
+            reward = record["reward"]
+            mean = self._means.get(record["group_id"], 0.0)
+            yield Trajectory(self.step, record, None if reward is None else reward - mean)

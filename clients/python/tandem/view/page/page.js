@@ -14,7 +14,10 @@ const place = document.getElementById("place");
 const samples = [];
 for (const block of document.querySelectorAll("script.step")) {
   for (const group of JSON.parse(block.textContent)) {
-    for (const sample of group.samples) samples.push({ group, sample, text: null });
+    for (const sample of group.samples) {
+      const anchor = `step-${group.step}/${group.group_id}/${sample.sample_index}`;
+      samples.push({ group, sample, anchor, text: null, gap: null });
+    }
   }
   block.remove();
 }
@@ -44,12 +47,41 @@ function bound(name, otherwise) {
   return Number.isNaN(value) ? otherwise : value;
 }
 
+// One of them is named in the singular.
+function counted(count, noun) {
+  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+// Mean absolute log-prob gap of a response; 0 where none is known.
+function meanGap(one) {
+  if (one.gap === null) {
+    const gaps = one.sample.response_token_ids.map((_, t) => gapOf(one.sample, t)).filter((g) => g !== null);
+    one.gap = gaps.length ? gaps.reduce((sum, g) => sum + Math.abs(g), 0) / gaps.length : 0;
+  }
+  return one.gap;
+}
+
+// Orders by the smallest key first; responses without a reward come last in both orders.
+const keys = {
+  worst: (one) => one.sample.reward ?? Infinity,
+  best: (one) => (one.sample.reward === null ? Infinity : -one.sample.reward),
+  short: (one) => one.sample.response_token_ids.length,
+  long: (one) => -one.sample.response_token_ids.length,
+  surprising: (one) => -meanGap(one),
+};
+
+function sorted(all) {
+  const key = keys[form.elements.order.value];
+  if (!key) return all;
+  return all.map((one) => [key(one), one]).sort(([a], [b]) => (a === b ? 0 : a < b ? -1 : 1)).map(([, one]) => one);
+}
+
 function filter() {
   const [from, to] = [bound("first", -Infinity), bound("last", Infinity)];
   const [least, most] = [bound("least", -Infinity), bound("most", Infinity)];
   const anyReward = least === -Infinity && most === Infinity;
   const text = form.elements.text.value.toLowerCase();
-  found = samples.filter((one) => {
+  const admitted = samples.filter((one) => {
     const { step } = one.group;
     const { reward } = one.sample;
     return (
@@ -58,6 +90,7 @@ function filter() {
       (!text || responseText(one).includes(text))
     );
   });
+  found = sorted(admitted);
   first = 0;
   draw();
 }
@@ -66,14 +99,18 @@ function juniorLogprob(sample, t) {
   return sample.junior_logprobs ? sample.junior_logprobs[t] : null;
 }
 
+function seniorLogprob(sample, t) {
+  return sample.senior_logprobs ? sample.senior_logprobs[t] : null;
+}
+
 function gapOf(sample, t) {
-  const senior = sample.senior_logprobs[t];
+  const senior = seniorLogprob(sample, t);
   const junior = juniorLogprob(sample, t);
   return senior === null || junior === null ? null : senior - junior;
 }
 
 function writerLogprob(sample, t) {
-  return sample.authorship_mask[t] ? sample.senior_logprobs[t] : juniorLogprob(sample, t);
+  return sample.authorship_mask[t] ? seniorLogprob(sample, t) : juniorLogprob(sample, t);
 }
 
 function shade(span, sample, t, kind) {
@@ -92,7 +129,7 @@ function isDraft(sample, t) {
 function draftCount(sample) {
   if (sample.accepted_draft_mask === null) return "no drafts asked for";
   const count = sample.accepted_draft_mask.reduce((sum, one) => sum + one, 0);
-  return `${count} accepted drafts`;
+  return counted(count, "accepted draft");
 }
 
 function number(value, digits) {
@@ -120,7 +157,7 @@ function tokenTable(sample) {
       element("td", "", id),
       element("td", "author", author),
       element("td", "author", isDraft(sample, t) ? "accepted" : ""),
-      element("td", "", number(sample.senior_logprobs[t], 3)),
+      element("td", "", number(seniorLogprob(sample, t), 3)),
       element("td", "", number(juniorLogprob(sample, t), 3)),
       element("td", "", signed(gapOf(sample, t), 3)),
     );
@@ -130,7 +167,7 @@ function tokenTable(sample) {
 
 function tokenDetails(sample) {
   const details = element("details", "tokens");
-  details.append(element("summary", "", `${sample.response_token_ids.length} tokens`));
+  details.append(element("summary", "", counted(sample.response_token_ids.length, "token")));
   details.addEventListener("toggle", () => {
     if (details.children.length > 1) return;
     const scroller = document.createElement("div");
@@ -140,8 +177,11 @@ function tokenDetails(sample) {
   return details;
 }
 
-function drawSample(sample, kind) {
+function drawSample({ sample, anchor }, kind) {
   const box = element("div", "sample");
+  box.id = anchor;
+  const link = element("a", "sample-name", `sample ${sample.sample_index}, ${sample.finish_reason}`);
+  link.setAttribute("href", `#${encodeURIComponent(anchor)}`);
   const about = element("div", "about");
   about.append(
     element("strong", "", number(sample.reward, 2)),
@@ -149,7 +189,7 @@ function drawSample(sample, kind) {
     ...Object.entries(sample.scores).map(([name, score]) =>
       element("span", "score", `${visible(name)} ${number(score, 2)}`)),
     element("span", "drafts", draftCount(sample)),
-    element("span", "sample-name", `sample ${sample.sample_index}, ${sample.finish_reason}`),
+    link,
   );
   const response = element("div", "response");
   sample.token_texts.forEach((text, t) => {
@@ -173,6 +213,57 @@ function rowList(columns) {
   return rows;
 }
 
+function imageList(urls) {
+  const images = element("div", "images");
+  for (const url of urls) {
+    const image = document.createElement("img");
+    image.setAttribute("alt", "image of the prompt");
+    image.setAttribute("src", url);
+    images.append(image);
+  }
+  return images;
+}
+
+function drawCurve(name, points) {
+  const figure = document.createElement("figure");
+  const [width, height] = [288, 80];
+  const values = points.map(([, value]) => value);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const [from, to] = [points[0][0], points[points.length - 1][0]];
+  const x = (step) => (to === from ? width / 2 : ((step - from) / (to - from)) * width);
+  const y = (value) => (high === low ? height / 2 : height - ((value - low) / (high - low)) * height);
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", name);
+  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  path.setAttribute("d", points.map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join(""));
+  svg.append(path);
+  const last = values[values.length - 1];
+  figure.append(svg, element("figcaption", "",
+    `${name}: ${values[0].toPrecision(3)} at step ${from}, ${last.toPrecision(3)} at step ${to}`));
+  return figure;
+}
+
+// Shows the response that the address names, without filters if they hide it.
+function follow() {
+  const anchor = decodeURIComponent(location.hash.slice(1));
+  if (!anchor) return;
+  let at = found.findIndex((one) => one.anchor === anchor);
+  if (at < 0) {
+    if (!samples.some((one) => one.anchor === anchor)) return;
+    for (const name of ["first", "last", "least", "most", "text"]) form.elements[name].value = "";
+    form.elements.order.value = "file";
+    found = samples;
+    at = found.findIndex((one) => one.anchor === anchor);
+  }
+  first = at - (at % PAGE_SIZE);
+  draw();
+  const box = document.getElementById(anchor);
+  box.classList.add("linked");
+  box.scrollIntoView();
+}
+
 function draw() {
   const kind = form.elements.shade.value;
   document.body.className = `shade-${kind}`;
@@ -190,14 +281,15 @@ function draw() {
       const title = element("h2", "", group.group_id);
       if (group.place) title.append(element("span", "place", visible(group.place)));
       article.append(title, element("div", "prompt", visible(group.prompt)));
+      if (group.images.length) article.append(imageList(group.images));
       if (group.columns.length) article.append(rowList(group.columns));
       list.append(article);
     }
-    article.append(drawSample(one.sample, kind));
+    article.append(drawSample(one, kind));
   }
   const range = shown.length ? `${first + 1} to ${first + shown.length} of ` : "";
   const all = found.length === samples.length ? "" : ` (${samples.length.toLocaleString("en")} in all)`;
-  place.textContent = `${range}${found.length.toLocaleString("en")} responses${all}`;
+  place.textContent = `${range}${counted(found.length, "response")}${all}`;
   for (const button of document.querySelectorAll("[data-turn]")) {
     const next = first + button.dataset.turn * PAGE_SIZE;
     button.disabled = next < 0 || next >= found.length;
@@ -213,6 +305,7 @@ document.addEventListener("click", (event) => {
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("reset", () => setTimeout(filter));
+addEventListener("hashchange", follow);
 form.addEventListener("input", (event) => {
   if (["shade", "advantage", "drafts"].includes(event.target.name)) draw();
   else filter();
@@ -221,8 +314,15 @@ form.addEventListener("input", (event) => {
 const run = JSON.parse(document.getElementById("run").textContent);
 document.title = `${run.name}: trajectories`;
 document.getElementById("name").textContent = `${run.name}: trajectories by author`;
+for (const [name, value] of run.facts) {
+  document.getElementById("facts").append(element("dt", "", visible(name)), element("dd", "", visible(value)));
+}
+for (const [name, points] of Object.entries(run.curves)) {
+  if (points.length > 1) document.getElementById("curves").append(drawCurve(name, points));
+}
 // The values that Clear restores.
 form.elements.advantage.defaultChecked = run.advantage;
 form.elements.drafts.defaultChecked = run.drafts;
 for (const choice of form.elements.shade) choice.defaultChecked = choice.value === run.shade;
 form.reset();
+setTimeout(follow);
