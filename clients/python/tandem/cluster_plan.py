@@ -68,7 +68,9 @@ def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
     """Returns the evaluations that are made on the way; none in a run that does not evaluate."""
     if purpose == "drafts":
         return []
-    return settings.eval.modes if purpose == "eval" or settings.eval.on_the_way else []
+    evaluation = settings.eval
+    on_the_way = evaluation.every or evaluation.at_start or evaluation.at_end
+    return evaluation.modes if purpose == "eval" or on_the_way else []
 
 
 def answers_held_out(settings: RunSettings, purpose: Purpose) -> bool:

@@ -59,7 +59,7 @@ from tandem.run_files import (
     write_atomically,
     writing,
 )
-from tandem.settings import EvalMode, RunSettings, SpeculativeSettings
+from tandem.settings import EvalMode, EvalSettings, RunSettings, SpeculativeSettings
 from tandem.trajectories.files import EVALUATIONS, STEPS, TrajectoryFile
 from tandem.trajectories.writer import TrajectoryWriter
 from tandem.types.v1 import server_pb2
@@ -219,7 +219,7 @@ class RunDirectory:
         Step 0 stands for the time before the first one.
         """
         settings = self._config.eval
-        if not settings.due(step, steps):
+        if not evaluates_after(settings, step, steps):
             return []
         return [mode for mode in settings.modes if (step, mode) not in self.evaluated]
 
@@ -395,6 +395,14 @@ class RunDirectory:
     def _append_to(self, name: str) -> TextIO:
         # Line-buffered: a line is on disk as soon as it is written.
         return self._files.enter_context((self.path / name).open("a", buffering=1))
+
+
+def evaluates_after(settings: EvalSettings, step: int, steps: int) -> bool:
+    """Whether a run of `steps` steps evaluates after a step; 0: before the first."""
+    around = settings.at_start if step == 0 else settings.at_end if step == steps else False
+    if around is None:
+        around = settings.every > 0
+    return around or (step > 0 and settings.every > 0 and step % settings.every == 0)
 
 
 @contextmanager

@@ -494,18 +494,6 @@ class EvalSettings(Settings):
     # Drafts of the answers. Not set: those of the run's `speculative`.
     speculative: SpeculativeSettings | None = None
 
-    @property
-    def on_the_way(self) -> bool:
-        """Whether a training run evaluates."""
-        return bool(self.every or self.at_start or self.at_end)
-
-    def due(self, step: int, steps: int) -> bool:
-        """Whether a run of `steps` steps evaluates after a step; 0: before the first."""
-        around = self.at_start if step == 0 else self.at_end if step == steps else False
-        if around is None:
-            around = self.every > 0
-        return around or (step > 0 and self.every > 0 and step % self.every == 0)
-
     @model_validator(mode="after")
     def _k_fits(self) -> EvalSettings:
         if any(k < 1 or k > self.samples for k in self.k):

@@ -333,7 +333,7 @@ class Loop:
                 print(f"step {step} skipped: {report.skip_reason}", file=run.log)
             self._session.check()
             if run.evaluations_due(step, self._session.settings.steps):
-                with clock.phase("eval"):
+                with clock.timed("eval"):
                     self._keep(step, self._evaluations_due(step))
             if self._is_asked_to_stop or self._is_to_save(step):
                 with clock.phase("checkpoint"):

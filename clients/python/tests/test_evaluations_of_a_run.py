@@ -8,6 +8,7 @@ from commands import lines, records, tandem
 
 from tandem import train as train_module
 from tandem.errors import RpcError
+from tandem.run_dir import evaluates_after
 from tandem.settings import EvalSettings
 from tandem.trajectories.files import evaluation_file, read_records
 
@@ -30,8 +31,7 @@ def evaluated(run):
 )
 def test_settings_say_after_which_steps(settings, steps):
     found = EvalSettings(**settings)
-    assert [step for step in range(6) if found.due(step, 5)] == steps
-    assert found.on_the_way == bool(steps)
+    assert [step for step in range(6) if evaluates_after(found, step, 5)] == steps
 
 
 def test_a_run_keeps_the_answers_of_its_evaluations(run_file, tmp_path):

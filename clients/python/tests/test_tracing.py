@@ -83,6 +83,7 @@ def test_the_spans_of_a_step_are_its_phases_and_their_calls(exporter, run_file, 
         ["generate", *catch_up, [f"{ROLLOUT}/Generate"]],
         ["reward"],
         ["train", [f"{TRAINER}/TrainStep"]],
+        ["trajectories"],
         ["publish", [f"{ROLLOUT}/GetServerInfo"], [f"{TRAINER}/PublishWeights"]],
     ]
     saved = ["checkpoint", [f"{TRAINER}/GetServerInfo"], [f"{TRAINER}/SaveCheckpoint"]]

@@ -82,7 +82,9 @@ class Evaluation:
     answers: Answers = field(repr=False)
     grades: Grades | None = None
     numbers: dict[str, Any] = field(default_factory=dict)
-    junior_logprobs: Sequence[Sequence[np.ndarray]] | None = field(default=None, repr=False)
+    junior_logprobs: Sequence[Sequence[np.ndarray]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     @property
     def version(self) -> int:
