@@ -207,7 +207,7 @@ class StepClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time of the block to `name`; the block is a span of that name."""
-        with tracing.span(name), self.timed(name):
+        with self.timed(name), tracing.span(name):
             yield
 
     @contextmanager
