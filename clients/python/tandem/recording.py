@@ -39,15 +39,21 @@ MAX_MESSAGE_BYTES = 64 << 20
 _MAX_LINE_BYTES = 1 << 20
 # zlib makes bytes that it cannot compress longer by less than 1 in 1000.
 _MAX_COMPRESSED_BYTES = MAX_MESSAGE_BYTES + MAX_MESSAGE_BYTES // 1000
+# Most bytes of the starts of calls that have not ended, which are in memory.
+_MAX_OPEN_BYTES = 64 << 20
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 def create(path: Path) -> None:
-    """Makes a recording without calls. Raises ConfigError if there is a file already."""
+    """Makes a recording without calls, which its owner alone may read: it has prompts and paths.
+
+    Raises ConfigError if there is a file already.
+    """
     line = json.dumps({"format": FORMAT, "version": VERSION}) + "\n"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with path.open("xb") as file:
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
             file.write(line.encode())
     except FileExistsError:
         raise ConfigError(f"{path}: exists already") from None
@@ -205,26 +211,34 @@ def read_recording(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
     ConfigError for a file that is no recording, or is damaged.
     """
     calls: dict[str, RecordedCall] = {}
+    sizes: dict[str, int] = {}
+    open_bytes = 0
     numbers = itertools.count(1)
     with _opened(path) as file:
         _require_header(path, file)
-        for place, values, message in _raw_entries(path, file, warn):
+        for place, size, values, message in _raw_entries(path, file, warn):
             try:
                 kind, name = values["kind"], values["call"]
                 status = None
                 if kind == "start":
                     calls[name] = _recorded_call(next(numbers), values)
+                    open_bytes += size - sizes.get(name, 0)
+                    sizes[name] = size
                 elif kind == "end":
                     status = Status(
                         grpc.StatusCode[values["code"]],
-                        values["details"],
+                        str(values["details"]),
                         _metadata(values["trailing_metadata"]),
                     )
                 elif kind not in ("request", "half_close", "response"):
                     raise ValueError
                 call = calls.pop(name) if kind == "end" else calls[name]
-            except (KeyError, TypeError, ValueError):
+                if kind == "end":
+                    open_bytes -= sizes.pop(name)
+            except (KeyError, TypeError, ValueError, OverflowError):
                 raise ConfigError(f"{place}: not an entry of a recording") from None
+            if open_bytes > _MAX_OPEN_BYTES:
+                raise ConfigError(f"{place}: too many calls of the recording have no end")
             yield Entry(kind, call, message, status)
 
 
@@ -250,8 +264,8 @@ def _require_header(path: Path, file: BinaryIO) -> None:
 
 def _raw_entries(
     path: Path, file: BinaryIO, warn: Callable[[str], None]
-) -> Iterator[tuple[str, dict[str, Any], bytes]]:
-    """Yields place, values and message of every complete entry."""
+) -> Iterator[tuple[str, int, dict[str, Any], bytes]]:
+    """Yields place, length of the line, values and message of every complete entry."""
     while True:
         place = f"{path}: byte {file.tell()}"
         line = file.readline(_MAX_LINE_BYTES)
@@ -264,14 +278,14 @@ def _raw_entries(
         values = json_object(line.decode(errors="replace"), place, ConfigError)
         size = values.get("bytes")
         if size is None:
-            yield place, values, b""
+            yield place, len(line), values, b""
             continue
         if not isinstance(size, int) or not 0 <= size <= _MAX_COMPRESSED_BYTES:
             raise ConfigError(f"{place}: not an entry of a recording")
         data = file.read(size + 1)
         if len(data) <= size:
             break
-        yield place, values, _decompressed(place, data[:-1])
+        yield place, len(line), values, _decompressed(place, data[:-1])
     warn(f"{place}: the last entry is incomplete and left out")
 
 
@@ -298,6 +312,9 @@ def _recorded_call(number: int, values: dict[str, Any]) -> RecordedCall:
 
 
 def _metadata(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str | bytes], ...]:
-    return tuple(
-        (key, base64.b64decode(value) if key.endswith("-bin") else value) for key, value in pairs
-    )
+    found: list[tuple[str, str | bytes]] = []
+    for key, value in pairs:
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError
+        found.append((key, base64.b64decode(value) if key.endswith("-bin") else value))
+    return tuple(found)

@@ -44,8 +44,16 @@ from tandem.transport import CHANNEL_OPTIONS, may_pass
 
 _M = TypeVar("_M", bound=Message)
 
-# Methods that write files where the request says, and the fields that say it.
-_WRITES = {"SaveCheckpoint": "directory", "ExportModel": "path"}
+# The fields of requests that name a place, by method: another server, which is then called with its
+# caller's own credentials, or files that are read or written.
+PLACES = {
+    "PublishWeights": ("targets", "sends weights to", "HOST:PORT"),
+    "SaveCheckpoint": ("directory", "writes files at", "DIRECTORY"),
+    "ExportModel": ("path", "writes files at", "DIRECTORY"),
+    "LoadCheckpoint": ("path", "reads files at", "DIRECTORY"),
+}
+# Largest message that --print shows in full: as JSON it takes many times its size.
+_MAX_SHOWN_BYTES = 4 << 20
 
 # How often a sender that waits looks whether its call has ended.
 _LOOK_SECONDS = 0.05
@@ -125,14 +133,14 @@ class Contents:
         calls: their number.
         services: names of the services that were called at each target.
         passing: numbers of calls that failed in a way that may pass, such as UNAVAILABLE.
-        writes: (call, path) of calls that make a server write files.
+        places: the first call by (method, place) of the places that requests name.
         unended: calls whose end is not in the recording.
     """
 
     calls: int = 0
     services: dict[str, set[str]] = field(default_factory=dict)
     passing: set[int] = field(default_factory=set)
-    writes: list[tuple[RecordedCall, str]] = field(default_factory=list)
+    places: dict[tuple[str, str], RecordedCall] = field(default_factory=dict)
     unended: dict[int, RecordedCall] = field(default_factory=dict)
 
 
@@ -146,17 +154,23 @@ def contents(path: Path, choice: Choice, warn: Callable[[str], None]) -> Content
             service = call.method.rpartition("/")[0].strip("/").rpartition(".")[2]
             found.services.setdefault(call.target, set()).add(service)
             found.unended[call.number] = call
-        elif entry.kind == "request" and call.name in _WRITES:
+        elif entry.kind == "request" and call.name in PLACES:
             request = decoded(call, entry)
-            if request is not None:
-                found.writes.append((call, getattr(request, _WRITES[call.name])))
+            for place in () if request is None else _places(request, call.name):
+                found.places.setdefault((call.name, place), call)
         elif entry.status is not None:
             del found.unended[call.number]
-            if may_pass(_failure(entry.status)):
+            if may_pass(_failure(entry.status, call)):
                 found.passing.add(call.number)
     if not found.calls:
         raise ConfigError(f"{path}: has no such call")
     return found
+
+
+def _places(request: Message, method: str) -> list[str]:
+    """Returns the places that a request names; "" stands for none."""
+    value = getattr(request, PLACES[method][0])
+    return [value] * bool(value) if isinstance(value, str) else list(value)
 
 
 def chosen(path: Path, choice: Choice, warn: Callable[[str], None]) -> Iterator[Entry]:
@@ -206,16 +220,25 @@ def as_json(entry: Entry) -> dict[str, Any]:
             "metadata": metadata,
         }
     elif entry.status is not None:
-        failure = _failure(entry.status)
+        failure = _failure(entry.status, call)
         record |= {"code": entry.status.code.name, "message": failure.message}
         record |= {"field": failure.field, "reason": failure.reason}
     elif entry.kind != "half_close":
-        message = decoded(call, entry)
+        is_short = len(entry.message) <= _MAX_SHOWN_BYTES
+        message = decoded(call, entry) if is_short else None
         if message is None:
             record["bytes"] = len(entry.message)
         else:
-            record["message"] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+            record["message"] = _dict_of(message, call)
     return record
+
+
+def _dict_of(message: Message, call: RecordedCall) -> dict[str, Any]:
+    try:
+        return json_format.MessageToDict(message, preserving_proto_field_name=True)
+    # Bytes that parse as the message may still be none that anybody sent.
+    except (json_format.Error, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{call}: a message cannot be shown: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -248,7 +271,7 @@ class Replay:
 
     Attributes:
         mapped: texts to replace. Every target must be among them, so that no server is called by
-            mistake; so must the paths of calls that write files.
+            mistake; so must the addresses and paths in requests.
         compare: whether answers must be the recorded ones.
         timeout_seconds: longest wait for one answer.
         note: is told what is not replayed or not compared.
@@ -317,14 +340,17 @@ class Replay:
                     hint=" ".join(f"--map {target}=HOST:PORT" for target in missing),
                 )
             )
-        written = {path: call for call, path in found.writes if not self._maps_path(path)}
-        problems += [
-            ConfigError(
-                f"{call} writes files at {path}: no --map says where they go now",
-                hint=f"--map {path}=DIRECTORY",
+        for (method, place), call in found.places.items():
+            _, does, new = PLACES[method]
+            is_address = method == "PublishWeights"
+            if place in texts if is_address else self._maps_path(place):
+                continue
+            problems.append(
+                ConfigError(
+                    f"{call} {does} {place}: no --map says which place that is now",
+                    hint=f"--map {place}={new}",
+                )
             )
-            for path, call in written.items()
-        ]
         if problems:
             raise problems[0] if len(problems) == 1 else ProblemsError(problems)
 
@@ -541,9 +567,12 @@ def _failure(status: Status, call: RecordedCall | None = None) -> RpcError:
     details = dict(status.trailing_metadata).get(STATUS_DETAILS_KEY)
     code = status.code.value[0]
     whole = status_pb2.Status(code=code, message=status.details)
-    if isinstance(details, bytes):
-        whole = status_pb2.Status.FromString(details)
-    return from_status(whole, method=call and str(call))
+    try:
+        if isinstance(details, bytes):
+            whole = status_pb2.Status.FromString(details)
+        return from_status(whole, method=call and str(call))
+    except (DecodeError, KeyError, ValueError):
+        raise ConfigError(f"{call or 'a call'}: the details of its status are damaged") from None
 
 
 def _words(status: Status) -> str:

@@ -1,10 +1,12 @@
 """Recordings of calls to fake servers, and their replay."""
 
 import asyncio
+import base64
 import dataclasses
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -21,15 +23,17 @@ from google.rpc import status_pb2
 from tandem import recording, transport
 from tandem.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.client import RolloutClient, TrainerClient
+from tandem.critic.v1 import critic_pb2
 from tandem.errors import ConfigError, DeadlineError, FailedPreconditionError
 from tandem.message_difference import first_difference
 from tandem.recording import Recorder, read_recording
 from tandem.recording_proxy import RecordingProxy
-from tandem.replay import Mapped
+from tandem.replay import PLACES, Mapped
 from tandem.requests import Prompt, SupervisedSample, submit
 from tandem.rollout.v1 import rollout_pb2
 from tandem.trainer.v1 import trainer_pb2
 from tandem.types.v1 import server_pb2
+from tandem.weights.v1 import weights_pb2
 from tandem.wire import to_tensor
 
 PROMPT = Prompt([1, 2], seed=7, num_samples=2, sampling={"max_tokens": 5}, request_id="a")
@@ -512,9 +516,136 @@ def test_a_replay_calls_no_server_and_writes_nowhere_unless_told(world, address,
     assert list(world.saved) == [f"{tmp_path / 'run'}/step_1"]
     moved = f"{tmp_path / 'run'}={tmp_path / 'again'}"
     replayed(file, address, "--map", moved)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert list(world.saved) == [f"{tmp_path / 'run'}/step_1", f"{tmp_path / 'again'}/step_1"]
     assert world.targets == [address]
     tandem("replay", file, "--only", "PublishWeights", "--map", f"{address}={address}")
+
+
+def test_every_address_and_path_of_a_request_needs_a_map(world, address, file, tmp_path):
+    other = "127.0.0.1:1"
+    with TrainerClient(address) as trainer:
+        trainer.save_checkpoint(str(tmp_path / "run"), "step_1")
+        trainer.load_checkpoint(str(tmp_path / "run" / "step_1"))
+        trainer.load_base_model()
+        trainer.publish_weights([address, other])
+    loads, publications = len(world.loads), len(world.publications)
+    maps = ["--map", f"{address}={address}"]
+    said = tandem("replay", file, *maps, check=2).stderr
+    assert f"call 1 (SaveCheckpoint at {address}) writes files at {tmp_path}/run: no --map" in said
+    assert f"call 2 (LoadCheckpoint at {address}) reads files at {tmp_path}/run/step_1:" in said
+    assert f"call 4 (PublishWeights at {address}) sends weights to {other}: no --map" in said
+    assert f"--map {other}=HOST:PORT" in said
+    assert "call 3" not in said
+    # No part of an address stands for it.
+    maps += ["--map", f"{tmp_path}={tmp_path}", "--map", "127.0.0.1=127.0.0.2"]
+    said = tandem("replay", file, *maps, check=2).stderr
+    assert f"sends weights to {other}" in said
+    # Calls that are not replayed need none.
+    tandem("replay", file, *maps[:2], "--call", 3)
+    assert len(world.loads) == loads + 1
+    assert len(world.publications) == publications
+    tandem("replay", file, *maps[:4], "--map", f"{other}={other}")
+
+
+def test_every_text_of_a_request_is_a_place_or_none():
+    plain = {
+        "run_id", "group_id", "request_id", "request_ids", "update_id", "name", "digest", "config",
+        "junior_version",
+    }  # fmt: skip
+    places = {(method, name) for method, (name, _, _) in PLACES.items()}
+    found = set()
+
+    def walk(method, message, seen):
+        for field in message.fields:
+            if field.message_type is not None and field.message_type not in seen:
+                walk(method, field.message_type, [*seen, field.message_type])
+            elif field.type == field.TYPE_STRING and (method, field.name) in places:
+                found.add((method, field.name))
+            elif field.type == field.TYPE_STRING:
+                assert field.name in plain, f"{method}: {field.full_name} is a place or plain"
+
+    for module in (rollout_pb2, trainer_pb2, critic_pb2, weights_pb2):
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                walk(method.name, method.input_type, [])
+    assert found == places
+
+
+def replaced(values, *path, by):
+    """A copy of a JSON value in which another one stands at a path."""
+    if not path:
+        return by
+    copy = values.copy()
+    copy[path[0]] = replaced(values[path[0]], *path[1:], by=by)
+    return copy
+
+
+def write_entries(file, *changed):
+    """Writes a recording of entries, each a JSON object or bytes."""
+    head = json.dumps({"format": recording.FORMAT, "version": recording.VERSION}).encode()
+    lines = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in changed]
+    file.write_bytes(b"".join(line + b"\n" for line in [head, *lines]))
+
+
+START = {
+    "kind": "start", "call": "1-1", "time": 1.0, "target": "a:1", "timeout": None,
+    "method": "/tandem.trainer.v1.TrainerService/TrainStep", "metadata": [["k", "v"]],
+}  # fmt: skip
+END = {"kind": "end", "call": "1-1", "code": "OK", "details": "", "trailing_metadata": []}
+
+
+@pytest.mark.parametrize("entry", [START, END], ids=["start", "end"])
+@pytest.mark.parametrize(
+    "bad", [None, 1, -1.5, 10**400, "x", [], [[]], [[1, 2]], [["a-bin", "é"]], {}, {"a": []}, True]
+)
+def test_no_value_of_an_entry_breaks_the_reader(file, entry, bad):
+    for key in entry:
+        changed = [replaced(one, key, by=bad) if one is entry else one for one in (START, END)]
+        write_entries(file, *changed)
+        try:
+            printed = tandem("replay", file, "--print")
+        except AssertionError:
+            said = tandem("replay", file, "--print", check=2).stderr
+            assert said.startswith(f"tandem: {file}: ") or said.startswith("tandem: call ")
+        else:
+            assert all(map(json.loads, printed.stdout.splitlines()))
+
+
+def test_bytes_that_are_no_status_and_no_message_are_named(file):
+    details = base64.b64encode(b"\xff\xff").decode()
+    end = replaced(END, "trailing_metadata", by=[["grpc-status-details-bin", details]])
+    write_entries(file, START, end)
+    said = tandem("replay", file, "--print", check=2).stderr
+    assert "call 1 (TrainStep at a:1): the details of its status are damaged" in said
+    data = zlib.compress(b"\x0a\xff")
+    request = json.dumps({"kind": "request", "call": "1-1", "bytes": len(data)}).encode()
+    write_entries(file, START, request + b"\n" + data)
+    said = tandem("replay", file, "--print", check=2).stderr
+    assert "call 1 (TrainStep at a:1): a message is not a tandem.trainer.v1.TrainStepReq" in said
+
+
+def test_print_does_not_unfold_messages_that_would_fill_the_memory(file):
+    # 32 million empty samples in 64 kB of the file: gigabytes as messages.
+    method = "/tandem.rollout.v1.RolloutService/Score"
+    data = zlib.compress(b"\x0a\x00" * (recording.MAX_MESSAGE_BYTES // 2))
+    request = json.dumps({"kind": "request", "call": "1-1", "bytes": len(data)}).encode()
+    write_entries(file, replaced(START, "method", by=method), request + b"\n" + data, END)
+    _, shown, _ = tandem("replay", file, "--print").stdout.splitlines()
+    assert json.loads(shown)["bytes"] == recording.MAX_MESSAGE_BYTES
+    assert "message" not in json.loads(shown)
+
+
+def test_calls_without_an_end_do_not_fill_the_memory(file, monkeypatch):
+    monkeypatch.setattr(recording, "_MAX_OPEN_BYTES", 10_000)
+    write_entries(file, *(replaced(START, "call", by=f"1-{i}") for i in range(20)))
+    assert len(tandem("replay", file, "--print").stdout.splitlines()) == 20
+    write_entries(file, *(replaced(START, "call", by=f"1-{i}") for i in range(100)))
+    said = tandem("replay", file, "--print", check=2).stderr
+    assert "too many calls of the recording have no end" in said
+    ended = [one for i in range(100) for one in (START, END)]
+    write_entries(file, *ended)
+    assert len(tandem("replay", file, "--print").stdout.splitlines()) == 200
 
 
 def test_a_replay_says_which_server_is_away_and_which_is_silent(world, address, file):

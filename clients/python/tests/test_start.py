@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from tandem import settings
+from tandem import train as train_module
 from tandem.errors import (
     FailedPreconditionError,
     RunDirectoryError,
@@ -145,7 +146,7 @@ def killed_after(step):
 
 
 def test_a_run_that_was_killed_is_resumed_over_its_own_unsaved_steps(world, load):
-    config = load("steps=4", "checkpoint.every=1")
+    config = load("steps=4", "checkpoint.every=2")
     with pytest.raises(Killed):
         run_training(config, on_step=killed_after(3))
     assert (world.version, world.unsaved) == (3, True)
@@ -156,16 +157,19 @@ def test_a_run_that_was_killed_is_resumed_over_its_own_unsaved_steps(world, load
     run_training(load("steps=5", "checkpoint.every=1"), resume=True)
 
 
-def test_a_trainer_that_was_restarted_is_not_saved_as_if_it_had_not_been(world, load):
-    def restart(line):
-        if line["step"] == 2:
-            world.version, world.unsaved = 0, False
+def test_a_trainer_that_was_restarted_is_not_saved_as_if_it_had_not_been(world, load, monkeypatch):
+    def restart(session, modes):
+        world.version, world.unsaved = 0, False
+        return {}
 
-    config = load("steps=4", "checkpoint.every=1")
+    # Between a step and its checkpoint.
+    monkeypatch.setattr(train_module, "evaluate", restart)
+    config = load("steps=4", "checkpoint.every=1", "eval={every: 2, at_start: false}")
     with pytest.raises(FailedPreconditionError, match="not the run's version 2") as caught:
-        run_training(config, on_step=restart)
+        run_training(config)
     [note] = caught.value.__notes__
     assert note.startswith("in step 2: saved after step 1, --resume goes on from there; what was")
+    monkeypatch.undo()
     run_training(config, resume=True)
     assert world.loads[-1].endswith("step_000001")
 
