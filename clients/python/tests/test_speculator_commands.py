@@ -183,11 +183,41 @@ def test_the_speeds_are_tokens_by_the_time_of_their_calls(run_file, drafting):
     with Session(config, purpose="drafts") as session:
         [greedy, sampled] = measure_drafts(session, clock=lambda: next(times))
     # Greedy: 2 s without and 4 s with drafts for the first prompt, 6 s with and 8 s without next.
-    assert (greedy.plain.seconds, greedy.drafted.seconds) == (10, 10)
-    assert (sampled.plain.seconds, sampled.drafted.seconds) == (26, 26)
+    for measured, seconds in ((greedy, 10), (sampled, 26)):
+        [one] = measured.rounds
+        assert (one.plain.seconds, one.drafted.seconds) == (seconds, seconds)
     summary = sampled.summary()
     assert summary["tokens_per_second"] == summary["response_tokens"] / 26
     assert summary["speed_up"] == 1
+    # A single round says nothing of the noise.
+    assert (summary["repeats"], summary["speed_up_low"], summary["speed_up_high"]) == (
+        1,
+        None,
+        None,
+    )
+
+
+def test_repeats_give_the_speed_up_an_interval(run_file, drafting):
+    config = settings.load(RunSettings, run_file, ["speculative.method=heads", "data.limit=1"])
+    # Without drafts 2 s in every round, with drafts 1 s and 2 s.
+    spans = [2, 1, 2, 2] * 2  # plain, drafted; then drafted comes first
+    now, times = 0, []
+    for span in spans:
+        times += [now, now + span]
+        now += span
+    ticks = iter(times)
+    with Session(config, purpose="drafts") as session:
+        [greedy, _] = measure_drafts(session, repeats=2, clock=lambda: next(ticks))
+    ups = [one.speed_up for one in greedy.rounds]
+    assert ups == [2.0, 1.0]
+    summary = greedy.summary()
+    assert summary["repeats"] == 2
+    assert summary["speed_up"] == pytest.approx(4 / 3)
+    half = 12.706 * np.std(np.log(ups), ddof=1) / 2**0.5
+    assert summary["speed_up_low"] == pytest.approx(4 / 3 * np.exp(-half))
+    assert summary["speed_up_high"] == pytest.approx(4 / 3 * np.exp(half))
+    # The drafts are those of one round.
+    assert summary["draft_tokens"] == 4
 
 
 def test_responses_that_differ_with_drafts_are_counted(run_file, drafting):
@@ -204,11 +234,12 @@ def test_eval_shows_a_table_and_says_what_answered(run_file, drafting, tmp_path)
     tandem("train", run_file, "steps=2")
     run = tmp_path / "run"
     drafting.drafts_of = lambda prompt: (0, 0)
-    arguments = ("--checkpoint", run, "--concurrency", "7", "sampling.temperature=0")
+    arguments = ("--checkpoint", run, "--concurrency", "7", "--repeats", "1")
+    arguments += ("sampling.temperature=0",)
     drafting.batches.clear()
     shown = tandem("speculator", "eval", run_file, *arguments).stdout
-    title = f"20 prompts, 7 at a time, drafts by heads; senior version 2, from {run}/checkpoints"
-    assert title in shown
+    assert "20 prompts, 7 at a time, 1 repeat, drafts by heads; senior version 2, from " in shown
+    assert f"from {run}/checkpoints" in shown
     # There is one temperature, and nothing to divide by.
     assert "\ttemperature 0\n" in shown
     assert "share accepted\t-\n" in shown

@@ -20,6 +20,8 @@ from tandem.commands.training import (
 from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError
 from tandem.number_formats import NAMES
+from tandem.progress import Progress
+from tandem.progress_display import progress_shown
 from tandem.render import Output
 from tandem.settings import RunSettings, load
 
@@ -76,6 +78,10 @@ def evaluate(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Number of prompts that the server answers at a time.")
     ] = 1,
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Times that all prompts are answered; the interval is over them."),
+    ] = 5,
     discard_unsaved: DiscardUnsaved = False,
     dry_run: DryRun = False,
     credentials: Credentials = NO_CREDENTIALS,
@@ -104,15 +110,20 @@ def evaluate(
     if dry_run:
         show_preflight(output, settings, "drafts")
         return
-    with Session(settings, output.note, purpose="drafts") as session:
+    progress = Progress()
+    with (
+        Session(settings, output.note, purpose="drafts", progress=progress) as session,
+        progress_shown(output, progress),
+    ):
         if checkpoint is not None:
             serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
         version = session.weights().version
-        results = [one.summary() for one in measure_drafts(session, concurrency)]
+        results = [one.summary() for one in measure_drafts(session, concurrency, repeats)]
     method = settings.eval_speculative.method
     source = "as served now" if path is None else f"from {path}"
     title = (
-        f"{results[0]['prompts']:,} prompts, {concurrency:,} at a time, drafts by {method}; senior "
+        f"{results[0]['prompts']:,} prompts, {concurrency:,} at a time, {repeats:,} "
+        f"repeat{'s' * (repeats != 1)}, drafts by {method}; senior "
         f"version {version}, {source}"
     )
     columns = ("", *(f"temperature {one['temperature']:g}" for one in results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from tandem.requests import Prompt
 from tandem.rollout.v1 import rollout_pb2
 from tandem.schedule import prompt_seed
 from tandem.session import Session
+from tandem.stats import mean_half_width
 
 Clock = Callable[[], float]
 
@@ -59,16 +61,35 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class Round:
+    """All prompts, answered with drafts and without."""
+
+    drafted: Answered = field(default_factory=Answered)
+    plain: Answered = field(default_factory=Answered)
+
+    @property
+    def speed_up(self) -> float:
+        """The speed with drafts divided by the speed without."""
+        return self.drafted.tokens_per_second / self.plain.tokens_per_second
+
+
+@dataclass(frozen=True)
 class DraftMeasurement:
-    """The same prompts, answered with drafts and without at one temperature."""
+    """The same prompts, answered again and again at one temperature: at least one round."""
 
     temperature: float
-    drafted: Answered
-    plain: Answered
+    rounds: Sequence[Round]
 
     def summary(self) -> dict[str, Any]:
-        """Returns the numbers of a result of `tandem speculator eval --json`."""
-        drafted, plain = self.drafted, self.plain
+        """Returns the numbers of a result of `tandem speculator eval --json`.
+
+        Speeds are of all rounds, counts of the first one.
+        """
+        drafted, plain = self.rounds[0].drafted, self.rounds[0].plain
+        speed = _speed([one.drafted for one in self.rounds])
+        speed_without = _speed([one.plain for one in self.rounds])
+        half = mean_half_width([math.log(one.speed_up) for one in self.rounds])
+        speed_up = speed / speed_without
         # Every pass writes one token, and those of its drafts that are accepted.
         passes = drafted.tokens - drafted.accepted
         pairs = zip(drafted.responses, plain.responses, strict=True)
@@ -76,9 +97,12 @@ class DraftMeasurement:
             "temperature": self.temperature,
             "prompts": len(drafted.responses),
             "response_tokens": drafted.tokens,
-            "tokens_per_second": drafted.tokens_per_second,
-            "tokens_per_second_without": plain.tokens_per_second,
-            "speed_up": drafted.tokens_per_second / plain.tokens_per_second,
+            "repeats": len(self.rounds),
+            "tokens_per_second": speed,
+            "tokens_per_second_without": speed_without,
+            "speed_up": speed_up,
+            "speed_up_low": None if half is None else speed_up * math.exp(-half),
+            "speed_up_high": None if half is None else speed_up * math.exp(half),
             "draft_tokens": drafted.drafts,
             "accepted_draft_tokens": drafted.accepted,
             "acceptance_rate": drafted.accepted / drafted.drafts if drafted.drafts else None,
@@ -90,41 +114,60 @@ class DraftMeasurement:
 
 @tracing.spanned("measure drafts")
 def measure_drafts(
-    session: Session, concurrency: int = 1, *, clock: Clock = time.monotonic
+    session: Session, concurrency: int = 1, repeats: int = 1, *, clock: Clock = time.monotonic
 ) -> list[DraftMeasurement]:
     """Measures the drafts of `eval.speculative`, else of `speculative`, on the held-out prompts.
 
     The senior answers alone, one response to each prompt, at temperature 0 and at
-    `sampling.temperature`; `concurrency` prompts are sent at a time. The first rollout server
-    answers; it gets the trainer's weights first if it is behind.
+    `sampling.temperature`; `concurrency` prompts are sent at a time, and all of them `repeats`
+    times. The first rollout server answers; it gets the trainer's weights first if it is behind.
 
     Raises FailedPreconditionError as Session.bring_up() does.
     """
     client = session.rollouts.clients[0]
     session.bring_up(session.weights(), client)
     temperatures = dict.fromkeys((0.0, session.settings.sampling.temperature))
-    return [_measure(session, client, one, concurrency, clock) for one in temperatures]
+    found = []
+    for one in temperatures:
+        with session.progress.phase(f"measure drafts at temperature {one:g}"):
+            found.append(_measure(session, client, one, concurrency, repeats, clock))
+    return found
 
 
 def _measure(
-    session: Session, client: RolloutClient, temperature: float, concurrency: int, clock: Clock
+    session: Session,
+    client: RolloutClient,
+    temperature: float,
+    concurrency: int,
+    repeats: int,
+    clock: Clock,
 ) -> DraftMeasurement:
     prompts = _prompts(session, temperature)
-    plain, drafted = Answered(), Answered()
-    ways: list[tuple[Answered, Mapping[str, Any]]] = [
-        (plain, {}),
-        (drafted, session.settings.eval_speculative.fields()),
-    ]
-    for first in range(0, len(prompts), concurrency):
-        batch = prompts[first : first + concurrency]
-        # Both ways find the prompts in the server's cache.
-        client.generate([_short(prompt) for prompt in batch])
-        for answered, speculative in ways:
-            asked = [dataclasses.replace(one, speculative=speculative) for one in batch]
-            answered.ask(client, asked, clock)
-        # Each way comes first every other time.
-        ways.reverse()
-    return DraftMeasurement(temperature, drafted, plain)
+    rounds = [Round() for _ in range(repeats)]
+    drafts = session.settings.eval_speculative.fields()
+    drafts_first = False
+    session.progress.expect(len(prompts) * repeats)
+    for one in rounds:
+        for first in range(0, len(prompts), concurrency):
+            batch = prompts[first : first + concurrency]
+            # Both ways find the prompts in the server's cache.
+            client.generate([_short(prompt) for prompt in batch])
+            ways: list[tuple[Answered, Mapping[str, Any]]] = [
+                (one.plain, {}),
+                (one.drafted, drafts),
+            ]
+            # Each way comes first every other time.
+            for answered, speculative in reversed(ways) if drafts_first else ways:
+                asked = [dataclasses.replace(p, speculative=speculative) for p in batch]
+                answered.ask(client, asked, clock)
+            drafts_first = not drafts_first
+            session.progress.advance(len(batch))
+    return DraftMeasurement(temperature, rounds)
+
+
+def _speed(answered: Sequence[Answered]) -> float:
+    """Returns the tokens a second of several rounds."""
+    return sum(one.tokens for one in answered) / sum(one.seconds for one in answered)
 
 
 def _prompts(session: Session, temperature: float) -> list[Prompt]:

@@ -56,6 +56,8 @@ def draft_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         "tokens a second, without drafts": ("tokens_per_second_without", "{:.1f}"),
         "tokens a second, with drafts": ("tokens_per_second", "{:.1f}"),
         "times as fast": ("speed_up", "{:.2f}"),
+        "… at least (95 % interval)": ("speed_up_low", "{:.2f}"),
+        "… at most": ("speed_up_high", "{:.2f}"),
         "response tokens": ("response_tokens", "{:,}"),
         "drafts verified": ("draft_tokens", "{:,}"),
         "drafts accepted": ("accepted_draft_tokens", "{:,}"),

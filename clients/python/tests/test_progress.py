@@ -1,0 +1,183 @@
+"""The work at the moment: what is told, and how a terminal and a log show it."""
+
+import threading
+
+import fakes
+import pytest
+from commands import tandem
+from screens import Screen
+
+from tandem import settings
+from tandem.evaluation import evaluate
+from tandem.metrics import StepClock
+from tandem.progress import Progress, ProgressLines
+from tandem.progress_display import progress_shown
+from tandem.requests import Prompt
+from tandem.run_dir import RunDirectory
+from tandem.session import Session
+from tandem.settings import RunSettings
+from tandem.step_display import StepDisplay
+from tandem.train import train
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_the_line_has_phase_counts_rate_and_time(clock):
+    progress = Progress(clock)
+    assert progress.line() == ""
+    progress.begin("step 3")
+    with progress.phase("generate"):
+        assert progress.line() == "step 3: generate, 0 s"
+        progress.expect(64)
+        clock.now += 10
+        progress.advance(1, tokens=12_000)
+        progress.advance(36)
+        assert progress.line() == "step 3: generate 37/64, 1.2k tok/s, 10 s"
+        # Those of a prompt that is asked again come again.
+        progress.advance(-7)
+        clock.now += 3600
+        assert progress.line() == "step 3: generate 30/64, 3.3 tok/s, 1h00m"
+    assert progress.line() == ""
+
+
+def test_an_inner_phase_is_shown_and_the_outer_one_goes_on(clock):
+    progress = Progress(clock)
+    with progress.phase("eval"):
+        clock.now += 5
+        with progress.phase("evaluate solo"):
+            progress.expect(100)
+            progress.advance(12)
+            assert progress.line() == "evaluate solo 12/100, 0 s"
+        assert progress.line() == "evaluate, 5 s"
+    with pytest.raises(ValueError, match="gone"), progress.phase("checkpoint"):
+        assert progress.line() == "save, 0 s"
+        raise ValueError("gone")
+    assert progress.line() == ""
+
+
+def test_bytes_have_units(clock):
+    progress = Progress(clock)
+    with progress.phase("import"):
+        progress.bytes_done(0, 2_700_000_000)
+        assert progress.line() == "import 0 B of 2.7 GB, 0 s"
+        clock.now += 4
+        progress.bytes_done(1_000_000_000, 2_700_000_000)
+        assert progress.line() == "import 1.0 GB of 2.7 GB, 250.0 MB/s, 4 s"
+
+
+def test_what_is_told_outside_of_a_phase_is_forgotten(clock):
+    progress = Progress(clock)
+    progress.expect(5)
+    progress.advance(3)
+    progress.bytes_done(1, 2)
+    assert progress.line() == ""
+
+
+def test_a_log_has_a_line_every_thirty_seconds_and_none_of_short_work(clock):
+    said = []
+    progress = Progress(clock)
+    lines = ProgressLines(progress, said.append, 30.0, clock)
+    with progress.phase("train"):
+        for _ in range(100):
+            clock.now += 1
+            lines.tick()
+    assert said == ["train, 30 s", "train, 1m00s", "train, 1m30s"]
+    said.clear()
+    for _ in range(100):
+        clock.now += 1
+        lines.tick()
+    assert said == []
+
+
+def test_the_lines_come_by_themselves():
+    said = threading.Event()
+    progress = Progress()
+    with ProgressLines(progress, lambda line: said.set(), seconds=0.001), progress.phase("train"):
+        assert said.wait(60)
+
+
+def test_a_terminal_shows_the_work_below_the_bar(clock):
+    screen = Screen(80)
+    progress = Progress(clock)
+    with StepDisplay(screen.output, 1, 4, work=progress) as display:
+        progress.begin("step 1")
+        with StepClock(progress).phase("train"):
+            assert display._bars is not None
+            display._bars.refresh()
+    assert any(line == "step 1: train, 0 s" for line in screen.lines)
+    # The last picture is that of the bar alone.
+    assert "steps" in screen.lines[-1]
+
+
+def test_a_command_without_steps_shows_its_work_too(clock):
+    screen = Screen(80)
+    progress = Progress(clock)
+    with progress_shown(screen.output, progress), progress.phase("import"):
+        progress.bytes_done(1000, 2000)
+        fakes.wait_until(lambda: any("import 1.0 kB of 2.0 kB" in one for one in screen.lines))
+    plain = Screen(80, terminal=False)
+    with progress_shown(plain.output, progress), progress.phase("import"):
+        pass
+    assert plain.lines == []
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_pool_tells_how_many_samples_came(address, world, count):
+    progress = Progress()
+    pool = fakes.pool(*[address] * count, progress=progress)
+    prompts = [Prompt([i], num_samples=2, sampling={"max_tokens": 5}) for i in range(1, 6)]
+    with progress.phase("generate"):
+        pool.generate(prompts)
+        assert progress.line().startswith("generate 10/10, ")
+        assert " tok/s, " in progress.line()
+        pool.score([([1, 2, 3], 1)] * 3, junior=True)
+        assert progress.line().startswith("generate 3/3, ")
+    pool.close()
+
+
+def test_a_run_tells_each_phase_of_a_step(run_file, world):
+    config = settings.load(
+        RunSettings, run_file, ["steps=1", "eval={every: 1, modes: [solo, legibility]}"]
+    )
+    progress, seen = Progress(), []
+
+    def look(*_):
+        seen.append(progress.line().rpartition(",")[0].partition(",")[0])
+
+    world.on_prompt = world.on_samples = world.on_save = look
+    world.on_batch = look
+    with RunDirectory.open(config, "train") as run, Session(config, progress=progress) as session:
+        train(session, run, lambda line: None)
+    phases = list(dict.fromkeys(one.split(" ")[-2:][0] if "/" in one else one for one in seen))
+    assert "evaluate" in phases[0]
+    assert "step 1: train" in seen
+    assert "step 1: save" in seen
+    assert any(one.startswith("step 1: generate 0/6") for one in seen)
+    assert any(one.startswith("step 1: evaluate") for one in seen)
+
+
+def test_an_evaluation_counts_its_answers(run_file, world):
+    config = settings.load(RunSettings, run_file, ["eval.modes=[handoff]"])
+    progress, seen = Progress(), set()
+    world.on_batch = lambda: seen.add(progress.line().split(",")[0])
+    with Session(config, purpose="eval", progress=progress) as session:
+        evaluate(session)
+    assert "evaluate handoff 0/20" in seen
+
+
+def test_a_run_in_a_log_is_its_step_lines_alone_when_steps_are_short(run_file):
+    shown = tandem("train", run_file, "steps=2").stdout
+    assert "generate 0/" not in shown
