@@ -108,8 +108,12 @@ def json_schema(comment: Comment, objective: Callable[[str], str]) -> str:
                 text = comment(section, key)
             if text:
                 field["description"] = text
-            if isinstance(field.get("default"), str) and field["default"].startswith("/"):
-                del field["default"]  # a folder of the machine that writes this file
+            # Folders of the machine that writes this file.
+            if _is_of_a_machine(field.get("default")):
+                del field["default"]
+            elif isinstance(field.get("default"), dict):
+                whole = field["default"].items()
+                field["default"] = {k: v for k, v in whole if not _is_of_a_machine(v)}
     # A cluster may be the name of a file, and follows the servers' own schema. A single rollout
     # server, and a single address of one, need no list.
     schema["properties"]["cluster"]["anyOf"].append({"type": "string"})
@@ -124,6 +128,10 @@ def json_schema(comment: Comment, objective: Callable[[str], str]) -> str:
     schema["required"] = [name for name in schema["required"] if name != "tokenizer"]
     schema["title"] = "A run of tandem train, tandem sft or tandem eval"
     return json.dumps(schema, indent=2) + "\n"
+
+
+def _is_of_a_machine(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("/")
 
 
 def _sections(path: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
