@@ -129,41 +129,49 @@ class Dataset:
         return self._orders[epoch]
 
 
+def no_answers(row: Mapping[str, Any]) -> bool:
+    """Takes the last turn of no conversation for an answer."""
+    return False
+
+
 def load_dataset(
     settings: DataSettings,
     codec: TextCodec,
     seed: int = 0,
     field: str = "data",
     note: Callable[[str], None] = lambda _: None,
+    ends_in_answer: Callable[[Mapping[str, Any]], bool] = no_answers,
 ) -> Dataset:
     """Reads the rows and writes their prompts; tells `note` how many were too long, if any.
 
-    `field` is where the settings stand in the file ("data", "eval.data"). Raises ConfigError, which
-    names the field, for a source that cannot be read, a bad row, a prompt that cannot be written,
-    and with `too_long: fail` a prompt that is too long; ProblemsError for several rows, up to
-    SHOWN_PROBLEMS.
+    `field` is where the settings stand in the file ("data", "eval.data"). `ends_in_answer` says
+    whether the last turn of a row's `messages`, the assistant's, is the answer to learn: the prompt
+    ends before it, and it is the row's `answer`.
+
+    Raises ConfigError, which names the field, for a source that cannot be read, a bad row, a prompt
+    that cannot be written or has no tokens, and with `too_long: fail` a prompt that is too long;
+    ProblemsError for several, up to SHOWN_PROBLEMS, each once with the number of rows that have it.
     """
     scorer, rows = read_rows(settings, field)
+    writer = _Writer(settings, codec, scorer, field, ends_in_answer)
     examples: list[Example] = []
     seen: set[tuple[str, ...]] = set()
     too_long = 0
-    problems: list[ConfigError] = []
+    problems = _RowProblems()
     for place, row in rows:
         full = settings.limit is not None and len(examples) >= settings.limit
-        if full or len(problems) == SHOWN_PROBLEMS:
+        if full or problems.full:
             break
         try:
             if isinstance(row, ConfigError):
                 raise row
-            example = _example(row, place, settings, codec, scorer, field)
+            example = writer.example(row, place)
         except NoChatTemplateError as error:
             # Every other conversation would fail in the same way.
-            problems.append(ConfigError(f"{field}: {error.message}", hint=error.hint))
+            problems.add(ConfigError(f"{field}: {error.message}", hint=error.hint), "")
             break
         except ConfigError as error:
-            # A mistake in the settings is the same for every row.
-            if error.message not in {problem.message for problem in problems}:
-                problems.append(error)
+            problems.add(error, place)
             continue
         if settings.unique and example.identity in seen:
             continue
@@ -175,14 +183,14 @@ def load_dataset(
             if settings.too_long == "fail" or (
                 settings.too_long == "truncate_left" and example.vision_inputs
             ):
-                problems.append(_too_long(example, limit, f"{field}.max_prompt_tokens", field))
+                error = _too_long(example, limit, f"{field}.max_prompt_tokens", field)
+                problems.add(error, place)
                 continue
             if settings.too_long == "drop":
                 continue
             example = replace(example, token_ids=example.token_ids[-limit:])
         examples.append(example)
-    if problems:
-        raise problems[0] if len(problems) == 1 else ProblemsError(problems)
+    problems.raise_any()
     if too_long:
         done = {"drop": "left out", "truncate_left": "cut at the left"}[settings.too_long]
         whole = len(examples) + (too_long if settings.too_long == "drop" else 0)
@@ -192,7 +200,40 @@ def load_dataset(
         )
     if not examples:
         raise ConfigError(f"{field}: no rows" + (" that are short enough" if too_long else ""))
+    writer.note_frame(note)
     return Dataset(examples, seed)
+
+
+class _RowProblems:
+    """Problems of rows: each is kept once, of the first row that has it, and counted."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, ConfigError] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, error: ConfigError, place: str) -> None:
+        """Adds the error of the row at `place`."""
+        key = error.message.replace(place, "") if place else error.message
+        self._errors.setdefault(key, error)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many problems as are shown."""
+        return len(self._errors) == SHOWN_PROBLEMS
+
+    def raise_any(self) -> None:
+        """Raises the problems, if there are any."""
+        problems = []
+        for key, error in self._errors.items():
+            others = self._counts[key] - 1
+            # A mistake in the settings names no row.
+            if others and key != error.message:
+                rows = "row" if others == 1 else "rows"
+                error = ConfigError(f"{error.message} (and {others:,} more {rows})", error.hint)
+            problems.append(error)
+        if problems:
+            raise problems[0] if len(problems) == 1 else ProblemsError(problems)
 
 
 def _fill(template: str, row: Mapping[str, Any], field: str) -> str:
@@ -217,45 +258,111 @@ def _too_long(example: Example, limit: int, whose: str, field: str) -> ConfigErr
     )
 
 
-def _example(
-    row: dict[str, Any],
-    place: str,
-    settings: DataSettings,
-    codec: TextCodec,
-    scorer: Any,
-    field: str,
-) -> Example:
-    if "messages" in row:
-        _require_prompt(settings, place, field)
-        text = json.dumps(row["messages"], ensure_ascii=False, default=_shown)
-        content = json.dumps(row["messages"], sort_keys=True, default=_shown)
-        messages = _with_system(settings, row["messages"])
-        with _named_by_row(place, field):
-            ids, inputs = codec.chat_with_images(messages, _folder(settings))
-        if inputs:
-            row = row | {"messages": json.loads(text)}
-        return Example(row, text, ids, place, scorer, content, vision_inputs=inputs)
-    if settings.extract is not None:
-        row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
-    text = _fill(settings.format, row, f"{field}.format")
-    content = _content(settings.format, row)
-    images = _images(settings, row, f"{field}.images: {place}")
-    if settings.template == "raw":
-        if settings.system is not None:
+class _Writer:
+    """Writes the prompts of rows."""
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        codec: TextCodec,
+        scorer: Any,
+        field: str,
+        ends_in_answer: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
+        self._settings = settings
+        self._codec = codec
+        self._scorer = scorer
+        self._field = field
+        self._ends_in_answer = ends_in_answer
+        # Raw prompts, and the first of those that begin with the tokens that the tokenizer adds.
+        self._framed = 0
+        self._begun_twice: list[str] = []
+
+    def example(self, row: dict[str, Any], place: str) -> Example:
+        """Returns a row with its prompt; raises ConfigError, which names the row or a setting."""
+        write = self._conversation if "messages" in row else self._prompt
+        example = write(row, place)
+        if not example.token_ids:
             raise ConfigError(
-                f"{field}.system: rows with a `prompt` take none with {field}.template: raw",
-                hint=f"{field}.template: chat writes the prompt through the chat template",
+                f"{self._field}: {place}: the prompt has no tokens",
+                hint="a row needs text to answer: remove it, or fill its prompt",
             )
-        with _named_by_row(place, field):
-            ids, inputs = codec.with_images(codec.encode(text), images, _folder(settings))
-    else:
-        asked = [{"role": "user", "content": content_of(images, text)}]
-        messages = _with_system(settings, asked)
-        with _named_by_row(place, field):
-            ids, inputs = codec.chat_with_images(messages, _folder(settings))
-    if inputs:
-        row = row | {settings.images: [_shown(image) for image in images]}
-    return Example(row, text, ids, place, scorer, content, vision_inputs=inputs)
+        return example
+
+    def note_frame(self, note: Callable[[str], None]) -> None:
+        """Notes what the tokenizer adds to raw prompts, where a model may not expect it."""
+        if not self._framed:
+            return
+        hint = f"{self._field}.add_special_tokens: false leaves them as they are"
+        if after := self._codec.frame.after:
+            texts = "".join(self._codec.token_texts(after))
+            note(
+                f"warning: {self._field}: the tokenizer ends every prompt with {texts!r}, after "
+                f"which a model may not go on; {hint}"
+            )
+        if twice := self._begun_twice:
+            texts = "".join(self._codec.token_texts(self._codec.frame.before))
+            note(
+                f"warning: {self._field}: {len(twice):,} of {self._framed:,} prompts already begin "
+                f"with {texts!r}, which the tokenizer adds, too (the first: {twice[0]}); {hint}"
+            )
+
+    def _conversation(self, row: dict[str, Any], place: str) -> Example:
+        _require_prompt(self._settings, place, self._field)
+        messages = row["messages"]
+        if messages and messages[-1].get("role") == "assistant" and self._ends_in_answer(row):
+            row = {"answer": _text(messages[-1].get("content"))} | row
+            messages = messages[:-1]
+        text = json.dumps(messages, ensure_ascii=False, default=_shown)
+        content = json.dumps(messages, sort_keys=True, default=_shown)
+        ids, inputs = self._chat(messages, place)
+        if inputs:
+            row = row | {"messages": json.loads(json.dumps(row["messages"], default=_shown))}
+        return Example(row, text, ids, place, self._scorer, content, vision_inputs=inputs)
+
+    def _prompt(self, row: dict[str, Any], place: str) -> Example:
+        settings, field = self._settings, self._field
+        if settings.extract is not None:
+            row = row | {"prompt": _extract(settings.extract, row["prompt"], f"{field}.extract")}
+        text = _fill(settings.format, row, f"{field}.format")
+        content = _content(settings.format, row)
+        images = _images(settings, row, f"{field}.images: {place}")
+        if settings.template == "raw":
+            if settings.system is not None:
+                raise ConfigError(
+                    f"{field}.system: rows with a `prompt` take none with {field}.template: raw",
+                    hint=f"{field}.template: chat writes the prompt through the chat template",
+                )
+            with _named_by_row(place, field):
+                ids = self._encoded(text, place)
+                ids, inputs = self._codec.with_images(ids, images, _folder(settings))
+        else:
+            ids, inputs = self._chat([{"role": "user", "content": content_of(images, text)}], place)
+        if inputs:
+            row = row | {settings.images: [_shown(image) for image in images]}
+        return Example(row, text, ids, place, self._scorer, content, vision_inputs=inputs)
+
+    def _chat(
+        self, messages: list[dict[str, Any]], place: str
+    ) -> tuple[list[int], Sequence[VisionInput]]:
+        settings = self._settings
+        with _named_by_row(place, self._field):
+            return self._codec.chat_with_images(
+                _with_system(settings, messages),
+                _folder(settings),
+                settings.chat_template_kwargs,
+            )
+
+    def _encoded(self, text: str, place: str) -> list[int]:
+        plain = self._codec.encode(text, special=False)
+        # Special tokens alone are no prompt.
+        if not plain or not self._settings.add_special_tokens:
+            return plain
+        before = list(self._codec.frame.before)
+        self._framed += 1
+        if before and plain[: len(before)] == before:
+            self._begun_twice.append(place)
+        return self._codec.encode(text)
 
 
 def _require_prompt(settings: DataSettings, place: str, field: str) -> None:
@@ -315,6 +422,15 @@ def _shown(image: Any) -> str:
     if isinstance(image, Mapping):
         image = image.get("path")
     return image if isinstance(image, str) else "image"
+
+
+def _text(content: Any) -> Any:
+    """Returns the content of a message; parts that are all text as one text."""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def _content(template: str, row: Mapping[str, Any]) -> str:

@@ -80,14 +80,19 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dic
 
 
 def _checked(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns the row; raises ConfigError unless it has a prompt."""
+    """Returns the row; raises ConfigError unless it has a prompt.
+
+    A conversation in `prompt`, as TRL and verl have it, becomes `messages`.
+    """
+    if "messages" not in row and isinstance(row.get("prompt"), list):
+        row = {"messages" if key == "prompt" else key: value for key, value in row.items()}
     if not ("prompt" in row or "messages" in row):
         raise ConfigError(
             f"{place}: a row needs `prompt` or `messages`",
             hint=f"`columns: {{prompt: {next(iter(row))}}}` names another column" if row else None,
         )
     if "messages" not in row and not isinstance(row["prompt"], str):
-        raise ConfigError(f"{place}: `prompt` must be a string")
+        raise ConfigError(f"{place}: `prompt` must be a string, or a list of messages")
     if "messages" in row and not _is_conversation(row["messages"]):
         raise ConfigError(
             f"{place}: `messages` must be a list of objects whose `content` is a string "

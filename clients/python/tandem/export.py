@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
+from tandem.byte_progress import ByteCount, OnBytes, no_progress
 from tandem.checkpoints import MANIFEST
 from tandem.errors import ConfigError
 from tandem.new_directory import new_directory
 from tandem.number_formats import torch_name
 from tandem.run_files import read_json
+from tandem.weight_files.writing import (
+    OutputTensor,
+    cast_all,
+    dtype_key,
+    stored_dtype,
+    write_file,
+)
 
 _CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
+# Ends the names of files of weights, of which a checkpoint may have several with an index.
+_WEIGHTS = ".safetensors"
+_BLOCK_BYTES = 1 << 22
 # Files of a checkpoint that only training reads.
 _TRAINING_FILES = ("tandem_state.json", "optimizer*", "speculator_optimizer*")
-# Ends the names of buffers, which stay in float32: the biases of DeepSeek-V3's routers.
-_KEPT_IN_FLOAT32 = ".e_score_correction_bias"
 # Begins the names of a speculator's files in the manifest.
 _SPECULATOR = "speculator/"
 
 
-def export_checkpoint(checkpoint: Path, destination: Path, dtype: str) -> Path:
+def export_checkpoint(
+    checkpoint: Path, destination: Path, dtype: str, progress: OnBytes = no_progress
+) -> Path:
     """Writes `destination` as config.json, model.safetensors and the tokenizer's files.
 
     No server is needed. `dtype` is a name of number_formats; the checkpoint itself holds float32.
-    `destination` must not exist, or be empty. Returns its absolute path.
+    `destination` must not exist, or be empty. `progress` is told the bytes that are done, of how
+    many. Takes the memory of one tensor. Returns its absolute path.
 
     Raises ConfigError for a checkpoint that is damaged, a weight that the format cannot hold, and a
     destination that cannot be written.
     """
-    wanted = torch_name(dtype, "--dtype")
-    with new_directory(destination) as folder:
-        for file in _verified_files(checkpoint):
-            # Folders hold what is not the model: the speculator.
-            if file.parent == checkpoint and not any(map(file.match, _TRAINING_FILES)):
-                _export_file(file, folder / file.name, wanted)
-    return destination.absolute()
+    # Folders hold what is not the model: the speculator.
+    names = [
+        name
+        for name in _digests(checkpoint)
+        if "/" not in name and not any(map(Path(name).match, _TRAINING_FILES))
+    ]
+    return _export(checkpoint, names, destination, dtype, progress)
 
 
-def export_speculator(checkpoint: Path, destination: Path, dtype: str) -> Path:
+def export_speculator(
+    checkpoint: Path, destination: Path, dtype: str, progress: OnBytes = no_progress
+) -> Path:
     """Writes `destination` as config.json and model.safetensors of the checkpoint's speculator.
 
     A rollout server and a trainer load such a directory, like a published one. The rest is as in
@@ -51,80 +63,78 @@ def export_speculator(checkpoint: Path, destination: Path, dtype: str) -> Path:
 
     Raises ConfigError also for a checkpoint without a speculator.
     """
-    wanted = torch_name(dtype, "--dtype")
-    files = _verified_files(checkpoint, _SPECULATOR)
-    if not files:
+    names = [name for name in _digests(checkpoint) if name.startswith(_SPECULATOR)]
+    if not names:
         raise ConfigError(
             f"{checkpoint} has no speculator",
             hint="a trainer whose configuration has the section `speculator` trains one",
         )
+    return _export(checkpoint, names, destination, dtype, progress)
+
+
+def _digests(checkpoint: Path) -> dict[str, str]:
+    """Returns the digests in the manifest by the names of the files."""
+    files = read_json(checkpoint / MANIFEST)["files"]
+    return {entry["name"]: entry["xxh3_128"] for entry in files}
+
+
+def _export(
+    checkpoint: Path, names: Sequence[str], destination: Path, dtype: str, progress: OnBytes
+) -> Path:
+    """Verifies the files `names` of a checkpoint, and exports them."""
+    wanted = torch_name(dtype, "--dtype")
+    digests = _digests(checkpoint)
+    files = {name: checkpoint / name for name in names}
+    for file in files.values():
+        if not file.is_file():
+            raise ConfigError(f"{file}: is missing")
+    # Every byte is read twice: for the digest and for the export.
+    count = ByteCount(2 * sum(file.stat().st_size for file in files.values()), progress)
     with new_directory(destination) as folder:
-        for file in files:
-            _export_file(file, folder / file.name, wanted)
+        for name, file in files.items():
+            if _digest(file, count) != digests[name]:
+                raise ConfigError(f"{file}: its digest is not the manifest's: the file is damaged")
+        for file in files.values():
+            _export_file(file, folder / file.name, wanted, count)
     return destination.absolute()
 
 
-def _verified_files(checkpoint: Path, prefix: str = "") -> list[Path]:
-    """Compares files with the digests in the manifest; returns their paths.
-
-    The files are those whose names begin with `prefix`.
-    """
-    files = []
-    for entry in read_json(checkpoint / MANIFEST)["files"]:
-        if not entry["name"].startswith(prefix):
-            continue
-        file = checkpoint / entry["name"]
-        if not file.is_file():
-            raise ConfigError(f"{file}: is missing")
-        if _digest(file) != entry["xxh3_128"]:
-            raise ConfigError(f"{file}: its digest is not the manifest's: the file is damaged")
-        files.append(file)
-    return files
-
-
-def _digest(file: Path) -> str:
+def _digest(file: Path, count: ByteCount) -> str:
     digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
+    for block in _blocks(file, count):
+        digest.update(block)
     return digest.hexdigest()
 
 
-def _export_file(source: Path, target: Path, dtype: str) -> None:
-    if source.name == _WEIGHTS and dtype != "float32":
-        _convert(source, target, dtype)
+def _blocks(file: Path, count: ByteCount) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            yield block
+            count.add(len(block))
+
+
+def _export_file(source: Path, target: Path, dtype: str, count: ByteCount) -> None:
+    if source.suffix == _WEIGHTS and dtype != "float32":
+        _convert(source, target, dtype, count)
     elif source.name == _CONFIG:
         config = read_json(source)
-        config[_dtype_key(config)] = dtype
+        config[dtype_key(config)] = dtype
         target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
-        shutil.copyfile(source, target)
+        with target.open("wb") as stream:
+            for block in _blocks(source, count):
+                stream.write(block)
 
 
-def _dtype_key(config: dict[str, Any]) -> str:
-    """Returns the key of the dtype: that of earlier versions of transformers if the file has it."""
-    return "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-
-
-def _convert(source: Path, target: Path, dtype: str) -> None:
+def _convert(source: Path, target: Path, dtype: str, count: ByteCount) -> None:
     # The import takes a second.
-    import torch
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
-    tensors = {}
     with safe_open(source, framework="pt") as opened:
-        for name in opened.keys():  # noqa: SIM118
-            tensor = opened.get_tensor(name)
-            if name.endswith(_KEPT_IN_FLOAT32):
-                tensors[name] = tensor
-                continue
-            tensor = tensor.to(getattr(torch, dtype))
-            if not torch.isfinite(tensor).all():
-                raise ConfigError(
-                    f"--dtype: the tensor {name!r} holds numbers that {dtype} cannot hold",
-                    hint="bf16 has the range of fp32",
-                )
-            tensors[name] = tensor
-        metadata = opened.metadata()
-    save_file(tensors, target, metadata)
+        names = opened.offset_keys()
+        tensors = [
+            OutputTensor(name, tuple(opened.get_slice(name).get_shape()), stored_dtype(name, dtype))
+            for name in names
+        ]
+        values = (opened.get_tensor(name) for name in names)
+        write_file(target, tensors, cast_all(tensors, values, count), opened.metadata())

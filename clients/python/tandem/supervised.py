@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from string import Formatter
 from typing import Any
@@ -12,9 +13,26 @@ from tandem.errors import ConfigError, ProblemsError
 from tandem.settings import SftSettings
 from tandem.text import TextCodec
 
+# The default of `sft.response`.
+_ANSWER = "{answer}"
+
+
+def ends_in_answer(settings: SftSettings) -> Callable[[Mapping[str, Any]], bool]:
+    """Returns whether the last turn of a row's `messages` is the text to learn.
+
+    It is where `response` names it, and by default where the row has no other answer.
+    """
+    if "messages" in _columns(settings.response):
+        return lambda row: True
+    if settings.response != _ANSWER:
+        return lambda row: False
+    return lambda row: "answer" not in row and "completion" not in row
+
 
 def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Dataset:
     """Returns the data set with the `response_ids` of every example.
+
+    By default the text to learn is the row's `answer`, else its `completion`, as TRL names it.
 
     Raises ConfigError for a row without a text to learn, or a tokenizer without the
     end-of-sequence token that `settings` want; ProblemsError for several rows, up to
@@ -30,9 +48,13 @@ def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Da
     for example in data.examples:
         try:
             where = f"sft.response: {example.place}"
+            row = _with_answer(example.row) if settings.response == _ANSWER else example.row
             for name in names:
-                _require_text(name, example.row, where)
-            ids = [*_encoded(settings.response, example.row, codec, where), *end]
+                _require_text(name, row, where)
+            ids = _encoded(settings.response, row, codec, where)
+            # A text may end with the token itself.
+            if ids[-len(end) :] != end:
+                ids += end
             if not ids:
                 raise ConfigError(f"{where}: the text to learn is empty")
             examples.append(replace(example, response_ids=ids))
@@ -43,6 +65,25 @@ def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Da
     if problems:
         raise problems[0] if len(problems) == 1 else ProblemsError(problems)
     return data.with_examples(examples)
+
+
+def _columns(template: str) -> set[str]:
+    """Returns the columns that a template names; none if it is malformed."""
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name]
+    except ValueError:
+        return set()
+    return {re.split(r"[.\[]", name)[0] for name in fields}
+
+
+def _with_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a row with its `completion` as its `answer`, if it has no other."""
+    if "answer" in row or "completion" not in row:
+        return row
+    answer = row["completion"]
+    if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+        answer = answer[-1].get("content")
+    return {**row, "answer": answer}
 
 
 def require_lengths(data: Dataset, max_model_len: int) -> None:

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tandem.errors import ConfigError
 from tandem.images import ImageProcessor, VisionInput, images_of
-from tandem.text_files import json_object, read_text
+from tandem.text_files import json_object, read_text, require_no_lfs_pointer
 
 # The rollout server's bound (kMaxStopTokenIds).
 MAX_STOP_TOKEN_IDS = 256
+# The file that the servers read, too.
+TOKENIZER = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+# Keys of tokenizer_config.json, and of special_tokens_map.json, that name special tokens.
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+# Flags of an added token.
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The special tokens that a tokenizer puts around every text, before it and after it."""
+
+    before: Sequence[int]
+    after: Sequence[int]
+
+
+# A text that every tokenizer has tokens for.
+_PROBE = "a"
 
 
 class NoChatTemplateError(ConfigError):
@@ -28,7 +58,7 @@ class TextCodec:
     """
 
     def __init__(self, directory: Path) -> None:
-        file = directory / "tokenizer.json"
+        file = directory / TOKENIZER
         if not file.exists():
             raise ConfigError(
                 f"tokenizer: {file} does not exist",
@@ -38,13 +68,30 @@ class TextCodec:
         self._tokenizer = _read_tokenizer(file)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._config = _read_config(directory / "tokenizer_config.json")
+        self._config = _read_config(directory / _CONFIG)
+        special = special_tokens(directory, self._config)
+        if unread := _unread(special, self._tokenizer):
+            raise ConfigError(
+                f"tokenizer: {directory}: tokenizer.json, which alone is read, lacks "
+                f"{', '.join(map(repr, unread))}, which its other files name",
+                hint=f"`tandem model import {directory} DIR` writes them into one tokenizer.json",
+            )
+        # As transformers does: these are whole wherever a text has them.
+        known = self._tokenizer.get_added_tokens_decoder().values()
+        contents = {token.content for token in known}
+        self._tokenizer.add_tokens(
+            [
+                token
+                for text, token in special.items()
+                if text not in contents and self._tokenizer.token_to_id(text) is not None
+            ]
+        )
+        _set_frame(self._tokenizer, self._config)
 
     @property
     def eos_token_id(self) -> int | None:
         """Id of the end-of-sequence token that tokenizer_config.json names; None without one."""
-        token = self._config.get("eos_token") or ""
-        token = token.get("content", "") if isinstance(token, dict) else token
+        token = _content(self._config.get("eos_token"))
         if not isinstance(token, str):
             raise ConfigError(f"tokenizer: {self.directory}: eos_token is not a string")
         return self._tokenizer.token_to_id(token) if token else None
@@ -73,6 +120,16 @@ class TextCodec:
             raise ConfigError(
                 f"tokenizer: {self.directory}: {text!r} is not Unicode text"
             ) from None
+
+    @cached_property
+    def frame(self) -> Frame:
+        """The special tokens that encode() puts around a text."""
+        plain = self.encode(_PROBE, special=False)
+        framed = self.encode(_PROBE)
+        for start in range(len(framed) - len(plain) + 1) if plain else ():
+            if framed[start : start + len(plain)] == plain:
+                return Frame(framed[:start], framed[start + len(plain) :])
+        return Frame((), ())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids, without special tokens."""
@@ -127,14 +184,24 @@ class TextCodec:
         own = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=True)
         return [token for token, its in zip(ids, own, strict=True) if its.endswith(text)]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Returns the ids of a conversation in the chat template, up to where the answer begins.
 
-        Raises NoChatTemplateError without a template.
+        A last message of the assistant's is the beginning of the answer, which goes on there.
+        `template_kwargs` are variables of the template. Raises NoChatTemplateError without one.
         """
+        continues = bool(messages) and messages[-1].get("role") == "assistant"
         try:
             text = self._renderer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
+                list(messages),
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                tokenize=False,
+                **(template_kwargs or {}),
             )
         except ConfigError:
             raise
@@ -151,7 +218,10 @@ class TextCodec:
         return ImageProcessor(self.directory)
 
     def chat_with_images(
-        self, messages: Sequence[Mapping[str, Any]], folder: str | Path = ""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        folder: str | Path = "",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[VisionInput]]:
         """Returns the ids of a conversation, as chat() does, and the images of its contents.
 
@@ -159,7 +229,7 @@ class TextCodec:
         "image": ...}, with an image as ImageProcessor.image() takes it. Every image has as many
         tokens as it has rows. Relative paths begin at `folder`.
         """
-        return self.with_images(self.chat(messages), images_of(messages), folder)
+        return self.with_images(self.chat(messages, template_kwargs), images_of(messages), folder)
 
     def with_images(
         self, ids: list[int], images: Sequence[Any], folder: str | Path = ""
@@ -218,7 +288,74 @@ class GrowingText:
         return added
 
 
+def unread_tokens(directory: Path) -> list[str]:
+    """Returns the tokens that a directory's files name, and tokenizer.json does not have.
+
+    transformers adds them to the vocabulary; the servers know the tokens of tokenizer.json alone.
+    """
+    special = special_tokens(directory, _read_config(directory / _CONFIG))
+    return _unread(special, _read_tokenizer(directory / TOKENIZER))
+
+
+def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """Returns the added tokens that the files beside tokenizer.json name, by their texts.
+
+    `config` is tokenizer_config.json.
+    """
+    named = [config.get(key) for key in _NAMED_TOKENS]
+    listed = [config.get(key) for key in _LISTED_TOKENS]
+    numbered = config.get("added_tokens_decoder")
+    plain: Iterable[str] = ()
+    if not isinstance(numbered, dict):
+        # transformers reads these files of earlier versions in its place.
+        numbered = {}
+        older = _read_config(directory / "special_tokens_map.json")
+        named += [older.get(key) for key in _NAMED_TOKENS]
+        listed += [older.get(key) for key in _LISTED_TOKENS]
+        plain = _read_config(directory / "added_tokens.json")
+    for several in listed:
+        named += several.values() if isinstance(several, dict) else several or []
+    found: dict[str, AddedToken] = {}
+    for one in named:
+        if isinstance(text := _content(one), str) and text:
+            found[text] = AddedToken(text, special=True, normalized=False)
+    for one in numbered.values():
+        if isinstance(one, dict) and isinstance(text := _content(one), str) and text:
+            flags = {key: bool(one[key]) for key in _FLAGS if key in one}
+            found[text] = AddedToken(text, **flags | ({"special": True} if text in found else {}))
+    for text in plain:
+        found.setdefault(text, AddedToken(text, special=False, normalized=True))
+    return found
+
+
+def _unread(special: Mapping[str, AddedToken], tokenizer: Tokenizer) -> list[str]:
+    return [text for text in special if tokenizer.token_to_id(text) is None]
+
+
+def _content(token: Any) -> Any:
+    """Returns the text of a token in tokenizer_config.json: text, or an object with `content`."""
+    return (token.get("content") if isinstance(token, dict) else token) or ""
+
+
+def _set_frame(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Puts the tokens around texts that tokenizer_config.json asks for, as transformers does."""
+    if not {"add_bos_token", "add_eos_token"} & config.keys():
+        return
+    frame: dict[str, list[tuple[str, int]]] = {}
+    for name in ("bos", "eos"):
+        token = _content(config.get(f"{name}_token"))
+        number = tokenizer.token_to_id(token) if isinstance(token, str) and token else None
+        frame[name] = (
+            [(token, number)] if config.get(f"add_{name}_token") and number is not None else []
+        )
+    pieces = [*(text for text, _ in frame["bos"]), "$A", *(text for text, _ in frame["eos"])]
+    tokenizer.post_processor = TemplateProcessing(
+        single=pieces, special_tokens=[*frame["bos"], *frame["eos"]]
+    )
+
+
 def _read_tokenizer(file: Path) -> Tokenizer:
+    require_no_lfs_pointer(file, f"tokenizer: {file}")
     try:
         return Tokenizer.from_file(str(file))
     # The library raises bare exceptions.

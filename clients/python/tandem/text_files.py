@@ -8,6 +8,9 @@ from typing import Any
 
 from tandem.errors import ConfigError
 
+# The first bytes of a file that git-lfs has not fetched.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 def read_text(path: Path, place: str, error: type[ConfigError] = ConfigError) -> str:
     """Reads a UTF-8 file. Raises `error`, beginning with `place`, if it is no such file."""
@@ -17,9 +20,32 @@ def read_text(path: Path, place: str, error: type[ConfigError] = ConfigError) ->
 def read_bytes(path: Path, place: str, error: type[ConfigError] = ConfigError) -> bytes:
     """Reads a file. Raises `error`, beginning with `place`, if it cannot be read."""
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as failure:
         raise error(f"{place}: {failure.strerror}") from None
+    _refuse_lfs_pointer(data, path, place, error)
+    return data
+
+
+def require_no_lfs_pointer(path: Path, place: str) -> None:
+    """Raises ConfigError, beginning with `place`, for a file that git-lfs has not fetched yet.
+
+    Also for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+    except OSError as failure:
+        raise ConfigError(f"{place}: {failure.strerror or failure}") from None
+    _refuse_lfs_pointer(start, path, place, ConfigError)
+
+
+def _refuse_lfs_pointer(data: bytes, path: Path, place: str, error: type[ConfigError]) -> None:
+    if data.startswith(_LFS_POINTER):
+        raise error(
+            f"{place}: is a git-lfs pointer, not the file itself",
+            hint=f"`git lfs pull` in {path.parent} fetches what it points to",
+        )
 
 
 def decoded(data: bytes, place: str, error: type[ConfigError] = ConfigError) -> str:

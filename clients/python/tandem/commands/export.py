@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError
 from tandem.number_formats import NAMES
 from tandem.render import Output
+
+if TYPE_CHECKING:
+    from tandem.byte_progress import OnBytes
 
 # The word of `start_from`, too: what the servers hold.
 _SERVED = "served"
@@ -48,6 +51,7 @@ def export(
     Config, generation config and tokenizer are written beside them. A
     checkpoint needs no server; transformers also opens it as it is (in fp32).
     """
+    from tandem.byte_progress import ByteProgress
     from tandem.number_formats import torch_name
 
     output = Output(as_json=as_json)
@@ -57,21 +61,24 @@ def export(
     else:
         if address is not None:
             raise ConfigError(f"--address: is for `{_SERVED}`; {source} is exported from its files")
-        written = _export_files(Path(source), destination, dtype, critic=critic)
+        with ByteProgress(output, "exporting") as progress:
+            written = _export_files(Path(source), destination, dtype, progress.show, critic=critic)
     output.result({"path": str(written), "dtype": wanted}, f"{written}: {wanted}")
 
 
-def _export_files(source: Path, destination: Path, dtype: str, *, critic: bool) -> Path:
+def _export_files(
+    source: Path, destination: Path, dtype: str, progress: OnBytes, *, critic: bool
+) -> Path:
     from tandem.checkpoints import checkpoint_at, require_here
     from tandem.export import export_checkpoint
 
     found = checkpoint_at(source)
     require_here(found, "SOURCE")
     if not critic:
-        return export_checkpoint(found.trainer, destination, dtype)
+        return export_checkpoint(found.trainer, destination, dtype, progress)
     if found.critic is None:
         raise ConfigError(f"--critic: {source} has no checkpoint of a critic")
-    return export_checkpoint(found.critic, destination, dtype)
+    return export_checkpoint(found.critic, destination, dtype, progress)
 
 
 def _export_served(

@@ -28,16 +28,22 @@ def model_import(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a model as a plain Hugging Face directory. Doing it twice changes nothing."""
+    from tandem.byte_progress import ByteProgress
     from tandem.models import import_model
 
     output = Output(as_json=as_json)
-    model = import_model(source, destination, dtype=torch_name(dtype, "--dtype"))
+    wanted = torch_name(dtype, "--dtype")
+    with ByteProgress(output, "importing") as progress:
+        model = import_model(source, destination, dtype=wanted, progress=progress.show)
+    for note in model.notes:
+        output.note(f"note: {note}")
     what = "is already there" if model.already_there else "imported"
     output.result(
         {
             "path": str(model.path),
             "parameters": model.parameters,
             "already_there": model.already_there,
+            "notes": list(model.notes),
         },
         f"{model.path}: {model.parameters / 1e6:.0f} M parameters, {what}",
     )

@@ -167,6 +167,7 @@ def export(
     `senior_speculator` of a rollout server and `speculator.path` of a trainer
     name such a directory.
     """
+    from tandem.byte_progress import ByteProgress
     from tandem.checkpoints import checkpoint_at, require_here
     from tandem.export import export_speculator
     from tandem.number_formats import torch_name
@@ -175,5 +176,6 @@ def export(
     wanted = torch_name(dtype, "--dtype")
     found = checkpoint_at(Path(source))
     require_here(found, "SOURCE")
-    written = export_speculator(found.trainer, destination, dtype)
+    with ByteProgress(output, "exporting") as progress:
+        written = export_speculator(found.trainer, destination, dtype, progress.show)
     output.result({"path": str(written), "dtype": wanted}, f"{written}: {wanted}")
