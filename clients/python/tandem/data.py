@@ -230,7 +230,9 @@ class _RowProblems:
             # A mistake in the settings names no row.
             if others and key != error.message:
                 rows = "row" if others == 1 else "rows"
-                error = ConfigError(f"{error.message} (and {others:,} more {rows})", error.hint)
+                error = ConfigError(
+                    f"{error.message} (and {others:,} more {rows})", hint=error.hint
+                )
             problems.append(error)
         if problems:
             raise problems[0] if len(problems) == 1 else ProblemsError(problems)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from tandem.errors import ConfigError
 from tandem.images import ImageProcessor, VisionInput, images_of
@@ -86,7 +85,6 @@ class TextCodec:
                 if text not in contents and self._tokenizer.token_to_id(text) is not None
             ]
         )
-        _set_frame(self._tokenizer, self._config)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -124,12 +122,12 @@ class TextCodec:
     @cached_property
     def frame(self) -> Frame:
         """The special tokens that encode() puts around a text."""
-        plain = self.encode(_PROBE, special=False)
-        framed = self.encode(_PROBE)
-        for start in range(len(framed) - len(plain) + 1) if plain else ():
-            if framed[start : start + len(plain)] == plain:
-                return Frame(framed[:start], framed[start + len(plain) :])
-        return Frame((), ())
+        encoded = self._tokenizer.encode(_PROBE)
+        mask = encoded.special_tokens_mask
+        if 0 not in mask:
+            return Frame((), ())
+        first, last = mask.index(0), len(mask) - mask[::-1].index(0)
+        return Frame(encoded.ids[:first], encoded.ids[last:])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids, without special tokens."""
@@ -335,23 +333,6 @@ def _unread(special: Mapping[str, AddedToken], tokenizer: Tokenizer) -> list[str
 def _content(token: Any) -> Any:
     """Returns the text of a token in tokenizer_config.json: text, or an object with `content`."""
     return (token.get("content") if isinstance(token, dict) else token) or ""
-
-
-def _set_frame(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Puts the tokens around texts that tokenizer_config.json asks for, as transformers does."""
-    if not {"add_bos_token", "add_eos_token"} & config.keys():
-        return
-    frame: dict[str, list[tuple[str, int]]] = {}
-    for name in ("bos", "eos"):
-        token = _content(config.get(f"{name}_token"))
-        number = tokenizer.token_to_id(token) if isinstance(token, str) and token else None
-        frame[name] = (
-            [(token, number)] if config.get(f"add_{name}_token") and number is not None else []
-        )
-    pieces = [*(text for text, _ in frame["bos"]), "$A", *(text for text, _ in frame["eos"])]
-    tokenizer.post_processor = TemplateProcessing(
-        single=pieces, special_tokens=[*frame["bos"], *frame["eos"]]
-    )
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

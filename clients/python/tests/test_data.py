@@ -7,11 +7,14 @@ import fakes
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tandem.data import load_dataset
 from tandem.errors import ConfigError, ProblemsError
 from tandem.rewards import Reward
-from tandem.settings import DataSettings, RewardSettings
+from tandem.settings import DataSettings, RewardSettings, SftSettings
+from tandem.supervised import ends_in_answer, with_responses
 from tandem.text import TextCodec
 
 
@@ -62,11 +65,154 @@ def test_several_bad_rows_are_named_at_once(tmp_path, codec):
         load_dataset(DataSettings(jsonl=file), codec)
     places = [problem.message.split(": ")[1] for problem in caught.value.problems]
     assert places == [f"{file}:{line}" for line in (2, 3, 4, 5)]
-    # A file without any good row reports only its first ten.
-    file.write_text("no\n" * 1000)
+    # A file without any good row reports only its first ten different ones.
+    file.write_text("".join(" " * n + "no\n" for n in range(1000)))
     with pytest.raises(ProblemsError) as caught:
         load_dataset(DataSettings(jsonl=file), codec)
     assert len(caught.value.problems) == 10
+
+
+def test_a_mistake_of_many_rows_is_named_once_and_counted(tmp_path, codec):
+    rows = jsonl(tmp_path, *({"question": "w1"} for _ in range(12)))
+    renamed = rows.model_copy(update={"columns": {"prompt": "text"}})
+    for settings, says in [
+        (rows, "a row needs `prompt` or `messages` (and 11 more rows)"),
+        (renamed, "there is no column 'text', which `columns` names; there are question (and 11"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load_dataset(settings, codec)
+        assert not isinstance(caught.value, ProblemsError)
+        assert f"{rows.jsonl}:1: {says}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ({"prompt": ""}, {}),
+        ({"prompt": "  "}, {}),
+        ({"prompt": "w1", "extra": ""}, {"format": "{extra}"}),
+        ({"prompt": "w1 -> "}, {"extract": "-> (.*)"}),
+        ({"messages": [{"role": "user", "content": ""}]}, {}),
+        ({"prompt": ""}, {"template": "chat"}),
+    ],
+)
+def test_a_prompt_without_tokens_names_its_row(tmp_path, codec, row, changes):
+    (codec.directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    good = {"prompt": "w1 -> w2", "extra": "w3"}
+    settings = jsonl(tmp_path, good, row).model_copy(update=changes)
+    with pytest.raises(ConfigError, match=rf"^eval.data: {settings.jsonl}:2: the prompt has no"):
+        load_dataset(settings, codec, field="eval.data")
+
+
+def test_tokens_around_a_text_are_no_prompt(tmp_path):
+    codec = TextCodec(framing_tokenizer(tmp_path / "framing"))
+    with pytest.raises(ConfigError, match="the prompt has no tokens"):
+        load_dataset(jsonl(tmp_path, {"prompt": ""}), codec)
+
+
+def framing_tokenizer(directory):
+    """A tokenizer that puts w1 before every text and <eos> after it."""
+    file = fakes.write_tokenizer(directory) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.post_processor = TemplateProcessing(
+        single="w1 $A <eos>", special_tokens=[("w1", 1), ("<eos>", 0)]
+    )
+    tokenizer.save(str(file))
+    return directory
+
+
+def test_what_the_tokenizer_adds_to_prompts_is_said_and_can_be_left_out(tmp_path):
+    codec = TextCodec(framing_tokenizer(tmp_path / "framing"))
+    rows = jsonl(tmp_path, {"prompt": "w5"}, {"prompt": "w1 w6"})
+    notes = []
+    data = load_dataset(rows, codec, note=notes.append)
+    assert [one.token_ids for one in data.examples] == [[1, 5, 0], [1, 1, 6, 0]]
+    [ends, begins] = notes
+    assert ends.startswith("warning: data: the tokenizer ends every prompt with '<eos>'")
+    assert "data: 1 of 2 prompts already begin with 'w1'" in begins
+    assert f"{rows.jsonl}:2" in begins
+    assert all("data.add_special_tokens: false" in note for note in notes)
+    notes.clear()
+    plain = rows.model_copy(update={"add_special_tokens": False})
+    data = load_dataset(plain, codec, note=notes.append)
+    assert [one.token_ids for one in data.examples] == [[5], [1, 6]]
+    # A chat template writes its own.
+    chat = rows.model_copy(update={"template": "chat"})
+    data = load_dataset(chat, codec, note=notes.append)
+    assert [one.token_ids for one in data.examples] == [[5, 63], [1, 6, 63]]
+    assert notes == []
+
+
+def test_a_prompt_may_be_a_conversation(tmp_path, codec):
+    turns = [{"role": "user", "content": "w8"}]
+    for row, columns in (({"prompt": turns}, {}), ({"ask": turns}, {"prompt": "ask"})):
+        settings = jsonl(tmp_path, row).model_copy(update={"columns": columns})
+        [example] = load_dataset(settings, codec).examples
+        assert example.token_ids == [8, 63]
+        assert example.row["messages"] == turns
+        assert "prompt" not in example.row
+
+
+def test_a_conversation_that_ends_with_the_assistant_goes_on_there(tmp_path, codec):
+    (codec.directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] == 'user' and 'w61' or 'w62' }} {{ m['content'] }} "
+        "<eos>{% endfor %}{% if add_generation_prompt %}w62{% endif %}"
+    )
+    asked = {"role": "user", "content": "w8"}
+    begun = {"role": "assistant", "content": "w9 w10"}
+    rows = jsonl(tmp_path, {"messages": [asked]}, {"messages": [asked, begun]})
+    examples = load_dataset(rows, codec).examples
+    assert [one.token_ids for one in examples] == [[61, 8, 0, 62], [61, 8, 0, 62, 9, 10]]
+
+
+def test_variables_of_the_chat_template_are_set(tmp_path, codec):
+    (codec.directory / "chat_template.jinja").write_text(
+        "{{ messages[-1]['content'] }} {{ 'w7' if enable_thinking else 'w9' }}"
+    )
+    rows = jsonl(tmp_path, {"prompt": "w2"}, {"messages": [{"role": "user", "content": "w3"}]})
+    for thinks, token in ((True, 7), (False, 9)):
+        changes = {"template": "chat", "chat_template_kwargs": {"enable_thinking": thinks}}
+        examples = load_dataset(rows.model_copy(update=changes), codec).examples
+        assert [one.token_ids for one in examples] == [[2, token], [3, token]]
+
+
+def sft_ids(rows, codec, **changes):
+    """The prompt and the response of every row, by the settings of `tandem sft`."""
+    settings = SftSettings(**changes)
+    data = load_dataset(rows, codec, ends_in_answer=ends_in_answer(settings))
+    learnt = with_responses(data, settings, codec)
+    return [(one.token_ids, list(one.response_ids)) for one in learnt.examples]
+
+
+def test_the_last_turn_of_a_conversation_is_the_answer_to_learn(tmp_path, codec):
+    asked = [{"role": "user", "content": "w8"}]
+    turns = [*asked, {"role": "assistant", "content": "w9 w10"}]
+    parts = [*asked, {"role": "assistant", "content": [{"type": "text", "text": "w9 w10"}]}]
+    wanted = [([8, 63], [9, 10, 0])]
+    for row in (
+        {"messages": turns},
+        {"messages": parts},
+        {"messages": asked, "answer": "w9 w10"},
+        {"prompt": asked, "completion": turns[1:]},
+        {"prompt": asked, "completion": "w9 w10"},
+    ):
+        assert sft_ids(jsonl(tmp_path, row), codec) == wanted, row
+    # Named by hand it is no part of the prompt, either.
+    named = jsonl(tmp_path, {"messages": turns, "answer": "w7"})
+    assert sft_ids(named, codec, response="{messages[1][content]}") == wanted
+    several = jsonl(tmp_path, {"messages": [*turns, *asked, turns[1]]})
+    assert sft_ids(several, codec) == [([8, 9, 10, 8, 63], [9, 10, 0])]
+    calls = [*asked, {"role": "assistant", "content": None, "tool_calls": []}]
+    with pytest.raises(ConfigError, match=r"^sft.response: .*rows.jsonl:1: 'answer' is null"):
+        sft_ids(jsonl(tmp_path, {"messages": calls}), codec)
+
+
+def test_an_answer_that_ends_with_the_end_token_gets_no_second_one(tmp_path, codec):
+    rows = jsonl(tmp_path, {"prompt": "w1", "answer": "w9<eos>"}, {"prompt": "w1", "answer": "w9"})
+    assert [response for _, response in sft_ids(rows, codec)] == [[9, 0], [9, 0]]
+    assert sft_ids(rows, codec, append_eos=False)[0][1] == [9, 0]
 
 
 def test_a_conversation_that_the_template_cannot_write_is_named(tmp_path, codec):

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from tandem.client import TrainerClient
 from tandem.errors import ConfigError
-from tandem.export import export_checkpoint
+from tandem.export import export_checkpoint, export_speculator
 from tandem.number_formats import data_type, torch_name
 from tandem.types.v1 import tensor_pb2
 
@@ -105,7 +105,25 @@ def test_a_checkpoint_with_a_damaged_speculator_is_refused(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "step_000001")
     (checkpoint / "speculator/config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"speculator/config\.json: its digest is not"):
-        export_checkpoint(checkpoint, tmp_path / "model", "fp32")
+        export_speculator(checkpoint, tmp_path / "speculator", "fp32")
+
+
+def test_what_is_not_exported_is_not_read(tmp_path):
+    """The moments of the optimizer are twice as large as the model."""
+    checkpoint = write_checkpoint(tmp_path / "step_000001")
+    (checkpoint / "optimizer.safetensors").unlink()
+    (checkpoint / "speculator/config.json").unlink()
+    told = []
+    export_checkpoint(
+        checkpoint, tmp_path / "model", "bf16", lambda done, total: told.append((done, total))
+    )
+    assert stored(tmp_path / "model")[0] == "torch.bfloat16"
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()} == {0o644}
+    done = [one for one, _ in told]
+    assert done == sorted(done)
+    names = ("chat_template.jinja", "config.json", "generation_config.json", "model.safetensors")
+    read = [checkpoint / name for name in (*names, "tokenizer.json", "tokenizer_config.json")]
+    assert {total for _, total in told} == {2 * sum(file.stat().st_size for file in read)}
 
 
 def test_a_destination_that_is_not_empty_stays_as_it_is(tmp_path):

@@ -1,7 +1,6 @@
 """`tandem model import`: every tensor of the result is one of the source, or it is refused."""
 
 import json
-import os
 import shutil
 
 import fakes
@@ -395,7 +394,7 @@ def test_weights_that_are_damaged_are_refused(tmp_path):
     (source / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ConfigError, match=f"^{source}/model.safetensors: "):
         import_model(str(source), tmp_path / "model")
-    os.remove(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=f"^{source}: holds no weights"):
         import_model(str(source), tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -1,10 +1,13 @@
 """Encoding and decoding of text, chat templates and stop texts."""
 
+import json
 import re
 from pathlib import Path
 
 import fakes
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tandem.errors import ConfigError
 from tandem.text import MAX_STOP_TOKEN_IDS, GrowingText, TextCodec
@@ -138,3 +141,85 @@ def test_a_special_token_that_is_no_string_is_named(directory):
     (directory / "tokenizer_config.json").write_text('{"eos_token": 5}')
     with pytest.raises(ConfigError, match="eos_token is not a string"):
         _ = TextCodec(directory).eos_token_id
+
+
+def write_config(directory, **config):
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"} | config))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|x|>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<|x|>"}}),
+        ("tokenizer_config.json", {"bos_token": {"content": "<|x|>"}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"64": {"content": "<|x|>"}}}),
+        ("special_tokens_map.json", {"eos_token": "<|x|>"}),
+        ("added_tokens.json", {"<|x|>": 64}),
+    ],
+)
+def test_a_token_that_tokenizer_json_lacks_is_refused(directory, file, content):
+    (directory / file).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"lacks '<\|x\|>', which its other files name") as caught:
+        TextCodec(directory)
+    assert "tandem model import" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"additional_special_tokens": ["w5"]},
+        {"added_tokens_decoder": {"5": {"content": "w5", "special": True}}},
+        {"bos_token": "w5"},
+    ],
+)
+def test_a_special_token_is_whole_wherever_a_text_has_it(directory, config):
+    """Its text needs no space around it, and decode() leaves it out, as transformers does."""
+    assert TextCodec(directory).encode("w5w6") == [1]
+    write_config(directory, **config)
+    codec = TextCodec(directory)
+    assert codec.encode("w6w5w7") == [6, 5, 7]
+    assert codec.decode([6, 5, 7]) == "w6w7"
+    write_config(directory, tokenizer_class="PreTrainedTokenizerFast", **config)
+    transformers = pytest.importorskip("transformers")
+    wanted = transformers.AutoTokenizer.from_pretrained(directory)
+    assert wanted("w6w5w7", add_special_tokens=False).input_ids == [6, 5, 7]
+
+
+@pytest.mark.parametrize("asked", [{}, {"add_bos_token": True, "add_eos_token": True}])
+@pytest.mark.parametrize("single", [None, "$A", "w1 $A", "$A <eos>", "w1 $A w2 <eos>"])
+def test_the_tokens_around_a_text_are_those_of_transformers(directory, asked, single):
+    transformers = pytest.importorskip("transformers")
+    write_config(directory, tokenizer_class="PreTrainedTokenizerFast", bos_token="w1", **asked)
+    if single is not None:
+        file = str(directory / "tokenizer.json")
+        tokenizer = Tokenizer.from_file(file)
+        numbers = [("w1", 1), ("w2", 2), ("<eos>", 0)]
+        tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=numbers)
+        tokenizer.save(file)
+    wanted = transformers.AutoTokenizer.from_pretrained(directory)("w5 w6").input_ids
+    codec = TextCodec(directory)
+    assert codec.encode("w5 w6") == wanted
+    assert [*codec.frame.before, 5, 6, *codec.frame.after] == wanted
+
+
+def test_ids_of_added_tokens_are_those_of_the_tokenizers_library(directory):
+    """A hole in their numbers closes: the vocabulary's digest is that of the servers."""
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    for number, text in ((70, "<a>"), (90, "<b>")):
+        content["added_tokens"].append(content["added_tokens"][0] | {"id": number, "content": text})
+    file.write_text(json.dumps(content))
+    codec = TextCodec(directory)
+    assert codec.encode("w5 <a> <b>") == [5, 64, 65]
+    assert codec.vocabulary_size == 66
+
+
+def test_a_last_turn_of_the_assistants_is_continued(codec):
+    (codec.directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }} <eos>{% endfor %}"
+        "{% if add_generation_prompt %}{{ start }}{% endif %}"
+    )
+    asked = {"role": "user", "content": "w8"}
+    assert codec.chat([asked], {"start": "w7"}) == [8, 0, 7]
+    assert codec.chat([asked, {"role": "assistant", "content": "w9"}]) == [8, 0, 9]
