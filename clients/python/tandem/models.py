@@ -115,6 +115,8 @@ def import_model(
         digest = _file_digest(place) if place.is_file() else _directory_digest(place, progress)
         if digest == found.get("sha256"):
             return ImportedModel(destination, source, found["parameters"], already_there=True)
+    # Bars of transformers; tqdm reads it when it is imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     with new_directory(destination) as folder:
         convert = _import_gguf if place.is_file() else _import_directory
         done = convert(place, folder, dtype, progress)
@@ -337,7 +339,6 @@ def _write_tokenizer(directory: Path, folder: Path) -> None:
 @contextmanager
 def _read_by_transformers(place: Path) -> Iterator[None]:
     """Quiets transformers; turns its errors into a ConfigError that names `place`."""
-    os.environ.setdefault("TQDM_DISABLE", "1")
     import transformers
 
     transformers.logging.set_verbosity_error()
