@@ -17,27 +17,24 @@ _SECONDS_BETWEEN_LINES = 30.0
 OnBytes = Callable[[int, int], None]
 
 
-def no_progress(done: int, total: int) -> None:
-    """Tells nobody."""
-
-
 class ByteCount:
-    """Adds bytes up, and tells the sum.
+    """Adds bytes up, and tells the sum to `progress`, if there is one.
 
     Attributes:
         total: number of bytes when all is done.
     """
 
-    def __init__(self, total: int, progress: OnBytes) -> None:
+    def __init__(self, total: int, progress: OnBytes | None) -> None:
         self.total = total
         self._done = 0
         self._progress = progress
-        progress(0, total)
+        self.add(0)
 
     def add(self, count: int) -> None:
         """Adds the bytes that are newly done."""
         self._done += count
-        self._progress(self._done, self.total)
+        if self._progress is not None:
+            self._progress(self._done, self.total)
 
 
 class ByteProgress:

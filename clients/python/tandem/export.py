@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from tandem.byte_progress import ByteCount, OnBytes, no_progress
+from tandem.byte_progress import ByteCount, OnBytes
 from tandem.checkpoints import MANIFEST
 from tandem.errors import ConfigError
 from tandem.new_directory import new_directory
@@ -33,7 +33,7 @@ _SPECULATOR = "speculator/"
 
 
 def export_checkpoint(
-    checkpoint: Path, destination: Path, dtype: str, progress: OnBytes = no_progress
+    checkpoint: Path, destination: Path, dtype: str, progress: OnBytes | None = None
 ) -> Path:
     """Writes `destination` as config.json, model.safetensors and the tokenizer's files.
 
@@ -54,7 +54,7 @@ def export_checkpoint(
 
 
 def export_speculator(
-    checkpoint: Path, destination: Path, dtype: str, progress: OnBytes = no_progress
+    checkpoint: Path, destination: Path, dtype: str, progress: OnBytes | None = None
 ) -> Path:
     """Writes `destination` as config.json and model.safetensors of the checkpoint's speculator.
 
@@ -79,7 +79,7 @@ def _digests(checkpoint: Path) -> dict[str, str]:
 
 
 def _export(
-    checkpoint: Path, names: Sequence[str], destination: Path, dtype: str, progress: OnBytes
+    checkpoint: Path, names: Sequence[str], destination: Path, dtype: str, progress: OnBytes | None
 ) -> Path:
     """Verifies the files `names` of a checkpoint, and exports them."""
     wanted = torch_name(dtype, "--dtype")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.byte_progress import ByteCount, OnBytes, no_progress
+from tandem.byte_progress import ByteCount, OnBytes
 from tandem.errors import ConfigError
 from tandem.hub import is_hub_name, local_model
 from tandem.new_directory import new_directory
@@ -95,7 +95,7 @@ def import_model(
     destination: Path,
     *,
     dtype: str = "bfloat16",
-    progress: OnBytes = no_progress,
+    progress: OnBytes | None = None,
 ) -> ImportedModel:
     """Writes `destination` as config.json + weights + tokenizer files.
 
@@ -143,7 +143,7 @@ class _Done:
     notes: list[str]
 
 
-def _import_directory(place: Path, folder: Path, dtype: str, progress: OnBytes) -> _Done:
+def _import_directory(place: Path, folder: Path, dtype: str, progress: OnBytes | None) -> _Done:
     from tandem.weight_files.expected import ExpectedTensors
 
     config = _config_of(place)
@@ -181,7 +181,7 @@ def _import_directory(place: Path, folder: Path, dtype: str, progress: OnBytes) 
     return _Done(hasher.hexdigest(), sum(tensor.numel for tensor in tensors), notes)
 
 
-def _directory_digest(place: Path, progress: OnBytes) -> str:
+def _directory_digest(place: Path, progress: OnBytes | None) -> str:
     """Returns the digest that _import_directory() takes while it reads."""
     hasher = hashlib.sha256()
     with Source(place) as source:
@@ -193,7 +193,7 @@ def _directory_digest(place: Path, progress: OnBytes) -> str:
     return hasher.hexdigest()
 
 
-def _import_gguf(file: Path, folder: Path, dtype: str, progress: OnBytes) -> _Done:
+def _import_gguf(file: Path, folder: Path, dtype: str, progress: OnBytes | None) -> _Done:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.core_model_loading import revert_weight_conversion
