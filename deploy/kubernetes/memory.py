@@ -1,4 +1,4 @@
-"""Prints the memory that the pods of a release need, for `resources` in its values.
+"""Prints the memory that the pods of a release need, and the sizes of its volumes.
 
     memory.py VALUES.yaml --models DIRECTORY
 
@@ -22,9 +22,15 @@ from typing import Any
 
 import manifests
 import yaml
+from safetensors import safe_open
 from tandem.cluster import find_binary
+from tandem.settings import CheckpointSettings
 
 GIB = 2**30
+# Bytes of a parameter in a checkpoint (weight and two moments), and in a publication.
+CHECKPOINT_BYTES, WEIGHT_BYTES = 12, 4
+# Checkpoints that a run keeps.
+KEEP = CheckpointSettings.model_fields["keep"].default
 # Share of the plan that a request adds to it.
 HEADROOM = 0.25
 
@@ -68,7 +74,33 @@ def plans(values: dict[str, Any], models: Path) -> dict[str, int]:
     }
     return {
         role: plan(role, yaml.safe_load(text), values[role].get("ranks", 1), models)
+        * values[role].get("ranksPerPod", 1)
         for role, text in configs.items()
+    }
+
+
+def parameters(directory: Path) -> int:
+    """Returns the number of parameters in the safetensors files of a model."""
+    count = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return count
+
+
+def volumes(values: dict[str, Any], models: Path) -> dict[str, int]:
+    """Returns the bytes that the volumes of a release must hold, by the value that sizes them."""
+
+    def size(role: str) -> int:
+        named = values.get(role, {}).get("config", {}).get("model")
+        return parameters(models / Path(named).relative_to("/models")) if named else 0
+
+    keep = values.get("run", {}).get("config", {}).get("checkpoint", {}).get("keep", KEEP)
+    # A new checkpoint is written before the oldest is removed, and state.json keeps one more.
+    checkpoints = (keep + 2) * CHECKPOINT_BYTES
+    return {
+        "runs.size": checkpoints * (size("trainer") + size("critic")),
+        "trainer.scratchSize": WEIGHT_BYTES * size("trainer"),
     }
 
 
@@ -79,12 +111,15 @@ def main() -> int:
     parser.add_argument("--models", type=Path, required=True, help="folder of /models")
     arguments = parser.parse_args()
     try:
-        planned = plans(yaml.safe_load(arguments.values.read_text()), arguments.models)
+        values = yaml.safe_load(arguments.values.read_text())
+        planned = plans(values, arguments.models)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
     for role, size in planned.items():
         print(f"{role}: {size / GIB:.2f} GiB planned, request memory: {request(size)}Gi")
+    for value, size in volumes(values, arguments.models).items():
+        print(f"{value}: at least {math.ceil(size / GIB)}Gi")
     return 0
 
 

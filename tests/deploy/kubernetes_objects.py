@@ -43,18 +43,47 @@ class Pod:
         """The container that does the work."""
         return self.spec["containers"][0]
 
+    @property
+    def command(self) -> list[str]:
+        """The command of the container, or of a rank that ranks.sh starts in it."""
+        command = [self._expanded(word, self._variables()) for word in self.container["command"]]
+        return command[5:] if self.ranks_per_pod > 1 else command
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """The number of ranks that share the pod."""
+        program, *arguments = self.container["command"]
+        return int(arguments[0]) if program.endswith("/ranks.sh") else 1
+
     def environment(self) -> dict[str, str]:
+        """The variables of the container, or of the first rank that ranks.sh starts in it."""
+        values = self._variables()
+        if self.ranks_per_pod == 1:
+            return values
+        _, count, world, master, port, *_ = self.container["command"]
+        return values | {
+            "RANK": str(int(values["POD_INDEX"]) * int(count)),
+            "WORLD_SIZE": world,
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": self._expanded(master, values),
+            "MASTER_PORT": port,
+        }
+
+    def _variables(self) -> dict[str, str]:
         """The variables of the container, expanded as the kubelet does."""
         values = dict(self.injected)
         for variable in self.container.get("env", []):
             if "valueFrom" in variable:
                 value = self._field(variable["valueFrom"]["fieldRef"]["fieldPath"])
             else:
-                value = re.sub(
-                    r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), variable.get("value", "")
-                )
+                value = self._expanded(variable.get("value", ""), values)
             values[variable["name"]] = value
         return values
+
+    @staticmethod
+    def _expanded(text: str, values: Mapping[str, str]) -> str:
+        return re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), text)
 
     def _field(self, path: str) -> str:
         if path == "metadata.name":

@@ -218,7 +218,7 @@ def probe_problems(objects: Sequence[Object]) -> list[str]:
             if probe is None:
                 problems.append(f"{pod.name}: has no {kind}")
             elif "exec" in probe:
-                if probe["exec"]["command"] != [*pod.container["command"], "--check-health"]:
+                if probe["exec"]["command"] != [*pod.command, "--check-health"]:
                     problems.append(f"{pod.name}: {kind} asks another configuration's server")
             elif probe.get("grpc") != {"port": grpc, "service": SERVICES[pod.component]}:
                 problems.append(f"{pod.name}: {kind} asks {probe.get('grpc')}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 
 from kubernetes_objects import Object, of_kind, pods, selects, servers
@@ -13,6 +14,7 @@ def arrows(objects: Sequence[Object], others: Mapping[str, Mapping[str, str]]) -
     Args:
         objects: the objects of a release.
         others: labels of pods in other namespaces by name; the label `namespace` is that of theirs.
+            What is no pod has the label `address` alone.
     """
     policies = [one["spec"] for one in of_kind(objects, "NetworkPolicy").values()]
     inside = {
@@ -74,6 +76,11 @@ def _has_port(ports: Sequence[Object] | None, port: int) -> bool:
 
 
 def _is_peer(selector: Object, own: Mapping[str, str], peer: Mapping[str, str]) -> bool:
+    if "ipBlock" in selector or "address" in peer:
+        block, address = selector.get("ipBlock"), peer.get("address")
+        if block is None or address is None:
+            return False
+        return ipaddress.ip_address(address) in ipaddress.ip_network(block["cidr"])
     namespace = selector.get("namespaceSelector", {}).get("matchLabels")
     if namespace is None and own["namespace"] != peer["namespace"]:
         return False

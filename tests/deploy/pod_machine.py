@@ -39,7 +39,7 @@ class Machine:
         return found
 
     def _server_problems(self, pod: Pod, objects: Sequence[Object]) -> list[str]:
-        command = pod.container["command"]
+        command = pod.command
         if command[0] != f"tandem-{pod.component}-server":
             return [f"{pod.name}: runs {command[0]}"]
         program = find_binary(command[0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import subprocess
 import tarfile
 
 import harness
@@ -28,6 +30,7 @@ GIVEN = ("models", "runs", "tandem-tls", "tandem-tokens")
 OTHERS = {
     "prometheus": {"namespace": "monitoring", "app.kubernetes.io/name": "prometheus"},
     "dns": {"namespace": "kube-system", "k8s-app": "kube-dns"},
+    "node's dns": {"address": "169.254.20.10"},
     "stranger": {"namespace": "default"},
     "neighbour": {"namespace": "tandem"},
 }
@@ -92,20 +95,23 @@ def test_the_policies_allow_the_arrows_of_the_architecture_alone(examples):
         "prometheus → rollout:9701",
         "prometheus → trainer:9702",
         "prometheus → critic:9703",
-        *(f"{pod} → dns:53" for pod in ("client", "rollout", "trainer", "critic")),
+        *(
+            f"{pod} → {dns}:53"
+            for pod in ("client", "rollout", "trainer", "critic")
+            for dns in ("dns", "node's dns")
+        ),
     }
 
 
 def test_the_policies_let_ranks_reach_each_other(examples):
-    for example in ("ranks-lws", "ranks-statefulset"):
+    for example in ("ranks-lws", "ranks-statefulset", "ranks-pod"):
         assert arrows(examples[example], OTHERS) == {
             "rollout → rollout:*",
             "trainer → trainer:*",
             "trainer → rollout:7701",
             "prometheus → rollout:9701",
             "prometheus → trainer:9702",
-            "rollout → dns:53",
-            "trainer → dns:53",
+            *(f"{p} → {d}:53" for p in ("rollout", "trainer") for d in ("dns", "node's dns")),
         }
 
 
@@ -115,7 +121,7 @@ def test_only_the_import_reaches_a_model_hub():
     values["models"]["import"] = hub
     found = arrows(manifests.manifests(manifests.render(values)), OTHERS)
     assert {arrow for arrow in found if arrow.endswith(":443")} == {
-        f"models → {target}:443" for target in ("prometheus", "dns", "stranger", "neighbour")
+        f"models → {target}:443" for target in OTHERS
     }
 
 
@@ -258,6 +264,169 @@ def test_a_changed_run_is_another_job():
         jobs.append([name for name in k8s.of_kind(objects, "Job") if "-run-" in name])
     assert jobs[0] == jobs[1]
     assert jobs[1] != jobs[2]
+
+
+def rendered(values, **options):
+    return manifests.manifests(manifests.render(values, **options))
+
+
+@pytest.mark.parametrize("name", ["a.b", "7b-run", "tandem.", "Tandem"])
+def test_a_release_name_that_no_service_can_have_is_refused(name):
+    with pytest.raises(helm_python.HelmError, match=r"name of the release|invalid release name"):
+        manifests.render(example_values("tls"), release=name)
+
+
+@pytest.mark.parametrize(
+    ("image", "full"),
+    [
+        ("tandem-trainer", "tandem-trainer:{version}"),
+        ("team/tandem-trainer", "team/tandem-trainer:{version}"),
+        ("reg:5000/team/tandem-trainer", "reg:5000/team/tandem-trainer:{version}"),
+        ("reg:5000/team/tandem-trainer:v1", "reg:5000/team/tandem-trainer:v1"),
+        ("tandem-trainer:v1", "tandem-trainer:v1"),
+        ("team/tandem-trainer@sha256:ab", "team/tandem-trainer@sha256:ab"),
+    ],
+)
+def test_an_image_without_a_tag_gets_the_charts(image, full):
+    values = example_values("tls")
+    values["trainer"]["image"] = image
+    pod = k8s.of_kind(rendered(values), "StatefulSet")["tandem-trainer"]["spec"]["template"]
+    version = yaml.safe_load((manifests.CHART / "Chart.yaml").read_text())["appVersion"]
+    assert pod["spec"]["containers"][0]["image"] == full.format(version=version)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "    indented = 1\nplain = 2\n",
+        "dos\r\nlines\r\n",
+        "no line end",
+        "several line ends\n\n\n",
+        "\n\nfirst lines are empty",
+        "\ttab: {{ not a template }}\n",
+        "",
+        "é ☃ \u2028 \\ \" '",
+    ],
+)
+def test_a_file_of_the_run_arrives_as_it_is(text):
+    values = example_values("cpu-small")
+    values["run"]["files"] = {"rows.jsonl": text}
+    found = k8s.of_kind(rendered(values), "ConfigMap")["tandem-run"]["data"]["rows.jsonl"]
+    assert found == text
+
+
+def test_settings_of_pods_reach_them():
+    values = example_values("with-critic")
+    spread = [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]
+    values["serviceAccountName"] = "gpu-users"
+    values["podSecurityContext"] = {"fsGroup": 1234, "supplementalGroups": [7]}
+    values["containerSecurityContext"] = {"seLinuxOptions": {"level": "s0:c1"}}
+    values["run"]["ttlSecondsAfterFinished"] = 600
+    for role in ("rollout", "trainer", "critic", "run"):
+        values[role] |= {
+            "podLabels": {"team": "x"},
+            "topologySpreadConstraints": spread,
+            "extraVolumes": [{"name": "more", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+        }
+    objects = rendered(values)
+    assert checks.schema_problems(objects) == []
+    assert checks.volume_problems(objects, GIVEN) == []
+    seen = set()
+    for pod in k8s.pods(objects):
+        assert pod.labels["team"] == "x"
+        assert pod.spec["serviceAccountName"] == "gpu-users"
+        assert pod.spec["topologySpreadConstraints"] == spread
+        security = pod.spec["securityContext"]
+        assert (security["fsGroup"], security["supplementalGroups"]) == (1234, [7])
+        assert security["runAsNonRoot"] is True
+        assert pod.container["securityContext"]["seLinuxOptions"] == {"level": "s0:c1"}
+        assert pod.container["securityContext"]["readOnlyRootFilesystem"] is True
+        seen.add(pod.component)
+    assert seen == {"rollout", "trainer", "critic", "client"}
+    [job] = k8s.of_kind(objects, "Job").values()
+    assert job["spec"]["ttlSecondsAfterFinished"] == 600
+
+
+def test_ranks_of_a_pod_share_its_memory_and_its_devices():
+    values = example_values("ranks-pod")
+    found = {pod.name: pod for pod in k8s.servers(rendered(values))}
+    assert {name: pod.environment()["RANK"] for name, pod in found.items()} == {
+        "tandem-rollout-0": "0",
+        "tandem-rollout-1": "0",
+        "tandem-trainer-0-0": "0",
+        "tandem-trainer-0-1": "2",
+    }
+    trainer = found["tandem-trainer-0-1"]
+    assert trainer.environment()["MASTER_ADDR"] == "tandem-trainer-0-0.tandem-trainer.tandem.svc"
+    assert trainer.environment()["WORLD_SIZE"] == "4"
+    assert {"name": "shm", "mountPath": "/dev/shm"} in trainer.container["volumeMounts"]
+    # One pod alone needs no private network.
+    values["ranks"]["privateNetwork"] = False
+    values["trainer"] |= {"ranks": 2}
+    assert rendered(values)
+
+
+def test_ranks_that_do_not_fill_their_pods_are_refused():
+    values = example_values("ranks-pod")
+    values["trainer"]["ranks"] = 3
+    with pytest.raises(helm_python.HelmRenderError, match=r"ranksPerPod: 2 does not divide"):
+        manifests.render(values)
+
+
+RANKS = manifests.CHART / "files" / "ranks.sh"
+
+
+def run_ranks(program, tmp_path, count=3, **environment):
+    """Starts ranks.sh with a shell program as the server."""
+    return subprocess.Popen(
+        [RANKS, str(count), "6", "master", "29500", "bash", "-c", program],
+        env={"PATH": os.environ["PATH"], "POD_INDEX": "1", "OUT": str(tmp_path)} | environment,
+    )
+
+
+def test_every_rank_of_a_pod_gets_its_number(tmp_path):
+    wanted = {f"{3 + r}_{r}_3_6_master_29500" for r in range(3)}
+    names = "${RANK}_${LOCAL_RANK}_${LOCAL_WORLD_SIZE}_${WORLD_SIZE}_${MASTER_ADDR}_${MASTER_PORT}"
+    # A rank ends when all are there: the end of the first ends the others.
+    wait = 'until [ "$(ls "$OUT" | wc -l)" -eq 3 ]; do sleep 0.05; done'
+    process = run_ranks(f'touch "$OUT/{names}"; {wait}', tmp_path)
+    assert process.wait(timeout=60) in (0, 143)
+    assert {path.name for path in tmp_path.iterdir()} == wanted
+
+
+def test_a_rank_that_ends_takes_the_others_with_it(tmp_path):
+    process = run_ranks('[ "$LOCAL_RANK" != 1 ] || exit 7; sleep 600 & wait', tmp_path)
+    assert process.wait(timeout=60) == 7
+
+
+def test_a_signal_drains_every_rank(tmp_path):
+    program = (
+        'trap \'touch "$OUT/drained$RANK"; exit 0\' TERM; touch "$OUT/up$RANK"; '
+        "while true; do sleep 0.05; done"
+    )
+    process = run_ranks(program, tmp_path)
+    harness.wait_until(lambda: len(list(tmp_path.glob("up*"))) == 3)
+    process.terminate()
+    assert process.wait(timeout=60) == 0
+    assert len(list(tmp_path.glob("drained*"))) == 3
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_pod_waits_for_the_import_and_gives_up(tmp_path, there):
+    values = example_values("cpu-small")
+    values["models"]["import"] = {"steps": [{"command": ["true"]}], "waitSeconds": 1}
+    for pod in k8s.pods(rendered(values)):
+        if pod.component not in ("rollout", "client"):
+            continue
+        [init] = pod.spec["initContainers"]
+        marker = re.search(r"/models/\.imported-\w+", init["command"][2])[0]
+        if there:
+            (tmp_path / marker.removeprefix("/models/")).touch()
+        script = init["command"][2].replace("/models/", f"{tmp_path}/")
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60)
+        assert done.returncode == (0 if there else 1)
+        assert there or "models.import.waitSeconds" in done.stderr
 
 
 POD = "spec/template/spec"

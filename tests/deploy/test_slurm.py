@@ -31,7 +31,7 @@ def tiny(tmp_path_factory):
 def free_base():
     """A number behind which the ports of a job are free."""
     for base in range(20000, 28000, 100):
-        ports = [base + number + more for number in (1, 2, 3) for more in (0, 10, 1000, 2000, 2010)]
+        ports = [base + number + more for number in (1, 2, 3, 4) for more in (0, 10, 1000, 2000, 2010)]
         try:
             for port in ports:
                 with socket.socket() as one:
@@ -101,10 +101,10 @@ def steps(folder):
 
 
 def test_a_job_trains_on_servers_of_two_ranks_and_ends(job, tmp_path):
-    batch = job()
-    assert batch.wait(timeout=90) == 0, (tmp_path / "job.log").read_text()
+    batch = job(ROLLOUT_SERVERS="2")
+    assert batch.wait(timeout=180) == 0, (tmp_path / "job.log").read_text()
     assert steps(tmp_path) == [1, 2]
-    for role, ranks in (("rollout", 2), ("trainer", 2), ("critic", 1)):
+    for role, ranks in (("rollout", 4), ("trainer", 2), ("critic", 1)):
         log = (tmp_path / f"{role}.log").read_text()
         assert log.count('{"event":"listening"') == ranks, log
         assert log.count('"stopped"') == ranks, log
@@ -129,6 +129,12 @@ def test_a_bad_run_file_is_not_tried_again(job, tmp_path):
     assert batch.wait(timeout=60) == 2
     assert "stepps" in (tmp_path / "job.log").read_text()
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("servers", ["0", "8", "two"])
+def test_a_wrong_number_of_rollout_servers_is_refused(job, tmp_path, servers):
+    assert job(ROLLOUT_SERVERS=servers).wait(timeout=60) == 2
+    assert "ROLLOUT_SERVERS: must be 1 to 7" in (tmp_path / "job.log").read_text()
 
 
 def test_a_server_that_does_not_start_ends_the_job(job, tmp_path):

@@ -26,10 +26,13 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 
-{{/* Full name of an image. Takes a dict of `root` and `name`; a name with a tag is full already. */}}
+{{/*
+Full name of an image. Takes a dict of `root` and `name`. A name with a tag or a digest is full
+already; the colon of a registry's port is neither.
+*/}}
 {{- define "tandem.image" -}}
 {{- $image := .root.Values.image -}}
-{{- if contains ":" .name }}{{ .name }}{{ else -}}
+{{- if or (contains "@" .name) (contains ":" (.name | splitList "/" | last)) }}{{ .name }}{{ else -}}
 {{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ .name }}:{{ $image.tag | default .root.Chart.AppVersion -}}
 {{- end -}}
 {{- end }}
@@ -58,6 +61,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{/* Number of pods of a server. Takes the values of its role. */}}
+{{- define "tandem.podsOfServer" -}}
+{{ div (int .ranks) (int .ranksPerPod) }}
+{{- end }}
+
 {{/*
 host:port of rank 0 of a server. Takes a dict of `root`, `role` and `index`. The pod of a
 StatefulSet of ranks is SERVER-RANK, the leader of a LeaderWorkerSet has the name of the server.
@@ -65,7 +73,7 @@ StatefulSet of ranks is SERVER-RANK, the leader of a LeaderWorkerSet has the nam
 {{- define "tandem.address" -}}
 {{- $values := get .root.Values .role -}}
 {{- $server := printf "%s-%s-%d" .root.Release.Name .role (int .index) -}}
-{{- $separate := and (gt (int $values.ranks) 1) (eq .root.Values.ranks.mode "statefulSet") -}}
+{{- $separate := and (gt (include "tandem.podsOfServer" $values | int) 1) (eq .root.Values.ranks.mode "statefulSet") -}}
 {{- printf "%s.%s-%s.%s.svc:%s" (ternary (printf "%s-0" $server) $server $separate) .root.Release.Name .role .root.Release.Namespace (include "tandem.port" (dict "role" .role "kind" "grpc")) -}}
 {{- end }}
 
@@ -78,7 +86,7 @@ server:
   metrics_port: {{ include "tandem.port" (dict "role" .role "kind" "metrics") }}
   drain_seconds: {{ $values.drainSeconds }}
   path_roots: [/models{{ if ne .role "rollout" }}, /runs{{ end }}]
-  {{- if gt (int $values.ranks) 1 }}
+  {{- if gt (include "tandem.podsOfServer" $values | int) 1 }}
   private_network: true
   {{- end }}
   {{- if include "tandem.tls" .root }}
@@ -108,15 +116,15 @@ critic_address: {{ include "tandem.address" (dict "root" .root "role" "critic" "
 
 {{/* Security of every pod, as the restricted Pod Security Standard asks. */}}
 {{- define "tandem.podSecurity" -}}
+{{- $security := dict "runAsNonRoot" true "runAsUser" .Values.user "runAsGroup" .Values.user "fsGroup" .Values.user -}}
+{{- $security = mustMerge $security (dict "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault")) -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
+{{- with .Values.serviceAccountName }}
+serviceAccountName: {{ . }}
+{{- end }}
 securityContext:
-  runAsNonRoot: true
-  runAsUser: {{ .Values.user }}
-  runAsGroup: {{ .Values.user }}
-  fsGroup: {{ .Values.user }}
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile: {type: RuntimeDefault}
+  {{- mustMergeOverwrite $security (deepCopy .Values.podSecurityContext) | toYaml | nindent 2 }}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
@@ -127,14 +135,13 @@ imagePullSecrets:
 
 {{/* Security of every container. */}}
 {{- define "tandem.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+{{- $security := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) -}}
+{{- mustMergeOverwrite $security (deepCopy .Values.containerSecurityContext) | toYaml }}
 {{- end }}
 
 {{/* Where pods of a component may run. Takes the component's values. */}}
 {{- define "tandem.placement" -}}
-{{- range $field := list "nodeSelector" "tolerations" "affinity" "runtimeClassName" "priorityClassName" }}
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "runtimeClassName" "priorityClassName" }}
 {{- with get $ $field }}
 {{ dict $field . | toYaml }}
 {{- end }}
@@ -144,6 +151,36 @@ capabilities: {drop: [ALL]}
 {{/* Name of the file that the import Job leaves in the volume; empty without an import. */}}
 {{- define "tandem.importMarker" -}}
 {{- with .Values.models.import.steps }}/models/.imported-{{ toJson . | sha256sum | trunc 8 }}{{ end -}}
+{{- end }}
+
+{{/*
+Init container that waits for the import Job. It gives up, so that an import that failed shows.
+Takes a dict of `root` and `image`.
+*/}}
+{{- define "tandem.waitForModels" -}}
+{{- $root := .root }}
+{{- with include "tandem.importMarker" $root }}
+initContainers:
+  - name: wait-for-models
+    image: {{ include "tandem.image" (dict "root" $root "name" $.image) }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    command:
+      - /bin/sh
+      - -c
+      - |
+        end=$(($(date +%s) + {{ $root.Values.models.import.waitSeconds }}))
+        until [ -e {{ . }} ]; do
+          if [ "$(date +%s)" -ge "$end" ]; then
+            echo "the models are not there after {{ $root.Values.models.import.waitSeconds }} s (models.import.waitSeconds): see the Job {{ $root.Release.Name }}-models-…" >&2
+            exit 1
+          fi
+          sleep 2
+        done
+    securityContext:
+      {{- include "tandem.containerSecurity" $root | nindent 6 }}
+    volumeMounts:
+      - {name: models, mountPath: /models, readOnly: true}
+{{- end }}
 {{- end }}
 
 {{/* Name of a claim. Takes a dict of `root` and `volume` (models or runs). */}}
@@ -157,6 +194,9 @@ capabilities: {drop: [ALL]}
 {{- if gt (len .Release.Name) 30 }}
 {{- fail "the name of the release has more than 30 characters: names of pods would be too long" }}
 {{- end }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) }}
+{{- fail (printf "the name of the release, %s, begins with a digit or has a dot: no Service can have it" .Release.Name) }}
+{{- end }}
 {{- if not (or (include "tandem.tls" .) .Values.insecure) }}
 {{- fail "tls.secretName: name a Secret with tls.crt, tls.key and ca.crt, or give tls.issuerRef; insecure: true serves without TLS" }}
 {{- end }}
@@ -166,7 +206,10 @@ capabilities: {drop: [ALL]}
 {{- if not (get $server.config $model) }}
 {{- fail (printf "%s.config.%s: required" $role $model) }}
 {{- end }}
-{{- if and (gt (int $server.ranks) 1) (not $values.ranks.privateNetwork) }}
+{{- if mod (int $server.ranks) (int $server.ranksPerPod) }}
+{{- fail (printf "%s.ranksPerPod: %d does not divide %s.ranks, %d" $role (int $server.ranksPerPod) $role (int $server.ranks)) }}
+{{- end }}
+{{- if and (gt (include "tandem.podsOfServer" $server | int) 1) (not $values.ranks.privateNetwork) }}
 {{- fail (printf "%s.ranks: servers of several ranks need ranks.privateNetwork: true, because the channel between ranks is neither encrypted nor authenticated" $role) }}
 {{- end }}
 {{- end }}

@@ -15,6 +15,9 @@
 metadata:
   labels:
     {{- include "tandem.selector" (dict "root" . "component" "client") | nindent 4 }}
+    {{- with $run.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   annotations:
     # Changed files make another Job.
     checksum/run: {{ list $run.config $run.files | toJson | sha256sum }}
@@ -26,17 +29,7 @@ spec:
   {{- include "tandem.placement" $run | nindent 2 }}
   restartPolicy: Never
   terminationGracePeriodSeconds: {{ $run.graceSeconds }}
-  {{- with include "tandem.importMarker" . }}
-  initContainers:
-    - name: wait-for-models
-      image: {{ include "tandem.image" (dict "root" $ "name" $.Values.client.image) }}
-      imagePullPolicy: {{ $.Values.image.pullPolicy }}
-      command: [/bin/sh, -c, "until [ -e {{ . }} ]; do sleep 2; done"]
-      securityContext:
-        {{- include "tandem.containerSecurity" $ | nindent 8 }}
-      volumeMounts:
-        - {name: models, mountPath: /models, readOnly: true}
-  {{- end }}
+  {{- include "tandem.waitForModels" (dict "root" . "image" .Values.client.image) | nindent 2 }}
   containers:
     - name: client
       image: {{ include "tandem.image" (dict "root" . "name" .Values.client.image) }}
@@ -67,6 +60,9 @@ spec:
         - {name: models, mountPath: /models, readOnly: true}
         - {name: runs, mountPath: /runs}
         - {name: scratch, mountPath: /scratch}
+        {{- with $run.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
         {{- if include "tandem.tls" . }}
         - {name: tls, mountPath: /etc/tandem/tls, readOnly: true}
         {{- end }}
@@ -82,6 +78,9 @@ spec:
       persistentVolumeClaim: {claimName: {{ include "tandem.claim" (dict "root" . "volume" "runs") }}}
     - name: scratch
       emptyDir: {sizeLimit: {{ $run.scratchSize }}}
+    {{- with $run.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- if include "tandem.tls" . }}
     - name: tls
       secret: {secretName: {{ include "tandem.clientTlsSecret" . }}, defaultMode: 0440}

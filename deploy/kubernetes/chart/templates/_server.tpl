@@ -7,11 +7,24 @@ StatefulSet of ranks, `server` (the number of the server). */}}
 {{- $name := printf "%s-%s" $root.Release.Name $role }}
 {{- $service := printf "tandem.%s.v1.%sService" $role (title $role) }}
 {{- $command := list (printf "tandem-%s-server" $role) "--config" "/etc/tandem/config/config.yaml" }}
-{{- $ranked := gt (int $values.ranks) 1 }}
+{{- $pods := include "tandem.podsOfServer" $values | int }}
+{{- $ranked := gt $pods 1 }}
 {{- $lws := and $ranked (eq $root.Values.ranks.mode "leaderWorkerSet") }}
+{{- $local := gt (int $values.ranksPerPod) 1 }}
+{{- $index := printf "metadata.labels['%s']" (ternary "leaderworkerset.sigs.k8s.io/worker-index" "apps.kubernetes.io/pod-index" $lws) }}
+{{- $master := "127.0.0.1" }}
+{{- if $lws }}
+{{- /* The controller puts LWS_LEADER_ADDRESS in front of the variables. */}}
+{{- $master = "$(LWS_LEADER_ADDRESS)" }}
+{{- else if $ranked }}
+{{- $master = printf "%s-%d-0.%s.%s.svc" $name (int .server) $name $root.Release.Namespace }}
+{{- end }}
 metadata:
   labels:
     {{- include "tandem.selector" (dict "root" $root "component" $role) | nindent 4 }}
+    {{- with $values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- if hasKey . "server" }}
     server: {{ .server | quote }}
     {{- end }}
@@ -25,41 +38,38 @@ spec:
   {{- include "tandem.podSecurity" $root | nindent 2 }}
   {{- include "tandem.placement" $values | nindent 2 }}
   terminationGracePeriodSeconds: {{ add $values.drainSeconds $values.graceSeconds }}
-  {{- with include "tandem.importMarker" $root }}
-  initContainers:
-    - name: wait-for-models
-      image: {{ include "tandem.image" (dict "root" $root "name" $values.image) }}
-      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      command: [/bin/sh, -c, "until [ -e {{ . }} ]; do sleep 2; done"]
-      securityContext:
-        {{- include "tandem.containerSecurity" $root | nindent 8 }}
-      volumeMounts:
-        - {name: models, mountPath: /models, readOnly: true}
-  {{- end }}
+  {{- include "tandem.waitForModels" (dict "root" $root "image" $values.image) | nindent 2 }}
   containers:
     - name: server
       image: {{ include "tandem.image" (dict "root" $root "name" $values.image) }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      {{- if $local }}
+      # The ranks of a pod are processes of one container, which see all of its GPUs.
+      command: {{ concat (list "/etc/tandem/config/ranks.sh" ($values.ranksPerPod | toString) ($values.ranks | toString) $master "29500") $command | toJson }}
+      {{- else }}
       command: {{ toJson $command }}
+      {{- end }}
       env:
         - name: POD_NAME
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
         - name: TANDEM__SERVER__ADVERTISED_ADDRESS
           value: $(POD_NAME).{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ include "tandem.port" (dict "role" $role "kind" "grpc") }}
         - {name: TMPDIR, value: /scratch}
-        {{- if $ranked }}
+        {{- if $local }}
+        - name: POD_INDEX
+          {{- if $ranked }}
+          valueFrom: {fieldRef: {fieldPath: "{{ $index }}"}}
+          {{- else }}
+          value: "0"
+          {{- end }}
+        {{- else if $ranked }}
         - name: RANK
-          valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ ternary "leaderworkerset.sigs.k8s.io/worker-index" "apps.kubernetes.io/pod-index" $lws }}']"}}
+          valueFrom: {fieldRef: {fieldPath: "{{ $index }}"}}
         - {name: WORLD_SIZE, value: {{ $values.ranks | quote }}}
         - {name: LOCAL_RANK, value: "0"}
         - {name: LOCAL_WORLD_SIZE, value: "1"}
         - name: MASTER_ADDR
-          {{- if $lws }}
-          # The controller puts LWS_LEADER_ADDRESS in front of these variables.
-          value: $(LWS_LEADER_ADDRESS)
-          {{- else }}
-          value: {{ printf "%s-%d-0.%s.%s.svc" $name (int .server) $name $root.Release.Namespace }}
-          {{- end }}
+          value: {{ $master }}
         - {name: MASTER_PORT, value: "29500"}
         {{- end }}
         {{- with $values.env }}
@@ -101,6 +111,12 @@ spec:
         - {name: runs, mountPath: /runs}
         {{- end }}
         - {name: scratch, mountPath: /scratch}
+        {{- if $local }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+        {{- with $values.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
         {{- if include "tandem.tls" $root }}
         - {name: tls, mountPath: /etc/tandem/tls, readOnly: true}
         {{- end }}
@@ -109,7 +125,7 @@ spec:
         {{- end }}
   volumes:
     - name: config
-      configMap: {name: {{ $name }}}
+      configMap: {name: {{ $name }}{{ if $local }}, defaultMode: 0555{{ end }}}
     - name: models
       persistentVolumeClaim: {claimName: {{ include "tandem.claim" (dict "root" $root "volume" "models") }}}
     {{- if ne $role "rollout" }}
@@ -118,6 +134,14 @@ spec:
     {{- end }}
     - name: scratch
       emptyDir: {sizeLimit: {{ $values.scratchSize }}}
+    {{- if $local }}
+    # NCCL exchanges through it; a container's own has 64 MiB.
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $root.Values.ranks.shmSize }}}
+    {{- end }}
+    {{- with $values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- if include "tandem.tls" $root }}
     - name: tls
       secret: {secretName: {{ include "tandem.tlsSecret" $root }}, defaultMode: 0440}
@@ -152,6 +176,9 @@ metadata:
 data:
   config.yaml: |
     {{- include "tandem.config" . | nindent 4 }}
+  {{- if gt (int $values.ranksPerPod) 1 }}
+  ranks.sh: {{ $root.Files.Get "files/ranks.sh" | toJson }}
+  {{- end }}
 ---
 # Names of the pods. Ranks and clients look for each other before they serve.
 apiVersion: v1
@@ -180,7 +207,8 @@ spec:
   selector:
     matchLabels:
       {{- include "tandem.selector" $of | nindent 6 }}
-{{- if eq (int $values.ranks) 1 }}
+{{- $pods := include "tandem.podsOfServer" $values | int }}
+{{- if eq $pods 1 }}
 ---
 apiVersion: apps/v1
 kind: StatefulSet
@@ -209,7 +237,7 @@ spec:
   replicas: {{ $replicas }}
   networkConfig: {subdomainPolicy: Shared}
   leaderWorkerTemplate:
-    size: {{ $values.ranks }}
+    size: {{ $pods }}
     # A server does not replace a lost rank: all of its ranks start again.
     restartPolicy: RecreateGroupOnPodRestart
     workerTemplate:
@@ -225,7 +253,7 @@ metadata:
     {{- $labels | nindent 4 }}
 spec:
   serviceName: {{ $name }}
-  replicas: {{ $values.ranks }}
+  replicas: {{ $pods }}
   # No rank serves before all are there.
   podManagementPolicy: Parallel
   # Ranks of two configurations do not start together, so a rolling update would never end.
