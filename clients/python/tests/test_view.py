@@ -1,5 +1,7 @@
 """`tandem view`: trajectories on a terminal, without one, and as an HTML page."""
 
+import base64
+import io
 import json
 import re
 import subprocess
@@ -11,13 +13,14 @@ from xml.etree import ElementTree
 
 import pytest
 from commands import records, tandem
+from PIL import Image
 from rich.cells import cell_len
 from screens import WIDTHS, Screen
 
 import tandem as package
 from tandem.errors import ConfigError, RunDirectoryError
 from tandem.trajectories.files import STEPS, Head, trajectory_files
-from tandem.view.about import About
+from tandem.view.about import About, about
 from tandem.view.page import page
 from tandem.view.terminal import print_trajectories
 from tandem.view.trajectories import Chosen, Filter, Range, Trajectory, recorded
@@ -493,3 +496,67 @@ def test_a_moved_tokenizer_can_be_named(run_file, tmp_path):
     moved = (tmp_path / "model").rename(tmp_path / "moved")
     assert "tokenizer" in tandem("view", tmp_path / "run", check=2).stderr
     tandem("view", tmp_path / "run", "--tokenizer", moved)
+
+
+def test_a_page_says_what_was_trained_and_how(run_file, tmp_path):
+    tandem("train", run_file, "steps=3", "eval.every=2", "objective.kl_coefficient=0.1")
+    found = about(tmp_path / "run")
+    facts = dict(found.facts)
+    assert facts["steps"] == "3 of 3"
+    assert facts["method"] == "group-relative advantages, KL 0.1, 3 × 2 responses a step"
+    assert {"trainer", "senior", "junior"} <= set(facts)
+    assert [step for step, _ in found.curves["eval/solo/accuracy"]] == [0, 2, 3]
+    assert [step for step, _ in found.curves["loss/total"]] == [1, 2, 3]
+    page_file = tmp_path / "page.html"
+    tandem("view", tmp_path / "run", "--output", page_file)
+    run = Page(page_file.read_text()).run
+    assert dict(run["facts"]) == facts
+    assert run["curves"]["eval/solo/accuracy"] == [[0, 0.0], [2, 0.0], [3, 0.0]]
+    # Trajectories are there without the rest.
+    (tmp_path / "run" / "config.yaml").unlink()
+    assert "method" not in dict(about(tmp_path / "run").facts)
+
+
+def test_a_reward_s_curve_stands_for_the_loss_s(tmp_path):
+    run = write_run(tmp_path, {})
+    steps = [{"step": step, "reward/mean": step / 4, "loss/total": 1.0} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    assert about(run).curves == {"reward/mean": [(1, 0.25), (2, 0.5)]}
+
+
+def test_a_page_shows_prompts_with_their_special_tokens(run_file, tmp_path):
+    tandem("train", run_file, "steps=1", "data.format='{prompt} <eos>'")
+    page_file = tmp_path / "page.html"
+    tandem("view", tmp_path / "run", "--output", page_file)
+    [groups] = Page(page_file.read_text()).steps
+    assert all(group["prompt"].endswith("<eos>") for group in groups)
+
+
+def test_a_page_counts_the_tokens_of_an_image_and_shows_a_small_copy(tmp_path):
+    Image.new("RGB", (600, 300), (255, 0, 0)).save(tmp_path / "red.png")
+    (tmp_path / "no.png").write_text("no image")
+    Image.new("RGB", (8, 8)).save(tmp_path / "draft.tiff")
+    said = About("run", images=("pictures", tmp_path))
+    row = {"pictures": ["red.png", "no.png", "gone.png", "draft.tiff", "image"], "answer": 1}
+    vision = [{"kind": "image", "digest": "d", "grid": [1, 2, 3], "seconds_per_grid": 0.0}]
+    one = trajectory("a" + "#" * 40 + "bb", "x", row=row, vision_inputs=vision)
+    plain = trajectory("#" * 40, "x", group_id="step-1/b")
+    html = page(said, Letters(), [one, plain], advantage=False, gap=False, drafts=False)
+    [[group, other]] = Page(html).steps
+    assert group["prompt"] == "a#(× 40)bb"
+    assert other["prompt"] == "#" * 40
+    assert other["images"] == []
+    [url] = group["images"]
+    kind, _, data = url.partition(",")
+    assert kind == "data:image/png;base64"
+    small = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert small.size == (256, 128)
+    assert small.getpixel((9, 9)) == (255, 0, 0)
+    # A page loads pictures from itself alone.
+    assert "img-src data:" in html
+    assert about(write_run(tmp_path / "run", {})).images is None
+
+
+def test_an_image_of_many_pixels_is_not_unpacked(tmp_path):
+    Image.new("1", (9000, 9000)).save(tmp_path / "bomb.png")
+    assert About("run", images=("p", tmp_path)).images_of({"p": "bomb.png"}) == []
