@@ -41,6 +41,7 @@ from tandem.message_difference import Difference, first_difference
 from tandem.recording import Entry, RecordedCall, Status, read_recording
 from tandem.rollout.v1.rollout_pb2 import GenerateResponse
 from tandem.transport import CHANNEL_OPTIONS, may_pass
+from tandem.words import counted
 
 _M = TypeVar("_M", bound=Message)
 
@@ -310,7 +311,10 @@ class Replay:
             TandemError: an answer did not come in time.
         """
         if passing := len(self._contents.passing):
-            self._note(f"{passing} calls are not sent: the server was away, or had no room then")
+            self._note(
+                f"not sent, because the server was away or had no room then: "
+                f"{counted(passing, 'call')}"
+            )
         for call in self._contents.unended.values():
             self._note(f"{call} has no end in the recording; it is cancelled at the end")
         try:

@@ -327,7 +327,7 @@ def test_a_replay_of_equal_answers_ends_with_0(world, address, file):
     # Five calls; 1 + 2 + 1 + 1 messages and five statuses.
     assert replayed(file, address) == {"calls": 5, "answers": 10, "difference": None}
     shown = tandem("replay", file, "--map", f"{address}={address}", "--only", "Score").stdout
-    assert shown == "1 calls replayed; all 1 answers are those of the recording\n"
+    assert shown == "1 call replayed; 1 answer compared, all are those of the recording\n"
 
 
 def refusing_scores(world):
@@ -487,7 +487,7 @@ def test_attempts_that_failed_on_the_way_are_not_sent_again(world, address, file
     world.calls.clear()
     printed = tandem("replay", file, "--map", f"{address}={address}")
     assert len(world.calls) == 1
-    assert "2 calls are not sent: the server was away, or had no room then" in printed.stdout
+    assert "not sent, because the server was away or had no room then: 2 calls" in printed.stdout
 
 
 def test_a_call_without_an_end_is_replayed_as_far_as_it_goes(world, address, file):
@@ -497,7 +497,7 @@ def test_a_call_without_an_end_is_replayed_as_far_as_it_goes(world, address, fil
     file.write_bytes(data[: data.rindex(b'{"kind":"end"')])
     printed = tandem("replay", file, "--map", f"{address}={address}").stdout
     assert f"call 1 (Generate at {address}) has no end in the recording" in printed
-    assert "all 2 answers" in printed
+    assert "2 answers compared" in printed
 
 
 def test_a_replay_calls_no_server_and_writes_nowhere_unless_told(world, address, file, tmp_path):

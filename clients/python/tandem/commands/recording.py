@@ -15,6 +15,7 @@ from tandem.credentials import NO_CREDENTIALS, Credentials, variable
 from tandem.errors import ConfigError
 from tandem.interrupt import Interrupt
 from tandem.render import Output
+from tandem.words import counted
 
 
 @command(context_settings={"allow_interspersed_args": False})
@@ -140,8 +141,8 @@ def replay(
     if found is None or outcome.call is None:
         same = "the answers are not compared"
         if compare:
-            same = f"all {outcome.answers} answers are those of the recording"
-        output.result(value, f"{outcome.calls} calls replayed; {same}")
+            same = f"{counted(outcome.answers, 'answer')} compared, all are those of the recording"
+        output.result(value, f"{counted(outcome.calls, 'call')} replayed; {same}")
         return
     value["difference"] = {
         "call": outcome.call.number,

@@ -24,6 +24,7 @@ from tandem.progress import Progress
 from tandem.progress_display import progress_shown
 from tandem.render import Output
 from tandem.settings import RunSettings, load
+from tandem.words import counted
 
 if TYPE_CHECKING:
     from tandem.session import Session
@@ -122,8 +123,8 @@ def evaluate(
     method = settings.eval_speculative.method
     source = "as served now" if path is None else f"from {path}"
     title = (
-        f"{results[0]['prompts']:,} prompts, {concurrency:,} at a time, {repeats:,} "
-        f"repeat{'s' * (repeats != 1)}, drafts by {method}; senior "
+        f"{counted(results[0]['prompts'], 'prompt')}, {concurrency:,} at a time, "
+        f"{counted(repeats, 'repeat')}, drafts by {method}; senior "
         f"version {version}, {source}"
     )
     columns = ("", *(f"temperature {one['temperature']:g}" for one in results))

@@ -16,6 +16,7 @@ from tandem.errors import ConfigError
 from tandem.render import Output, picture, recording_console
 from tandem.run_files import replacing, write_atomically
 from tandem.settings import RunSettings
+from tandem.words import counted
 
 # Trajectories that a terminal shows by default.
 _FEW = 8
@@ -121,7 +122,8 @@ def view(
             return
         written = write_lines(output_file, records)
         output.result(
-            {"records": str(output_file), "count": written}, f"{output_file}: {written:,} records"
+            {"records": str(output_file), "count": written},
+            f"{output_file}: {counted(written, 'record')}",
         )
         return
     if tokenizer is None:
@@ -137,18 +139,15 @@ def view(
         write_atomically(output_file, html)
         output.result({"page": str(output_file)}, f"{output_file}: open it in a browser")
         return
-    opened = [Chosen(file, wanted) for file in files]
-    total, left = sum(one.count for one in opened), count or _FEW
-    shown = []
-    for one in opened:
-        shown += one.read(left - len(shown))
+    total, shown, most = 0, [], count or _FEW
+    for file in files:
+        chosen_here = Chosen(file, wanted)
+        total += chosen_here.count
+        shown += chosen_here.read(most - len(shown))
     what = f"{evaluation} evaluation after step" if evaluation else "step"
-    title = (
-        f"{what} {files[0].step}"
-        if len(files) == 1
-        else (f"{what}s {files[0].step} to {files[-1].step}")
-    )
-    title = f"{title[0].upper()}{title[1:]}, {len(shown):,} of {total:,} trajectories"
+    steps = f" {files[0].step}" if len(files) == 1 else f"s {files[0].step} to {files[-1].step}"
+    title = f"{what[0].upper()}{what[1:]}{steps}, {len(shown):,} of "
+    title += counted(total, "trajectory", "trajectories")
     screen = Output(console=recording_console()) if as_picture else output
     print_trajectories(screen, codec, shown, title, advantage=advantage, gap=gap, drafts=drafts)
     if output_file is not None:

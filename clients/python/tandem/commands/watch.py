@@ -15,7 +15,10 @@ from tandem.render import Output
 _SHOWN = (
     "reward/mean",
     "loss/total",
+    "critic/loss",
+    "policy/kl_to_ref",
     "policy/grad_norm",
+    "policy/learning_rate",
     "policy/entropy",
     "mismatch/k3",
     "tandem/senior_token_fraction",

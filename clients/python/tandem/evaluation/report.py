@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.evaluation.handoff import MAX_ROUNDS
+from tandem.words import counted
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def draft_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def size(summary: Mapping[str, Any]) -> str:
     """Returns the numbers of prompts and samples in words."""
-    samples = f"{summary['samples']:,} sample" + "s" * (summary["samples"] != 1)
-    return f"{summary['prompts']:,} prompts, {samples} each"
+    prompts, samples = counted(summary["prompts"], "prompt"), counted(summary["samples"], "sample")
+    return f"{prompts}, {samples} each"
 
 
 def in_words(summary: Mapping[str, Any]) -> str:

@@ -81,7 +81,7 @@ class TrajectoryWriter:
         """Waits for the last file; notes how many were lost in all."""
         self.wait()
         if self.lost > 1:
-            self._note(f"warning: {self.lost} files of trajectories could not be written")
+            self._note(f"warning: {self.lost:,} files of trajectories could not be written")
 
     def _start(self, path: Path, responses: Iterable[Response], folder: str) -> None:
         self.wait()

@@ -34,6 +34,7 @@ DEFAULTS = (
     "policy/kl_to_ref",
     "policy/entropy",
     "policy/grad_norm",
+    "policy/learning_rate",
     "tandem/senior_token_fraction",
     "time/generate_seconds",
     "time/train_seconds",
