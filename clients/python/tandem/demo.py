@@ -24,6 +24,7 @@ from tandem.cluster import BUILD_DIR_VARIABLE
 from tandem.command_line import EXIT_INTERRUPTED, report
 from tandem.errors import RunDirectoryError, TandemError
 from tandem.evaluation import Evaluation, evaluate
+from tandem.evaluation.answers import held_out
 from tandem.evaluation.report import Measure, in_words, measures
 from tandem.interrupt import Interrupt
 from tandem.models import SMOLLM2_PACKAGE, import_model
@@ -85,7 +86,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         _say(output, "before training", before)
         stop.defer()
         run.begin(output.note)
-        _record(run, 0, before)
+        _record(run, session, 0, before)
         lines: list[dict[str, Any]] = []
         with StepDisplay(output, 1, settings.steps, work=progress) as display:
 
@@ -100,7 +101,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         with progress_shown(output, progress):
             progress.begin("")
             after = evaluate(session)
-        _record(run, last, after)
+        _record(run, session, last, after)
 
         output.note(f"\ntime: {display.waiting()}\n")
         if not output.as_json:
@@ -162,8 +163,12 @@ def _say(output: Output, when: str, evaluations: Mapping[EvalMode, Evaluation]) 
         output.note(f"{when}, {in_words(evaluation.summary())}")
 
 
-def _record(run: RunDirectory, step: int, evaluations: Mapping[EvalMode, Evaluation]) -> None:
-    for evaluation in evaluations.values():
+def _record(
+    run: RunDirectory, session: Session, step: int, evaluations: Mapping[EvalMode, Evaluation]
+) -> None:
+    for mode, evaluation in evaluations.items():
+        answers = evaluation.responses(held_out(session), session.codec)
+        run.trajectories.write_evaluation(step, mode, answers)
         run.write_eval({"step": step} | evaluation.summary())
 
 
