@@ -15,13 +15,21 @@ from tandem.render import Output
 @contextmanager
 def progress_shown(output: Output, progress: Progress) -> Iterator[None]:
     """Shows what is done during the block; nothing of it stays on a terminal."""
-    if output.console.is_terminal and not output.as_json:
+    if output.notes.is_terminal:
         with Live(
             get_renderable=lambda: Text(progress.line(), overflow="ellipsis", no_wrap=True),
-            console=output.console,
+            console=output.notes,
             transient=True,
         ):
             yield
     else:
         with ProgressLines(progress, output.note):
             yield
+
+
+@contextmanager
+def work_shown(output: Output, name: str) -> Iterator[Progress]:
+    """Shows the block as a phase `name`; what is done of it is told to the Progress."""
+    progress = Progress()
+    with progress_shown(output, progress), progress.phase(name):
+        yield progress

@@ -8,6 +8,7 @@ from commands import tandem
 from screens import Screen
 
 from tandem import settings
+from tandem.byte_progress import ByteCount
 from tandem.evaluation import evaluate
 from tandem.metrics import StepClock
 from tandem.progress import Progress, ProgressLines
@@ -76,6 +77,17 @@ def test_bytes_have_units(clock):
         clock.now += 4
         progress.bytes_done(1_000_000_000, 2_700_000_000)
         assert progress.line() == "import 1.0 GB of 2.7 GB, 250.0 MB/s, 4 s"
+
+
+def test_counted_bytes_are_told(clock):
+    progress = Progress(clock)
+    with progress.phase("import"):
+        count = ByteCount(5_000_000_000, progress.bytes_done)
+        clock.now += 2
+        for _ in range(3):
+            count.add(1_000_000_000)
+        assert progress.line() == "import 3.0 GB of 5.0 GB, 1.5 GB/s, 2 s"
+    ByteCount(5, None).add(5)
 
 
 def test_what_is_told_outside_of_a_phase_is_forgotten(clock):

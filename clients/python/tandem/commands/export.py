@@ -51,18 +51,19 @@ def export(
     Config, generation config and tokenizer are written beside them. A
     checkpoint needs no server; transformers also opens it as it is (in fp32).
     """
-    from tandem.byte_progress import ByteProgress
     from tandem.number_formats import torch_name
+    from tandem.progress_display import work_shown
 
     output = Output(as_json=as_json)
     wanted = torch_name(dtype, "--dtype")
-    if source == _SERVED:
-        written = _export_served(destination, dtype, address, credentials, critic=critic)
-    else:
-        if address is not None:
-            raise ConfigError(f"--address: is for `{_SERVED}`; {source} is exported from its files")
-        with ByteProgress(output, "exporting") as progress:
-            written = _export_files(Path(source), destination, dtype, progress.show, critic=critic)
+    if source != _SERVED and address is not None:
+        raise ConfigError(f"--address: is for `{_SERVED}`; {source} is exported from its files")
+    with work_shown(output, "export") as progress:
+        if source == _SERVED:
+            written = _export_served(destination, dtype, address, credentials, critic=critic)
+        else:
+            told = progress.bytes_done
+            written = _export_files(Path(source), destination, dtype, told, critic=critic)
     output.result({"path": str(written), "dtype": wanted}, f"{written}: {wanted}")
 
 

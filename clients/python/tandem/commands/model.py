@@ -28,13 +28,13 @@ def model_import(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a model as a plain Hugging Face directory. Doing it twice changes nothing."""
-    from tandem.byte_progress import ByteProgress
     from tandem.models import import_model
+    from tandem.progress_display import work_shown
 
     output = Output(as_json=as_json)
     wanted = torch_name(dtype, "--dtype")
-    with ByteProgress(output, "importing") as progress:
-        model = import_model(source, destination, dtype=wanted, progress=progress.show)
+    with work_shown(output, "import") as progress:
+        model = import_model(source, destination, dtype=wanted, progress=progress.bytes_done)
     for note in model.notes:
         output.note(f"note: {note}")
     what = "is already there" if model.already_there else "imported"

@@ -21,7 +21,7 @@ from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError
 from tandem.number_formats import NAMES
 from tandem.progress import Progress
-from tandem.progress_display import progress_shown
+from tandem.progress_display import progress_shown, work_shown
 from tandem.render import Output
 from tandem.settings import RunSettings, load
 from tandem.words import counted
@@ -168,7 +168,6 @@ def export(
     `senior_speculator` of a rollout server and `speculator.path` of a trainer
     name such a directory.
     """
-    from tandem.byte_progress import ByteProgress
     from tandem.checkpoints import checkpoint_at, require_here
     from tandem.export import export_speculator
     from tandem.number_formats import torch_name
@@ -177,6 +176,6 @@ def export(
     wanted = torch_name(dtype, "--dtype")
     found = checkpoint_at(Path(source))
     require_here(found, "SOURCE")
-    with ByteProgress(output, "exporting") as progress:
-        written = export_speculator(found.trainer, destination, dtype, progress.show)
+    with work_shown(output, "export") as progress:
+        written = export_speculator(found.trainer, destination, dtype, progress.bytes_done)
     output.result({"path": str(written), "dtype": wanted}, f"{written}: {wanted}")
