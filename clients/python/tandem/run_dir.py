@@ -340,11 +340,11 @@ class RunDirectory:
             before["cluster"] = now["cluster"] = None
         _require_same(self.path, before, now, (*_resumable(before, now), *self._changes))
         # All three are read here, because begin() would find damage too late.
-        metrics, evals, versions = [
-            step_lines(file, self.state.step) for file in _step_files(self.path)
-        ]
+        metrics, evals, _ = [step_lines(file, self.state.step) for file in _step_files(self.path)]
         if metrics:
             self.elapsed_seconds = metrics[-1].get("time_seconds") or 0.0
+        # Those of steps after the checkpoint, too: servers may still hold them.
+        versions = step_lines(self.path / "versions.jsonl")
         self.evaluated = {(line["step"], line.get("mode", "")) for line in evals}
         self._require_records(metrics, versions)
         self.versions = [(one.get("version", 0), one.get("digest", "")) for one in versions]

@@ -359,14 +359,15 @@ def test_a_resumed_run_keeps_what_its_cluster_learns_with(run_file):
 
 
 def test_a_full_disk_is_reported_in_one_line_and_leaves_no_temporary_file(run_file, tmp_path):
-    command = (
-        f"ulimit -f 3; exec {sys.executable} -m tandem train {run_file} sampling.max_tokens=60"
-    )
+    train = f"{sys.executable} -m tandem train {run_file} sampling.max_tokens=60 steps=9"
+    command = f"ulimit -f 6; exec {train}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
     # The trajectories do not fit either, but no run ends by that.
+    first = f"{tmp_path}/run/trajectories/step_1.parquet"
+    assert f"warning: {first} could not be written: File too large; the run goes" in done.stdout
     assert f"{tmp_path}/run/metrics.jsonl: File too large" in line
     assert not list((tmp_path / "run").rglob("*.tmp"))
 
