@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.credentials import Credentials
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, file_error
 from tandem.new_directory import new_directory
 from tandem.optional import optional_module
 
@@ -122,7 +122,7 @@ def renew_certificates(directory: Path, request: Request) -> CertificateDirector
             for name in ("server", "client")
         }
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        raise file_error(error.filename, error) from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{directory}: a certificate or key is damaged: {error}") from None
     names = before["server"].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -253,7 +253,7 @@ def _write(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
         temporary.replace(path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise file_error(path, error) from None
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

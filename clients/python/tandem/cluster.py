@@ -24,7 +24,7 @@ from typing import Any, Self
 from tandem.cluster_plan import planned
 from tandem.config_values import dump_values
 from tandem.credentials import Credentials
-from tandem.errors import ConfigError, ServerStartError
+from tandem.errors import ConfigError, ServerStartError, file_error
 from tandem.run_files import next_attempt
 from tandem.settings import ClusterSettings
 from tandem.transport import Connection
@@ -332,7 +332,7 @@ class LocalCluster:
         time.sleep(0.05)
 
     def _require_space(self, server: Server) -> None:
-        """Raises ConfigError if the disk is full: the server's log could not say that it serves."""
+        """Raises StorageError if the disk is full: the log could not say that the server serves."""
         if time.monotonic() < self._space_known_until:
             return
         self._space_known_until = time.monotonic() + _SPACE_SECONDS
@@ -371,11 +371,11 @@ def _new_attempt(directory: Path) -> Path:
 
 @contextmanager
 def _usable(directory: Path) -> Iterator[None]:
-    """Turns an OSError into a ConfigError that names the cluster's directory."""
+    """Turns an OSError into an error that names the cluster's directory."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"directory: {directory}: {error.strerror}") from None
+        raise file_error(f"directory: {directory}", error) from None
 
 
 def held_port() -> socket.socket:

@@ -22,13 +22,16 @@ from tandem.errors import (
 )
 from tandem.render import Output
 
-EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+# The same start cannot succeed after EXIT_USAGE, which the user corrects; a finished run stays as
+# it is after EXIT_UNTRAINED; after any other one it may.
+EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_UNTRAINED, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 app = typer.Typer(
     name="tandem",
     help="Tandem Reinforcement Learning: start servers, train, generate, evaluate.\n\n"
-    "Exit codes: 0 success; 1 failed; 2 wrong usage, configuration or data; "
-    "3 server unreachable or not started; 130 stopped by Ctrl-C.",
+    "Exit codes: 0 success; 1 failed by what may pass; 2 wrong usage, configuration or data; "
+    "3 server unreachable or not started; 4 all steps done, and none trained; "
+    "130 stopped by Ctrl-C.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -103,10 +106,15 @@ def report(error: TandemError, *, as_json: bool) -> int:
             say(f"  hint: {error.hint}")
         for note in getattr(error, "__notes__", ()):
             say(f"  {note}")
+    return exit_code(error)
+
+
+def exit_code(error: TandemError) -> int:
+    """Returns the exit code for an error."""
     if isinstance(error, ProblemsError):
-        kinds = (UnavailableError, ServerStartError)
-        away = all(isinstance(problem, kinds) for problem in error.problems)
-        return EXIT_UNREACHABLE if away else EXIT_USAGE
+        # One that the user has to correct decides, then one that is no server's.
+        codes = {exit_code(problem) for problem in error.problems}
+        return next(one for one in (EXIT_USAGE, EXIT_FAILED, EXIT_UNREACHABLE) if one in codes)
     if isinstance(error, ConfigError):
         return EXIT_USAGE
     if isinstance(error, UnavailableError | ServerStartError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tandem.errors import CredentialsError
+from tandem.errors import CredentialsError, file_error
 
 Contents = TypeVar("Contents")
 
@@ -242,4 +242,4 @@ def _bytes(path: Path, field: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CredentialsError(f"{field}: {path}: {error.strerror}") from None
+        raise file_error(f"{field}: {path}", error, CredentialsError) from None

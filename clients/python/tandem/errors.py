@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -65,12 +66,55 @@ class RunDirectoryError(ConfigError):
     """A run directory that is in use, or lacks what `--resume` needs."""
 
 
+class RunDirectoryBusyError(TandemError):
+    """A run directory that another process uses, as a predecessor that still saves."""
+
+
+class StorageError(TandemError):
+    """Storage that failed, as a full disk does: nothing that the user wrote is wrong."""
+
+
+class RewardError(TandemError):
+    """A judge that failed: it raised, gave no number, took too long or lost its process."""
+
+
 class UnsavedUpdatesError(TandemError):
     """A server holds updates that no checkpoint has, and other weights would replace them."""
 
 
 class ServerStartError(TandemError):
     """A local server that did not come up, or died."""
+
+
+# Errors of the file system that come from the path that was named, or from rights on it. All
+# others, as a full disk, a lost mount or too many open files, come from outside.
+_PATH_ERRORS = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EEXIST,
+        errno.ENOTEMPTY,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.EXDEV,
+    }
+)
+
+
+def file_error(
+    place: object, error: OSError, kind: type[ConfigError] = ConfigError
+) -> ConfigError | StorageError:
+    """Returns the error, beginning with `place`, for a file or folder that cannot be used.
+
+    It is one of `kind` if the path or the rights on it are wrong, else a StorageError.
+    """
+    made = kind if error.errno in _PATH_ERRORS else StorageError
+    return made(f"{place}: {error.strerror or error}")
 
 
 # Remedies by reason; `make format` writes them from the servers' list of reasons.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.data import Example
+from tandem.judges.cases import Response
 from tandem.metrics import StepClock, response_metrics
 from tandem.requests import Prompt
 from tandem.rewards import overlong_punishment
@@ -58,30 +59,43 @@ class Drawn:
         kept: the groups to train on.
         failures: a message for every call of a reward function that failed.
         num_gen_batches: number of times that prompts were drawn.
+        timed_out: number of responses for which a reward function took too long.
     """
 
     groups: list[Group]
     kept: list[Group]
     failures: list[str]
     num_gen_batches: int
+    timed_out: int = 0
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether no response has a reward."""
+        return all(reward is None for group in self.groups for reward in group.rewards)
 
     def metrics(self) -> dict[str, float | int]:
-        """Returns the client's metrics of the step; at least one response has a reward."""
+        """Returns the client's metrics of the step; those of rewards if any response has one."""
         known = [
             (reward, punishment)
             for group in self.groups
             for reward, punishment in zip(group.rewards, group.punishments, strict=True)
             if reward is not None
         ]
-        rewards, punishments = zip(*known, strict=True)
+        means: dict[str, float] = {}
+        if known:
+            rewards, punishments = zip(*known, strict=True)
+            means = {
+                "reward/task_mean": sum(rewards) / len(rewards),
+                **self._score_means(),
+                "reward/overlong_mean": sum(punishments) / len(punishments),
+            }
         return {
             **response_metrics(
                 [group.trajectories for group in self.groups],
                 [group.shaped_rewards for group in self.groups],
             ),
-            "reward/task_mean": sum(rewards) / len(rewards),
-            **self._score_means(),
-            "reward/overlong_mean": sum(punishments) / len(punishments),
+            "reward/timed_out": self.timed_out,
+            **means,
             "batch/groups_drawn": len(self.groups),
             "batch/groups_dropped": len(self.groups) - len(self.kept),
             "batch/num_gen_batches": self.num_gen_batches,
@@ -94,7 +108,8 @@ class Drawn:
         for name in names if len(names) > 1 else ():
             scores = [value for group in self.groups for value in group.scores[name]]
             known = [value for value in scores if value is not None]
-            means[f"reward/{name}"] = sum(known) / len(known)
+            if known:
+                means[f"reward/{name}"] = sum(known) / len(known)
         return means
 
 
@@ -119,7 +134,7 @@ def draw_groups(
     groups: list[Group] = []
     kept: list[Group] = []
     failures: list[str] = []
-    batches = 0
+    batches = timed_out = 0
     while len(kept) < wanted and batches < (filtering.max_num_gen_batches if filtering else 1):
         examples = session.data.batch(first + len(groups), wanted - len(kept))
         begin = len(groups)
@@ -134,7 +149,11 @@ def draw_groups(
             )
         with clock.phase("reward"):
             texts = [[session.codec.decode(t.response_token_ids) for t in g] for g in answers]
-            judged = session.reward(examples, texts)
+            responses = [
+                [Response.of(*one, step) for one in zip(group, said, strict=True)]
+                for group, said in zip(answers, texts, strict=True)
+            ]
+            judged = session.reward(examples, responses)
         groups += [
             Group(
                 f"step-{step}/prompt-{begin + i}",
@@ -149,8 +168,9 @@ def draw_groups(
         ]
         kept = [group for group in groups if group.varies or not filtering]
         failures += judged.failures
+        timed_out += judged.timed_out
         batches += 1
-    return Drawn(groups, kept, failures, batches)
+    return Drawn(groups, kept, failures, batches, timed_out)
 
 
 def step_prompt(session: Session, example: Example, step: int, index: int) -> Prompt:

@@ -8,6 +8,10 @@ from types import FrameType
 from typing import Any, Self
 
 
+class StopRequested(Exception):  # noqa: N818
+    """Work was given up because the run was asked to stop; steps before it are not lost."""
+
+
 class Interrupt:
     """A context manager over SIGINT and SIGTERM, which it treats alike.
 

@@ -48,6 +48,8 @@ class FlatRewards:
 
     def add(self, line: Mapping[str, Any]) -> str | None:
         """Takes a line of metrics.jsonl; a warning after FLAT_STEPS steps without variance."""
+        if line["reward/min"] is None:
+            return None  # No response has a reward.
         self._steps += 1
         if self._by_group:
             self._varied |= line["reward/frac_zero_std"] < 1

@@ -16,12 +16,14 @@ from tandem.types.v1 import trajectory_pb2
 KEYS = (
     "step",
     "time_seconds",
+    "step/trained",
     "reward/mean",
     "reward/std",
     "reward/min",
     "reward/max",
     "reward/frac_zero_std",
     "reward/failed",
+    "reward/timed_out",
     "reward/task_mean",
     "reward/overlong_mean",
     "reward/kl_penalty",
@@ -69,6 +71,7 @@ KEYS = (
     "rollout/replicas",
     "rollout/prompts_moved",
     "rollout/prompts_retried",
+    "trackers/lines_waiting",
     "time/generate_seconds",
     "time/reward_seconds",
     "time/reference_seconds",
@@ -112,6 +115,7 @@ CLOCK_KEYS = frozenset(
         "rollout/replicas",
         "rollout/prompts_moved",
         "rollout/prompts_retried",
+        "trackers/lines_waiting",
         "time_seconds",
         "time/generate_seconds",
         "time/reward_seconds",
@@ -168,7 +172,7 @@ def response_metrics(
     groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
     rewards: Sequence[Sequence[float | None]],
 ) -> dict[str, float | int]:
-    """Returns the client's metrics of a step's responses, at least one of which has a reward.
+    """Returns the client's metrics of a step's responses; those of rewards if there is any.
 
     A group with one reward throughout, or with a single one, has no variance: an estimator that
     compares the responses to a prompt gives it no gradient.
@@ -177,13 +181,14 @@ def response_metrics(
     known = [group for group in judged if group]
     flat = [value for group in known for value in group]
     responses = [trajectory for group in groups for trajectory in group]
-    return {
-        "reward/min": min(flat),
-        "reward/max": max(flat),
-        "reward/frac_zero_std": sum(min(group) == max(group) for group in known) / len(known),
-        "reward/failed": len(responses) - len(flat),
-        **length_metrics(responses),
-    }
+    numbers: dict[str, float | int] = {"reward/failed": len(responses) - len(flat)}
+    if flat:
+        numbers |= {
+            "reward/min": min(flat),
+            "reward/max": max(flat),
+            "reward/frac_zero_std": sum(min(group) == max(group) for group in known) / len(known),
+        }
+    return numbers | length_metrics(responses)
 
 
 def length_metrics(responses: Sequence[trajectory_pb2.Trajectory]) -> dict[str, float | int]:

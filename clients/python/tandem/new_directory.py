@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, file_error
 
 
 @contextmanager
@@ -15,7 +15,7 @@ def new_directory(destination: Path) -> Iterator[Path]:
     """Yields a temporary directory, which becomes `destination` at the end of the block.
 
     An exception in the block removes it instead. Raises ConfigError where `destination` exists and
-    is not an empty directory, and for errors of the file system.
+    is not an empty directory, and for paths that cannot be used; StorageError for a full disk.
     """
     place = destination.absolute()
     temporary = place.with_name(f".{place.name}.new")
@@ -33,4 +33,4 @@ def new_directory(destination: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     except OSError as error:
-        raise ConfigError(f"{error.filename or destination}: {error.strerror or error}") from None
+        raise file_error(error.filename or destination, error) from None

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import grpc
 
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, StorageError, file_error
 from tandem.text_files import json_object
 
 FORMAT = "tandem-recording"
@@ -58,7 +58,7 @@ def create(path: Path) -> None:
     except FileExistsError:
         raise ConfigError(f"{path}: exists already") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise file_error(path, error) from None
 
 
 class Recorder:
@@ -87,7 +87,7 @@ class Recorder:
         return call
 
     def append(self, values: dict[str, Any], message: bytes | None) -> None:
-        """Writes one entry. Raises TandemError if the disk does not take it."""
+        """Writes one entry. Raises StorageError if the disk does not take it."""
         data = b""
         if message is not None:
             data = zlib.compress(message, level=1)
@@ -97,9 +97,11 @@ class Recorder:
         try:
             written = os.write(self._file, entry)
         except OSError as error:
-            raise TandemError(f"{self._path}: {error.strerror}") from None
+            raise StorageError(f"{self._path}: {error.strerror}") from None
         if written < len(entry):
-            raise TandemError(f"{self._path}: an entry of the recording was cut: is the disk full?")
+            raise StorageError(
+                f"{self._path}: an entry of the recording was cut: is the disk full?"
+            )
 
 
 class CallRecorder:
@@ -246,7 +248,7 @@ def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise file_error(path, error) from None
 
 
 def _require_header(path: Path, file: BinaryIO) -> None:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
+import inspect
 import re
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tandem.data import Example
-from tandem.errors import ConfigError
-from tandem.reward_calls import (
+from tandem.errors import ConfigError, RewardError
+from tandem.interrupt import StopRequested
+from tandem.judges.cases import (
+    DETAILS,
     Case,
     Failure,
-    Judge,
     Outcome,
+    Response,
+    declared_details,
     failure_of,
-    judge_of,
-    why_not_called,
 )
+from tandem.judges.collected import OneByOne
+from tandem.judges.watch import STOP_SECONDS, Watch
+from tandem.reward_calls import Judge, judge_of, why_not_called
 from tandem.reward_function import file_of, load_function
 from tandem.settings import (
     MAX_REWARD,
@@ -30,6 +38,17 @@ from tandem.settings import (
 
 # Characters of a prompt or a response that an error shows.
 _SHOWN = 1000
+# Seconds between two looks at whether the run was asked to stop.
+_LOOK_SECONDS = 0.5
+# Exceptions that only a changed function ends: an outage causes none of them.
+_WRITTEN_WRONG = ("NameError", "ModuleNotFoundError", "SyntaxError")
+# Parameters of the reward functions of other trainers: those of TRL, and verl's.
+_FOREIGN = {"prompts", "completions", "responses", "completion_ids", "solution_str", "ground_truth"}
+_SIGNATURES = (
+    "`def reward(prompt, response, answer, **row) -> float` judges one response (**row takes all "
+    "other columns); with `batch: true`, `def rewards(prompts, responses, rows) -> list[float]` "
+    "judges all of a step"
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +59,13 @@ class Judged:
         rewards: by prompt, the rewards of its responses in order; None where a function failed.
         scores: by the name of a function, what it gave each response, without its weight.
         failures: for every call that failed a message with row, prompt, response and traceback.
+        timed_out: number of responses for which a call was given up because of its time limit.
     """
 
     rewards: list[list[float | None]]
     scores: dict[str, list[list[float | None]]]
     failures: list[str]
+    timed_out: int = 0
 
 
 class Reward:
@@ -55,19 +76,25 @@ class Reward:
     Attributes:
         files: the source files of the functions; builtins, and functions whose file Python does
             not know, have none.
+        stopping: whether the run was asked to stop. Responses that are not judged STOP_SECONDS
+            later are given up.
     """
 
-    def __init__(self, *functions: RewardFunctionSettings) -> None:
-        """Loads the functions.
+    def __init__(
+        self, *functions: RewardFunctionSettings, note: Callable[[str], None] | None = None
+    ) -> None:
+        """Loads the functions. `note` prints a line about calls that take long.
 
         Raises ConfigError for one that cannot be loaded or does not suit its settings.
         """
+        self.stopping: Callable[[], bool] = lambda: False
         self._functions: list[_Function] = []
         try:
             for place, settings in enumerate(functions):
                 single = isinstance(settings, RewardSettings)
                 field = "reward" if single else f"rewards.{place}"
-                self._functions.append(_Function(settings, field))
+                make_watch = partial(self._watch, settings, field, note or (lambda _: None))
+                self._functions.append(_Function(settings, field, make_watch))
         except ConfigError:
             self.close()
             raise
@@ -81,52 +108,164 @@ class Reward:
         for function in self._functions:
             function.check(examples)
 
-    def __call__(self, examples: Sequence[Example], responses: Sequence[Sequence[str]]) -> Judged:
-        """Judges the responses to every example.
+    def __call__(
+        self, examples: Sequence[Example], responses: Sequence[Sequence[Response | str]]
+    ) -> Judged:
+        """Judges the responses to every example; raises what Judging.result() raises."""
+        judging = self.judging()
+        for index, (example, group) in enumerate(zip(examples, responses, strict=True)):
+            judging.add(index, example, group)
+        return judging.result()
 
-        Raises ConfigError for a function that failed, unless its `on_error` says to skip it, and
-        for an example that a builtin cannot judge.
-        """
-        asked = [
-            (example, response)
-            for example, group in zip(examples, responses, strict=True)
-            for response in group
-        ]
-        failures: list[str] = []
-        scores = {one.name: one.judge(asked, failures) for one in self._functions}
-        weights = [one.weight for one in self._functions]
-        sums = [_weighted_sum(weights, values) for values in zip(*scores.values(), strict=True)]
-
-        def grouped(values: Sequence[float | None]) -> list[list[float | None]]:
-            flat = iter(values)
-            return [list(itertools.islice(flat, len(group))) for group in responses]
-
-        by_name = {name: grouped(values) for name, values in scores.items()}
-        return Judged(grouped(sums), by_name, failures)
+    def judging(self) -> Judging:
+        """Returns a judging of responses that are added as they come."""
+        return Judging(self._functions, lambda: self.stopping())
 
     def close(self) -> None:
         """Ends the threads and processes of the functions."""
         for function in self._functions:
             function.close()
 
+    def _watch(
+        self,
+        settings: RewardFunctionSettings,
+        field: str,
+        note: Callable[[str], None],
+        *,
+        stops: bool = False,
+    ) -> Watch:
+        name = f"{field}.function: {settings.function}"
+        stopping = (lambda: self.stopping()) if stops else None
+        return Watch(name, settings.limit_seconds, note, stopping)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The responses to one example, with the outcomes of each function in their order."""
+
+    example: Example
+    responses: Sequence[Response]
+    outcomes: Sequence[Sequence[Future[Outcome]]]
+
+
+class Judging:
+    """The judging of several groups of responses, which are added as they come.
+
+    Functions that are called in threads, processes or an event loop begin at once; those that need
+    the thread of the caller, or all responses, are called in result().
+    """
+
+    def __init__(self, functions: Sequence[_Function], stopping: Callable[[], bool]) -> None:
+        self._functions = functions
+        self._stopping = stopping
+        self._asked: dict[int, _Asked] = {}
+
+    def add(self, index: int, example: Example, responses: Sequence[Response | str]) -> None:
+        """Adds the responses to an example, which are number `index` of the results."""
+        group = [Response(one) if isinstance(one, str) else one for one in responses]
+        outcomes = [function.start(example, group) for function in self._functions]
+        self._asked[index] = _Asked(example, group, outcomes)
+
+    def result(self) -> Judged:
+        """Returns the rewards in the order of the numbers, once all responses are judged.
+
+        Raises:
+            RewardError: a function failed whose `on_error` does not say to skip it.
+            ConfigError: a function is written wrong, or a builtin cannot judge an example.
+            StopRequested: the run was asked to stop, and a call does not end.
+        """
+        for function in self._functions:
+            function.finish()
+        groups = [one for _, one in sorted(self._asked.items())]
+        asked = [(one.example, response.text) for one in groups for response in one.responses]
+        # By function, the outcome for each response.
+        outcomes = [
+            [future for one in groups for future in one.outcomes[place]]
+            for place in range(len(self._functions))
+        ]
+        self._wait([future for futures in outcomes for future in futures])
+        failures: list[str] = []
+        results = [[future.result() for future in futures] for futures in outcomes]
+        values = [
+            function.values(asked, given, failures)
+            for function, given in zip(self._functions, results, strict=True)
+        ]
+        sums = [
+            self._sum(asked[i], [one[i] for one in values], failures) for i in range(len(asked))
+        ]
+        late = sum(
+            any(isinstance(one, Failure) and one.timed_out for one in given)
+            for given in zip(*results, strict=True)
+        )
+
+        def grouped(flat: Sequence[float | None]) -> list[list[float | None]]:
+            rest = iter(flat)
+            return [[next(rest) for _ in one.responses] for one in groups]
+
+        scores = {
+            function.name: grouped(given)
+            for function, given in zip(self._functions, values, strict=True)
+        }
+        return Judged(grouped(sums), scores, failures, late)
+
+    def _sum(
+        self, asked: tuple[Example, str], values: Sequence[float | None], failures: list[str]
+    ) -> float | None:
+        """Returns the weighted sum for a response, None where a value is missing.
+
+        A sum beyond the trainer's bound is a failure like that of a function.
+        """
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return None
+        total = sum(one.weight * value for one, value in zip(self._functions, known, strict=True))
+        if abs(total) <= MAX_REWARD:
+            return total
+        message = (
+            f"rewards: the weighted sum {total:g} is out of range: a trainer takes "
+            f"{-MAX_REWARD:g} to {MAX_REWARD:g}\n{_shown(*asked)}"
+        )
+        if not all(one.skips for one in self._functions):
+            raise RewardError(message)
+        failures.append(message)
+        return None
+
+    def _wait(self, futures: Sequence[Future[Outcome]]) -> None:
+        """Waits for the outcomes, for a moment only once the run was asked to stop."""
+        asked_at: float | None = None
+        pending = set(futures)
+        while pending:
+            _, pending = wait(pending, timeout=_LOOK_SECONDS)
+            if pending and self._stopping():
+                asked_at = asked_at or time.monotonic()
+                if time.monotonic() - asked_at >= STOP_SECONDS:
+                    raise StopRequested(f"{len(pending)} responses were not judged")
+
 
 class _Function:
     """One function, builtin or the user's; `field` is where it stands in the settings."""
 
-    def __init__(self, settings: RewardFunctionSettings, field: str) -> None:
+    def __init__(
+        self, settings: RewardFunctionSettings, field: str, make_watch: Callable[..., Watch]
+    ) -> None:
         self.name = settings.shown_name
         self.weight = settings.weight
+        self.skips = settings.on_error == "skip"
         self.file: Path | None = None
         self._settings = settings
         self._field = field
         self._builtin = _builtin(settings, field)
-        self._judge: Judge | None = None
+        self._details: tuple[str, ...] = ()
+        # Builtins compute and do not wait, so they are called without threads.
+        self._collected = OneByOne(None, make_watch(stops=True))
+        self._judge: Judge = self._collected
         if self._builtin is None:
             self._function = load_function(
                 settings.function, settings.python_path, f"{field}.function"
             )
             self.file = file_of(self._function)
-            self._judge = judge_of(self._function, settings, field)
+            self._details = declared_details(self._function)
+            self._judge = judge_of(self._function, settings, field, make_watch)
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError for a row that the function cannot be called with."""
@@ -137,36 +276,44 @@ class _Function:
             return
         seen: set[frozenset[str]] = set()
         for example in examples:
-            if (columns := frozenset(example.row)) in seen:
-                continue
-            seen.add(columns)
-            problem = why_not_called(self._function, example.row, self._settings.batch)
-            if problem is not None:
-                raise ConfigError(
-                    f"{self._field}.function: {self._settings.function} cannot be called for "
-                    f"{example.place}: {problem}",
-                    hint="docs/rewards.md shows what it is called with; **row takes all columns",
-                )
+            if (columns := frozenset(example.row)) not in seen:
+                seen.add(columns)
+                self._check_columns(example)
 
-    def judge(
-        self, asked: Sequence[tuple[Example, str]], failures: list[str]
+    def start(self, example: Example, responses: Sequence[Response]) -> list[Future[Outcome]]:
+        """Begins to judge the responses to an example; returns the outcome of each."""
+        if self._builtin is not None:
+            return [
+                self._collected.add(example.place, partial(self._builtin, example, one.text))
+                for one in responses
+            ]
+        return self._judge.start([self._case(example, one) for one in responses])
+
+    def finish(self) -> None:
+        """Makes the calls that need the thread of the caller, or all responses."""
+        self._judge.finish()
+
+    def values(
+        self,
+        asked: Sequence[tuple[Example, str]],
+        outcomes: Sequence[Outcome],
+        failures: list[str],
     ) -> list[float | None]:
-        """Returns what it gives each response; adds to `failures` a message for every None."""
-        if self._judge is None:
-            assert self._builtin is not None
-            outcomes: list[Outcome] = [self._builtin(*one) for one in asked]
-        else:
-            outcomes = self._judge([Case(example.row, response) for example, response in asked])
+        """Returns the numbers among the outcomes; adds to `failures` a message for every None.
+
+        Raises RewardError or ConfigError for a failure that is not to be skipped.
+        """
         failed = [
             (outcome, self._message(outcome, *one))
             for outcome, one in zip(outcomes, asked, strict=True)
             if isinstance(outcome, Failure)
         ]
-        if failed and self._settings.on_error == "fail":
+        if failed and not self.skips:
             [(first, message), *others] = failed
             more = f"\n{len(others)} other calls failed too" if others else ""
             skip = f"{self._field}.on_error: skip leaves such responses out of the step; "
-            raise ConfigError(
+            kind = ConfigError if first.what.startswith(_WRITTEN_WRONG) else RewardError
+            raise kind(
                 message + more,
                 hint=("" if first.is_mistake else skip)
                 + f"{self._field}.workers: 1 calls the function in the main thread",
@@ -176,33 +323,60 @@ class _Function:
 
     def close(self) -> None:
         """Ends the threads and processes of the function."""
-        if self._judge is not None:
-            self._judge.close()
+        self._judge.close()
+
+    def _check_columns(self, example: Example) -> None:
+        if taken := next((name for name in self._details if name in example.row), None):
+            raise ConfigError(
+                f"{self._field}.function: {self._settings.function} has a parameter {taken!r}, "
+                f"which the run fills, and {example.place} has a column of that name",
+                hint=f"data.columns: {{OTHER: {taken}}} renames the column",
+            )
+        case = self._case(example, Response("", dict.fromkeys(DETAILS)))
+        problem = why_not_called(self._function, case, self._settings.batch)
+        foreign = self._foreign()
+        if problem is None and not foreign:
+            return
+        hint = _SIGNATURES
+        if foreign:
+            hint = f"it is called in another way than by TRL or verl: {hint}"
+        raise ConfigError(
+            f"{self._field}.function: {self._settings.function} cannot be called for "
+            f"{example.place}: {problem or foreign}",
+            hint=f"{hint}; docs/rewards.md",
+        )
+
+    def _foreign(self) -> str | None:
+        """Returns that the function wants what other trainers give it, None if it does not."""
+        if self._settings.batch:
+            return None
+        try:
+            names = inspect.signature(self._function).parameters
+        except (TypeError, ValueError):
+            return None
+        first = [name for name in list(names)[:2] if name in _FOREIGN]
+        return f"its parameter {first[0]!r} is none of `prompt` and `response`" if first else None
+
+    def _case(self, example: Example, response: Response) -> Case:
+        details = {}
+        for name in self._details:
+            if name not in response.details:
+                raise ConfigError(f"{self._field}.function: {name} is not known here")
+            details[name] = response.details[name]
+        return Case(example.row, response.text, details, example.place)
 
     def _message(self, failure: Failure, example: Example, response: str) -> str:
         return (
             f"{self._field}.function: {self._settings.function}: {failure.what}\n"
-            f"  row: {example.place}\n"
-            f"  prompt: {_short(example.text)}\n"
-            f"  response: {_short(response)}\n{failure.trace}"
+            f"{_shown(example, response)}\n{failure.trace}"
         ).rstrip()
 
 
-def _weighted_sum(weights: Sequence[float], values: Sequence[float | None]) -> float | None:
-    """Returns the reward of a response, None where a value is missing.
-
-    Raises ConfigError for a sum beyond the trainer's bound.
-    """
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return None
-    total = sum(weight * value for weight, value in zip(weights, known, strict=True))
-    if abs(total) > MAX_REWARD:
-        raise ConfigError(
-            f"rewards: the weighted sum {total:g} is out of range: a trainer takes "
-            f"{-MAX_REWARD:g} to {MAX_REWARD:g}"
-        )
-    return total
+def _shown(example: Example, response: str) -> str:
+    """Returns the lines about a response in an error."""
+    return (
+        f"  row: {example.place}\n  prompt: {_short(example.text)}\n  response: {_short(response)}"
+    )
 
 
 def overlong_punishment(length: int, max_tokens: int, buffer: OverlongBufferSettings) -> float:
@@ -235,10 +409,7 @@ def answer_extractor(pattern: str | None) -> Callable[[str], str]:
 def _builtin(
     settings: RewardFunctionSettings, field: str
 ) -> Callable[[Example, str], Outcome] | None:
-    """Returns the builtin judge that the settings name, None for a function of the user's.
-
-    Builtins compute and do not wait, so they are called without threads.
-    """
+    """Returns the builtin judge that the settings name, None for a function of the user's."""
     extract = answer_extractor(settings.answer_pattern)
     if settings.function == "exact_match":
         return lambda example, response: float(extract(response) == _answer(example, field))
@@ -268,7 +439,8 @@ def _scorer(example: Example, field: str) -> Any:
 def _gym_score(example: Example, answer: str, field: str) -> Outcome:
     scorer = _scorer(example, field)
     try:
-        return float(scorer.score_answer(answer=answer or None, entry=example.row["entry"]))
+        entry = copy.deepcopy(example.row["entry"])
+        return float(scorer.score_answer(answer=answer or None, entry=entry))
     # The model wrote the answer, so the task's judge may fail to read it.
     except Exception as error:
         return failure_of(error)

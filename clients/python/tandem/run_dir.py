@@ -16,7 +16,7 @@ evaluations/step_N.MODE.parquet
 checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
 state.json               SavedState: the last checkpoint, what --resume goes on from
 logs/attempt_N.log       one file for every start; --clean keeps them
-.lock                    held while a process uses the directory
+.lock                    held while a process uses the directory; names that process
 
 All names inside are relative to the directory, so that it can be moved.
 """
@@ -24,9 +24,7 @@ All names inside are relative to the directory, so that it can be moved.
 from __future__ import annotations
 
 import difflib
-import fcntl
 import json
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -44,8 +42,9 @@ from tandem.checkpoints import (
     require_here,
 )
 from tandem.config_values import flat, read_mapping
-from tandem.errors import ConfigError, RunDirectoryError
+from tandem.errors import ConfigError, RunDirectoryError, StorageError, file_error
 from tandem.metrics import eval_prefix
+from tandem.run_account import RunAccount
 from tandem.run_files import (
     IDENTITY,
     STATE,
@@ -59,7 +58,10 @@ from tandem.run_files import (
     write_atomically,
     writing,
 )
+from tandem.run_lock import LOCK, locked
+from tandem.run_log import LOG, logged, logged_to
 from tandem.settings import EvalMode, EvalSettings, RunSettings, SpeculativeSettings
+from tandem.text_files import encoded
 from tandem.trajectories.files import EVALUATIONS, STEPS, TrajectoryFile
 from tandem.trajectories.writer import TrajectoryWriter
 from tandem.types.v1 import server_pb2
@@ -83,9 +85,11 @@ RESUMABLE = (
     "reward.python_path",
     "reward.executor",
     "reward.workers",
+    "reward.timeout_seconds",
     "rewards.*.python_path",
     "rewards.*.executor",
     "rewards.*.workers",
+    "rewards.*.timeout_seconds",
     "cluster.directory",
     "cluster.certs",
     "cluster.*_timeout_seconds",
@@ -103,7 +107,6 @@ _FACTS = ("servers", "inputs")
 # Files whose lines a resumed run is checked against: records.NAME of --change.
 _RECORDS = ("metrics", "versions")
 
-_LOCK = ".lock"
 _LOGS = "logs"
 # Files that a run writes and --clean removes. run.json is replaced instead: a run directory that is
 # half removed, or half begun, is still known as one.
@@ -133,9 +136,10 @@ class RunDirectory:
         evaluated: (step, mode) of the evaluations that evals.jsonl has.
         log: logs/attempt_N.log, from begin() on.
         trajectories: writes responses and answers, from begin() on.
+        account: what the steps until now trained and lost, those of earlier starts included.
     """
 
-    log: TextIO
+    log: Path
     trajectories: TrajectoryWriter
 
     def __init__(
@@ -150,6 +154,7 @@ class RunDirectory:
         self.state: SavedState | None = None
         self.elapsed_seconds = 0.0
         self.evaluated: set[tuple[int, str]] = set()
+        self.account = RunAccount()
         self._config = config
         self._kind = kind
         self._clean = clean
@@ -170,6 +175,8 @@ class RunDirectory:
         resume: bool | Literal["auto"] = False,
         clean: bool = False,
         changes: Sequence[str] = (),
+        wait_seconds: float = 0.0,
+        note: Callable[[str], None] | None = None,
     ) -> Self:
         """Locks `config.run_dir` for a run of `kind`; makes the directory if there is none.
 
@@ -177,10 +184,13 @@ class RunDirectory:
         checkpoint; "auto": if it has one, else start) or `clean` (throw it away); one that holds
         anything else is always refused. A directory that is made here goes again at the end, unless
         the run began. `changes` are the dotted keys of settings that a resumed run may change; the
-        key of a section allows all that is below, and * stands for any name.
+        key of a section allows all that is below, and * stands for any name. Where another process
+        uses the directory, this one waits for at most `wait_seconds`, and tells `note`.
 
         Raises:
-            RunDirectoryError: refused, in use, or not to be created.
+            RunDirectoryError: refused, or not to be created.
+            RunDirectoryBusyError: in use by another process until the end of the wait.
+            StorageError: its file system failed.
             ConfigError: start_from names no checkpoint, and the servers are to run on this machine.
         """
         if resume and clean:
@@ -192,8 +202,10 @@ class RunDirectory:
             with _usable(run.path):
                 _admit(run.path, resume, clean)
                 made = _make(run.path)
-                files.enter_context(_lock(run.path))
+                files.enter_context(locked(run.path, wait_seconds, note or (lambda _: None)))
                 files.callback(_remove_unused, made)
+                # A predecessor may have begun the run, or ended it, meanwhile.
+                _admit(run.path, resume, clean)
             if resume == "auto":
                 run._require_kind()
                 resume = (run.path / STATE).exists()
@@ -246,10 +258,13 @@ class RunDirectory:
                 (self.path / folder).mkdir(exist_ok=True)
             write_atomically(self.path / "config.yaml", settings_module.dump(self._config))
             attempt = next_attempt(self.path / _LOGS)
-            self.log = self._append_to(f"{_LOGS}/attempt_{attempt}.log")
+            self.log = self.path / _LOGS / f"attempt_{attempt}.log"
+            # Opened first, and so closed last.
+            self._files.enter_context(logged_to(self.log, note))
             self._metrics = self._append_to("metrics.jsonl")
             self._versions = self._append_to("versions.jsonl")
-            self._trackers = self._files.enter_context(self._open_trackers())
+            note = logged(note)
+            self._trackers = self._files.enter_context(self._open_trackers(note))
             self.trajectories = TrajectoryWriter(self.path, self._config.trajectories, note)
             self._files.callback(self.trajectories.close)
 
@@ -259,8 +274,8 @@ class RunDirectory:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             with writing(self.path):
-                self._files.close()
-        except RunDirectoryError:
+                self._files.__exit__(type(error) if error else None, error, None)
+        except StorageError:
             # Closing writes the lines that a full disk did not take again; `error` says so already.
             if error is None:
                 raise
@@ -272,15 +287,20 @@ class RunDirectory:
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Appends one line to metrics.jsonl and to the log."""
-        text = json.dumps(line) + "\n"
+        text = json.dumps(line)
         with writing(self.path / "metrics.jsonl"):
-            self._metrics.write(text)
-            self.log.write(text)
+            self._metrics.write(f"{text}\n")
+        LOG.info("%s", text)
+        self.account.add(line)
 
     def track(self, line: Mapping[str, Any], prefix: str = "") -> None:
         """Hands the numbers of a line to the trackers, under `prefix` and their keys."""
-        with writing(self.path / "tensorboard"):
-            self._trackers.add(line, prefix)
+        self._trackers.add(line, prefix)
+
+    @property
+    def tracker_lines_waiting(self) -> int:
+        """The number of lines that trackers lack now."""
+        return self._trackers.waiting
 
     def write_version(
         self,
@@ -297,8 +317,8 @@ class RunDirectory:
 
     def write_eval(self, line: Mapping[str, Any]) -> None:
         """Appends one line to evals.jsonl; hands it to the trackers under eval/<mode>/."""
-        with writing(self.path / "evals.jsonl"), (self.path / "evals.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with writing(self.path / "evals.jsonl"), (self.path / "evals.jsonl").open("ab") as file:
+            file.write(encoded(json.dumps(line) + "\n"))
         self.evaluated.add((line["step"], line["mode"]))
         self.track(line, eval_prefix(line))
 
@@ -341,6 +361,8 @@ class RunDirectory:
         _require_same(self.path, before, now, (*_resumable(before, now), *self._changes))
         # All three are read here, because begin() would find damage too late.
         metrics, evals, _ = [step_lines(file, self.state.step) for file in _step_files(self.path)]
+        for line in metrics:
+            self.account.add(line)
         if metrics:
             self.elapsed_seconds = metrics[-1].get("time_seconds") or 0.0
         # Those of steps after the checkpoint, too: servers may still hold them.
@@ -373,13 +395,13 @@ class RunDirectory:
                 hint=f"put the files back, or go on without: {keys}",
             )
 
-    def _open_trackers(self) -> Trackers:
+    def _open_trackers(self, note: Callable[[str], None]) -> Trackers:
         # TensorBoard's package takes a second to import.
         from tandem.trackers import TrackedRun, Trackers
 
         config = self._config.model_dump(mode="json")
         run = TrackedRun(self.path, self.run_id, self.first_step, config)
-        return Trackers(self._config.trackers, run)
+        return Trackers(self._config.trackers, run, note)
 
     def _require_kind(self) -> None:
         kind = kind_of_run(self.path)
@@ -394,7 +416,9 @@ class RunDirectory:
 
     def _append_to(self, name: str) -> TextIO:
         # Line-buffered: a line is on disk as soon as it is written.
-        return self._files.enter_context((self.path / name).open("a", buffering=1))
+        return self._files.enter_context(
+            (self.path / name).open("a", buffering=1, encoding="utf-8")
+        )
 
 
 def evaluates_after(settings: EvalSettings, step: int, steps: int) -> bool:
@@ -410,7 +434,7 @@ def _usable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunDirectoryError(f"run_dir: {path}: {error.strerror}") from None
+        raise file_error(f"run_dir: {path}", error, RunDirectoryError) from None
 
 
 def _admit(path: Path, resume: bool | str, clean: bool) -> None:
@@ -423,7 +447,7 @@ def _admit(path: Path, resume: bool | str, clean: bool) -> None:
             hint="--resume goes on after its last checkpoint, --clean throws it away",
         )
     # Files of a start that was cut off before it became a run, or of a run removed by hand.
-    left = {_LOCK, _LOGS, temporary_name(IDENTITY)}
+    left = {LOCK, _LOGS, temporary_name(IDENTITY)}
     if path.exists() and not holds_run and {entry.name for entry in path.iterdir()} - left:
         raise RunDirectoryError(f"{path} is not empty and not a run directory")
 
@@ -571,22 +595,8 @@ def _make(path: Path) -> list[Path]:
 
 def _remove_unused(made: Sequence[Path]) -> None:
     """Removes directories that _make() made for a run that did not begin."""
-    if made and [entry.name for entry in made[0].iterdir()] == [_LOCK]:
-        (made[0] / _LOCK).unlink()
+    if made and [entry.name for entry in made[0].iterdir()] == [LOCK]:
+        (made[0] / LOCK).unlink()
         for folder in made:
             with suppress(OSError):
                 folder.rmdir()
-
-
-def _lock(path: Path) -> TextIO:
-    file = (path / _LOCK).open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The process that made the directory may have removed it, and the file, in between.
-        taken = not os.path.samestat(os.fstat(file.fileno()), (path / _LOCK).stat())
-    except OSError:
-        taken = True
-    if taken:
-        file.close()
-        raise RunDirectoryError(f"{path} is in use by another process")
-    return file

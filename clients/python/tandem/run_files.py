@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem import text_files
-from tandem.errors import RunDirectoryError
-from tandem.text_files import json_object
+from tandem.errors import RunDirectoryError, StorageError
+from tandem.text_files import encoded, json_object
 
 IDENTITY = "run.json"
 STATE = "state.json"
@@ -59,17 +59,17 @@ def placed_objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces a file so that no reader, and no crash, sees half of it.
 
-    Raises RunDirectoryError, and leaves the file as it was, when it cannot, as on a full disk.
+    Raises StorageError, and leaves the file as it was, when it cannot, as on a full disk.
     """
     with replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(encoded(content) if isinstance(content, str) else content)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yields a file that takes the place of `path` at the end of the block, as a whole.
 
-    Raises RunDirectoryError, and leaves the file as it was, when it cannot be written.
+    Raises StorageError, and leaves the file as it was, when it cannot be written.
     """
     temporary = path.with_name(temporary_name(path.name))
     with writing(path):
@@ -87,11 +87,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError into a RunDirectoryError that names `path`."""
+    """Turns an OSError into a StorageError that names `path`.
+
+    A run that has begun wrote there before, so no path that the user wrote is wrong.
+    """
     try:
         yield
     except OSError as error:
-        raise RunDirectoryError(f"{path}: {error.strerror}") from None
+        raise StorageError(f"{path}: {error.strerror or error}") from None
 
 
 def temporary_name(name: str) -> str:

@@ -37,6 +37,7 @@ from tandem.requests import Prompt
 from tandem.rewards import Reward
 from tandem.rollout.v1 import rollout_pb2
 from tandem.rollout_pool import RolloutPool
+from tandem.run_log import logged
 from tandem.schedules import check_schedules, notes_on_schedules, with_run_settings
 from tandem.settings import (
     ClusterSettings,
@@ -70,7 +71,7 @@ class Session:
 
     Attributes:
         settings: those of the run; once it is open, with the number of steps of `epochs`.
-        note: prints a line about the run's progress.
+        note: prints and logs a line about the run's progress.
         progress: is told what the run does at the moment.
         sampling: the fields of SamplingParams for the run's responses.
         in_force: sections of the settings with the servers' defaults: every field of objective and
@@ -106,7 +107,7 @@ class Session:
         self.progress = progress or Progress()
         self.settings = settings
         self.purpose = purpose
-        self.note = on_progress or (lambda _: None)
+        self.note = logged(on_progress or (lambda _: None))
         self._dry_run = dry_run
         self._noted: set[str] = set()
         self._stack = ExitStack()
@@ -526,7 +527,9 @@ class Session:
                     "exact_match and reasoning_gym"
                 )
         with problems.collect():
-            self.reward = self._stack.enter_context(closing(Reward(*settings.reward_functions)))
+            self.reward = self._stack.enter_context(
+                closing(Reward(*settings.reward_functions, note=self.note))
+            )
         with problems.collect():
             self.codec = TextCodec(settings.tokenizer)
             self.sampling = _sampling(settings.sampling, self.codec)

@@ -259,11 +259,15 @@ class RewardFunctionSettings(Settings):
     batch: bool = False
     # Threads are for functions that wait, processes for functions that compute.
     executor: Literal["thread", "process"] = "thread"
-    # Number of calls at a time. Not set: 16 with threads, one per CPU with processes, all with an
-    # `async def`. 1 with threads runs them one after the other in the main thread.
+    # Number of calls at a time. Not set: 16 with threads, one per CPU that this process may use
+    # Number of calls at a time. Not set: 16 with threads, one per CPU that this process may use
+    # with processes, all with an `async def`. 1 with threads runs them one after the other in the
+    # main thread.
     workers: Count | None = None
-    # A call that raises, or gives no finite number, ends the run (fail) or leaves its response out
-    # of the step, counted in reward/failed (skip).
+    # Most seconds of a call, which then fails. Not set: 600, or 3600 for the one call of `batch`.
+    timeout_seconds: float | None = Field(None, gt=0, le=1e8)
+    # A call that raises, gives no finite number, takes too long or loses its process ends the run
+    # (fail) or leaves its response out of the step, counted in reward/failed (skip).
     on_error: Literal["fail", "skip"] = "fail"
     # A builtin judges the last match in the response (its first group, if it has one). Not set: the
     # whole response without surrounding space.
@@ -273,6 +277,11 @@ class RewardFunctionSettings(Settings):
     def is_builtin(self) -> bool:
         """Whether the function is one of this package, and no function of the user's."""
         return self.function in ("exact_match", "reasoning_gym")
+
+    @property
+    def limit_seconds(self) -> float:
+        """The most seconds of a call: `timeout_seconds`, or its default."""
+        return self.timeout_seconds or (3600.0 if self.batch else 600.0)
 
     @property
     def shown_name(self) -> str:

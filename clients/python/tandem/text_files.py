@@ -1,4 +1,4 @@
-"""Reading text and JSON; errors name the file."""
+"""Reading text and JSON, with errors that name the file, and writing any text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, file_error
 
 # The first bytes of a file that git-lfs has not fetched.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -18,11 +18,11 @@ def read_text(path: Path, place: str, error: type[ConfigError] = ConfigError) ->
 
 
 def read_bytes(path: Path, place: str, error: type[ConfigError] = ConfigError) -> bytes:
-    """Reads a file. Raises `error`, beginning with `place`, if it cannot be read."""
+    """Reads a file. Raises `error` or StorageError, beginning with `place`, if it cannot."""
     try:
         data = path.read_bytes()
     except OSError as failure:
-        raise error(f"{place}: {failure.strerror}") from None
+        raise file_error(place, failure, error) from None
     _refuse_lfs_pointer(data, path, place, error)
     return data
 
@@ -36,7 +36,7 @@ def require_no_lfs_pointer(path: Path, place: str) -> None:
         with path.open("rb") as file:
             start = file.read(len(_LFS_POINTER))
     except OSError as failure:
-        raise ConfigError(f"{place}: {failure.strerror or failure}") from None
+        raise file_error(place, failure) from None
     _refuse_lfs_pointer(start, path, place, ConfigError)
 
 
@@ -54,6 +54,15 @@ def decoded(data: bytes, place: str, error: type[ConfigError] = ConfigError) -> 
         return data.decode()
     except UnicodeDecodeError as failure:
         raise error(f"{place}: not UTF-8: {failure.reason} at byte {failure.start}") from None
+
+
+def encoded(text: str) -> bytes:
+    """Encodes any text as UTF-8.
+
+    What UTF-8 has no bytes for, as half a surrogate pair that a model or a service sent, becomes
+    its escape.
+    """
+    return text.encode(errors="backslashreplace")
 
 
 def json_object(text: str, place: str, error: type[ConfigError] = ConfigError) -> dict[str, Any]:

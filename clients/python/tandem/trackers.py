@@ -1,25 +1,35 @@
 """Trackers of a run's numbers beside its files: TensorBoard, Weights & Biases, MLflow.
 
 The run file's `trackers` lists their names. Project, account and server of a tracker come from the
-environment variables of its own library.
+environment variables of its own library. metrics.jsonl and evals.jsonl have every number whether or
+not a tracker takes it, so no tracker that fails or is slow holds up a run.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from tandem.errors import TandemError
 from tandem.metrics import numbers
 from tandem.optional import optional_module
 from tandem.settings import TrackerName
 
 # Default project of Weights & Biases and experiment of MLflow.
 PROJECT = "tandem"
+# Most lines that wait for a tracker; further ones are lost to it.
+MOST_WAITING = 10_000
+# Seconds before the second attempt to send a line, and most seconds between two.
+FIRST_RETRY_SECONDS = 1.0
+MOST_RETRY_SECONDS = 60.0
+# Most seconds that the end of a run waits for its trackers; after an error, or Ctrl-C.
+FLUSH_SECONDS = 30.0
+FLUSH_SECONDS_AFTER_ERROR = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,34 +64,36 @@ class Tracker(Protocol):
 class Trackers:
     """The trackers of a run that is about to write; a context manager.
 
-    A tracker that fails raises TandemError, which names it.
+    Each works in a thread of its own, which tries again while the tracker fails. At the end of the
+    run the tracker has FLUSH_SECONDS to take what it lacks.
     """
 
-    def __init__(self, names: Sequence[TrackerName], run: TrackedRun) -> None:
-        self._trackers: dict[str, Tracker] = {}
-        self._stack = ExitStack()
-        with self._stack:
-            for name in names:
-                with _failures(name):
-                    self._trackers[name] = _KINDS[name](run)
-                self._stack.callback(self._close, name)
-            self._stack = self._stack.pop_all()
+    def __init__(
+        self, names: Sequence[TrackerName], run: TrackedRun, note: Callable[[str], None]
+    ) -> None:
+        """`note` prints a line, in any thread, about a tracker that fails."""
+        self._senders = [_Sender(name, run, note) for name in names]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        seconds = FLUSH_SECONDS if kind is None else FLUSH_SECONDS_AFTER_ERROR
+        deadline = time.monotonic() + seconds
+        for sender in self._senders:
+            sender.ask_to_end()
+        for sender in self._senders:
+            sender.end(deadline)
+
+    @property
+    def waiting(self) -> int:
+        """The number of lines that a tracker lacks, those that it lost included."""
+        return sum(sender.lacks for sender in self._senders)
 
     def add(self, line: Mapping[str, Any], prefix: str = "") -> None:
-        """Records a line with every tracker."""
-        for name, tracker in self._trackers.items():
-            with _failures(name):
-                tracker.add(line, prefix)
-
-    def _close(self, name: str) -> None:
-        with _failures(name):
-            self._trackers[name].close()
+        """Hands a line to every tracker."""
+        for sender in self._senders:
+            sender.add(dict(line), prefix)
 
 
 def require_installed(names: Sequence[TrackerName]) -> None:
@@ -91,21 +103,110 @@ def require_installed(names: Sequence[TrackerName]) -> None:
             optional_module(name, f"trackers: {name}")
 
 
-@contextmanager
-def _failures(name: str) -> Iterator[None]:
-    try:
-        yield
-    except TandemError:
-        raise
-    # Each library raises errors of its own.
-    except Exception as error:
-        # TensorBoard's files are part of the run directory, which names a full disk.
-        if name == "tensorboard":
+class _Sender:
+    """Hands lines to one tracker, in order, in a thread."""
+
+    def __init__(self, name: TrackerName, run: TrackedRun, note: Callable[[str], None]) -> None:
+        self._name = name
+        self._run = run
+        self._note = note
+        self._lines: queue.Queue[tuple[dict[str, Any], str] | None] = queue.Queue()
+        self._added = self._sent = 0
+        self._reason = ""
+        # The run ends; nobody waits for the thread any more.
+        self._ending = threading.Event()
+        self._ended = threading.Event()
+        self._tracker: Tracker | None = None
+        # A tracker that hangs must not hold up the exit.
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def lacks(self) -> int:
+        """The number of lines that the tracker does not have."""
+        return self._added - self._sent
+
+    def add(self, line: dict[str, Any], prefix: str) -> None:
+        """Adds a line, unless too many wait already."""
+        self._added += 1
+        if self._lines.qsize() < MOST_WAITING:
+            self._lines.put((line, prefix))
+
+    def ask_to_end(self) -> None:
+        """Makes the thread end when the tracker has all lines."""
+        self._ending.set()
+        self._lines.put(None)
+
+    def end(self, deadline: float) -> None:
+        """Waits for the thread until the time `deadline`; tells what the tracker lacks."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._ended.set()
+        if self._thread.is_alive() and not self._reason:
+            self._reason = "it does not answer"
+        if self.lacks or self._reason:
+            lacks = f"it lacks {self.lacks} lines" if self.lacks else "it may lack the last lines"
+            self._note(
+                f"warning: trackers: {self._name}: {self._reason}: {lacks}, which metrics.jsonl "
+                "and evals.jsonl have"
+            )
+
+    def _work(self) -> None:
+        if not self._until_done(self._open):
+            return
+        while (entry := self._lines.get()) is not None:
+            if not self._until_done(lambda entry=entry: self._add(*entry)):
+                return
+            self._sent += 1
+        self._until_done(self._close)
+
+    def _until_done(self, attempt: Callable[[], None]) -> bool:
+        """Makes attempts until one succeeds; False if none does before the end."""
+        seconds = FIRST_RETRY_SECONDS
+        while True:
+            try:
+                attempt()
+            # Each library raises errors of its own, and may end what it takes for its process.
+            except (Exception, SystemExit) as error:
+                self._tell(error)
+            else:
+                if self._reason and not self._ended.is_set():
+                    self._note(f"trackers: {self._name}: works again")
+                self._reason = ""
+                return True
+            if self._ended.is_set():
+                return False
+            if self._ending.is_set():
+                self._ended.wait(FIRST_RETRY_SECONDS)
+            else:
+                self._ending.wait(seconds)
+                seconds = min(MOST_RETRY_SECONDS, 2 * seconds)
+
+    def _tell(self, error: BaseException) -> None:
+        known, self._reason = self._reason, f"{type(error).__name__}: {error}"
+        if not known and not self._ended.is_set():
+            self._note(
+                f"warning: trackers: {self._name}: {self._reason}: the run goes on, and its "
+                "numbers are sent when the tracker takes them"
+            )
+
+    def _open(self) -> None:
+        self._tracker = _KINDS[self._name](self._run)
+
+    def _add(self, line: dict[str, Any], prefix: str) -> None:
+        if self._tracker is None:
+            self._open()
+        assert self._tracker is not None
+        try:
+            self._tracker.add(line, prefix)
+        except OSError:
+            if self._name == "tensorboard":
+                # The file may end in half a record, behind which no reader looks.
+                self._tracker = None
             raise
-        raise TandemError(
-            f"trackers: {name}: {type(error).__name__}: {error}",
-            hint=f"the run can be resumed with `trackers` that do not list {name}",
-        ) from error
+
+    def _close(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
 
 
 def _tensorboard(run: TrackedRun) -> Tracker:
@@ -142,6 +243,7 @@ class _MLflow:
 
     def __init__(self, run: TrackedRun) -> None:
         mlflow = optional_module("mlflow", "trackers: mlflow")
+        self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = mlflow.set_experiment(name).experiment_id
@@ -158,11 +260,19 @@ class _MLflow:
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
 
     def add(self, line: Mapping[str, Any], prefix: str = "") -> None:
-        for name, value in numbers(line, prefix):
-            self._client.log_metric(self._id, name, value, step=line["step"])
+        # One request for all numbers of a step.
+        now = int(time.time() * 1000)
+        metrics = [
+            self._metric(name, value, now, line["step"]) for name, value in numbers(line, prefix)
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
-_KINDS = {"tensorboard": _tensorboard, "wandb": _WeightsAndBiases, "mlflow": _MLflow}
+_KINDS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _WeightsAndBiases,
+    "mlflow": _MLflow,
+}

@@ -15,24 +15,29 @@ from typing import Any, Self
 from tandem import tracing
 from tandem.checkpoints import SavedState, checkpoint_name
 from tandem.cluster_plan import draws_responses
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import RewardError, TandemError
 from tandem.evaluation import Evaluation, evaluate
 from tandem.evaluation.answers import held_out
 from tandem.evaluation.report import in_words
 from tandem.groups import Drawn, Group, draw_groups
-from tandem.interrupt import Interrupt
+from tandem.interrupt import Interrupt, StopRequested
 from tandem.kl_control import first_kl_coefficient, next_kl_coefficient
 from tandem.learnability import FlatRewards
 from tandem.metrics import StepClock, step_line
 from tandem.own_responses import draw_own_responses
 from tandem.requests import PolicySample, SupervisedSample
+from tandem.run_account import why_untrained
 from tandem.run_dir import RunDirectory
+from tandem.run_log import LOG
 from tandem.session import Session
 from tandem.settings import EvalMode
 from tandem.start import start_run
 from tandem.trainer.v1 import trainer_pb2
 from tandem.trajectories.record import Response
 from tandem.types.v1 import server_pb2
+
+# Steps in a row without any reward that end a run.
+MOST_UNJUDGED = 3
 
 OnStep = Callable[[dict[str, Any]], None]
 
@@ -49,17 +54,30 @@ def train(
     settings = session.settings
     with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
         flat = FlatRewards(settings)
+        unjudged = 0
         for step in loop.steps():
             clock = StepClock(session.progress)
-            drawn = draw_groups(session, step, loop.examples_drawn, loop.weights, clock)
-            _tell_failures(session, run, step, drawn)
+            try:
+                drawn = draw_groups(session, step, loop.examples_drawn, loop.weights, clock)
+            except StopRequested as stop:
+                loop.give_up(stop)
+                break
+            unjudged = _tell_failures(session, run, step, drawn, unjudged)
             _tell_missing(session, run, step, drawn)
             samples, kl_coefficient = _samples(drawn.kept), loop.kl_coefficient
             if session.reference is not None and samples:
                 with clock.phase("reference"):
                     samples = session.reference.added_to(samples)
             with clock.phase("train"):
-                report = _train_step(session, run, step, samples, loop.weights, kl_coefficient)
+                report = _train_step(
+                    session,
+                    run,
+                    step,
+                    samples,
+                    loop.weights,
+                    kl_coefficient,
+                    all_failed=drawn.all_failed,
+                )
             loop.require_critic(report)
             with clock.phase("trajectories"):
                 run.trajectories.write_step(step, _responses(drawn.groups))
@@ -95,10 +113,12 @@ def _train_step(
     samples: Sequence[PolicySample],
     weights: server_pb2.WeightsVersion,
     kl_coefficient: float | None,
+    *,
+    all_failed: bool,
 ) -> trainer_pb2.StepReport:
     """Makes a step of the senior. Returns the report of a skipped step if there is no sample."""
     if not samples:
-        reason = "no group has rewards that differ"
+        reason = "no response has a reward" if all_failed else "no group has rewards that differ"
         return trainer_pb2.StepReport(step=step, weights=weights, skipped=True, skip_reason=reason)
     reply = session.trainer.train_step(
         samples,
@@ -130,19 +150,32 @@ def _responses(groups: Sequence[Group]) -> Iterator[Response]:
             )
 
 
-def _tell_failures(session: Session, run: RunDirectory, step: int, drawn: Drawn) -> None:
-    """Reports the rewards of a step that failed; ConfigError when none is left."""
+def _tell_failures(
+    session: Session, run: RunDirectory, step: int, drawn: Drawn, unjudged: int
+) -> int:
+    """Tells the rewards of a step that failed.
+
+    Returns the number of the last steps without any reward, of which `unjudged` were before this
+    one. Raises RewardError when there are MOST_UNJUDGED.
+    """
     for failure in drawn.failures:
-        print(f"step {step}: {failure}", file=run.log)
+        LOG.warning("step %d: %s", step, failure)
     rewards = [reward for group in drawn.groups for reward in group.rewards]
     failed = rewards.count(None)
-    if failed == len(rewards):
-        raise ConfigError(f"step {step}: the reward failed for every response\n{drawn.failures[0]}")
     if failed:
         session.note(
             f"step {step}: the reward failed for {failed} of {len(rewards)} responses, which are "
-            f"left out; the first: {drawn.failures[0].splitlines()[0]} (all: {run.log.name})"
+            f"left out; the first: {drawn.failures[0].splitlines()[0]} (all: {run.log})"
         )
+    if not drawn.all_failed:
+        return 0
+    if unjudged + 1 == MOST_UNJUDGED:
+        raise RewardError(
+            f"step {step}: the reward failed for every response, as in the {unjudged} steps before"
+            f"\n{drawn.failures[0]}",
+            hint="--resume goes on when the judge works again",
+        )
+    return unjudged + 1
 
 
 def _tell_missing(session: Session, run: RunDirectory, step: int, drawn: Drawn) -> None:
@@ -155,7 +188,6 @@ def _tell_missing(session: Session, run: RunDirectory, step: int, drawn: Drawn) 
             f"(batch.filter_groups.max_num_gen_batches: {drawn.num_gen_batches})"
         )
         session.note(text)
-        print(text, file=run.log)
 
 
 def train_supervised(
@@ -248,10 +280,10 @@ class Loop:
             evaluations = self._evaluations_due(self.last_step)
         if self._interrupt is not None:
             self._interrupt.defer()
+            session.reward.stopping = lambda: self._interrupt.requested
         run.begin(session.note, session.settings.steps)
         run.record(start.record(), session.facts())
         session.note(str(start))
-        print(start, file=run.log)
         self.weights = start.weights
         self._critic = start.critic
         self.examples_drawn = _examples_drawn(session, run.state)
@@ -319,6 +351,7 @@ class Loop:
         metrics.jsonl.
         """
         run = self._run
+        why = why_untrained(report, self.weights)
         run.write_version(step, report.weights, self._critic)
         changed = report.weights != self.weights
         self.weights, self.last_step = report.weights, step
@@ -329,8 +362,6 @@ class Loop:
             with clock.phase("publish"):
                 if changed:
                     self._session.publish()
-            if report.skipped:
-                print(f"step {step} skipped: {report.skip_reason}", file=run.log)
             self._session.check()
             if run.evaluations_due(step, self._session.settings.steps):
                 with clock.timed("eval"):
@@ -346,6 +377,8 @@ class Loop:
                     **(metrics or {}),
                     **clock.metrics(),
                     "step": step,
+                    "step/trained": int(why is None),
+                    "trackers/lines_waiting": run.tracker_lines_waiting,
                     "time_seconds": time.monotonic() - self._begun,
                     "trajectories/lost": run.trajectories.lost,
                     "version/senior": report.weights.version,
@@ -358,6 +391,9 @@ class Loop:
         if saved is not None:
             run.write_state(saved)
         self._on_step(line)
+        if why is not None:
+            run.account.why[why] += 1
+            self._session.note(f"step {step} trained nothing: {why}")
         return line
 
     def _is_to_save(self, step: int) -> bool:
@@ -369,7 +405,11 @@ class Loop:
     def _evaluations_due(self, step: int) -> dict[EvalMode, Evaluation]:
         """Makes the evaluations after a step that are due and not made yet."""
         modes = self._run.evaluations_due(step, self._session.settings.steps)
-        return evaluate(self._session, modes) if modes else {}
+        try:
+            return evaluate(self._session, modes) if modes else {}
+        except StopRequested as stop:
+            self._session.note(f"the evaluation after step {step} is given up: {stop}")
+            return {}
 
     def _keep(self, step: int, evaluations: Mapping[EvalMode, Evaluation]) -> None:
         """Records evaluations, and their answers."""
@@ -380,6 +420,12 @@ class Loop:
             summary = evaluation.summary()
             run.write_eval({"step": step} | summary)
             session.note(f"step {step}: {in_words(summary)}")
+
+    def give_up(self, stop: StopRequested) -> None:
+        """Saves the steps before the one that was given up, and ends the loop."""
+        self._session.note(f"step {self._step} is given up: {stop}")
+        if self._unsaved:
+            self._run.write_state(self._save_on_servers())
 
     def _rescue(self) -> str:
         """Saves the steps that no checkpoint holds yet; returns the outcome in words."""

@@ -13,9 +13,10 @@ import pytest
 import yaml
 from fakes import wait_until
 
-from tandem import reward_calls
+import tandem
 from tandem.data import Example
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, RewardError, TandemError
+from tandem.judges import coroutines
 from tandem.rewards import Reward, answer_extractor, overlong_punishment
 from tandem.settings import (
     MAX_REWARD,
@@ -174,7 +175,7 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path, text, message):
 def test_a_reward_that_is_no_finite_number_is_refused(tmp_path, judge, value):
     shown = f"float({str(value)!r})" if isinstance(value, float) else repr(value)
     settings = written(tmp_path, f"def reward(*a, **row):\n    return {shown}\n")
-    with pytest.raises(ConfigError, match="is not a finite number"):
+    with pytest.raises(RewardError, match="is not a finite number"):
         judge(settings, "x")
 
 
@@ -189,7 +190,7 @@ def test_a_reward_that_is_no_finite_number_is_refused(tmp_path, judge, value):
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_failure_names_row_prompt_response_and_traceback(tmp_path, judge, kind, raises, says):
     text = f"import asyncio, sys\n\n\n{kind} reward(prompt, response, **row):\n    {raises}\n"
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(RewardError) as caught:
         judge(written(tmp_path, text), "said", "so")
     lines = str(caught.value).splitlines()
     assert lines[:4] == [
@@ -200,7 +201,7 @@ def test_a_failure_names_row_prompt_response_and_traceback(tmp_path, judge, kind
     ]
     assert says in lines[0]
     assert f'{tmp_path}/judge.py", line 5, in reward' in str(caught.value)
-    assert str(Path(reward_calls.__file__).parent) not in str(caught.value)
+    assert str(Path(tandem.__file__).parent) not in str(caught.value)
     assert lines[-1] == "1 other calls failed too"
     assert "on_error" in caught.value.hint
 
@@ -208,7 +209,7 @@ def test_a_failure_names_row_prompt_response_and_traceback(tmp_path, judge, kind
 @pytest.mark.parametrize("number", ["1e300", "-2e9", "10**400"])
 def test_a_reward_that_no_trainer_takes_names_its_row_and_can_be_skipped(tmp_path, judge, number):
     text = f"def reward(prompt, response, **row):\n    return {number} if response == 'x' else 1\n"
-    with pytest.raises(ConfigError, match=r"judge\.py:reward: .*\n  row: rows\.jsonl:7") as caught:
+    with pytest.raises(RewardError, match=r"judge\.py:reward: .*\n  row: rows\.jsonl:7") as caught:
         judge(written(tmp_path, text), "x", "y")
     assert "on_error" in caught.value.hint
     assert judge(written(tmp_path, text, on_error="skip"), "x", "y") == [None, 1.0]
@@ -223,9 +224,12 @@ def test_the_bound_of_a_reward_is_the_trainers():
 @pytest.mark.parametrize("fault", ["undefined_name", "import no_such", "prompt.no_such", "1 + ''"])
 def test_a_mistake_in_a_function_is_to_be_corrected_not_skipped(tmp_path, judge, fault):
     text = f"def reward(prompt, response, **row):\n    {fault}\n    return 1\n"
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(TandemError) as caught:
         judge(written(tmp_path, text), "x")
     assert "on_error" not in caught.value.hint
+    # What an outage may cause is no mistake of the user's: another start may succeed.
+    only_written = fault in ("undefined_name", "import no_such")
+    assert isinstance(caught.value, ConfigError) == only_written
 
 
 def weighted(tmp_path, text, **settings):
@@ -259,7 +263,7 @@ def test_several_functions_give_their_weighted_sum(tmp_path):
 
 def test_a_sum_that_no_trainer_takes_is_refused(tmp_path):
     reward = Reward(weighted(tmp_path, SEVERAL, function="judge.py:digit", weight=1e9))
-    with pytest.raises(ConfigError, match=r"^rewards: the weighted sum 1e\+10 is out of range"):
+    with pytest.raises(RewardError, match=r"^rewards: the weighted sum 1e\+10 is out of range"):
         reward([EXAMPLE], [["10"]])
 
 
@@ -346,7 +350,7 @@ def test_a_coroutine_that_ignores_its_cancellation_does_not_hold_up_the_end(tmp_
         "        except asyncio.CancelledError:\n            pass\n"
         "    return 1\n"
     )
-    monkeypatch.setattr(reward_calls, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(coroutines, "CLOSE_SECONDS", 0.1)
     reward = Reward(written(tmp_path, text))
     threading.Thread(target=reward, args=([EXAMPLE], [["stubborn"]]), daemon=True).start()
     assert reward([EXAMPLE], [["x"]]).rewards == [[1.0]]
@@ -376,12 +380,6 @@ def test_processes_compute_and_load_the_function_themselves(tmp_path, judge):
     assert judge(settings, "a", "bb", "x", "ccc", example=example) == [101, 102, None, 103]
 
 
-def test_a_process_that_dies_is_an_error(tmp_path, judge):
-    text = "import os\ndef reward(prompt, response, **row):\n    os._exit(1)\n"
-    with pytest.raises(ConfigError, match="one of its processes died"):
-        judge(written(tmp_path, text, executor="process", workers=1, on_error="skip"), "x")
-
-
 def test_a_call_that_hangs_in_a_process_does_not_hold_up_the_end(tmp_path):
     begun = tmp_path / "begun"
     text = (
@@ -392,7 +390,7 @@ def test_a_call_that_hangs_in_a_process_does_not_hold_up_the_end(tmp_path):
     reward = Reward(written(tmp_path, text, executor="process", workers=1))
 
     def judge():
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(RewardError):
             reward([EXAMPLE], [["x"]])
 
     thread = threading.Thread(target=judge, daemon=True)
@@ -415,7 +413,7 @@ def test_a_batch_is_one_call(tmp_path, judge, kind):
 
 def test_a_batch_of_another_length_is_refused(tmp_path, judge):
     text = "def reward(prompts, responses, rows):\n    return [1.0]\n"
-    with pytest.raises(ConfigError, match="1 rewards for 2 responses"):
+    with pytest.raises(RewardError, match="1 rewards for 2 responses"):
         judge(written(tmp_path, text, batch=True), "a", "b")
 
 
@@ -432,7 +430,7 @@ def test_a_batch_of_another_length_is_refused(tmp_path, judge):
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_batch_that_is_no_list_of_numbers_is_refused(tmp_path, judge, kind, returned, says):
     text = f"{kind} reward(prompts, responses, rows):\n    return {returned}\n"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(RewardError, match=says):
         judge(written(tmp_path, text, batch=True), "a", "b")
 
 

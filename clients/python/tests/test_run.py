@@ -184,7 +184,7 @@ def reward(prompt, response, **row):
 def test_a_run_that_fails_saves_the_steps_before_and_says_what_to_do(world, run_file, tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text(JUDGE.format(calls=15))
-    done = tandem("train", run_file, f"reward.function={judge}:reward", check=2)
+    done = tandem("train", run_file, f"reward.function={judge}:reward", check=1)
     assert "no more" in done.stderr
     assert "in step 3: saved after step 2, --resume goes on from there" in done.stderr
     assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 2
@@ -346,7 +346,7 @@ def test_rewards_that_fail_end_the_run_or_are_left_out(world, run_file, tmp_path
         "def reward(prompt, response, **row):\n    return 1 / (len(response) % 3)\n"
     )
     function = f"reward.function={tmp_path}/judge.py:reward"
-    done = tandem("train", run_file, function, check=2)
+    done = tandem("train", run_file, function, check=1)
     assert "ZeroDivisionError" in done.stderr
     assert f"row: {tmp_path}/rows.jsonl:" in done.stderr
     done = tandem("train", run_file, function, "reward.on_error=skip", "--clean")
@@ -402,11 +402,32 @@ def test_stop_texts_are_tokens_in_steps_and_evaluations(run_file, world):
     assert "sampling.stop: no token" in done.stderr
 
 
-def test_a_step_whose_rewards_all_fail_ends_the_run(run_file, tmp_path):
+def test_three_steps_whose_rewards_all_fail_end_the_run(world, run_file, tmp_path):
     (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return None\n")
     function = f"reward.function={tmp_path}/judge.py:reward"
-    done = tandem("train", run_file, function, "reward.on_error=skip", check=2)
-    assert "step 1: the reward failed for every response" in done.stderr
+    done = tandem("train", run_file, function, "reward.on_error=skip", check=1)
+    said = "step 3: the reward failed for every response, as in the 2 steps before"
+    assert said in done.stderr
+    assert "saved after step 2" in done.stderr
+    assert world.headers == []
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step/trained"], line["reward/failed"]) for line in metrics] == [(0, 6), (0, 6)]
+    assert [line["reward/mean"] for line in metrics] == [None, None]
+
+
+def test_a_judge_that_is_away_for_a_step_costs_that_step(world, run_file, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "import itertools\ncalls = itertools.count()\n"
+        "def reward(prompt, response, **row):\n"
+        "    if 6 <= next(calls) < 12:\n        raise ConnectionError('502')\n"
+        "    return len(response) % 2\n"
+    )
+    function = f"reward.function={tmp_path}/judge.py:reward"
+    done = tandem("train", run_file, function, "reward.on_error=skip")
+    assert [header.step for header in world.headers] == [1, 3, 4]
+    assert "step 2 trained nothing: no response has a reward" in done.stdout
+    account = "3 of 4 steps trained (1 skipped: no response has a reward), responses without a "
+    assert account + "reward: 6" in done.stdout
 
 
 def test_runs_that_cannot_learn_are_told(run_file):
@@ -529,7 +550,13 @@ def test_a_run_is_resumed_at_its_place_in_the_data(
 def test_a_step_without_a_group_to_train_on_is_skipped_and_told(world, run_file, tmp_path):
     # Nothing matches the rows' answers.
     filtering = "batch.filter_groups.max_num_gen_batches=2"
-    shown = tandem("train", run_file, "steps=2", filtering).stdout
+    done = tandem("train", run_file, "steps=2", filtering, check=4)
+    shown = done.stdout
+    account = "no step changed a weight: 0 of 2 steps trained (2 skipped: no group has rewards that"
+    assert account in shown
+    # A finished run stays what it is.
+    again = tandem("train", run_file, "steps=2", filtering, "--resume", check=4)
+    assert "no step changed a weight: 0 of 2 steps trained" in again.stdout
     said = "0 of 3 groups: the rewards of the other 6 that were drawn do not differ"
     assert [f"step {step}: {said}" in shown for step in (1, 2)] == [True, True]
     assert world.headers == []
@@ -538,7 +565,7 @@ def test_a_step_without_a_group_to_train_on_is_skipped_and_told(world, run_file,
     assert [line["loss/total"] for line in metrics] == [None, None]
     assert [line["reward/frac_zero_std"] for line in metrics] == [1.0, 1.0]
     log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
-    assert "step 2 skipped: no group has rewards that differ" in log
+    assert "INFO step 2 trained nothing: no group has rewards that differ" in log
 
 
 def test_overlong_responses_are_punished_in_training_alone(world, run_file, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from commands import contents, lines, tandem
 
 from tandem import run_dir, run_files, settings
 from tandem.checkpoints import SavedState, remove_checkpoint
-from tandem.errors import RunDirectoryError
+from tandem.errors import RunDirectoryError, StorageError
 from tandem.run_dir import RunDirectory
 from tandem.settings import RunSettings
 from tandem.types.v1 import server_pb2
@@ -84,18 +84,6 @@ def test_a_damaged_file_of_a_run_is_named(run_file, name, text, says):
     with pytest.raises(RunDirectoryError, match=f"^{run.path}/{says}"):
         RunDirectory.open(config, "train", resume=True)
     assert contents(run.path) == before
-
-
-def test_a_disk_that_takes_no_events_is_named(run_file, monkeypatch):
-    def add(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with RunDirectory.open(settings.load(RunSettings, run_file), "train") as run:
-        run.begin()
-        monkeypatch.setattr(run._trackers, "add", add)
-        for write in (run.track, run.write_eval):
-            with pytest.raises(RunDirectoryError, match="No space left"):
-                write({"step": 1, "mode": "solo"})
 
 
 def test_clean_leaves_logs_and_what_no_run_wrote(run_file, tmp_path):
@@ -362,7 +350,8 @@ def test_a_full_disk_is_reported_in_one_line_and_leaves_no_temporary_file(run_fi
     train = f"{sys.executable} -m tandem train {run_file} sampling.max_tokens=60 steps=9"
     command = f"ulimit -f 6; exec {train}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.returncode == 2
+    # Another start may find room: the user has nothing to correct.
+    assert done.returncode == 1
     assert "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
     # The trajectories do not fit either, but no run ends by that.
@@ -380,7 +369,7 @@ def test_a_file_that_cannot_be_replaced_keeps_its_text(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunDirectoryError, match=f"^{file}: No space left on device$"):
+    with pytest.raises(StorageError, match=f"^{file}: No space left on device$"):
         run_files.write_atomically(file, "after")
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
     assert file.read_text() == "before"
@@ -405,4 +394,4 @@ def test_a_used_directory_is_refused_and_foreign_files_are_never_removed(run_fil
     assert (foreign / "thesis.tex").exists()
     config = settings.load(RunSettings, run_file)
     with RunDirectory.open(config, "train", clean=True):
-        assert "in use" in tandem("train", run_file, "--resume", check=2).stderr
+        assert "in use" in tandem("train", run_file, "--resume", check=1).stderr

@@ -3,11 +3,16 @@
 The stand-ins have the signatures of wandb 0.31 and mlflow 3.17, as far as they are used.
 """
 
+import errno
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 from commands import lines, tandem
+
+from tandem import trackers
+from tandem.event_file import EventFile
 
 
 class FakeWandb:
@@ -35,7 +40,9 @@ class FakeMLflow:
 
     def __init__(self):
         self.runs, self.metrics, self.dicts, self.ended = {}, [], [], 0
-        self.failure = None
+        self.requests = 0
+        self.failure = self.hang = None
+        self.entities = SimpleNamespace(Metric=lambda *fields: fields)
 
     def MlflowClient(self):  # noqa: N802
         return self
@@ -63,10 +70,13 @@ class FakeMLflow:
     def log_dict(self, number, config, file):
         self.dicts.append((number, config["steps"], file))
 
-    def log_metric(self, number, name, value, *, step):
+    def log_batch(self, number, *, metrics):
+        self.requests += 1
+        if self.hang:
+            self.hang.wait()
         if self.failure:
             raise self.failure
-        self.metrics.append((number, name, value, step))
+        self.metrics += [(number, name, value, step) for name, value, _, step in metrics]
 
     def set_terminated(self, number):
         self.ended += 1
@@ -100,9 +110,9 @@ def test_every_tracker_gets_every_number_and_a_resumed_run_goes_on(
     run_file, tmp_path, wandb, mlflow, monkeypatch
 ):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
-    trackers = "trackers=[wandb, mlflow]"
-    tandem("train", run_file, trackers, "steps=2", "eval.every=2")
-    tandem("train", run_file, trackers, "steps=3", "eval.every=2", "--resume")
+    both = "trackers=[wandb, mlflow]"
+    tandem("train", run_file, both, "steps=2", "eval.every=2")
+    tandem("train", run_file, both, "steps=3", "eval.every=2", "--resume")
     run = tmp_path / "run"
     recorded = numbers_of(run / "metrics.jsonl")
     by_wandb = {
@@ -138,10 +148,72 @@ def test_without_its_package_a_tracker_is_refused_before_anything_starts(
     assert "must be tensorboard, wandb or mlflow" in done.stderr
 
 
-def test_a_tracker_that_fails_ends_the_run_which_can_go_on(run_file, tmp_path, mlflow):
-    mlflow.failure = RuntimeError("the tracking server is away")
-    done = tandem("train", run_file, "trackers=[mlflow]", check=1)
-    assert "trackers: mlflow: RuntimeError: the tracking server is away" in done.stderr
-    assert "saved after step 1, --resume goes on from there" in done.stderr
-    tandem("train", run_file, "trackers=[]", "--resume")
-    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+@pytest.fixture
+def at_once(monkeypatch):
+    """Makes the threads of trackers try again, and give up, at once."""
+    monkeypatch.setattr(trackers, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(trackers, "FLUSH_SECONDS", 0.2)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("the server is away"), SystemExit(1)])
+@pytest.mark.parametrize("part", ["log_batch", "set_experiment", "log_dict"])
+def test_an_outage_of_a_tracker_costs_the_run_nothing(
+    run_file, tmp_path, mlflow, at_once, monkeypatch, failure, part
+):
+    def fail(*_, **__):
+        raise failure
+
+    monkeypatch.setattr(mlflow, part, fail)
+    done = tandem("train", run_file, "trackers=[mlflow]")
+    kind = type(failure).__name__
+    assert done.stdout.count(f"trackers: mlflow: {kind}: {failure}: the run goes on") == 1
+    assert f"trackers: mlflow: {kind}: {failure}: it lacks 4 lines" in done.stdout
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    assert mlflow.metrics == []
+
+
+def test_a_tracker_that_works_again_gets_what_it_lacks(
+    run_file, tmp_path, mlflow, at_once, monkeypatch
+):
+    add, failures = mlflow.log_batch, [RuntimeError("away")] * 3
+
+    def fail_at_first(number, **metrics):
+        if failures:
+            raise failures.pop()
+        add(number, **metrics)
+
+    monkeypatch.setattr(mlflow, "log_batch", fail_at_first)
+    monkeypatch.setattr(trackers, "FLUSH_SECONDS", 60)
+    done = tandem("train", run_file, "trackers=[mlflow]")
+    assert "trackers: mlflow: works again" in done.stdout
+    recorded = numbers_of(tmp_path / "run" / "metrics.jsonl")
+    assert {(step, name, value) for _, name, value, step in mlflow.metrics} == recorded
+
+
+def test_a_tracker_that_hangs_does_not_hold_up_the_run(run_file, tmp_path, mlflow, at_once):
+    mlflow.hang = threading.Event()
+    try:
+        done = tandem("train", run_file, "trackers=[mlflow, tensorboard]")
+    finally:
+        mlflow.hang.set()
+    assert "trackers: mlflow: it does not answer: it lacks 4 lines" in done.stdout
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 4
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_a_full_disk_below_tensorboard_costs_the_run_nothing(
+    run_file, tmp_path, at_once, monkeypatch
+):
+    def full(self, event):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(EventFile, "_write", full)
+    done = tandem("train", run_file)
+    assert "trackers: tensorboard: OSError: [Errno 28]" in done.stdout
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
+def test_mlflow_is_asked_once_a_line(run_file, mlflow):
+    tandem("train", run_file, "trackers=[mlflow]", "eval.every=2")
+    assert mlflow.requests == 4 + 2

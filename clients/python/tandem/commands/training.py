@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from tandem import settings as settings_module
-from tandem.command_line import EXIT_INTERRUPTED, JsonFlag, app, command
+from tandem.command_line import EXIT_INTERRUPTED, EXIT_UNTRAINED, JsonFlag, app, command
 from tandem.commands.options import DryRun, Overrides, RunFile
 from tandem.config_values import dump_values
 from tandem.credentials import NO_CREDENTIALS, Credentials
@@ -22,6 +22,7 @@ from tandem.interrupt import Interrupt
 from tandem.progress import Progress
 from tandem.progress_display import progress_shown
 from tandem.render import Output
+from tandem.run_log import LOG
 from tandem.settings import EvalMode, RunSettings
 from tandem.step_display import StepDisplay
 
@@ -48,6 +49,16 @@ Changes = Annotated[
         help="A setting that a resumed run may change, or a section of settings "
         "(cluster.trainer); may be repeated.",
         metavar="KEY",
+    ),
+]
+
+WaitForLock = Annotated[
+    float,
+    typer.Option(
+        "--wait-for-lock",
+        help="Most seconds to wait for another process that still uses run_dir.",
+        metavar="SECONDS",
+        min=0.0,
     ),
 ]
 
@@ -106,6 +117,7 @@ def add_training(
         clean: Clean = False,
         change: Changes = None,
         discard_unsaved: DiscardUnsaved = False,
+        wait_for_lock: WaitForLock = 0.0,
         dry_run: DryRun = False,
         credentials: Credentials = NO_CREDENTIALS,
         as_json: JsonFlag = False,
@@ -126,17 +138,22 @@ def add_training(
             resume="auto" if resume_auto else resume,
             clean=clean,
             changes=change or (),
+            wait_seconds=wait_for_lock,
+            note=output.note,
         )
         if dry_run:
             show_preflight(output, settings, kind, open_run, check_servers)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; Ctrl-C again: at once"
-        with open_run() as run, Interrupt(lambda: output.note(note)) as stop:
+        with Interrupt(lambda: output.note(note)) as stop, open_run() as run:
             summary = {"run_dir": str(run.path), "run_id": run.run_id}
             if run.done:
                 summary["last_step"] = run.first_step - 1
-                output.result(summary, f"all steps are done already\nrun directory: {run.path}")
+                text = f"all steps are done already: {run.account}\nrun directory: {run.path}"
+                output.result(summary | run.account.record(), text)
+                if run.account.trained_nothing:
+                    raise typer.Exit(EXIT_UNTRAINED)
                 return
             progress = Progress()
             with (
@@ -153,11 +170,15 @@ def add_training(
                 if settings.cluster is None:
                     check_servers(session)
                 last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
-                summary["last_step"] = last
-                output.result(summary, f"{display.waiting()}\nrun directory: {run.path}")
+                summary |= {"last_step": last, **run.account.record()}
+                LOG.info("%s", run.account)
+                text = f"{display.waiting()}\n{run.account}\nrun directory: {run.path}"
+                output.result(summary, text)
         if stop.requested and last < settings.steps:
             output.note(f"stopped after step {last}; --resume goes on")
             raise typer.Exit(EXIT_INTERRUPTED)
+        if run.account.trained_nothing:
+            raise typer.Exit(EXIT_UNTRAINED)
 
 
 add_training("train", "Train with tandem policy gradients.")

@@ -1,0 +1,202 @@
+"""Exit codes: 2 for what the user has to correct, and never for what may pass by itself."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import grpc
+import pytest
+from commands import lines, tandem
+from fakes import wait_until
+
+from tandem import errors, run_lock, settings
+from tandem.command_line import exit_code
+from tandem.run_account import RunAccount, why_untrained
+from tandem.run_dir import RunDirectory
+from tandem.settings import RunSettings
+from tandem.trainer.v1 import trainer_pb2
+from tandem.types.v1 import server_pb2
+
+WRITTEN = errors.ConfigError("x")
+AWAY = errors.ServerStartError("x")
+FULL = errors.StorageError("x")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (WRITTEN, 2),
+        (errors.RunDirectoryError("x"), 2),
+        (errors.CredentialsError("x"), 2),
+        (errors.RunDirectoryBusyError("x"), 1),
+        (errors.RewardError("x"), 1),
+        (errors.UnsavedUpdatesError("x"), 1),
+        (FULL, 1),
+        (AWAY, 3),
+        (errors.UnavailableError("x", code=grpc.StatusCode.UNAVAILABLE), 3),
+        (errors.ServerError("x", code=grpc.StatusCode.INTERNAL), 1),
+        (errors.ProblemsError([AWAY, WRITTEN]), 2),
+        (errors.ProblemsError([AWAY, FULL]), 1),
+        (errors.ProblemsError([AWAY, AWAY]), 3),
+    ],
+)
+def test_only_what_the_user_wrote_is_2(error, code):
+    assert exit_code(error) == code
+
+
+@pytest.mark.parametrize(
+    ("number", "is_written"),
+    [
+        ("ENOENT", True),
+        ("ENOTDIR", True),
+        ("EACCES", True),
+        ("EROFS", True),
+        ("ENAMETOOLONG", True),
+        ("ENOSPC", False),
+        ("EDQUOT", False),
+        ("EIO", False),
+        ("ESTALE", False),
+        ("EMFILE", False),
+        ("ENOMEM", False),
+        ("ETIMEDOUT", False),
+        ("ENOLCK", False),
+    ],
+)
+def test_a_failure_of_storage_is_told_from_a_wrong_path(number, is_written):
+    code = getattr(errno, number)
+    error = errors.file_error("run_dir: x", OSError(code, os.strerror(code)))
+    assert isinstance(error, errors.ConfigError) == is_written
+    assert isinstance(error, errors.StorageError) != is_written
+    assert str(error) == f"run_dir: x: {os.strerror(code)}"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        ("EOPNOTSUPP", errors.RunDirectoryError, "its file system has no locks"),
+        ("ENOSYS", errors.RunDirectoryError, "its file system has no locks"),
+        ("ENOLCK", errors.StorageError, "it cannot be locked now: No locks available"),
+        ("EIO", errors.StorageError, "it cannot be locked now"),
+        ("EWOULDBLOCK", errors.RunDirectoryBusyError, "is in use by another process"),
+    ],
+)
+def test_each_failure_of_a_lock_has_its_own_words(run_file, monkeypatch, code, kind, says):
+    def flock(*_):
+        number = getattr(errno, code)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    config = settings.load(RunSettings, run_file)
+    with pytest.raises(kind, match=says), RunDirectory.open(config, "train"):
+        pass
+
+
+def test_who_waits_for_a_lock_is_told_who_holds_it_and_goes_on_when_it_is_free(
+    run_file, monkeypatch
+):
+    monkeypatch.setattr(run_lock, "_RETRY_SECONDS", 0.01)
+    config = settings.load(RunSettings, run_file)
+    notes, opened = [], []
+
+    def wait():
+        with RunDirectory.open(
+            config, "train", resume="auto", wait_seconds=600, note=notes.append
+        ) as run:
+            opened.append(run.path)
+
+    with RunDirectory.open(config, "train") as run:
+        with pytest.raises(errors.RunDirectoryBusyError, match=rf"\(pid {os.getpid()} on .*\)$"):
+            RunDirectory.open(config, "train")
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_until(lambda: notes)
+        assert f"in use by another process (pid {os.getpid()} on " in notes[0]
+        run.begin()
+        assert opened == []
+    thread.join()
+    assert opened == [run.path]
+
+
+def test_a_successor_waits_until_its_predecessor_has_saved(world, run_file, tmp_path, monkeypatch):
+    saving, go_on = threading.Event(), threading.Event()
+
+    def hold(context):
+        saving.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(world, "on_save", hold)
+    command = [sys.executable, "-m", "tandem", "train", run_file, "--resume-auto"]
+    command += ["--wait-for-lock", "600"]
+    # The predecessor is stopped in the middle of a run, as by an upgrade.
+    first = subprocess.Popen([*command, "steps=1000", "checkpoint.every=0"], stdout=subprocess.PIPE)
+    try:
+        wait_until(lambda: len(world.headers) > 1)
+        first.send_signal(signal.SIGTERM)
+        assert saving.wait(60)
+        second = subprocess.Popen(
+            [*command, f"steps={len(world.headers) + 1}"], stdout=subprocess.PIPE, text=True
+        )
+        told = second.stdout.readline()
+        assert f"in use by another process (pid {first.pid} on " in told
+        go_on.set()
+        assert first.wait(60) == 130
+        said, _ = second.communicate(timeout=60)
+        assert second.returncode == 0, said
+    finally:
+        go_on.set()
+        first.kill()
+    steps = [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [header.step for header in world.headers] == steps
+
+
+def test_the_end_of_the_wait_for_a_lock_may_be_tried_again(run_file):
+    config = settings.load(RunSettings, run_file)
+    with RunDirectory.open(config, "train"):
+        done = tandem("train", run_file, "--wait-for-lock", "0.1", check=1)
+    assert re.search(r"in use by another process \(pid \d+ on .*\) after \d+ s", done.stderr)
+
+
+def report(version=1, digest="b", **values):
+    metrics = values.pop("metrics", {})
+    weights = server_pb2.WeightsVersion(version=version, digest=digest)
+    return trainer_pb2.StepReport(weights=weights, metrics=metrics, **values)
+
+
+@pytest.mark.parametrize(
+    ("of", "why"),
+    [
+        (report(), None),
+        (report(digest=""), None),
+        (report(0, "a", skipped=True, skip_reason="NaN"), "NaN"),
+        (report(0, "a"), "the trainer made no update"),
+        (report(1, "a", metrics={"policy/learning_rate": 0}), "the learning rate was 0"),
+        (report(1, "a", metrics={"policy/grad_norm": 0}), "the gradient was 0"),
+        (report(1, "b", metrics={"policy/learning_rate": 0}), None),
+    ],
+)
+def test_a_step_that_changes_no_weight_is_known(of, why):
+    assert why_untrained(of, server_pb2.WeightsVersion(version=0, digest="a")) == why
+
+
+def test_a_run_that_trains_nothing_says_so_and_exits_with_4(world, run_file, tmp_path):
+    world.metrics_of = lambda header: {"policy/learning_rate": 0.0}
+    done = tandem("train", run_file, "--json", check=4)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["steps_done"], result["steps_trained"]) == (4, 0)
+    assert "step 3 trained nothing: the learning rate was 0" in done.stderr
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step/trained"] for line in metrics] == [0] * 4
+
+
+def test_lines_of_earlier_versions_count_as_trained():
+    account = RunAccount()
+    account.add({"step": 1, "reward/failed": None})
+    account.add({"step": 2, "step/trained": 0, "reward/failed": 3})
+    assert str(account) == "1 of 2 steps trained, responses without a reward: 3"
