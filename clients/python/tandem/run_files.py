@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem import text_files
-from tandem.errors import RunDirectoryError, StorageError
+from tandem.errors import RunDirectoryError, file_error
 from tandem.text_files import encoded, json_object
 
 IDENTITY = "run.json"
@@ -87,14 +87,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError into a StorageError that names `path`.
-
-    A run that has begun wrote there before, so no path that the user wrote is wrong.
-    """
+    """Turns an OSError into an error that names `path`, as file_error() does."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from None
+        raise file_error(path, error, RunDirectoryError) from None
 
 
 def temporary_name(name: str) -> str:

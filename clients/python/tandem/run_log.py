@@ -36,6 +36,7 @@ class RunLog(logging.Handler):
         self.lost = 0
         self._note = note
         self._file: int | None = None
+        self._write(b"")
         formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s")
         formatter.default_time_format = "%Y-%m-%dT%H:%M:%S"
         formatter.datefmt = "%Y-%m-%dT%H:%M:%S"
@@ -44,7 +45,9 @@ class RunLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a message with its time."""
-        line = encoded(self.format(record) + "\n")
+        self._write(encoded(self.format(record) + "\n"))
+
+    def _write(self, line: bytes) -> None:
         try:
             if self._file is None:
                 self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -16,7 +16,7 @@ import yaml
 from fakes import wait_until
 
 from tandem.cluster import LocalCluster, find_binary, reachable_host
-from tandem.errors import ConfigError, ServerStartError
+from tandem.errors import ConfigError, ServerStartError, StorageError
 from tandem.settings import ClusterSettings
 from tandem.transport import Connection
 
@@ -274,7 +274,7 @@ def test_a_full_disk_is_named_at_once(build_dir, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with (
-        pytest.raises(ConfigError, match=f"^directory: {tmp_path / 'logs'}: No space left"),
+        pytest.raises(StorageError, match=f"^directory: {tmp_path / 'logs'}: No space left"),
         LocalCluster(settings, build_dir=build_dir),
     ):
         pass

@@ -3,15 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
-from tandem.rollout.v1 import rollout_pb2
-from tandem.types.v1.trajectory_pb2 import Trajectory
 
 from tandem.data import Example
 from tandem.groups import draw_groups, step_prompt
 from tandem.metrics import StepClock, step_line
 from tandem.rewards import Judged
+from tandem.rollout.v1 import rollout_pb2
 from tandem.schedule import prompt_seed
 from tandem.settings import DataSettings, RunSettings
+from tandem.types.v1.trajectory_pb2 import Trajectory
 
 
 class Drawing:

@@ -15,6 +15,7 @@ from tandem.errors import (
     DeadlineError,
     FailedPreconditionError,
     InvalidArgumentError,
+    RewardError,
     ServerStartError,
     UnavailableError,
 )
@@ -240,11 +241,11 @@ def test_a_server_that_fails_is_told_while_another_still_draws(world, address):
         ("return float('nan')", "nan"),
     ],
 )
-def test_a_reward_function_that_fails_is_a_configuration_error(config, tmp_path, body, says):
+def test_a_reward_function_that_fails_is_named(config, tmp_path, body, says):
     file = tmp_path / "judge.py"
     file.write_text(f"def reward(prompt, response, **row):\n    {body}\n")
     config.reward.function = f"{file}:reward"
-    with Session(config) as session, pytest.raises(ConfigError, match=f"reward.function.*{says}"):
+    with Session(config) as session, pytest.raises(RewardError, match=f"reward.function.*{says}"):
         session.reward(session.data.examples[:1], [["text"]])
 
 

@@ -216,4 +216,5 @@ def test_a_full_disk_below_tensorboard_costs_the_run_nothing(
 
 def test_mlflow_is_asked_once_a_line(run_file, mlflow):
     tandem("train", run_file, "trackers=[mlflow]", "eval.every=2")
-    assert mlflow.requests == 4 + 2
+    # Evaluations come before the first step, too.
+    assert mlflow.requests == 4 + 3

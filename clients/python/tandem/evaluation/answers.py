@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tandem.data import Example
+from tandem.judges.cases import Response as JudgedResponse
 from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
 from tandem.session import Session
@@ -155,11 +156,20 @@ def draw(
     )
 
 
-def grade(session: Session, responses: Sequence[Sequence[Sequence[int]]]) -> Grades:
-    """Judges the token ids of the responses to every held-out prompt."""
+def grade(
+    session: Session, answers: Answers, lengths: Sequence[Sequence[int]] | None = None
+) -> Grades:
+    """Judges the answers to every held-out prompt, or their first tokens, as many as `lengths`."""
     settings = session.settings
-    texts = [[session.codec.decode(ids) for ids in group] for group in responses]
-    judged = session.reward(held_out(session), texts)
+    ends = lengths or [[len(one.response_token_ids) for one in group] for group in answers]
+    responses = [
+        [
+            JudgedResponse.of(one, session.codec.decode(one.response_token_ids[:end]), None, end)
+            for one, end in zip(*pair, strict=True)
+        ]
+        for pair in zip(answers, ends, strict=True)
+    ]
+    judged = session.reward(held_out(session), responses)
     rewards = judged.rewards
     least = settings.reward.correct_at
     correct = [[value is not None and value >= least for value in group] for group in rewards]

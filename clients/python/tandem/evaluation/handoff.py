@@ -29,10 +29,6 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
     }
     answers = draw(session, tandem, weights)
     masks = [[first_rounds(one.authorship_mask, MAX_ROUNDS) for one in group] for group in answers]
-    responses = [
-        [one.response_token_ids[: len(mask)] for one, mask in zip(*pair, strict=True)]
-        for pair in zip(answers, masks, strict=True)
-    ]
     flat = list(itertools.chain(*masks))
     if max(map(rounds, flat)) == 1:
         # Tokenizers that split a blank line into two tokens have hardly a token that ends a turn.
@@ -44,7 +40,7 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
     return Evaluation(
         "handoff",
         answers,
-        grade(session, responses),
+        grade(session, answers, [[len(mask) for mask in group] for group in masks]),
         {
             "rounds/mean": sum(map(rounds, flat)) / len(flat),
             "rounds/cut": sum(len(mask) < n for mask, n in zip(flat, whole, strict=True)),

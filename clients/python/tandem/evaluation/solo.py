@@ -8,5 +8,4 @@ from tandem.session import Session
 
 def solo(session: Session, answers: Answers) -> Evaluation:
     """Measures accuracy and pass@k of the senior's solo answers."""
-    responses = [[one.response_token_ids for one in group] for group in answers]
-    return Evaluation("solo", answers, grade(session, responses))
+    return Evaluation("solo", answers, grade(session, answers))
