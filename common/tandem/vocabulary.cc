@@ -161,16 +161,27 @@ absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
   } else {
     return Malformed("model.vocab is neither a map nor a list");
   }
+  // The `tokenizers` library, and with it every client, numbers added tokens by itself: one of the
+  // model's vocabulary has the id there, another the next free one. Holes that the file's ids leave
+  // close.
+  std::map<std::string, int64_t> id_of;
+  for (int32_t id = 0; id < result.size(); ++id) {
+    if (result.entries_[id].given) id_of[result.entries_[id].piece] = id;
+  }
+  const int64_t vocab_size = static_cast<int64_t>(vocab.size());
+  int64_t last_added = -1;
   for (const Json& token : root.value("added_tokens", Json::array())) {
     if (!token.is_object() || !token.contains("id") || !token["id"].is_number_integer() ||
         !token.contains("content") || !token["content"].is_string()) {
       return Malformed("an added token without id or content");
     }
+    const std::string piece = token["content"].get<std::string>();
+    const auto [known, is_new] = id_of.try_emplace(piece, std::max(vocab_size, last_added + 1));
+    last_added = std::max(last_added, known->second);
     const Json special = token.value("special", Json(false));
-    TANDEM_RETURN_IF_ERROR(
-        put(token["id"].get<int64_t>(), {.piece = token["content"].get<std::string>(),
-                                         .added = true,
-                                         .special = special.is_boolean() && special.get<bool>()}));
+    TANDEM_RETURN_IF_ERROR(put(
+        known->second,
+        {.piece = piece, .added = true, .special = special.is_boolean() && special.get<bool>()}));
   }
   if (result.entries_.empty()) return Malformed("the vocabulary is empty");
   result.style_ = FindStyle(root, any_marker);

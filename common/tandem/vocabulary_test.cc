@@ -134,19 +134,38 @@ TEST(VocabularyTest, AddedTokensCountInItsSize) {
   const std::string text = ReadText("sentencepiece.json");
   const int32_t size = Vocabulary::Parse(text)->size();
   Json added = Json::parse(text);
-  added["added_tokens"].push_back({{"id", size + 2}, {"content", "<tool>"}});
-  EXPECT_EQ(Vocabulary::Parse(added.dump())->size(), size + 3);
+  added["added_tokens"].push_back({{"id", size}, {"content", "<tool>"}});
+  EXPECT_EQ(Vocabulary::Parse(added.dump())->size(), size + 1);
+}
+
+// As the tokenizers library, and with it every client, numbers them.
+TEST(VocabularyTest, IdsOfAddedTokensCloseHoles) {
+  const std::string text = ReadText("sentencepiece.json");
+  const int32_t size = Vocabulary::Parse(text)->size();
+  Json json = Json::parse(text);
+  json["added_tokens"].push_back({{"id", size + 2}, {"content", "<tool>"}});
+  json["added_tokens"].push_back({{"id", 9}, {"content", "<end>"}, {"special", true}});
+  json["added_tokens"].push_back({{"id", size + 7}, {"content", "the"}});
+  const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Parse(json.dump());
+  ASSERT_TRUE(vocabulary.ok()) << vocabulary.status();
+  EXPECT_EQ(vocabulary->size(), size + 2);
+  EXPECT_EQ(vocabulary->piece(size), "<tool>");
+  EXPECT_EQ(vocabulary->piece(size + 1), "<end>");
+  EXPECT_TRUE(vocabulary->is_special(size + 1));
+  EXPECT_EQ(vocabulary->piece(9), "the");
 }
 
 TEST(VocabularyTest, AnIdForTwoTokensIsRefused) {
-  Json json = Json::parse(ReadText("sentencepiece.json"));
-  json["added_tokens"].push_back({{"id", 9}, {"content", "<tool>"}});
-  absl::Status status = Vocabulary::Parse(json.dump()).status();
+  absl::Status status =
+      Vocabulary::Parse(R"({"model": {"vocab": {"a": 0, "b": 1, "c": 1}}})").status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()),
-              HasSubstr("token id 9 is given to \"the\" and to \"<tool>\""));
-  status = Vocabulary::Parse(R"({"model": {"vocab": {"a": 0, "b": 1, "c": 1}}})").status();
   EXPECT_THAT(std::string(status.message()), HasSubstr("token id 1 is given"));
+  // The library counts the vocabulary, so that an added token can meet an id behind a hole.
+  status = Vocabulary::Parse(R"({"model": {"vocab": {"a": 0, "b": 2}},
+                                 "added_tokens": [{"id": 3, "content": "<c>"}]})")
+               .status();
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("token id 2 is given to \"b\" and to \"<c>\""));
 }
 
 TEST(VocabularyTest, DamagedFilesAreRefused) {

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,14 @@ from tandem.cluster import (
 from tandem.cluster_memory import PlannedMemory, fitted
 from tandem.config_values import dump_values, read_yaml
 from tandem.errors import ConfigError, ServerStartError, remedy
+from tandem.hub import is_snapshot
 from tandem.model_files import difference, max_positions
 from tandem.preflight import Problems, RolloutFacts, ServerFacts, other_tokenizer
 from tandem.settings import SERVER_MODELS, ClusterSettings
 from tandem.settings_errors import foreign_advice
 from tandem.text import TextCodec
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
+from tandem.weight_files.layout import weight_files
 from tandem.wire import message_record
 
 # Most seconds of a --check-config, which reads configurations of models but no weights.
@@ -67,13 +69,19 @@ def check_cluster(
     together they must fit into this machine's memory. Without `uses_junior` the juniors of rollout
     servers bound no sequence.
     """
-    resolved = _check_servers(cluster, objective, problems)
+    waiting = _without_weights(cluster)
+    for field, directory in waiting.items():
+        note(
+            f"cluster.{field} is not checked: the Hub's cache lacks the weights of {directory}, "
+            "which a run fetches"
+        )
+    resolved = _check_servers(cluster, objective, problems, waiting)
     with problems.collect():
         plans = [one.memory for ones in resolved.values() for one in ones]
         fits = fitted(cluster, plans, note)
         if fits != cluster:
             # A server refuses a cache that holds no sequence.
-            cluster, resolved = fits, _check_servers(fits, objective, problems)
+            cluster, resolved = fits, _check_servers(fits, objective, problems, waiting)
     for field, directory in _models(cluster):
         if codec is not None:
             with problems.collect():
@@ -107,15 +115,33 @@ def check_cluster(
     )
 
 
+def _without_weights(cluster: ClusterSettings) -> dict[str, Path]:
+    """Returns the models of the Hub of which a dry run fetched no weights, by their sections."""
+    found = {}
+    for section in sections(cluster):
+        for name in SERVER_MODELS:
+            directory = Path(str(section.config.get(name) or ""))
+            if is_snapshot(directory) and not weight_files(directory):
+                found[section.field] = directory
+    return found
+
+
 def _check_servers(
-    cluster: ClusterSettings, objective: Mapping[str, Any] | None, problems: Problems
+    cluster: ClusterSettings,
+    objective: Mapping[str, Any] | None,
+    problems: Problems,
+    waiting: Container[str],
 ) -> dict[str, list[_Checked]]:
-    """Returns the results of the servers that accept their configuration, by role."""
+    """Returns the results of the servers that accept their configuration, by role.
+
+    The sections `waiting` are not checked.
+    """
     resolved: dict[str, list[_Checked]] = {"rollout": [], "trainer": [], "critic": []}
     with ThreadPoolExecutor() as pool:
         checks = [
             (section, pool.submit(_check_server, section, objective))
             for section in sections(cluster)
+            if section.field not in waiting
         ]
         for section, check in checks:
             with problems.collect():

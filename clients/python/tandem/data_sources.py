@@ -169,6 +169,30 @@ def _hub_rows(spec: HubDataSettings, field: str) -> Iterator[PlacedRow]:
         yield f"{spec.name}[{index}]", dict(row)
 
 
+def hub_config(name: str, field: str) -> str | None:
+    """Returns the configuration of a data set of the Hub to use where none is named.
+
+    None where there is only one; else main or default. Raises ConfigError, which lists them, where
+    there is neither.
+    """
+    folder = snapshot(name, "dataset", field)
+    datasets = optional_module("datasets", field)
+    try:
+        configs = list(datasets.get_dataset_config_names(str(folder)))
+    # Each reader of `datasets` raises errors of its own.
+    except Exception as error:
+        raise ConfigError(f"{field}: {name}: {type(error).__name__}: {error}") from None
+    if len(configs) == 1:
+        return None
+    for usual in ("main", "default"):
+        if usual in configs:
+            return usual
+    raise ConfigError(
+        f"{field}: {name} has the configurations {', '.join(configs)}",
+        hint=f"{name}:CONFIG names one",
+    )
+
+
 def _reasoning_gym(spec: ReasoningGymSettings, field: str) -> tuple[Any, Iterable[PlacedRow]]:
     reasoning_gym = optional_module("reasoning_gym", field, "reasoning-gym")
     try:

@@ -24,6 +24,28 @@ _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _UNREAD_FILES = ("*/*", "consolidated*", "adapter_*")
 
 
+class ModelName(str):
+    """The name of a model in a settings file: a path as seen from `base`, or a name of the Hub.
+
+    Models are looked up when all settings are known, so that one that is overridden is not fetched.
+    """
+
+    base: Path
+
+    def __new__(cls, name: str, base: Path) -> ModelName:
+        """Names a model; a ModelName stays as it is."""
+        if isinstance(name, ModelName):
+            return name
+        named = super().__new__(cls, name)
+        named.base = base
+        return named
+
+
+def is_snapshot(directory: Path) -> bool:
+    """Whether a directory lies in the Hub's cache, where a file of a model may not be yet."""
+    return directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("model")
+
+
 def local_model(
     name: str, base: Path, field: str, *, weights: bool = True, revision: str | None = None
 ) -> Path:

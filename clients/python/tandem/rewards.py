@@ -27,6 +27,8 @@ from tandem.judges.cases import (
 )
 from tandem.judges.collected import OneByOne
 from tandem.judges.watch import STOP_SECONDS, Watch
+from tandem.math_rewards import final_answer, final_number, gsm8k
+from tandem.optional import optional_module
 from tandem.reward_calls import Judge, judge_of, why_not_called
 from tandem.reward_function import file_of, load_function
 from tandem.settings import (
@@ -35,6 +37,11 @@ from tandem.settings import (
     RewardFunctionSettings,
     RewardSettings,
 )
+
+# The builtins that `answer_pattern` is for.
+READING_PATTERNS = ("exact_match", "reasoning_gym")
+# The builtin `math` computes at length, and is called in processes as a user's function would be.
+_MATH = "tandem.math_rewards:math"
 
 # Characters of a prompt or a response that an error shows.
 _SHOWN = 1000
@@ -107,6 +114,10 @@ class Reward:
         """
         for function in self._functions:
             function.check(examples)
+
+    def warnings(self, examples: Sequence[Example]) -> list[str]:
+        """Returns what is not wrong with the rows, but rarely meant."""
+        return [text for one in self._functions if (text := one.warning(examples))]
 
     def __call__(
         self, examples: Sequence[Example], responses: Sequence[Sequence[Response | str]]
@@ -255,6 +266,9 @@ class _Function:
         self._settings = settings
         self._field = field
         self._builtin = _builtin(settings, field)
+        if settings.function == "math":
+            optional_module("math_verify", f"{field}.function: math", "math-verify")
+            settings = settings.model_copy(update={"function": _MATH, "executor": "process"})
         self._details: tuple[str, ...] = ()
         # Builtins compute and do not wait, so they are called without threads.
         self._collected = OneByOne(None, make_watch(stops=True))
@@ -263,14 +277,16 @@ class _Function:
             self._function = load_function(
                 settings.function, settings.python_path, f"{field}.function"
             )
-            self.file = file_of(self._function)
+            self.file = None if settings.function == _MATH else file_of(self._function)
             self._details = declared_details(self._function)
             self._judge = judge_of(self._function, settings, field, make_watch)
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError for a row that the function cannot be called with."""
         if self._builtin is not None:
-            needs = _answer if self._settings.function == "exact_match" else _scorer
+            needs = {"reasoning_gym": _scorer, "gsm8k": _number}.get(
+                self._settings.function, _answer
+            )
             for example in examples:
                 needs(example, self._field)
             return
@@ -279,6 +295,24 @@ class _Function:
             if (columns := frozenset(example.row)) not in seen:
                 seen.add(columns)
                 self._check_columns(example)
+
+    def warning(self, examples: Sequence[Example]) -> str:
+        """Returns a warning where exact_match compares more than a final answer; "" elsewhere."""
+        if self._settings.function != "exact_match":
+            return ""
+        odd = [
+            example.place
+            for example in examples
+            if "\n" in (text := str(example.row.get("answer", "")).strip())
+            or final_answer(text) is not None
+        ]
+        if not odd:
+            return ""
+        return (
+            f"warning: {self._field}.function: exact_match compares the whole `answer`, which "
+            f"spans lines or marks a final answer in {len(odd):,} of {len(examples):,} rows (the "
+            f"first: {odd[0]}); gsm8k and math compare the final answers"
+        )
 
     def start(self, example: Example, responses: Sequence[Response]) -> list[Future[Outcome]]:
         """Begins to judge the responses to an example; returns the outcome of each."""
@@ -413,21 +447,33 @@ def _builtin(
     extract = answer_extractor(settings.answer_pattern)
     if settings.function == "exact_match":
         return lambda example, response: float(extract(response) == _answer(example, field))
+    if settings.function == "gsm8k":
+        return lambda example, response: gsm8k(response, _answer(example, field, "gsm8k"))
     if settings.function == "reasoning_gym":
         return lambda example, response: _gym_score(example, extract(response), field)
     return None
 
 
-def _answer(example: Example, field: str) -> str:
+def _answer(example: Example, field: str, function: str = "exact_match") -> str:
     """Returns the row's answer as text: 5 is "5"."""
     answer = example.row.get("answer")
     if not isinstance(answer, str | int | float):
         raise ConfigError(
-            f"{field}.function: exact_match needs an `answer`, text or a number, in every row: "
+            f"{field}.function: {function} needs an `answer`, text or a number, in every row: "
             f"{example.place}",
             hint="data.columns: {answer: COLUMN} names another column",
         )
     return str(answer).strip()
+
+
+def _number(example: Example, field: str) -> None:
+    """Raises ConfigError for a row whose answer has no number to compare with."""
+    answer = _answer(example, field, "gsm8k")
+    if final_number(answer) is None:
+        raise ConfigError(
+            f"{field}.function: gsm8k: {example.place}: the answer {_short(answer)} has no number",
+            hint="`math` compares other answers, `exact_match` text",
+        )
 
 
 def _scorer(example: Example, field: str) -> Any:

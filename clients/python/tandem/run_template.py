@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tandem.config_values import dump_values
-from tandem.data import load_dataset
-from tandem.data_sources import first_row
+from tandem.data import Example, load_dataset
+from tandem.data_sources import first_row, hub_config
 from tandem.errors import ConfigError
 from tandem.hub import is_hub_name, local_model
+from tandem.math_rewards import final_number
 from tandem.model_files import max_positions
 from tandem.settings import DataSettings, validate
 from tandem.text import TextCodec
@@ -25,6 +28,12 @@ _ANSWER_COLUMNS = ("answer", "solution", "target", "output", "label")
 _MAX_TOKENS = 256
 # Rows whose prompts are measured for max_model_len.
 _MEASURED_ROWS = 200
+
+# Judges that find the final answer of a text, and how a prompt asks for one.
+_FORMATS = {
+    "gsm8k": "{prompt}\n\nThink step by step, and end with the answer after ####.",
+    "math": "{prompt}\n\nReason step by step, and put the final answer within \\boxed{{}}.",
+}
 
 _REWARD = '''"""The reward of the run: change it to what a good response is."""
 
@@ -55,8 +64,13 @@ class Request:
     answer: str | None = None
 
 
-def write_run_file(request: Request, file: Path) -> list[Path]:
+def write_run_file(
+    request: Request, file: Path, note: Callable[[str], None] = lambda _: None
+) -> list[Path]:
     """Writes a run file and, where no column is an answer, a reward.py beside it; returns both.
+
+    Answers that end in `#### 72` are judged by `gsm8k`, those with `\\boxed{}` or other LaTeX by
+    `math`, others by `exact_match`; `note` is told where the file needs a look.
 
     Raises ConfigError for a model or data that cannot be read, and for a file that exists.
     """
@@ -66,12 +80,17 @@ def write_run_file(request: Request, file: Path) -> list[Path]:
     columns = _columns(request, row)
     data = source | ({"columns": columns} if columns else {})
     data["template"] = "chat" if _has_chat(codec) else "raw"
+    examples = _examples(data, codec)
     judge = "own"
     if row is None:
         judge = "reasoning_gym"
     elif "answer" in {*row, *columns}:
-        judge = "exact_match"
-    sizes = _sizes(_longest_prompt(data, codec), max_positions(model))
+        judge = _judge([example.row.get("answer") for example in examples], note)
+    if judge in _FORMATS and "messages" not in examples[0].row:
+        data["format"] = _FORMATS[judge]
+        examples = _examples(data, codec)
+    longest = max(len(example.token_ids) for example in examples)
+    sizes = _sizes(longest, max_positions(model))
     texts = {file: _text(request, file, data, sizes, row, judge)}
     if judge == "own":
         texts[file.with_name("reward.py")] = _REWARD
@@ -95,7 +114,8 @@ def _source(request: Request) -> tuple[dict[str, Any], dict[str, Any] | None]:
     elif path.suffix == ".parquet" or path.is_dir():
         source = {"parquet": str(path)}
     elif is_hub_name(kind):
-        source = {"hub": {"name": kind} | ({"config": task} if task else {})}
+        config = task or hub_config(kind, "DATA")
+        source = {"hub": {"name": kind} | ({"config": config} if config else {})}
     else:
         raise ConfigError(
             f"DATA: {request.data} is no .jsonl or .parquet file, no folder, no ORG/NAME[:CONFIG] "
@@ -134,10 +154,29 @@ def _has_chat(codec: TextCodec) -> bool:
         return False
 
 
-def _longest_prompt(data: dict[str, Any], codec: TextCodec) -> int:
+def _examples(data: dict[str, Any], codec: TextCodec) -> list[Example]:
+    """Returns the first rows with their prompts."""
     settings = validate(DataSettings, data | {"limit": _MEASURED_ROWS}, "DATA")
-    examples = load_dataset(settings, codec, field="DATA").examples
-    return max(len(example.token_ids) for example in examples)
+    return load_dataset(settings, codec, field="DATA").examples
+
+
+def _judge(answers: Sequence[Any], note: Callable[[str], None]) -> str:
+    """Returns the builtin reward that compares such answers."""
+    texts = [str(answer) for answer in answers]
+    if any("\\boxed" in text or "\\fbox" in text for text in texts):
+        return "math"
+    marked = [text for text in texts if "####" in text]
+    if marked:
+        return "gsm8k" if all(final_number(text) is not None for text in marked) else "math"
+    if any(re.search(r"\\[a-zA-Z]|\$", text) for text in texts):
+        return "math"
+    if several := sum("\n" in text.strip() for text in texts):
+        note(
+            f"warning: {several:,} of the first {len(texts):,} answers span lines, and exact_match "
+            "compares them whole: a reward function of yours, or reward.answer_pattern with "
+            "data.extract, may suit them better"
+        )
+    return "exact_match"
 
 
 def _sizes(longest: int, most: int | None) -> dict[str, int]:

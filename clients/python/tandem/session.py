@@ -34,7 +34,7 @@ from tandem.readiness import wait_until_serving
 from tandem.reference import JuniorReference, Reference, ServerReference
 from tandem.replicas import Replica
 from tandem.requests import Prompt
-from tandem.rewards import Reward
+from tandem.rewards import READING_PATTERNS, Reward
 from tandem.rollout.v1 import rollout_pb2
 from tandem.rollout_pool import RolloutPool
 from tandem.run_log import logged
@@ -512,6 +512,8 @@ class Session:
             if dataset is not None and hasattr(self, "reward"):
                 with problems.collect():
                     self.reward.check(dataset.examples)
+                    for warning in self.reward.warnings(dataset.examples):
+                        self.note(warning)
 
     def _read_each(self, problems: Problems) -> None:
         settings = self.settings
@@ -520,11 +522,11 @@ class Session:
             with problems.collect():
                 require_installed(settings.trackers)
         for place, one in enumerate(settings.reward_functions):
-            if one.answer_pattern is not None and not one.is_builtin:
+            if one.answer_pattern is not None and one.function not in READING_PATTERNS:
                 field = f"rewards.{place}" if settings.rewards else "reward"
                 self.note(
                     f"warning: {field}.answer_pattern has no effect with {one.function}: it is for "
-                    "exact_match and reasoning_gym"
+                    f"{' and '.join(READING_PATTERNS)}"
                 )
         with problems.collect():
             self.reward = self._stack.enter_context(

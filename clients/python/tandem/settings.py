@@ -29,7 +29,7 @@ from tandem.certs import CertificateDirectory
 from tandem.config_values import apply_override, dump_values, read_mapping
 from tandem.credentials import Credentials
 from tandem.errors import ConfigError
-from tandem.hub import local_model
+from tandem.hub import ModelName, local_model
 from tandem.metrics import KEYS
 from tandem.settings_errors import explain, kinds_in
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
@@ -44,6 +44,9 @@ DEFAULT_STEPS = 10
 # The trainer's bound of a reward's absolute value (kMaxReward).
 MAX_REWARD = 1e9
 
+# Reward functions of this package.
+BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym")
+
 # Trackers of a run's numbers beside metrics.jsonl.
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -51,6 +54,18 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Purpose = Literal["train", "sft", "eval", "drafts"]
 # Evaluations, in the order in which they are explained.
 EvalMode = Literal["solo", "handoff", "legibility"]
+
+# Settings of `data` that say how a row becomes a prompt.
+HOW_PROMPTS_ARE_WRITTEN = (
+    "columns",
+    "template",
+    "chat_template_kwargs",
+    "add_special_tokens",
+    "format",
+    "images",
+    "system",
+    "extract",
+)
 
 # Settings of a server that name a model.
 SERVER_MODELS = ("senior_model", "model", "junior_model", "reference_model")
@@ -110,6 +125,8 @@ class Settings(BaseModel):
         for name, field in cls.model_fields.items():
             value = values.get(name)
             kinds = list(kinds_in(field.annotation))
+            if isinstance(value, ModelName):
+                continue
             if isinstance(value, str) and value and Path in kinds and value not in kinds:
                 values[name] = _absolute(value, base)
             elif isinstance(value, dict):
@@ -247,7 +264,8 @@ class OverlongBufferSettings(Settings):
 class RewardFunctionSettings(Settings):
     """A function that judges responses, and the way to call it."""
 
-    # "module:function", "path/file.py:function", "exact_match" or "reasoning_gym".
+    # "module:function", "path/file.py:function", or a builtin: "exact_match", "gsm8k", "math",
+    # "reasoning_gym".
     function: Text = "exact_match"
     # Name in metrics and trajectories; the function's by default.
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")] | None = None
@@ -269,14 +287,14 @@ class RewardFunctionSettings(Settings):
     # A call that raises, gives no finite number, takes too long or loses its process ends the run
     # (fail) or leaves its response out of the step, counted in reward/failed (skip).
     on_error: Literal["fail", "skip"] = "fail"
-    # A builtin judges the last match in the response (its first group, if it has one). Not set: the
-    # whole response without surrounding space.
+    # exact_match and reasoning_gym judge the last match in the response (its first group, if it has
+    # one). Not set: the whole response without surrounding space.
     answer_pattern: Pattern | None = None
 
     @property
     def is_builtin(self) -> bool:
         """Whether the function is one of this package, and no function of the user's."""
-        return self.function in ("exact_match", "reasoning_gym")
+        return self.function in BUILTIN_REWARDS
 
     @property
     def limit_seconds(self) -> float:
@@ -291,7 +309,9 @@ class RewardFunctionSettings(Settings):
     @model_validator(mode="after")
     def _one_way_to_call(self) -> Self:
         many = self.executor == "process" or self.workers is not None
-        if self.is_builtin and (many or self.batch):
+        # math has processes of its own, of which `workers` is the number.
+        many_of_builtin = self.executor == "process" if self.function == "math" else many
+        if self.is_builtin and (many_of_builtin or self.batch):
             raise ValueError(f"batch, executor and workers are not for {self.function}")
         if self.batch and many:
             raise ValueError("batch is one call: executor: process and workers do not apply")
@@ -487,6 +507,9 @@ class TrajectorySettings(Settings):
 class EvalSettings(Settings):
     """Evaluations on held-out prompts."""
 
+    # Source of the held-out prompts. Settings of `data` that say how prompts are written (columns,
+    # template, chat_template_kwargs, add_special_tokens, format, images, system, extract) hold
+    # here, too, unless they are set.
     data: DataSettings | None = None
     # solo: the senior answers alone. handoff: senior and junior take turns. legibility: the junior
     # predicts the senior's solo answers.
@@ -553,22 +576,13 @@ class ClusterSettings(Settings):
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
         """Also anchors the paths that the servers' sections name."""
-        if isinstance(values.get("model"), str) and values["model"]:
-            values["model"] = str(local_model(values["model"], base, "cluster.model"))
+        _name_model(values, "model", base)
         super().anchor(values, base)
         rollouts = values.get("rollout")
         several = rollouts if isinstance(rollouts, list) else [rollouts]
-        fields = [
-            f"rollout.{index}" if len(several) > 1 else "rollout" for index in range(len(several))
-        ]
-        sections = zip(
-            [*fields, "trainer", "critic"],
-            [*several, values.get("trainer"), values.get("critic")],
-            strict=True,
-        )
-        for field, section in sections:
+        for section in (*several, values.get("trainer"), values.get("critic")):
             if isinstance(section, dict):
-                _anchor_server(section, base, f"cluster.{field}")
+                _anchor_server(section, base)
 
     @model_validator(mode="before")
     @classmethod
@@ -696,6 +710,20 @@ class RunSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
+    def _eval_data_is_written_as_data(cls, values: Any) -> Any:
+        """Gives eval.data the settings of `data` that say how prompts are written."""
+        evaluation = values.get("eval") if isinstance(values, dict) else None
+        held_out = evaluation.get("data") if isinstance(evaluation, dict) else None
+        data = values.get("data") if isinstance(values, dict) else None
+        if not isinstance(held_out, dict) or not isinstance(data, dict):
+            return values
+        written = {key: data[key] for key in HOW_PROMPTS_ARE_WRITTEN if key in data}
+        if "reasoning_gym" in held_out:
+            written.pop("columns", None)
+        return values | {"eval": evaluation | {"data": written | held_out}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _tokenizer_of_the_senior(cls, values: Any) -> Any:
         if isinstance(values, dict) and "tokenizer" not in values:
             senior = _senior_of(values.get("cluster"))
@@ -738,18 +766,19 @@ class RunSettings(Settings):
         for one in rewards if isinstance(rewards, list) else []:
             if isinstance(one, dict):
                 RewardFunctionSettings.anchor(one, base)
-        if isinstance(values.get("tokenizer"), str) and values["tokenizer"]:
-            values["tokenizer"] = str(
-                local_model(values["tokenizer"], base, "tokenizer", weights=False)
-            )
+        _name_model(values, "tokenizer", base)
         super().anchor(values, base)
 
 
 Model = TypeVar("Model", bound=Settings)
 
 
-def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Model:
+def load(
+    schema: type[Model], path: Path, overrides: Sequence[str] = (), *, weights: bool = True
+) -> Model:
     """Reads a YAML file, applies `dotted.key=value` overrides (later wins) and checks it.
+
+    Without `weights` no weights of models are fetched from the Hub, as for a dry run.
 
     Raises ConfigError, with the dotted path of every problem.
     """
@@ -759,20 +788,32 @@ def load(schema: type[Model], path: Path, overrides: Sequence[str] = ()) -> Mode
     for override in overrides:
         apply_override(values, override)
         schema.anchor(values, Path.cwd())
-    return validate(schema, values, str(path), overrides)
+    return validate(schema, values, str(path), overrides, weights=weights)
 
 
 def validate(
-    schema: type[Model], values: dict[str, Any], source: str, overrides: Sequence[str] = ()
+    schema: type[Model],
+    values: dict[str, Any],
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    weights: bool = True,
 ) -> Model:
-    """Checks values against the schema.
+    """Checks values against the schema, and finds the models that they name.
 
-    Relative paths among the values start at the working directory.
+    Relative paths among the values start at the working directory. `weights` as in load().
 
     Raises ConfigError, which names every problem with its dotted path and where the value was
     given: in one of the `overrides`, else in `source`.
     """
     schema.anchor(values, Path.cwd())
+    _find_models(values, "cluster." if schema is ClusterSettings else "", weights=weights)
+    return _validated(schema, values, source, overrides)
+
+
+def _validated(
+    schema: type[Model], values: dict[str, Any], source: str, overrides: Sequence[str] = ()
+) -> Model:
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -805,23 +846,10 @@ def _require_kind(schema: type[Settings], path: Path, values: dict[str, Any]) ->
         )
 
 
-def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
-    """Makes the relative paths in a server's section absolute, as seen from `base`.
-
-    `field` is where the section stands, for errors.
-    """
+def _anchor_server(section: dict[str, Any], base: Path) -> None:
+    """Makes the relative paths in a server's section absolute, as seen from `base`."""
     for key in SERVER_MODELS:
-        if isinstance(section.get(key), str) and section[key]:
-            revision = section.get(f"{key}_revision")
-            section[key] = str(
-                local_model(
-                    section[key],
-                    base,
-                    f"{field}.{key}",
-                    # The server refuses what is no commit.
-                    revision=revision if isinstance(revision, str) and revision else None,
-                )
-            )
+        _name_model(section, key, base)
     # A speculator is a directory: names of the Hub stand for models alone.
     _anchor_path(section, "senior_speculator", base)
     if isinstance(section.get("speculator"), dict):
@@ -838,6 +866,36 @@ def _anchor_server(section: dict[str, Any], base: Path, field: str) -> None:
     roots = server.get("path_roots")
     if isinstance(roots, list) and all(isinstance(root, str) and root for root in roots):
         server["path_roots"] = [_absolute(root, base) for root in roots]
+
+
+def _name_model(section: dict[str, Any], key: str, base: Path) -> None:
+    """Makes the value of a key that names a model a ModelName."""
+    if isinstance(section.get(key), str) and section[key]:
+        section[key] = ModelName(section[key], base)
+
+
+def _find_models(values: Any, field: str, *, weights: bool) -> None:
+    """Puts the directory of its model in the place of every ModelName; fetches those of the Hub.
+
+    `field` is where the values stand, with a dot at its end.
+    """
+    several = isinstance(values, list)
+    for key, value in list(enumerate(values) if several else values.items()):
+        place = field if several and len(values) == 1 else f"{field}{key}."
+        if isinstance(value, ModelName):
+            revision = values.get(f"{key}_revision")
+            values[key] = str(
+                local_model(
+                    value,
+                    value.base,
+                    place.removesuffix("."),
+                    weights=weights and key != "tokenizer",
+                    # The server refuses what is no commit.
+                    revision=revision if isinstance(revision, str) and revision else None,
+                )
+            )
+        elif isinstance(value, dict | list):
+            _find_models(value, place, weights=weights)
 
 
 def _anchor_path(section: dict[str, Any], key: str, base: Path) -> None:
@@ -866,7 +924,7 @@ def _read_cluster(path: Path) -> dict[str, Any]:
     values = read_mapping(path)
     _require_kind(ClusterSettings, path, values)
     ClusterSettings.anchor(values, path.parent)
-    validate(ClusterSettings, values, f"cluster: {path}")
+    _validated(ClusterSettings, values, f"cluster: {path}")
     return values
 
 

@@ -158,6 +158,17 @@ def test_generate_separates_responses_and_passes_its_options_on(world, address, 
     assert done.stderr.startswith("tandem: --acceptance-rule: 'all' is none of exact, rejection_s")
     done = tandem("generate", "w1", *common, "--image", "a.png", check=2)
     assert "--image: needs --chat" in done.stderr
+    done = tandem("generate", " ", *common, check=2)
+    assert "PROMPT: ' ' has no tokens" in done.stderr
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }} {{ end }}")
+    told = ("generate", "w1", *common, "--json", "--chat-template-kwargs", "{end: w9}")
+    assert "--chat-template-kwargs: needs --chat" in tandem(*told, check=2).stderr
+    prompts = []
+    world.on_prompt = lambda prompt: prompts.append(list(prompt.prompt_token_ids))
+    tandem(*told, "--chat")
+    assert prompts == [[1, 9]]
+    done = tandem(*told[:-1], "[1]", "--chat", check=2)
+    assert "--chat-template-kwargs: must be a mapping" in done.stderr
     done = tandem("generate", "w1", *common, "--speculative", "eagle", check=2)
     assert done.stderr.startswith("tandem: --speculative: 'eagle' is none of none, ngram,")
     for method, says in (("eagle", "'eagle' is none of"), ("heads", "heads: the rollout server")):

@@ -1,16 +1,19 @@
 """Models and data sets of the Hugging Face Hub, from a cache of the test; no network is used."""
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import fakes
 import pytest
 
 from tandem import settings
+from tandem.cluster_preflight import check_cluster
 from tandem.data import load_dataset
 from tandem.errors import ConfigError
 from tandem.hub import local_model, snapshot
 from tandem.models import import_model
+from tandem.preflight import Problems
 from tandem.settings import ClusterSettings, DataSettings, RunSettings
 from tandem.text import TextCodec
 
@@ -55,6 +58,55 @@ def test_models_of_a_cluster_are_snapshots_too(cache):
     config = settings.validate(ClusterSettings, values, "test")
     assert config.trainer == {"model": str(folder)}
     assert config.rollout == [{"senior_model": str(folder)}]
+
+
+def test_a_model_that_is_overridden_is_not_looked_up(cache, tmp_path, monkeypatch):
+    folder = cached(cache, "model", "acme/tiny")
+    asked = []
+
+    def look_up(name, *arguments, **options):
+        asked.append((name, options))
+        return snapshot(name, *arguments, **options)
+
+    monkeypatch.setattr("tandem.hub.snapshot", look_up)
+    file, elsewhere = tmp_path / "files" / "run.yaml", tmp_path / "files" / "mine"
+    elsewhere.mkdir(parents=True)
+    cluster = "cluster: {model: acme/other, rollout: {senior_model: acme/third}, trainer: {}}"
+    file.write_text(f"run_dir: run\ndata: {{jsonl: rows.jsonl}}\n{cluster}\n")
+    overrides = ["cluster.model=acme/tiny", "cluster.rollout.senior_model=files/mine"]
+    config = settings.load(RunSettings, file, overrides, weights=False)
+    assert config.cluster.model == folder
+    assert config.cluster.rollout[0]["senior_model"] == str(elsewhere)
+    assert config.tokenizer == elsewhere
+    [(name, _)] = asked
+    assert name == "acme/tiny"
+    # A cluster file is read before the overrides, too.
+    asked.clear()
+    (tmp_path / "files" / "cluster.yaml").write_text(cluster.removeprefix("cluster: "))
+    file.write_text("run_dir: run\ndata: {jsonl: rows.jsonl}\ncluster: cluster.yaml\n")
+    assert settings.load(RunSettings, file, overrides).cluster.model == folder
+    assert [name for name, _ in asked] == ["acme/tiny"]
+
+
+def test_a_dry_run_fetches_no_weights(cache, monkeypatch):
+    patterns = []
+
+    def look_up(name, kind, field, files, *arguments):
+        patterns.append(files)
+        return snapshot(name, kind, field, files, *arguments)
+
+    cached(cache, "model", "acme/tiny")
+    monkeypatch.setattr("tandem.hub.snapshot", look_up)
+    values = {"rollout": {"senior_model": "acme/tiny"}, "trainer": {"model": "acme/tiny"}}
+    plan = settings.validate(ClusterSettings, values, "test", weights=False)
+    assert len(patterns) == 2
+    assert not any("*.safetensors" in files for files in patterns)
+    # Servers of models without weights cannot check themselves.
+    notes, problems = [], Problems()
+    checked = check_cluster(plan, None, None, problems, notes.append)
+    assert checked.servers is None
+    assert problems.errors == []
+    assert [note.partition(" is")[0] for note in notes] == ["cluster.rollout", "cluster.trainer"]
 
 
 def test_a_revision_selects_the_commit_of_its_model(cache):
@@ -192,5 +244,11 @@ def test_with_a_network_the_hub_is_asked_for_what_is_read(monkeypatch, tmp_path)
     patterns = [options["allow_patterns"] for _, options in asked]
     assert "*.safetensors" in patterns[0]
     assert "*.safetensors" not in patterns[1]
+    for _, options in asked[:2]:
+        unread = options["ignore_patterns"]
+        files = ["original/consolidated.00.pth", "consolidated.safetensors", "adapter_config.json"]
+        files += ["onnx/model.safetensors", "config.json", "model-00001-of-00002.safetensors"]
+        read = [name for name in files if not any(fnmatch(name, one) for one in unread)]
+        assert read == ["config.json", "model-00001-of-00002.safetensors"]
     assert patterns[2] is None
     assert [options["revision"] for _, options in asked] == [None, None, "v1"]

@@ -1,6 +1,8 @@
 """`tandem init`: the file that it writes can be loaded and fits the data and the model."""
 
 import json
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import fakes
@@ -10,8 +12,12 @@ from commands import tandem
 from pyarrow import parquet
 
 from tandem import settings
+from tandem.data import load_dataset
+from tandem.errors import ConfigError
 from tandem.rewards import Reward
-from tandem.settings import RunSettings
+from tandem.run_template import Request, write_run_file
+from tandem.settings import RewardSettings, RunSettings
+from tandem.text import TextCodec
 
 
 @pytest.fixture
@@ -99,3 +105,121 @@ def test_data_that_cannot_be_read_leaves_no_file(folder, data):
     done = tandem("init", "models/tiny", data, check=2)
     assert done.stderr.startswith("tandem: DATA")
     assert not (folder / "run.yaml").exists()
+
+
+GSM8K = [
+    {
+        "question": "w2 w3",
+        "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = "
+        "<<48+24=72>>72 clips altogether in April and May.\n#### 72",
+    },
+    {"question": "w4", "answer": "He pays 5 * $200 = $<<5*200=1000>>1000.\n#### 1,000"},
+]
+MATH = [
+    {
+        "problem": "w2 w3",
+        "solution": "For the piecewise function, $2a+3=0$, so $a+b=-3+3=\\boxed{0}$.",
+        "level": "Level 5",
+    },
+    {"problem": "w4", "solution": "Half of $\\pi$ is $\\boxed{\\frac{\\pi}{2}}$."},
+]
+
+
+def judged(config, *responses):
+    """The rewards of responses to the first rows of a run's data."""
+    codec = TextCodec(config.tokenizer)
+    examples = load_dataset(config.data, codec).examples
+    with closing(Reward(config.reward)) as reward:
+        reward.check(examples)
+        assert reward.warnings(examples) == []
+        return reward(examples, responses).rewards
+
+
+def test_gsm8k_is_judged_by_its_final_numbers(folder):
+    rows("gsm8k.jsonl", *GSM8K)
+    config = init("gsm8k.jsonl")
+    assert config.reward.function == "gsm8k"
+    assert config.data.columns == {"prompt": "question"}
+    assert config.data.format.endswith("####.")
+    right = ["#### 72", "\\boxed{72}", "She sold 72 clips.", "48 + 24 = 72.0\n#### 72 clips"]
+    wrong = ["#### 24", "72 or 24", "", "no number", "#### none, 72 before"]
+    dollars = ["$1000", "#### $1,000.00", "It is 1,000."]
+    assert judged(config, [*right, *wrong[:3]], [*dollars, "999"]) == [
+        [1.0] * 4 + [0.0] * 3,
+        [1.0] * 3 + [0.0],
+    ]
+
+
+def test_solutions_with_boxes_are_judged_by_math_verify(folder):
+    pytest.importorskip("math_verify")
+    rows("math.jsonl", *MATH)
+    config = init("math.jsonl")
+    assert config.reward.function == "math"
+    assert config.data.columns == {"prompt": "problem", "answer": "solution"}
+    assert "\\boxed{{}}" in config.data.format
+    first = ["so \\boxed{0}", "#### 0", "It is 0.", "\\boxed{1}", "", "no answer"]
+    second = ["\\boxed{\\dfrac{\\pi}{2}}", "$\\frac{1}{2}\\pi$", "\\boxed{2\\pi}"]
+    assert judged(config, first, second) == [[1, 1, 1, 0, 0, 0], [1, 1, 0]]
+
+
+def test_answers_in_latex_are_judged_by_math_verify(folder):
+    pytest.importorskip("math_verify")
+    rows(
+        "math.jsonl", {"problem": "w2", "answer": "\\frac{1}{2}"}, {"problem": "w3", "answer": "3"}
+    )
+    config = init("math.jsonl")
+    assert config.reward.function == "math"
+    assert judged(config, ["\\boxed{0.5}", "\\boxed{2}"], ["\\boxed{3}"]) == [[1, 0], [1]]
+
+
+def test_a_missing_math_verify_is_an_error_that_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"^reward.function: math: the package math-ve") as caught:
+        Reward(RewardSettings(function="math"))
+    assert caught.value.hint == "pip install math-verify"
+
+
+def test_answers_that_span_lines_are_noted(folder):
+    rows("rows.jsonl", {"question": "w2", "answer": "w1\nw2"}, {"question": "w4", "answer": "w3"})
+    done = tandem("init", "models/tiny", "rows.jsonl", "--output", "run.yaml")
+    assert "warning: 1 of the first 2 answers span lines" in done.stdout
+    config = settings.load(RunSettings, Path("run.yaml"))
+    assert config.reward.function == "exact_match"
+    examples = load_dataset(config.data, TextCodec(config.tokenizer)).examples
+    [warning] = Reward(config.reward).warnings(examples)
+    assert "spans lines or marks a final answer in 1 of 2 rows" in warning
+    rows("rows.jsonl", *GSM8K)
+    gsm8k = load_dataset(config.data, TextCodec(config.tokenizer)).examples
+    assert "in 2 of 2 rows" in Reward(config.reward).warnings(gsm8k)[0]
+
+
+def test_an_answer_without_a_number_names_its_row(folder):
+    rows("gsm8k.jsonl", *GSM8K)
+    config = init("gsm8k.jsonl")
+    rows("gsm8k.jsonl", GSM8K[0], {"question": "w2", "answer": "#### none"})
+    examples = load_dataset(config.data, TextCodec(config.tokenizer)).examples
+    message = r"^reward.function: gsm8k: .*gsm8k.jsonl:2: the answer '#### none' has no number"
+    with pytest.raises(ConfigError, match=message):
+        Reward(config.reward).check(examples)
+
+
+def test_a_data_set_of_the_hub_with_several_configurations_is_read(folder, monkeypatch):
+    """As openai/gsm8k, whose configurations are main and socratic."""
+    data = folder / "hub"
+    data.mkdir()
+    (data / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {name}\n  data_files:\n  - {{split: train, path: {name}.jsonl}}\n"
+            for name in ("main", "socratic")
+        )
+        + "---\n"
+    )
+    for name in ("main", "socratic"):
+        rows(data / f"{name}.jsonl", *GSM8K)
+    monkeypatch.setattr("tandem.data_sources.snapshot", lambda *args, **options: data)
+    written = write_run_file(Request("models/tiny", "openai/gsm8k"), Path("mine/run.yaml"))
+    config = settings.load(RunSettings, written[0])
+    assert config.data.hub.name == "openai/gsm8k"
+    assert config.data.hub.config == "main"
+    assert config.reward.function == "gsm8k"

@@ -467,3 +467,22 @@ def test_drafts_change_responses_by_rejection_sampling_alone(file):
     assert changes("method=junior", rejection)
     with pytest.raises(ConfigError, match=r"speculative\.acceptance_rule"):
         changes("acceptance_rule=probabilistic")
+
+
+def test_held_out_prompts_are_written_as_the_others_unless_they_say_otherwise(tmp_path):
+    data = {"jsonl": "train.jsonl", "columns": {"prompt": "question"}, "template": "chat"}
+    data |= {"format": "{prompt}!", "system": "Be brief.", "limit": 3, "unique": True}
+    data |= {"chat_template_kwargs": {"enable_thinking": False}}
+
+    def held_out(**values):
+        run = {"run_dir": "run", "tokenizer": "t", "data": data, "eval": {"data": values}}
+        return settings.validate(RunSettings, run, "test").eval.data
+
+    test = held_out(jsonl="test.jsonl", system="")
+    assert test.columns == {"prompt": "question"}
+    assert (test.template, test.format, test.system) == ("chat", "{prompt}!", "")
+    assert test.chat_template_kwargs == {"enable_thinking": False}
+    # These say which rows there are.
+    assert (test.limit, test.unique) == (None, False)
+    assert held_out(jsonl="test.jsonl", columns={}).columns == {}
+    assert held_out(reasoning_gym={"name": "chain_sum"}).template == "chat"

@@ -105,7 +105,12 @@ def evaluate(
 
     output = Output(as_json=as_json)
     settings = _with_drafts(
-        load(RunSettings, run_file, [*(overrides or []), *as_overrides(credentials)])
+        load(
+            RunSettings,
+            run_file,
+            [*(overrides or []), *as_overrides(credentials)],
+            weights=not dry_run,
+        )
     )
     path = found_checkpoint(checkpoint, settings)
     if dry_run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +43,13 @@ def generate(
     rollout: RolloutAddress = None,
     tokenizer: TokenizerOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Variables of the chat template, as YAML: '{enable_thinking: false}'.",
+            metavar="MAPPING",
+        ),
+    ] = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(help="Show this image before each prompt, with --chat; may be repeated."),
@@ -111,6 +118,9 @@ def generate(
         raise ConfigError("--stream: --json prints whole records")
     if image and not chat:
         raise ConfigError("--image: needs --chat, whose template says where images are")
+    variables = _variables(chat_template_kwargs)
+    if variables and not chat:
+        raise ConfigError("--chat-template-kwargs: needs --chat")
     with (
         _named_by_option(),
         connect(RolloutClient, rollout, "--rollout", credentials) as client,
@@ -130,7 +140,7 @@ def generate(
             "prob_senior": prob_senior,
             "chunk_size": chunk_size,
         }
-        asked = [_asked(codec, text, chat, image or []) for text in prompt]
+        asked = [_asked(codec, text, chat, image or [], variables) for text in prompt]
         prompts = [
             Prompt(
                 token_ids=ids,
@@ -212,14 +222,32 @@ def score(
 
 
 def _asked(
-    codec: TextCodec, text: str, chat: bool, images: Sequence[Path]
+    codec: TextCodec, text: str, chat: bool, images: Sequence[Path], variables: Mapping[str, Any]
 ) -> tuple[list[int], list[VisionInput]]:
     """Returns the ids of a prompt, and its images."""
     from tandem.images import content_of
 
     if not chat:
-        return codec.encode(text), []
-    return codec.chat_with_images([{"role": "user", "content": content_of(images, text)}])
+        ids, inputs = codec.encode(text), []
+    else:
+        messages = [{"role": "user", "content": content_of(images, text)}]
+        ids, inputs = codec.chat_with_images(messages, template_kwargs=variables)
+    if not ids:
+        raise ConfigError(f"PROMPT: {text!r} has no tokens")
+    return ids, inputs
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    """Returns the variables of the chat template that an option gives as YAML."""
+    from tandem.config_values import read_yaml
+
+    try:
+        variables = read_yaml(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-kwargs: not YAML: {error}") from None
+    if not isinstance(variables, dict):
+        raise ConfigError("--chat-template-kwargs: must be a mapping, as {enable_thinking: false}")
+    return variables
 
 
 @contextmanager

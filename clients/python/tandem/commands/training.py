@@ -128,7 +128,10 @@ def add_training(
 
         output = Output(as_json=as_json)
         settings = settings_module.load(
-            RunSettings, run_file, [*implied, *(overrides or []), *as_overrides(credentials)]
+            RunSettings,
+            run_file,
+            [*implied, *(overrides or []), *as_overrides(credentials)],
+            weights=not dry_run,
         )
         check(settings)
         open_run = functools.partial(
@@ -234,7 +237,7 @@ def evaluate_command(
         if unknown := next((name for name in modes if name not in get_args(EvalMode)), None):
             raise ConfigError(f"--mode: must be solo, handoff or legibility, not {unknown!r}")
         overrides.append(f"eval.modes=[{', '.join(modes)}]")
-    settings = settings_module.load(RunSettings, run_file, overrides)
+    settings = settings_module.load(RunSettings, run_file, overrides, weights=not dry_run)
     path = found_checkpoint(checkpoint, settings)
     if dry_run:
         show_preflight(output, settings, "eval")
