@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -291,6 +291,33 @@ def note_start_and_reference(settings: RunSettings, note: Callable[[str], None])
             f"{settings.start_from}: cluster.trainer.reference_model names another reference, for "
             "example an export of the start (`tandem export`)"
         )
+
+
+def note_end_token(
+    settings: RunSettings,
+    purpose: Purpose,
+    codec: TextCodec,
+    ending: Collection[int],
+    whose: str,
+    note: Callable[[str], None],
+) -> None:
+    """Notes that the tokenizer's end-of-sequence token ends no response.
+
+    `ending` has the ids that do end the responses of the server or model `whose`.
+    """
+    token = codec.eos_token_id
+    learns = purpose == "sft" and not draws_responses(settings, purpose)
+    ignored = not settings.sft.append_eos if learns else settings.sampling.ignore_eos
+    if token is None or token in ending or ignored:
+        return
+    does = "`tandem sft` teaches it" if learns else "a model that writes it goes on"
+    listed = ", ".join(map(str, sorted(ending)))
+    note(
+        f"warning: the tokenizer's end-of-sequence token {codec.token_texts([token])[0]!r} (id "
+        f"{token}) ends no response of {whose}: {does}, and responses end at "
+        f"{f'the ids {listed}' if listed else 'no token'}; `eos_token_id` in the model's "
+        "generation_config.json lists them"
+    )
 
 
 def check_importance_weights(settings: RunSettings, objective: Mapping[str, Any]) -> None:

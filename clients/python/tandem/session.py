@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -27,6 +28,7 @@ from tandem.errors import (
     from_status,
 )
 from tandem.learnability import obstacles
+from tandem.model_files import end_token_ids
 from tandem.pool_scoring import Scored
 from tandem.preflight import Problems, RolloutFacts, ServerFacts
 from tandem.progress import Progress
@@ -468,6 +470,8 @@ class Session:
             plan, objective, codec, problems, self._note_once, uses_junior=uses.junior
         )
         plan = checked.cluster
+        with problems.collect():
+            self._note_end_tokens(plan)
         self.in_force["cluster"] = plan.model_dump(mode="json", exclude_none=True)
         if checked.servers is not None:
             self._check_servers(checked.servers, problems)
@@ -485,6 +489,27 @@ class Session:
         )
         if self.purpose == "train" and servers.rollouts:
             self.in_force["tandem"] = preflight.tandem_in_force(self.settings, servers.rollouts[0])
+
+    def _note_end_tokens(self, plan: ClusterSettings) -> None:
+        """Notes an end token of the tokenizer that ends no response of a cluster's models."""
+        models = [((plan.trainer or {}).get("model"), None)]
+        models += [(one.get("senior_model"), one.get("junior_model")) for one in plan.rollout]
+        for senior, junior in dict.fromkeys(models):
+            if senior and (Path(senior) / "config.json").exists():
+                ending = end_token_ids(Path(senior))
+                # A server ends a response at the tokens of both.
+                ending |= end_token_ids(Path(junior)) if junior else set()
+                self._note_end_token(ending, str(senior))
+
+    def _note_end_token(self, ending: Collection[int], whose: str) -> None:
+        """Notes an end token of the tokenizer that is none of a model's, if the run needs it."""
+        if not hasattr(self, "codec"):
+            return
+        learns = self.purpose == "sft" and not draws_responses(self.settings, "sft")
+        stops = () if learns else self.sampling.get("stop_token_ids", ())
+        preflight.note_end_token(
+            self.settings, self.purpose, self.codec, {*ending, *stops}, whose, self._note_once
+        )
 
     def _note_once(self, text: str) -> None:
         """Notes a text, unless it has been noted already."""
@@ -674,6 +699,12 @@ class Session:
             for whose, model in models.items():
                 with problems.collect():
                     preflight.check_vocabulary(self.codec, model, whose)
+        with problems.collect():
+            at = f"the trainer at {self.trainer.address}"
+            self._note_end_token(trainer.server.model.eos_token_ids, at)
+            for whose, info in named.items():
+                both = (info.server.model.eos_token_ids, info.junior.eos_token_ids)
+                self._note_end_token({token for ids in both for token in ids}, whose)
         if self.purpose == "train":
             with problems.collect():
                 self._take_objective(self._objective_in_force(), problems)

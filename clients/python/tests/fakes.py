@@ -97,7 +97,7 @@ class FakeWorld:
         self.speculator_version = None  # of the rollout server; None: no senior_speculator
         self.vocabulary_digest = ""
         self.parameters = 1000
-        self.eos_token_ids = []
+        self.eos_token_ids = [EOS]
         self.objective_failure = None  # google.rpc.Status with which CheckObjective fails
 
     def describe(self, model):

@@ -637,3 +637,47 @@ def test_drafts_of_a_model_that_no_server_has_are_refused(load, world, cluster, 
     assert said == f"{field}.method: heads: cluster.rollout has no speculator"
     with Session(load(*overrides, f"{field}.method=ngram")):
         pass
+
+
+@pytest.mark.parametrize("purpose", ["train", "sft"])
+def test_an_end_token_that_ends_no_response_is_noted(load, world, purpose):
+    """Once, for all servers with the same ids."""
+
+    def notes(*overrides):
+        noted = []
+        overrides = ["sft.response='{prompt}'", "tandem.enabled=false", *overrides]
+        with Session(load(*overrides), noted.append, purpose=purpose, dry_run=True):
+            return [text for text in noted if "end-of-sequence" in text]
+
+    assert notes() == []
+    world.eos_token_ids = [7, 5]
+    noted = notes()
+    assert noted
+    assert all("token '<eos>' (id 0) ends no response of the " in text for text in noted)
+    assert all("end at the ids 5, 7;" in text for text in noted)
+    world.eos_token_ids = []
+    assert "responses end at no token" in notes()[0]
+    asked = {"train": "sampling.stop=['<eos>']", "sft": "sft.append_eos=false"}
+    ignored = {"train": "sampling.ignore_eos=true", "sft": "sft.append_eos=false"}
+    assert notes(asked[purpose]) == notes(ignored[purpose]) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "noted"),
+    [
+        ({"eos_token_id": 0}, {}, False),
+        ({"eos_token_id": 5}, {"eos_token_id": [7, 0]}, False),
+        ({"text_config": {"eos_token_id": 0}}, {}, False),
+        ({"eos_token_id": 5}, {"eos_token_id": [7]}, True),
+        ({}, {}, True),
+    ],
+)
+def test_the_end_tokens_of_a_clusters_models_are_those_of_their_files(
+    load, cluster, tmp_path, config, generation, noted
+):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
+    told = []
+    with Session(load(cluster), told.append, dry_run=True):
+        pass
+    assert any("ends no response" in text for text in told) == noted
