@@ -293,6 +293,19 @@ def note_start_and_reference(settings: RunSettings, note: Callable[[str], None])
         )
 
 
+def note_greedy_samples(
+    settings: RunSettings, purpose: Purpose, note: Callable[[str], None]
+) -> None:
+    """Notes evaluations whose answers to a prompt are all the same."""
+    samples = settings.eval.samples
+    if samples > 1 and settings.eval.temperature == 0 and modes_in(settings, purpose):
+        note(
+            f"warning: eval.samples: the {samples:,} answers to a prompt are the same at "
+            "eval.temperature: 0, the default, and pass@k is pass@1; eval.temperature: 1.0 draws "
+            "different ones"
+        )
+
+
 def note_end_token(
     settings: RunSettings,
     purpose: Purpose,

@@ -503,8 +503,8 @@ class Session:
 
     def _note_end_token(self, ending: Collection[int], whose: str) -> None:
         """Notes an end token of the tokenizer that is none of a model's, if the run needs it."""
-        if not hasattr(self, "codec"):
-            return
+        if not hasattr(self, "sampling"):
+            return  # The tokenizer, or a stop text, is refused.
         learns = self.purpose == "sft" and not draws_responses(self.settings, "sft")
         stops = () if learns else self.sampling.get("stop_token_ids", ())
         preflight.note_end_token(
@@ -520,6 +520,7 @@ class Session:
     def _read(self, problems: Problems) -> None:
         """Reads tokenizer, reward and data, and checks that they go together."""
         self._read_each(problems)
+        preflight.note_greedy_samples(self.settings, self.purpose, self.note)
         if "handoff" in modes_in(self.settings, self.purpose) and hasattr(self, "codec"):
             with problems.collect():
                 preflight.handoff_boundary_ids(self.settings, self.codec)

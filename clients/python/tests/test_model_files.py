@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tandem.model_files import difference, max_positions
+from tandem.model_files import difference, end_token_ids, max_positions
 
 
 def write(directory, tensors):
@@ -31,14 +31,6 @@ def test_the_same_weights_in_two_places_do_not_differ(tmp_path, tensors):
     link.symlink_to(one)
     assert difference(one, other) is None
     assert difference(one, link) is None
-
-
-def test_another_split_into_files_does_not_differ(tmp_path, tensors):
-    one, other = write(tmp_path / "one", tensors), tmp_path / "other"
-    other.mkdir()
-    for name, values in tensors.items():
-        save_file({name: values}, other / f"model-{name}.safetensors")
-    assert difference(one, other) is None
 
 
 def test_a_difference_is_named(tmp_path, tensors):
@@ -90,3 +82,48 @@ def test_the_longest_sequence_has_one_rotation(tmp_path):
         content = {**config, **outer, "rope_scaling": {**rope, **change}}
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert max_positions(tmp_path) == limit, content
+
+
+def test_files_and_tensors_that_no_server_reads_do_not_differ(tmp_path, tensors):
+    one, other = write(tmp_path / "one", tensors), write(tmp_path / "other", tensors)
+    for name in ("consolidated", "adapter_model", "model-00001-of-00002"):
+        save_file({"x": tensors["b"]}, other / f"{name}.safetensors")
+    (other / "original").mkdir()
+    save_file({"y": tensors["b"]}, other / "original" / "model.safetensors")
+    assert difference(one, other) is None
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": tensors["b"]}
+    assert difference(one, write(tmp_path / "old", tensors | old)) is None
+
+
+def test_the_files_of_an_index_are_compared(tmp_path, tensors):
+    one, other = write(tmp_path / "one", tensors), tmp_path / "other"
+    other.mkdir()
+    for name, values in tensors.items():
+        save_file({name: values}, other / f"part-{name}.safetensors")
+    save_file({"c": tensors["b"]}, other / "consolidated.safetensors")
+    places = {name: f"part-{name}.safetensors" for name in tensors}
+    index = other / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert difference(one, other) is None
+    save_file({"a": tensors["a"] + 1}, other / "part-a.safetensors")
+    assert difference(one, other) == "a differs"
+    index.write_text("{")
+    assert difference(one, other) is None
+
+
+def test_the_sizes_of_a_model_with_images_are_those_of_its_text(tmp_path):
+    text = {"max_position_embeddings": 256, "eos_token_id": [5, 7]}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"text_config": text, "vision_config": {"max_position_embeddings": 9}})
+    )
+    assert max_positions(tmp_path) == 256
+    assert end_token_ids(tmp_path) == {5, 7}
+    rope = {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}
+    rope["original_max_position_embeddings"] = 64
+    (tmp_path / "config.json").write_text(
+        json.dumps({"text_config": text | {"rope_parameters": rope}, "eos_token_id": 9})
+    )
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    assert max_positions(tmp_path) == 64
+    assert end_token_ids(tmp_path) == {1, 5, 7, 9}
+    assert end_token_ids(tmp_path / "nowhere") == set()

@@ -681,3 +681,17 @@ def test_the_end_tokens_of_a_clusters_models_are_those_of_their_files(
     with Session(load(cluster), told.append, dry_run=True):
         pass
     assert any("ends no response" in text for text in told) == noted
+
+
+def test_greedy_samples_of_an_evaluation_are_noted(load):
+    def notes(purpose, *overrides):
+        told = []
+        with Session(load(*overrides), told.append, purpose=purpose, dry_run=True):
+            return [text for text in told if "eval.samples" in text]
+
+    several = ("eval.samples=4", "eval.k=[1, 4]")
+    [note] = notes("eval", *several)
+    assert note.startswith("warning: eval.samples: the 4 answers to a prompt are the same")
+    assert len(notes("train", *several, "eval.every=2")) == 1
+    assert notes("train", *several, "eval.every=0") == []
+    assert notes("eval") == notes("eval", *several, "eval.temperature=0.5") == []
