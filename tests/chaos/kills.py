@@ -3,10 +3,11 @@
     kills.py [--kills N] [--seed S] [--first I]
 
 A run is started, one of its processes gets SIGKILL at a random moment, and the run is resumed,
-until it is done. Its weights, optimizer states, metrics and trajectories must then be those of an
-undisturbed run, bit for bit. Run I of seed S always has the same victims and moments, as far as
-clocks allow. GRPO and PPO take turns, and so do two ways to run servers: started by the run, which
-ends with them; and kept by a supervisor, which restarts what was killed. `make chaos` runs this.
+until it is done. Its weights, optimizer states, metrics, trajectories, evaluations and their
+answers must then be those of an undisturbed run, bit for bit. Run I of seed S always has the same
+victims and moments, as far as clocks allow. GRPO and PPO take turns, and so do two ways to run
+servers: started by the run, which ends with them; and kept by a supervisor, which restarts what was
+killed. `make chaos` runs this.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class Scenario:
             cluster=str(scenario.cluster_file),
             objective=OBJECTIVES[kind],
             checkpoint={"every": 2},
+            eval={"every": 3, "modes": ["solo", "legibility"], "max_tokens": 8},
         )
         scenario.run_file.write_text(settings.dump(config))
         return scenario
@@ -274,6 +276,8 @@ def fingerprint(run: Path) -> Fingerprint:
     files = [
         *(file for folder in checkpoints for file in folder.glob("*.safetensors")),
         *(run / "trajectories").glob("step_*.parquet"),
+        *(run / "evaluations").glob("step_*.parquet"),
+        run / "evals.jsonl",
     ]
     for file in sorted(files):
         result[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()
