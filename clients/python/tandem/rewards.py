@@ -29,6 +29,7 @@ from tandem.judges.collected import OneByOne
 from tandem.judges.watch import STOP_SECONDS, Watch
 from tandem.math_rewards import final_answer, final_number, gsm8k
 from tandem.optional import optional_module
+from tandem.progress import Progress
 from tandem.reward_calls import Judge, judge_of, why_not_called
 from tandem.reward_function import file_of, load_function
 from tandem.settings import (
@@ -83,6 +84,7 @@ class Reward:
     Attributes:
         files: the source files of the functions; builtins, and functions whose file Python does
             not know, have none.
+        progress: is told how many responses are judged.
         stopping: whether the run was asked to stop. Responses that are not judged STOP_SECONDS
             later are given up.
     """
@@ -94,6 +96,7 @@ class Reward:
 
         Raises ConfigError for one that cannot be loaded or does not suit its settings.
         """
+        self.progress = Progress()
         self.stopping: Callable[[], bool] = lambda: False
         self._functions: list[_Function] = []
         try:
@@ -130,7 +133,7 @@ class Reward:
 
     def judging(self) -> Judging:
         """Returns a judging of responses that are added as they come."""
-        return Judging(self._functions, lambda: self.stopping())
+        return Judging(self._functions, lambda: self.stopping(), self.progress)
 
     def close(self) -> None:
         """Ends the threads and processes of the functions."""
@@ -166,9 +169,12 @@ class Judging:
     the thread of the caller, or all responses, are called in result().
     """
 
-    def __init__(self, functions: Sequence[_Function], stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, functions: Sequence[_Function], stopping: Callable[[], bool], progress: Progress
+    ) -> None:
         self._functions = functions
         self._stopping = stopping
+        self._progress = progress
         self._asked: dict[int, _Asked] = {}
 
     def add(self, index: int, example: Example, responses: Sequence[Response | str]) -> None:
@@ -245,8 +251,10 @@ class Judging:
         """Waits for the outcomes, for a moment only once the run was asked to stop."""
         asked_at: float | None = None
         pending = set(futures)
+        self._progress.expect(len(pending))
         while pending:
-            _, pending = wait(pending, timeout=_LOOK_SECONDS)
+            done, pending = wait(pending, timeout=_LOOK_SECONDS)
+            self._progress.advance(len(done))
             if pending and self._stopping():
                 asked_at = asked_at or time.monotonic()
                 if time.monotonic() - asked_at >= STOP_SECONDS:

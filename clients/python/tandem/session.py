@@ -558,6 +558,7 @@ class Session:
             self.reward = self._stack.enter_context(
                 closing(Reward(*settings.reward_functions, note=self.note))
             )
+            self.reward.progress = self.progress
         with problems.collect():
             self.codec = TextCodec(settings.tokenizer)
             self.sampling = _sampling(settings.sampling, self.codec)

@@ -181,6 +181,37 @@ def test_a_run_tells_each_phase_of_a_step(run_file, world):
     assert any(one.startswith("step 1: evaluate") for one in seen)
 
 
+def test_judges_are_counted_as_they_end(run_file, tmp_path):
+    # The last call ends when the progress shows that the others have.
+    (tmp_path / "judge.py").write_text(
+        "import threading\n"
+        "go = threading.Event()\n"
+        "calls = []\n"
+        "def reward(prompt, response, **row):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 6:\n"
+        "        assert go.wait(60)\n"
+        "    return len(response) % 2\n"
+    )
+    config = settings.load(
+        RunSettings, run_file, ["steps=1", f"reward.function={tmp_path}/judge.py:reward"]
+    )
+    progress, seen = Progress(), threading.Event()
+    with RunDirectory.open(config, "train") as run, Session(config, progress=progress) as session:
+
+        def let_go():
+            fakes.wait_until(lambda: progress.line().startswith("step 1: reward 5/6"))
+            seen.set()
+            function = session.reward._functions[0]
+            function._function.__globals__["go"].set()
+
+        watching = threading.Thread(target=let_go)
+        watching.start()
+        train(session, run, lambda line: None)
+        watching.join()
+    assert seen.is_set()
+
+
 def test_an_evaluation_counts_its_answers(run_file, world):
     config = settings.load(RunSettings, run_file, ["eval.modes=[handoff]"])
     progress, seen = Progress(), set()
