@@ -539,9 +539,15 @@ TEST(FusedOutputLossTest, EqualsTheOracleOnAGpu) {
   const Gradients expected = Oracle(problem, options, {});
   for (Way way : kWays) {
     way.device = at::kCUDA;
-    SCOPED_TRACE(testing::Message() << LossImplName(way.impl) << " " << static_cast<int>(way.mode));
-    ExpectClose(Fused(problem, options, {}, at::kFloat, way), expected, 3e-5);
+    for (const int64_t chunk_size : {4096, 5}) {  // one chunk, and several whose gradients add up
+      way.chunk_size = chunk_size;
+      SCOPED_TRACE(testing::Message() << LossImplName(way.impl) << " " << static_cast<int>(way.mode)
+                                      << " " << chunk_size);
+      ExpectClose(Fused(problem, options, {}, at::kFloat, way), expected, 3e-5);
+    }
   }
+  const auto chosen = LinearCrossEntropyLoss::Create(problem.weight.to(at::kCUDA, at::kFloat));
+  EXPECT_EQ((*chosen)->impl(), LossImpl::kRows);
 }
 
 TEST(FusedOutputLossTest, ALossOfSequencesSeesAllRowsAtOnce) {

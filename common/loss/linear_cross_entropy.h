@@ -37,7 +37,7 @@ inline constexpr int64_t kTileColumns = kernels::kLogitBlock;
 
 // Implementations of the work on logits.
 enum class LossImpl {
-  kAuto,   // the first of the following that the device and the type have
+  kAuto,   // the fastest that the device and the type have: kTiles on the CPU, kRows on a GPU
   kTiles,  // own kernels on tiles of rows and columns
   kRows,   // own kernels on whole rows: one product per chunk of rows
   kAten,   // ATen operations on whole rows

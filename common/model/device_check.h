@@ -1,16 +1,30 @@
-// Whether this process can compute where its configuration says. No torch in this header.
+// The devices on which this process can compute. No torch in this header.
 #ifndef TANDEM_COMMON_MODEL_DEVICE_CHECK_H_
 #define TANDEM_COMMON_MODEL_DEVICE_CHECK_H_
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/base/memory_plan.h"
 
 namespace tandem {
 
-// FAILED_PRECONDITION for "compute.device" where `device` is "cuda" and this build, or this
-// machine, has none.
-absl::Status CheckDevice(const std::string& device);
+// FAILED_PRECONDITION for "compute.device" where `device` is "cuda" and a rank cannot compute on
+// it. The message tells which of three it is: the build has no CUDA code, this machine has no
+// usable device, or it has fewer devices than ranks.
+absl::Status CheckDevice(const std::string& device, int local_rank);
+
+// Returns the bytes that are free on a CUDA device of this machine, for which CheckDevice is OK.
+absl::StatusOr<int64_t> FreeDeviceMemory(int device_index);
+
+// Fills free.devices for this rank where `device` is "cuda": of its own GPU, and of the one that a
+// second model has on each of its ranks, if that is another one. Errors of CheckDevice and of
+// ReadRankEnvironment.
+absl::Status MeasureDevices(const std::string& device, const std::vector<int32_t>& second_devices,
+                            FreeMemory& free);
 
 }  // namespace tandem
 

@@ -237,8 +237,13 @@ void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at:
     return MultiplyTiles({TiledProduct(product, a, b, accumulate)});
   }
   if (a.scalar_type() == product.scalar_type()) return AtenProduct(product, a, b, accumulate);
-  const at::Tensor sum = at::mm(a, b, product.scalar_type());
-  accumulate ? product.add_(sum) : product.copy_(sum);
+  // cuBLAS writes bf16 factors' product as float32, or adds it to what is there: no temporary.
+  at::Tensor result = product;
+  if (accumulate) {
+    at::addmm_out(result, result, a, b, result.scalar_type());
+  } else {
+    at::mm_out(result, a, b, result.scalar_type());
+  }
 }
 
 void MatrixProducts(const std::vector<Product>& products) {

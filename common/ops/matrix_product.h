@@ -15,7 +15,7 @@ namespace tandem::ops {
 at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b);
 
 // Writes a b into `product`, which is contiguous, or adds a b to it. Two bf16 factors may have a
-// float32 product; the CPU then adds in float32.
+// float32 product, to which they are then added in float32, on a GPU by the product itself.
 void MatrixProductInto(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
                        bool accumulate = false);
 

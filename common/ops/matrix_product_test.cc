@@ -68,6 +68,26 @@ TEST_P(MatrixProductTest, Bfloat16FactorsAreSummedInFloat32) {
   }
 }
 
+// The left factor may have rows of twice its width, as a gradient that overwrote float32 logits.
+TEST_P(MatrixProductTest, AGpuAddsBfloat16FactorsToAFloat32Product) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no usable GPU";
+  const auto [m, n, k] = GetParam();
+  const at::Tensor wide = at::randn({k, 2 * m}).to(at::kCUDA, at::kBFloat16);
+  const at::Tensor b = at::randn({k, n}).to(at::kCUDA, at::kBFloat16);
+  const at::Tensor a = wide.narrow(1, 0, m).t();
+  const at::Tensor expected = at::mm(a.cpu().to(at::kDouble), b.cpu().to(at::kDouble));
+  const at::Tensor all = at::full({m + 2, n}, 1.0f, at::kCUDA);
+  const at::Tensor product = all.narrow(0, 1, m);  // some rows of a larger gradient
+  const void* const memory = product.const_data_ptr();
+  MatrixProductInto(product, a, b, /*accumulate=*/true);
+  MatrixProductInto(product, a, b, /*accumulate=*/true);
+  EXPECT_EQ(product.const_data_ptr(), memory);
+  EXPECT_TRUE(at::allclose(product.cpu().to(at::kDouble), 2 * expected + 1, 1e-5, 1e-3));
+  MatrixProductInto(product, a, b);
+  EXPECT_TRUE(at::allclose(product.cpu().to(at::kDouble), expected, 1e-5, 1e-3));
+  EXPECT_TRUE(at::equal(all[0].cpu(), at::ones({n})) && at::equal(all[m + 1].cpu(), at::ones({n})));
+}
+
 // Exceptions of the threads become a status where an engine catches them.
 TEST(MatrixProductMemoryTest, AProductWithoutMemoryIsResourceExhausted) {
   kernels::CpuKernels table = kernels::GetCpuKernels();

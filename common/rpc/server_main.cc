@@ -72,6 +72,7 @@ struct CommandLine {
   std::vector<std::string> overrides;
   bool check_config = false;
   bool check_health = false;
+  std::optional<int64_t> assumed_gpu_bytes;
   std::optional<std::string> config_check;  // the argument of the server's own flag
 };
 
@@ -91,6 +92,12 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
   app.add_flag("--check-health", line->check_health,
                "Ask the running server of this configuration for its health; exit 0 if SERVING")
       ->excludes(check_config);
+  app.add_option("--assume-gpu-memory", line->assumed_gpu_bytes,
+                 "With --check-config: plan for GPUs with so much free memory each, as 80GB or "
+                 "74GiB, whatever this machine and this build have")
+      ->type_name("SIZE")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true))
+      ->needs(check_config);
   if (!config_check.flag.empty()) {
     app.add_option(config_check.flag, line->config_check, config_check.help)
         ->type_name("TEXT")
@@ -122,7 +129,7 @@ std::string Gigabytes(int64_t bytes) {
 }
 
 // The plan as comments below the configuration.
-std::string MemoryComments(const MemoryPlan& plan, const std::optional<int64_t>& available) {
+std::string MemoryComments(const MemoryPlan& plan, const FreeMemory& free) {
   std::string text = "# Memory that this configuration needs:\n";
   for (const MemoryPlan::Item& item : plan.items) {
     absl::StrAppend(&text, "#   ", Gigabytes(item.bytes), "  ", item.name,
@@ -130,9 +137,18 @@ std::string MemoryComments(const MemoryPlan& plan, const std::optional<int64_t>&
                     item.note, "\n");
   }
   absl::StrAppend(&text, "#   ", Gigabytes(plan.total_bytes()), "  in all\n");
-  if (available.has_value()) {
-    absl::StrAppend(&text, "#   ", Gigabytes(*available),
+  if (free.host.has_value()) {
+    absl::StrAppend(&text, "#   ", Gigabytes(*free.host),
                     "  available on this machine for a rank\n");
+  }
+  for (int device = 0; device < kDevicesOfRank; ++device) {
+    const std::optional<int64_t>& bytes = free.devices[static_cast<size_t>(device)];
+    if (!bytes.has_value() || plan.device_bytes(device) == 0) continue;
+    // In another form than the lines above, which are of the host's memory or items of the plan.
+    absl::StrAppendFormat(&text, "#   %s: %.3f GB needed, %.3f GB free\n",
+                          device == 0 ? "GPU of a rank" : "the junior's GPU",
+                          static_cast<double>(plan.device_bytes(device)) / 1e9,
+                          static_cast<double>(*bytes) / 1e9);
   }
   return text;
 }
@@ -156,14 +172,24 @@ int StartFailed(const absl::Status& status, int exit_code) {
 }
 
 // Fills `comments` with what the configuration needs. Not OK when that is not known, or more than
-// the host has. The memory of a device is not known without its driver.
+// is free on the host or a GPU. With `assumed_gpu_bytes` no GPU is asked.
 absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& environment,
-                         std::string* comments) {
-  if (program.memory == nullptr) return absl::OkStatus();
-  TANDEM_ASSIGN_OR_RETURN(const MemoryPlan plan, program.memory());
-  const std::optional<int64_t> available = AvailableMemoryOfRank(environment);
-  *comments = MemoryComments(plan, available);
-  return available.has_value() ? CheckFits(plan, *available) : absl::OkStatus();
+                         const std::optional<int64_t>& assumed_gpu_bytes, std::string* comments) {
+  if (program.memory.plan == nullptr) return absl::OkStatus();
+  FreeMemory free;
+  if (assumed_gpu_bytes.has_value()) {
+    free.devices.fill(assumed_gpu_bytes);
+  } else if (program.memory.measure_devices != nullptr) {
+    TANDEM_RETURN_IF_ERROR(program.memory.measure_devices(free));
+  }
+  free.host = AvailableMemoryOfRank(environment);
+  TANDEM_ASSIGN_OR_RETURN(const MemoryPlan plan, program.memory.plan(free));
+  if (assumed_gpu_bytes.has_value() && plan.device_bytes(0) == 0) {
+    return absl::InvalidArgumentError(
+        "--assume-gpu-memory: nothing of this configuration is on a GPU: set compute.device=cuda");
+  }
+  *comments = MemoryComments(plan, free);
+  return CheckFits(plan, free);
 }
 
 // Runs `work` on a thread of its own, so that signals are heard, and asks `give_up` again and
@@ -271,7 +297,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     Metrics unused;
     if (status.ok()) status = ServerSecurity::Load(program.options(), unused).status();
     if (status.ok()) {
-      status = CheckMemory(program, *environment, &comments);
+      status = CheckMemory(program, *environment, line.assumed_gpu_bytes, &comments);
       std::cout << config::ToYaml(*program.config) << comments << std::flush;
     }
     if (status.ok() && line.config_check.has_value()) {
@@ -326,7 +352,8 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
        {"metrics_port", (*server)->metrics_port()}});
   const auto load = [&]() -> absl::Status {
     std::string comments;
-    TANDEM_RETURN_IF_ERROR(CheckMemory(program, *environment, &comments));
+    TANDEM_RETURN_IF_ERROR(
+        CheckMemory(program, *environment, /*assumed_gpu_bytes=*/std::nullopt, &comments));
     return app->Load();
   };
   const auto guarded_load = [&] { status = CatchExceptions("loading", load); };

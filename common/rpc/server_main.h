@@ -17,8 +17,9 @@
 // A start that fails says why in one line of JSON on stderr, {"event":"start_failed","code":…,
 // "message":…}, the last it writes. --check-config prints the resolved configuration and, as YAML
 // comments, its memory requirement. It exits with 2 if the configuration is invalid or needs more
-// memory than this machine has; a server that starts checks the memory while it loads. A server may
-// add a flag for something else that it checks.
+// memory than this machine has; a server that starts checks the memory while it loads.
+// --assume-gpu-memory SIZE plans for GPUs that this machine or this build does not have. A server
+// may add a flag for something else that it checks.
 //
 // Exit codes: 0 on success and after SIGTERM or SIGINT (work that outlasts the drain time is given
 // up, and the log says so; state that has to be saved is waited for), 2 for a bad configuration or
@@ -106,15 +107,24 @@ struct ConfigCheck {
   std::function<absl::StatusOr<std::string>(const Config&..., const std::string& argument)> check;
 };
 
+// What a server knows about the memory that its configuration needs.
+template <typename... Config>
+struct MemoryPlanner {
+  // After resolve: fills free.devices with what is free on the GPUs that the configuration uses.
+  // Errors name the field, such as compute.device where there is none.
+  std::function<absl::Status(const Config&..., FreeMemory& free)> measure_devices;
+  // After resolve: what the configuration needs where that is free. Errors name the field, such as
+  // a model that cannot be read. Null for a server without a model.
+  std::function<absl::StatusOr<MemoryPlan>(const Config&..., const FreeMemory& free)> plan;
+};
+
 // One server program.
 struct ServerProgram {
   std::string role;                   // "rollout"; the binary is tandem-<role>-server
   google::protobuf::Message* config;  // filled from file and overrides
   std::function<absl::Status()> resolve;
   std::function<config::v1::ServerOptions()> options;  // after resolve
-  // After resolve: what the configuration needs. Errors name the field, such as a model that cannot
-  // be read. Null for a server without a model.
-  std::function<absl::StatusOr<MemoryPlan>()> memory;
+  MemoryPlanner<> memory;
   ConfigCheck<> config_check;
   std::function<std::unique_ptr<ServerApp>(ServerRuntime&)> create;
 };
@@ -128,18 +138,25 @@ template <typename Config>
 int ServerMain(
     int argc, char** argv, const std::string& role,
     std::function<std::unique_ptr<ServerApp>(const Config& config, ServerRuntime& runtime)> create,
-    std::function<absl::StatusOr<MemoryPlan>(const Config& config)> plan_memory = nullptr,
+    MemoryPlanner<std::type_identity_t<Config>> memory = {},
     ConfigCheck<std::type_identity_t<Config>> config_check = {}) {
   Config config;
-  std::function<absl::StatusOr<MemoryPlan>()> memory;
-  if (plan_memory != nullptr) memory = [&] { return plan_memory(config); };
+  MemoryPlanner<> planner;
+  if (memory.plan != nullptr) {
+    planner.plan = [&](const FreeMemory& free) { return memory.plan(config, free); };
+  }
+  if (memory.measure_devices != nullptr) {
+    planner.measure_devices = [&](FreeMemory& free) {
+      return memory.measure_devices(config, free);
+    };
+  }
   return RunServer(argc, argv,
                    ServerProgram{
                        .role = role,
                        .config = &config,
                        .resolve = [&config] { return config::Resolve(&config); },
                        .options = [&config] { return config.server(); },
-                       .memory = std::move(memory),
+                       .memory = std::move(planner),
                        .config_check = {.flag = config_check.flag,
                                         .help = config_check.help,
                                         .check =

@@ -188,6 +188,47 @@ TEST(ServerMainTest, WhatCannotFitIsRefused) {
   EXPECT_EQ(started.Wait(), 1);
 }
 
+TEST(ServerMainTest, AGpuIsAskedForItsMemoryOrAssumed) {
+  const std::vector<std::string> on_gpu = {"senior_model=a", "compute.device=cuda",
+                                           "--check-config"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), on_gpu.begin(), on_gpu.end());
+    return more;
+  };
+  Process none(on_gpu);
+  EXPECT_EQ(none.Wait(), 2);
+  EXPECT_THAT(none.Stderr(), HasSubstr("compute.device: no GPU"));
+  Process asked(on_gpu, {{"MEMORY_BYTES", "3000000"}, {"FREE_GPU_BYTES", "4000000"}});
+  const std::string yaml = asked.ReadAll();
+  EXPECT_EQ(asked.Wait(), 0);
+  EXPECT_THAT(yaml, HasSubstr("0.003 GB  weights (on the device): a GPU has 4000000\n"));
+  EXPECT_THAT(yaml, HasSubstr("GPU of a rank: 0.003 GB needed, 0.004 GB free\n"));
+  Process full(on_gpu, {{"MEMORY_BYTES", "3000000"}, {"FREE_GPU_BYTES", "2000000"}});
+  EXPECT_EQ(full.Wait(), 2);
+  EXPECT_THAT(full.Stderr(), HasSubstr("of the GPU's memory (weights"));
+  // An assumed GPU is not asked for.
+  for (const auto& [size, bytes] :
+       {std::pair{"80GB", "80000000000"}, {"2GiB", "2147483648"}, {"4000000", "4000000"}}) {
+    Process assumed(with({"--assume-gpu-memory", size}), {{"MEMORY_BYTES", "3000000"}});
+    const std::string text = assumed.ReadAll();
+    EXPECT_EQ(assumed.Wait(), 0) << size;
+    EXPECT_THAT(text, HasSubstr(absl::StrCat("a GPU has ", bytes, "\n")));
+  }
+  Process too_small(with({"--assume-gpu-memory", "2MB"}), {{"MEMORY_BYTES", "3000000"}});
+  EXPECT_EQ(too_small.Wait(), 2);
+  EXPECT_THAT(too_small.Stderr(), HasSubstr("of the GPU's memory"));
+}
+
+TEST(ServerMainTest, AnAssumedGpuMustBeOneThatTheConfigurationUses) {
+  Process on_cpu({"senior_model=a", "--check-config", "--assume-gpu-memory", "80GB"});
+  EXPECT_EQ(on_cpu.Wait(), 2);
+  EXPECT_THAT(on_cpu.Stderr(), HasSubstr("--assume-gpu-memory: nothing of this configuration"));
+  Process starts({"senior_model=a", "--assume-gpu-memory", "80GB"});
+  EXPECT_EQ(starts.Wait(), 2);
+  Process no_size({"senior_model=a", "--check-config", "--assume-gpu-memory", "much"});
+  EXPECT_EQ(no_size.Wait(), 2);
+}
+
 TEST(ServerMainTest, BadConfigurationExitsTwo) {
   for (const std::vector<std::string>& arguments :
        std::vector<std::vector<std::string>>{{"senior_modl=x"},

@@ -9,7 +9,9 @@
 #include <iostream>
 #include <memory>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "common/base/error.h"
 #include "common/rpc/testing/fake_weight_service.h"
 
 namespace {
@@ -61,8 +63,22 @@ int main(int argc, char** argv) {
         };
         return app;
       },
-      [](const auto&) -> absl::StatusOr<tandem::MemoryPlan> {
-        const char* bytes = std::getenv("MEMORY_BYTES");
-        return tandem::MemoryPlan{{{"weights", bytes == nullptr ? 1'000'000 : std::atoll(bytes)}}};
-      });
+      {.measure_devices = [](const auto& config, tandem::FreeMemory& free) -> absl::Status {
+         if (config.compute().device() == "cpu") return absl::OkStatus();
+         const char* bytes = std::getenv("FREE_GPU_BYTES");
+         if (bytes == nullptr) return tandem::InvalidField("compute.device", "no GPU");
+         free.devices[0] = std::atoll(bytes);
+         return absl::OkStatus();
+       },
+       .plan = [](const auto& config,
+                  const tandem::FreeMemory& free) -> absl::StatusOr<tandem::MemoryPlan> {
+         const char* const given = std::getenv("MEMORY_BYTES");
+         const int64_t bytes = given == nullptr ? 1'000'000 : std::atoll(given);
+         const bool on_host = config.compute().device() == "cpu";
+         return tandem::MemoryPlan{
+             {{.name = "weights",
+               .bytes = bytes,
+               .on_host = on_host,
+               .note = on_host ? "" : absl::StrCat("a GPU has ", free.devices[0].value_or(0))}}};
+       }});
 }

@@ -1,7 +1,7 @@
 // tandem-critic-server
 #include <memory>
 
-#include "common/base/status_macros.h"
+#include "common/base/memory_plan.h"
 #include "common/model/device_check.h"
 #include "common/rpc/server_main.h"
 #include "services/critic/engine/engine.h"
@@ -16,8 +16,10 @@ int main(int argc, char** argv) {
         return std::make_unique<tandem::critic::CriticApp>(config, runtime,
                                                            tandem::critic::CreateEngine);
       },
-      [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
-        TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
-        return tandem::critic::PlanMemory(config);
-      });
+      {.measure_devices =
+           [](const auto& config, tandem::FreeMemory& free) {
+             return tandem::MeasureDevices(config.compute().device(), {}, free);
+           },
+       .plan = [](const auto& config,
+                  const tandem::FreeMemory&) { return tandem::critic::PlanMemory(config); }});
 }

@@ -1,7 +1,7 @@
 // tandem-rollout-server
 #include <memory>
 
-#include "common/base/status_macros.h"
+#include "common/base/memory_plan.h"
 #include "common/model/device_check.h"
 #include "common/rpc/server_main.h"
 #include "common/speculator/speculator_memory.h"
@@ -17,8 +17,15 @@ int main(int argc, char** argv) {
         return std::make_unique<tandem::rollout::RolloutApp>(config, runtime,
                                                              tandem::rollout::CreateEngine);
       },
-      [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
-        TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
-        return tandem::rollout::PlanMemory(config, tandem::speculator::MeasureSpeculator);
-      });
+      {.measure_devices =
+           [](const auto& config, tandem::FreeMemory& free) {
+             return tandem::MeasureDevices(
+                 config.compute().device(),
+                 {config.junior_gpu_devices().begin(), config.junior_gpu_devices().end()}, free);
+           },
+       .plan =
+           [](const auto& config, const tandem::FreeMemory& free) {
+             return tandem::rollout::PlanMemory(config, free,
+                                                tandem::speculator::MeasureSpeculator);
+           }});
 }

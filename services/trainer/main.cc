@@ -2,7 +2,7 @@
 #include <memory>
 #include <string>
 
-#include "common/base/status_macros.h"
+#include "common/base/memory_plan.h"
 #include "common/model/device_check.h"
 #include "common/rpc/server_main.h"
 #include "common/speculator/speculator_settings.h"
@@ -19,10 +19,14 @@ int main(int argc, char** argv) {
         return std::make_unique<tandem::trainer::TrainerApp>(config, runtime,
                                                              tandem::trainer::CreateEngine);
       },
-      [](const auto& config) -> absl::StatusOr<tandem::MemoryPlan> {
-        TANDEM_RETURN_IF_ERROR(tandem::CheckDevice(config.compute().device()));
-        return tandem::trainer::PlanMemory(config, tandem::speculator::CountSpeculatorValues);
-      },
+      {.measure_devices =
+           [](const auto& config, tandem::FreeMemory& free) {
+             return tandem::MeasureDevices(config.compute().device(), {}, free);
+           },
+       .plan =
+           [](const auto& config, const tandem::FreeMemory&) {
+             return tandem::trainer::PlanMemory(config, tandem::speculator::CountSpeculatorValues);
+           }},
       {.flag = "--check-objective",
        .help = "With --check-config: also check this objective, JSON or YAML as in a run file, and "
                "print the one in force as the last line",

@@ -86,7 +86,9 @@ absl::StatusOr<std::unique_ptr<TrainingCore>> TrainingCore::Create(
   }
   std::unique_ptr<TrainingCore> core(new TrainingCore(kind, metric_prefix, options));
   TANDEM_RETURN_IF_ERROR(core->thread_.Run({}, [&] {
-    return CatchTorchErrors("model", [&] { return core->Load(load, std::move(strategy)); });
+    return NameMemorySettings(
+        CatchTorchErrors("model", [&] { return core->Load(load, std::move(strategy)); }),
+        kMemorySettings);
   }));
   return core;
 }

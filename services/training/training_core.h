@@ -21,6 +21,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "common/base/engine_thread.h"
+#include "common/base/memory_error.h"
 #include "common/base/status_macros.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
@@ -34,6 +35,7 @@
 #include "common/training/sequence_check.h"
 #include "services/training/companion.h"
 #include "services/training/engine.h"
+#include "services/training/memory_settings.h"
 #include "services/training/router_sums.h"
 #include "services/training/sequence_rows.h"
 
@@ -108,6 +110,9 @@ class TrainingCore {
         if (needs == Needs::kWeights) TANDEM_RETURN_IF_ERROR(PrepareWeights());
         return body(call, request);
       });
+      if (absl::Status status = ToStatus(result); !status.ok()) {
+        result = NameMemorySettings(std::move(status), kMemorySettings);
+      }
       CheckSameOutcome(name, ToStatus(result));
       return result;
     };

@@ -16,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "common/base/engine_thread.h"
 #include "common/base/error.h"
+#include "common/base/memory_error.h"
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/model/layer_cache.h"
@@ -263,8 +264,8 @@ class EngineImpl : public Engine {
   // Runs the engine thread from its start to its end. Work that still waits at the end fails; no
   // exception leaves this function (FailAll).
   void Live(absl::FunctionRef<void()> loop) {
-    // Inference mode and the number of threads are settings of the current thread.
-    SetComputeThreads(options_.compute);
+    // Inference mode, the device and the number of threads are settings of the current thread.
+    SetUpComputeThread(options_.compute);
     const c10::InferenceMode inference_mode;
     if (!ranks_->leads()) Follow();
     loop();
@@ -427,7 +428,7 @@ class EngineImpl : public Engine {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& options) {
-  return CatchTorchErrors("models", [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
+  auto engine = CatchTorchErrors("models", [&]() -> absl::StatusOr<std::unique_ptr<Engine>> {
     TANDEM_RETURN_IF_ERROR(CheckOptions(options));
     TANDEM_ASSIGN_OR_RETURN(const EngineRanks ranks, JoinRanks(options));
     ranks::ServerRanks& server = *ranks.server;
@@ -440,6 +441,8 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
         server.CheckSame("tokenizer.json", (*models)->info().senior.vocabulary_digest));
     return std::make_unique<EngineImpl>(options, ranks.server, *std::move(models));
   });
+  if (engine.ok()) return engine;
+  return NameMemorySettings(engine.status(), kMemorySettings);
 }
 
 }  // namespace tandem::rollout

@@ -12,6 +12,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
+#include "common/model/device_check.h"
 #include "common/model/model_config.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/rank_agreement.h"
@@ -29,7 +30,8 @@ absl::StatusOr<ModelConfig> ReadConfig(const std::string& field, const std::stri
 }
 
 // Checks the layout, and returns the blocks of the caches for which this rank has memory.
-absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options) {
+absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options, at::Device senior_device,
+                                       at::Device junior_device) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
                           ReadConfig("senior_model", options.senior.model));
   std::optional<ModelConfig> junior_config;
@@ -46,8 +48,14 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options) {
     if (!measured.ok()) return PrependFieldPath("senior_speculator", measured.status());
     speculator = *measured;
   }
-  return PlanCacheBlocks(senior, junior,
-                         ToMemoryOptions(options, options.environment.rank, speculator));
+  RolloutMemoryOptions memory = ToMemoryOptions(options, options.environment.rank, speculator);
+  if (senior_device.is_cuda()) {
+    TANDEM_ASSIGN_OR_RETURN(memory.free.devices[0], FreeDeviceMemory(senior_device.index()));
+    if (junior_device != senior_device) {
+      TANDEM_ASSIGN_OR_RETURN(memory.free.devices[1], FreeDeviceMemory(junior_device.index()));
+    }
+  }
+  return PlanCacheBlocks(senior, junior, memory);
 }
 
 // Returns the blocks that every rank has memory for. Collective.
@@ -122,10 +130,9 @@ absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
                                                        .timeouts = options.rank_timeouts}));
   TANDEM_RETURN_IF_ERROR(ranks.server->CheckSame("configuration", options.configuration));
   const absl::StatusOr<at::Device> junior_device = JuniorDevice(options, placement.device);
-  const absl::StatusOr<CacheBlocks> blocks = PlanLayout(options);
-  absl::Status status = blocks.status();
-  if (status.ok()) status = junior_device.status();
-  TANDEM_RETURN_IF_ERROR(ranks.server->Agree(status));
+  absl::StatusOr<CacheBlocks> blocks = junior_device.status();
+  if (junior_device.ok()) blocks = PlanLayout(options, placement.device, *junior_device);
+  TANDEM_RETURN_IF_ERROR(ranks.server->Agree(blocks.status()));
   ranks.blocks = AgreeOnBlocks(*blocks, *ranks.server);
   ranks::Communicator& world = *ranks.server->world();
   ranks.senior =

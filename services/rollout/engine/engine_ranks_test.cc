@@ -247,8 +247,8 @@ TEST_P(RolloutRanksTest, TheRankWithTheLeastMemorySizesTheCache) {
   ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
     EngineOptions options = Ranked(environment);
     // The last rank has memory for one sequence of each model that it holds.
-    options.available_memory_bytes = int64_t{1} << 40;
-    if (environment.rank == environment.world_size - 1) options.available_memory_bytes = 1;
+    options.free_memory.host = int64_t{1} << 40;
+    if (environment.rank == environment.world_size - 1) options.free_memory.host = 1;
     const auto engine = Create(options);
     const bool limits_senior = GetParam().senior_ranks == GetParam().ranks();
     // Blocks of 128 tokens, the longest sequence, and as many for scores.

@@ -155,7 +155,7 @@ TEST_F(EngineTest, ABfloat16CacheChangesNoLaw) {
   narrow.compute.num_threads = 1;
   // The smallest cache: two blocks of each lane for sequences that come to need two each.
   EngineOptions preempting = wide;
-  preempting.available_memory_bytes = 1;
+  preempting.free_memory.host = 1;
   std::vector<std::vector<Trajectory>> runs;
   std::vector<int64_t> preemptions;
   for (const EngineOptions& options : {wide, narrow, preempting, Options()}) {
@@ -190,7 +190,7 @@ TEST_F(EngineTest, BlocksThatAreGivenBackChangeNoBit) {
   EngineOptions wide = TinyOptions(folder.path());
   wide.senior.max_model_len = wide.junior.max_model_len = 250;
   EngineOptions narrow = wide;  // room for the longest sequence of either lane
-  narrow.available_memory_bytes = 1;
+  narrow.free_memory.host = 1;
   narrow.max_batched_tokens = 20;
   std::vector<PromptRequest> requests;
   for (int i = 0; i < 6; ++i) {

@@ -1,10 +1,13 @@
 #include "services/rollout/engine/rollout_memory.h"
 
 #include <algorithm>
+#include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/family.h"
@@ -26,6 +29,7 @@ constexpr int64_t kFreeShare = 10;
 
 // A model that the first `ranks` ranks of the server hold.
 struct Lane {
+  bool is_senior;
   std::string name;
   std::string length_field;  // the setting of its longest sequence
   const ModelConfig& config;
@@ -126,14 +130,16 @@ int64_t BlockBytes(const Lane& lane, int64_t ranks) {
 // Returns the lanes of a server, with the blocks that max_num_seqs sequences need.
 absl::StatusOr<std::vector<Lane>> MakeLanes(const ModelConfig& senior, const ModelConfig* junior,
                                             const RolloutMemoryOptions& options) {
-  std::vector<Lane> lanes = {{.name = "senior",
+  std::vector<Lane> lanes = {{.is_senior = true,
+                              .name = "senior",
                               .length_field = "max_model_len",
                               .config = senior,
                               .ranks = options.layout.tensor_parallel_size,
                               .whole_experts = options.layout.enable_expert_parallel,
                               .options = options.senior}};
   if (junior != nullptr) {
-    lanes.push_back({.name = "junior",
+    lanes.push_back({.is_senior = false,
+                     .name = "junior",
                      .length_field = "junior_max_model_len",
                      .config = *junior,
                      .ranks = options.layout.junior_tensor_parallel_size,
@@ -198,14 +204,22 @@ absl::Status TooFewBytes(const std::vector<Lane>& lanes, int64_t bytes) {
                                    " tokens for each model; ", needs));
 }
 
+// Returns which of the rank's devices a lane computes on.
+int DeviceOf(const Lane& lane, const RolloutMemoryOptions& options) {
+  return lane.is_senior || !options.junior_has_own_device ? 0 : 1;
+}
+
 absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, MemoryPlan& plan,
                      PassBytes& pass) {
   if (options.rank >= lane.ranks) return absl::OkStatus();
   const ModelConfig& config = lane.config;
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(config));
   const auto item = static_cast<int64_t>(ItemSizeBytes(lane.options.storage.dtype));
-  plan.items.push_back(
-      {lane.name + "_weights", WeightsOf(lane, specs, options.rank), options.on_host});
+  const int device = DeviceOf(lane, options);
+  plan.items.push_back({.name = lane.name + "_weights",
+                        .bytes = WeightsOf(lane, specs, options.rank),
+                        .on_host = options.on_host,
+                        .device = device});
   const int64_t tokens = lane.longest_sequence();
   plan.items.push_back(
       {.name = lane.name + "_kv_cache",
@@ -215,7 +229,8 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
            "room for ",
            std::min(lane.blocks.generator / lane.sequence_blocks(), options.max_num_seqs),
            " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
-           lane.length_field, ")")});
+           lane.length_field, ")"),
+       .device = device});
   const int64_t activations =
       options.max_batched_tokens *
       lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item;
@@ -235,36 +250,68 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
 absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
                                      const RolloutMemoryOptions& options) {
   MemoryPlan plan;
-  PassBytes pass;
+  std::array<PassBytes, kDevicesOfRank> passes;
   for (const Lane& lane : lanes) {
-    TANDEM_RETURN_IF_ERROR(AddLane(lane, options, plan, pass));
+    TANDEM_RETURN_IF_ERROR(
+        AddLane(lane, options, plan, passes[static_cast<size_t>(DeviceOf(lane, options))]));
   }
-  if (options.rank == 0 && options.speculator.bytes > 0) {
-    plan.items.push_back({"speculator_weights", options.speculator.bytes, options.on_host});
+  if (const Lane& senior = lanes.front(); senior.is_senior) {
+    if (options.rank == 0 && options.speculator.bytes > 0) {
+      plan.items.push_back({"speculator_weights", options.speculator.bytes, options.on_host});
+    }
+    TANDEM_RETURN_IF_ERROR(AddUpdate(senior, options, plan));
   }
-  TANDEM_RETURN_IF_ERROR(AddUpdate(lanes.front(), options, plan));
-  plan.items.push_back({"activations", pass.activations, options.on_host});
-  plan.items.push_back({"logits", pass.logits, options.on_host});
-  plan.items.push_back({"rotary_tables", pass.rotary_tables, options.on_host});
-  if (pass.images > 0) plan.items.push_back({"images", pass.images, options.on_host});
+  for (int device = 0; device < kDevicesOfRank; ++device) {
+    const PassBytes& pass = passes[static_cast<size_t>(device)];
+    const std::string prefix = device == 0 ? "" : "junior_";
+    const auto add = [&](const char* name, int64_t bytes) {
+      plan.items.push_back(
+          {.name = prefix + name, .bytes = bytes, .on_host = options.on_host, .device = device});
+    };
+    if (device > 0 && pass.logits == 0) continue;  // no lane is there
+    add("activations", pass.activations);
+    add("logits", pass.logits);
+    add("rotary_tables", pass.rotary_tables);
+    if (pass.images > 0) add("images", pass.images);
+  }
   if (options.rank == 0 && lanes.front().config.vision.has_value()) {
     plan.items.push_back({"blob_cache", options.blob_cache_bytes});
   }
+  plan.remedy = kMemorySettings;
   return plan;
 }
 
-// Cuts the blocks to what the available memory leaves beside everything else.
-absl::Status LimitBlocksToMemory(std::vector<Lane>& lanes, const RolloutMemoryOptions& options) {
-  std::vector<Lane> without_cache = lanes;
-  for (Lane& lane : without_cache) lane.blocks = {};
-  TANDEM_ASSIGN_OR_RETURN(const MemoryPlan others, PlanLanes(without_cache, options));
+// Cuts the blocks of lanes that share a memory to what is free there beside everything else.
+absl::Status LimitBlocksToMemory(absl::Span<Lane* const> sharing, int64_t free,
+                                 const RolloutMemoryOptions& options) {
+  std::vector<Lane> without_cache;
   std::vector<CountedLane> counted;
-  for (Lane& lane : lanes) {
-    if (options.rank < lane.ranks) counted.push_back({&lane, BlockBytes(lane, lane.ranks)});
+  for (Lane* const lane : sharing) {
+    without_cache.push_back(*lane);
+    without_cache.back().blocks = {};
+    if (options.rank < lane->ranks) counted.push_back({lane, BlockBytes(*lane, lane->ranks)});
   }
-  const int64_t available = *options.available_memory_bytes;
+  if (counted.empty()) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const MemoryPlan others, PlanLanes(without_cache, options));
+  const int64_t taken = options.on_host ? others.host_bytes()
+                                        : others.device_bytes(DeviceOf(*sharing.front(), options));
   // Where this does not hold the fewest blocks, CheckFits compares what they need.
-  LimitBlocks(counted, available - available / kFreeShare - others.host_bytes());
+  LimitBlocks(counted, free - free / kFreeShare - taken);
+  return absl::OkStatus();
+}
+
+// Cuts the blocks to the free memory, as far as it is known.
+absl::Status LimitBlocksToMemory(std::vector<Lane>& lanes, const RolloutMemoryOptions& options) {
+  std::array<std::vector<Lane*>, kDevicesOfRank> sharing;
+  for (Lane& lane : lanes) {
+    sharing[static_cast<size_t>(DeviceOf(lane, options))].push_back(&lane);
+  }
+  for (size_t device = 0; device < sharing.size(); ++device) {
+    const std::optional<int64_t> free =
+        options.on_host ? options.free.host : options.free.devices[device];
+    if (!free.has_value() || sharing[device].empty()) continue;
+    TANDEM_RETURN_IF_ERROR(LimitBlocksToMemory(sharing[device], *free, options));
+  }
   return absl::OkStatus();
 }
 
@@ -278,7 +325,7 @@ absl::StatusOr<std::vector<Lane>> PlanBlocks(const ModelConfig& senior, const Mo
     if (!LimitBlocks(counted, options.kv_cache_bytes)) {
       return TooFewBytes(lanes, options.kv_cache_bytes);
     }
-  } else if (options.on_host && options.available_memory_bytes.has_value()) {
+  } else {
     TANDEM_RETURN_IF_ERROR(LimitBlocksToMemory(lanes, options));
   }
   return lanes;
@@ -292,14 +339,19 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
     return LaneMemoryOptions{.max_model_len = one.max_model_len,
                              .storage = StorageOf(one, options)};
   };
+  const std::vector<int32_t>& junior_devices = options.layout.junior_gpu_devices;
+  const bool has_own_device =
+      rank < static_cast<int64_t>(junior_devices.size()) &&
+      junior_devices[static_cast<size_t>(rank)] != options.compute.local_rank;
   return {.senior = lane(options.senior),
           .junior = lane(options.junior),
           .max_num_seqs = options.max_num_seqs,
           .max_batched_tokens = options.max_batched_tokens,
           .kv_cache_bytes = options.kv_cache_bytes,
           .blob_cache_bytes = options.blob_cache_bytes,
-          .available_memory_bytes = options.available_memory_bytes,
+          .free = options.free_memory,
           .on_host = options.compute.device == "cpu",
+          .junior_has_own_device = has_own_device,
           .layout = options.layout,
           .rank = rank,
           .speculator = speculator};

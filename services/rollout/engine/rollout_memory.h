@@ -16,6 +16,11 @@
 
 namespace tandem::rollout {
 
+// The settings by which a server takes less memory.
+inline constexpr char kMemorySettings[] =
+    "a smaller kv_cache_bytes, max_num_seqs, max_model_len or max_batched_tokens, compute.dtype "
+    "bfloat16, more ranks (tensor_parallel_size)";
+
 // Bytes of logits that a lane computes at a time, if that is a row or more.
 inline constexpr int64_t kLogitsBytes = 64 << 20;
 
@@ -46,12 +51,12 @@ struct RolloutMemoryOptions {
   LaneMemoryOptions senior = {};
   LaneMemoryOptions junior = {};
   int64_t max_num_seqs = 0;
-  int64_t max_batched_tokens = 0;  // in one forward pass
-  int64_t kv_cache_bytes = 0;      // of both lanes, on all ranks; 0: see PlanCacheBlocks
-  int64_t blob_cache_bytes = 0;    // of a senior that takes images
-  // The host's memory for this rank; nullopt: not known.
-  std::optional<int64_t> available_memory_bytes = std::nullopt;
-  bool on_host = true;  // whether the CPU computes
+  int64_t max_batched_tokens = 0;      // in one forward pass
+  int64_t kv_cache_bytes = 0;          // of both lanes, on all ranks; 0: see PlanCacheBlocks
+  int64_t blob_cache_bytes = 0;        // of a senior that takes images
+  FreeMemory free = {};                // for this rank
+  bool on_host = true;                 // whether the CPU computes
+  bool junior_has_own_device = false;  // a GPU, the second one of this rank
   RankLayout layout = {};
   int64_t rank = 0;  // rank 0 receives new weights, and has the speculator
   speculator::SpeculatorSize speculator = {};
@@ -67,10 +72,11 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
 // sequence or a full pass needs. INVALID_ARGUMENT for "kv_cache_bytes" that do not hold one
 // sequence of max_model_len tokens beside the scorer's; UNIMPLEMENTED as RolloutMemory.
 //
-// Without kv_cache_bytes they are the blocks for which the host's available memory has room on this
-// rank, beside the rest of the plan and a tenth that stays free, between those of one sequence and
-// those of max_num_seqs sequences; where that memory is not known, or a GPU computes, the latter.
-// The ranks of a server take the fewest of them (JoinRanks).
+// Without kv_cache_bytes they are the blocks for which the free memory of the host, or of the GPU
+// that computes, has room on this rank, beside the rest of the plan and a tenth that stays free,
+// between those of one sequence and those of max_num_seqs sequences; where that memory is not
+// known, the latter. A junior with a GPU of its own has what is free there. The ranks of a server
+// take the fewest of them (JoinRanks).
 absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,
                                             const RolloutMemoryOptions& options);
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
@@ -174,24 +175,28 @@ RolloutMemoryOptions TwoLanes() {
   return {.senior = Lane(200), .junior = Lane(100), .max_num_seqs = 5, .max_batched_tokens = 64};
 }
 
-// Returns the available memory that leaves `blocks` blocks beside everything else, and a tenth of
-// the memory.
+// Returns the memory that has room for `blocks` blocks beside `others` bytes and a tenth of itself.
+int64_t MemoryLeaving(int64_t others, int64_t blocks) {
+  return (others + blocks * CacheBytes(1)) * 10 / 9 + 1;
+}
+
+// Returns the available memory that leaves `blocks` blocks beside everything else.
 int64_t MemoryFor(const ModelConfig& config, const RolloutMemoryOptions& options, int64_t blocks) {
   const MemoryPlan plan = RolloutMemory(config, &config, options).value();
   auto items = Items(plan);
   const int64_t others = plan.host_bytes() - items["senior_kv_cache"] - items["junior_kv_cache"];
-  return (others + blocks * CacheBytes(1)) * 10 / 9 + 1;
+  return MemoryLeaving(others, blocks);
 }
 
 TEST(RolloutMemoryTest, WithoutASizeTheCacheTakesWhatTheMemoryLeaves) {
   const ModelConfig config = TinyConfig();
   const auto blocks_in = [&](int64_t blocks) {
     RolloutMemoryOptions options = TwoLanes();
-    options.available_memory_bytes = MemoryFor(config, options, blocks);
+    options.free.host = MemoryFor(config, options, blocks);
     const CacheBlocks planned = PlanCacheBlocks(config, &config, options).value();
     const MemoryPlan plan = RolloutMemory(config, &config, options).value();
     EXPECT_EQ(plan.items[1].bytes, planned.senior.total() * CacheBytes(1));
-    EXPECT_EQ(CheckFits(plan, *options.available_memory_bytes).ok(), blocks >= 12) << blocks;
+    EXPECT_EQ(CheckFits(plan, options.free).ok(), blocks >= 12) << blocks;
     return std::pair(planned.senior.total(), planned.junior.total());
   };
   EXPECT_EQ(blocks_in(1000), std::pair(24L, 12L)) << "no more than can be used";
@@ -207,7 +212,7 @@ TEST(RolloutMemoryTest, WithoutASizeTheCacheTakesWhatTheMemoryLeaves) {
 TEST(RolloutMemoryTest, TheNoteOfACacheTellsItsRoom) {
   const ModelConfig config = TinyConfig();
   RolloutMemoryOptions options = TwoLanes();
-  options.available_memory_bytes = MemoryFor(config, options, 20);
+  options.free.host = MemoryFor(config, options, 20);
   const MemoryPlan plan = RolloutMemory(config, &config, options).value();
   EXPECT_EQ(plan.items[1].note,
             "room for 1 of max_num_seqs=5 sequences of 200 tokens (max_model_len)");
@@ -218,13 +223,52 @@ TEST(RolloutMemoryTest, TheNoteOfACacheTellsItsRoom) {
 TEST(RolloutMemoryTest, ASizeThatIsGivenDoesNotDependOnTheMachine) {
   const ModelConfig config = TinyConfig();
   RolloutMemoryOptions options = TwoLanes();
-  options.available_memory_bytes = 1;
+  options.free.host = 1;
   options.kv_cache_bytes = int64_t{1} << 60;
   EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 24);
-  // The memory of a GPU is not known.
+  // The memory of the host says nothing about a GPU's.
   options.kv_cache_bytes = 0;
   options.on_host = false;
   EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 24);
+}
+
+TEST(RolloutMemoryTest, TheCacheTakesWhatTheMemoryOfAGpuLeaves) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = TwoLanes();
+  options.on_host = false;
+  const MemoryPlan most = RolloutMemory(config, &config, options).value();
+  auto items = Items(most);
+  EXPECT_LT(most.host_bytes(), items["staged_weight_update"] + 1) << "all else is on the GPU";
+  const int64_t caches = items["senior_kv_cache"] + items["junior_kv_cache"];
+  for (const int64_t blocks : {36, 20, 12, -5000}) {
+    options.free = {.host = 1, .devices = {MemoryLeaving(most.device_bytes(0) - caches, blocks)}};
+    const CacheBlocks planned = PlanCacheBlocks(config, &config, options).value();
+    EXPECT_EQ(planned.senior.total() + planned.junior.total(), std::max<int64_t>(blocks, 12));
+    const MemoryPlan plan = RolloutMemory(config, &config, options).value();
+    const absl::Status fits = CheckFits(plan, {.devices = options.free.devices});
+    EXPECT_EQ(fits.ok(), blocks >= 12) << fits;
+  }
+}
+
+TEST(RolloutMemoryTest, AJuniorWithAGpuOfItsOwnHasThatMemory) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = TwoLanes();
+  options.on_host = false;
+  options.junior_has_own_device = true;
+  const MemoryPlan most = RolloutMemory(config, &config, options).value();
+  auto items = Items(most);
+  EXPECT_EQ(items["junior_logits"], items["logits"]);
+  EXPECT_EQ(most.device_bytes(0) + most.device_bytes(1) + most.host_bytes(), most.total_bytes());
+  options.free.devices = {MemoryLeaving(most.device_bytes(0) - items["senior_kv_cache"], 9),
+                          MemoryLeaving(most.device_bytes(1) - items["junior_kv_cache"], 7)};
+  const CacheBlocks planned = PlanCacheBlocks(config, &config, options).value();
+  EXPECT_EQ(planned.senior.total(), 9);
+  EXPECT_EQ(planned.junior.total(), 7);
+  const MemoryPlan plan = RolloutMemory(config, &config, options).value();
+  EXPECT_TRUE(CheckFits(plan, options.free).ok());
+  options.free.devices[1] = 1;
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 9) << "another memory";
+  EXPECT_FALSE(CheckFits(RolloutMemory(config, &config, options).value(), options.free).ok());
 }
 
 TEST(RolloutMemoryTest, ARankCountsWhatItHolds) {
@@ -232,7 +276,7 @@ TEST(RolloutMemoryTest, ARankCountsWhatItHolds) {
   RolloutMemoryOptions options = TwoLanes();
   options.layout.tensor_parallel_size = 2;
   // Rank 0 holds half of the senior's heads and the whole junior, rank 1 the former alone.
-  options.available_memory_bytes = MemoryFor(config, options, 13);
+  options.free.host = MemoryFor(config, options, 13);
   const CacheBlocks first = PlanCacheBlocks(config, &config, options).value();
   EXPECT_EQ(first.senior.total() / 2 + first.junior.total(), 13);
   EXPECT_EQ(first.junior.total(), 8) << "as many for either lane, of which one is halved";

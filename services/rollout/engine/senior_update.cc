@@ -6,10 +6,12 @@
 #include <cstddef>
 #include <utility>
 
+#include "common/base/memory_error.h"
 #include "common/base/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/catch_torch_errors.h"
+#include "services/rollout/engine/rollout_memory.h"
 
 namespace tandem::rollout {
 namespace {
@@ -32,8 +34,8 @@ SeniorUpdate::SeniorUpdate(const Model& senior, const speculator::Speculator* sp
       swap_(std::move(swap)) {}
 
 absl::Status SeniorUpdate::Add(const WeightSpec& spec, TensorBytes bytes) {
-  ComputeAlone();
-  return CatchTorchErrors("weights", [&]() -> absl::Status {
+  ComputeAlone(senior_.device());
+  const absl::Status added = CatchTorchErrors("weights", [&]() -> absl::Status {
     const at::Tensor tensor = TensorOf(spec, std::move(bytes));
     if (IsOfSpeculator(spec)) return AddToSpeculator(spec.name, tensor);
     if (weights_ == nullptr) weights_ = senior_.PrepareWeights();
@@ -41,6 +43,7 @@ absl::Status SeniorUpdate::Add(const WeightSpec& spec, TensorBytes bytes) {
     if (keeps_tensors_) tensors_.emplace_back(spec.name, tensor);
     return absl::OkStatus();
   });
+  return NameMemorySettings(added, kMemorySettings);
 }
 
 absl::Status SeniorUpdate::AddToSpeculator(const std::string& name, const at::Tensor& tensor) {

@@ -50,7 +50,7 @@ ShardUpdate::ShardUpdate(const RankedWeights& weights, ranks::Communicator& grou
                          const Model& model, ranks::ServerRanks& server)
     : thread_([this, weights, &group, &model, &server] {
         BecomePackingThread();
-        ComputeAlone();
+        ComputeAlone(model.device());
         const absl::Status received =
             CatchTorchErrors("weights", [&] { return Receive(weights, group, model); });
         if (!received.ok()) server.Fail(std::string(received.message()));

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/memory_error.h"
 #include "common/base/status_macros.h"
 #include "common/ops/parallel_for.h"
 #include "common/tandem/tandem_sampler.h"
@@ -127,7 +128,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   const auto total = static_cast<int64_t>(rows_.size());
   if (results != nullptr) results->assign(rows_.size(), SampledToken());
   hidden_.reset();
-  return CatchTorchErrors("forward pass", [&]() -> absl::Status {
+  const absl::Status computed = CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
     AddImageRows(pass);  // whose tensors outlive the pass
     const ops::PassMemoryScope scope(memory_);
@@ -154,6 +155,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
     }
     return absl::OkStatus();
   });
+  return NameMemorySettings(computed, kMemorySettings);
 }
 
 }  // namespace tandem::rollout

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "common/base/memory_plan.h"
 #include "common/base/rank_environment.h"
 #include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
@@ -60,9 +61,9 @@ struct EngineOptions {
   int64_t kv_cache_bytes = 0;        // of both lanes; 0: chosen by the server
   std::optional<DType> kv_cache_dtype = std::nullopt;  // nullopt: that of the lane's activations
   int64_t blob_cache_bytes = 0;  // most bytes of pixels that the server keeps, if it takes images
-  // The host's memory that this rank may take, from which a server without kv_cache_bytes chooses
-  // the size of the cache; nullopt: not known.
-  std::optional<int64_t> available_memory_bytes = std::nullopt;
+  // The memory that this rank may take, from which a server without kv_cache_bytes chooses the size
+  // of the cache. The engine asks a GPU itself (JoinRanks).
+  FreeMemory free_memory = {};
   // The settings that must be equal on every rank, as lines of text.
   std::string configuration = {};
 };

@@ -18,10 +18,11 @@
 namespace tandem::rollout {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config,
+                                      const FreeMemory& free,
                                       const SpeculatorSizer& measure_speculator) {
   TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
   EngineOptions options = ToEngineOptions(config, environment);
-  options.available_memory_bytes = AvailableMemoryOfRank(environment);
+  options.free_memory = free;
   TANDEM_RETURN_IF_ERROR(CheckOptions(options));
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
                           rpc::ConfiguredModel("senior_model", config.senior_model()));

@@ -19,10 +19,11 @@ namespace tandem::rollout {
 using SpeculatorSizer = std::function<absl::StatusOr<speculator::SpeculatorSize>(
     const std::string& directory, int64_t hidden_size, bool packs_heads)>;
 
-// Returns the memory plan of a resolved configuration on this machine. Errors are those of
-// CheckOptions, or name the field of a model or speculator whose config.json cannot be read or does
-// not fit, or of a layout that does not fit the ranks or the models.
+// Returns the memory plan of a resolved configuration on a machine with this free memory. Errors
+// are those of CheckOptions, or name the field of a model or speculator whose config.json cannot be
+// read or does not fit, or of a layout that does not fit the ranks or the models.
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& config,
+                                      const FreeMemory& free,
                                       const SpeculatorSizer& measure_speculator);
 
 }  // namespace tandem::rollout

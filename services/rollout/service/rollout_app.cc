@@ -34,7 +34,7 @@ std::vector<rpc::NamedService> RolloutApp::services() {
 
 absl::Status RolloutApp::Load() {
   EngineOptions options = options_;
-  options.available_memory_bytes = AvailableMemoryOfRank(options.environment);
+  options.free_memory.host = AvailableMemoryOfRank(options.environment);
   TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options));
   rollout_service_.SetEngine(engine_.get());
   weight_service_.SetReceiver(&engine_->weights());

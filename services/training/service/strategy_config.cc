@@ -7,6 +7,7 @@
 #include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
 #include "common/base/strategy_name.h"
+#include "services/training/memory_settings.h"
 
 namespace tandem::training {
 namespace {
@@ -55,7 +56,10 @@ absl::StatusOr<MemoryPlan> PlanTraining(const config::v1::StrategyOptions& confi
         parallel::CheckMegatronOptions(options.megatron, model.config, model.head, ranks));
   }
   const int64_t tokens = std::max(micro_batch_tokens, model.config.LongestSequence(max_model_len));
-  return parallel::TrainingMemory(options, model, tokens, environment.rank, ranks);
+  TANDEM_ASSIGN_OR_RETURN(
+      MemoryPlan plan, parallel::TrainingMemory(options, model, tokens, environment.rank, ranks));
+  plan.remedy = kMemorySettings;
+  return plan;
 }
 
 }  // namespace tandem::training

@@ -1,0 +1,73 @@
+#include "common/model/device_check.h"
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/error.h"
+#include "common/base/rank_environment.h"
+#include "common/base/status_macros.h"
+#include "common/tensor/catch_torch_errors.h"
+
+#ifdef TANDEM_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+#endif
+
+namespace tandem {
+namespace {
+
+absl::Status NoDevice(const std::string& why) {
+  return FieldError(absl::StatusCode::kFailedPrecondition, "compute.device", why);
+}
+
+}  // namespace
+
+#ifdef TANDEM_CUDA
+absl::Status CheckDevice(const std::string& device, int local_rank) {
+  if (device != "cuda") return absl::OkStatus();
+  int count = 0;
+  try {
+    count = c10::cuda::device_count_ensure_non_zero();
+  } catch (const c10::Error& error) {
+    return NoDevice(absl::StrCat("this machine has no usable CUDA device (",
+                                 error.what_without_backtrace(),
+                                 "): see `nvidia-smi`; a container needs access to the GPUs"));
+  }
+  if (local_rank < count) return absl::OkStatus();
+  return NoDevice(absl::StrCat("this machine has ", count, " CUDA devices, none for local rank ",
+                               local_rank, ": start at most ", count, " ranks here"));
+}
+#else
+absl::Status CheckDevice(const std::string& device, int /*local_rank*/) {
+  if (device != "cuda") return absl::OkStatus();
+  return NoDevice(
+      "this build has no CUDA code: build with `make build PRESET=cuda`, or use an image whose "
+      "name ends in -cuda");
+}
+#endif
+
+absl::StatusOr<int64_t> FreeDeviceMemory(int device_index) {
+  return CatchTorchErrors("compute.device: free memory", [&]() -> absl::StatusOr<int64_t> {
+    at::globalContext().lazyInitDevice(at::kCUDA);
+    const auto [free, total] = at::getDeviceAllocator(at::kCUDA)->getMemoryInfo(
+        static_cast<at::DeviceIndex>(device_index));
+    return static_cast<int64_t>(free);
+  });
+}
+
+absl::Status MeasureDevices(const std::string& device, const std::vector<int32_t>& second_devices,
+                            FreeMemory& free) {
+  if (device != "cuda") return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
+  TANDEM_RETURN_IF_ERROR(CheckDevice(device, environment.local_rank));
+  TANDEM_ASSIGN_OR_RETURN(free.devices[0], FreeDeviceMemory(environment.local_rank));
+  const auto rank = static_cast<size_t>(environment.rank);
+  if (rank >= second_devices.size() || second_devices[rank] == environment.local_rank) {
+    return absl::OkStatus();
+  }
+  TANDEM_ASSIGN_OR_RETURN(free.devices[1], FreeDeviceMemory(second_devices[rank]));
+  return absl::OkStatus();
+}
+
+}  // namespace tandem
