@@ -167,6 +167,15 @@ bench-rollout: servers ## Prints the table of the rollout server's speed and mem
 test-cuda: ## Builds PRESET=cuda and runs the GPU, parity and law tests on the device (skips without one)
 	@JOBS=$(JOBS) tests/run_cuda.sh
 
+# For a machine with a GPU that has neither this checkout's build nor a network: tests/gpu/check.sh.
+GPU_PROGRAMS := $(SERVERS) tandem-model-probe tandem-engine-bench tandem-loss-bench cuda_kernels_test ops_test \
+  host_copies_test compute_setup_test fused_output_loss_test linear_divergence_test
+.PHONY: gpu-pack
+gpu-pack: ## Builds PRESET=cuda and packs what tests/gpu/check.sh runs on a machine with a GPU (.gpu/pack.tar.xz)
+	@$(MAKE) --no-print-directory configure python-protos PRESET=cuda
+	@cmake --build build/cuda -j $(JOBS) --target $(GPU_PROGRAMS)
+	@tests/gpu/pack.sh build/cuda .gpu/pack.tar.xz
+
 # Images are IMAGES-rollout:TAG and so on; the targets with -cuda are built with `docker/build.sh`.
 .PHONY: images
 images: ## Builds the container images for the CPU with docker, buildah or podman (IMAGES=tandem TAG=the version)

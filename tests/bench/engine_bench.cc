@@ -83,7 +83,7 @@ class Listener final : public PromptListener {
 };
 
 json Time(tandem::rollout::Engine& engine, int64_t sequences, int64_t prompt_tokens,
-          int32_t new_tokens) {
+          int32_t new_tokens, bool tandem) {
   Progress progress(sequences);
   std::vector<tandem::rollout::Submission> batch;
   for (int64_t s = 0; s < sequences; ++s) {
@@ -94,7 +94,8 @@ json Time(tandem::rollout::Engine& engine, int64_t sequences, int64_t prompt_tok
     }
     request.sampling.max_tokens = new_tokens;
     request.sampling.ignore_eos = true;
-    request.tandem.enabled = false;
+    request.tandem.enabled = tandem;
+    if (tandem) request.tandem.selection_strategy = ::tandem::SelectionStrategy::kWord;
     request.seed = static_cast<uint64_t>(s);
     request.stream_tokens = true;
     batch.push_back({std::move(request), std::make_shared<Listener>(&progress)});
@@ -122,10 +123,12 @@ int main(int argc, char** argv) {
     std::string command;
     int64_t sequences, prompt_tokens;
     int32_t new_tokens;
-    if (!(words >> command >> sequences >> prompt_tokens >> new_tokens) || command != "time") {
+    if (!(words >> command >> sequences >> prompt_tokens >> new_tokens) ||
+        (command != "time" && command != "tandem")) {
       std::cerr << "unknown: " << line << std::endl;
       return 1;
     }
-    std::cout << Time(**engine, sequences, prompt_tokens, new_tokens) << std::endl;
+    std::cout << Time(**engine, sequences, prompt_tokens, new_tokens, command == "tandem")
+              << std::endl;
   }
 }

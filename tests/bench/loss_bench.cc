@@ -34,7 +34,7 @@ struct Options {
   int64_t logits_chunk_bytes = 48 << 20;
   double weightless = 0;  // fraction of the rows that are left out
   std::string loss = "cross_entropy", dtype = "float32", kernels = "auto";
-  std::string impl = "auto", mode = "auto";  // for cross_entropy only
+  std::string impl = "auto", mode = "auto", device = "cpu";  // for cross_entropy only
 };
 
 Options Parse(int argc, char** argv) {
@@ -50,6 +50,7 @@ Options Parse(int argc, char** argv) {
   app.add_option("--weightless", options.weightless);
   app.add_option("--kernels", options.kernels)->check(CLI::IsMember({"auto", "aten"}));
   app.add_option("--impl", options.impl);
+  app.add_option("--device", options.device);
   app.add_option("--dtype", options.dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
   app.add_option("--mode", options.mode)
       ->check(CLI::IsMember({"auto", "gradient_in_forward", "recompute"}));
@@ -71,10 +72,12 @@ class Bench {
   explicit Bench(const Options& options)
       : options_(options),
         dtype_(options.dtype == "float32" ? at::kFloat : at::kBFloat16),
-        hidden_(at::randn({options.rows, options.hidden}).to(dtype_)),
-        weight_((at::randn({options.vocabulary, options.hidden}) * 0.02).to(dtype_)),
-        gradients_{.hidden = at::zeros({options.rows, options.hidden}),
-                   .weight = at::zeros({options.vocabulary, options.hidden})} {
+        hidden_(at::randn({options.rows, options.hidden}).to(at::Device(options.device), dtype_)),
+        weight_((at::randn({options.vocabulary, options.hidden}) * 0.02)
+                    .to(at::Device(options.device), dtype_)),
+        gradients_{
+            .hidden = at::zeros({options.rows, options.hidden}, at::Device(options.device)),
+            .weight = at::zeros({options.vocabulary, options.hidden}, at::Device(options.device))} {
     const at::Tensor labels = at::randint(options.vocabulary, {options.rows}, at::kLong);
     const auto left_out =
         static_cast<int64_t>(options.weightless * static_cast<double>(options.rows));
@@ -99,7 +102,7 @@ class Bench {
                               static_cast<double>(options_.hidden * options_.vocabulary);
     const int64_t times = std::llround(operations / (2.0 * kSide * kSide * kSide));
     if (!square_.defined()) {
-      square_ = at::randn({kSide, kSide}).to(dtype_);
+      square_ = at::randn({kSide, kSide}).to(hidden_.device(), dtype_);
       product_ = at::empty_like(square_);
     }
     for (int64_t i = 0; i < times; ++i) at::mm_out(product_, square_, square_);
@@ -110,6 +113,10 @@ class Bench {
     std::ofstream("/proc/self/clear_refs") << "5";  // restarts VmHWM
     Loss();
     return tandem::StatusBytes("VmHWM") - before;
+  }
+
+  void Sync() {
+    if (hidden_.is_cuda()) gradients_.hidden.sum().item<float>();
   }
 
  private:
@@ -176,6 +183,7 @@ int main(int argc, char** argv) {
     }
     const auto start = std::chrono::steady_clock::now();
     command == "peak" ? bench.Peak() : bench.Loss();
+    bench.Sync();
     std::cout << std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()
               << std::endl;
   }
