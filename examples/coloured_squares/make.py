@@ -8,9 +8,9 @@ with random weights; `images`; and `train.jsonl` and `test.jsonl`, whose images 
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 COLOURS = {"red": (230, 30, 30), "green": (30, 200, 60), "blue": (40, 70, 230)}
@@ -107,5 +107,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:] or ["runs/coloured_squares"]
-    main(Path(arguments[0]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/coloured_squares"))
+    main(parser.parse_args().folder)

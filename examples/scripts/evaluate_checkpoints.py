@@ -8,6 +8,7 @@ change them. One checkpoint alone: `tandem eval RUN.yaml --checkpoint PATH`.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -36,4 +37,10 @@ def main(run_dir: str, *overrides: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
+    options = parser.parse_args()
+    main(options.run_dir, *options.overrides)

@@ -4,6 +4,9 @@
 # The overrides go to both runs, which are in runs/sft_then_grpo. What is done is not done again, and
 # a run that was interrupted goes on.
 set -euo pipefail
+case ${1:-} in
+  -*) sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"; exit ;;
+esac
 recipes=$(dirname "${BASH_SOURCE[0]}")/../recipes
 runs=runs/sft_then_grpo
 

@@ -8,6 +8,7 @@ done is not done again, and a run that was interrupted goes on.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -119,4 +120,8 @@ def cell(value: float | None, form: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
+    main(parser.parse_args().overrides)

@@ -20,6 +20,7 @@ import yaml
 from kubernetes_examples import EXAMPLES, REPOSITORY, example_values
 from network_arrows import arrows
 from pod_machine import Machine
+from tandem.command_line import EXIT_UNTRAINED, EXIT_USAGE
 from tandem.transport import Connection
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
@@ -264,6 +265,22 @@ def test_a_changed_run_is_another_job():
         jobs.append([name for name in k8s.of_kind(objects, "Job") if "-run-" in name])
     assert jobs[0] == jobs[1]
     assert jobs[1] != jobs[2]
+
+
+def test_a_run_waits_for_its_predecessor_and_is_given_up_by_its_exit_codes_alone():
+    values = example_values("cpu-small")
+    values["run"]["graceSeconds"] = 700
+    jobs = k8s.of_kind(manifests.manifests(manifests.render(values)), "Job")
+    [job] = [one for name, one in jobs.items() if "-run-" in name]
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    # An upgrade deletes the earlier Job, whose pod may take its grace to end a step and to save.
+    assert command[command.index("--wait-for-lock") + 1] == "760"
+    codes = [
+        rule["onExitCodes"]["values"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        if rule["action"] == "FailJob"
+    ]
+    assert codes == [[EXIT_USAGE, EXIT_UNTRAINED]]
 
 
 def rendered(values, **options):

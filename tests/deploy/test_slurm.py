@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import yaml
 from harness import json_lines, wait_until
 from kubernetes_examples import REPOSITORY
 from tandem.cluster import find_binary
+from tandem.command_line import EXIT_UNTRAINED, EXIT_USAGE
 
 SLURM = REPOSITORY / "deploy" / "slurm"
 STAND_INS = REPOSITORY / "tests" / "deploy" / "slurm"
@@ -31,7 +33,9 @@ def tiny(tmp_path_factory):
 def free_base():
     """A number behind which the ports of a job are free."""
     for base in range(20000, 28000, 100):
-        ports = [base + number + more for number in (1, 2, 3, 4) for more in (0, 10, 1000, 2000, 2010)]
+        ports = [
+            base + number + more for number in (1, 2, 3, 4) for more in (0, 10, 1000, 2000, 2010)
+        ]
         try:
             for port in ports:
                 with socket.socket() as one:
@@ -129,6 +133,33 @@ def test_a_bad_run_file_is_not_tried_again(job, tmp_path):
     assert batch.wait(timeout=60) == 2
     assert "stepps" in (tmp_path / "job.log").read_text()
     assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "again"),
+    [(1, True), (3, True), (130, True), (EXIT_USAGE, False), (EXIT_UNTRAINED, False)],
+)
+def test_a_job_is_requeued_by_its_clients_exit_code(job, tmp_path, code, again):
+    for server in ("rollout", "trainer", "critic"):
+        # Servers that start at once and end at SIGTERM: the client alone decides.
+        program = tmp_path / "bin" / f"tandem-{server}-server"
+        program.write_text("#!/bin/sh\nexec sleep 600\n")
+        program.chmod(0o755)
+    (tmp_path / "bin" / "tandem").write_text(f"#!/bin/sh\nexit {code}\n")
+    assert job().wait(timeout=60) == code, (tmp_path / "job.log").read_text()
+    assert (tmp_path / "requeued").exists() == again
+
+
+def test_a_job_waits_for_an_earlier_one_that_still_saves(job, tmp_path):
+    run = tmp_path / "work" / "run"
+    run.mkdir(parents=True)
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        batch = job()
+        log = tmp_path / "job.log"
+        wait_until(lambda: "in use by another process: waiting" in log.read_text(), seconds=120)
+    assert batch.wait(timeout=180) == 0, log.read_text()
+    assert steps(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize("servers", ["0", "8", "two"])

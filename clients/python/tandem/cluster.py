@@ -27,6 +27,7 @@ from tandem.credentials import Credentials
 from tandem.errors import ConfigError, ServerStartError, file_error
 from tandem.run_files import next_attempt
 from tandem.settings import ClusterSettings
+from tandem.text_files import encoded
 from tandem.transport import Connection
 
 # While servers start, a write of _PROBE_BYTES every _SPACE_SECONDS shows a full disk.
@@ -264,7 +265,7 @@ class LocalCluster:
     def _launch(self, section: Section, config: dict[str, Any]) -> None:
         config_file = self._directory / f"{section.name}.yaml"
         with _usable(self.settings.directory):
-            config_file.write_text(dump_values(config))
+            config_file.write_bytes(encoded(dump_values(config)))
         if section.ranks == 1:
             self._start_process(section, section.name, config_file, config)
             return
@@ -454,7 +455,7 @@ def _last_words(log: Path) -> str:
 
 def _lines(log: Path) -> list[dict[str, Any] | str]:
     """Returns the complete lines of a log: events as mappings, other lines as text."""
-    *complete, _ = log.read_text(errors="replace").split("\n")
+    *complete, _ = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return [_event(line) for line in complete if line.strip()]
 
 

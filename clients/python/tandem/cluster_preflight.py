@@ -31,6 +31,7 @@ from tandem.preflight import Problems, RolloutFacts, ServerFacts, other_tokenize
 from tandem.settings import SERVER_MODELS, ClusterSettings
 from tandem.settings_errors import foreign_advice
 from tandem.text import TextCodec
+from tandem.text_files import encoded
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.weight_files.layout import weight_files
 from tandem.wire import message_record
@@ -185,7 +186,7 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Che
             config = {"critic_address": CriticCalls.default_address} | config
     with tempfile.TemporaryDirectory(prefix="tandem-check-") as folder:
         file = Path(folder) / f"{section.name}.yaml"
-        file.write_text(dump_values(config))
+        file.write_bytes(encoded(dump_values(config)))
         try:
             done = subprocess.run(
                 [binary, "--config", file, "--check-config", *asked],

@@ -59,7 +59,7 @@ def end_token_ids(directory: Path) -> set[int]:
 def _read(file: Path) -> dict[str, Any]:
     """Returns the object of a JSON file; empty if it cannot be read: its server says why."""
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -6,9 +6,11 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
 
 from tandem.calls import RolloutCalls, TrainerCalls
 from tandem.cluster import LocalCluster
@@ -20,19 +22,40 @@ from tandem.transport import Connection
 Client = TypeVar("Client", bound=Connection)
 
 
+class _Server(BaseModel):
+    """What other commands need of a server's record."""
+
+    model_config = ConfigDict(extra="allow")
+    role: Literal["rollout", "trainer", "critic"]
+    rank: int
+    address: str
+
+
+class _Record(BaseModel):
+    """The record of a cluster."""
+
+    directory: str
+    credentials: dict[str, str] = {}
+    servers: list[_Server]
+
+
 @contextmanager
 def announced(cluster: LocalCluster, note: Callable[[str], None]) -> Iterator[None]:
     """Lets clusters() find the cluster until the body ends, or the process does.
 
     Notes with `note` if the record cannot be written.
     """
-    record = _folder() / f"{os.getpid()}.json"
+    folder = _folder()
     with ExitStack() as stack:
-        try:
-            _write_locked(record, cluster, stack)
-            stack.callback(record.unlink, missing_ok=True)
-        except OSError as error:
-            note(f"other commands do not find these servers: {record}: {error.strerror}")
+        if folder is None:
+            note("other commands do not find these servers: HOME is not set")
+        else:
+            record = folder / f"{os.getpid()}.json"
+            stack.callback(_remove, record)
+            try:
+                _write_locked(record, cluster, stack)
+            except OSError as error:
+                note(f"other commands do not find these servers: {record}: {error.strerror}")
         yield
 
 
@@ -57,19 +80,22 @@ def clusters() -> list[dict[str, Any]]:
     """Returns a record of each running cluster: its "directory", "credentials" and "servers".
 
     Credentials are paths by the fields of Credentials. A server's record is that of `tandem up
-    --json`.
+    --json`. A record that cannot be read, or is no such record, is passed over: it helps nobody,
+    and servers can be named by their addresses.
     """
+    folder = _folder()
+    try:
+        records = [] if folder is None else sorted(folder.glob("*.json"))
+    except OSError:
+        return []
     found = []
-    for record in sorted(_folder().glob("*.json")):
+    for record in records:
         # The cluster may end at any moment.
-        try:
-            with record.open(encoding="utf-8") as file:
-                if _is_locked(file.fileno()):
-                    found.append(json.load(file))
-                else:
-                    record.unlink(missing_ok=True)
-        except FileNotFoundError:
-            continue
+        with suppress(OSError), record.open("rb") as file:
+            if not _is_locked(file.fileno()):
+                _remove(record)
+            elif (known := _known(file.read())) is not None:
+                found.append(known)
     return found
 
 
@@ -147,9 +173,29 @@ def connect(
     return kind(address, credentials=with_defaults(own, found=found), **options)
 
 
-def _folder() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+def _folder() -> Path | None:
+    """Returns the folder of the records; None for a user without a home."""
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
     return Path(state) / "tandem" / "clusters"
+
+
+def _remove(record: Path) -> None:
+    """Removes a record, if the folder may be written."""
+    with suppress(OSError):
+        record.unlink(missing_ok=True)
+
+
+def _known(data: bytes) -> dict[str, Any] | None:
+    """Returns the record in a file; None if the file holds none."""
+    try:
+        known = _Record.model_validate_json(data)
+        Credentials(**known.credentials)
+        return known.model_dump()
+    except (TypeError, ValueError):
+        return None
 
 
 def _is_locked(descriptor: int) -> bool:

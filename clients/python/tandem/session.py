@@ -453,12 +453,16 @@ class Session:
         for role in ("rollout", "trainer", "critic"):
             if getattr(settings.servers, role) is not None:
                 self.note(f"servers.{role} is not used: the run starts the servers of `cluster`")
-        if cluster.critic is not None and not uses.critic:
-            self.note("cluster.critic is not started: it is for objective.advantage_estimator: gae")
-        if cluster.rollout and not uses.rollout:
+        # What a run does without is as it should be: it is said where somebody asks for the plan.
+        if self._dry_run and cluster.critic is not None and not uses.critic:
             self.note(
-                "cluster.rollout is not started: `tandem sft` uses it for evaluations (eval.every) "
-                "and sft.responses: senior alone"
+                "this run needs no critic (objective.advantage_estimator: gae does), so "
+                "cluster.critic takes no part"
+            )
+        if self._dry_run and cluster.rollout and not uses.rollout:
+            self.note(
+                "this run draws no responses (evaluations and sft.responses: senior do), so "
+                "cluster.rollout takes no part"
             )
         needed = ["rollout", "trainer"] if uses.rollout else ["trainer"]
         for role in needed:

@@ -576,8 +576,9 @@ def test_a_run_starts_the_servers_that_it_uses(load, cluster):
         started = session.in_force["cluster"]
     assert "critic" not in started
     assert started["rollout"] == []
-    assert "cluster.critic is not started: it is for objective.advantage_estimator: gae" in notes
-    assert any(note.startswith("cluster.rollout is not started: `tandem sft`") for note in notes)
+    assert any(note.startswith("this run needs no critic (objective.adv") for note in notes)
+    assert any(note.startswith("this run draws no responses (evaluations") for note in notes)
+    assert not any("is not started" in note for note in notes)
     assert any(note.startswith("servers.rollout is not used") for note in notes)
 
 

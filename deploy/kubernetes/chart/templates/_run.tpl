@@ -1,7 +1,9 @@
 {{/* Pod template of the run. */}}
 {{- define "tandem.runPod" -}}
 {{- $run := .Values.run }}
-{{- $arguments := list "tandem" $run.command "/etc/tandem/run/run.yaml" "--resume" "auto" }}
+{{- /* After an upgrade the pod of the earlier Job may still end its step and save. */}}
+{{- $wait := add (int $run.graceSeconds) 60 | toString }}
+{{- $arguments := list "tandem" $run.command "/etc/tandem/run/run.yaml" "--resume" "auto" "--wait-for-lock" $wait }}
 {{- $rollouts := list }}
 {{- range $index := until (int .Values.rollout.replicas) }}
 {{- $rollouts = append $rollouts (include "tandem.address" (dict "root" $ "role" "rollout" "index" $index)) }}
