@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from tandem.cluster_plan import planned
 from tandem.config_values import dump_values
 from tandem.credentials import Credentials
 from tandem.errors import ConfigError, ServerStartError, file_error
+from tandem.rollout_keeper import RolloutKeeper
 from tandem.run_files import next_attempt
 from tandem.settings import ClusterSettings
 from tandem.text_files import encoded
@@ -168,6 +169,9 @@ class LocalCluster:
         self._parent = ThreadPoolExecutor(1, thread_name_prefix="cluster")
         self._say = on_progress or (lambda _: None)
         self._space_known_until = 0.0
+        self._keeper: RolloutKeeper | None = None
+        # By the name of a server, the number of times that it was started again.
+        self._restarts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         try:
@@ -225,6 +229,8 @@ class LocalCluster:
 
     def stop(self) -> None:
         """Asks every server to drain and waits for it; kills a server that does not end."""
+        if self._keeper is not None:
+            self._keeper.stop()
         for server in self.servers:
             if server.running:
                 server.process.terminate()
@@ -243,15 +249,54 @@ class LocalCluster:
         for port in self._held_ports:
             port.close()
 
+    def keep_rollouts(self) -> None:
+        """Starts rollout servers again that die, until stop(), at their addresses."""
+        self._keeper = RolloutKeeper(self, self._say)
+
+    def restart(self, name: str) -> None:
+        """Starts a rollout server again that has died, at its address, and waits until it serves.
+
+        Raises ServerStartError if it does not.
+        """
+        section = next(one for one in sections(self.settings) if one.name == name)
+        old = [server for server in self.servers if server_name(server) == name]
+        for server in old:
+            # A rank that is left waits for those that died.
+            server.process.kill()
+            server.process.wait()
+        config = section.with_free_ports()
+        for key in ("grpc", "metrics"):
+            address = old[0].address if key == "grpc" else old[0].metrics_address
+            config["server"][f"{key}_port"] = int(address.rpartition(":")[2])
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        started = self._launch(section, config)
+        # They take the places of the old ones.
+        places = {server.name: server for server in started}
+        known = self.servers[: -len(started)]
+        self.servers[:] = [places.get(server.name, server) for server in known]
+        deadline = time.monotonic() + self.settings.start_timeout_seconds
+        for server in started:
+            self._wait(server, deadline)
+
+    def death_of(self, server: Server) -> ServerStartError:
+        """Returns the error about a server that has died."""
+        return self._died(server)
+
     def check(self, *, spare_rollouts: bool = False) -> None:
         """Raises ServerStartError if a server has died.
 
-        With `spare_rollouts` a rollout server may have died, as long as another one runs.
+        With `spare_rollouts` a rollout server may have died, as long as another one runs, or the
+        server is about to be started again.
         """
-        dead = [server for server in self.servers if not server.running]
+        kept = self._keeper.kept if self._keeper is not None else frozenset()
+        dead = [
+            server
+            for server in self.servers
+            if not server.running and not (spare_rollouts and server_name(server) in kept)
+        ]
         # A server of several ranks needs all of them.
-        broken = {_server_name(server) for server in dead}
-        if spare_rollouts and any(_server_name(one) not in broken for one in self.rollouts):
+        broken = {server_name(server) for server in dead}
+        if spare_rollouts and any(server_name(one) not in broken for one in self.rollouts):
             dead = [server for server in dead if server.role != "rollout"]
         if dead:
             raise self._died(dead[0])
@@ -262,19 +307,27 @@ class LocalCluster:
                 return server
         raise ServerStartError(f"the cluster has no {role}")
 
-    def _launch(self, section: Section, config: dict[str, Any]) -> None:
+    def _launch(self, section: Section, config: dict[str, Any]) -> list[Server]:
         config_file = self._directory / f"{section.name}.yaml"
         with _usable(self.settings.directory):
             config_file.write_bytes(encoded(dump_values(config)))
         if section.ranks == 1:
-            self._start_process(section, section.name, config_file, config)
-            return
+            return [self._start_process(section, section.name, config_file, config)]
         port = held_port()
         self._held_ports.append(port)
+        started: list[Server] = []
         for rank in range(section.ranks):
             name = section.name if rank == 0 else f"{section.name}-rank-{rank}"
             environment = rank_environment(rank, section.ranks, port.getsockname()[1])
-            self._start_process(section, name, config_file, config, rank, environment)
+            # Nobody calls the other ranks, and the ports behind that of rank 0 may be taken.
+            free = rank > 0 and self._restarts.get(section.name, 0) > 0
+            overrides = ("server.grpc_port=0", "server.metrics_port=0") if free else ()
+            started.append(
+                self._start_process(
+                    section, name, config_file, config, rank, environment, overrides
+                )
+            )
+        return started
 
     def _start_process(
         self,
@@ -284,13 +337,15 @@ class LocalCluster:
         config: Mapping[str, Any],
         rank: int = 0,
         environment: Mapping[str, str] = types.MappingProxyType({}),
-    ) -> None:
-        log = self._directory / f"{name}.log"
+        overrides: Sequence[str] = (),
+    ) -> Server:
+        again = self._restarts.get(section.name, 0)
+        log = self._directory / (f"{name}-again-{again}.log" if again else f"{name}.log")
         binary = find_binary(section.binary, self._build_dir)
         with log.open("wb") as output:
             starting = self._parent.submit(
                 subprocess.Popen,
-                [*_die_with_parent(), binary, "--config", config_file],
+                [*_die_with_parent(), binary, "--config", config_file, *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -306,6 +361,7 @@ class LocalCluster:
         server = Server(name, section.role, process, log, host, rank, has_tls)
         self.servers.append(server)
         self._say(f"{name} starts (pid {process.pid}, log {log})")
+        return server
 
     def _wait(self, server: Server, deadline: float) -> None:
         while not server.address:
@@ -324,6 +380,8 @@ class LocalCluster:
     def _still_starting(self, server: Server, deadline: float) -> None:
         if not server.running:
             raise self._died(server)
+        if self._keeper is not None and self._keeper.stopping:
+            raise ServerStartError(f"{server.name} is not waited for: the cluster stops")
         self._require_space(server)
         if time.monotonic() > deadline:
             raise ServerStartError(
@@ -346,13 +404,28 @@ class LocalCluster:
 
     def _died(self, server: Server) -> ServerStartError:
         ending = f"{server.name} ended with {_ending(server.process.returncode)}"
-        said = _last_words(server.log)
+        said, event = _last_words(server.log)
+        if event == "rank_failure":
+            # The reason is that of the rank that is gone.
+            said = "; ".join([said, *self._deaths_beside(server)])
         return ServerStartError(
             f"{ending}: {said}" if said else ending, hint=f"its log: {server.log}"
         )
 
+    def _deaths_beside(self, server: Server) -> list[str]:
+        """Returns how the other ranks of a server ended that know more than that a rank is lost."""
+        found = []
+        for other in self.servers:
+            if server_name(other) != server_name(server) or other is server or other.running:
+                continue
+            said, event = _last_words(other.log)
+            if event != "rank_failure":
+                ending = f"{other.name} ended with {_ending(other.process.returncode)}"
+                found.append(f"{ending}: {said}" if said else ending)
+        return found
 
-def _server_name(server: Server) -> str:
+
+def server_name(server: Server) -> str:
     """Returns the name of the server whose rank this is."""
     return server.name.removesuffix(f"-rank-{server.rank}")
 
@@ -444,13 +517,18 @@ def _listening(log: Path) -> dict[str, Any] | None:
     return None
 
 
-def _last_words(log: Path) -> str:
-    """Returns why a server ended: the last error in its log, else the last line of plain text."""
+def _last_words(log: Path) -> tuple[str, str]:
+    """Returns why a server ended, and the name of that event.
+
+    It is the last error in the log, else the last line of plain text, which is no event.
+    """
     lines = _lines(log)
     errors = [one for one in lines if isinstance(one, dict) and one.get("level") == "error"]
     if errors:
-        return str(errors[-1].get("message") or errors[-1].get("event"))
-    return next((line for line in reversed(lines) if isinstance(line, str)), "")
+        event = str(errors[-1].get("event", ""))
+        reasons = (errors[-1].get(key) for key in ("message", "failure", "error", "status"))
+        return next((str(reason) for reason in reasons if reason), event), event
+    return next((line for line in reversed(lines) if isinstance(line, str)), ""), ""
 
 
 def _lines(log: Path) -> list[dict[str, Any] | str]:

@@ -625,6 +625,7 @@ class Session:
             settings, on_progress=self.note, credentials=self.settings.credentials.credentials()
         )
         self.cluster = self._stack.enter_context(cluster)
+        cluster.keep_rollouts()
         self._credentials = cluster.credentials
         return addresses_of(self.cluster)
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from fakes import wait_until
 
+from tandem import rollout_keeper
 from tandem.cluster import LocalCluster, find_binary, reachable_host
 from tandem.errors import ConfigError, ServerStartError, StorageError
 from tandem.settings import ClusterSettings
@@ -38,7 +39,8 @@ server = grpc.server(futures.ThreadPoolExecutor(2))
 checker = health.HealthServicer(); checker.set("", health_pb2.HealthCheckResponse.SERVING)
 health_pb2_grpc.add_HealthServicer_to_server(checker, server)
 host = config["server"].get("host", "127.0.0.1")
-port = server.add_insecure_port(host + ":0"); server.start()
+wanted = config["server"].get("grpc_port", 0)
+port = server.add_insecure_port(host + ":" + str(wanted)); server.start()
 print('{{"event":"listening","grpc_port":%d,"metrics_port":1}}' % port, flush=True)
 print("critic at", config.get("critic_address"), flush=True)
 signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
@@ -286,3 +288,61 @@ def test_only_rank_zero_of_a_server_is_announced(build_dir, tmp_path):
     with LocalCluster(settings, build_dir=build_dir, on_progress=said.append):
         pass
     assert [line.split(" at ")[0] for line in said if " serves at " in line] == ["trainer serves"]
+
+
+def test_a_dead_rollout_server_of_a_run_is_started_again_at_its_address(build_dir, tmp_path):
+    settings = ClusterSettings(directory=tmp_path / "logs", rollout=[{}, {"ranks": 2}], trainer={})
+    said = []
+    with LocalCluster(settings, build_dir=build_dir, on_progress=said.append) as cluster:
+        cluster.keep_rollouts()
+        before = list(cluster.servers)
+        for dead in (before[0], before[2]):  # The second one is the other rank of its server.
+            dead.process.kill()
+            # It is about to be started again, so nothing is wrong.
+            cluster.check(spare_rollouts=True)
+        wait_until(lambda: sum("serves again" in one for one in said) == 2)
+        after = cluster.servers
+        assert [one.name for one in after] == [one.name for one in before]
+        assert [one.address for one in cluster.rollouts] == [before[0].address, before[1].address]
+        assert all(server.running for server in after)
+        assert any("rollout-0 ended with signal SIGKILL" in one for one in said)
+        assert (tmp_path / "logs" / "logs" / "attempt_1" / "rollout-0-again-1.log").exists()
+        assert after[-1] is before[-1]
+        cluster.trainer.process.kill()
+        cluster.trainer.process.wait()
+        with pytest.raises(ServerStartError, match="trainer ended with signal SIGKILL"):
+            cluster.check(spare_rollouts=True)
+
+
+def test_a_rollout_server_that_dies_again_and_again_is_left(build_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_keeper, "_LOOK_SECONDS", 0.01)
+    settings = ClusterSettings(directory=tmp_path / "logs", rollout=[{}])
+    said = []
+    with LocalCluster(settings, build_dir=build_dir, on_progress=said.append) as cluster:
+        cluster.keep_rollouts()
+        for count in range(1, rollout_keeper.MOST_STARTS + 1):
+            cluster.rollouts[0].process.kill()
+            wait_until(lambda count=count: sum("serves again" in one for one in said) == count)
+        cluster.rollouts[0].process.kill()
+        wait_until(lambda: "it died 4 times, and is left as it is" in said[-1])
+        with pytest.raises(ServerStartError, match="rollout-0 ended with signal SIGKILL"):
+            cluster.check(spare_rollouts=True)
+
+
+def test_a_lost_rank_is_reported_with_its_reason(build_dir, tmp_path):
+    binary = build_dir / "services" / "trainer" / "tandem-trainer-server"
+    lost = {"level": "error", "event": "rank_failure", "failure": "rank 1 has been silent for 15s"}
+    failed = {"level": "error", "event": "load_failed", "message": "/m: no such file"}
+    binary.write_text(
+        f"#!{sys.executable}\nimport json, os, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"print(json.dumps({failed!r} if rank else {lost!r}), flush=True)\n"
+        "time.sleep(0 if rank else 1)\nsys.exit(1)\n"
+    )
+    settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "m", "ranks": 2})
+    with pytest.raises(ServerStartError) as caught, LocalCluster(settings, build_dir=build_dir):
+        pass
+    assert caught.value.message == (
+        "trainer ended with code 1: rank 1 has been silent for 15s; trainer-rank-1 ended with "
+        "code 1: /m: no such file"
+    )
