@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from string import Formatter
 from typing import Any
 
@@ -16,7 +16,7 @@ import xxhash
 
 from tandem.data_sources import read_rows
 from tandem.errors import ConfigError, ProblemsError
-from tandem.images import VisionInput, content_of
+from tandem.images import VisionInput, content_of, images_of
 from tandem.settings import DataSettings
 from tandem.text import NoChatTemplateError, TextCodec
 
@@ -49,12 +49,22 @@ class Example:
     vision_inputs: Sequence[VisionInput] = ()
 
     @property
-    def shown_columns(self) -> list[str]:
-        """The columns to record beside the prompt.
+    def shown_row(self) -> dict[str, Any]:
+        """The columns to record beside the prompt; the images of a conversation as `images`.
 
         Without `entry`, which is the copy of the others that a reasoning-gym task wants.
         """
-        return [name for name in self.row if name not in ("prompt", "messages", "entry")]
+        hidden = ("prompt", "messages", "entry")
+        row = {name: value for name, value in self.row.items() if name not in hidden}
+        messages = self.row.get("messages")
+        if self.vision_inputs and isinstance(messages, list) and "images" not in row:
+            row["images"] = [_shown(image) for image in images_of(messages)]
+        return row
+
+    @property
+    def shown_place(self) -> str:
+        """The place without its folder: a run is the same wherever its files lie."""
+        return PurePath(self.place).name
 
     @property
     def keys(self) -> frozenset[str]:

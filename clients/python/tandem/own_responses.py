@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from tandem.data import Example
 from tandem.metrics import length_metrics
@@ -50,9 +49,8 @@ class OwnResponses:
                 self.trajectories[index],
                 text=codec.decode(self.trajectories[index].response_token_ids),
                 group_id=f"step-{self.step}/prompt-{index}",
-                # Without its folder: a run is the same wherever its files lie.
-                place=PurePath(example.place).name,
-                row={name: example.row[name] for name in example.shown_columns},
+                place=example.shown_place,
+                row=example.shown_row,
             )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tandem.words import duration
+
 Clock = Callable[[], float]
 
 # Phases that metrics.jsonl and people call differently.
@@ -77,7 +79,7 @@ class Progress:
                 one.done, one.total, one.in_bytes = done, total, True
 
     def line(self) -> str:
-        """Returns the work in words: "step 3: generate 37/64, 1.2k tok/s, 12 s"; "" for none."""
+        """Returns the work in words: "step 3: generate 37/64, 1.2k tok/s, 12s"; "" for none."""
         with self._lock:
             if not self._phases:
                 return ""
@@ -92,7 +94,7 @@ class Progress:
                 said.append(f"{_short(one.tokens / seconds)} tok/s")
             elif seconds > 0 and one.in_bytes and one.done:
                 said.append(f"{_bytes(one.done / seconds)}/s")
-        return ", ".join([*said, f"{_duration(seconds)}"])
+        return ", ".join([*said, duration(seconds)])
 
 
 class ProgressLines:
@@ -150,15 +152,3 @@ def _bytes(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f} B"
-
-
-def _duration(seconds: float) -> str:
-    """Returns a time in words: "12 s", "3m05s", "2h07m", "1d03h"."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest} s"

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tandem.progress import Progress, ProgressLines
 from tandem.render import Output, cell
+from tandem.words import duration
 
 Line = Mapping[str, Any]
 
@@ -219,7 +220,7 @@ class StepDisplay:
             self._lines, self._shown_columns = 0, columns
         self._lines += 1
         cells = [f"{cell(column.value(line), column.form):>{column.width}}" for column in columns]
-        self._print([*cells, f"{_duration(left):>{_LEFT_WIDTH}}"])
+        self._print([*cells, f"{duration(left):>{_LEFT_WIDTH}}"])
 
     def _columns(self, line: Line) -> list[_Column]:
         """Returns the columns that the run has and that fit the terminal, if there is one."""
@@ -259,14 +260,3 @@ class StepDisplay:
             for name, share in shares.items()
             if share or name in _ALWAYS
         )
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Self
 
 from tandem import tracing
@@ -134,7 +134,7 @@ def _train_step(
 def _responses(groups: Sequence[Group]) -> Iterator[Response]:
     """Yields all responses, of failed rewards and dropped groups too."""
     for group in groups:
-        row = {name: group.example.row[name] for name in group.example.shown_columns}
+        row = group.example.shown_row
         judged = zip(group.trajectories, group.texts, group.rewards, group.punishments, strict=True)
         for index, (trajectory, text, reward, punishment) in enumerate(judged):
             yield Response(
@@ -144,8 +144,7 @@ def _responses(groups: Sequence[Group]) -> Iterator[Response]:
                 scores={name: values[index] for name, values in group.scores.items()},
                 overlong_punishment=punishment,
                 group_id=group.id,
-                # Without its folder: a run is the same wherever its files lie.
-                place=PurePath(group.example.place).name,
+                place=group.example.shown_place,
                 row=row,
             )
 

@@ -149,6 +149,9 @@ def test_rows_have_images_in_a_column_or_in_conversations(model, tmp_path):
     [same] = load_dataset(DataSettings(jsonl=conversation), codec).examples
     assert same.token_ids == one.token_ids
     assert same.vision_inputs[0].digest == red.digest
+    # Records say where the images are, of columns and conversations alike.
+    assert same.shown_row == {"images": ["red.png"]}
+    assert one.shown_row == {"picture": ["red.png"]}
 
     raw = tmp_path / "raw.jsonl"
     raw.write_text(json.dumps({"prompt": "w2 w60", "picture": "red.png"}) + "\n")

@@ -554,7 +554,24 @@ def test_a_page_counts_the_tokens_of_an_image_and_shows_a_small_copy(tmp_path):
     assert small.getpixel((9, 9)) == (255, 0, 0)
     # A page loads pictures from itself alone.
     assert "img-src data:" in html
-    assert about(write_run(tmp_path / "run", {})).images is None
+    assert about(write_run(tmp_path / "run", {})).images == ("images", Path())
+
+
+def test_images_of_an_evaluation_are_those_of_its_rows(tmp_path):
+    run = write_run(tmp_path, {})
+    held_out = {"jsonl": "/b/held_out.jsonl", "images": "photo"}
+    for config, train, evaluation in (
+        ({"data": {"jsonl": "/a/rows.jsonl"}}, ("images", Path("/a")), ("images", Path("/a"))),
+        (
+            {"data": {"jsonl": "/a/rows.jsonl", "images": "pic"}, "eval": {"data": held_out}},
+            ("pic", Path("/a")),
+            ("photo", Path("/b")),
+        ),
+        ({"data": {"parquet": str(tmp_path)}}, ("images", tmp_path), ("images", tmp_path)),
+    ):
+        (run / "config.yaml").write_text(json.dumps(config))
+        assert about(run).images == train
+        assert about(run, evaluation=True).images == evaluation
 
 
 def test_an_image_of_many_pixels_is_not_unpacked(tmp_path):

@@ -135,7 +135,8 @@ def view(
     codec = TextCodec(tokenizer)
     if output_file is not None and not as_picture:
         chosen = itertools.islice(found, count)
-        html = page(about(run_dir), codec, chosen, advantage=advantage, gap=gap, drafts=drafts)
+        said = about(run_dir, evaluation=evaluation is not None)
+        html = page(said, codec, chosen, advantage=advantage, gap=gap, drafts=drafts)
         write_atomically(output_file, html)
         output.result({"page": str(output_file)}, f"{output_file}: open it in a browser")
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -106,7 +105,7 @@ class Evaluation:
     def responses(self, examples: Sequence[Example], codec: TextCodec) -> Iterator[Response]:
         """Yields the answers as a run keeps them; `examples` are the rows of their prompts."""
         for prompt, (example, group) in enumerate(zip(examples, self.answers, strict=True)):
-            row = {name: example.row[name] for name in example.shown_columns}
+            row = example.shown_row
             for sample, trajectory in enumerate(group):
                 yield Response(
                     trajectory,
@@ -117,8 +116,7 @@ class Evaluation:
                         for name, scores in (self.grades.scores if self.grades else {}).items()
                     },
                     group_id=f"eval/prompt-{prompt}",
-                    # Without its folder: a run is the same wherever its files lie.
-                    place=PurePath(example.place).name,
+                    place=example.shown_place,
                     row=row,
                     junior_logprobs=(
                         None

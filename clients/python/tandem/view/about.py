@@ -49,8 +49,11 @@ class About:
         return [url for url in found if url]
 
 
-def about(run_dir: Path) -> About:
-    """Reads what a run directory says of itself; a file of trajectories has its name alone."""
+def about(run_dir: Path, *, evaluation: bool = False) -> About:
+    """Reads what a run directory says of itself; a file of trajectories has its name alone.
+
+    `evaluation`: the images are those of its held-out rows.
+    """
     name = run_dir.resolve().name
     if run_dir.is_file():
         return About(name)
@@ -84,7 +87,7 @@ def about(run_dir: Path) -> About:
         if isinstance(line.get("accuracy"), int | float):
             key = f"{eval_prefix(line)}accuracy"
             curves.setdefault(key, []).append((line["step"], line["accuracy"]))
-    return About(name, facts, curves, _images(config))
+    return About(name, facts, curves, _images(config, evaluation=evaluation))
 
 
 def _model(record: Mapping[str, Any]) -> str:
@@ -115,13 +118,14 @@ def _method(kind: str, config: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
-def _images(config: Mapping[str, Any]) -> tuple[str, Path] | None:
+def _images(config: Mapping[str, Any], *, evaluation: bool) -> tuple[str, Path]:
+    """Returns the column of images, that of conversations by default, and the rows' folder."""
     data = config.get("data") or {}
-    column = data.get("images")
-    if not column:
-        return None
-    rows = data.get("jsonl") or data.get("parquet") or "."
-    return column, Path(str(rows)).parent
+    held_out = (config.get("eval") or {}).get("data") if evaluation else None
+    column = (held_out or {}).get("images") or data.get("images") or "images"
+    source = held_out or data
+    rows = Path(str(source.get("jsonl") or source.get("parquet") or "rows"))
+    return column, rows if rows.is_dir() else rows.parent
 
 
 @functools.lru_cache(maxsize=512)
