@@ -265,6 +265,7 @@ absl::StatusOr<SamplingParams> SamplingParamsFromProto(const types::v1::Sampling
   params.max_tokens = proto.max_tokens();
   params.stop_token_ids = ToVector(proto.stop_token_ids());
   if (proto.has_ignore_eos()) params.ignore_eos = proto.ignore_eos();
+  params.stop.assign(proto.stop().begin(), proto.stop().end());
   return params;
 }
 
@@ -276,6 +277,7 @@ void SamplingParamsToProto(const SamplingParams& params, types::v1::SamplingPara
   proto->set_max_tokens(params.max_tokens);
   SetAll<int32_t>(params.stop_token_ids, proto->mutable_stop_token_ids());
   proto->set_ignore_eos(params.ignore_eos);
+  proto->mutable_stop()->Assign(params.stop.begin(), params.stop.end());
 }
 
 void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* proto) {

@@ -32,6 +32,7 @@ Trajectory Example() {
   t.sample_index = 2;
   t.sampling.temperature = 0.7f;
   t.sampling.stop_token_ids = {1};
+  t.sampling.stop = {"</answer>"};
   t.tandem.selection_strategy = SelectionStrategy::kWord;
   t.tandem.boundary_token_ids = {4};
   t.routed_experts = {.layers = 2, .experts_per_token = 1, .ids = {0, 3, 255, 2, 1, 0, 7, 7}};
@@ -196,6 +197,7 @@ TEST(SamplingParamsTest, EveryFieldIsCarriedAsItIs) {
   proto.set_top_p(0.9);
   proto.set_min_p(0.1);
   proto.add_stop_token_ids(3);
+  proto.add_stop("\n\nQ:");
   const auto params = SamplingParamsFromProto(proto);
   ASSERT_TRUE(params.ok()) << params.status();
   EXPECT_EQ(params->max_tokens, 7);
@@ -204,6 +206,7 @@ TEST(SamplingParamsTest, EveryFieldIsCarriedAsItIs) {
   EXPECT_EQ(params->top_p, 0.9);
   EXPECT_EQ(params->min_p, 0.1);
   EXPECT_THAT(params->stop_token_ids, testing::ElementsAre(3));
+  EXPECT_THAT(params->stop, testing::ElementsAre("\n\nQ:"));
 }
 
 WeightManifest Manifest() {

@@ -12,6 +12,8 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -43,17 +45,20 @@ class WriteQueue {
 
   using StartWrite = std::function<void(const Response*)>;
   using FinishCall = std::function<void(grpc::Status)>;
-  // Tries to put the new message into one that waits; true when it did.
+  // Tries to put the new message into one of its key that waits; true when it did.
   using Merge = std::function<bool(Response& waiting, const Response& message)>;
 
   WriteQueue(StartWrite start_write, FinishCall finish, ByteBudget& budget)
       : start_write_(std::move(start_write)), finish_(std::move(finish)), held_(budget) {}
 
   // False, and the message is dropped, once the stream ends.
-  bool Push(Response message, const Merge& merge = nullptr) {
+  bool Push(Response message) { return Push(std::move(message), "", nullptr); }
+
+  // The same for a message that may join the last one of its key, if that still waits.
+  bool Push(Response message, const std::string& key, const Merge& merge) {
     std::unique_lock lock(mutex_);
     if (end_.has_value()) return false;
-    const absl::Status held = Hold(std::move(message), merge);
+    const absl::Status held = Hold(std::move(message), key, merge);
     if (!held.ok()) {
       DropWaiting();
       end_ = ToGrpcStatus(held);
@@ -116,20 +121,22 @@ class WriteQueue {
   struct Entry {
     Response message;
     int64_t bytes;
+    std::string key;  // "": none
   };
 
-  absl::Status Hold(Response&& message, const Merge& merge) {
-    if (merge) {
-      for (auto entry = waiting_.rbegin(); entry != waiting_.rend(); ++entry) {
-        if (!merge(entry->message, message)) continue;
-        const int64_t grown = HeldBytes(entry->message) - entry->bytes;
-        entry->bytes += grown;
+  absl::Status Hold(Response&& message, const std::string& key, const Merge& merge) {
+    if (const auto found = last_of_.find(key); found != last_of_.end()) {
+      Entry& entry = *found->second;
+      if (merge(entry.message, message)) {
+        const int64_t grown = HeldBytes(entry.message) - entry.bytes;
+        entry.bytes += grown;
         return Take(grown);
       }
     }
     const int64_t bytes = HeldBytes(message);
     TANDEM_RETURN_IF_ERROR(Take(bytes));
-    waiting_.push_back({std::move(message), bytes});
+    waiting_.push_back({std::move(message), bytes, key});
+    if (!key.empty()) last_of_[key] = &waiting_.back();
     return absl::OkStatus();
   }
 
@@ -143,12 +150,17 @@ class WriteQueue {
 
   void DropWaiting() {
     waiting_.clear();
+    last_of_.clear();
     held_.Give(held_.held_bytes() - (in_flight_.has_value() ? in_flight_->bytes : 0));
   }
 
   void Advance(std::unique_lock<std::mutex>& lock) {
     if (in_flight_.has_value()) return;
     if (!waiting_.empty()) {
+      if (const auto found = last_of_.find(waiting_.front().key);
+          found != last_of_.end() && found->second == &waiting_.front()) {
+        last_of_.erase(found);
+      }
       in_flight_ = std::move(waiting_.front());
       began_ = absl::Now();
       waiting_.pop_front();
@@ -169,7 +181,8 @@ class WriteQueue {
   const FinishCall finish_;
   mutable std::mutex mutex_;
   ByteBudget::Share held_;
-  std::deque<Entry> waiting_;
+  std::deque<Entry> waiting_;  // grows and shrinks at its ends alone: entries stay where they are
+  std::unordered_map<std::string, Entry*> last_of_;  // the last waiting entry of each key
   std::optional<Entry> in_flight_;
   absl::Time began_;  // the last write, or the end
   std::optional<grpc::Status> end_;

@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "common/rpc/stream_message.h"
 #include "common/rpc/testing/raw_call.h"
@@ -53,6 +54,34 @@ TEST_F(WriteQueueTest, AFailedWriteGivesEverythingBack) {
   queue_.OnWriteDone(false);
   EXPECT_EQ(budget_.used_bytes(), 0);
   EXPECT_TRUE(finished_.has_value());
+}
+
+// Joins messages up to 400 bytes, and notes the sizes of those that it was asked to join.
+TEST_F(WriteQueueTest, AMessageIsComparedWithTheLastOfItsKeyAlone) {
+  std::vector<size_t> asked;
+  const auto merge = [&](grpc::ByteBuffer& waiting, const grpc::ByteBuffer& message) {
+    asked.push_back(waiting.Length());
+    if (waiting.Length() + message.Length() > 400) return false;
+    waiting = Message(waiting.Length() + message.Length());
+    return true;
+  };
+  EXPECT_TRUE(queue_.Push(Message(1), "a", merge)) << "it is written at once";
+  EXPECT_TRUE(queue_.Push(Message(300), "a", merge));
+  EXPECT_TRUE(queue_.Push(Message(10), "b", merge));
+  EXPECT_TRUE(queue_.Push(Message(11)));
+  EXPECT_TRUE(asked.empty());
+  EXPECT_TRUE(queue_.Push(Message(20), "b", merge));
+  EXPECT_TRUE(queue_.Push(Message(90), "a", merge));
+  EXPECT_EQ(asked, (std::vector<size_t>{10, 300}));
+  EXPECT_EQ(queue_.size(), 4u);
+  EXPECT_TRUE(queue_.Push(Message(50), "a", merge)) << "a new one";
+  EXPECT_TRUE(queue_.Push(Message(50), "a", merge));
+  EXPECT_EQ(asked, (std::vector<size_t>{10, 300, 390, 50}));
+  EXPECT_EQ(budget_.used_bytes(), 1 + 390 + 30 + 11 + 100);
+  for (int i = 0; i < 4; ++i) queue_.OnWriteDone(true);
+  EXPECT_TRUE(queue_.Push(Message(5), "a", merge)) << "the one before is on its way";
+  EXPECT_EQ(asked.size(), 4u);
+  EXPECT_EQ(budget_.used_bytes(), 105);
 }
 
 TEST_F(WriteQueueTest, AWriteWaitsFromItsStart) {

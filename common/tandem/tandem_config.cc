@@ -57,7 +57,21 @@ absl::Status Validate(const SamplingParams& params, int64_t num_token_ids) {
   TANDEM_RETURN_IF_ERROR(CheckInRange("top_p", params.top_p, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckInRange("min_p", params.min_p, 0, 1));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_tokens", params.max_tokens, 1));
-  return CheckIdSet("stop_token_ids", params.stop_token_ids, kMaxStopTokenIds, num_token_ids);
+  TANDEM_RETURN_IF_ERROR(
+      CheckIdSet("stop_token_ids", params.stop_token_ids, kMaxStopTokenIds, num_token_ids));
+  if (params.stop.size() > kMaxStopTexts) {
+    return InvalidField("stop", absl::StrCat("may have ", kMaxStopTexts, " texts at most, has ",
+                                             params.stop.size()));
+  }
+  for (size_t i = 0; i < params.stop.size(); ++i) {
+    const size_t bytes = params.stop[i].size();
+    if (bytes == 0 || bytes > kMaxStopTextBytes) {
+      return InvalidField(
+          absl::StrCat("stop[", i, "]"),
+          absl::StrCat("must have 1 to ", kMaxStopTextBytes, " bytes, has ", bytes));
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace tandem

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -45,16 +46,21 @@ struct SamplingParams {
   std::vector<int32_t> stop_token_ids = {};
   // Whether the model's EOS ids do not end the sequence (stop_token_ids still do).
   bool ignore_eos = false;
+  // Texts that end a sequence with the token that completes one of them; see StopTextFinder.
+  std::vector<std::string> stop = {};
 
   friend bool operator==(const SamplingParams&, const SamplingParams&) = default;
 };
 
-// Bounds of the two lists of ids, which every trajectory repeats.
+// Bounds of the lists, which every trajectory repeats.
 inline constexpr size_t kMaxStopTokenIds = 256;
 inline constexpr size_t kMaxBoundaryTokenIds = 4096;
+// Bounds of the stop texts, which are looked for after every token.
+inline constexpr size_t kMaxStopTexts = 16;
+inline constexpr size_t kMaxStopTextBytes = 256;
 
 // INVALID_ARGUMENT with the field's path ("prob_senior", "boundary_token_ids[2]", …). Ids must be
-// in [0, num_token_ids), none twice, and no more than the bounds above. Fields that the strategy
+// in [0, num_token_ids), none twice, and lists within the bounds above. Fields that the strategy
 // does not read are checked for range all the same, except that chunk_size and max_gap_tokens may
 // be 0 where they are not read.
 absl::Status Validate(const TandemConfig& config, int64_t num_token_ids);

@@ -52,6 +52,14 @@ TEST(IdListsTest, AreBoundedAndHoldNoIdTwice) {
   EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop_token_ids = ids}, 10000)), "stop_token_ids");
   EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop_token_ids = {3, 4, 3}}, 10)),
             "stop_token_ids[2]");
+  std::vector<std::string> texts(kMaxStopTexts, std::string(kMaxStopTextBytes, 'x'));
+  EXPECT_TRUE(Validate(SamplingParams{.stop = texts}, 10).ok());
+  texts.push_back("y");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop = texts}, 10)), "stop");
+  EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop = {"x", ""}}, 10)), "stop[1]");
+  EXPECT_EQ(
+      FieldPath(Validate(SamplingParams{.stop = {std::string(kMaxStopTextBytes + 1, 'x')}}, 10)),
+      "stop[0]");
 
   ids.resize(kMaxBoundaryTokenIds);
   std::iota(ids.begin(), ids.end(), 0);

@@ -64,8 +64,9 @@ int64_t SizeBytes(const ScoreRequest& request) {
   return tokens * static_cast<int64_t>(sizeof(int32_t) + 2 * sizeof(float));
 }
 
-RequestLimits LimitsOf(const EngineInfo& info, const TandemModelManager::Lane& senior,
-                       int64_t max_samples) {
+RequestLimits LimitsOf(const TandemModelManager& models, int64_t max_samples) {
+  const EngineInfo& info = models.info();
+  const TandemModelManager::Lane& senior = models.senior();
   const bool has_junior = info.junior.has_value();
   return {.num_token_ids = info.senior.num_token_ids,
           .max_model_len = info.senior.max_model_len,
@@ -75,6 +76,7 @@ RequestLimits LimitsOf(const EngineInfo& info, const TandemModelManager::Lane& s
           .speculator_heads = info.speculator_heads,
           .routing_bytes_per_token = RoutingBytesOf(senior),
           .senior_has_window = WindowOf(senior) != kNoWindow,
+          .has_vocabulary = models.vocabulary() != nullptr,
           .vision = {info.senior.vision, has_junior ? info.junior->vision : std::nullopt}};
 }
 
@@ -88,7 +90,7 @@ class EngineImpl : public Engine {
              std::unique_ptr<const TandemModelManager> models)
       : options_(options),
         info_(models->info()),
-        limits_(LimitsOf(info_, models->senior(), options.max_queue)),
+        limits_(LimitsOf(*models, options.max_queue)),
         ranks_(std::move(ranks)),
         models_(std::move(models)),
         senior_(models_->senior()),
@@ -114,6 +116,7 @@ class EngineImpl : public Engine {
                                     .windows = {WindowOf(senior_), WindowOf(junior_)}},
                          .request_limits = limits_,
                          .eos_token_ids = models_->eos_token_ids(),
+                         .vocabulary = models_->vocabulary(),
                          .senior_weights = senior_weights,
                          .junior_version = info_.junior_version,
                          .eager_lanes = options.eager_lanes},

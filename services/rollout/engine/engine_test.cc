@@ -1090,6 +1090,29 @@ TEST_F(EngineTest, TheJuniorsEndOfSequenceEndsAResponseToo) {
             std::vector<int32_t>(whole.response_token_ids.begin(), first + 1));
 }
 
+TEST_F(EngineTest, AStopTextEndsAResponse) {
+  const Vocabulary vocabulary = Vocabulary::Parse(TinyTokenizerJson().dump()).value();
+  PromptRequest request = RequestOf({.prob_senior = 0.5});
+  request.sampling.ignore_eos = true;
+  const std::vector<int32_t> whole = RunOne(*Create(), request).response_token_ids;
+  const auto text_of = [&](size_t count) {
+    std::string text;
+    for (size_t i = 0; i < count; ++i) {
+      if (!vocabulary.is_special(whole[i])) text += vocabulary.Decode(whole[i]);
+    }
+    return text;
+  };
+  const std::string stop = text_of(8).substr(text_of(6).size() - 1);
+  ASSERT_GT(stop.size(), 2u);
+  size_t length = 1;
+  while (text_of(length).find(stop) == std::string::npos) ++length;
+  request.sampling.stop = {stop};
+  const Trajectory stopped = RunOne(*Create(), request);
+  EXPECT_EQ(stopped.finish_reason, FinishReason::kStop);
+  EXPECT_EQ(stopped.response_token_ids,
+            std::vector<int32_t>(whole.begin(), whole.begin() + length));
+}
+
 // Throws where no error is expected.
 class ThrowingListener final : public PromptListener {
  public:

@@ -281,8 +281,12 @@ absl::StatusOr<int64_t> Generator::TakeDraws(Author lane, const PassEntry& entry
     TANDEM_RETURN_IF_ERROR(drawn.status());
     AppendToken(sequence, lane, *drawn);
     // The next row has read the draft: it counts if that is the token. Sequence::CountUsable has
-    // cut the drafts where a response may end or change its author.
-    if (accepted == drafted || sequence.drafts->tokens[accepted] != drawn->token) break;
+    // cut the drafts where the author changes, or a token ends the response; a text may end it,
+    // too.
+    if (accepted == drafted || sequence.ended() ||
+        sequence.drafts->tokens[accepted] != drawn->token) {
+      break;
+    }
     ++accepted;
   }
   if (sequence.drafts != nullptr) CountDrafts(*sequence.drafts, drafted, accepted);
@@ -394,11 +398,16 @@ void Generator::AppendToken(Sequence& sequence, Author author, const SampledToke
   sequence.senior_weights.push_back(senior_weights_);
   sequence.selector.OnToken(token);
 
-  if (prompt.stop_tokens.contains(token)) {
+  if (prompt.stop_tokens.contains(token) || CompletesStopText(sequence, token)) {
     sequence.finish_reason = FinishReason::kStop;
   } else if (sequence.response_length() >= prompt.max_response_tokens) {
     sequence.finish_reason = FinishReason::kLength;
   }
+}
+
+bool Generator::CompletesStopText(Sequence& sequence, int32_t token) const {
+  if (!sequence.stop_texts.active() || options_.vocabulary->is_special(token)) return false;
+  return sequence.stop_texts.OnText(options_.vocabulary->Decode(token));
 }
 
 void Generator::StreamTokens(const Sequence& sequence, int64_t first) {

@@ -30,6 +30,8 @@ struct GeneratorOptions {
   SchedulerLimits limits;
   RequestLimits request_limits;
   std::vector<int32_t> eos_token_ids;
+  // Outlives the generator; finds stop texts, which no prompt has where this is null.
+  const Vocabulary* vocabulary = nullptr;
   WeightsVersion senior_weights;  // the version of tokens until the first update
   std::string junior_version;     // recorded in trajectories
   // Both models consume every token as soon as it is written, as if neither could lag. Slower, and
@@ -89,7 +91,7 @@ class Generator {
   absl::Status TakeRows(Author lane, const PassEntry& entry, const PassSequence& input,
                         std::span<const absl::StatusOr<SampledToken>> results);
   // Appends the tokens that were drawn from the entry's last rows, up to the first that differs
-  // from the draft in its place. Returns the number of rejected drafts.
+  // from the draft in its place, or ends the response. Returns the number of rejected drafts.
   absl::StatusOr<int64_t> TakeDraws(Author lane, const PassEntry& entry,
                                     std::span<const absl::StatusOr<SampledToken>> draws);
   // Adds a token that the junior drew to the drafts.
@@ -101,6 +103,8 @@ class Generator {
   // Has the senior's heads draft for all that were noted.
   absl::Status DraftWithHeads();
   void AppendToken(Sequence& sequence, Author author, const SampledToken& sampled);
+  // Whether the response, with its next token, contains a stop text.
+  bool CompletesStopText(Sequence& sequence, int32_t token) const;
   // Tells the listener of the response's tokens from number `first` on.
   void StreamTokens(const Sequence& sequence, int64_t first);
   // Ends a sequence to which nothing is missing. Returns the error with which its prompt fails.

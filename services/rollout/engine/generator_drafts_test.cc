@@ -89,6 +89,24 @@ TEST(GeneratorDraftsTest, RightDraftsSavePassesAndWrongOnesCostNone) {
   EXPECT_EQ(missed.drafted, 5 + 1 + 1 + 1) << "then they pause, and one is tried again";
 }
 
+TEST(GeneratorDraftsTest, AStopTextEndsTheResponseWithinDrafts) {
+  PromptRequest solo = Request({.enabled = false});
+  solo.sampling.ignore_eos = true;
+  const Trajectory whole = Harness().Run(solo);
+  const OracleDrafter::Texts texts = {TextOf(whole)};
+  for (size_t last = 1; last < 12; ++last) {
+    solo.sampling.stop = {PieceOf(whole.response_token_ids[last - 1]).substr(1) +
+                          PieceOf(whole.response_token_ids[last])};
+    const Trajectory stopped = Harness().Run(solo);
+    EXPECT_LE(stopped.response_token_ids.size(), last + 1);
+    EXPECT_EQ(stopped.finish_reason, FinishReason::kStop);
+    for (const double wrong : {0.0, 0.3}) {
+      Harness harness(kWide, 1, 2, /*eager_lanes=*/false, Oracle(texts, wrong));
+      ExpectSame(harness.Run(WithDrafts(solo, kNgram)), stopped);
+    }
+  }
+}
+
 TEST(GeneratorDraftsTest, AcceptedDraftsAreMarked) {
   PromptRequest solo = Request({.enabled = false});
   solo.sampling.ignore_eos = true;

@@ -265,6 +265,34 @@ TEST(GeneratorTest, StopsAtEosStopIdsAndLimits) {
   EXPECT_TRUE(any_eos);
 }
 
+TEST(GeneratorTest, StopsAtATextOverSeveralTokens) {
+  for (const TandemConfig& tandem :
+       {TandemConfig{.enabled = false}, Tandem(SelectionStrategy::kAlternating)}) {
+    PromptRequest request = Request(tandem);
+    request.sampling.ignore_eos = true;
+    const std::vector<int32_t> whole = Harness().Run(request).response_token_ids;
+    // Begins within a token, and ends within another.
+    const std::string stop = PieceOf(whole[8]).substr(1) + PieceOf(whole[9]) + "<";
+    std::string text;
+    size_t length = 0;
+    while (text.find(stop) == std::string::npos) text += PieceOf(whole.at(length++));
+    EXPECT_LE(length, 11u);
+    request.sampling.stop = {"nowhere", stop};
+    const Trajectory stopped = Harness().Run(request);
+    EXPECT_EQ(stopped.finish_reason, FinishReason::kStop);
+    EXPECT_EQ(stopped.response_token_ids,
+              std::vector<int32_t>(whole.begin(), whole.begin() + length));
+    EXPECT_EQ(stopped.sampling, request.sampling);
+    // Preemption, and neighbours, change nothing.
+    Harness narrow(Limits(25, 100, 2));
+    const auto first = narrow.Submit(request);
+    PromptRequest neighbour = Request(tandem, 9, 23);
+    const auto other = narrow.Submit(neighbour);
+    narrow.Finish();
+    ExpectSame(first->finished().at(0), stopped);
+  }
+}
+
 TEST(GeneratorTest, StreamsEveryTokenInOrder) {
   PromptRequest request = Request(Tandem(SelectionStrategy::kWord));
   request.stream_tokens = true;

@@ -138,6 +138,10 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
       CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.num_token_ids)));
+  if (!request.sampling.stop.empty() && !limits.has_vocabulary) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "sampling.stop",
+                      "this server cannot find texts: senior_model has no tokenizer.json");
+  }
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("tandem", tandem::Validate(request.tandem, limits.num_token_ids)));
   if (request.tandem.enabled && !limits.has_junior) {

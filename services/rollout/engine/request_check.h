@@ -27,6 +27,8 @@ struct RequestLimits {
   int64_t routing_bytes_per_token = 0;
   // Whether a layer of the senior reads a window of its keys alone.
   bool senior_has_window = false;
+  // Whether the senior has a tokenizer.json, by which stop texts are found.
+  bool has_vocabulary = false;
   // The vision towers of the lanes, senior first; nullopt for a model that takes no images.
   std::array<std::optional<VisionConfig>, 2> vision = {};
 };

@@ -177,6 +177,19 @@ TEST(CheckPromptTest, ARecordOfRoutingNeedsExpertsAndRoom) {
   expect(absl::StatusCode::kUnimplemented);
 }
 
+TEST(CheckPromptTest, StopTextsNeedAVocabulary) {
+  RequestLimits limits = kLimits;
+  PromptRequest prompt = PromptOf(5, /*tandem=*/false);
+  prompt.sampling.stop = {"</answer>"};
+  ExpectRefused(CheckPrompt(prompt, limits), absl::StatusCode::kFailedPrecondition,
+                "sampling.stop");
+  limits.has_vocabulary = true;
+  EXPECT_TRUE(CheckPrompt(prompt, limits).ok());
+  prompt.sampling.stop.push_back("");
+  ExpectRefused(CheckPrompt(prompt, limits), absl::StatusCode::kInvalidArgument,
+                "sampling.stop[1]");
+}
+
 TEST(CheckPromptTest, SpeculativeDecodingFailsClosed) {
   const struct {
     SpeculativeParams params;

@@ -14,6 +14,7 @@
 #include "common/base/philox.h"
 #include "common/tandem/author_selector.h"
 #include "common/tandem/authorship_mask.h"
+#include "common/tandem/stop_text.h"
 #include "common/tandem/trajectory.h"
 #include "services/rollout/engine/block_table.h"
 #include "services/rollout/engine/drafter.h"
@@ -73,6 +74,7 @@ struct Sequence {
         sample_index(sample_index),
         tokens(prompt->request.prompt_token_ids),
         selector(prompt->request.tandem, prompt->request.seed, sample_index, std::move(boundaries)),
+        stop_texts(prompt->request.sampling.stop),
         wants_other(prompt->request.return_other_logprobs && prompt->request.tandem.enabled),
         eager(eager && prompt->request.tandem.enabled) {
     if (records_routing(Author::kSenior)) {
@@ -84,6 +86,7 @@ struct Sequence {
   const uint64_t sample_index;
   std::vector<int32_t> tokens;  // prompt and response
   AuthorSelector selector;
+  StopTextFinder stop_texts;
   const bool wants_other;
   const bool eager;                    // both models consume every token as soon as it is written
   std::unique_ptr<DraftState> drafts;  // null: the prompt asks for none

@@ -100,8 +100,9 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
     junior_model = std::move(junior->model);
   }
   manager->eos_token_ids_.assign(eos_token_ids.begin(), eos_token_ids.end());
-  manager->boundaries_ = std::make_unique<BoundarySets>(
-      senior->vocabulary.ok() ? *senior->vocabulary : Vocabulary(), manager->eos_token_ids_);
+  if (senior->vocabulary.ok()) manager->vocabulary_ = *std::move(senior->vocabulary);
+  manager->boundaries_ = std::make_unique<BoundarySets>(manager->vocabulary_.value_or(Vocabulary()),
+                                                        manager->eos_token_ids_);
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("tandem", tandem::Validate(options.tandem, info.senior.num_token_ids)));
 

@@ -55,6 +55,8 @@ class TandemModelManager {
   const EngineInfo& info() const { return info_; }
   const CacheBlocks& blocks() const { return blocks_; }
   const BoundarySets& boundaries() const { return *boundaries_; }
+  // The senior's, which is the junior's too; nullptr without a tokenizer.json.
+  const Vocabulary* vocabulary() const { return vocabulary_.has_value() ? &*vocabulary_ : nullptr; }
   // Those of both models.
   const std::vector<int32_t>& eos_token_ids() const { return eos_token_ids_; }
   // The whole parameters of the senior, as a weight update brings them.
@@ -70,6 +72,7 @@ class TandemModelManager {
   Lane senior_, junior_;
   EngineInfo info_;
   CacheBlocks blocks_;
+  std::optional<Vocabulary> vocabulary_;
   std::unique_ptr<BoundarySets> boundaries_;
   std::vector<int32_t> eos_token_ids_;
   std::vector<WeightSpec> senior_parameters_;

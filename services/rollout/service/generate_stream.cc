@@ -21,16 +21,17 @@ absl::Status DrainingError() {
       kDrainingRetryMilliseconds);
 }
 
+// Names the sample of an event with tokens.
+std::string SampleKey(const std::string& request_id, uint64_t sample_index) {
+  return absl::StrCat(sample_index, " ", request_id);
+}
+
 // Appends new tokens to an event of the same sample that still waits, so that a slow reader gets
 // one event per sample rather than one per token.
 bool MergeTokens(v1::GenerateResponse& waiting, const v1::GenerateResponse& message) {
-  if (!message.has_tokens() || !waiting.has_tokens()) return false;
   const v1::TokensEvent& fresh = message.tokens();
   v1::TokensEvent& held = *waiting.mutable_tokens();
-  if (held.sample_index() != fresh.sample_index() || held.request_id() != fresh.request_id() ||
-      held.offset() + held.token_ids_size() != fresh.offset()) {
-    return false;
-  }
+  if (held.offset() + held.token_ids_size() != fresh.offset()) return false;
   held.mutable_token_ids()->MergeFrom(fresh.token_ids());
   held.mutable_authorship_mask()->append(fresh.authorship_mask());
   return true;
@@ -183,7 +184,11 @@ void GenerateStream::Cancel(const v1::CancelPrompts& cancel) {
   }
   if (!admitted.empty()) engine_->Cancel(admitted);
   for (const std::string& id : collected) {
-    std::erase_if(batch_->prompts, [&](const auto& prompt) { return prompt.first == id; });
+    std::erase_if(batch_->prompts, [&](const auto& prompt) {
+      if (prompt.first != id) return false;
+      batch_->samples -= prompt.second.num_samples;
+      return true;
+    });
     OnFailed(id, absl::CancelledError("the caller cancelled"));
   }
 }
@@ -260,7 +265,10 @@ void GenerateStream::Fail(const std::string& request_id, const absl::Status& sta
 
 void GenerateStream::OnTokens(const std::string& request_id, const TokensDelta& delta) {
   std::lock_guard lock(mutex_);
-  Push(TokensToProto(request_id, delta));
+  if (outbox_ == nullptr) return;
+  last_event_ = absl::Now();
+  outbox_->Push(TokensToProto(request_id, delta), SampleKey(request_id, delta.sample_index),
+                MergeTokens);
 }
 
 void GenerateStream::OnFinished(const std::string& request_id, const Trajectory& trajectory,
@@ -287,7 +295,7 @@ void GenerateStream::OnFailed(const std::string& request_id, const absl::Status&
 void GenerateStream::Push(v1::GenerateResponse event) {
   if (outbox_ == nullptr) return;
   last_event_ = absl::Now();
-  outbox_->Push(std::move(event), MergeTokens);
+  outbox_->Push(std::move(event));
 }
 
 void GenerateStream::EndIfDone() {

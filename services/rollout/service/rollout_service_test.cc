@@ -561,6 +561,19 @@ TEST_F(GenerateStreamTest, APromptOfAnOpenBatchCanBeCancelled) {
   EXPECT_THAT(Failures(), testing::IsEmpty());
 }
 
+TEST_F(GenerateStreamTest, ACancelledPromptLeavesItsRoomToTheRestOfTheBatch) {
+  v1::GenerateRequest cancel;
+  cancel.mutable_cancel()->add_request_ids("a");
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"a"}, 3, 400))).ok());
+    ASSERT_TRUE(stream_->OnMessage(cancel).ok());
+  }
+  ASSERT_TRUE(stream_->OnMessage(Submit({"b"}, 3, 500)).ok());
+  EXPECT_EQ(engine_.submissions, 1);
+  ASSERT_TRUE(Eventually([&] { return stream_->unfinished_sequences() == 0; }));
+  EXPECT_THAT(Failures(), testing::ElementsAre(testing::Pair("a", absl::StatusCode::kCancelled)));
+}
+
 TEST_F(GenerateStreamTest, ADrainRefusesAnOpenBatch) {
   ASSERT_TRUE(stream_->OnMessage(MoreFollow(Submit({"a"}, 3))).ok());
   stream_->Drain();

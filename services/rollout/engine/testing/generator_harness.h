@@ -6,11 +6,15 @@
 
 #include <cstdint>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "common/tandem/vocabulary.h"
 #include "services/rollout/engine/generator.h"
 #include "services/rollout/engine/testing/fake_runner.h"
 #include "services/rollout/engine/testing/recording_listener.h"
@@ -50,6 +54,20 @@ inline PromptRequest Request(const TandemConfig& tandem, int prompt_length = 5,
 
 // Heads of the senior's speculator. A test that uses them sets FakeRunner::keep_rows.
 inline constexpr int64_t kHeads = 4;
+
+// The text of an id.
+inline std::string PieceOf(int32_t id) { return absl::StrCat("<", id, ">"); }
+
+// Words that are their ids.
+inline const Vocabulary& HarnessVocabulary() {
+  static const auto* const vocabulary = [] {
+    nlohmann::json vocab = nlohmann::json::object();
+    for (int32_t id = 0; id < kVocab; ++id) vocab[PieceOf(id)] = id;
+    const nlohmann::json file = {{"model", {{"type", "WordLevel"}, {"vocab", vocab}}}};
+    return new Vocabulary(Vocabulary::Parse(file.dump()).value());
+  }();
+  return *vocabulary;
+}
 
 // Limits that no test reaches.
 inline constexpr SchedulerLimits kWide = {
@@ -111,6 +129,7 @@ class Harness {
                                                    .has_junior = true,
                                                    .speculator_heads = kHeads},
                                 .eos_token_ids = {kEos},
+                                .vocabulary = &HarnessVocabulary(),
                                 .senior_weights = {0, "zero"},
                                 .junior_version = "junior",
                                 .eager_lanes = eager_lanes};
