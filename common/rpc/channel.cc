@@ -132,8 +132,8 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address,
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // A token must not go to a proxy in the clear.
-  if (options.tls == nullptr) arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  // A proxy of the environment is for the internet: it does not reach other servers.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetMaxReceiveMessageSize(kMaxReceiveBytes);
   std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;
   if (options.token != nullptr && MaySendToken(address, options)) {

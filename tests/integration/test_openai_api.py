@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -284,3 +285,43 @@ def test_a_client_that_leaves_frees_its_sequences(client, cluster, rollout, stre
             harness.wait_until(lambda: streams() == 0)
     finally:
         rollout.resume()
+
+
+async def test_more_streams_with_logprobs_than_a_connection_carries_all_end(client):
+    """A connection carries 128 calls; every stream has its tokens scored while it is open."""
+    options = {"base_url": client.base_url, "api_key": "none", "max_retries": 0, "timeout": 300}
+    async with openai.AsyncOpenAI(**options) as many:
+
+        async def ends(seed):
+            chunks = await many.completions.create(
+                model="senior", prompt=TEXT, max_tokens=8, logprobs=1, n=2, seed=seed, stream=True
+            )
+            choices = [choice async for chunk in chunks for choice in chunk.choices]
+            assert all(choice.logprobs.tokens for choice in choices)
+            return sum(choice.finish_reason is not None for choice in choices)
+
+        assert await asyncio.gather(*map(ends, range(150))) == [2] * 150
+
+
+async def test_many_short_requests_cut_nobody_off(client, rollout):
+    """More calls end than the rollout server would let a client reset in that time."""
+    long = Prompt([1, 2, 3], sampling={"max_tokens": 200, "ignore_eos": True}, stream_tokens=True)
+    options = {"base_url": client.base_url, "api_key": "none", "max_retries": 0, "timeout": 300}
+    with rollout.open_stream() as bystander, ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(list, bystander)
+        bystander.submit([long.named(0)])
+        async with openai.AsyncOpenAI(**options) as many:
+
+            async def request(seed):
+                stop = ["zz"] if seed % 2 else None
+                answer = await many.completions.create(
+                    model="senior", prompt=TEXT, max_tokens=1, seed=seed, stop=stop
+                )
+                return answer.usage.completion_tokens
+
+            for _ in range(6):
+                assert await asyncio.gather(*map(request, range(100))) == [1] * 100
+        bystander.half_close()
+        events = reading.result()
+    [end] = [event.finished for event in events if event.HasField("finished")]
+    assert len(end.trajectory.response_token_ids) == 200

@@ -36,9 +36,8 @@ from tandem.errors import (
     from_rpc,
 )
 from tandem.settings import ClusterSettings
-from tandem.transport import Connection, RetryPolicy
+from tandem.transport import ONCE, Connection
 
-ONCE = RetryPolicy(attempts=1)
 CLIENTS = {"rollout": RolloutClient, "trainer": TrainerClient, "critic": CriticClient}
 UNKNOWN = "a-token-that-no-server-knows"
 # Services of gRPC itself: health is for everybody, reflection for readers.

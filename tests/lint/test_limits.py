@@ -53,8 +53,9 @@ def value(expression: str) -> float:
 def constant(name: str, file: str) -> float:
     """The value of a constant, or of an option's default, in a source file."""
     source = (REPOSITORY / file).read_text()
-    (expression,) = re.findall(rf"\b{name} = ([^;]+);", source)
-    return value(expression)
+    ending = r"([\w ().*<+-]+)$" if file.endswith(".py") else r"([^;]+);"
+    (expression,) = re.findall(rf"\b{name} = {ending}", source, re.M)
+    return value(expression.replace("_", "") if file.endswith(".py") else expression)
 
 
 def default(setting: str) -> float:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from tandem import requests
 from tandem.blobs.v1 import blobs_pb2_grpc
 from tandem.critic.v1 import critic_pb2, critic_pb2_grpc
-from tandem.errors import RpcError
 from tandem.number_formats import data_type
 from tandem.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
@@ -55,6 +54,7 @@ class RolloutCalls(Transport):
         weights_pb2_grpc.WeightServiceStub,
         blobs_pb2_grpc.BlobServiceStub,
     )
+    streaming = frozenset({"Generate"})
 
     async def info(self) -> rollout_pb2.GetServerInfoResponse:
         """Returns the server's configuration, model and weights."""
@@ -87,26 +87,21 @@ class RolloutCalls(Transport):
         """Returns all samples of all prompts, in order; the server admits the prompts together.
 
         `on_event` is called with every event as it arrives. When the connection breaks, prompts
-        that lack a sample are sent again; a sample is a function of its seed and stays the same.
+        that lack a sample are sent again, as the retry policy says; a sample is progress. It is a
+        function of its seed and stays the same.
         """
         collector = requests.Collector(prompts, on_event)
-        attempt = 1
-        while missing := collector.missing():
-            messages = requests.submit(missing)
 
-            async def ask(messages: list[rollout_pb2.GenerateRequest] = messages) -> None:
-                await self._each(self.stream(messages, timeout_seconds), collector.add)
+        async def ask() -> None:
+            messages = requests.submit(collector.missing())
+            await self._with_images(
+                _images_of_prompts(messages),
+                lambda: self._each(self.stream(messages, timeout_seconds), collector.add),
+            )
+            collector.require_complete(self.address)
 
-            try:
-                await self._with_images(_images_of_prompts(messages), ask)
-            except RpcError as error:
-                wait = self.retry.wait_before(attempt, error)
-                if wait is None:
-                    raise
-                await self._sleep(wait)
-            else:
-                collector.require_complete(self.address)
-            attempt += 1
+        if collector.missing():
+            await self._retried(ask, lambda: collector.num_samples)
         return collector.results()
 
     async def upload_images(self, inputs: requests.VisionInputs) -> None:
@@ -193,6 +188,7 @@ class TrainerCalls(CheckpointCalls):
     default_address = "127.0.0.1:7702"
     default_timeout_seconds = 3600.0
     stubs = (trainer_pb2_grpc.TrainerServiceStub, blobs_pb2_grpc.BlobServiceStub)
+    streaming = frozenset({"ComputeLogProbs", "WatchSteps"})
     _messages = trainer_pb2
 
     async def info(self) -> trainer_pb2.GetServerInfoResponse:
@@ -244,7 +240,7 @@ class TrainerCalls(CheckpointCalls):
         messages = list(requests.log_prob_requests(sequences, temperature))
         return await self._with_images(
             (image for one in messages for image in one.vision_inputs),
-            lambda: self._collect("ComputeLogProbs", iter(messages)),
+            lambda: self._collect("ComputeLogProbs", messages),
         )
 
     async def publish_weights(
@@ -288,6 +284,7 @@ class CriticCalls(CheckpointCalls):
     default_address = "127.0.0.1:7703"
     default_timeout_seconds = 3600.0
     stubs = (critic_pb2_grpc.CriticServiceStub, blobs_pb2_grpc.BlobServiceStub)
+    streaming = frozenset({"ComputeValues"})
     _messages = critic_pb2
 
     async def info(self) -> critic_pb2.GetServerInfoResponse:
@@ -302,7 +299,7 @@ class CriticCalls(CheckpointCalls):
         messages = list(requests.value_requests(sequences))
         return await self._with_images(
             (image for one in messages for image in one.vision_inputs),
-            lambda: self._collect("ComputeValues", iter(messages)),
+            lambda: self._collect("ComputeValues", messages),
         )
 
     async def send_train_step(

@@ -18,8 +18,13 @@ from typing import Any
 import grpc
 
 from tandem.credentials import Certificates, CredentialFiles, Credentials
+from tandem.errors import ClosedClientError
 
 AUTHORIZATION = "authorization"
+
+# A proxy of the environment (http_proxy, https_proxy, grpc_proxy) is for the internet: it does not
+# reach the servers, and would be shown the token.
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 Options = Sequence[tuple[str, int]]
 
@@ -29,21 +34,20 @@ def open_channel(
 ) -> Any:
     """Opens a channel to a server: encrypted if `credentials` name a ca_file.
 
-    Without credentials it is a grpc.Channel or a grpc.aio.Channel, else it has the functions of one
-    that stubs use, and close().
+    No channel uses a proxy. Without credentials it is a grpc.Channel or a grpc.aio.Channel, else it
+    has the functions of one that stubs use, and close().
 
     Raises CredentialsError, as CredentialFiles does.
     """
     files = CredentialFiles(credentials, address)
     library = grpc.aio if asynchronous else grpc
+    options = [*options, _NO_PROXY]
     if files.certificates is None and files.tokens is None:
         return library.insecure_channel(address, options)
 
     def connect(held: Certificates | None) -> Any:
         if held is None:
-            # A proxy of the environment would carry the token to another machine.
-            own = [*options, ("grpc.enable_http_proxy", 0)]
-            return library.insecure_channel(address, own)
+            return library.insecure_channel(address, options)
         secret = grpc.ssl_channel_credentials(held.ca, held.private_key, held.certificate)
         return library.secure_channel(address, secret, options)
 
@@ -68,6 +72,7 @@ class _Channel:
         self._files = files
         self._connect = connect
         self._lock = threading.Lock()
+        self._closed = False
         self._newest = self._connected(self._certificates())
         self._older: list[_Connected] = []
         self.unary_unary = functools.partial(self._method, "unary_unary")
@@ -84,12 +89,13 @@ class _Channel:
         **options: Any,
     ) -> Callable[..., Any]:
         def begin(request: Any, timeout: float | None = None, metadata: Any = None) -> Any:
-            used = self._use()
-            end = functools.partial(self._end, used)
-            try:
-                method = getattr(used.channel, kind)(
+            used, method = self._use(
+                lambda channel: getattr(channel, kind)(
                     path, request_serializer, response_deserializer, **options
                 )
+            )
+            end = functools.partial(self._end, used)
+            try:
                 started = method(request, timeout=timeout, metadata=self._authorized(metadata))
             except BaseException:
                 end()
@@ -112,9 +118,15 @@ class _Channel:
             return pairs
         return *pairs, (AUTHORIZATION, f"Bearer {self._files.tokens.contents()[0]}")
 
-    def _use(self) -> _Connected:
-        """Returns the channel for a call, whose end _end() must be told."""
+    def _use(self, method_of: Callable[[Any], Any]) -> tuple[_Connected, Any]:
+        """Returns the channel for a call, whose end _end() must be told, and the call's method.
+
+        Raises ClosedClientError if the channel is closed. gRPC crashes if it is asked for a method
+        of a closed channel.
+        """
         with self._lock:
+            if self._closed:
+                raise ClosedClientError("the channel is closed")
             certificates = self._certificates()
             if certificates is not self._newest.certificates:
                 self._older.append(self._newest)
@@ -122,17 +134,20 @@ class _Channel:
             idle = [one for one in self._older if not one.calls]
             self._older = [one for one in self._older if one.calls]
             used = self._newest
+            method = method_of(used.channel)
             used.calls += 1
         for one in idle:
             self._close_idle(one.channel)
-        return used
+        return used, method
 
     def _end(self, used: _Connected) -> None:
         with self._lock:
             used.calls -= 1
 
-    def _all(self) -> list[Any]:
+    def _close_all(self) -> list[Any]:
+        """Refuses calls from now on; returns the channels, which the caller closes."""
         with self._lock:
+            self._closed = True
             return [self._newest.channel, *(one.channel for one in self._older)]
 
     @staticmethod
@@ -149,7 +164,7 @@ class SecuredChannel(_Channel):
 
     def close(self) -> None:
         """Closes the channel; running calls are cancelled."""
-        for channel in self._all():
+        for channel in self._close_all():
             channel.close()
 
     @staticmethod
@@ -173,7 +188,7 @@ class AsyncSecuredChannel(_Channel):
 
     async def close(self) -> None:
         """Closes the channel; running calls are cancelled."""
-        for channel in self._all():
+        for channel in self._close_all():
             await channel.close()
         await asyncio.gather(*self._closing)
 

@@ -8,6 +8,7 @@ import os
 import re
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,11 @@ Contents = TypeVar("Contents")
 
 # The servers' rule, too. gRPC refuses a text with other characters, and quotes it in its error.
 _TOKEN = re.compile(r"[\x21-\x7e]+")
+
+# Seconds in which the other file of a pair follows the first one, and after which a file is no new
+# one any more.
+_REPLACEMENT_SECONDS = 0.5
+_NEW_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -92,12 +98,14 @@ class WatchedFiles(Generic[Contents]):
     """
 
     def __init__(self, paths: list[Path], read: Callable[[], Contents]) -> None:
-        """Reads the files. `read` returns their contents, or raises CredentialsError."""
+        """Reads the files. `read` returns their contents, or raises CredentialsError.
+
+        Files that are being replaced are read again until they stay as they are.
+        """
         self._paths = paths
         self._read = read
         self._lock = threading.Lock()
-        self._stamp = self._look()
-        self._contents = read()
+        self._contents = self._first()
 
     def contents(self) -> Contents:
         """Returns the contents: the same object as long as the files stay as they are."""
@@ -111,9 +119,40 @@ class WatchedFiles(Generic[Contents]):
                 self._stamp = stamp
             return self._contents
 
+    def _first(self) -> Contents:
+        while True:
+            self._stamp = self._look()
+            try:
+                return self._read()
+            except CredentialsError:
+                if not self._change_within(_REPLACEMENT_SECONDS):
+                    raise
+
+    def _change_within(self, seconds: float) -> bool:
+        """Waits for a change of files that were written a moment ago; returns whether there is one.
+
+        Older files are not being replaced.
+        """
+        end = time.monotonic() + seconds
+        while (stamp := self._look()) == self._stamp:
+            if time.monotonic() > end or not any(map(_is_new, self._paths)):
+                return False
+            time.sleep(0.01)
+        return stamp != self._stamp
+
     def _look(self) -> list[Any]:
         """Returns facts about the files that differ after a change."""
         return [_stamp(path) for path in self._paths]
+
+
+def _is_new(path: Path) -> bool:
+    """Whether the file, or the folder that lacks it, has changed within the last seconds."""
+    for place in (path, path.parent):
+        try:
+            return time.time() - place.stat().st_mtime < _NEW_SECONDS
+        except OSError:
+            continue
+    return False
 
 
 def _stamp(path: Path) -> Any:

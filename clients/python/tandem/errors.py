@@ -82,6 +82,10 @@ class UnsavedUpdatesError(TandemError):
     """A server holds updates that no checkpoint has, and other weights would replace them."""
 
 
+class ClosedClientError(TandemError):
+    """A call of a client that was closed."""
+
+
 class ServerStartError(TandemError):
     """A local server that did not come up, or died."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +25,11 @@ BLOB_MISSING = "BLOB_MISSING"
 _KINDS = {"image": vision_pb2.VISION_KIND_IMAGE, "video": vision_pb2.VISION_KIND_VIDEO}
 
 _ONE = {"image": "an image", "video": "a video"}
+
+# The formats that are read. Pillow knows others, and hands some (EPS) to programs of the machine.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+# Most pixels of an image as its file has it: one of 50 megapixels takes half a gigabyte.
+MAX_IMAGE_PIXELS = 50_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,14 +139,32 @@ class ImageProcessor:
         A mapping is what Parquet files of the Hugging Face Hub have as an image. A relative path
         begins at `folder`.
         """
-        try:
-            values = self._processor(images=[_opened(image, folder)], return_tensors="np")
-        except ConfigError:
-            raise
-        # Readers of images and processors may raise anything.
-        except Exception as error:
-            raise ConfigError(f"image: {type(error).__name__}: {error}") from None
+        with _reading(image, folder) as opened:
+            values = self._processor(images=[opened.convert("RGB")], return_tensors="np")
         return VisionInput(values["pixel_values"], tuple(values["image_grid_thw"][0]))
+
+    def images(
+        self, images: Sequence[Any], folder: str | Path = "", most_tokens: int | None = None
+    ) -> list[VisionInput]:
+        """Returns the pixels of images, as image() does.
+
+        Raises ConfigError, before any pixels are read, for images that have more than `most_tokens`
+        tokens together.
+        """
+        if most_tokens is not None and images:
+            tokens = sum(self._tokens_of(image, folder) for image in images)
+            if tokens > most_tokens:
+                raise ConfigError(
+                    f"images: {len(images)} of them have {tokens:,} tokens, and the model's length "
+                    f"leaves {max(0, most_tokens):,}"
+                )
+        return [self.image(image, folder) for image in images]
+
+    def _tokens_of(self, image: Any, folder: str | Path) -> int:
+        """Returns the number of an image's tokens, by the size in its header."""
+        with _reading(image, folder) as opened:
+            patches = self._processor.get_number_of_image_patches(opened.height, opened.width)
+        return patches // self.merge_size**2
 
     def expand(self, ids: Sequence[int], inputs: Sequence[VisionInput]) -> list[int]:
         """Returns the ids with as many tokens in the place of each image's one as it has rows.
@@ -200,17 +225,39 @@ def images_of(conversation: Sequence[Mapping[str, Any]]) -> list[Any]:
     return images
 
 
-def _opened(image: Any, folder: str | Path) -> Any:
-    """Returns a PIL image."""
+@contextmanager
+def _reading(image: Any, folder: str | Path) -> Iterator[Any]:
+    """Gives a PIL image, of which the header alone has been read if it is a file's.
+
+    Raises ConfigError for what cannot be read.
+    """
     from PIL import Image
 
-    if isinstance(image, Mapping):
-        image = io.BytesIO(image["bytes"]) if image.get("bytes") else image["path"]
-    if isinstance(image, str | Path):
-        image = Path(folder) / image
-        if not image.is_file():
-            raise ConfigError(f"image: {image} is no file")
-    if isinstance(image, Path | io.BytesIO):
-        with Image.open(image) as opened:
-            return opened.convert("RGB")
-    return image
+    try:
+        if isinstance(image, Mapping):
+            image = io.BytesIO(image["bytes"]) if image.get("bytes") else image["path"]
+        if isinstance(image, str | Path):
+            image = Path(folder) / image
+            if not image.is_file():
+                raise ConfigError(f"image: {image} is no file")
+        if not isinstance(image, Path | io.BytesIO):
+            yield image
+            return
+        with warnings.catch_warnings():
+            # Pillow's warning of large images; the bound here is below it.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            opened = Image.open(image, formats=FORMATS)
+        with opened:
+            if opened.width * opened.height > MAX_IMAGE_PIXELS:
+                raise ConfigError(
+                    f"image: has {opened.width:,} x {opened.height:,} pixels, at most "
+                    f"{MAX_IMAGE_PIXELS:,} are read"
+                )
+            yield opened
+    except ConfigError:
+        raise
+    # Readers of images and processors may raise anything.
+    except Exception as error:
+        raise ConfigError(
+            f"image: {type(error).__name__}: {error}", hint=f"{', '.join(FORMATS)} are read"
+        ) from None

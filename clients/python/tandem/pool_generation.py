@@ -1,4 +1,4 @@
-"""The samples of prompts, drawn by several replicas at once."""
+"""The samples of prompts, drawn by the replicas of a pool."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import grpc
 from tandem.client import GenerateStream
 from tandem.errors import DeadlineError, RpcError, from_status
 from tandem.pool_request import Admit, PoolRequest, PoolState
+from tandem.replicas import Replica
 from tandem.requests import Prompt
 from tandem.rollout.v1 import rollout_pb2
 from tandem.types.v1 import trajectory_pb2
@@ -33,6 +34,17 @@ class _Stream:
     answered: bool = False
 
 
+def _limits(replicas: Sequence[Replica]) -> list[tuple[int, int]]:
+    """Returns capacity and window of each replica; see Shares.
+
+    A single replica gets batches of all that its queue holds: no other one could take over what
+    waits, and what runs at the same time does then not depend on the clock.
+    """
+    if len(replicas) == 1:
+        return [(replicas[0].capacity, replicas[0].max_queue)]
+    return [(replica.capacity, replica.window) for replica in replicas]
+
+
 class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
     """A request for the samples of prompts, each with its own request_id.
 
@@ -45,7 +57,7 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
             prompts,
             units=[max(1, prompt.num_samples) for prompt in prompts],
             order=sorted(range(len(prompts)), key=lambda item: tuple(prompts[item].token_ids)),
-            limits=[(replica.capacity, replica.window) for replica in state.replicas],
+            limits=_limits(state.replicas),
             admit=admit,
         )
         self._streams: dict[int, _Stream] = {}
@@ -118,7 +130,7 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         stream.call.submit(prompts)
 
     def _top_up(self, index: int, stream: _Stream) -> None:
-        if stream.half_closed:
+        if stream.half_closed or (len(self.replicas) == 1 and self.shares.sent(index)):
             return
         if items := self.take(index):
             self._submit(stream, items)

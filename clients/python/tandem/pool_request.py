@@ -1,4 +1,4 @@
-"""A request to several replicas at once: a thread for each replica, and the state that they share.
+"""A request to one or several replicas: a thread for each replica, and the state that they share.
 
 The replicas share the items of the request as replica_shares.Shares says.
 """
@@ -6,6 +6,7 @@ The replicas share the items of the request as replica_shares.Shares says.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from tandem.client import RolloutClient
-from tandem.errors import CancelledError, RpcError
+from tandem.errors import RpcError
 from tandem.progress import Progress
 from tandem.replica_shares import Shares
 from tandem.replicas import PoolCounts, Replica
-from tandem.transport import may_pass
+from tandem.transport import Retries, RetryPolicy, may_pass
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -26,10 +27,8 @@ Answer = TypeVar("Answer")
 # other error ends the request.
 Admit = Callable[[RolloutClient], None]
 
-# Seconds between two attempts to reach a replica that is lost.
-RECONNECT_SECONDS = 5.0
 # Seconds in which a call of a replica may end by itself once every item is answered.
-END_SECONDS = 1.0
+END_SECONDS = 5.0
 
 
 @dataclass
@@ -38,6 +37,7 @@ class PoolState:
 
     Attributes:
         replicas: the pool's replicas.
+        retry: how long a request goes on without an answer of any replica.
         note: prints a line for people.
         changed: guards this state, the replicas and every request; notified after each change.
         counts: what was counted since the counts were last taken.
@@ -46,6 +46,7 @@ class PoolState:
     """
 
     replicas: list[Replica]
+    retry: RetryPolicy
     note: Callable[[str], None]
     changed: threading.Condition = field(default_factory=threading.Condition)
     counts: PoolCounts = field(default_factory=PoolCounts)
@@ -56,9 +57,11 @@ class PoolState:
 class PoolRequest(ABC, Generic[Item, Answer]):
     """A request for the answers to items. A subclass knows how to ask a replica.
 
-    When a call of a replica fails in a way that may pass, the other replicas get its items, and it
-    is asked again as often as its client's RetryPolicy says. Then it is lost, and is tried every
-    RECONNECT_SECONDS. Every other failure ends the request, and so does the loss of all replicas.
+    When a call of a replica fails in a way that may pass, the replica is lost: the others get its
+    items, and it is asked again, after the waits of the pool's RetryPolicy, until it answers or the
+    request is over. Every other failure ends the request. So does the loss of all replicas for as
+    long as the policy says: an answer to an item is progress, and the time in which a replica works
+    is no time of waiting.
     """
 
     def __init__(
@@ -88,10 +91,11 @@ class PoolRequest(ABC, Generic[Item, Answer]):
         self._state = state
         self._admit = admit
         self._answers: dict[int, Answer] = {}
-        self._answered_by = [0] * len(self.replicas)
-        # Replicas whose last call failed, those that are lost, and those that serve() runs for.
+        self._retries = [Retries(state.retry) for _ in self.replicas]
+        # Replicas whose last call failed, those that the policy gives up, and those that serve()
+        # runs for.
         self._failed = {i for i, replica in enumerate(self.replicas) if replica.lost}
-        self._lost: set[int] = set()
+        self._given_up: set[int] = set()
         self._serving: set[int] = set()
         self._stopped = False
         self._error: BaseException | None = None
@@ -161,7 +165,7 @@ class PoolRequest(ABC, Generic[Item, Answer]):
     def answer(self, index: int, item: int, answer: Answer) -> None:
         """Keeps the replica's answer to an item. Needs the lock."""
         self._answers[item] = answer
-        self._answered_by[index] += 1
+        self._retries[index].progress()
         self._state.counts.replicas.add(self.replicas[index].client.address)
         self.changed.notify_all()
 
@@ -171,19 +175,19 @@ class PoolRequest(ABC, Generic[Item, Answer]):
     def _work(self, index: int) -> None:
         """Works for one replica until the request is over."""
         try:
-            failures = 0
             while self._begin(index):
-                answered, seconds = self._answered_by[index], 0.0
+                seconds = 0.0
                 try:
                     self._admit(self.replicas[index].client)
                     self._reached(index)
-                    self.serve(index)
+                    began = time.monotonic()
+                    try:
+                        self.serve(index)
+                    finally:
+                        with self.changed:
+                            self._retries[index].worked(time.monotonic() - began)
                 except RpcError as error:
-                    progress = self._answered_by[index] > answered
-                    failures = 1 if progress else failures + 1
-                    seconds = self._put_back(index, error, failures)
-                else:
-                    failures = 0
+                    seconds = self._put_back(index, error)
                 finally:
                     self._end(index)
                 with self.changed:
@@ -214,7 +218,7 @@ class PoolRequest(ABC, Generic[Item, Answer]):
         with self.changed:
             self._serving.add(index)
             self._failed.discard(index)
-            self._lost.discard(index)
+            self._given_up.discard(index)
             was_lost, replica.lost = replica.lost, False
             self.settle(index)
         if was_lost:
@@ -226,30 +230,33 @@ class PoolRequest(ABC, Generic[Item, Answer]):
             self.replicas[index].calls -= 1
             self.changed.notify_all()
 
-    def _put_back(self, index: int, error: RpcError, failures: int) -> float:
-        """Gives a failed replica's items to the others; returns the seconds until the next try.
+    def _put_back(self, index: int, error: RpcError) -> float:
+        """Gives a lost replica's items to the others; returns the seconds until the next attempt.
 
-        Raises `error` if it will not pass, or if every replica is lost.
+        Raises `error` if it will not pass, or if the policy gives up every replica.
         """
-        replica = self.replicas[index]
+        replica, policy = self.replicas[index], self._state.retry
         with self.changed:
             if self._is_over():
                 return 0.0
-            if not may_pass(error) and not isinstance(error, CancelledError):
+            if not may_pass(error):
                 raise error
             self._failed.add(index)
             back = self.shares.leave(index)
             self._state.counts.retried += len(back)
-            seconds = replica.client.retry.wait_before(failures, error)
-            newly_lost = seconds is None and not replica.lost
+            seconds = self._retries[index].wait_after(error)
             if seconds is None:
-                replica.lost = True
-                self._lost.add(index)
-            if len(self._lost) == len(self.replicas):
+                self._given_up.add(index)
+                seconds = policy.maximum_seconds
+            newly_lost, replica.lost = not replica.lost, True
+            if len(self._given_up) == len(self.replicas):
                 raise error
             self.changed.notify_all()
         told = [f"{len(back)} of its prompts are asked again"] if back else []
-        told += ["it is left out until it answers again"] if newly_lost else []
+        if newly_lost and len(self.replicas) == 1:
+            told.append(f"it is waited for, up to {policy.seconds:g} s")
+        elif newly_lost:
+            told.append("it is left out until it answers again")
         if told:
             self._state.note(f"{replica.client.address}: {error.message}: {', '.join(told)}")
-        return RECONNECT_SECONDS if seconds is None else seconds
+        return seconds

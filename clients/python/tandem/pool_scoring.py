@@ -1,4 +1,4 @@
-"""The scores of sequences, computed by several replicas at once."""
+"""The scores of sequences, computed by the replicas of a pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.client import RolloutClient
 from tandem.pool_request import Admit, PoolRequest, PoolState
 from tandem.requests import ToScore
 from tandem.types.v1 import server_pb2
@@ -75,9 +74,17 @@ class PoolScoring(PoolRequest[ToScore, Scored]):
         if not items:
             return
         batch = [self.items[item] for item in items]
-        scored = score(self.replicas[index].client, batch, self._options)
+        options = self._options
+        reply = self.replicas[index].client.score(
+            batch, senior=options.senior, junior=options.junior, temperature=options.temperature
+        )
         with self.changed:
-            for item, one in zip(items, scored, strict=True):
+            for item, scores in zip(items, reply.sequences, strict=True):
+                one = Scored(
+                    from_tensor(scores.senior_logprobs) if options.senior else None,
+                    from_tensor(scores.junior_logprobs) if options.junior else None,
+                    reply.weights,
+                )
                 self.shares.answer(index, item, self._tokens[item])
                 self.answer(index, item, one)
                 self._state.progress.advance(1, self._tokens[item])
@@ -87,20 +94,3 @@ class PoolScoring(PoolRequest[ToScore, Scored]):
 
     def stop(self) -> None:
         """Does nothing: a Score call ends with its client."""
-
-
-def score(
-    client: RolloutClient, sequences: Sequence[ToScore], options: ScoreOptions
-) -> list[Scored]:
-    """Scores the sequences in one call of one server."""
-    reply = client.score(
-        sequences, senior=options.senior, junior=options.junior, temperature=options.temperature
-    )
-    return [
-        Scored(
-            from_tensor(one.senior_logprobs) if options.senior else None,
-            from_tensor(one.junior_logprobs) if options.junior else None,
-            reply.weights,
-        )
-        for one in reply.sequences
-    ]

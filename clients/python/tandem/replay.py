@@ -161,7 +161,8 @@ def contents(path: Path, choice: Choice, warn: Callable[[str], None]) -> Content
                 found.places.setdefault((call.name, place), call)
         elif entry.status is not None:
             del found.unended[call.number]
-            if may_pass(_failure(entry.status, call)):
+            failure = _failure(entry.status, call)
+            if may_pass(failure) and failure.code != grpc.StatusCode.CANCELLED:
                 found.passing.add(call.number)
     if not found.calls:
         raise ConfigError(f"{path}: has no such call")

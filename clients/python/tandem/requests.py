@@ -119,6 +119,9 @@ class Collector:
     """A collector of the samples of a set of prompts, over all attempts of the call.
 
     `on_event` is called with every event. Raises ConfigError for two prompts with one request_id.
+
+    Attributes:
+        num_samples: number of samples that have come.
     """
 
     def __init__(
@@ -129,6 +132,8 @@ class Collector:
         self._on_event = on_event or (lambda _: None)
         self.prompts = [prompt.named(index) for index, prompt in enumerate(prompts)]
         self._samples: dict[str, dict[int, trajectory_pb2.Trajectory]] = {}
+        self._failures: dict[str, RpcError] = {}
+        self.num_samples = 0
         for index, prompt in enumerate(self.prompts):
             if prompt.request_id in self._samples:
                 raise ConfigError(
@@ -145,26 +150,40 @@ class Collector:
         ]
 
     def add(self, event: rollout_pb2.GenerateResponse) -> None:
-        """Takes an event; raises the error of a prompt that failed."""
+        """Takes an event; raises the error of a prompt that failed while others are not finished.
+
+        If none are, the call ends by itself, and require_complete() raises the error.
+        """
         kind = event.WhichOneof("event")
         if kind == "finished":
             trajectory = event.finished.trajectory
             self._samples[event.finished.request_id][trajectory.sample_index] = trajectory
+            self.num_samples += 1
         elif kind == "failed":
-            failure: RpcError = from_status(
-                event.failed.status, request_id=event.failed.request_id, method="Generate"
-            )
-            raise failure
+            name = event.failed.request_id
+            failure: RpcError = from_status(event.failed.status, request_id=name, method="Generate")
+            self._failures[name] = failure
+            if any(prompt.request_id not in self._failures for prompt in self.missing()):
+                raise self._first_failure()
+            return
         self._on_event(event)
 
     def require_complete(self, address: str) -> None:
         """Raises RpcError if the stream ended with a sample missing."""
+        if self._failures:
+            raise self._first_failure()
         if missing := self.missing():
             raise RpcError(
                 f"{address} ended the stream with {len(missing)} prompts unfinished",
                 code=grpc.StatusCode.INTERNAL,
                 method="Generate",
             )
+
+    def _first_failure(self) -> RpcError:
+        """Returns a failure of the attempt, and forgets all: the next attempt asks again."""
+        failure = next(iter(self._failures.values()))
+        self._failures.clear()
+        return failure
 
     def results(self) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order."""

@@ -1,10 +1,9 @@
-"""Generation and scoring on several rollout servers at once."""
+"""Generation and scoring on one or several rollout servers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import grpc
 
@@ -12,14 +11,15 @@ from tandem.client import RolloutClient
 from tandem.errors import DeadlineError, RpcError
 from tandem.pool_generation import PoolGeneration
 from tandem.pool_request import Admit, PoolState
-from tandem.pool_scoring import SCORE_TOKENS, PoolScoring, Scored, ScoreOptions, score
+from tandem.pool_scoring import PoolScoring, Scored, ScoreOptions
 from tandem.progress import Progress
 from tandem.replicas import PoolCounts, Replica
 from tandem.requests import Collector, Prompt, ScoredTokens, ToScore
-from tandem.rollout.v1 import rollout_pb2
+from tandem.transport import RetryPolicy
 from tandem.types.v1 import trajectory_pb2
 
-Item = TypeVar("Item")
+# Seconds in which the threads of requests that were given up may notice it.
+_LEAVE_SECONDS = 10.0
 
 
 def response_to_score(trajectory: trajectory_pb2.Trajectory) -> ScoredTokens:
@@ -35,17 +35,14 @@ def _require_answer(client: RolloutClient) -> None:
 
 
 class RolloutPool:
-    """Several rollout servers (replicas) as one. Thread-safe.
+    """One or several rollout servers (replicas) as one. Thread-safe.
 
     A sample is a function of its prompt, its seed and the weights, so it does not matter which
     replica draws it. Each replica gets a share of a request in proportion to its capacity; prompts
     that begin alike go to the same one as far as the shares allow. A replica is sent a window of
     its share at a time. One that is done takes over what a slower one was not sent, or has not
-    begun. What a replica was sent and did not answer before it failed goes to the others; it is
-    used again when it answers again.
-
-    A single server gets its prompts in batches of at most as many samples as its queue holds: what
-    runs at the same time does then not depend on the clock.
+    begun. What a replica was sent and did not answer before it failed goes to the others, or to
+    itself once it answers again.
     """
 
     def __init__(
@@ -53,13 +50,19 @@ class RolloutPool:
         replicas: Sequence[Replica],
         note: Callable[[str], None] | None = None,
         progress: Progress | None = None,
+        retry: RetryPolicy | None = None,
     ) -> None:
         """Makes a pool that closes the replicas' clients.
 
-        `note` prints a line about a replica, `progress` is told how much is answered.
+        `note` prints a line about a replica, `progress` is told how much is answered. `retry` says
+        how long a request waits for replicas that fail; the clients' own policies should be ONCE,
+        or failures come late.
         """
         self._state = PoolState(
-            list(replicas), note or (lambda _: None), progress=progress or Progress()
+            list(replicas),
+            retry or RetryPolicy(),
+            note or (lambda _: None),
+            progress=progress or Progress(),
         )
 
     @property
@@ -82,19 +85,13 @@ class RolloutPool:
 
         Raises:
             ConfigError: two prompts have the same request_id.
-            RpcError: a replica refused a prompt, or none is left that answers. The first such
-                failure is raised at once, and the calls of the others are cancelled.
+            RpcError: a replica refused a prompt, or none has answered for as long as the policy
+                waits. The first such failure is raised at once, and the calls of the others are
+                cancelled.
         """
         named = Collector(prompts).prompts
         self._state.progress.expect(sum(max(1, one.num_samples) for one in named))
-        if len(self.replicas) > 1:
-            return PoolGeneration(self._state, named, admit or _require_answer).run()
-        [replica] = self.replicas
-        groups: list[list[trajectory_pb2.Trajectory]] = []
-        for batch in _batches(named, lambda one: max(1, one.num_samples), replica.max_queue):
-            with self._call_of(replica, admit or _require_answer):
-                groups += replica.client.generate(batch, on_event=self._count)
-        return groups
+        return PoolGeneration(self._state, named, admit or _require_answer).run()
 
     def score(
         self,
@@ -112,15 +109,7 @@ class RolloutPool:
         """
         options = ScoreOptions(senior, junior, temperature)
         self._state.progress.expect(len(sequences))
-        if len(self.replicas) > 1:
-            return PoolScoring(self._state, sequences, options, admit or _require_answer).run()
-        [replica] = self.replicas
-        scored: list[Scored] = []
-        for batch in _batches(sequences, lambda one: len(one[0]), SCORE_TOKENS):
-            with self._call_of(replica, admit or _require_answer):
-                scored += score(replica.client, batch, options)
-            self._state.progress.advance(len(batch), sum(len(ids) for ids, *_ in batch))
-        return scored
+        return PoolScoring(self._state, sequences, options, admit or _require_answer).run()
 
     @contextmanager
     def drained(self, replica: Replica) -> Iterator[None]:
@@ -162,49 +151,15 @@ class RolloutPool:
             return counts
 
     def close(self) -> None:
-        """Closes every client."""
+        """Closes every client, once the threads of requests have left them."""
+        state = self._state
+        with state.changed:
+            idle = lambda: not any(replica.calls for replica in state.replicas)  # noqa: E731
+            state.changed.wait_for(idle, _LEAVE_SECONDS)
         for client in self.clients:
             client.close()
-
-    def _count(self, event: rollout_pb2.GenerateResponse) -> None:
-        if event.WhichOneof("event") == "finished":
-            self._state.progress.advance(1, len(event.finished.trajectory.response_token_ids))
 
     def _settle(self, replica: Replica) -> None:
         for request in self._state.running:
             request.settle(self.replicas.index(replica))
         self._state.changed.notify_all()
-
-    @contextmanager
-    def _call_of(self, replica: Replica, admit: Admit) -> Iterator[None]:
-        """Admits the only replica to a call, which is made in this thread: Ctrl-C reaches it."""
-        changed = self._state.changed
-        with changed:
-            changed.wait_for(lambda: not replica.updates)
-            replica.calls += 1
-        try:
-            admit(replica.client)
-            yield
-            with changed:
-                self._state.counts.replicas.add(replica.client.address)
-        finally:
-            with changed:
-                replica.calls -= 1
-                changed.notify_all()
-
-
-def _batches(
-    items: Sequence[Item], size_of: Callable[[Item], int], most: int
-) -> Iterator[list[Item]]:
-    """Yields the items in order, in lists whose sizes sum to at most `most`, or of one item."""
-    batch: list[Item] = []
-    filled = 0
-    for item in items:
-        size = size_of(item)
-        if batch and filled + size > most:
-            yield batch
-            batch, filled = [], 0
-        batch.append(item)
-        filled += size
-    if batch:
-        yield batch

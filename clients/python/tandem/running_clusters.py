@@ -17,7 +17,7 @@ from tandem.cluster import LocalCluster
 from tandem.credentials import Credentials
 from tandem.errors import ConfigError
 from tandem.settings import ServersSettings
-from tandem.transport import Connection
+from tandem.transport import Connection, RetryPolicy
 
 Client = TypeVar("Client", bound=Connection)
 
@@ -170,6 +170,8 @@ def connect(
         if address is None:
             raise ConfigError(f"{option}: the cluster that runs has no {kind.role} server")
         found = True
+    # Somebody waits for the command: a server that is not there is said at once.
+    options = {"retry": RetryPolicy(seconds=1.0)} | options
     return kind(address, credentials=with_defaults(own, found=found), **options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -54,7 +55,7 @@ from tandem.text import TextCodec
 from tandem.text_files import read_bytes
 from tandem.trackers import require_installed
 from tandem.trainer.v1 import trainer_pb2
-from tandem.transport import may_pass
+from tandem.transport import ONCE, Retries, RetryPolicy, may_pass
 from tandem.types.v1 import server_pb2, trajectory_pb2
 from tandem.wire import message_record, tandem_record
 
@@ -148,7 +149,8 @@ class Session:
         """Publishes the trainer's weights to `clients`, by default to all rollout servers in use.
 
         The trainer reaches them at the addresses that they advertise. By default, a server that
-        does not answer is left out as long as another one gets the weights. With
+        does not answer is left out as long as another one gets the weights; without any, it is
+        tried again for servers.retry_seconds. With
         objective.max_staleness above 0 this may be called while samples are drawn: one server after
         the other then ends its calls and gets the weights, while the others go on. A single server
         gets them at once, and its samples go on under them.
@@ -160,6 +162,18 @@ class Session:
             for _, failure in self._deliver(chosen, allow_rollback):
                 raise failure
             return
+        retries = Retries(self._retry)
+        while (failure := self._publish_to_all()) is not None:
+            if (seconds := retries.wait_after(failure)) is None:
+                raise failure
+            self._note_once(f"publication: {failure.message}: it is tried again")
+            time.sleep(seconds)
+
+    def _publish_to_all(self) -> RpcError | None:
+        """Publishes to the rollout servers in use; returns a failure if none got the weights.
+
+        Raises a failure that does not pass by itself.
+        """
         replicas = [replica for replica in self.rollouts.replicas if not replica.lost]
         failures: list[tuple[RolloutClient, RpcError]] = []
         if self.settings.objective.max_staleness and len(self.rollouts.replicas) > 1:
@@ -168,10 +182,14 @@ class Session:
                     failures += self._deliver([replica.client])
         else:
             failures += self._deliver([replica.client for replica in replicas])
-        for client, failure in failures:
-            if len(failures) == len(replicas) or not may_pass(failure):
+        for _, failure in failures:
+            if not may_pass(failure):
                 raise failure
+        if failures and len(failures) == len(replicas):
+            return failures[0][1]
+        for client, failure in failures:
             self.rollouts.leave_out(client, failure)
+        return None
 
     def _deliver(
         self, clients: Sequence[RolloutClient], allow_rollback: bool = False
@@ -329,19 +347,29 @@ class Session:
             hint="does another run publish to these rollout servers, or do they restart?",
         )
 
-    def critic(self) -> CriticClient:
+    def critic(self, retry: RetryPolicy | None = None) -> CriticClient:
         """Returns a client of the run's critic, which the caller closes.
 
-        Raises ConfigError if neither the settings nor the trainer name a critic.
+        `retry` is that of the run by default. Raises ConfigError if neither the settings nor the
+        trainer name a critic.
         """
         if self.critic_address is None:
             raise ConfigError("servers.critic: not set, and the trainer has no critic_address")
-        return CriticClient(self.critic_address, **self._client_options())
+        return CriticClient(self.critic_address, **self._client_options(retry or self._retry))
 
-    def _client_options(self) -> dict[str, Any]:
+    @property
+    def _retry(self) -> RetryPolicy:
+        return RetryPolicy(seconds=self.settings.servers.retry_seconds)
+
+    def _client_options(self, retry: RetryPolicy = ONCE) -> dict[str, Any]:
+        """Returns the options of a client, which by default does not wait for its server.
+
+        A run that begins does not, and the clients of a pool never do: the pool does.
+        """
         return {
             "timeout_seconds": self.settings.servers.timeout_seconds,
             "credentials": self._credentials,
+            "retry": retry,
         }
 
     def facts(self) -> dict[str, Any]:
@@ -613,7 +641,7 @@ class Session:
         client = self._stack.enter_context(RolloutClient(address, **self._client_options()))
         with problems.collect():
             info = client.info()
-            server = RolloutPool([Replica.of(client, info)])
+            server = RolloutPool([Replica.of(client, info)], self.note, retry=self._retry)
             self._stack.callback(server.close)
             model = info.server.model
             self.reference = ServerReference(server, model, client.weights_version())
@@ -648,9 +676,9 @@ class Session:
             return
         with problems.collect():
             _by_advertised_address(zip(clients, rollouts, strict=True))
-        self.rollouts = RolloutPool(
-            list(map(Replica.of, clients, rollouts)), self.note, self.progress
-        )
+        self.trainer.retry = self._retry
+        replicas = list(map(Replica.of, clients, rollouts))
+        self.rollouts = RolloutPool(replicas, self.note, self.progress, self._retry)
         self._stack.callback(self.rollouts.close)
         self.critic_address = servers.critic or trainer.critic_address or None
         named = {
@@ -673,7 +701,7 @@ class Session:
         for whose, info in named.items():
             models[whose] = info.server.model
         if self.uses_critic:
-            with problems.collect(), self.critic() as critic:
+            with problems.collect(), self.critic(ONCE) as critic:
                 models[f"the critic at {self.critic_address}"] = critic.info().server.model
         if self.settings.reference == "junior" and self.purpose == "train":
             self.reference = JuniorReference(self.rollouts)
@@ -730,11 +758,12 @@ class Session:
 
 
 def _sampling(settings: SamplingSettings, codec: TextCodec) -> dict[str, Any]:
-    """Returns the fields of SamplingParams: stop texts as ids of tokens."""
+    """Returns the fields of SamplingParams: the names of special tokens as their ids."""
     params = given(settings)
     if texts := params.pop("stop", None):
-        ids = codec.stop_token_ids(texts, "sampling.stop")
-        params["stop_token_ids"] = sorted({*settings.stop_token_ids, *ids})
+        params |= codec.stops(texts, "sampling.stop")
+        ids = {*settings.stop_token_ids, *params["stop_token_ids"]}
+        params["stop_token_ids"] = sorted(ids)
     return params
 
 

@@ -168,6 +168,10 @@ class ServersSettings(Settings):
     # Longest time of a call in seconds: a call draws all samples of a step at one server, makes a
     # train step or saves a checkpoint. It holds with `cluster`, too.
     timeout_seconds: float = Field(3600.0, gt=0, le=1e8)
+    # Most seconds that a run waits for a server that fails in its middle: one that restarts, has no
+    # address for a moment or refuses work because it is full. Progress starts the time again. It
+    # holds with `cluster`, too. 0: the first failure ends the run.
+    retry_seconds: float = Field(120.0, ge=0, le=1e8)
     # Most seconds that the run waits at its start for servers without `cluster` to serve. 0: it
     # fails at once if one does not.
     start_timeout_seconds: float = Field(0.0, ge=0, le=1e8)
@@ -345,8 +349,9 @@ class SamplingSettings(Settings):
     min_p: float = Field(0.0, ge=0, le=1)
     max_tokens: Count = 64
     stop_token_ids: list[TokenId] = []
-    # Texts that end a response and belong to it: a response ends with a token whose own text ends
-    # with one of them. A text that spans several tokens is not found.
+    # Texts that end a response, over however many tokens each. The token that completes one of them
+    # is the response's last. The name of a special token is that token. At most 16 texts of 256
+    # bytes.
     stop: list[Text] = []
     ignore_eos: bool = False
 

@@ -14,8 +14,9 @@ from tandem.errors import ConfigError
 from tandem.images import ImageProcessor, VisionInput, images_of
 from tandem.text_files import json_object, read_text, require_no_lfs_pointer
 
-# The rollout server's bound (kMaxStopTokenIds).
-MAX_STOP_TOKEN_IDS = 256
+# The rollout server's bounds (kMaxStopTexts, kMaxStopTextBytes).
+MAX_STOP_TEXTS = 16
+MAX_STOP_TEXT_BYTES = 256
 # The file that the servers read, too.
 TOKENIZER = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
@@ -147,34 +148,36 @@ class TextCodec:
 
     def special_token_id(self, text: str) -> int | None:
         """Returns the id of the special token with this name; None if there is none."""
-        token = self._tokenizer.token_to_id(text)
+        try:
+            token = self._tokenizer.token_to_id(text)
+        except UnicodeEncodeError:  # A lone surrogate names no token.
+            return None
         added = self._tokenizer.get_added_tokens_decoder().get(token) if token is not None else None
         return token if added is not None and added.special else None
 
-    def stop_token_ids(self, texts: Sequence[str], field: str) -> list[int]:
-        """Returns the ids of the tokens that end a response for these stop texts.
+    def stops(self, texts: Sequence[str], field: str) -> dict[str, list[Any]]:
+        """Returns the fields of SamplingParams by which these texts end a response.
 
-        They are the token that has a text as its name (a special token, for example) and every
-        token whose own text ends with it: for a line feed also a full stop with a line feed. Raises
-        ConfigError, which begins with `field`, for a text that no token ends with, and for texts
-        with more tokens than a server takes.
+        The name of a special token is that token, which is no part of the text; a server finds
+        every other text, over however many tokens it stretches. Raises ConfigError, which begins
+        with `field`, for texts beyond the server's bounds.
         """
-        found: set[int] = set()
-        for text in texts:
-            named = self._tokenizer.token_to_id(text)
-            ids = {*self.ids_ending_with(text), *([] if named is None else [named])}
-            if not ids:
+        ids = {text: self.special_token_id(text) for text in texts}
+        stop = [text for text, token in ids.items() if token is None]
+        if len(stop) > MAX_STOP_TEXTS:
+            raise ConfigError(f"{field}: has {len(stop)} texts, a server takes {MAX_STOP_TEXTS}")
+        for text in stop:
+            try:
+                size = len(text.encode())
+            except UnicodeEncodeError:
+                raise ConfigError(f"{field}: {text!r} is not Unicode text") from None
+            if not 0 < size <= MAX_STOP_TEXT_BYTES:
                 raise ConfigError(
-                    f"{field}: no token of {self.directory} ends with {text!r}",
-                    hint="servers stop at single tokens, for example '<|im_end|>' or a line feed",
+                    f"{field}: {text[:40]!r} has {size} bytes, a server takes 1 to "
+                    f"{MAX_STOP_TEXT_BYTES}"
                 )
-            found |= ids
-        if len(found) > MAX_STOP_TOKEN_IDS:
-            raise ConfigError(
-                f"{field}: {len(found)} tokens of {self.directory} end with these texts; a server "
-                f"takes {MAX_STOP_TOKEN_IDS} stop tokens"
-            )
-        return sorted(found)
+        named = sorted(token for token in ids.values() if token is not None)
+        return {"stop_token_ids": named, "stop": stop}
 
     def ids_ending_with(self, text: str) -> list[int]:
         """Returns the ids of the tokens whose own text ends with `text`; never special tokens."""
@@ -220,25 +223,33 @@ class TextCodec:
         messages: Sequence[Mapping[str, Any]],
         folder: str | Path = "",
         template_kwargs: Mapping[str, Any] | None = None,
+        longest: int | None = None,
     ) -> tuple[list[int], list[VisionInput]]:
         """Returns the ids of a conversation, as chat() does, and the images of its contents.
 
         A content may be a list of parts: {"type": "text", "text": ...} and {"type": "image",
         "image": ...}, with an image as ImageProcessor.image() takes it. Every image has as many
-        tokens as it has rows. Relative paths begin at `folder`.
+        tokens as it has rows. Relative paths begin at `folder`. Images that would make the prompt
+        longer than `longest` are refused before their pixels are read.
         """
-        return self.with_images(self.chat(messages, template_kwargs), images_of(messages), folder)
+        ids = self.chat(messages, template_kwargs)
+        return self.with_images(ids, images_of(messages), folder, longest)
 
     def with_images(
-        self, ids: list[int], images: Sequence[Any], folder: str | Path = ""
+        self,
+        ids: list[int],
+        images: Sequence[Any],
+        folder: str | Path = "",
+        longest: int | None = None,
     ) -> tuple[list[int], list[VisionInput]]:
         """Returns the ids of a prompt with one token for each image, expanded, and its images.
 
-        Images and `folder` as in chat_with_images().
+        Images, `folder` and `longest` as in chat_with_images().
         """
         if not images:
             return ids, []
-        inputs = [self.images.image(image, folder) for image in images]
+        room = None if longest is None else longest - (len(ids) - len(images))
+        inputs = self.images.images(images, folder, room)
         return self.images.expand(ids, inputs), inputs
 
     @cached_property

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -24,6 +26,7 @@ from tandem.channel import open_channel, why_refused
 from tandem.credentials import Credentials
 from tandem.errors import (
     REQUEST_ID_KEY,
+    ClosedClientError,
     FailedPreconditionError,
     RpcError,
     UnavailableError,
@@ -37,6 +40,8 @@ from tandem.types.v1 import vision_pb2
 Response = TypeVar("Response")
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
+
+_log = logging.getLogger(__name__)
 
 # Most bytes of a message to a server; larger requests travel in several messages.
 MAX_SEND_BYTES = 4 << 20
@@ -57,7 +62,16 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_SEND_BYTES),
     # The client itself retries, and keeps the request id.
     ("grpc.enable_retries", 0),
+    # A server that is back, perhaps at another address of its name, is found within seconds.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]
+
+# Channels with this option share no connection with another one. A connection has at most 128 calls
+# at a time, and a call beyond waits for one of them to end.
+OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 # The request id of the calls that a context makes; without one each call has an id of its own.
 CALLER_REQUEST_ID: ContextVar[str] = ContextVar("CALLER_REQUEST_ID")
@@ -68,32 +82,87 @@ NOT_REPEATABLE = frozenset({"ExportModel"})
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The number of attempts of a call, and the waits between them.
+    """How long a client waits for a server that fails, and for how long between two attempts.
 
-    Only errors that may pass by themselves are retried: UNAVAILABLE, and RESOURCE_EXHAUSTED if the
-    server says how long to wait (it does when waiting helps). A retry is safe because a second
-    success leaves the same state as the first: a train step is known by its request_id, a sample is
-    a function of its seed, and weights that are published, saved or loaded stay so. ExportModel and
-    open streams are never retried.
+    Only errors that may pass by themselves are retried: UNAVAILABLE, CANCELLED by the server, and
+    RESOURCE_EXHAUSTED if it says how long to wait (it does when waiting helps). A retry is safe
+    because a second success leaves the same state as the first: a train step is known by its
+    request_id, a sample is a function of its seed, and weights that are published, saved or loaded
+    stay so. ExportModel and open streams are never retried.
+
+    Attributes:
+        seconds: longest time without progress, from the first failure on. 0: no second attempt.
+        initial_seconds: the first wait at most; each one may be twice as long as the one before. A
+            wait is a random part of that, at least a half.
+        maximum_seconds: the longest wait that the server does not ask for.
     """
 
-    attempts: int = 4
+    seconds: float = 120.0
     initial_seconds: float = 0.2
     maximum_seconds: float = 5.0
 
-    def wait_before(self, attempt: int, error: RpcError) -> float | None:
-        """Seconds to wait before attempt number `attempt` (from 1), or None to give up."""
-        if attempt >= self.attempts or error.method in NOT_REPEATABLE or not may_pass(error):
+
+# One attempt.
+ONCE = RetryPolicy(seconds=0.0)
+
+
+class Retries:
+    """The attempts at one server, of a call or of all calls of a request."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self.policy = policy
+        self._failures = 0
+        self._since: float | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an attempt failed since the last progress."""
+        return self._since is not None
+
+    def progress(self) -> None:
+        """Takes an answer: the next failure is the first one."""
+        self._failures = 0
+        self._since = None
+
+    def worked(self, seconds: float) -> None:
+        """Takes seconds in which the server was at work, which do not count as waiting."""
+        if self._since is not None:
+            self._since += seconds
+
+    def wait_after(self, error: RpcError) -> float | None:
+        """Returns the seconds to wait before the next attempt, or None to give up."""
+        if error.method in NOT_REPEATABLE or not may_pass(error):
             return None
-        backoff = min(self.maximum_seconds, self.initial_seconds * 2 ** (attempt - 1))
-        return max(error.retry_after_seconds or 0.0, backoff * random.uniform(0.8, 1.2))
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        left = self.policy.seconds - (now - self._since)
+        if left <= 0:
+            return None
+        policy = self.policy
+        longest = min(policy.initial_seconds * 2 ** min(self._failures, 30), policy.maximum_seconds)
+        self._failures += 1
+        # Clients that lost a server together must not come back together.
+        wait = longest * random.uniform(0.5, 1.0)
+        return max(error.retry_after_seconds or 0.0, min(wait, left))
 
 
 def may_pass(error: RpcError) -> bool:
     """Returns whether a failure may pass by itself, so that the same call can succeed later."""
     if error.code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return error.retry_after_seconds is not None
-    return error.code == grpc.StatusCode.UNAVAILABLE
+    # A server that shuts down cancels the calls that it does not end in time.
+    return error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+# grpc.aio hides the status of a call that the server ends while the client writes to it behind an
+# INTERNAL of its own (grpc/grpc issue 36066). The call is made again, to learn the status.
+_HIDDEN_STATUS = "Internal error from Core"
+_HIDDEN_ATTEMPTS = 8
+
+
+def hides_status(error: RpcError) -> bool:
+    """Returns whether grpc.aio failed to say why the server ended a call."""
+    return error.code == grpc.StatusCode.INTERNAL and error.message == _HIDDEN_STATUS
 
 
 @dataclass(frozen=True)
@@ -148,9 +217,11 @@ class Call:
             address=self.address,
             role=self.role,
         )
-        if isinstance(failure, UnavailableError):
+        if isinstance(failure, UnavailableError) and "failed to connect" in failure.message:
             refused = why_refused(failure.message, self.credentials, self.address)
             failure.hint = refused or failure.hint
+            reason = _last_error(failure.message)
+            failure.message = f"cannot connect to the server at {self.address}: {reason}"
         return failure
 
 
@@ -226,14 +297,17 @@ class Transport:
     Attributes:
         role: the kind of the server: "rollout", "trainer", "critic"; "" for any.
         default_address: the address at which a server of this kind listens by default.
-        default_timeout_seconds: the default timeout of a call.
+        default_timeout_seconds: the default timeout of an attempt at a call.
         stubs: the stubs of the server's services, whose methods have different names.
+        streaming: the methods with a stream of responses. They have a connection of their own: a
+            call with one reply never waits for streams that are open, nor does a health check.
     """
 
     role: ClassVar[str] = ""
     default_address: ClassVar[str] = ""
     default_timeout_seconds: ClassVar[float] = 600.0
     stubs: ClassVar[tuple[type, ...]] = ()
+    streaming: ClassVar[frozenset[str]] = frozenset()
     _response_stream: ClassVar[type]
 
     def __init__(
@@ -252,13 +326,20 @@ class Transport:
         self.credentials = Credentials.from_environment() if credentials is None else credentials
         self.timeout_seconds = timeout_seconds or self.default_timeout_seconds
         self.retry = retry or RetryPolicy()
-        self.channel = self._open_channel()
-        self._health = health_pb2_grpc.HealthStub(self.channel)
+        # A channel connects with its first call.
+        self.channel = self._open_channel(CHANNEL_OPTIONS)
+        self._streams, self._checks = (
+            self._open_channel([*CHANNEL_OPTIONS, OWN_CONNECTION]) for _ in range(2)
+        )
+        self._closed = False
+        self._health = health_pb2_grpc.HealthStub(self._checks)
         self._methods: dict[str, Any] = {}
         self._services: dict[str, str] = {}
         for stub in self.stubs:
             methods = vars(stub(self.channel))
+            streams = vars(stub(self._streams))
             self._methods |= methods
+            self._methods |= {name: streams[name] for name in self.streaming & methods.keys()}
             self._services |= dict.fromkeys(methods, _service_of(stub))
 
     async def check_health(self, service: str = "", timeout_seconds: float = 5.0) -> Health:
@@ -272,7 +353,9 @@ class Transport:
     async def _check_health(self, service: str, timeout_seconds: float) -> Health:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            reply = await self._reply(self._health.Check(request, timeout=timeout_seconds))
+            with self._open():
+                started = self._health.Check(request, timeout=timeout_seconds)
+                reply = await self._reply(started)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return Health("SERVICE_UNKNOWN")
@@ -296,20 +379,68 @@ class Transport:
         self, method: str, request: Callable[[], Any], timeout_seconds: float | None
     ) -> Any:
         call = self._new_call(method, timeout_seconds)
-        number = 1
-        while True:
-            with call.span(self._services[method]) as span:
+
+        async def once() -> Any:
+            with call.span(self._services[method]) as span, self._open():
                 try:
                     started = self._methods[method](request(), **call.options(span))
                     return await self._reply(started)
                 except grpc.RpcError as error:
                     failure = call.failure(error)
                     span.end(failure)
-            wait = self.retry.wait_before(number, failure)
-            if wait is None:
+                    raise failure from None
+
+        return await self._retried(once)
+
+    async def _retried(
+        self,
+        once: Callable[[], Coroutine[Any, Any, Result]],
+        progress: Callable[[], int] = lambda: 0,
+    ) -> Result:
+        """Returns the result of the first attempt that succeeds; the policy says when to give up.
+
+        `progress` counts what the attempts have brought so far.
+        """
+        retries, before, hidden = Retries(self.retry), progress(), 0
+        while True:
+            try:
+                result = await once()
+                break
+            except RpcError as error:
+                failure = error
+            if hides_status(failure) and hidden < _HIDDEN_ATTEMPTS:
+                hidden += 1
+                continue
+            if (now := progress()) > before:
+                before = now
+                retries.progress()
+            told = retries.waiting
+            if (wait := retries.wait_after(failure)) is None:
                 raise failure
+            if not told:
+                _log.warning(
+                    "%s: %s: trying again, for up to %g s",
+                    failure.method or self.address,
+                    failure.message,
+                    self.retry.seconds,
+                )
             await self._sleep(wait)
-            number += 1
+        if retries.waiting:
+            _log.warning("%s answers again", self.address)
+        return result
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Raises ClosedClientError for a call of a closed client."""
+        try:
+            if self._closed:
+                raise ClosedClientError(f"the client of {self.address} is closed")
+            yield
+        # gRPC's own errors, if another thread closes the channel meanwhile.
+        except (ValueError, grpc.aio.UsageError):
+            if not self._closed:
+                raise
+            raise ClosedClientError(f"the client of {self.address} is closed") from None
 
     async def _with_images(
         self,
@@ -341,17 +472,23 @@ class Transport:
             if pixels is not None:
                 await self._send("UploadBlob", _upload_messages(digest, pixels))
 
-    async def _collect(self, method: str, messages: Iterator[Any]) -> list[Any]:
-        """Returns all responses of a stream. No retries."""
-        responses: list[Any] = []
-        await self._each(self._stream(method, messages), responses.append)
-        return responses
+    async def _collect(self, method: str, messages: Iterable[Any]) -> list[Any]:
+        """Returns all responses of a stream, which every attempt asks for from the first."""
+        messages = list(messages)
+
+        async def once() -> list[Any]:
+            responses: list[Any] = []
+            await self._each(self._stream(method, iter(messages)), responses.append)
+            return responses
+
+        return await self._retried(once)
 
     def _stream(self, method: str, messages: Any, timeout_seconds: float | None = None) -> Any:
         """Starts a call and returns its responses. No retries."""
         call = self._new_call(method, timeout_seconds)
         span = call.span(self._services[method])
-        started = self._methods[method](messages, **call.options(span))
+        with self._open():
+            started = self._methods[method](messages, **call.options(span))
         return self._response_stream(call, span, started)
 
     def _new_call(self, method: str, timeout_seconds: float | None) -> Call:
@@ -360,7 +497,7 @@ class Transport:
 
     # The differences between the two kinds of channel.
 
-    def _open_channel(self) -> Any:
+    def _open_channel(self, options: Sequence[tuple[str, int]]) -> Any:
         raise NotImplementedError
 
     async def _reply(self, started: Any) -> Any:
@@ -392,9 +529,16 @@ def _service_of(stub: type) -> str:
 def _why_unreachable(error: Any, timeout_seconds: float) -> str:
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer in {timeout_seconds:g} s"
-    # gRPC puts what happened last at the end: "...; last error: UNKNOWN: ipv4:127.0.0.1:1: ...".
-    details = (error.details() or error.code().name).rpartition("last error: ")[2]
-    return details.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
+    return _last_error(error.details() or error.code().name)
+
+
+def _last_error(details: str) -> str:
+    """Returns what happened last, which gRPC puts at the end.
+
+    Its texts look like "...; last error: UNKNOWN: ipv4:127.0.0.1:1: ...".
+    """
+    last = details.rpartition("last error: ")[2]
+    return last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
 
 
 def blocking(
@@ -426,14 +570,16 @@ class Connection(Transport):
         self.close()
 
     def close(self) -> None:
-        """Closes the channel; running calls are cancelled."""
-        self.channel.close()
+        """Closes the channels; running calls are cancelled, and later ones refused."""
+        self._closed = True
+        for channel in (self.channel, self._streams, self._checks):
+            channel.close()
 
     check_health = blocking(Transport.check_health)
     health = blocking(Transport.health)
 
-    def _open_channel(self) -> Any:
-        channel = open_channel(self.address, self.credentials, CHANNEL_OPTIONS)
+    def _open_channel(self, options: Sequence[tuple[str, int]]) -> Any:
+        channel = open_channel(self.address, self.credentials, options)
         return recorded(channel, self.address)
 
     async def _reply(self, started: Any) -> Any:
@@ -462,11 +608,13 @@ class AsyncConnection(Transport):
         await self.close()
 
     async def close(self) -> None:
-        """Closes the channel; running calls are cancelled."""
-        await self.channel.close()
+        """Closes the channels; running calls are cancelled, and later ones refused."""
+        self._closed = True
+        for channel in (self.channel, self._streams, self._checks):
+            await channel.close()
 
-    def _open_channel(self) -> Any:
-        channel = open_channel(self.address, self.credentials, CHANNEL_OPTIONS, asynchronous=True)
+    def _open_channel(self, options: Sequence[tuple[str, int]]) -> Any:
+        channel = open_channel(self.address, self.credentials, options, asynchronous=True)
         return recorded(channel, self.address, asynchronous=True)
 
     async def _reply(self, started: Any) -> Any:

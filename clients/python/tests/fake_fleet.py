@@ -17,10 +17,10 @@ from tandem.replicas import Replica
 from tandem.rollout.v1 import rollout_pb2
 from tandem.rollout_pool import RolloutPool
 from tandem.trainer.v1 import trainer_pb2
-from tandem.transport import RetryPolicy
+from tandem.transport import ONCE, RetryPolicy
 from tandem.weights.v1 import weights_pb2
 
-RETRY = RetryPolicy(attempts=4, initial_seconds=0.01, maximum_seconds=0.02)
+RETRY = RetryPolicy(initial_seconds=0.01, maximum_seconds=0.05)
 
 
 class FakeReplica(fakes.FakeRollout):
@@ -37,6 +37,7 @@ class FakeReplica(fakes.FakeRollout):
         submitted: request_ids of the prompts that have reached it.
         recalled: request_ids whose cancellation has reached it; it acts on it after its sample.
         contexts: those of its Generate calls.
+        cut: number of Generate calls that did not come to their end.
         streams: number of Generate calls that are open.
         updates: `streams` at the time of each update of the weights.
         scored: number of sequences that it scored.
@@ -55,6 +56,7 @@ class FakeReplica(fakes.FakeRollout):
         self.submitted = []
         self.recalled = []
         self.contexts = []
+        self.cut = 0
         self.streams = 0
         self.updates = []
         self.scored = 0
@@ -102,10 +104,13 @@ class FakeReplica(fakes.FakeRollout):
         self._require_up(context)
         self.contexts.append(context)
         self.streams += 1
+        whole = False
         try:
             yield from self._draw(requests, context)
+            whole = context.is_active()
         finally:
             self.streams -= 1
+            self.cut += not whole
 
     def _draw(self, requests, context):
         arrived = queue.SimpleQueue()
@@ -199,13 +204,12 @@ def serve(replicas, world=None):
 
 
 @contextmanager
-def pool_of(replicas, capacity=2, note=lambda text: None):
-    """A pool of served replicas, whose clients retry quickly."""
+def pool_of(replicas, capacity=2, note=lambda text: None, retry=RETRY):
+    """A pool of served replicas, which retries quickly."""
     with serve(replicas):
-        clients = [RolloutClient(replica.address, retry=RETRY) for replica in replicas]
-        pool = RolloutPool(
-            [Replica(client, capacity, 4096, has_junior=True) for client in clients], note
-        )
+        clients = [RolloutClient(replica.address, retry=ONCE) for replica in replicas]
+        members = [Replica(client, capacity, 4096, has_junior=True) for client in clients]
+        pool = RolloutPool(members, note, retry=retry)
         try:
             yield pool
         finally:

@@ -27,6 +27,7 @@ from tandem.wire import tandem_record, to_tensor
 
 VOCABULARY = 64
 EOS = 0
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def error_status(code, message, *, field=None, reason=None, retry_seconds=None):
@@ -70,6 +71,7 @@ class FakeWorld:
         self.rollout_weights = weights(0, "")  # those in a rollout server's GetServerInfo
         self.batches = []  # request_ids of every batch that Generate admitted
         self.open_streams = 0  # Generate calls that have not ended
+        self.cut_calls = 0  # Generate calls that the client cancelled
         self.max_model_len = 128
         self.junior_max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
@@ -145,15 +147,22 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
             reply.speculator_weights.version = self.world.speculator_version
         return reply
 
-    def _leave(self):
-        self.world.open_streams -= 1
-
     def Generate(self, requests, context):
         self.world.enter("Generate", context)
         self.world.open_streams += 1
         self.world.on_open(context)
-        if not context.add_callback(self._leave):  # The call has ended already.
-            self._leave()
+        ended = []
+
+        def leave():
+            self.world.cut_calls += not ended
+            self.world.open_streams -= 1
+
+        if not context.add_callback(leave):  # The call has ended already.
+            leave()
+        yield from self._answers(requests, context)
+        ended.append(True)
+
+    def _answers(self, requests, context):
         batch = []
         for request in requests:
             if not request.HasField("submit"):
@@ -403,9 +412,14 @@ def serve(
     address="127.0.0.1:0",
     rollout=None,
     trainer=None,
+    max_calls=None,
 ):
-    """Serves all services at one address, which it yields; with `credentials` over TLS."""
-    server = grpc.server(futures.ThreadPoolExecutor(8), interceptors=interceptors)
+    """Serves all services at one address, which it yields; with `credentials` over TLS.
+
+    A connection has at most `max_calls` calls at a time.
+    """
+    options = [] if max_calls is None else [("grpc.max_concurrent_streams", max_calls)]
+    server = grpc.server(futures.ThreadPoolExecutor(16), interceptors=interceptors, options=options)
     rollout = rollout or FakeRollout(world, model_path)
     trainer = trainer or FakeTrainer(world)
     rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollout, server)

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import threading
+from contextlib import ExitStack
 
 import fakes
 import pytest
@@ -28,10 +29,32 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.requests import Prompt, SupervisedSample
-from tandem.transport import MAX_SEND_BYTES
+from tandem.transport import MAX_SEND_BYTES, ONCE
 
-QUICK = RetryPolicy(attempts=3, initial_seconds=0.01)
+QUICK = RetryPolicy(initial_seconds=0.01)
 SAMPLES = [SupervisedSample([1], [2, 3])]
+
+
+class Clock:
+    """The time of the transport: it passes in waits alone."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.waits = []
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.waits.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(transport, "time", clock)
+    return clock
 
 
 def prompts(count=3, samples=2):
@@ -87,9 +110,65 @@ def test_retries_keep_every_id_and_stop(world, address):
     assert len(set(ids)) == 1
     assert reply.report.weights.version == 1
 
-    world.failures = [fakes.error_status(14, "busy")] * 3
-    with TrainerClient(address, retry=QUICK) as client, pytest.raises(UnavailableError):
-        client.train_step(SAMPLES, run_id="r", step=2, expected_version=1)
+
+def test_a_call_waits_for_its_server_as_long_as_the_policy_says(world, address, clock, caplog):
+    world.failures = [fakes.error_status(14, "busy")] * 1000
+    with TrainerClient(address) as client, pytest.raises(UnavailableError):
+        client.info()
+    assert sum(clock.waits) == pytest.approx(120)
+    assert len(world.calls) == len(clock.waits) + 1
+    *waits, last = clock.waits
+    bounds = [min(5, 0.2 * 2**n) for n in range(len(waits))]
+    assert all(bound / 2 <= wait <= bound for wait, bound in zip(waits, bounds, strict=True))
+    assert last <= 5
+    assert len(set(clock.waits)) > len(clock.waits) / 2
+    # It is said once what the client waits for.
+    [said] = caplog.messages
+    assert said == "GetServerInfo: busy: trying again, for up to 120 s"
+    del world.failures[2:]
+    with TrainerClient(address) as client:
+        client.info()
+    assert caplog.messages[-1] == f"{address} answers again"
+
+
+def test_without_seconds_there_is_one_attempt(world, address, clock):
+    world.failures = [fakes.error_status(14, "busy")] * 2
+    with TrainerClient(address, retry=ONCE) as client, pytest.raises(UnavailableError):
+        client.info()
+    assert len(world.calls) == 1
+    assert clock.waits == []
+
+
+def test_a_sample_is_progress_and_starts_the_time_again(world, address, clock):
+    # Every attempt brings one sample, and fails; the waits are longer than the policy's seconds.
+    world.cut_streams = 9
+    policy = RetryPolicy(seconds=1, initial_seconds=0.9)
+    with RolloutClient(address, retry=policy) as client:
+        groups = client.generate(prompts(count=5, samples=2))
+    assert [len(group) for group in groups] == [2] * 5
+    assert sum(clock.waits) > 2
+
+
+def test_a_server_that_cancels_a_call_because_it_ends_is_asked_again(world, address):
+    world.failures = [fakes.error_status(1, "the server ends")]
+    with TrainerClient(address, retry=QUICK) as client:
+        client.info()
+    assert len(world.calls) == 2
+
+
+def test_a_server_that_restarts_is_found_again_by_the_same_client(world, caplog):
+    before, answers = ExitStack(), []
+    address = before.enter_context(fakes.serve(world))
+    with TrainerClient(address, retry=QUICK) as client:
+        client.info()
+        before.close()
+        step = {"run_id": "r", "step": 1, "expected_version": 0}
+        work = threading.Thread(target=lambda: answers.append(client.train_step(SAMPLES, **step)))
+        work.start()
+        wait_until(lambda: any("trying again" in message for message in caplog.messages))
+        with fakes.serve(world, address=address):
+            work.join()
+    assert answers[0].report.weights.version == 1
 
 
 def test_a_repeated_request_is_answered_from_the_table(address):
@@ -103,13 +182,11 @@ def test_a_repeated_request_is_answered_from_the_table(address):
     assert first.report == second.report
 
 
-def test_retry_waits_as_long_as_the_server_wishes(world, address, monkeypatch):
-    waits = []
-    monkeypatch.setattr(transport.time, "sleep", waits.append)
+def test_retry_waits_as_long_as_the_server_wishes(world, address, clock):
     world.failures = [fakes.error_status(8, "full", retry_seconds=300)]
     with TrainerClient(address, retry=QUICK) as client:
         client.info()
-    assert waits == [300]
+    assert clock.waits == [300]
 
 
 def test_other_failures_are_not_tried_again(world, address):
@@ -263,7 +340,7 @@ def test_an_objective_that_does_not_fit_the_contract_is_named(value):
 
 
 def test_an_unreachable_server_is_told_from_an_unimplemented_method(address):
-    with RolloutClient("127.0.0.1:1", retry=QUICK) as client:
+    with RolloutClient("127.0.0.1:1", retry=ONCE) as client:
         assert client.health() == "UNREACHABLE"
         with pytest.raises(UnavailableError, match="tandem up"):
             client.info()

@@ -30,8 +30,9 @@ from tandem.channel import open_channel
 from tandem.client import RolloutClient, TrainerClient
 from tandem.cluster import LocalCluster
 from tandem.cluster_plan import planned
-from tandem.credentials import is_loopback, watched_tokens
+from tandem.credentials import NO_CREDENTIALS, is_loopback, watched_tokens
 from tandem.errors import (
+    ClosedClientError,
     ConfigError,
     CredentialsError,
     PermissionDeniedError,
@@ -45,9 +46,8 @@ from tandem.recording_proxy import RecordingProxy
 from tandem.requests import Prompt, SupervisedSample
 from tandem.session import Session
 from tandem.settings import ClusterSettings
-from tandem.transport import Connection, RetryPolicy
+from tandem.transport import ONCE, Connection
 
-ONCE = RetryPolicy(attempts=1)
 PROMPT = Prompt([1, 2], seed=7, num_samples=2, sampling={"max_tokens": 5}, request_id="a")
 SAMPLES = [SupervisedSample([5, 6], [7, 8])]
 
@@ -587,12 +587,106 @@ def test_closing_a_client_ends_calls_on_its_older_connections(own, world):
         running = threads.submit(client.generate, [PROMPT])
         assert started.wait(30)
         renew_certificates(own.path, Request())
-        client.info()
-        assert len(client.channel._older) == 1
+        assert list(client.stream(iter(()))) == []
+        assert len(client._streams._older) == 1
         client.close()
         with pytest.raises(Exception, match="CANCELLED"):
             running.result(timeout=30)
         hang.set()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_call_of_a_closed_client_is_refused(own, world, tls):
+    served = secured(own, world) if tls else fakes.serve(world)
+    with served as address:
+        client = RolloutClient(address, credentials=own.client() if tls else NO_CREDENTIALS)
+        client.info()
+        client.close()
+        for call in (client.info, client.health, client.open_stream):
+            with pytest.raises(ClosedClientError, match="closed"):
+                call()
+        with pytest.raises(ClosedClientError):
+            client.generate([PROMPT])
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_call_of_a_closed_asyncio_client_is_refused(own, world, tls):
+    served = secured(own, world) if tls else fakes.serve(world)
+    with served as address:
+        client = AsyncRolloutClient(address, credentials=own.client() if tls else NO_CREDENTIALS)
+        await client.info()
+        await client.close()
+        for call in (client.info, client.health):
+            with pytest.raises(ClosedClientError, match="closed"):
+                await call()
+        with pytest.raises(ClosedClientError):
+            client.stream(iter(()))
+
+
+def test_threads_that_call_while_a_client_closes_get_errors(own, world):
+    with secured(own, world) as address:
+        for _ in range(20):
+            client = RolloutClient(address, credentials=own.client(), retry=ONCE)
+            ended = []
+
+            def call(client=client, ended=ended):
+                try:
+                    while True:
+                        client.info()
+                except TandemError as error:
+                    ended.append(error)
+
+            threads = [threading.Thread(target=call) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            client.info()
+            client.close()
+            for thread in threads:
+                thread.join()
+            assert len(ended) == 4
+
+
+def test_a_client_that_is_made_while_certificates_are_replaced_reads_them_again(own, world):
+    key = Path(own.client().private_key_file)
+    right = key.read_bytes()
+    key.write_text("half of a k")
+    work = threading.Timer(0.05, key.write_bytes, [right])
+    work.start()
+    with secured(own, world) as address, RolloutClient(address, credentials=own.client()) as client:
+        client.info()
+    work.join()
+
+
+def test_files_that_stay_damaged_are_refused(own):
+    Path(own.client().private_key_file).write_text("half of a k")
+    with pytest.raises(CredentialsError, match="no certificate"):
+        RolloutClient("127.0.0.1:1", credentials=own.client())
+
+
+def test_no_channel_uses_a_proxy_of_the_environment(own, world, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for served, credentials in (
+        (fakes.serve(world), NO_CREDENTIALS),
+        (secured(own, world), own.client()),
+    ):
+        with (
+            served as address,
+            RolloutClient(address, credentials=credentials, retry=ONCE) as client,
+        ):
+            assert client.health() == "SERVING"
+            client.info()
+            assert client.generate([PROMPT])
+
+
+async def test_no_asyncio_channel_uses_a_proxy_of_the_environment(world, monkeypatch):
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:9")
+    with fakes.serve(world) as address:
+        async with AsyncRolloutClient(address, retry=ONCE) as client:
+            assert await client.health() == "SERVING"
+            assert await client.generate([PROMPT])
 
 
 def test_credentials_show_paths_alone(shared):

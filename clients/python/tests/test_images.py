@@ -8,14 +8,15 @@ import grpc
 import numpy as np
 import pytest
 from grpc_status import rpc_status
-from PIL import Image
+from PIL import Image, ImageFile
 from pyarrow import Table, parquet
 
+from tandem import images
 from tandem.blobs.v1 import blobs_pb2, blobs_pb2_grpc
 from tandem.client import TrainerClient
 from tandem.data import load_dataset
 from tandem.errors import ConfigError, FailedPreconditionError
-from tandem.images import ImageProcessor, VisionInput, images_of, pixels_of
+from tandem.images import FORMATS, ImageProcessor, VisionInput, images_of, pixels_of
 from tandem.requests import SupervisedSample
 from tandem.settings import DataSettings
 from tandem.text import TextCodec
@@ -96,6 +97,54 @@ def test_the_processor_is_that_of_the_model(model, tmp_path):
     (tmp_path / "bad.png").write_text("no image")
     with pytest.raises(ConfigError, match="UnidentifiedImageError"):
         ImageProcessor(model).image(tmp_path / "bad.png")
+
+
+@pytest.mark.parametrize("kind", ["EPS", "TIFF", "BMP", "PPM", "ICO", "PDF"])
+def test_formats_beyond_the_four_are_not_read(model, tmp_path, kind):
+    file = tmp_path / "image.png"
+    Image.new("RGB", (16, 16)).save(file, kind)
+    with pytest.raises(ConfigError, match="UnidentifiedImageError") as caught:
+        ImageProcessor(model).image(file)
+    assert caught.value.hint == "PNG, JPEG, WEBP, GIF are read"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_four_formats_are_read_whatever_the_name_says(model, tmp_path, kind):
+    file = tmp_path / "image"
+    Image.new("RGB", (16, 8)).save(file, kind)
+    assert ImageProcessor(model).image(file).rows(2) == 6
+
+
+def no_pixels(monkeypatch):
+    """Makes the reading of pixels fail."""
+
+    def load(self):
+        raise AssertionError("pixels were read")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+
+
+def test_a_large_image_is_refused_by_its_header(model, tmp_path, monkeypatch):
+    file = save_image(tmp_path / "large.png", (600, 500))
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 300_000)
+    assert ImageProcessor(model).image(file).pixels.size
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 299_999)
+    no_pixels(monkeypatch)
+    with pytest.raises(ConfigError, match="has 600 x 500 pixels, at most 299,999 are read"):
+        ImageProcessor(model).image(file)
+
+
+def test_images_longer_than_a_model_are_refused_by_their_headers(model, tmp_path, monkeypatch):
+    codec = TextCodec(model)
+    files = [save_image(tmp_path / f"{i}.png", (40 * i, 24)) for i in range(1, 4)]
+    content = [{"type": "image", "image": str(file)} for file in files]
+    messages = [{"role": "user", "content": content}]
+    ids, inputs = codec.chat_with_images(messages)
+    assert codec.chat_with_images(messages, longest=len(ids))[0] == ids
+    tokens = sum(one.rows(2) for one in inputs)
+    no_pixels(monkeypatch)
+    with pytest.raises(ConfigError, match=f"3 of them have {tokens} tokens.*leaves {tokens - 1}"):
+        codec.chat_with_images(messages, longest=len(ids) - 1)
 
 
 def test_every_image_gets_as_many_tokens_as_it_has_rows(model):

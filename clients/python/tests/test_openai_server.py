@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 from tandem.certs import Request, make_certificates
 from tandem.credentials import watched_tokens
 from tandem.errors import RpcError
-from tandem.openai_server import app as app_module
+from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
 from tandem.openai_server.choices import Choice
 from tandem.openai_server.errors import HTTP_STATUS, error_headers, error_object, http_status
@@ -33,9 +33,11 @@ from tandem.requests import Prompt
 from tandem.rollout.v1 import rollout_pb2
 from tandem.schedule import prompt_seed
 from tandem.text import TextCodec
+from tandem.transport import RetryPolicy
 from tandem.types.v1 import trajectory_pb2
 
 MESSAGES = [{"role": "user", "content": "w2 w3"}]
+RETRY = RetryPolicy(seconds=0.2, initial_seconds=0.01)
 TOO_BUSY = {"field": "submit.prompts", "retry_seconds": 1.5}
 
 
@@ -46,7 +48,7 @@ def codec(tmp_path):
 
 @pytest.fixture
 def application_(address, codec):
-    return application(Settings(address, codec, "senior", max_model_len=128))
+    return application(Settings(address, codec, "senior", retry=RETRY))
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def expected_ids(codec, index=0, max_tokens=16, seed=1):
 
 
 def test_a_completion_has_openais_shape(http, world, codec):
-    world.published = 4
+    world.rollout_weights = fakes.weights(4)
     answer = complete(http, n=2).json()
     ids = [expected_ids(codec, index) for index in range(2)]
     assert answer["object"] == "text_completion"
@@ -335,7 +337,7 @@ def test_fields_that_do_not_bear_on_the_response_are_ignored(http):
 def test_a_body_that_is_no_object_is_refused(http, monkeypatch):
     for body in (b"{", b"[]", b"\xff", b'{"\\ud800": 1}'):
         assert http.post("/v1/completions", content=body).status_code == 400
-    monkeypatch.setattr(app_module, "MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(limits, "MAX_BODY_BYTES", 10)
     assert complete(http).status_code == 413
 
 
@@ -399,7 +401,7 @@ def test_the_request_id_goes_to_the_rollout_server_and_back(http, world):
 
 def test_health_is_that_of_the_rollout_server(http, address, codec):
     assert http.get("/health").json()["status"] == "SERVING"
-    with TestClient(application(Settings("127.0.0.1:1", codec, "senior", 128))) as nowhere:
+    with TestClient(application(Settings("127.0.0.1:1", codec, "senior"))) as nowhere:
         response = nowhere.get("/health")
     assert response.status_code == 503
     assert response.json()["status"] == "UNREACHABLE"
@@ -421,7 +423,7 @@ def keys(tmp_path):
 
 def test_a_request_needs_one_of_the_keys(address, codec, keys):
     watched = watched_tokens(keys, "--api-key-file")
-    settings = Settings(address, codec, "senior", max_model_len=128, api_keys=watched)
+    settings = Settings(address, codec, "senior", retry=RETRY, api_keys=watched)
     with TestClient(application(settings)) as http:
         for key in ("first-key", "second-key"):
             assert complete(http, headers={"authorization": f"Bearer {key}"}).is_success
@@ -587,7 +589,7 @@ def test_all_responses_have_the_drafts_of_the_server(address, codec, world):
     asked = []
     world.on_prompt = lambda prompt: asked.append(prompt.speculative)
     drafts = {"method": "ngram", "acceptance_rule": "rejection_sampling"}
-    settings = Settings(address, codec, "senior", max_model_len=128, speculative=drafts)
+    settings = Settings(address, codec, "senior", retry=RETRY, speculative=drafts)
     with TestClient(application(settings)) as http:
         assert complete(http).status_code == 200
     assert asked == [

@@ -10,7 +10,7 @@ import pytest
 from commands import records
 from fake_fleet import FakeReplica, meet, random_delay
 
-from tandem import pool_request, settings
+from tandem import settings
 from tandem.errors import UnavailableError
 from tandem.evaluation import evaluate
 from tandem.metrics import CLOCK_KEYS
@@ -21,11 +21,6 @@ from tandem.settings import RunSettings
 from tandem.train import train
 
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def reconnect_soon(monkeypatch):
-    monkeypatch.setattr(pool_request, "RECONNECT_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -79,9 +74,10 @@ def forget_prompts(replicas):
         replica.submitted.clear()
 
 
-def run_on(replicas, load, tmp_path, name, prompts=6, **options):
+def run_on(replicas, load, tmp_path, name, prompts=6, seconds=120, **options):
     replicas[0].world.version = 0
     sizes = [f"batch.prompts_per_step={prompts}", f"steps={STEPS}", f"run_dir={tmp_path / name}"]
+    sizes.append(f"servers.retry_seconds={seconds}")
     with fake_fleet.serve(replicas) as trainer:
         return run_results(load(trainer, replicas, *sizes), **options)
 
@@ -159,7 +155,7 @@ def test_a_run_without_any_replica_left_ends_with_the_error(three, load, tmp_pat
             replica.lose()
 
     with pytest.raises(UnavailableError, match="is down"):
-        run_on(three, load, tmp_path, "run", on_step=on_step)
+        run_on(three, load, tmp_path, "run", on_step=on_step, seconds=0.2)
 
 
 def test_an_evaluation_does_without_a_lost_replica(three, load, tmp_path):
@@ -215,7 +211,8 @@ def test_without_staleness_every_replica_is_updated_at_once(world, three, load):
 
 
 def test_a_publication_that_no_replica_gets_fails(three, load):
-    with fake_fleet.serve(three) as trainer, Session(load(trainer, three)) as session:
+    patience = "servers.retry_seconds=0.2"
+    with fake_fleet.serve(three) as trainer, Session(load(trainer, three, patience)) as session:
         for replica in three:
             replica.refuses_updates = True
         with pytest.raises(UnavailableError) as caught:
@@ -224,3 +221,31 @@ def test_a_publication_that_no_replica_gets_fails(three, load):
         three[0].refuses_updates = False
         session.publish()
         assert [replica.lost for replica in session.rollouts.replicas] == [False, True, True]
+
+
+def test_a_publication_is_tried_again_until_a_replica_gets_it(three, load):
+    notes = []
+    with fake_fleet.serve(three) as trainer, Session(load(trainer, three), notes.append) as session:
+        for replica in three:
+            replica.refuses_updates = True
+        work = threading.Thread(target=session.publish)
+        work.start()
+        fakes.wait_until(lambda: any("it is tried again" in note for note in notes))
+        three[1].refuses_updates = False
+        work.join()
+        assert [bool(replica.updates) for replica in three] == [False, True, False]
+        assert [replica.lost for replica in session.rollouts.replicas] == [True, False, True]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_survives_the_restart_of_all_its_servers(world, load, tmp_path, count):
+    alone = run_on([FakeReplica(world)], load, tmp_path, "alone")
+    replicas = [FakeReplica(world) for _ in range(count)]
+
+    def on_step(line):
+        for replica in replicas:
+            replica.lose()
+        world.failures += [fakes.error_status(14, "the trainer restarts")] * 3
+
+    disturbed = run_on(replicas, load, tmp_path, "disturbed", on_step=on_step)
+    assert disturbed[:2] == alone[:2]

@@ -8,16 +8,11 @@ import grpc
 import pytest
 from fake_fleet import FakeReplica, meet, pool_of, random_delay
 
-from tandem import pool_request
 from tandem.errors import ConfigError, DeadlineError, InvalidArgumentError, UnavailableError
 from tandem.requests import Prompt
+from tandem.transport import RetryPolicy
 
 SAMPLING = {"max_tokens": 5}
-
-
-@pytest.fixture(autouse=True)
-def reconnect_soon(monkeypatch):
-    monkeypatch.setattr(pool_request, "RECONNECT_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -169,9 +164,38 @@ def test_a_replica_that_is_back_is_used_again(replicas):
 def test_a_pool_whose_replicas_are_all_lost_fails_with_the_last_error(replicas):
     for replica in replicas:
         replica.losses, replica.down_seconds = [1], None
-    with pool_of(replicas) as pool, pytest.raises(UnavailableError, match="is down"):
+    patience = RetryPolicy(seconds=0.2, initial_seconds=0.01)
+    with pool_of(replicas, retry=patience) as pool, pytest.raises(UnavailableError, match="down"):
         pool.generate(prompts_of(12))
     fakes.wait_until(lambda: not any(replica.streams for replica in replicas))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_replicas_that_are_all_lost_for_a_while_do_not_end_the_request(world, count):
+    replicas, prompts, notes = [FakeReplica(world) for _ in range(count)], prompts_of(12), []
+    for replica in replicas:
+        replica.losses, replica.down_seconds = [1, 4], None
+
+    def note(text):
+        notes.append(text)
+        if all(replica.is_down for replica in replicas):
+            for replica in replicas:
+                replica.come_back()
+
+    with pool_of(replicas, note=note) as pool:
+        assert pool.generate(prompts) == undisturbed(prompts)
+        assert pool.take_counts().retried > 0
+    assert any("is down" in text for text in notes)
+    assert any("answers again" in text for text in notes)
+
+
+def test_a_call_that_every_prompt_has_left_ends_by_itself(world):
+    replica = FakeReplica(world)
+    with pool_of([replica]) as pool:
+        for _ in range(5):
+            pool.generate(prompts_of(3))
+    assert len(replica.contexts) == 5
+    assert (replica.streams, replica.cut) == (0, 0)
 
 
 def test_a_replica_that_is_not_admitted_draws_nothing(replicas):

@@ -390,16 +390,19 @@ def test_several_rewards_are_added_up_and_each_is_recorded(run_file, tmp_path):
     assert tandem("view", tmp_path / "run", "--count", "1").stdout
 
 
-def test_stop_texts_are_tokens_in_steps_and_evaluations(run_file, world):
+def test_stop_texts_are_those_of_steps_and_evaluations(run_file, world):
     asked = []
     world.on_prompt = asked.append
-    tandem("train", run_file, "steps=1", "eval.every=1", "sampling.stop=[w5, '<eos>']")
-    assert {tuple(prompt.sampling.stop_token_ids) for prompt in asked} == {(0, 5)}
+    tandem("train", run_file, "steps=1", "eval.every=1", "sampling.stop=[w5 w6, '<eos>']")
+    assert {tuple(prompt.sampling.stop_token_ids) for prompt in asked} == {(0,)}
+    assert {tuple(prompt.sampling.stop) for prompt in asked} == {("w5 w6",)}
     assert sorted({prompt.sampling.temperature for prompt in asked}) == [0.0, 1.0]
     # A step, and an evaluation before and after it.
     assert len(asked) == 3 + 2 * 20
-    done = tandem("train", run_file, "sampling.stop=[w5 w6]", "--dry-run", check=2)
-    assert "sampling.stop: no token" in done.stderr
+    long = "x" * 257
+    done = tandem("train", run_file, f"sampling.stop=[{long}]", "--dry-run", check=2)
+    assert "sampling.stop: " in done.stderr
+    assert "has 257 bytes" in done.stderr
 
 
 def test_three_steps_whose_rewards_all_fail_end_the_run(world, run_file, tmp_path):

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tandem.errors import ConfigError
-from tandem.text import MAX_STOP_TOKEN_IDS, GrowingText, TextCodec
+from tandem.text import MAX_STOP_TEXT_BYTES, MAX_STOP_TEXTS, GrowingText, TextCodec
 
 
 @pytest.fixture
@@ -94,26 +94,32 @@ def test_content_that_the_template_cannot_write_is_named(codec):
         codec.chat([{"role": "user", "content": [{"type": "text", "text": "w1"}]}])
 
 
-def test_a_stop_text_is_every_token_that_ends_with_it(codec):
-    assert codec.stop_token_ids(["w5"], "stop") == [5]
-    assert codec.stop_token_ids(["3", "w5"], "stop") == [3, 5, 13, 23, 33, 43, 53, 63]
-    # A special token is found by its name.
-    assert codec.stop_token_ids(["<eos>"], "stop") == [0]
-    with pytest.raises(ConfigError, match=r"^sampling\.stop: no token .* ends with 'w5 w6'"):
-        codec.stop_token_ids(["w1", "w5 w6"], "sampling.stop")
+def test_a_stop_text_is_found_by_the_server_and_a_special_token_by_its_name(codec):
+    assert codec.stops([], "stop") == {"stop_token_ids": [], "stop": []}
+    assert codec.stops(["w5 w6", "<eos>", "\n"], "stop") == {
+        "stop_token_ids": [0],
+        "stop": ["w5 w6", "\n"],
+    }
 
 
-def test_more_stop_tokens_than_a_server_takes_are_refused(codec, monkeypatch):
-    monkeypatch.setattr("tandem.text.MAX_STOP_TOKEN_IDS", 7)
-    assert len(codec.stop_token_ids(["3"], "stop")) == 7
-    with pytest.raises(ConfigError, match=r"^stop: 8 tokens .* end with these texts"):
-        codec.stop_token_ids(["3", "w5"], "stop")
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        ([str(i) for i in range(17)], "has 17 texts, a server takes 16"),
+        (["x", "é" * 129], "has 258 bytes, a server takes 1 to 256"),
+        ([""], "has 0 bytes"),
+        (["\ud800"], "is not Unicode text"),
+    ],
+)
+def test_stop_texts_that_no_server_takes_are_refused(codec, texts, says):
+    with pytest.raises(ConfigError, match=rf"^sampling\.stop: .*{says}"):
+        codec.stops(texts, "sampling.stop")
 
 
-def test_the_bound_of_stop_tokens_is_the_servers():
-    code = Path(__file__).resolve().parents[3] / "common/tandem/tandem_config.h"
-    [bound] = re.findall(r"kMaxStopTokenIds = (\d+);", code.read_text())
-    assert int(bound) == MAX_STOP_TOKEN_IDS
+def test_the_bounds_of_stop_texts_are_the_servers():
+    code = (Path(__file__).resolve().parents[3] / "common/tandem/tandem_config.h").read_text()
+    for name, bound in (("Texts", MAX_STOP_TEXTS), ("TextBytes", MAX_STOP_TEXT_BYTES)):
+        assert re.findall(rf"kMaxStop{name} = (\d+);", code) == [str(bound)]
 
 
 def test_half_a_character_is_named(codec):

@@ -27,7 +27,7 @@ from tandem.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.client import RolloutClient, TrainerClient
 from tandem.errors import ConfigError, FailedPreconditionError, UnavailableError
 from tandem.requests import Prompt
-from tandem.transport import RetryPolicy
+from tandem.transport import ONCE, RetryPolicy
 
 ROLLOUT = "tandem.rollout.v1.RolloutService"
 TRAINER = "tandem.trainer.v1.TrainerService"
@@ -202,7 +202,7 @@ def test_a_stream_is_a_span_until_its_last_response(exporter, address):
 
 def test_a_stream_that_breaks_is_an_error(exporter, address, world):
     world.cut_streams = 1
-    client = RolloutClient(address, retry=RetryPolicy(attempts=1))
+    client = RolloutClient(address, retry=ONCE)
     with client, pytest.raises(UnavailableError):
         client.generate([PROMPT])
     [span] = exporter.get_finished_spans()
@@ -228,7 +228,11 @@ async def test_asyncio_clients_make_the_same_spans(exporter, address, world):
     assert failed.attributes["rpc.grpc.status_code"] == 9
 
 
-def test_calls_of_several_rollout_servers_belong_to_the_span_of_the_caller(exporter, address):
+def test_calls_of_several_rollout_servers_belong_to_the_span_of_the_caller(
+    exporter, address, world
+):
+    # Neither takes over what the other has not begun.
+    world.on_batch = lambda: fakes.wait_until(lambda: len(world.batches) == 2)
     pool = fakes.pool(address, address)
     with tracing.span("generate"):
         pool.generate([PROMPT, PROMPT])

@@ -21,6 +21,7 @@
 #include "common/model/testing/padded_model.h"
 #include "common/speculator/speculator_files.h"
 #include "common/speculator/speculator_update.h"
+#include "common/tandem/vocabulary.h"
 #include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/gate.h"
 #include "services/rollout/engine/testing/random_speculator.h"

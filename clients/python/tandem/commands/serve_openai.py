@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import ssl
+import threading
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +23,7 @@ from tandem.commands.options import (
 from tandem.credentials import (
     NO_CREDENTIALS,
     Credentials,
+    WatchedFiles,
     is_loopback,
     require_key_pair,
     watched_tokens,
@@ -27,6 +33,9 @@ from tandem.render import Output
 
 if TYPE_CHECKING:
     from tandem.rollout.v1 import rollout_pb2
+
+# Seconds between two looks at the files for https.
+_RENEWAL_SECONDS = 1.0
 
 
 @command()
@@ -69,6 +78,14 @@ def serve_openai(
         Path | None,
         typer.Option(help="The private key (PEM) of --https-certificate-file.", metavar="FILE"),
     ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may call the server, such as https://app.example.org, "
+            "or *; may be repeated. Default: none.",
+            metavar="ORIGIN",
+        ),
+    ] = None,
     insecure: Annotated[
         bool,
         typer.Option("--insecure", help="Serve other machines without keys or without https."),
@@ -83,8 +100,8 @@ def serve_openai(
     """
     from tandem.client import RolloutClient
     from tandem.commands.texts import codec_of
+    from tandem.openai_server.limits import STOP_SECONDS
     from tandem.optional import optional_module
-    from tandem.preflight import longest_sequence
     from tandem.running_clusters import connect
 
     uvicorn = optional_module("uvicorn", "serve-openai")
@@ -92,6 +109,7 @@ def serve_openai(
     from tandem.openai_server.app import Settings, application
 
     output = Output(as_json=as_json)
+    host = host.removeprefix("[").removesuffix("]")
     https = _https(https_certificate_file, https_private_key_file)
     keys = api_key_file and watched_tokens(api_key_file, "--api-key-file")
     if not is_loopback(host) and not insecure and not (keys and https):
@@ -103,31 +121,59 @@ def serve_openai(
         info = client.info()
         served = info.server.model
         _check_drafts(speculative, acceptance_rule, info)
+        # Without --tokenizer the application reads that of the model that is served then.
+        codec = codec_of(client, tokenizer)
         settings = Settings(
             address=client.address,
-            codec=codec_of(client, tokenizer),
-            model=model_name or Path(served.path).name,
-            max_model_len=longest_sequence(info, junior=tandem or speculative == "junior"),
+            codec=None if tokenizer is None else codec,
+            model=model_name,
             tandem=tandem,
             speculative={"method": speculative, "acceptance_rule": acceptance_rule},
             credentials=client.credentials,
             api_keys=keys,
+            allowed_origins=allowed_origins or (),
         )
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise ConfigError(f"--port {port}: {error.strerror}") from None
-    url = f"http{'s' * bool(https)}://{host}:{listener.getsockname()[1]}/v1"
-    output.result({"base_url": url, "model": settings.model}, f"{settings.model} at {url}")
-    # Ctrl-C gives running requests a moment to end.
+    listener = _listener(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http{'s' * (https is not None)}://{shown}:{listener.getsockname()[1]}/v1"
+    model = model_name or Path(served.path).name
+    output.result({"base_url": url, "model": model}, f"{model} at {url}")
+    app = application(settings)
     config = uvicorn.Config(
-        application(settings),
+        app,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=5,
-        **https,
+        # Clients reuse a connection for up to 90 s. One that is closed then fails a request.
+        timeout_keep_alive=120,
+        # The application ends its answers sooner.
+        timeout_graceful_shutdown=int(2 * STOP_SECONDS),
+        **(https.files if https else {}),
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    config.load()
+    if https is not None:
+        https.renew(config.ssl)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, *signal: Any) -> None:
+            app.state.stop()
+            super().handle_exit(*signal)
+
+    Server(config).run(sockets=[listener])
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; raises ConfigError, which names the option at fault."""
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    both = host == "::" and socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server((host, port), family=found[0][0], dualstack_ipv6=both)
+    except OSError as error:
+        at_host = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+        option = f"--host {host}" if at_host else f"--port {port}"
+        raise ConfigError(f"{option}: {os.strerror(error.errno or 0)}") from None
 
 
 def _check_drafts(
@@ -154,16 +200,42 @@ def _check_drafts(
     )
 
 
-def _https(certificate: Path | None, key: Path | None) -> dict[str, Path]:
-    """Returns uvicorn's options for https; none without files.
+class _Https:
+    """A certificate with its key, which are read again when they change."""
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        """Raises CredentialsError for files that cannot be used."""
+        self.files = {"ssl_certfile": certificate, "ssl_keyfile": key}
+        self._context: ssl.SSLContext | None = None
+        self._watched = WatchedFiles([certificate, key], self._read)
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """Lets handshakes of `context` take the files as they are then."""
+        self._context = context
+        looking = threading.Thread(target=self._look, daemon=True)
+        looking.start()
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_RENEWAL_SECONDS)
+            self._watched.contents()
+
+    def _read(self) -> None:
+        certificate, key = self.files.values()
+        require_key_pair(certificate, key, "--https-certificate-file")
+        if self._context is not None:
+            self._context.load_cert_chain(certificate, key)
+
+
+def _https(certificate: Path | None, key: Path | None) -> _Https | None:
+    """Returns the files for https; None without any.
 
     Raises CredentialsError for files that cannot be used.
     """
     if certificate is None and key is None:
-        return {}
+        return None
     if certificate is None or key is None:
         raise CredentialsError(
             "--https-certificate-file and --https-private-key-file need each other"
         )
-    require_key_pair(certificate, key, "--https-certificate-file")
-    return {"ssl_certfile": certificate, "ssl_keyfile": key}
+    return _Https(certificate, key)

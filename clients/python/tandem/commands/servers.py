@@ -79,16 +79,15 @@ def status(
     """
     from tandem import running_clusters
     from tandem.client import CriticClient, RolloutClient, TrainerClient
-    from tandem.transport import RetryPolicy
+    from tandem.transport import ONCE
 
     output = Output(as_json=as_json)
     kinds = {kind.role: kind for kind in (RolloutClient, TrainerClient, CriticClient)}
     named = {"rollout": rollout, "trainer": trainer, "critic": critic}
     known = [] if any(named.values()) else running_clusters.servers()
     own = running_clusters.with_defaults(credentials, found=bool(known))
-    once = RetryPolicy(attempts=1)
     rows = [
-        _status_row(kinds[role](address, timeout_seconds=5, retry=once, credentials=own))
+        _status_row(kinds[role](address, timeout_seconds=5, retry=ONCE, credentials=own))
         for role, address in [(one["role"], one["address"]) for one in known] or named.items()
     ]
     _name_unused_speculators(rows)

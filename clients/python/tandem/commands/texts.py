@@ -70,7 +70,7 @@ def generate(
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End after a token that ends with this text; may be repeated."),
+        typer.Option(help="End with the token that completes this text; may be repeated."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same responses.")] = 0,
@@ -132,7 +132,7 @@ def generate(
             "top_p": top_p,
             "top_k": top_k,
             "min_p": min_p,
-            "stop_token_ids": codec.stop_token_ids(stop or [], "--stop"),
+            **codec.stops(stop or [], "--stop"),
         }
         tandem = {
             "enabled": not solo,

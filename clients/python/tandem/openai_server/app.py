@@ -10,12 +10,14 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -24,6 +26,8 @@ from tandem.aio import AsyncRolloutClient
 from tandem.credentials import Credentials, WatchedFiles
 from tandem.errors import REQUEST_ID_KEY, ConfigError, TandemError
 from tandem.images import VisionInput
+from tandem.openai_server import limits
+from tandem.openai_server.admission import Admission
 from tandem.openai_server.answers import (
     Answer,
     ChatAnswer,
@@ -39,7 +43,8 @@ from tandem.openai_server.errors import (
     error_object,
     http_status,
 )
-from tandem.openai_server.fields import ChatRequest, CompletionRequest, parse
+from tandem.openai_server.fields import ChatRequest, CompletionRequest, Kind, parse_json, texts
+from tandem.openai_server.served import Served, Source
 from tandem.requests import Prompt, ScoredTokens
 from tandem.schedule import prompt_seed
 from tandem.text import TextCodec
@@ -49,10 +54,14 @@ from tandem.wire import to_message
 
 # OpenAI's default for /v1/completions.
 DEFAULT_MAX_TOKENS = 16
-# Most bytes of a request's body: ids as JSON take more than in the 4 MiB of a message.
-MAX_BODY_BYTES = 32 << 20
+# A rollout server that is away is waited for by the HTTP client.
+RETRY = RetryPolicy(seconds=5.0)
+# Bytes of a text from which one alone is turned into tokens at a time.
+_LONG_TEXT_BYTES = 64 << 10
 # An id of a request that a rollout server accepts.
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -61,25 +70,27 @@ class Settings:
 
     Attributes:
         address: the rollout server's.
-        codec: its tokenizer.
-        model: the name of the model that requests must give.
-        max_model_len: most tokens of prompt and response.
+        codec: the tokenizer; None: that of the rollout server's model.
+        model: the name of the model that requests must give; None: that of its directory.
         tandem: whether the junior takes part where a request does not say.
         speculative: fields of SpeculativeConfig, of all responses.
         timeout_seconds: longest time of a request.
         credentials: those for the rollout server; None: those of the environment.
         api_keys: keys, one of which a request must show; None: any request is answered.
+        allowed_origins: origins of web pages that may call the server; "*": any.
+        retry: how long a request waits for a rollout server that is away, before its first token.
     """
 
     address: str
-    codec: TextCodec
-    model: str
-    max_model_len: int
+    codec: TextCodec | None = None
+    model: str | None = None
     tandem: bool = False
     speculative: Mapping[str, Any] = field(default_factory=dict)
     timeout_seconds: float = 3600.0
     credentials: Credentials | None = None
     api_keys: WatchedFiles[tuple[str, ...]] | None = None
+    allowed_origins: Sequence[str] = ()
+    retry: RetryPolicy = RETRY
 
 
 @dataclass
@@ -104,7 +115,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def application(settings: Settings) -> Starlette:
-    """Returns the ASGI application."""
+    """Returns the ASGI application.
+
+    Its `state.stop()` gives running answers a last STOP_SECONDS; may be called in a signal handler.
+    """
     server = _Server(settings)
 
     def keyed(endpoint: Endpoint) -> Endpoint:
@@ -122,7 +136,22 @@ def application(settings: Settings) -> Starlette:
         Route("/v1/chat/completions", keyed(server.chat), methods=["POST"]),
     ]
     handlers = {404: _no_such_page, 405: _no_such_page, 500: _failure}
-    return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
+    origins = list(settings.allowed_origins)
+    cross_origin = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID_KEY, "retry-after"],
+    )
+    app = Starlette(
+        routes=routes,
+        lifespan=server.lifespan,
+        exception_handlers=handlers,
+        middleware=[cross_origin] if origins else [],
+    )
+    app.state.stop = server.stop
+    return app
 
 
 class _Json(JSONResponse):
@@ -165,8 +194,10 @@ def _check_key(request: Request, keys: WatchedFiles[tuple[str, ...]] | None) -> 
 
 async def _no_such_page(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", HTTPStatus.NOT_FOUND)
-    problem = RequestError(f"{request.method} {request.url.path}: no such page", status=status)
-    return _Json(error_object(problem), status)
+    says = "no such page" if status == HTTPStatus.NOT_FOUND else "the page has no such method"
+    problem = RequestError(f"{request.method} {request.url.path}: {says}", status=status)
+    # With 405, `Allow` names the methods.
+    return _Json(error_object(problem), status, getattr(error, "headers", None))
 
 
 async def _failure(request: Request, error: Exception) -> Response:
@@ -175,24 +206,52 @@ async def _failure(request: Request, error: Exception) -> Response:
     return _Json(error_object(problem), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
+class _Stream(StreamingResponse):
+    """Server-sent events, with what has to be closed after them, however they end."""
+
+    def __init__(self, events: AsyncIterator[str], held: AsyncExitStack) -> None:
+        headers = {"cache-control": "no-cache"}
+        super().__init__(events, 200, headers, "text/event-stream")
+        self._held = held
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
+
+
 class _Server:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._started = int(time.time())
+        self._source = Source(settings.codec, settings.model, settings.tandem, settings.speculative)
+        self._admission = Admission()
         self._client: AsyncRolloutClient
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Future[None]
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Holds the channel while the application runs."""
+        """Holds the channels while the application runs."""
+        self._loop = loop = asyncio.get_running_loop()
+        self._stopped = loop.create_future()
         self._client = AsyncRolloutClient(
             self._settings.address,
             timeout_seconds=self._settings.timeout_seconds,
             credentials=self._settings.credentials,
-            # Back-pressure is for the HTTP client, which waits and calls again.
-            retry=RetryPolicy(attempts=1),
+            retry=self._settings.retry,
         )
         async with self._client:
             yield
+
+    def stop(self) -> None:
+        """Ends answers that still run in STOP_SECONDS, with an error that says so."""
+
+        def end() -> None:
+            if not self._stopped.done():
+                self._stopped.set_result(None)
+
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.call_later, limits.STOP_SECONDS, end)
 
     async def health(self, request: Request) -> Response:
         """Says whether the rollout server serves."""
@@ -203,84 +262,152 @@ class _Server:
 
     async def models(self, request: Request) -> Response:
         """Lists the one model."""
-        return _Json({"object": "list", "data": [self._model()]})
+        served = await self._source.served(self._client)
+        return _Json({"object": "list", "data": [self._model(served)]})
 
     async def one_model(self, request: Request) -> Response:
         """Describes the one model."""
-        self._check_model(request.path_params["name"])
-        return _Json(self._model())
+        served = await self._source.served(self._client)
+        _check_model(served, request.path_params["name"])
+        return _Json(self._model(served))
 
     async def completions(self, request: Request) -> Response:
         """Continues texts."""
-        asked = parse(CompletionRequest, await _json(request))
-        self._check_model(asked.model)
-        prompts = await asyncio.to_thread(self._encode, asked.prompt)
-        count = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
-        job = await self._job(asked, CompletionAnswer, prompts, [count] * len(prompts))
-        job.echo = bool(asked.echo)
-        job.logprobs = asked.logprobs is not None
-        job.likeliest = bool(asked.logprobs)
-        return await self._respond(request, job)
+        return await self._answer(request, CompletionRequest, self._completion)
 
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
-        asked = parse(ChatRequest, await _json(request))
-        self._check_model(asked.model)
-        messages = [message.record() for message in asked.messages]
-        try:
-            prompt, images = await asyncio.to_thread(
-                self._settings.codec.chat_with_images, messages
-            )
-        except ConfigError as error:
-            raise RequestError(error.message, "messages") from None
-        room = max(1, self._settings.max_model_len - len(prompt))
-        count = asked.max_completion_tokens or asked.max_tokens or room
-        job = await self._job(asked, ChatAnswer, [prompt], [count], images)
-        job.logprobs, job.likeliest = bool(asked.logprobs), bool(asked.top_logprobs)
-        return await self._respond(request, job)
+        return await self._answer(request, ChatRequest, self._chat)
 
-    def _model(self) -> dict[str, Any]:
+    async def _answer(
+        self,
+        request: Request,
+        kind: type[Kind],
+        job_of: Callable[[Kind, Served], Awaitable[Job]],
+    ) -> Response:
+        """Answers a request within the server's bounds."""
+        async with AsyncExitStack() as held:
+            held.enter_context(self._admission.request())
+            body = await held.enter_async_context(self._admission.body(request))
+            asked = await asyncio.to_thread(parse_json, kind, body)
+            served = await self._source.served(self._client)
+            _check_model(served, asked.model)
+            job = await job_of(asked, served)
+            if not asked.stream:
+                return await _while_connected(request, self._until_stopped(self._whole(job)))
+            chunks = await held.enter_async_context(aclosing(self._chunks(job)))
+            # A request that is refused gets its status: the first chunk is there before the stream.
+            first = await _while_connected(request, self._until_stopped(anext(chunks)))
+            if isinstance(first, Response):
+                return first
+            return _Stream(self._events(first, chunks), held.pop_all())
+
+    async def _until_stopped(self, work: Awaitable[Result]) -> Result:
+        """Returns the result of `work`; raises RequestError if the server stops before."""
+        working = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({working, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise RequestError(
+                "the server stops",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
+                code="server_stops",
+                retry_after_seconds=limits.RETRY_SECONDS,
+            )
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+
+    async def _completion(self, asked: CompletionRequest, served: Served) -> Job:
+        prompts = await self._encode(asked, served)
+        count = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+        job = self._job(asked, served, CompletionAnswer, prompts, [count] * len(prompts))
+        job.echo = bool(asked.echo)
+        job.logprobs = asked.logprobs is not None
+        job.likeliest = bool(asked.logprobs)
+        return job
+
+    async def _chat(self, asked: ChatRequest, served: Served) -> Job:
+        _check_choices(1, asked, served)
+        messages = [message.record() for message in asked.messages]
+        size = sum(len(text.encode()) for _, text in texts(messages))
+        _check_text(size, "messages", served)
+        shows = any(not isinstance(message["content"], str) for message in messages)
+        async with self._turn(size, shows):
+            try:
+                prompt, images = await asyncio.to_thread(
+                    served.codec.chat_with_images, messages, longest=served.max_model_len
+                )
+            except ConfigError as error:
+                raise RequestError(error.message, "messages") from None
+        room = max(1, served.max_model_len - len(prompt))
+        count = asked.max_completion_tokens or asked.max_tokens or room
+        job = self._job(asked, served, ChatAnswer, [prompt], [count], images)
+        job.logprobs, job.likeliest = bool(asked.logprobs), bool(asked.top_logprobs)
+        return job
+
+    def _model(self, served: Served) -> dict[str, Any]:
         return {
-            "id": self._settings.model,
+            "id": served.model,
             "object": "model",
             "created": self._started,
             "owned_by": "tandem",
-            "max_model_len": self._settings.max_model_len,
+            "max_model_len": served.max_model_len,
         }
 
-    def _check_model(self, name: str) -> None:
-        if name != self._settings.model:
-            raise RequestError(
-                f"model: {name!r} is not served, {self._settings.model!r} is",
-                "model",
-                status=HTTPStatus.NOT_FOUND,
-                code="model_not_found",
-            )
-
-    def _encode(self, prompt: str | Sequence[Any]) -> list[list[int]]:
+    async def _encode(self, asked: CompletionRequest, served: Served) -> list[list[int]]:
         """Returns the ids of every prompt of /v1/completions."""
+        prompt = asked.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
             raise RequestError("prompt: is empty", "prompt")
-        encode = self._settings.codec.encode
-        try:
-            ids = [encode(one) if isinstance(one, str) else list(one) for one in prompt]
-        except ConfigError as error:
-            raise RequestError(error.message, "prompt") from None
-        if not all(ids):
-            raise RequestError("prompt: a prompt must have a token", "prompt")
+        _check_choices(len(prompt), asked, served)
+        sizes = [len(one.encode()) if isinstance(one, str) else 0 for one in prompt]
+        _check_text(max(sizes), "prompt", served)
+        ids: list[list[int]] = []
+        tokens = 0
+        for one, size in zip(prompt, sizes, strict=True):
+            if isinstance(one, str):
+                async with self._turn(size, shows_images=False):
+                    try:
+                        one = await asyncio.to_thread(served.codec.encode, one)
+                    except ConfigError as error:
+                        raise RequestError(error.message, "prompt") from None
+            if not one:
+                raise RequestError("prompt: a prompt must have a token", "prompt")
+            tokens += len(one) * (asked.n or 1)
+            if tokens > limits.MAX_PROMPT_TOKENS:
+                raise RequestError(
+                    f"prompt: the prompts, times n, have more than {limits.MAX_PROMPT_TOKENS:,} "
+                    "tokens",
+                    "prompt",
+                )
+            _check_length(len(one), "prompt", served)
+            ids.append(list(one))
         return ids
 
-    async def _job(
+    @asynccontextmanager
+    async def _turn(self, text_bytes: int, shows_images: bool) -> AsyncIterator[None]:
+        """Waits for others that turn long texts or images into tokens, if this one does, too."""
+        if text_bytes < _LONG_TEXT_BYTES and not shows_images:
+            yield
+            return
+        async with self._admission.heavy:
+            yield
+
+    def _job(
         self,
         asked: CompletionRequest | ChatRequest,
+        served: Served,
         kind: type[Answer],
         prompts: list[list[int]],
         max_tokens: Sequence[int],
         images: Sequence[VisionInput] = (),
     ) -> Job:
-        codec = self._settings.codec
+        codec = served.codec
         ids = {text: codec.special_token_id(text) for text in asked.stop_texts}
         # Special tokens are no part of the text: the rollout server finds them.
         stop_ids = [token for token in ids.values() if token is not None]
@@ -292,7 +419,6 @@ class _Server:
             to_message(tandem, sampling_pb2.TandemConfig(), "tandem")
         except ConfigError as error:
             raise RequestError(error.message, "tandem") from None
-        weights = await self._client.weights_version()
         choices, submitted = [], []
         for prompt, count in zip(prompts, max_tokens, strict=True):
             for _ in range(asked.n or 1):
@@ -320,7 +446,7 @@ class _Server:
                         priority=-(asked.priority or 0),
                     )
                 )
-        answer = kind(self._settings.model, f"{weights.version}-{weights.digest}")
+        answer = kind(served.model, served.fingerprint)
         return Job(asked, answer, prompts, choices, submitted, False, False, False)
 
     async def _grow(self, job: Job) -> AsyncIterator[Choice]:
@@ -330,7 +456,11 @@ class _Server:
                 choice.finish_reason = "length"
                 yield choice
             return
-        async with aclosing(generate(self._client, job.submitted, job.choices)) as growing:
+        retry = self._settings.retry
+        async with (
+            self._admission.streams,
+            aclosing(generate(self._client, job.submitted, job.choices, retry)) as growing,
+        ):
             async for choice in growing:
                 yield choice
 
@@ -345,22 +475,12 @@ class _Server:
             )
             for choice in choices
         }
-        scores = await score(self._client, sequences, job.likeliest)
+        async with self._admission.scores:
+            scores = await score(self._client, sequences, job.likeliest)
         return {
             choice.index: job.answer.logprobs(choice, scores[choice.index], job.echo)
             for choice in choices
         }
-
-    async def _respond(self, request: Request, job: Job) -> Response:
-        if not job.request.stream:
-            return await _while_connected(request, self._whole(job))
-        chunks = self._chunks(job)
-        # A request that is refused gets its status: the first chunk is there before the stream.
-        first = await _while_connected(request, anext(chunks))
-        if isinstance(first, Response):
-            return first
-        headers = {"cache-control": "no-cache"}
-        return StreamingResponse(_events(first, chunks), 200, headers, "text/event-stream")
 
     async def _whole(self, job: Job) -> Response:
         async with aclosing(self._grow(job)) as growing:
@@ -399,21 +519,60 @@ class _Server:
             tokens = usage(job.prompts, job.choices)
             yield answer.object(answer.chunk, [], usage=tokens)
 
+    async def _events(
+        self, first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]
+    ) -> AsyncIterator[str]:
+        """Yields server-sent events; a failure in the middle is the last one, without [DONE]."""
+        chunk: dict[str, Any] | None = first
+        try:
+            while chunk is not None:
+                yield _event(chunk)
+                chunk = await self._until_stopped(anext(chunks, None))
+        except TandemError as error:
+            yield _event(error_object(error))
+            return
+        yield "data: [DONE]\n\n"
 
-async def _json(request: Request) -> Any:
-    """Returns the JSON of a request's body."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(
-                f"the body has more than {MAX_BODY_BYTES} bytes",
-                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            )
-    try:
-        return json.loads(bytes(body))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+
+def _check_model(served: Served, name: str) -> None:
+    if name != served.model:
+        raise RequestError(
+            f"model: {name!r} is not served, {served.model!r} is",
+            "model",
+            status=HTTPStatus.NOT_FOUND,
+            code="model_not_found",
+        )
+
+
+def _check_choices(prompts: int, asked: CompletionRequest | ChatRequest, served: Served) -> None:
+    """Checks the number of choices before they are made."""
+    most = min(limits.MAX_CHOICES, served.max_samples)
+    if (choices := prompts * (asked.n or 1)) > most:
+        raise RequestError(
+            f"n: {prompts} prompts times {asked.n or 1} are {choices:,} choices, at most {most:,}",
+            "n",
+        )
+
+
+def _check_text(size: int, field: str, served: Served) -> None:
+    """Checks the bytes of a text before its tokens are looked for."""
+    most = served.max_model_len * limits.MAX_TEXT_BYTES_PER_TOKEN
+    if size > most:
+        raise RequestError(
+            f"{field}: has {size:,} bytes of text; a prompt of {served.max_model_len:,} tokens "
+            f"(max_model_len) may have {most:,}",
+            field,
+            code="context_length_exceeded",
+        )
+
+
+def _check_length(tokens: int, field: str, served: Served) -> None:
+    if tokens > served.max_model_len:
+        raise RequestError(
+            f"{field}: has {tokens:,} tokens; max_model_len is {served.max_model_len:,}",
+            field,
+            code="context_length_exceeded",
+        )
 
 
 async def _while_connected(request: Request, work: Awaitable[Any]) -> Any:
@@ -433,22 +592,6 @@ async def _left(request: Request) -> None:
     """Returns when the client has gone away."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _events(
-    first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]
-) -> AsyncIterator[str]:
-    """Yields server-sent events; a failure in the middle is the last one, without [DONE]."""
-    try:
-        yield _event(first)
-        async for chunk in chunks:
-            yield _event(chunk)
-    except TandemError as error:
-        yield _event(error_object(error))
-        return
-    finally:
-        await chunks.aclose()
-    yield "data: [DONE]\n\n"
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -17,14 +17,14 @@ from tandem.images import BLOB_MISSING, VisionInput
 from tandem.requests import Prompt, ScoredTokens
 from tandem.rollout.v1 import rollout_pb2
 from tandem.text import TextCodec
+from tandem.transport import Retries, RetryPolicy, hides_status
 from tandem.types.v1 import trajectory_pb2
 from tandem.wire import from_tensor, short_floats
 
-# grpc.aio hides the status of a call that the server ends while the client writes to it behind an
-# INTERNAL of its own (grpc/grpc issue 36066). Nothing was sampled then: the call is made again, to
-# learn the status.
-_HIDDEN_STATUS = "Internal error from Core"
+# Attempts at a call whose failure grpc.aio hides, or that finds its images gone.
 _ATTEMPTS = 8
+# Seconds in which a server may end a call whose choices are done.
+_END_SECONDS = 10.0
 
 # A rollout server's lowest temperature. There the likeliest token has all the mass: its
 # log-probability is 0, and that of another token is its distance to it, divided by this.
@@ -128,26 +128,38 @@ def _overlap(text: str, stop: str) -> int:
 
 
 async def generate(
-    client: AsyncRolloutClient, prompts: Sequence[Prompt], choices: Sequence[Choice]
+    client: AsyncRolloutClient,
+    prompts: Sequence[Prompt],
+    choices: Sequence[Choice],
+    retry: RetryPolicy,
 ) -> AsyncIterator[Choice]:
     """Lets the rollout server answer; yields a choice whenever it has grown, until all are done.
 
-    A prompt is cancelled when its choice ends at a stop text, and all are when the iteration ends.
+    A prompt is cancelled when its choice ends at a stop text. The call is cancelled if the
+    iteration ends before the choices. A call that fails before the first token is made again while
+    `retry` allows it, unless the server has no room: the HTTP client tries again then.
     """
     images = [image for prompt in prompts for image in prompt.vision_inputs]
-    for attempt in range(1, _ATTEMPTS + 1):
-        await client.upload_images(images)
+    retries, attempts = Retries(retry), 0
+    while True:
         try:
+            await client.upload_images(images)
             async with aclosing(_generate(client, prompts, choices)) as growing:
                 async for choice in growing:
                     yield choice
-        except RpcError as error:
-            begun = any(choice.ids for choice in choices)
-            again = error.message == _HIDDEN_STATUS or error.reason == BLOB_MISSING
-            if begun or not again or attempt == _ATTEMPTS:
-                raise
-        else:
             return
+        except RpcError as error:
+            attempts += 1
+            if any(choice.ids for choice in choices):
+                raise
+            if attempts < _ATTEMPTS and (hides_status(error) or error.reason == BLOB_MISSING):
+                continue
+            wait = None
+            if error.code != grpc.StatusCode.RESOURCE_EXHAUSTED:
+                wait = retries.wait_after(error)
+            if wait is None:
+                raise
+        await asyncio.sleep(wait)
 
 
 async def _generate(
@@ -156,7 +168,8 @@ async def _generate(
     """Makes one attempt of generate()."""
     by_id = {prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=True)}
     growing = set(by_id)
-    cancelled: asyncio.Queue[str | None] = asyncio.Queue()
+    cancelled: asyncio.Queue[Sequence[str] | None] = asyncio.Queue()
+    failure: RpcError | None = None
 
     # Outside of the stream, which would swallow the error of a field that does not fit.
     batch = requests.submit(prompts)
@@ -164,8 +177,8 @@ async def _generate(
     async def messages() -> AsyncIterator[rollout_pb2.GenerateRequest]:
         for message in batch:
             yield message
-        while (name := await cancelled.get()) is not None:
-            cancel = rollout_pb2.CancelPrompts(request_ids=[name])
+        while (names := await cancelled.get()) is not None:
+            cancel = rollout_pb2.CancelPrompts(request_ids=names)
             yield rollout_pb2.GenerateRequest(cancel=cancel)
 
     events = client.stream(messages())
@@ -178,7 +191,10 @@ async def _generate(
                 continue
             choice = by_id[told.request_id]
             if kind == "failed":
-                raise from_status(told.status, request_id=told.request_id, method="Generate")
+                failure = from_status(told.status, request_id=told.request_id, method="Generate")
+                cancelled.put_nowait([name for name in growing if name != told.request_id])
+                growing.clear()
+                break
             if kind == "tokens":
                 choice.add(told.token_ids)
             else:
@@ -186,19 +202,36 @@ async def _generate(
             if choice.finish_reason:
                 growing.remove(told.request_id)
                 if kind == "tokens":
-                    cancelled.put_nowait(told.request_id)
+                    cancelled.put_nowait([told.request_id])
             yield choice
             if not growing:
-                return
+                break
+        if not growing:
+            # The server ends the call, as it has nothing left to do: no reset counts against us.
+            cancelled.put_nowait(None)
+            await _read_to_end(events)
     finally:
         # Ends messages(), which nobody else would.
         cancelled.put_nowait(None)
         await events.aclose()
-    raise RpcError(
-        f"{client.address} ended the stream with {len(growing)} choices unfinished",
-        code=grpc.StatusCode.INTERNAL,
-        method="Generate",
-    )
+    if failure is not None:
+        raise failure
+    if growing:
+        raise RpcError(
+            f"{client.address} ended the stream with {len(growing)} choices unfinished",
+            code=grpc.StatusCode.INTERNAL,
+            method="Generate",
+        )
+
+
+async def _read_to_end(events: AsyncIterator[rollout_pb2.GenerateResponse]) -> None:
+    """Lets a call end by itself, for a while; what it still says is of no interest."""
+    try:
+        async with asyncio.timeout(_END_SECONDS):
+            async for _ in events:
+                pass
+    except (TimeoutError, RpcError):
+        pass
 
 
 async def score(

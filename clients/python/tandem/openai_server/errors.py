@@ -45,6 +45,7 @@ class RequestError(TandemError):
         param: the field at fault; None if there is none.
         status: the HTTP status.
         code: a name of the failure for programs.
+        retry_after_seconds: when to try again; None if waiting need not help.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class RequestError(TandemError):
         *,
         status: int = HTTPStatus.BAD_REQUEST,
         code: str | None = None,
+        retry_after_seconds: float | None = None,
     ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after_seconds = retry_after_seconds
 
 
 def http_status(error: TandemError) -> int:

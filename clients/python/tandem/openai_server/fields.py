@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
@@ -12,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from pydantic_core import PydanticKnownError
 
 from tandem import renamed
+from tandem.openai_server import limits
 from tandem.openai_server.errors import RequestError
+
+_log = logging.getLogger(__name__)
 
 # Fields that do not bear on the response.
 IGNORED = frozenset(
@@ -28,34 +33,107 @@ IGNORED = frozenset(
     }
 )
 
-# Fields that a rollout server cannot follow, with the values that ask for nothing; null does too.
+# Fields that a rollout server cannot follow, with the values that ask for nothing. Null does, too,
+# and so does an empty text or list.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "frequency_penalty": (0,),
     "function_call": ("none",),
-    "functions": ([],),
+    "functions": (),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "suffix": ("",),
+    "suffix": (),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
+    "tools": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
-TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 
 
 class _Fields(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Null asks for nothing: OpenAI's clients send the nulls of answers back."""
+        if not isinstance(value, Mapping):
+            return value
+        return {name: given for name, given in value.items() if given is not None}
+
+
+def _prompt(value: Any) -> Any:
+    """Checks the prompts of /v1/completions; names the first mistake alone, in whatever type."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("is no text, list of texts, list of token ids, or list of such lists")
+    if not value or isinstance(value[0], int):
+        _check_ids(value, "prompt")
+        return value
+    if len(value) > limits.MAX_CHOICES:
+        raise RequestError(
+            f"prompt: has {len(value)} prompts, at most {limits.MAX_CHOICES}", "prompt"
+        )
+    texts = isinstance(value[0], str)
+    for index, one in enumerate(value):
+        place = f"prompt[{index}]"
+        if texts != isinstance(one, str) or not isinstance(one, str | list):
+            kind = "text" if texts else "list of token ids"
+            raise RequestError(f"{place}: is no {kind}", place)
+        if not texts:
+            _check_ids(one, place)
+    return value
+
+
+def _check_ids(ids: list[Any], place: str) -> None:
+    if len(ids) > limits.MAX_PROMPT_TOKENS:
+        raise RequestError(
+            f"{place}: has {len(ids)} ids, at most {limits.MAX_PROMPT_TOKENS}", place
+        )
+    for index, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
+            where = f"{place}[{index}]"
+            raise RequestError(f"{where}: {_shown(token)} is no token id", where)
+
+
+def _stop(value: Any) -> Any:
+    """Checks the texts of `stop`; names the first mistake alone."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        raise ValueError("is no text and no list of texts")
+    if len(texts) > limits.MAX_STOPS:
+        raise ValueError(f"has {len(texts)} texts, at most {limits.MAX_STOPS}")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"[{index}]: {_shown(text)} is no text")
+        if len(text) > limits.MAX_STOP_LENGTH:
+            raise ValueError(
+                f"[{index}]: has {len(text)} characters, at most {limits.MAX_STOP_LENGTH}"
+            )
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _tandem(value: Any) -> Any:
+    """Checks the sizes in `tandem`; its fields are those of TandemConfig."""
+    for name, given in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(given, list) and len(given) > limits.MAX_TANDEM_LIST:
+            raise ValueError(f"{name}: has {len(given)} elements, at most {limits.MAX_TANDEM_LIST}")
+    return value
 
 
 class StreamOptions(_Fields):
@@ -76,11 +154,11 @@ class Request(_Fields):
     top_k: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     min_p: StrictFloat | None = None
     seed: StrictInt | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[Any, pydantic.BeforeValidator(_stop)] = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     # How the junior takes part: fields of TandemConfig.
-    tandem: dict[str, Any] | None = None
+    tandem: Annotated[dict[str, Any] | None, pydantic.BeforeValidator(_tandem)] = None
     # As in vLLM's API, lower comes first. The bounds are those whose negative a prompt can hold.
     priority: Annotated[StrictInt, Field(gt=-(2**31), lt=2**31)] | None = None
 
@@ -94,7 +172,8 @@ class Request(_Fields):
 class CompletionRequest(Request):
     """A request to /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    # A text, a list of texts, a list of token ids, or a list of such lists.
+    prompt: Annotated[Any, pydantic.BeforeValidator(_prompt)]
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     echo: StrictBool | None = None
     logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
@@ -129,47 +208,112 @@ class ImageUrl(_Fields):
     detail: Literal["auto"] | None = None
 
 
-class Part(_Fields):
-    """A part of a message: a text or an image."""
+# Fields of a message that chat templates know, beside role and content.
+_TEMPLATE_FIELDS = frozenset(
+    {"name", "reasoning_content", "reasoning", "tool_call_id", "tool_calls", "function_call"}
+)
+# Unknown fields of messages and parts that were warned of; a client can make up any number.
+_warned: set[str] = set()
+_MAX_WARNED = 64
 
-    type: Literal["text", "image_url"]
+
+def _warn_once(field: str, says: str) -> None:
+    if field not in _warned and len(_warned) < _MAX_WARNED:
+        _warned.add(field)
+        _log.warning("%.100s: %s", field, says)
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+class Part(_Fields):
+    """A part of a message: a text, a refusal, which is a text, or an image."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "refusal", "image_url"]
     text: str | None = None
+    refusal: str | None = None
     image_url: ImageUrl | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
-        given = {"text": self.text, "image_url": self.image_url}
+        given = {"text": self.text, "refusal": self.refusal, "image_url": self.image_url}
         if [name for name, value in given.items() if value is not None] != [self.type]:
             raise ValueError(f"a part of type {self.type} has the field {self.type}, and no other")
+        for name, value in (self.model_extra or {}).items():
+            if not _asks_for_nothing(value):
+                _warn_once(f"messages[].content[].{name}", "is ignored")
         return self
 
     def record(self) -> dict[str, Any]:
         """Returns the part as chat templates read it."""
         if self.image_url is None:
-            return {"type": "text", "text": self.text}
+            return {"type": "text", "text": self.text or self.refusal or ""}
         # As ImageProcessor.image() takes it.
         return {"type": "image", "image": {"bytes": self.image_url.url}}
 
 
+def _checked_content(value: Any) -> Any:
+    if isinstance(value, str | list):
+        return value
+    raise ValueError("is no text and no list of parts")
+
+
 class ChatMessage(_Fields):
-    """A message of a conversation."""
+    """A message of a conversation.
+
+    Its other fields are handed to the chat template, which may know them (tool_calls) or not.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[Part]
-    name: str | None = None
+    content: Annotated[str | list[Part] | None, pydantic.BeforeValidator(_checked_content)] = None
 
     def record(self) -> dict[str, Any]:
         """Returns the message as chat templates read it."""
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": self._content()} | name
+        rest = {}
+        for name, value in (self.model_extra or {}).items():
+            if _asks_for_nothing(value):
+                continue
+            if name not in _TEMPLATE_FIELDS:
+                says = "is handed to the chat template, which may ignore it"
+                _warn_once(f"messages[].{name}", says)
+            rest[name] = _with_arguments(value) if name == "tool_calls" else value
+        return {"role": self.role, "content": self._content()} | rest
 
     def _content(self) -> str | list[dict[str, Any]]:
         """Returns a text where there is no image: not every template reads parts."""
         if isinstance(self.content, str):
             return self.content
-        if all(part.image_url is None for part in self.content):
-            return "".join(part.text or "" for part in self.content)
-        return [part.record() for part in self.content]
+        parts = self.content or []
+        if all(part.image_url is None for part in parts):
+            return "".join(part.record()["text"] for part in parts)
+        return [part.record() for part in parts]
+
+
+def _with_arguments(calls: Any) -> Any:
+    """Returns calls of tools with their arguments as objects, which chat templates print.
+
+    OpenAI's API has them as texts.
+    """
+    if not isinstance(calls, list):
+        return calls
+    return [_with_argument(call) for call in calls]
+
+
+def _with_argument(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
 
 
 class ChatRequest(Request):
@@ -183,6 +327,11 @@ class ChatRequest(Request):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
+        for index, message in enumerate(self.messages):
+            # An answer may have had no text: a refusal, or calls of tools.
+            if message.content is None and message.role != "assistant":
+                place = f"messages[{index}].content"
+                raise RequestError(f"{place}: is required", place)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: needs logprobs", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
@@ -195,6 +344,20 @@ class ChatRequest(Request):
 
 Kind = TypeVar("Kind", bound=Request)
 
+# A JSON text with one of two surrogates; the C parser takes it alone, too.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_json(kind: type[Kind], body: bytes) -> Kind:
+    """Returns the request in a body; raises RequestError as parse() does."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if _SURROGATE.search(body):
+        _check_unicode(value)
+    return parse(kind, value)
+
 
 def parse(kind: type[Kind], body: Any) -> Kind:
     """Returns the request in a JSON body; raises RequestError, which names the field at fault."""
@@ -203,15 +366,17 @@ def parse(kind: type[Kind], body: Any) -> Kind:
     fields = {name: value for name, value in body.items() if name not in IGNORED}
     for name in REFUSED.keys() & fields.keys():
         value = fields.pop(name)
-        if value is not None and value not in REFUSED[name]:
+        nothing = value is None or value in ("", [])
+        if not nothing and value not in REFUSED[name]:
             raise RequestError(
                 f"{name}: a rollout server cannot do this", name, code="unsupported_parameter"
             )
+    _check_sizes(fields.get("messages"))
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
         # A union reports an error for each of its types; the deepest one fits furthest.
-        first = max(error.errors(), key=lambda one: len(one["loc"]))
+        first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
         param = _path(first["loc"])
         if first["type"] == "extra_forbidden":
             raise RequestError(
@@ -220,7 +385,47 @@ def parse(kind: type[Kind], body: Any) -> Kind:
                 code="unknown_parameter",
             ) from None
         where = f"{param}: " if param else ""
-        raise RequestError(f"{where}{first['msg']}", param) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise RequestError(f"{where}{message}", param) from None
+
+
+def _check_sizes(messages: Any) -> None:
+    """Checks the number of messages and parts, before each of them is looked at."""
+    if not isinstance(messages, list):
+        return
+    if len(messages) > limits.MAX_MESSAGES:
+        raise RequestError(
+            f"messages: has {len(messages)} messages, at most {limits.MAX_MESSAGES}", "messages"
+        )
+    contents = [one.get("content") for one in messages if isinstance(one, Mapping)]
+    parts = sum(len(one) for one in contents if isinstance(one, list))
+    if parts > limits.MAX_PARTS:
+        raise RequestError(
+            f"messages: have {parts} parts of contents, at most {limits.MAX_PARTS}", "messages"
+        )
+
+
+def _check_unicode(value: Any) -> None:
+    """Raises RequestError for a text with a lone surrogate, which is no Unicode text."""
+    for where, text in texts(value):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            named = where or "the body"
+            raise RequestError(f"{named}: is not Unicode text", where or None) from None
+
+
+def texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the texts in a JSON value, with their places."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from texts(one, f"{place}[{index}]")
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield place, name
+            yield from texts(one, f"{place}.{name}" if place else name)
 
 
 def _check_top(number: int | None, field: str) -> None:

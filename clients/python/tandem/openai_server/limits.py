@@ -1,0 +1,36 @@
+"""The bounds of a server, so that no client can take its memory or its time; docs/limits.md."""
+
+from __future__ import annotations
+
+# Requests at a time, those that wait included.
+MAX_REQUESTS = 1024
+# Generate and Score calls at a time. A connection to a rollout server carries 128 calls, and it
+# runs or holds 64 Score calls.
+MAX_STREAMS = 96
+MAX_SCORES = 32
+# Seconds after which a client that is told to come back may try again.
+RETRY_SECONDS = 1
+
+# Bytes of a body (ids as JSON take more than in the 4 MiB of a message, and images a third more
+# than their files), bytes of the bodies of all requests that are not answered, and the time in
+# which a body must arrive.
+MAX_BODY_BYTES = 32 << 20
+MAX_BODIES_BYTES = 128 << 20
+BODY_SECONDS = 60
+
+# Prompts of a request times n, and the tokens of all these prompts.
+MAX_CHOICES = 4096
+MAX_PROMPT_TOKENS = 4 << 20
+# Bytes of a prompt's text for each token of max_model_len: more cannot fit, whatever it says.
+MAX_TEXT_BYTES_PER_TOKEN = 32
+# Messages of a conversation, and parts of all of them.
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+# Stop texts of a request, and the characters of one.
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+# Elements of a list in `tandem`: the rollout server's bound of boundary_token_ids.
+MAX_TANDEM_LIST = 4096
+
+# Seconds for running answers after SIGTERM. Then they end with an error.
+STOP_SECONDS = 5.0
