@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.hub import snapshot
+from tandem.hub_data import hub_rows
 from tandem.optional import optional_module
 from tandem.settings import DataSettings, HubDataSettings, ReasoningGymSettings
 from tandem.text_files import decoded, json_object, read_bytes
@@ -156,41 +156,8 @@ def _parquet_rows(path: Path, field: str) -> Iterator[PlacedRow]:
 
 
 def _hub_rows(spec: HubDataSettings, field: str) -> Iterator[PlacedRow]:
-    folder = snapshot(spec.name, "dataset", f"{field}.name", revision=spec.revision)
-    # The import takes seconds.
-    datasets = optional_module("datasets", field)
-    try:
-        # The snapshot's files are read: by the Hub's name `datasets` would ask the Hub again.
-        rows = datasets.load_dataset(str(folder), spec.config, split=spec.split)
-    # Each reader of `datasets` raises errors of its own.
-    except Exception as error:
-        raise ConfigError(f"{field}: {spec.name}: {type(error).__name__}: {error}") from None
-    for index, row in enumerate(rows):
-        yield f"{spec.name}[{index}]", dict(row)
-
-
-def hub_config(name: str, field: str) -> str | None:
-    """Returns the configuration of a data set of the Hub to use where none is named.
-
-    None where there is only one; else main or default. Raises ConfigError, which lists them, where
-    there is neither.
-    """
-    folder = snapshot(name, "dataset", field)
-    datasets = optional_module("datasets", field)
-    try:
-        configs = list(datasets.get_dataset_config_names(str(folder)))
-    # Each reader of `datasets` raises errors of its own.
-    except Exception as error:
-        raise ConfigError(f"{field}: {name}: {type(error).__name__}: {error}") from None
-    if len(configs) == 1:
-        return None
-    for usual in ("main", "default"):
-        if usual in configs:
-            return usual
-    raise ConfigError(
-        f"{field}: {name} has the configurations {', '.join(configs)}",
-        hint=f"{name}:CONFIG names one",
-    )
+    for index, row in enumerate(hub_rows(spec, field)):
+        yield f"{spec.name}[{index}]", row
 
 
 def _reasoning_gym(spec: ReasoningGymSettings, field: str) -> tuple[Any, Iterable[PlacedRow]]:

@@ -22,6 +22,8 @@ _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 # Files of those patterns that nobody reads: folders of other formats (original/, onnx/), the same
 # weights under the names of another program, adapters.
 _UNREAD_FILES = ("*/*", "consolidated*", "adapter_*")
+# Most seconds in which the Hub says which files a data set has.
+_ANSWER_SECONDS = 20.0
 
 
 class ModelName(str):
@@ -115,3 +117,15 @@ def snapshot(
             hint=f"`{' '.join(command)}` fetches it where there is a network; a copied cache "
             "is found through HF_HOME",
         ) from None
+
+
+def repository_files(name: str, revision: str | None) -> list[str] | None:
+    """Returns the names of the files of a data set on the Hub; None if the Hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().dataset_info(name, revision=revision, timeout=_ANSWER_SECONDS)
+    # No network, offline mode, no such name: the HTTP library's errors; fetching says which.
+    except Exception:
+        return None
+    return [file.rfilename for file in info.siblings or ()]

@@ -13,9 +13,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tandem.config_values import dump_values
 from tandem.data import Example, load_dataset
-from tandem.data_sources import first_row, hub_config
+from tandem.data_sources import first_row
 from tandem.errors import ConfigError
 from tandem.hub import is_hub_name, local_model
+from tandem.hub_data import hub_config
 from tandem.math_rewards import final_number
 from tandem.model_files import max_positions
 from tandem.settings import DataSettings, validate

@@ -12,6 +12,7 @@ from tandem.cluster_preflight import check_cluster
 from tandem.data import load_dataset
 from tandem.errors import ConfigError
 from tandem.hub import local_model, snapshot
+from tandem.hub_data import hub_config
 from tandem.models import import_model
 from tandem.preflight import Problems
 from tandem.settings import ClusterSettings, DataSettings, RunSettings
@@ -218,6 +219,79 @@ def test_a_data_set_of_the_hub_has_configurations_splits_and_slices(cache, tmp_p
     wrong = {"name": "acme/sums", "config": "harder", "split": "test"}
     with pytest.raises(ConfigError, match=r"^data\.hub: acme/sums: .*harder"):
         load_dataset(DataSettings(hub=wrong), codec)
+
+
+@pytest.fixture
+def online(cache, monkeypatch, tmp_path):
+    """A Hub with one data set of several configurations and splits; returns what was fetched."""
+    files = {
+        "easy/train-1.jsonl": "w1",
+        "easy/train-2.jsonl": "w2",
+        "easy/test.jsonl": "w3",
+        "hard.jsonl": "w4",
+    }
+    card = (
+        "---\nconfigs:\n- config_name: easy\n  data_files:\n"
+        "  - {split: train, path: easy/train-*.jsonl}\n  - {split: test, path: easy/test.jsonl}\n"
+        "- config_name: main\n  data_files:\n  - {split: test, path: hard.jsonl}\n---\n"
+    )
+    fetched = []
+
+    def download(name, *, allow_patterns, **options):
+        folder = tmp_path / "fetched"
+        fetched.append(sorted(allow_patterns))
+        for file in allow_patterns:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            row = json.dumps({"prompt": files.get(file)}) + "\n"
+            (folder / file).write_text(card if file == "README.md" else row)
+        return str(folder)
+
+    names = ["README.md", *files]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("tandem.hub_data.repository_files", lambda name, revision: names)
+    return fetched
+
+
+@pytest.mark.parametrize(
+    ("config", "split", "prompts", "files"),
+    [
+        ("easy", "train", ["w1", "w2"], ["easy/train-1.jsonl", "easy/train-2.jsonl"]),
+        ("easy", "train[1:]", ["w2"], ["easy/train-1.jsonl", "easy/train-2.jsonl"]),
+        ("easy", "test", ["w3"], ["easy/test.jsonl"]),
+        ("main", "test", ["w4"], ["hard.jsonl"]),
+        ("easy", "test+train[:1]", ["w3", "w1"], ["easy/test.jsonl", "easy/train-*"]),
+    ],
+)
+def test_the_files_of_the_split_alone_are_fetched(online, tmp_path, config, split, prompts, files):
+    codec = TextCodec(fakes.write_tokenizer(tmp_path / "model"))
+    hub = {"name": "acme/sums", "config": config, "split": split}
+    data = load_dataset(DataSettings(hub=hub), codec)
+    assert [one.row["prompt"] for one in data.examples] == prompts
+    card, rows = online
+    assert card == ["README.md"]
+    assert all(any(fnmatch(one, file) for file in files) for one in rows if one != "README.md")
+
+
+def test_a_split_that_a_data_set_lacks_is_named_before_it_is_fetched(online, tmp_path):
+    codec = TextCodec(fakes.write_tokenizer(tmp_path / "model"))
+    hub = {"name": "acme/sums", "config": "main", "split": "train"}
+    with pytest.raises(ConfigError, match=r"^data.hub.split: acme/sums has no split 'train'; .*te"):
+        load_dataset(DataSettings(hub=hub), codec)
+    assert online == [["README.md"]]
+    assert hub_config("acme/sums", "DATA") == "main"
+
+
+def test_a_cache_with_the_files_of_one_split_is_read_without_a_network(cache, tmp_path):
+    folder = cached(cache, "dataset", "acme/sums")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: easy\n  data_files:\n"
+        "  - {split: train, path: train-*.jsonl}\n  - {split: test, path: test.jsonl}\n---\n"
+    )
+    (folder / "test.jsonl").write_text('{"prompt": "w7"}\n')
+    codec = TextCodec(fakes.write_tokenizer(tmp_path / "model"))
+    hub = {"name": "acme/sums", "config": "easy", "split": "test"}
+    [example] = load_dataset(DataSettings(hub=hub), codec).examples
+    assert example.token_ids == [7]
 
 
 def test_without_a_network_the_command_that_fetches_a_data_set_is_named(cache, tmp_path):

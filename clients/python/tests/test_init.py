@@ -217,7 +217,9 @@ def test_a_data_set_of_the_hub_with_several_configurations_is_read(folder, monke
     )
     for name in ("main", "socratic"):
         rows(data / f"{name}.jsonl", *GSM8K)
-    monkeypatch.setattr("tandem.data_sources.snapshot", lambda *args, **options: data)
+    monkeypatch.setattr("tandem.hub_data.snapshot", lambda *args, **options: data)
+    names = ["README.md", "main.jsonl", "socratic.jsonl"]
+    monkeypatch.setattr("tandem.hub_data.repository_files", lambda *args: names)
     written = write_run_file(Request("models/tiny", "openai/gsm8k"), Path("mine/run.yaml"))
     config = settings.load(RunSettings, written[0])
     assert config.data.hub.name == "openai/gsm8k"
