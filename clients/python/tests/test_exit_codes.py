@@ -200,3 +200,80 @@ def test_lines_of_earlier_versions_count_as_trained():
     account.add({"step": 1, "reward/failed": None})
     account.add({"step": 2, "step/trained": 0, "reward/failed": 3})
     assert str(account) == "1 of 2 steps trained, responses without a reward: 3"
+
+
+HANGING = """
+import itertools, time
+calls = itertools.count()
+def reward(prompt, response, **row):
+    if next(calls) >= 6:
+        print("hangs", flush=True)
+        time.sleep(3600)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ([], signal.SIGTERM),
+        (["reward.workers=1"], signal.SIGINT),
+        (["reward.executor=process"], signal.SIGINT),
+    ],
+)
+def test_one_ctrl_c_ends_a_run_whose_judge_hangs_and_saves_the_steps_before(
+    run_file, tmp_path, settings, number
+):
+    text = HANGING
+    if settings == ["reward.executor=process"]:
+        # Each process counts for itself: the number of the step says when to hang.
+        text = HANGING.replace("**row", "step, **row").replace("next(calls) >= 6", "step == 2")
+    (tmp_path / "judge.py").write_text(text)
+    command = [sys.executable, "-m", "tandem", "train", run_file, "checkpoint.every=0"]
+    command += [f"reward.function={tmp_path}/judge.py:reward", *settings]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said = []
+        while not said or "hangs" not in said[-1]:
+            said.append(run.stdout.readline())
+            assert said[-1], said
+        run.send_signal(number)
+        rest, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 130, rest
+    assert "step 2 is given up: " in rest
+    assert "stopped after step 1; --resume goes on" in rest
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 1
+
+
+BAD_TEXTS = """
+texts = ["\\ud83d", "\\u00e9", "\\udcff", "\\x00", "\\u7dda"]
+def reward(prompt, response, **row):
+    if len(response) % 2:
+        raise ValueError("".join(texts))
+    return len(response)
+"""
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_no_text_ends_a_run_in_any_locale(run_file, tmp_path, locale, executor):
+    (tmp_path / "judge.py").write_text(BAD_TEXTS)
+    rows = [{"prompt": "w2 w3", "answer": "線 é", "é\u0000": ["\u2028"]}] * 3
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "tandem", "train", run_file, "steps=2"]
+    command += [f"reward.function={tmp_path}/judge.py:reward", "reward.on_error=skip"]
+    command += [f"reward.executor={executor}"]
+    environment = os.environ | {
+        "LC_ALL": locale,
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert b"Traceback" not in done.stdout + done.stderr
+    log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text(encoding="utf-8")
+    assert "ValueError: \\ud83dé\\udcff\x00線" in log
+    tandem("view", tmp_path / "run", "--json")
