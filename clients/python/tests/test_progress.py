@@ -184,12 +184,11 @@ def test_a_run_tells_each_phase_of_a_step(run_file, world):
 def test_judges_are_counted_as_they_end(run_file, tmp_path):
     # The last call ends when the progress shows that the others have.
     (tmp_path / "judge.py").write_text(
-        "import threading\n"
+        "import itertools, threading\n"
         "go = threading.Event()\n"
-        "calls = []\n"
+        "numbers = itertools.count(1)\n"
         "def reward(prompt, response, **row):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 6:\n"
+        "    if next(numbers) == 6:\n"
         "        assert go.wait(60)\n"
         "    return len(response) % 2\n"
     )
