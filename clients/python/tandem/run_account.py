@@ -15,6 +15,7 @@ _LOSSES = {
     "reward/timed_out": "of them because a judge took too long",
     "policy/updates_not_finite": "updates that were not finite",
     "rollout/prompts_retried": "prompts asked again after a rollout server failed",
+    "trajectories/lost": "files of trajectories that could not be written",
 }
 
 

@@ -379,7 +379,7 @@ class Loop:
                     "step/trained": int(why is None),
                     "trackers/lines_waiting": run.tracker_lines_waiting,
                     "time_seconds": time.monotonic() - self._begun,
-                    "trajectories/lost": run.trajectories.lost,
+                    "trajectories/lost": run.trajectories.take_lost(),
                     "version/senior": report.weights.version,
                 }
             )

@@ -50,3 +50,9 @@ def test_rewards_that_failed_are_counted_and_are_no_rewards():
     assert (found["reward/min"], found["reward/max"], found["reward/failed"]) == (1.0, 3.0, 2)
     # A single reward has no variance; a group without a reward does not count.
     assert found["reward/frac_zero_std"] == pytest.approx(0.5)
+
+
+def test_the_order_of_a_line_s_keys_is_that_of_no_map():
+    names = [f"{kind}{name}" for kind in ("speculator/", "router/", "reward/") for name in "bca"]
+    orders = {tuple(step_line(dict.fromkeys(given, 1.0))) for given in (names, names[::-1])}
+    assert len(orders) == 1

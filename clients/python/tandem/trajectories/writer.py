@@ -37,7 +37,7 @@ class TrajectoryWriter:
         self, run_dir: Path, settings: TrajectorySettings, note: Callable[[str], None]
     ) -> None:
         """`note` prints a line for people; it is called in the thread of the run alone."""
-        self.lost = 0
+        self.lost = self._told = 0
         self._run_dir = run_dir
         self._settings = settings
         self._note = note
@@ -76,6 +76,11 @@ class TrajectoryWriter:
         elif self._failing:
             self._note(f"{self._path}: trajectories can be written again")
         self._failing = problem is not None
+
+    def take_lost(self) -> int:
+        """Returns the number of files that were lost since the last call."""
+        count, self._told = self.lost - self._told, self.lost
+        return count
 
     def close(self) -> None:
         """Waits for the last file; notes how many were lost in all."""
