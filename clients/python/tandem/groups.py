@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 
 from tandem.data import Example
 from tandem.judges.cases import Response
 from tandem.metrics import StepClock, response_metrics
 from tandem.requests import Prompt
-from tandem.rewards import overlong_punishment
+from tandem.rewards import Judged, overlong_punishment
 from tandem.schedule import prompt_seed
 from tandem.session import Session
 from tandem.settings import given
@@ -138,6 +140,7 @@ def draw_groups(
     while len(kept) < wanted and batches < (filtering.max_num_gen_batches if filtering else 1):
         examples = session.data.batch(first + len(groups), wanted - len(kept))
         begin = len(groups)
+        judging = _JudgingBehind(session, step, examples)
         with clock.phase("generate"):
             answers = session.generate(
                 [
@@ -146,14 +149,10 @@ def draw_groups(
                 ],
                 weights,
                 any_version=bool(settings.objective.max_staleness),
+                on_answer=judging.add,
             )
         with clock.phase("reward"):
-            texts = [[session.codec.decode(t.response_token_ids) for t in g] for g in answers]
-            responses = [
-                [Response.of(*one, step) for one in zip(group, said, strict=True)]
-                for group, said in zip(answers, texts, strict=True)
-            ]
-            judged = session.reward(examples, responses)
+            texts, judged = judging.result()
         groups += [
             Group(
                 f"step-{step}/prompt-{begin + i}",
@@ -171,6 +170,52 @@ def draw_groups(
         timed_out += judged.timed_out
         batches += 1
     return Drawn(groups, kept, failures, batches, timed_out)
+
+
+class _JudgingBehind:
+    """Judges the responses to the prompts of a generation batch while others are drawn."""
+
+    def __init__(self, session: Session, step: int, examples: Sequence[Example]) -> None:
+        self._session = session
+        self._step = step
+        self._examples = examples
+        self._judging = session.reward.judging()
+        self._texts: dict[int, list[str]] = {}
+        self._groups: SimpleQueue[tuple[int, Sequence[trajectory_pb2.Trajectory]] | None]
+        self._groups = SimpleQueue()
+        self._error: Exception | None = None
+        # A generation that fails ends the run, and leaves the thread to itself.
+        self._thread = Thread(target=self._work, name="judge-behind", daemon=True)
+        self._thread.start()
+
+    def add(self, index: int, group: Sequence[trajectory_pb2.Trajectory]) -> None:
+        """Takes the responses to a prompt; returns at once."""
+        self._groups.put((index, group))
+
+    def result(self) -> tuple[list[list[str]], Judged]:
+        """Returns the texts and the rewards of all responses, by prompt, once they are judged.
+
+        Raises what Judging.result() raises.
+        """
+        self._groups.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        texts = [self._texts[index] for index in range(len(self._examples))]
+        return texts, self._judging.result()
+
+    def _work(self) -> None:
+        try:
+            while (entry := self._groups.get()) is not None:
+                index, group = entry
+                decode = self._session.codec.decode
+                texts = self._texts[index] = [decode(one.response_token_ids) for one in group]
+                responses = [
+                    Response(text, one, self._step) for text, one in zip(texts, group, strict=True)
+                ]
+                self._judging.add(index, self._examples[index], responses)
+        except Exception as error:
+            self._error = error
 
 
 def step_prompt(session: Session, example: Example, step: int, index: int) -> Prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -51,7 +51,14 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
     Prompts that begin alike are dealt out side by side, so that most of them meet on one replica.
     """
 
-    def __init__(self, state: PoolState, prompts: Sequence[Prompt], admit: Admit) -> None:
+    def __init__(
+        self,
+        state: PoolState,
+        prompts: Sequence[Prompt],
+        admit: Admit,
+        on_answer: Callable[[int, list[trajectory_pb2.Trajectory]], None] | None = None,
+    ) -> None:
+        """`on_answer` is called with the number of a prompt and its samples, with the lock."""
         super().__init__(
             state,
             prompts,
@@ -63,6 +70,7 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         self._streams: dict[int, _Stream] = {}
         self._samples: list[dict[int, trajectory_pb2.Trajectory]] = [{} for _ in prompts]
         self._times_sent = [0] * len(prompts)
+        self._on_answer = on_answer
 
     def serve(self, index: int) -> None:
         """Keeps a Generate call open, and the replica's window full, until its share is done.
@@ -98,6 +106,12 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
                 code=grpc.StatusCode.INTERNAL,
                 method="Generate",
             )
+
+    def answer(self, index: int, item: int, answer: list[trajectory_pb2.Trajectory]) -> None:
+        """Keeps the replica's answer to an item. Needs the lock."""
+        super().answer(index, item, answer)
+        if self._on_answer is not None:
+            self._on_answer(item, answer)
 
     def recall(self, index: int, items: list[int]) -> None:
         """Cancels prompts. Their events are ignored from now on."""

@@ -34,6 +34,11 @@ DEFAULT_THREADS = 16
 class Judge(Protocol):
     """One way to call a function."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether nothing is called before finish(); cases then come in the order of the data."""
+        ...
+
     def start(self, cases: Sequence[Case]) -> list[Future[Outcome]]:
         """Begins to judge, or collects the cases for finish(); returns the outcome of each."""
         ...

@@ -17,7 +17,6 @@ from tandem.data import Example
 from tandem.errors import ConfigError, RewardError
 from tandem.interrupt import StopRequested
 from tandem.judges.cases import (
-    DETAILS,
     Case,
     Failure,
     Outcome,
@@ -155,11 +154,15 @@ class Reward:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The responses to one example, with the outcomes of each function in their order."""
+    """The responses to one example, and what the functions say of them.
+
+    Attributes:
+        outcomes: by function, the outcome for each response.
+    """
 
     example: Example
     responses: Sequence[Response]
-    outcomes: Sequence[Sequence[Future[Outcome]]]
+    outcomes: dict[_Function, list[Future[Outcome]]]
 
 
 class Judging:
@@ -180,8 +183,10 @@ class Judging:
     def add(self, index: int, example: Example, responses: Sequence[Response | str]) -> None:
         """Adds the responses to an example, which are number `index` of the results."""
         group = [Response(one) if isinstance(one, str) else one for one in responses]
-        outcomes = [function.start(example, group) for function in self._functions]
-        self._asked[index] = _Asked(example, group, outcomes)
+        self._asked[index] = asked = _Asked(example, group, {})
+        for function in self._functions:
+            if not function.waits:
+                asked.outcomes[function] = function.start(example, group)
 
     def result(self) -> Judged:
         """Returns the rewards in the order of the numbers, once all responses are judged.
@@ -191,14 +196,15 @@ class Judging:
             ConfigError: a function is written wrong, or a builtin cannot judge an example.
             StopRequested: the run was asked to stop, and a call does not end.
         """
-        for function in self._functions:
-            function.finish()
         groups = [one for _, one in sorted(self._asked.items())]
+        for function in self._functions:
+            for one in groups if function.waits else ():
+                one.outcomes[function] = function.start(one.example, one.responses)
+            function.finish()
         asked = [(one.example, response.text) for one in groups for response in one.responses]
-        # By function, the outcome for each response.
         outcomes = [
-            [future for one in groups for future in one.outcomes[place]]
-            for place in range(len(self._functions))
+            [future for one in groups for future in one.outcomes[function]]
+            for function in self._functions
         ]
         self._wait([future for futures in outcomes for future in futures])
         failures: list[str] = []
@@ -331,6 +337,11 @@ class _Function:
             ]
         return self._judge.start([self._case(example, one) for one in responses])
 
+    @property
+    def waits(self) -> bool:
+        """Whether nothing is called before finish()."""
+        return self._judge.waits
+
     def finish(self) -> None:
         """Makes the calls that need the thread of the caller, or all responses."""
         self._judge.finish()
@@ -374,7 +385,7 @@ class _Function:
                 f"which the run fills, and {example.place} has a column of that name",
                 hint=f"data.columns: {{OTHER: {taken}}} renames the column",
             )
-        case = self._case(example, Response("", dict.fromkeys(DETAILS)))
+        case = self._case(example, Response(""))
         problem = why_not_called(self._function, case, self._settings.batch)
         foreign = self._foreign()
         if problem is None and not foreign:
@@ -400,11 +411,7 @@ class _Function:
         return f"its parameter {first[0]!r} is none of `prompt` and `response`" if first else None
 
     def _case(self, example: Example, response: Response) -> Case:
-        details = {}
-        for name in self._details:
-            if name not in response.details:
-                raise ConfigError(f"{self._field}.function: {name} is not known here")
-            details[name] = response.details[name]
+        details = {name: response.detail(name) for name in self._details}
         return Case(example.row, response.text, details, example.place)
 
     def _message(self, failure: Failure, example: Example, response: str) -> str:

@@ -286,8 +286,12 @@ class Session:
         expected: server_pb2.WeightsVersion | None = None,
         *,
         any_version: bool = False,
+        on_answer: Callable[[int, list[trajectory_pb2.Trajectory]], None] | None = None,
     ) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order, all written by the trainer's weights.
+
+        `on_answer` is called with the number of a prompt and its samples as soon as they are there,
+        in any thread and order; it must return at once.
 
         A rollout server that is behind is brought there before it draws any. Samples of a server
         that got other weights in the middle are drawn again, unless `any_version` will do.
@@ -297,7 +301,12 @@ class Session:
                 and again.
         """
         return self._answered(
-            prompts, self.rollouts.generate, _all_by, expected, any_version=any_version
+            prompts,
+            self.rollouts.generate,
+            _all_by,
+            expected,
+            any_version=any_version,
+            on_answer=on_answer,
         )
 
     def score(
@@ -326,6 +335,7 @@ class Session:
         expected: server_pb2.WeightsVersion | None,
         *,
         any_version: bool = False,
+        on_answer: Callable[[int, Answer], None] | None = None,
     ) -> list[Answer]:
         """Returns the answers of the rollout servers to `asked`, all by the trainer's weights."""
         answers: dict[int, Answer] = {}
@@ -333,7 +343,21 @@ class Session:
         for _ in range(ATTEMPTS):
             weights = self.weights(expected)
             admit = functools.partial(self.bring_up, weights, any_version=any_version)
-            answered = ask([asked[index] for index in missing], admit=admit)
+            options: dict[str, Any] = {"admit": admit}
+            if on_answer is not None:
+
+                def take(
+                    place: int,
+                    answer: Answer,
+                    places: Sequence[int] = missing,
+                    by: server_pb2.WeightsVersion = weights,
+                ) -> None:
+                    # Others are asked for again.
+                    if any_version or is_by(by, answer):
+                        on_answer(places[place], answer)
+
+                options["on_answer"] = take
+            answered = ask([asked[index] for index in missing], **options)
             answers |= zip(missing, answered, strict=True)
             if not any_version:
                 missing = [index for index in missing if not is_by(weights, answers[index])]

@@ -29,6 +29,7 @@ class Drawing:
         )
         self.data = SimpleNamespace(batch=self._batch)
         self.codec = SimpleNamespace(decode=len)
+        self.reward = self
         self.sampling = {"max_tokens": 6}
         self._rewards, self._lengths = rewards, lengths
         self.seeds = []
@@ -36,23 +37,40 @@ class Drawing:
     def _batch(self, first, size):
         return [Example({}, str(n), [n]) for n in range(first, first + size)]
 
-    def generate(self, prompts, expected, *, any_version):
+    def generate(self, prompts, expected, *, any_version, on_answer):
         self.seeds += [prompt.seed for prompt in prompts]
-        return [
+        groups = [
             [
                 Trajectory(prompt_token_ids=prompt.token_ids, response_token_ids=range(length))
                 for length in self._lengths(prompt.token_ids[0])
             ]
             for prompt in prompts
         ]
+        # Responses come in any order.
+        for index in reversed(range(len(groups))):
+            on_answer(index, groups[index])
+        return groups
 
-    def reward(self, examples, responses):
-        rewards = [list(self._rewards(example.token_ids[0])) for example in examples]
-        failures = ["why" for group in rewards for one in group if one is None]
-        return Judged(rewards, dict.fromkeys(self.names, rewards), failures)
+    def judging(self):
+        return FakeJudging(self)
 
     def draw(self, first=4):
         return draw_groups(self, 7, first, None, StepClock())
+
+
+class FakeJudging:
+    """Judges examples by the rewards of a Drawing."""
+
+    def __init__(self, drawing):
+        self.drawing, self.added = drawing, {}
+
+    def add(self, index, example, responses):
+        self.added[index] = list(self.drawing._rewards(example.token_ids[0]))
+
+    def result(self):
+        rewards = [self.added[index] for index in range(len(self.added))]
+        failures = ["why" for group in rewards for one in group if one is None]
+        return Judged(rewards, dict.fromkeys(self.drawing.names, rewards), failures)
 
 
 def by_thirds(n):

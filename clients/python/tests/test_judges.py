@@ -316,7 +316,7 @@ def test_a_function_gets_the_details_that_it_declares(opened, way):
         )
         for ids, mask in (([3, 4], [1, 0]), ([5], [1]))
     ]
-    group = [Response.of(one, "text", 6) for one in trajectories]
+    group = [Response("text", one, 6) for one in trajectories]
     assert reward([EXAMPLE], [group]).rewards == [[716.0, 516.0]]
 
 
@@ -324,7 +324,7 @@ def test_rows_reach_a_function_that_asks_for_no_details_as_they_are(opened):
     example = Example({"prompt": "w1", "step": 4}, "w1", [1], "rows.jsonl:7")
     reward = opened("def reward(prompt, response, **row):\n    return row['step']\n")
     reward.check([example])
-    response = Response.of(Trajectory(response_token_ids=[3]), "text", 6)
+    response = Response("text", Trajectory(response_token_ids=[3]), 6)
     assert reward([example], [[response]]).rewards == [[4.0]]
 
 
@@ -396,3 +396,16 @@ def test_a_time_limit_of_the_functions_own_works_in_the_main_thread(opened):
         assert opened(text, workers=1)([EXAMPLE], [["x"]]).rewards == [[0.5]]
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("settings", [{"batch": True}, {"workers": 1}])
+def test_calls_that_wait_for_all_responses_come_in_the_order_of_the_data(opened, settings):
+    text = (
+        "import itertools\ncount = itertools.count()\n"
+        "def reward(prompt, response, *rows, **row):\n"
+        "    return range(len(response)) if rows else next(count)\n"
+    )
+    judging = opened(text, **settings).judging()
+    for index in (2, 0, 1):
+        judging.add(index, EXAMPLE, ["a", "b"])
+    assert judging.result().rewards == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]

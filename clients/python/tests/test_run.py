@@ -1,5 +1,6 @@
 """Whole runs against fake servers, through the command line."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -597,3 +598,20 @@ def test_overlong_responses_are_punished_in_training_alone(world, run_file, tmp_
 def test_a_buffer_longer_than_any_response_is_refused(run_file):
     done = tandem("train", run_file, "reward.overlong_buffer={len: 7}", check=2)
     assert "reward.overlong_buffer.len: 7 tokens, sampling.max_tokens allows" in done.stderr
+
+
+def test_responses_are_judged_while_others_are_drawn(world, run_file, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "from pathlib import Path\n"
+        "def reward(prompt, response, **row):\n"
+        f"    Path({str(tmp_path / 'judged')!r}).touch()\n    return len(response) % 2\n"
+    )
+    prompts = itertools.count(1)
+
+    def hold_the_last(prompt):
+        if next(prompts) == 3:
+            fakes.wait_until((tmp_path / "judged").exists)
+
+    world.on_prompt = hold_the_last
+    tandem("train", run_file, "steps=1", f"reward.function={tmp_path}/judge.py:reward")
+    assert (tmp_path / "judged").exists()

@@ -162,7 +162,7 @@ def grade(
     ends = lengths or [[len(one.response_token_ids) for one in group] for group in answers]
     responses = [
         [
-            JudgedResponse.of(one, session.codec.decode(one.response_token_ids[:end]), None, end)
+            JudgedResponse(session.codec.decode(one.response_token_ids[:end]), one, length=end)
             for one, end in zip(*pair, strict=True)
         ]
         for pair in zip(answers, ends, strict=True)

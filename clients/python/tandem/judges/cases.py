@@ -35,33 +35,31 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Response:
-    """A response to judge: its text, and what else a function may ask for (DETAILS)."""
+    """A response to judge.
+
+    Attributes:
+        text: what every function gets.
+        trajectory: where the details come from that a function may ask for (DETAILS).
+        step: the step that draws the response, None in an evaluation.
+        length: number of its tokens that are judged; None: all.
+    """
 
     text: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    trajectory: trajectory_pb2.Trajectory | None = None
+    step: int | None = None
+    length: int | None = None
 
-    @classmethod
-    def of(
-        cls,
-        trajectory: trajectory_pb2.Trajectory,
-        text: str,
-        step: int | None,
-        length: int | None = None,
-    ) -> Response:
-        """Returns the response of a trajectory, or its first `length` tokens, whose text is given.
-
-        `step` is the step that draws the response, None in an evaluation.
-        """
-        return cls(
-            text,
-            {
-                "prompt_token_ids": list(trajectory.prompt_token_ids),
-                "response_token_ids": list(trajectory.response_token_ids[:length]),
-                "authorship_mask": list(trajectory.authorship_mask[:length]),
-                "finish_reason": enum_name(trajectory, "finish_reason"),
-                "step": step,
-            },
-        )
+    def detail(self, name: str) -> Any:
+        """Returns one of DETAILS; None where there is no trajectory."""
+        if self.trajectory is None:
+            return None
+        if name == "step":
+            return self.step
+        if name == "prompt_token_ids":
+            return list(self.trajectory.prompt_token_ids)
+        if name == "finish_reason":
+            return enum_name(self.trajectory, "finish_reason")
+        return list(getattr(self.trajectory, name)[: self.length])
 
 
 @dataclass(frozen=True)

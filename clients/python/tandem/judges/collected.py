@@ -36,6 +36,8 @@ class OneByOne:
     stop.
     """
 
+    waits = True
+
     def __init__(self, function: Callable[..., Any] | None, watch: Watch) -> None:
         """`function` judges the cases of start()."""
         self._function = function
@@ -65,6 +67,8 @@ class OneByOne:
 
 class InOneCall:
     """A judge that makes one call for all cases in finish(), under the rules of OneByOne."""
+
+    waits = True
 
     def __init__(self, function: Callable[..., Any], watch: Watch) -> None:
         self._function = function

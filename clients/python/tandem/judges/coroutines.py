@@ -41,6 +41,7 @@ class Awaited:
     def __init__(
         self, function: Callable[..., Any], workers: int | None, batch: bool, watch: Watch
     ) -> None:
+        self.waits = batch
         self._function = function
         self._workers = workers
         self._batch = batch

@@ -68,6 +68,8 @@ class Workers:
     returns.
     """
 
+    waits = False
+
     def __init__(self, count: int, make_caller: Callable[[], Caller], watch: Watch) -> None:
         self._count = count
         self._make_caller = make_caller
