@@ -265,8 +265,9 @@ class RunDirectory:
             self._versions = self._append_to("versions.jsonl")
             note = logged(note)
             self._trackers = self._files.enter_context(self._open_trackers(note))
-            self.trajectories = TrajectoryWriter(self.path, self._config.trajectories, note)
-            self._files.callback(self.trajectories.close)
+            self.trajectories = self._files.enter_context(
+                TrajectoryWriter(self.path, self._config.trajectories, note)
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -477,7 +477,8 @@ class Loop:
                 client.save_checkpoint(
                     str(run.path / critic), name, keep, expected_version=self._critic.version
                 )
-        run.trajectories.wait()
+        with session.progress.phase("trajectories"):
+            run.trajectories.wait()
         return SavedState(
             self.last_step,
             self.weights.version,

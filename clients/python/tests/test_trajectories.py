@@ -228,12 +228,12 @@ def test_a_step_does_not_wait_for_its_own_file_and_the_next_one_does(folder):
         order.append("the second begins")
         yield Response(sample(), "2")
 
-    writer.write_step(1, slow())  # Returns, though the first response is not there yet.
-    other = threading.Thread(target=writer.write_step, args=(2, next_one()))
-    other.start()
-    go.set()
-    other.join()
-    writer.close()
+    with writer:
+        writer.write_step(1, slow())  # Returns, though the first response is not there yet.
+        other = threading.Thread(target=writer.write_step, args=(2, next_one()))
+        other.start()
+        go.set()
+        other.join()
     assert order == ["the first is written", "the second begins"]
     assert [record["text"] for step in (1, 2) for record in records(folder, step)] == ["1", "2"]
     assert (writer.lost, told) == (0, [])
@@ -242,11 +242,11 @@ def test_a_step_does_not_wait_for_its_own_file_and_the_next_one_does(folder):
 def test_settings_choose_the_steps_and_how_many_are_kept(folder):
     writer = TrajectoryWriter(folder, TrajectorySettings(every=2, keep=3), lambda _: None)
     (folder / "trajectories" / "step_2.jsonl").touch()
-    for step in range(3, 13):
-        writer.write_step(step, [Response(sample(), "x")])
-        for mode in ("solo", "handoff"):
-            writer.write_evaluation(step, mode, [Response(sample(), "x")])
-    writer.close()
+    with writer:
+        for step in range(3, 13):
+            writer.write_step(step, [Response(sample(), "x")])
+            for mode in ("solo", "handoff"):
+                writer.write_evaluation(step, mode, [Response(sample(), "x")])
     assert names(folder / "trajectories") == [
         "step_10.parquet",
         "step_12.parquet",
@@ -257,7 +257,7 @@ def test_settings_choose_the_steps_and_how_many_are_kept(folder):
     }
     none = TrajectoryWriter(folder, TrajectorySettings(every=0), lambda _: None)
     none.write_step(100, [Response(sample(), "x")])
-    none.close()
+    none.wait()
     assert not step_file(folder, 100).exists()
 
 
@@ -278,8 +278,8 @@ def test_what_cannot_be_written_is_noted_once_and_counted(folder, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     writer.write_step(4, [Response(sample(), "x")])
     writer.wait()
-    writer.write_step(5, iter([None]))  # not even a response
-    writer.close()
+    with writer:
+        writer.write_step(5, iter([None]))  # not even a response
     assert (writer.lost, writer.take_lost(), writer.take_lost()) == (3, 3, 0)
     second, fifth = step_file(folder, 2), step_file(folder, 5)
     assert told[0].startswith(f"warning: {second} could not be written: No space left on device;")
@@ -287,6 +287,22 @@ def test_what_cannot_be_written_is_noted_once_and_counted(folder, monkeypatch):
     assert told[2].startswith(f"warning: {fifth} could not be written: AttributeError(")
     assert told[3:] == ["warning: 3 files of trajectories could not be written"]
     assert names(folder / "trajectories") == ["step_1.parquet", "step_4.parquet"]
+
+
+def test_a_file_that_is_given_up_ends_soon_and_is_no_loss(folder):
+    told, begun = [], threading.Event()
+
+    def endless():
+        while True:
+            begun.set()
+            yield Response(sample(), "x")
+
+    writer = TrajectoryWriter(folder, TrajectorySettings(), told.append)
+    with pytest.raises(KeyboardInterrupt), writer:
+        writer.write_step(1, endless())
+        begun.wait()
+        raise KeyboardInterrupt
+    assert (names(folder / "trajectories"), writer.lost, told) == ([], 0, [])
 
 
 def test_a_run_goes_on_without_its_trajectories(run_file, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 from tandem.errors import TandemError
 from tandem.run_files import replacing
@@ -23,11 +24,16 @@ from tandem.trajectories.record import Response
 _GROUP_TOKENS = 4 << 20
 
 
-class TrajectoryWriter:
-    """Writes one file at a time in a thread; the next one waits for it.
+class _AbandonedError(Exception):
+    """The file that is being written is not wanted any more."""
 
-    So the writer is at most a file behind the run. A file that cannot be written, because the disk
-    is full for example, is counted and noted, and never ends the run.
+
+class TrajectoryWriter:
+    """Writes one file at a time in a thread; the next one waits for it. A context manager.
+
+    So the writer is at most a file behind the run. Leaving the block waits for the last file, or
+    gives it up if the run is to end at once (KeyboardInterrupt). A file that cannot be written,
+    because the disk is full for example, is counted and noted, and never ends the run.
 
     Attributes:
         lost: number of files that could not be written.
@@ -45,6 +51,17 @@ class TrajectoryWriter:
         self._path = run_dir
         self._problem: str | None = None
         self._failing = False
+        self._abandoned = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._abandoned.set()
+        self.wait()
+        if self.lost > 1:
+            self._note(f"warning: {self.lost:,} files of trajectories could not be written")
 
     def write_step(self, step: int, responses: Iterable[Response]) -> None:
         """Writes a step's responses, if the settings keep those of this step.
@@ -82,12 +99,6 @@ class TrajectoryWriter:
         count, self._told = self.lost - self._told, self.lost
         return count
 
-    def close(self) -> None:
-        """Waits for the last file; notes how many were lost in all."""
-        self.wait()
-        if self.lost > 1:
-            self._note(f"warning: {self.lost:,} files of trajectories could not be written")
-
     def _start(self, path: Path, responses: Iterable[Response], folder: str) -> None:
         self.wait()
         self._path = path
@@ -99,12 +110,21 @@ class TrajectoryWriter:
 
     def _write(self, path: Path, responses: Iterable[Response], folder: str) -> None:
         try:
-            write_parquet(path, responses, logprobs=self._settings.logprobs)
+            write_parquet(path, self._wanted(responses), logprobs=self._settings.logprobs)
             self._remove_old(folder)
+        except _AbandonedError:
+            return
         # Whatever it is, the record of a run is not worth the run.
         except Exception as error:
             told = error.message if isinstance(error, TandemError) else repr(error)
             self._problem = told.removeprefix(f"{path}: ")
+
+    def _wanted(self, responses: Iterable[Response]) -> Iterator[Response]:
+        """Yields the responses until the file is given up."""
+        for one in responses:
+            if self._abandoned.is_set():
+                raise _AbandonedError
+            yield one
 
     def _remove_old(self, folder: str) -> None:
         """Removes all but the newest files: of steps, or of each mode of the evaluations."""
