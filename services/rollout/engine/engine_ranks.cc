@@ -130,8 +130,9 @@ absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
                                                        .timeouts = options.rank_timeouts}));
   TANDEM_RETURN_IF_ERROR(ranks.server->CheckSame("configuration", options.configuration));
   const absl::StatusOr<at::Device> junior_device = JuniorDevice(options, placement.device);
-  absl::StatusOr<CacheBlocks> blocks = junior_device.status();
-  if (junior_device.ok()) blocks = PlanLayout(options, placement.device, *junior_device);
+  const absl::StatusOr<CacheBlocks> blocks =
+      junior_device.ok() ? PlanLayout(options, placement.device, *junior_device)
+                         : absl::StatusOr<CacheBlocks>(junior_device.status());
   TANDEM_RETURN_IF_ERROR(ranks.server->Agree(blocks.status()));
   ranks.blocks = AgreeOnBlocks(*blocks, *ranks.server);
   ranks::Communicator& world = *ranks.server->world();
