@@ -156,6 +156,7 @@ class ConnectionGuard::Relay {
         const ConnectionLimits& limits)
       : limits_(limits),
         metrics_(metrics),
+        connections_gauge_(metrics.Gauge(metric::kConnections)),
         tls_(tls),
         listeners_(std::move(listeners)),
         port_(PortOf(listeners_[0])),
@@ -260,7 +261,7 @@ class ConnectionGuard::Relay {
         if (num_handshakes_ > 0) CheckHandshake(connection);
       }
       connections_.remove_if([](const Connection& connection) { return connection.closed; });
-      metrics_.Gauge(metric::kConnections).Set(static_cast<double>(connections_.size()));
+      connections_gauge_.Set(static_cast<double>(connections_.size()));
       if (!listening_) listeners_.clear();
       if (!ending_) continue;
       if (!deadline.has_value()) deadline = absl::Now() + kFlushTime;
@@ -708,6 +709,7 @@ class ConnectionGuard::Relay {
 
   const ConnectionLimits limits_;
   Metrics& metrics_;
+  prometheus::Gauge& connections_gauge_;
   const ServerTls* const tls_;
   std::vector<Socket> listeners_;
   const int port_;

@@ -383,7 +383,7 @@ class Session:
 
     @property
     def _retry(self) -> RetryPolicy:
-        return RetryPolicy(seconds=self.settings.servers.retry_seconds)
+        return RetryPolicy(seconds=self.settings.servers.retry_seconds, check=self.check)
 
     def _client_options(self, retry: RetryPolicy = ONCE) -> dict[str, Any]:
         """Returns the options of a client, which by default does not wait for its server.

@@ -95,11 +95,13 @@ class RetryPolicy:
         initial_seconds: the first wait at most; each one may be twice as long as the one before. A
             wait is a random part of that, at least a half.
         maximum_seconds: the longest wait that the server does not ask for.
+        check: called before every wait; raises if waiting is in vain.
     """
 
     seconds: float = 120.0
     initial_seconds: float = 0.2
     maximum_seconds: float = 5.0
+    check: Callable[[], None] = lambda: None
 
 
 # One attempt.
@@ -130,9 +132,13 @@ class Retries:
             self._since += seconds
 
     def wait_after(self, error: RpcError) -> float | None:
-        """Returns the seconds to wait before the next attempt, or None to give up."""
+        """Returns the seconds to wait before the next attempt, or None to give up.
+
+        Raises what the policy's check raises.
+        """
         if error.method in NOT_REPEATABLE or not may_pass(error):
             return None
+        self.policy.check()
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         left = self.policy.seconds - (now - self._since)

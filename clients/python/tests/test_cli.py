@@ -105,6 +105,8 @@ def test_generate_score_health_and_status_print_text_and_json(address, run_file,
     assert critic["problem"] == "not a critic server"
     error = tandem("generate", "x", "--rollout", "127.0.0.1:1", "--json", check=3).stderr
     assert json.loads(error)["code"] == "UNAVAILABLE"
+    said = json.loads(error)["message"]
+    assert said.startswith("cannot connect to the server at 127.0.0.1:1: ")
     # Text after "--" is a prompt, not an option.
     error = tandem("generate", "--rollout", "127.0.0.1:1", "--", "--json", check=3).stderr
     assert error.startswith("tandem: ")

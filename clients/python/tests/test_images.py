@@ -12,10 +12,11 @@ from PIL import Image, ImageFile
 from pyarrow import Table, parquet
 
 from tandem import images
+from tandem.aio import AsyncTrainerClient
 from tandem.blobs.v1 import blobs_pb2, blobs_pb2_grpc
 from tandem.client import TrainerClient
 from tandem.data import load_dataset
-from tandem.errors import ConfigError, FailedPreconditionError
+from tandem.errors import ConfigError, FailedPreconditionError, OutOfRangeError
 from tandem.images import FORMATS, ImageProcessor, VisionInput, images_of, pixels_of
 from tandem.requests import SupervisedSample
 from tandem.settings import DataSettings
@@ -271,6 +272,10 @@ def trainer():
     """A client of a fake trainer, which it has as `fake`."""
     fake = FakeTrainerWithBlobs()
     server = grpc.server(futures.ThreadPoolExecutor(4))
+    # A method that a test replaces is found when it is called.
+    fake_upload = fake.UploadBlob
+    fake.UploadBlob = lambda *call: fake.upload(*call)
+    fake.upload = fake_upload
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(fake, server)
     blobs_pb2_grpc.add_BlobServiceServicer_to_server(fake, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -304,6 +309,21 @@ def test_a_call_is_repeated_with_what_the_server_lost(trainer):
     trainer.fake.losses = 3
     with pytest.raises(FailedPreconditionError):
         train(trainer, image)
+
+
+async def test_an_upload_that_is_refused_early_has_its_status(trainer):
+    """grpc.aio hides the status of a call that ends while the client writes, now and then."""
+
+    def refuse(requests, context):
+        next(requests)
+        context.abort_with_status(rpc_status.to_status(fakes.error_status(11, "too large")))
+
+    trainer.fake.upload = refuse
+    large = VisionInput(np.ones((4, 500_000), np.float32), (1, 2, 2))  # 8 MB
+    async with AsyncTrainerClient(trainer.address) as client:
+        for _ in range(10):
+            with pytest.raises(OutOfRangeError, match="too large"):
+                await train(client, large)
 
 
 def test_pixels_that_nobody_has_are_the_servers_error(trainer):

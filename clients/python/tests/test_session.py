@@ -249,6 +249,23 @@ def test_a_reward_function_that_fails_is_named(config, tmp_path, body, says):
         session.reward(session.data.examples[:1], [["text"]])
 
 
+def test_nobody_waits_for_a_server_of_the_cluster_that_died(world, config):
+    def check(**_):
+        raise ServerStartError("trainer ended with signal SIGKILL")
+
+    calls = {
+        "trainer": lambda session: session.trainer.info(),
+        "rollout": lambda session: session.generate([Prompt([1])], any_version=True),
+    }
+    for call in calls.values():
+        with pytest.raises(ServerStartError, match="SIGKILL"), Session(config) as session:
+            session.cluster = SimpleNamespace(check=check)
+            world.failures = [fakes.error_status(14, "gone")] * 1000
+            call(session)
+        assert len(world.failures) > 990
+        world.failures.clear()
+
+
 def test_a_failed_call_is_explained_by_the_server_that_died(config):
     def check(**_):
         raise ServerStartError("trainer ended with signal SIGKILL")
