@@ -288,7 +288,8 @@ class _Server:
         """Answers a request within the server's bounds."""
         async with AsyncExitStack() as held:
             held.enter_context(self._admission.request())
-            body = await held.enter_async_context(self._admission.body(request))
+            receiving = held.enter_async_context(self._admission.body(request))
+            body = await self._until_stopped(receiving)
             asked = await asyncio.to_thread(parse_json, kind, body)
             served = await self._source.served(self._client)
             _check_model(served, asked.model)
