@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ Contents = TypeVar("Contents")
 # The servers' rule, too. gRPC refuses a text with other characters, and quotes it in its error.
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
+# More than any file of certificates or tokens has.
+_MAX_FILE_BYTES = 1 << 20
 # Seconds in which the other file of a pair follows the first one, and after which a file is no new
 # one any more.
 _REPLACEMENT_SECONDS = 0.5
@@ -279,6 +282,13 @@ def _reason(error: Exception) -> str:
 
 def _bytes(path: Path, field: str) -> bytes:
     try:
-        return path.read_bytes()
+        # A pipe would be waited for, and a device has no end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CredentialsError(f"{field}: {path}: is no regular file")
+        with path.open("rb") as file:
+            contents = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise file_error(f"{field}: {path}", error, CredentialsError) from None
+    if len(contents) > _MAX_FILE_BYTES:
+        raise CredentialsError(f"{field}: {path}: has more than {_MAX_FILE_BYTES} bytes")
+    return contents

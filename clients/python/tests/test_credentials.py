@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -655,6 +656,22 @@ def test_a_client_that_is_made_while_certificates_are_replaced_reads_them_again(
     with secured(own, world) as address, RolloutClient(address, credentials=own.client()) as client:
         client.info()
     work.join()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large", "folder"])
+def test_what_is_no_file_of_tokens_is_not_read(tmp_path, kind):
+    path = tmp_path / "tokens"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "large":
+        path.write_bytes(b"token\n" * (1 << 20))
+    else:
+        path.symlink_to("/dev/zero")
+    says = "has more than 1048576 bytes" if kind == "large" else "is no regular file"
+    with pytest.raises(CredentialsError, match=f"token_file: {path}: {says}"):
+        watched_tokens(path, "token_file")
 
 
 def test_files_that_stay_damaged_are_refused(own):

@@ -176,6 +176,23 @@ def test_other_fields_of_a_message_reach_the_template(world, address, codec, cap
     assert warned == ["messages[].odd_field: is handed to the chat template, which may ignore it"]
 
 
+def test_variables_of_the_template_come_with_a_request(world, address, codec):
+    (codec.directory / "chat_template.jinja").write_text(
+        "{{ messages[0].content }} {{ 'w5' if enable_thinking else 'w6' }}"
+    )
+    seen = []
+    world.on_prompt = lambda prompt: seen.append(list(prompt.prompt_token_ids))
+    with TestClient(application(Settings(address, codec, "senior"))) as http:
+        for variables in ({"enable_thinking": True}, {"enable_thinking": False}, None):
+            fields = {"chat_template_kwargs": variables}
+            assert http.post("/v1/chat/completions", json=CHAT | fields).is_success
+        fields = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+        answer = http.post("/v1/chat/completions", json=CHAT | fields)
+        assert answer.status_code == 400
+        assert "chat_template: is no variable" in answer.json()["error"]["message"]
+    assert seen == [[2, 5], [2, 6], [2, 6]]
+
+
 def test_null_fields_of_a_request_ask_for_nothing(address, codec):
     nothing = dict.fromkeys(("n", "stop", "seed", "logprobs", "stream_options", "no_such_field"))
     with TestClient(application(Settings(address, codec, "senior"))) as http:

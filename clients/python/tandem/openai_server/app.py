@@ -333,13 +333,17 @@ class _Server:
     async def _chat(self, asked: ChatRequest, served: Served) -> Job:
         _check_choices(1, asked, served)
         messages = [message.record() for message in asked.messages]
-        size = sum(len(text.encode()) for _, text in texts(messages))
+        read = [messages, asked.chat_template_kwargs]
+        size = sum(len(text.encode()) for _, text in texts(read))
         _check_text(size, "messages", served)
         shows = any(not isinstance(message["content"], str) for message in messages)
         async with self._turn(size, shows):
             try:
                 prompt, images = await asyncio.to_thread(
-                    served.codec.chat_with_images, messages, longest=served.max_model_len
+                    served.codec.chat_with_images,
+                    messages,
+                    template_kwargs=asked.chat_template_kwargs,
+                    longest=served.max_model_len,
                 )
             except ConfigError as error:
                 raise RequestError(error.message, "messages") from None

@@ -316,12 +316,41 @@ def _with_argument(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": parsed}}
 
 
+# Arguments of the function that renders a template, which are no variables: a client must not bring
+# a template of its own.
+_NO_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+    }
+)
+
+
+def _template_variables(value: Any) -> Any:
+    for name in value if isinstance(value, Mapping) else ():
+        if name in _NO_VARIABLES:
+            raise ValueError(f"{name}: is no variable of a chat template")
+    return value
+
+
 class ChatRequest(Request):
     """A request to /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
+    # As in vLLM's API: variables of the chat template, such as enable_thinking.
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, pydantic.BeforeValidator(_template_variables)
+    ] = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
 
