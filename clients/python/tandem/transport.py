@@ -101,7 +101,7 @@ class RetryPolicy:
     seconds: float = 120.0
     initial_seconds: float = 0.2
     maximum_seconds: float = 5.0
-    check: Callable[[], None] = lambda: None
+    check: Callable[[], None] | None = None
 
 
 # One attempt.
@@ -138,7 +138,8 @@ class Retries:
         """
         if error.method in NOT_REPEATABLE or not may_pass(error):
             return None
-        self.policy.check()
+        if self.policy.check is not None:
+            self.policy.check()
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         left = self.policy.seconds - (now - self._since)
