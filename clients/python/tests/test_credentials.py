@@ -308,7 +308,7 @@ def test_wrong_tokens_are_typed_errors(shared, world):
 
 BAD = {
     "missing": ("ca_file", "absent.crt", "No such file"),
-    "directory": ("ca_file", ".", "Is a directory"),
+    "directory": ("ca_file", ".", "is no regular file"),
     "no certificate": ("ca_file", "admin.token", "holds no certificate"),
     "other key": ("private_key_file", "server.key", "certificate_file: .*KEY_VALUES_MISMATCH"),
     "no key": ("private_key_file", None, "certificate_file: .* needs private_key_file"),
