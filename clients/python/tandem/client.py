@@ -11,14 +11,20 @@ messages of the contract. The methods are described in tandem.calls.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from queue import SimpleQueue
 
 from tandem import requests
 from tandem.calls import CriticCalls, Event, RolloutCalls, TrainerCalls
+from tandem.errors import RpcError
 from tandem.requests import Prompt
 from tandem.rollout.v1 import rollout_pb2
 from tandem.transport import Connection, blocking
+
+# Seconds in which a server may end a call whose prompts are all finished.
+_END_SECONDS = 5.0
 
 
 class RolloutClient(Connection, RolloutCalls):
@@ -40,20 +46,26 @@ class RolloutClient(Connection, RolloutCalls):
 class GenerateStream:
     """An open Generate call: iterate over its events while submitting and cancelling prompts.
 
-    A context manager: leaving it cancels prompts that are not finished. Dropping the last reference
-    to the stream ends the requests; dropping that to its events, too, cancels the call.
+    A context manager: leaving it ends the call, and cancels prompts that are not finished. Dropping
+    the last reference to the stream ends the requests; dropping that to its events, too, cancels
+    the call.
     """
 
     def __init__(self, client: RolloutClient, timeout_seconds: float | None) -> None:
         # The call reads from the queue until None, and knows nothing of the stream.
         self._outgoing: SimpleQueue[rollout_pb2.GenerateRequest | None] = SimpleQueue()
-        self._events = client.stream(iter(self._outgoing.get, None), timeout_seconds)
+        self._call = client.stream(iter(self._outgoing.get, None), timeout_seconds)
+        # Samples that are not finished, by request_id.
+        self._left: dict[str, int] = {}
+        self._events = _counted(self._call, self._left)
 
     def submit(self, prompts: Iterable[Prompt]) -> None:
         """Sends prompts, which are admitted together; each needs its own request_id.
 
         Their images must have been uploaded (RolloutClient.upload_images).
         """
+        prompts = list(prompts)
+        self._left |= {prompt.request_id: max(1, prompt.num_samples) for prompt in prompts}
         for message in requests.submit(prompts):
             self._outgoing.put(message)
 
@@ -69,7 +81,21 @@ class GenerateStream:
     def close(self) -> None:
         """Ends the call, and cancels prompts that are not finished."""
         self.half_close()
-        self._events.close()
+        if not self._left:
+            # The server ends the call, as nothing is left to do: it need not be cancelled.
+            late = threading.Timer(_END_SECONDS, self._call.close)
+            late.daemon = True
+            late.start()
+            with suppress(RpcError):
+                for _ in self._call:
+                    pass
+            late.cancel()
+        self._call.close()
+
+    def abandon(self) -> None:
+        """Cancels the call, whatever it has to tell. For another thread than the reader's."""
+        self.half_close()
+        self._call.close()
 
     def __iter__(self) -> Iterator[Event]:
         return self._events
@@ -82,6 +108,18 @@ class GenerateStream:
 
     def __del__(self) -> None:
         self.half_close()
+
+
+def _counted(events: Iterator[Event], left: dict[str, int]) -> Iterator[Event]:
+    """Yields the events, and takes samples that are finished or have failed out of `left`."""
+    for event in events:
+        kind = event.WhichOneof("event")
+        if kind in ("finished", "failed"):
+            name = getattr(event, kind).request_id
+            left[name] = left.get(name, 1) - 1
+            if kind == "failed" or left[name] <= 0:
+                del left[name]
+        yield event
 
 
 class TrainerClient(Connection, TrainerCalls):

@@ -125,7 +125,7 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
     def stop(self) -> None:
         """Cancels every open call."""
         for stream in self._streams.values():
-            stream.call.close()
+            stream.call.abandon()
 
     def _submit(self, stream: _Stream, items: Sequence[int]) -> None:
         prompts = []

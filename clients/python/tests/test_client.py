@@ -218,6 +218,19 @@ def test_an_open_stream_starts_before_its_first_prompt_and_ends_when_left(world,
         wait_until(lambda: world.open_streams == 0)
 
 
+@pytest.mark.parametrize("submitted", [0, 1])
+def test_a_stream_without_unfinished_prompts_is_not_cancelled_when_left(world, address, submitted):
+    with RolloutClient(address) as client:
+        for _ in range(5):
+            with client.open_stream() as stream:
+                stream.submit([prompts()[0].named(0)] * submitted)
+                finished = (event for event in stream if event.HasField("finished"))
+                for _ in range(2 * submitted):
+                    next(finished)
+            wait_until(lambda: world.open_streams == 0)
+    assert world.cut_calls == 0
+
+
 def test_letting_go_of_an_open_stream_cancels_the_call_and_ends_its_thread(world, address):
     before = set(threading.enumerate())
 
