@@ -9,12 +9,13 @@ from typing import Self
 
 import grpc
 
+from tandem.calls import CriticCalls, RolloutCalls, TrainerCalls
 from tandem.channel import open_channel
 from tandem.credentials import NO_CREDENTIALS, Credentials
 from tandem.errors import ConfigError
 from tandem.recorded_channel import is_recorded
 from tandem.recording import MAX_MESSAGE_BYTES, CallRecorder, Recorder
-from tandem.transport import CHANNEL_OPTIONS
+from tandem.transport import CHANNEL_OPTIONS, OWN_CONNECTION
 
 # Most calls at a time; further ones wait. Every call has a thread of its own.
 _MAX_CALLS = 256
@@ -24,6 +25,8 @@ _NO_DEADLINE_SECONDS = 1e9
 
 # Keys that gRPC puts into metadata by itself, besides those that begin with "grpc-".
 _OWN_KEYS = frozenset({"user-agent", "content-type", "te"})
+
+_STREAMING = RolloutCalls.streaming | TrainerCalls.streaming | CriticCalls.streaming
 
 _LIMITS = {
     "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
@@ -68,14 +71,19 @@ class RecordingProxy(grpc.GenericRpcHandler):
             self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         except RuntimeError:
             raise ConfigError(f"--port {self.port}: the port is not free") from None
-        channel_options = dict(CHANNEL_OPTIONS) | _LIMITS
-        self._channel = open_channel(self._target, self._credentials, list(channel_options.items()))
+        channel_options = list((dict(CHANNEL_OPTIONS) | _LIMITS).items())
+        # As a client has them: a call with one reply never waits for streams that are open.
+        self._channel, self._streams = (
+            open_channel(self._target, self._credentials, [*channel_options, *own])
+            for own in ((), (OWN_CONNECTION,))
+        )
         self._server.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._server.stop(grace=None).wait()
         self._channel.close()
+        self._streams.close()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         """Returns the handler of a method. On the wire every method is a pair of streams."""
@@ -100,7 +108,8 @@ class RecordingProxy(grpc.GenericRpcHandler):
         if is_recorded(method):
             record = self._recorder.start(self._target, method, timeout, metadata)
         stopped = threading.Event()
-        call = self._channel.stream_stream(method)(
+        is_stream = method.rpartition("/")[2] in _STREAMING
+        call = (self._streams if is_stream else self._channel).stream_stream(method)(
             _recorded_requests(requests, record, stopped), timeout=timeout, metadata=metadata
         )
 

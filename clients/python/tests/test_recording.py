@@ -275,6 +275,25 @@ def test_record_forwards_a_port_until_ctrl_c(address, tmp_path):
     assert kinds(file)[-1] == ("GetServerInfo", "end")
 
 
+def test_open_streams_hold_up_no_other_call_of_a_proxy_nor_of_a_client(world, file, monkeypatch):
+    """As many streams are open as a connection carries."""
+    monkeypatch.delenv(recording.VARIABLE)
+    with (
+        fakes.serve(world, max_calls=3) as address,
+        proxied(address, file) as port,
+        RolloutClient(port) as proxied_client,
+        RolloutClient(address) as client,
+    ):
+        for one in (proxied_client, client):
+            streams = [one.open_stream() for _ in range(3)]
+            fakes.wait_until(lambda: world.open_streams == 3)
+            assert one.score([([1, 2], 1)], senior=True).sequences
+            assert one.health() == "SERVING"
+            for stream in streams:
+                stream.close()
+            fakes.wait_until(lambda: world.open_streams == 0)
+
+
 def test_the_proxy_passes_metadata_deadlines_cancellations_and_unknown_methods(
     world, address, file, monkeypatch
 ):
