@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from string import Formatter
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -139,9 +139,19 @@ class Dataset:
         return self._orders[epoch]
 
 
-def no_answers(row: Mapping[str, Any]) -> bool:
-    """Takes the last turn of no conversation for an answer."""
-    return False
+class LearntRows(Protocol):
+    """What of the rows is the text to learn, where it is no column beside the prompt."""
+
+    def ends_in_answer(self, row: Mapping[str, Any]) -> bool:
+        """Whether the last turn of `messages`, the assistant's, is the answer.
+
+        The prompt ends before it, and it is the row's `answer`.
+        """
+        ...
+
+    def is_text(self, row: Mapping[str, Any]) -> bool:
+        """Whether `text` is learnt whole: the prompt is its first token."""
+        ...
 
 
 def load_dataset(
@@ -150,20 +160,19 @@ def load_dataset(
     seed: int = 0,
     field: str = "data",
     note: Callable[[str], None] = lambda _: None,
-    ends_in_answer: Callable[[Mapping[str, Any]], bool] = no_answers,
+    learnt: LearntRows | None = None,
 ) -> Dataset:
     """Reads the rows and writes their prompts; tells `note` how many were too long, if any.
 
-    `field` is where the settings stand in the file ("data", "eval.data"). `ends_in_answer` says
-    whether the last turn of a row's `messages`, the assistant's, is the answer to learn: the prompt
-    ends before it, and it is the row's `answer`.
+    `field` is where the settings stand in the file ("data", "eval.data"), and `learnt` is for
+    supervised training.
 
     Raises ConfigError, which names the field, for a source that cannot be read, a bad row, a prompt
     that cannot be written or has no tokens, and with `too_long: fail` a prompt that is too long;
     ProblemsError for several, up to SHOWN_PROBLEMS, each once with the number of rows that have it.
     """
-    scorer, rows = read_rows(settings, field)
-    writer = _Writer(settings, codec, scorer, field, ends_in_answer)
+    scorer, rows = read_rows(settings, field, learnt and learnt.is_text)
+    writer = _Writer(settings, codec, scorer, field, learnt)
     examples: list[Example] = []
     seen: set[tuple[str, ...]] = set()
     too_long = 0
@@ -279,21 +288,24 @@ class _Writer:
         codec: TextCodec,
         scorer: Any,
         field: str,
-        ends_in_answer: Callable[[Mapping[str, Any]], bool],
+        learnt: LearntRows | None,
     ) -> None:
         self._settings = settings
         self._codec = codec
         self._scorer = scorer
         self._field = field
-        self._ends_in_answer = ends_in_answer
+        self._learnt = learnt
         # Raw prompts, and the first of those that begin with the tokens that the tokenizer adds.
         self._framed = 0
         self._begun_twice: list[str] = []
 
     def example(self, row: dict[str, Any], place: str) -> Example:
         """Returns a row with its prompt; raises ConfigError, which names the row or a setting."""
-        write = self._conversation if "messages" in row else self._prompt
-        example = write(row, place)
+        if self._learnt is not None and self._learnt.is_text(row):
+            example = self._text(row, place)
+        else:
+            write = self._conversation if "messages" in row else self._prompt
+            example = write(row, place)
         if not example.token_ids:
             raise ConfigError(
                 f"{self._field}: {place}: the prompt has no tokens",
@@ -319,10 +331,18 @@ class _Writer:
                 f"with {texts!r}, which the tokenizer adds, too (the first: {twice[0]}); {hint}"
             )
 
+    def _text(self, row: dict[str, Any], place: str) -> Example:
+        """Returns a text to learn whole: every token but the first, which nothing predicts."""
+        text = row["text"]
+        with _named_by_row(place, self._field):
+            ids = self._codec.encode(text, special=self._settings.add_special_tokens)
+        return Example(row, text, ids[:1], place, self._scorer, text, response_ids=ids[1:])
+
     def _conversation(self, row: dict[str, Any], place: str) -> Example:
         _require_prompt(self._settings, place, self._field)
         messages = row["messages"]
-        if messages and messages[-1].get("role") == "assistant" and self._ends_in_answer(row):
+        answered = bool(messages) and messages[-1].get("role") == "assistant"
+        if answered and self._learnt is not None and self._learnt.ends_in_answer(row):
             row = {"answer": _text(messages[-1].get("content"))} | row
             messages = messages[:-1]
         text = json.dumps(messages, ensure_ascii=False, default=_shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +18,33 @@ from tandem.text_files import decoded, json_object, read_bytes
 PlacedRow = tuple[str, dict[str, Any] | ConfigError]
 
 
-def read_rows(settings: DataSettings, field: str) -> tuple[Any, Iterable[PlacedRow]]:
+def read_rows(
+    settings: DataSettings,
+    field: str,
+    needs_no_prompt: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> tuple[Any, Iterable[PlacedRow]]:
     """Returns the source's rows, and the reasoning-gym data set that judges them or None.
 
     Columns have the names that `columns` gives them. `field` is where the settings stand in the
-    file ("data", "eval.data"). Raises ConfigError, also while the rows are read, for a source that
-    cannot be read.
+    file ("data", "eval.data"), and `needs_no_prompt` tells rows that need none. Raises ConfigError,
+    also while the rows are read, for a source that cannot be read.
     """
     if settings.reasoning_gym is not None:
         return _reasoning_gym(settings.reasoning_gym, f"{field}.reasoning_gym")
     source, rows = _raw_rows(settings, field)
     columns = settings.columns
-    return None, ((place, _usable(row, columns, f"{source}: {place}")) for place, row in rows)
 
+    def usable(row: dict[str, Any] | ConfigError, place: str) -> dict[str, Any] | ConfigError:
+        """Returns the row with its new names, or the error that it is refused with."""
+        try:
+            if isinstance(row, ConfigError):
+                return row
+            row = _renamed(row, columns, place)
+            return row if needs_no_prompt and needs_no_prompt(row) else _checked(row, place)
+        except ConfigError as error:
+            return error
 
-def _usable(
-    row: dict[str, Any] | ConfigError, columns: Mapping[str, str], place: str
-) -> dict[str, Any] | ConfigError:
-    """Returns the row with its new names, or the error that it is refused with."""
-    try:
-        return (
-            row if isinstance(row, ConfigError) else _checked(_renamed(row, columns, place), place)
-        )
-    except ConfigError as error:
-        return error
+    return None, ((place, usable(row, f"{source}: {place}")) for place, row in rows)
 
 
 def first_row(settings: DataSettings, field: str) -> dict[str, Any]:

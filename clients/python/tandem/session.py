@@ -19,7 +19,7 @@ from tandem.cluster import LocalCluster
 from tandem.cluster_plan import draws_responses, modes_in, planned, uses_of
 from tandem.cluster_preflight import check_cluster
 from tandem.credentials import Credentials
-from tandem.data import Dataset, load_dataset, no_answers
+from tandem.data import Dataset, load_dataset
 from tandem.errors import (
     ConfigError,
     FailedPreconditionError,
@@ -50,7 +50,7 @@ from tandem.settings import (
     ServersSettings,
     given,
 )
-from tandem.supervised import ends_in_answer, with_responses
+from tandem.supervised import LearntRows, with_responses
 from tandem.text import TextCodec
 from tandem.text_files import read_bytes
 from tandem.trackers import require_installed
@@ -641,7 +641,7 @@ class Session:
                 self.codec,
                 settings.seed,
                 note=self.note,
-                ends_in_answer=ends_in_answer(settings.sft) if learns_rows else no_answers,
+                learnt=LearntRows(settings.sft) if learns_rows else None,
             )
             if trains and self.eval_data is not None:
                 self.data = self._without_held_out(self.data, self.eval_data)

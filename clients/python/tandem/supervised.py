@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from string import Formatter
 from typing import Any
@@ -17,16 +17,24 @@ from tandem.text import TextCodec
 _ANSWER = "{answer}"
 
 
-def ends_in_answer(settings: SftSettings) -> Callable[[Mapping[str, Any]], bool]:
-    """Returns whether the last turn of a row's `messages` is the text to learn.
+class LearntRows:
+    """What of the rows of supervised training is learnt, as data.LearntRows says."""
 
-    It is where `response` names it, and by default where the row has no other answer.
-    """
-    if "messages" in _columns(settings.response):
-        return lambda row: True
-    if settings.response != _ANSWER:
-        return lambda row: False
-    return lambda row: "answer" not in row and "completion" not in row
+    def __init__(self, settings: SftSettings) -> None:
+        self._default = settings.response == _ANSWER
+        self._names_messages = "messages" in _columns(settings.response)
+
+    def ends_in_answer(self, row: Mapping[str, Any]) -> bool:
+        """Whether `sft.response` names `messages` or, by default, the row has no other answer."""
+        if self._default:
+            return "answer" not in row and "completion" not in row
+        return self._names_messages
+
+    def is_text(self, row: Mapping[str, Any]) -> bool:
+        """Whether, by default, the row has a `text` and neither a prompt nor an answer."""
+        others = ("prompt", "messages", "answer", "completion")
+        whole = self._default and isinstance(row.get("text"), str)
+        return whole and not any(name in row for name in others)
 
 
 def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Dataset:
@@ -48,10 +56,7 @@ def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Da
     for example in data.examples:
         try:
             where = f"sft.response: {example.place}"
-            row = _with_answer(example.row) if settings.response == _ANSWER else example.row
-            for name in names:
-                _require_text(name, row, where)
-            ids = _encoded(settings.response, row, codec, where)
+            ids = _ids(example, settings, names, codec, where)
             # A text may end with the token itself.
             if ids[-len(end) :] != end:
                 ids += end
@@ -65,6 +70,18 @@ def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Da
     if problems:
         raise problems[0] if len(problems) == 1 else ProblemsError(problems)
     return data.with_examples(examples)
+
+
+def _ids(
+    example: Example, settings: SftSettings, names: Sequence[str], codec: TextCodec, where: str
+) -> list[int]:
+    """Returns the ids of the text to learn, in which `sft.response` names the columns `names`."""
+    if LearntRows(settings).is_text(example.row):
+        return list(example.response_ids)  # A text that is learnt whole.
+    row = _with_answer(example.row) if settings.response == _ANSWER else example.row
+    for name in names:
+        _require_text(name, row, where)
+    return _encoded(settings.response, row, codec, where)
 
 
 def _columns(template: str) -> set[str]:

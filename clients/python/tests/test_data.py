@@ -14,7 +14,7 @@ from tandem.data import load_dataset
 from tandem.errors import ConfigError, ProblemsError
 from tandem.rewards import Reward
 from tandem.settings import DataSettings, RewardSettings, SftSettings
-from tandem.supervised import ends_in_answer, with_responses
+from tandem.supervised import LearntRows, with_responses
 from tandem.text import TextCodec
 
 
@@ -181,7 +181,7 @@ def test_variables_of_the_chat_template_are_set(tmp_path, codec):
 def sft_ids(rows, codec, **changes):
     """The prompt and the response of every row, by the settings of `tandem sft`."""
     settings = SftSettings(**changes)
-    data = load_dataset(rows, codec, ends_in_answer=ends_in_answer(settings))
+    data = load_dataset(rows, codec, learnt=LearntRows(settings))
     learnt = with_responses(data, settings, codec)
     return [(one.token_ids, list(one.response_ids)) for one in learnt.examples]
 
@@ -449,3 +449,21 @@ def test_training_data_that_is_all_evaluated_is_refused(tmp_path, codec):
     data = load_dataset(jsonl(tmp_path, {"prompt": "w1"}), codec)
     with pytest.raises(ConfigError, match="every prompt occurs in the evaluation data"):
         data.without({"w1"})
+
+
+def test_a_text_is_learnt_whole(tmp_path, codec):
+    """As by TRL: every token but the first, which nothing predicts."""
+    rows = jsonl(tmp_path, {"text": "w5 w6 w7"}, {"text": "w8 w9<eos>"})
+    assert sft_ids(rows, codec) == [([5], [6, 7, 0]), ([8], [9, 0])]
+    assert sft_ids(jsonl(tmp_path, {"text": "w5"}), codec) == [([5], [0])]
+    rows = jsonl(tmp_path, {"text": "w5 w6 w7"}, {"text": "w8 w9<eos>"})
+    framing = TextCodec(framing_tokenizer(tmp_path / "framing"))
+    assert sft_ids(rows, framing) == [([1], [5, 6, 7, 0]), ([1], [8, 9, 0, 0])]
+    # With an answer a text is no prompt.
+    for row in ({"text": "w5", "answer": "w6"}, {"text": 5}):
+        with pytest.raises(ConfigError, match="a row needs `prompt` or `messages`"):
+            sft_ids(jsonl(tmp_path, row), codec)
+    with pytest.raises(ConfigError, match="a row needs `prompt` or `messages`"):
+        load_dataset(rows, codec)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the prompt has no tokens"):
+        sft_ids(jsonl(tmp_path, {"text": ""}), codec)
