@@ -14,6 +14,7 @@ from tandem.errors import ConfigError
 from tandem.new_directory import new_directory
 from tandem.number_formats import torch_name
 from tandem.run_files import read_json
+from tandem.weight_files.reading import safetensors_of
 from tandem.weight_files.writing import (
     OutputTensor,
     cast_all,
@@ -131,10 +132,7 @@ def _convert(source: Path, target: Path, dtype: str, count: ByteCount) -> None:
     from safetensors import safe_open
 
     with safe_open(source, framework="pt") as opened:
-        names = opened.offset_keys()
-        tensors = [
-            OutputTensor(name, tuple(opened.get_slice(name).get_shape()), stored_dtype(name, dtype))
-            for name in names
-        ]
-        values = (opened.get_tensor(name) for name in names)
-        write_file(target, tensors, cast_all(tensors, values, count), opened.metadata())
+        metadata = opened.metadata()
+    stored = safetensors_of(source)
+    tensors = [OutputTensor(one.name, one.shape, stored_dtype(one.name, dtype)) for one in stored]
+    write_file(target, tensors, cast_all(tensors, (one.read() for one in stored), count), metadata)

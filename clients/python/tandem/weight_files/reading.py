@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import ConfigError
 from tandem.text_files import require_no_lfs_pointer
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     import torch
 
 # The types of weights. A quantised checkpoint has others, with tensors of scales beside them.
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a source; `read` returns its values, which may be a view of the mapped file."""
+    """A tensor of a source; `read` reads its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,12 +42,16 @@ class SourceTensor:
 class Source:
     """The tensors of a directory's weight files, in the order in which they lie in the files.
 
-    A context manager. Opening it reads the headers alone, of files that torch.save wrote their
-    pickles.
+    Attributes:
+        tensors: by their names.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Finds the weight files; raises ConfigError where there are none."""
+        """Reads the headers of the weight files, of files that torch.save wrote their pickles.
+
+        Raises ConfigError where there are none, and for files that are damaged or are not what
+        their index says.
+        """
         self.files = weight_files(directory)
         self._pickled = not self.files
         if self._pickled:
@@ -58,26 +64,16 @@ class Source:
             )
         self.tensors: dict[str, SourceTensor] = {}
         self._directory = directory
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with self._stack:
-            for file in self.files:
-                require_no_lfs_pointer(file, str(file))
-                added = self._open_pickled(file) if self._pickled else self._open(file)
-                for tensor in added:
-                    if tensor.name in self.tensors:
-                        other = self.tensors[tensor.name].file
-                        raise ConfigError(
-                            f"{file}: tensor {tensor.name!r}: {other.name} has it as well"
-                        )
-                    self.tensors[tensor.name] = tensor
-            self._require_index()
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        for file in self.files:
+            require_no_lfs_pointer(file, str(file))
+            for tensor in self._open_pickled(file) if self._pickled else safetensors_of(file):
+                if tensor.name in self.tensors:
+                    other = self.tensors[tensor.name].file
+                    raise ConfigError(
+                        f"{file}: tensor {tensor.name!r}: {other.name} has it as well"
+                    )
+                self.tensors[tensor.name] = tensor
+        self._require_index()
 
     @property
     def bytes(self) -> int:
@@ -102,24 +98,6 @@ class Source:
                     hasher.update(value.contiguous().view(-1).view(torch.uint8).numpy())
             if wanted is None or name in wanted:
                 yield name, value
-
-    def _open(self, file: Path) -> Iterator[SourceTensor]:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            opened: Any = self._stack.enter_context(safe_open(file, framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file}: {error}") from None
-        for name in opened.offset_keys():
-            part = opened.get_slice(name)
-            if part.get_dtype() not in _FLOATS:
-                raise _quantised(file, name, part.get_dtype())
-            yield SourceTensor(
-                name,
-                tuple(part.get_shape()),
-                file,
-                lambda name=name: opened.get_tensor(name),
-            )
 
     def _open_pickled(self, file: Path) -> Iterator[SourceTensor]:
         content = _unpickled(file)
@@ -146,6 +124,51 @@ class Source:
         for name, tensor in self.tensors.items():
             if name not in places:
                 raise ConfigError(f"{tensor.file}: tensor {name!r}: not in {index}")
+
+
+def safetensors_of(file: Path) -> list[SourceTensor]:
+    """Returns the tensors of a safetensors file, in the order in which they lie in it.
+
+    Their values are read, not mapped: of a mapped file every page that was read counts as memory.
+    Raises ConfigError for a file that is damaged, and for other types than floating point.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found = []
+    try:
+        with file.open("rb") as stream:
+            # The data lie behind the header's length and the header, without gaps.
+            begin = 8 + int.from_bytes(stream.read(8), "little")
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.offset_keys():
+                part = opened.get_slice(name)
+                if part.get_dtype() not in _FLOATS:
+                    raise _quantised(file, name, part.get_dtype())
+                shape = tuple(part.get_shape())
+                read = partial(_read, file, begin, shape, _FLOATS[part.get_dtype()])
+                found.append(SourceTensor(name, shape, file, read))
+                begin += math.prod(shape) * _BITS[part.get_dtype()] // 8
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return found
+
+
+def _read(file: Path, begin: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    import torch
+
+    values = torch.empty(shape, dtype=getattr(torch, dtype))
+    if not values.numel():
+        return values
+    rest = memoryview(values.view(-1).view(torch.uint8).numpy())
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(begin)
+        while rest:
+            # One call reads at most 2 GiB.
+            count = stream.readinto(rest)
+            if not count:
+                raise ConfigError(f"{file}: ends too early: it was changed meanwhile")
+            rest = rest[count:]
+    return values
 
 
 def _unpickled(file: Path) -> Any:
