@@ -173,14 +173,14 @@ def test_a_rollout_server_that_restarts_changes_nothing(fresh_pair, models, tmp_
         with RunDirectory.open(config, "train") as run, Session(config) as session:
             pool, generated = session.rollouts, session.rollouts.generate
 
-            def generate(prompts, admit):
+            def generate(prompts, admit, on_answer):
                 def admit_and_restart(client):
                     admit(client)
                     if generate.calls == 3:
                         restart(rollout)
 
                 generate.calls += 1
-                return generated(prompts, admit_and_restart)
+                return generated(prompts, admit_and_restart, on_answer)
 
             generate.calls = 0
             pool.generate = generate

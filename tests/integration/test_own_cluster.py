@@ -1,0 +1,42 @@
+"""Runs that start their servers themselves, and lose one."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import harness
+from harness import metrics_without_clock
+from tandem.run_dir import RunDirectory
+from tandem.session import Session
+from tandem.train import train
+
+
+def run(models, folder, on_step=lambda session, line: None):
+    """Trains on a cluster of the run's own; returns the metrics and what was told."""
+    sections = harness.sections(models, rollout={}, trainer={})
+    cluster = {"directory": str(folder / "cluster"), **sections}
+    config = harness.run_settings(folder, models, None, steps=4, cluster=cluster)
+    notes = []
+    with (
+        RunDirectory.open(config, "train") as directory,
+        Session(config, notes.append) as session,
+    ):
+        train(session, directory, lambda line: on_step(session, line))
+    return metrics_without_clock(folder / "run"), notes
+
+
+def test_a_run_goes_on_with_a_rollout_server_that_it_started_again(models, tmp_path):
+    undisturbed, _ = run(models, tmp_path / "first")
+
+    def kill(session, line):
+        if line["step"] == 2:
+            [server] = session.cluster.rollouts
+            os.kill(server.process.pid, signal.SIGKILL)
+
+    disturbed, notes = run(models, tmp_path / "second", kill)
+    assert disturbed == undisturbed
+    assert any("rollout-0 ended with signal SIGKILL" in note for note in notes)
+    assert "rollout-0 serves again" in notes
+    log = (tmp_path / "second" / "run" / "logs" / "attempt_1.log").read_text()
+    assert "WARNING rollout-0 ended with signal SIGKILL" in log
