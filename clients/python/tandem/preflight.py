@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.cluster_plan import answers_held_out, drafts_in, draws_responses, modes_in
@@ -29,8 +31,13 @@ _STRATEGIES_WITH = {
 class Problems:
     """Collects failures, so that a user sees all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Iterable[Path] = ()) -> None:
+        """`models` are the directories of models that the settings name.
+
+        One that is not there is one failure, however many settings name it.
+        """
         self.errors: list[TandemError] = []
+        self._models = list(dict.fromkeys(models))
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -44,10 +51,32 @@ class Problems:
 
     def raise_any(self) -> None:
         """Raises the collected failures: one as it is, several as a ProblemsError."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            raise ProblemsError(self.errors)
+        errors = self.errors
+        for model in self._models:
+            errors = _merged(errors, model)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ProblemsError(errors)
+
+
+def _merged(errors: Sequence[TandemError], model: Path) -> list[TandemError]:
+    """Returns the failures, with those about one directory of a model that lacks files as one."""
+    # The directory, or a file in it.
+    named = re.compile(re.escape(str(model)) + r"(/[^/\s:]+)?(?=[\s:]|$)")
+    about = [one for one in errors if named.search(one.message)]
+    if len(about) < 2 or (model / "config.json").exists():
+        return list(errors)
+    what = "has no model" if model.is_dir() else "does not exist"
+    fields = [_field(one.message, model) for one in about]
+    merged = ConfigError(f"{model} {what}: {', '.join(fields)}", hint=about[0].hint)
+    return [merged if one is about[0] else one for one in errors if one not in about[1:]]
+
+
+def _field(message: str, model: Path) -> str:
+    """Returns the dotted path of the field that a message about a model begins with."""
+    named = re.match(r"((?:[\w.]+: )+)", message.partition(str(model))[0])
+    return named[1].strip(": ").replace(": ", ".") if named else message
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console, Group
@@ -16,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.rollout.v1 import rollout_pb2
+from tandem.run_log import LOG
 from tandem.text import GrowingText, TextCodec
 
 SENIOR_STYLE = "bold cyan"
@@ -31,6 +34,67 @@ def use_any_encoding() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Lets stdout and stderr fail while the body runs: that costs their text, and nothing else.
+
+    A file on a full disk fails, for example, or a pipe whose reader has gone. The log is told once.
+    """
+    before = sys.stdout, sys.stderr
+    lasting = [_LastingStream(stream) for stream in before]
+    sys.stdout, sys.stderr = lasting  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in lasting:
+            stream.end()
+
+
+class _LastingStream:
+    """A text stream whose failures are logged once and then passed over."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes a text, if the stream takes it."""
+        with self._passing_over():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered, if the stream takes it."""
+        with self._passing_over():
+            self._stream.flush()
+
+    def end(self) -> None:
+        """Throws away what a failing stream did not take: the exit of Python would fail on it."""
+        self.flush()
+        if self._failed:
+            try:
+                self._stream.flush()
+            except OSError:
+                with suppress(OSError):
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, self._stream.fileno())
+                    os.close(nowhere)
+
+    @contextmanager
+    def _passing_over(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                name = getattr(self._stream, "name", "the output")
+                LOG.warning("%s cannot be written (%s): the run goes on", name, error.strerror)
 
 
 class Output:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -43,6 +43,7 @@ from tandem.rollout_pool import RolloutPool
 from tandem.run_log import logged
 from tandem.schedules import check_schedules, notes_on_schedules, with_run_settings
 from tandem.settings import (
+    SERVER_MODELS,
     ClusterSettings,
     Purpose,
     RunSettings,
@@ -443,7 +444,7 @@ class Session:
 
     def _open(self) -> None:
         settings = self.settings
-        problems = Problems()
+        problems = Problems(_named_models(settings))
         servers = settings.servers
         finds_cluster = settings.cluster is None and not servers.any_named
         with problems.collect():
@@ -789,6 +790,17 @@ def _sampling(settings: SamplingSettings, codec: TextCodec) -> dict[str, Any]:
         ids = {*settings.stop_token_ids, *params["stop_token_ids"]}
         params["stop_token_ids"] = sorted(ids)
     return params
+
+
+def _named_models(settings: RunSettings) -> Iterator[Path]:
+    """Yields the directories of models that the settings name."""
+    yield settings.tokenizer
+    if settings.cluster is not None:
+        plan = planned(settings.cluster)
+        for section in (*plan.rollout, plan.trainer or {}, plan.critic or {}):
+            for key in SERVER_MODELS:
+                if isinstance(section.get(key), str):
+                    yield Path(section[key])
 
 
 def addresses_of(cluster: LocalCluster) -> ServersSettings:

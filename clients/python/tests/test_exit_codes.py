@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import grpc
 import pytest
@@ -277,3 +278,40 @@ def test_no_text_ends_a_run_in_any_locale(run_file, tmp_path, locale, executor):
     log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text(encoding="utf-8")
     assert "ValueError: \\ud83dé\\udcff\x00線" in log
     tandem("view", tmp_path / "run", "--json")
+
+
+def test_a_full_disk_below_the_output_costs_its_lines_alone(run_file, tmp_path):
+    command = [sys.executable, "-m", "tandem", "train", run_file]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=full)
+    assert done.returncode == 0
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
+    assert "<stdout> cannot be written (No space left on device): the run goes on" in log
+
+
+def test_a_reader_that_goes_costs_the_output_alone(run_file, tmp_path):
+    run = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "train", run_file],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    run.stdout.close()
+    assert run.wait(60) == 0
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
+def test_a_full_disk_below_the_log_costs_its_lines_alone(run_file, tmp_path, monkeypatch):
+    write = os.write
+
+    def full(file, data):
+        if Path(f"/proc/self/fd/{file}").readlink().name == "attempt_1.log":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full)
+    done = tandem("train", run_file)
+    log = tmp_path / "run" / "logs" / "attempt_1.log"
+    said = f"warning: {log} cannot be written (No space left on device): the run goes on"
+    assert done.stdout.count(said) == 1
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 4

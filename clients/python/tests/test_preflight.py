@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from tandem import preflight, settings
 from tandem.errors import ConfigError, ProblemsError, ServerStartError, UnavailableError
+from tandem.preflight import Problems
 from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.text import TextCodec
@@ -696,3 +697,27 @@ def test_greedy_samples_of_an_evaluation_are_noted(load):
     assert len(notes("train", *several, "eval.every=2")) == 1
     assert notes("train", *several, "eval.every=0") == []
     assert notes("eval") == notes("eval", *several, "eval.temperature=0.5") == []
+
+
+def test_a_directory_that_is_not_there_is_one_problem(tmp_path):
+    def collected(*messages):
+        found = Problems([tmp_path / "no", tmp_path / "other"])
+        found.errors = [ConfigError(one, hint="import it") for one in messages]
+        with pytest.raises(ConfigError) as caught:
+            found.raise_any()
+        return str(caught.value)
+
+    said = [
+        f"tokenizer: {tmp_path}/no/tokenizer.json does not exist",
+        f"cluster.rollout: senior_model: cannot open {tmp_path}/no/config.json: No such file",
+        f"cluster.trainer: model: {tmp_path}/no",
+    ]
+    fields = "tokenizer, cluster.rollout.senior_model, cluster.trainer.model"
+    assert collected(*said) == f"{tmp_path}/no does not exist: {fields}"
+    both = collected(*said, f"critic: {tmp_path}/no/other/config.json: No such file")
+    assert both.count("\n  - ") == 2
+    (tmp_path / "no").mkdir()
+    assert collected(*said) == f"{tmp_path}/no has no model: {fields}"
+    # A model that is there may have several faults.
+    (tmp_path / "no" / "config.json").touch()
+    assert collected(*said).startswith("3 problems")

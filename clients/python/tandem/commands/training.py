@@ -21,7 +21,7 @@ from tandem.errors import ConfigError
 from tandem.interrupt import Interrupt
 from tandem.progress import Progress
 from tandem.progress_display import progress_shown
-from tandem.render import Output
+from tandem.render import Output, lasting_output
 from tandem.run_log import LOG
 from tandem.settings import EvalMode, RunSettings
 from tandem.step_display import StepDisplay
@@ -149,7 +149,7 @@ def add_training(
             return
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; Ctrl-C again: at once"
-        with Interrupt(lambda: output.note(note)) as stop, open_run() as run:
+        with lasting_output(), Interrupt(lambda: output.note(note)) as stop, open_run() as run:
             summary = {"run_dir": str(run.path), "run_id": run.run_id}
             if run.done:
                 summary["last_step"] = run.first_step - 1
