@@ -229,6 +229,9 @@ class Call:
             failure.hint = refused or failure.hint
             reason = _last_error(failure.message)
             failure.message = f"cannot connect to the server at {self.address}: {reason}"
+        elif "errors resolving" in failure.message:
+            reason = failure.message.rpartition(": ")[2].rstrip("]")
+            failure.message = f"cannot find the host of {self.address}: {reason}"
         return failure
 
 

@@ -6,6 +6,7 @@ import threading
 from contextlib import ExitStack
 
 import fakes
+import grpc
 import pytest
 from fakes import wait_until
 
@@ -29,7 +30,7 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.requests import Prompt, SupervisedSample
-from tandem.transport import MAX_SEND_BYTES, ONCE
+from tandem.transport import MAX_SEND_BYTES, ONCE, Retries
 
 QUICK = RetryPolicy(initial_seconds=0.01)
 SAMPLES = [SupervisedSample([1], [2, 3])]
@@ -129,6 +130,19 @@ def test_a_call_waits_for_its_server_as_long_as_the_policy_says(world, address, 
     with TrainerClient(address) as client:
         client.info()
     assert caplog.messages[-1] == f"{address} answers again"
+
+
+def test_the_time_in_which_a_server_works_is_no_time_of_waiting(clock):
+    failure = UnavailableError("gone", code=grpc.StatusCode.UNAVAILABLE)
+    retries = Retries(RetryPolicy(seconds=10))
+    assert retries.wait_after(failure) is not None
+    clock.now += 1000
+    retries.worked(1000)
+    assert retries.wait_after(failure) is not None
+    clock.now += 11
+    assert retries.wait_after(failure) is None
+    retries.progress()
+    assert retries.wait_after(failure) is not None
 
 
 def test_without_seconds_there_is_one_attempt(world, address, clock):
@@ -361,6 +375,13 @@ def test_an_unreachable_server_is_told_from_an_unimplemented_method(address):
         assert client.health() == "SERVING"
         with pytest.raises(NotImplementedByServerError):
             client.pause()
+
+
+def test_a_host_without_an_address_is_named_in_plain_words():
+    client = RolloutClient("no.such.host.invalid:7701", retry=ONCE)
+    with client, pytest.raises(UnavailableError) as caught:
+        client.info()
+    assert caught.value.message.startswith("cannot find the host of no.such.host.invalid:7701: ")
 
 
 async def test_async_clients_resume_streams_and_retry_calls_as_plain_ones_do(world, address):
