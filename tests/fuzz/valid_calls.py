@@ -182,7 +182,7 @@ def _rollout_calls() -> list[ValidCall]:
             [5 + index, 6, 7],
             seed=index,
             num_samples=2,
-            sampling=sampling | {"stop_token_ids": [9, 11]},
+            sampling=sampling | {"stop_token_ids": [9, 11], "stop": ["</answer>", "\n\n"]},
             tandem=tandem | {"boundary_token_ids": [40, 41]},
             return_other_logprobs=True,
             stream_tokens=True,

@@ -256,6 +256,11 @@ def test_an_impossible_supervised_objective_is_refused(trainer):
         ({"sampling": {"top_k": 3}}, "sampling.max_tokens", InvalidArgumentError),
         ({"sampling": {"max_tokens": 5, "top_p": 0.0}}, "sampling.top_p", InvalidArgumentError),
         (
+            {"sampling": {"max_tokens": 5, "stop": ["a", ""]}},
+            "sampling.stop[1]",
+            InvalidArgumentError,
+        ),
+        (
             {"sampling": {"max_tokens": 5, "temperature": -1.0}},
             "sampling.temperature",
             InvalidArgumentError,
