@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -51,8 +52,8 @@ class Engine:
 class Decode:
     """The measurements of one type."""
 
-    def __init__(self, args: argparse.Namespace, dtype: str) -> None:
-        self.args, self.dtype, self.rows = args, dtype, Rows(args.rows)
+    def __init__(self, args: argparse.Namespace, dtype: str, rows: Rows) -> None:
+        self.args, self.dtype, self.rows = args, dtype, rows
         self.jobs = [tuple(map(int, job.split("x"))) for job in args.jobs.split(",")]
         suffix = "" if dtype == "bfloat16" else "-fp32"
         self.senior = f"{args.models}/{args.shape}{suffix}"
@@ -203,15 +204,19 @@ def main() -> None:
     parser.add_argument("--jobs", default="1x128x64,16x128x64,64x128x32,256x128x16")
     parser.add_argument("--sides", default="solo,tandem,transformers,graph")
     args = parser.parse_args()
+    rows = Rows(args.rows)
     for dtype in args.dtypes.split(","):
-        decode = Decode(args, dtype)
-        for side in ("solo", "tandem"):
-            if side in args.sides.split(","):
-                decode.attempt(side, lambda decode=decode, side=side: decode.engine(side))
-        if {"transformers", "graph"} & set(args.sides.split(",")):
+        decode = Decode(args, dtype, rows)
+        sides = args.sides.split(",")
+        if "solo" in sides:
+            decode.attempt("solo", lambda decode=decode: decode.engine("solo"))
+        if {"transformers", "graph"} & set(sides):
             decode.attempt("transformers", decode.transformers)
             if args.device == "cuda":
                 torch.cuda.empty_cache()
+        if "tandem" in sides:
+            decode.attempt("tandem", lambda decode=decode: decode.engine("tandem"))
+    sys.exit(rows.errors > 0)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -135,6 +136,7 @@ def main() -> None:
                 rows.add(side=side.__name__, dtype=configuration, error=repr(error)[:900])
             if args.device == "cuda":
                 torch.cuda.empty_cache()
+    sys.exit(rows.errors > 0)
 
 
 if __name__ == "__main__":

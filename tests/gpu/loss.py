@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 import time
 
 import torch
@@ -49,6 +50,7 @@ def main() -> None:
             )
         except torch.OutOfMemoryError as error:
             rows.add(side="torch", dtype=str(dtype), error=str(error)[:200])
+    sys.exit(rows.errors > 0)
 
 
 def torch_seconds(device: str, n: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> float:

@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner import Part, gtest_summary, last_line, pytest_summary
+from runner import Part, gtest_summary, last_line, last_row, pytest_summary
 
 HERE = Path(__file__).resolve().parent
 LAWS = ("tests/integration/test_tandem_laws.py", "tests/integration/test_training_laws.py")
@@ -127,7 +127,6 @@ print(torch.__version__, transformers.__version__)
 print(torch.cuda.is_available() and torch.cuda.get_device_name())
 '; ldd {server} | grep -i "not found"; {server} --version"""
     decode = [machine.program("tandem-engine-bench"), big]
-    model_for_memory = machine.models / "senior" if device == "cpu" else big / shape
     jobs = "1x128x64,16x128x64,64x128x32,256x128x16" if device == "cuda" else "1x16x4,4x16x4"
     batch = "16x512" if device == "cuda" else "2x16"
     loss_shape = "8192x896x151936" if device == "cuda" else "64x32x512"
@@ -154,17 +153,16 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                 for dtype in DTYPES
             ),
             *(
-                machine.pytest("parity", 170, dtype, 4, "tests/parity/test_transformers_parity.py")
+                machine.pytest("parity", 200, dtype, 5, "tests/parity/test_transformers_parity.py")
                 for dtype in DTYPES
             ),
-            *(machine.pytest("laws", 170, dtype, 3, *LAWS) for dtype in DTYPES),
+            *(machine.pytest("laws", 200, dtype, 3, *LAWS) for dtype in DTYPES),
         ],
         [
             Part(
                 "memory errors",
                 60,
-                machine.python("memory.py", server, model_for_memory, device),
-                needs_device=False,
+                machine.python("memory.py", server, big / shape, device),
             )
         ],
         *(
@@ -176,11 +174,12 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                         "decode.py", *decode, machine.rows("decode"), *common,
                         "--dtypes", dtype, "--jobs", jobs, "--sides", sides,
                     ),
+                    finding=last_row,
                     needs_device=False,
                 )
             ]
             for dtype, limit, sides in (
-                ("bfloat16", 75, "solo,tandem,transformers,graph"),
+                ("bfloat16", 110, "solo,tandem,transformers,graph"),
                 ("float32", 45, "solo,graph"),
             )
         ),
@@ -189,6 +188,7 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                 "train",
                 80,
                 machine.python("learn.py", big, machine.rows("train"), *common, "--batch", batch),
+                finding=last_row,
                 needs_device=False,
             )
         ],
@@ -200,6 +200,7 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                     "loss.py", machine.program("tandem-loss-bench"), device,
                     machine.rows("loss"), "--shape", loss_shape,
                 ),
+                finding=last_row,
                 needs_device=False,
             )
         ],

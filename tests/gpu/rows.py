@@ -8,13 +8,15 @@ from typing import Any
 
 
 class Rows:
-    """Appends rows to a file."""
+    """Appends rows to a file. A row with the key "error" is one that could not be measured."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
+        self.errors = 0
 
     def add(self, **row: Any) -> None:
         """Adds a row; it is in the file when the call returns."""
+        self.errors += "error" in row
         line = json.dumps(row)
         print(line, flush=True)
         with self._path.open("a") as file:

@@ -25,6 +25,12 @@ def last_line(log: str) -> str:
     return lines[-1] if lines else ""
 
 
+def last_row(log: str) -> str:
+    """Returns the last line of JSON of a log, or its last line."""
+    rows = [line for line in log.splitlines() if line.startswith("{")]
+    return rows[-1] if rows else last_line(log)
+
+
 def pytest_summary(log: str) -> str:
     """Returns the line in which pytest counts tests."""
     found = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error).*? in [\d.]+s)", log, re.M)
