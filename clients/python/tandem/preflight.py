@@ -65,7 +65,7 @@ def _merged(errors: Sequence[TandemError], model: Path) -> list[TandemError]:
     # The directory, or a file in it.
     named = re.compile(re.escape(str(model)) + r"(/[^/\s:]+)?(?=[\s:]|$)")
     about = [one for one in errors if named.search(one.message)]
-    if len(about) < 2 or (model / "config.json").exists():
+    if len(about) < 2 or any((model / one).exists() for one in ("config.json", "tokenizer.json")):
         return list(errors)
     what = "has no model" if model.is_dir() else "does not exist"
     fields = [_field(one.message, model) for one in about]
