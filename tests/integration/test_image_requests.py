@@ -419,7 +419,7 @@ def test_openais_api_and_the_command_show_images(vision, codec, picture):
 
     url = "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
     parts[0] = {"type": "image_url", "image_url": {"url": url}}
-    with TestClient(application(Settings(address, codec, "senior", max_model_len=128))) as http:
+    with TestClient(application(Settings(address, codec, "senior"))) as http:
         request = {"messages": [{"role": "user", "content": parts}], "model": "senior", "seed": 3}
         reply = http.post(
             "/v1/chat/completions", json=request | {"max_tokens": 6, "logprobs": True}

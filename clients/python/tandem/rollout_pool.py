@@ -15,7 +15,7 @@ from tandem.pool_scoring import PoolScoring, Scored, ScoreOptions
 from tandem.progress import Progress
 from tandem.replicas import PoolCounts, Replica
 from tandem.requests import Collector, Prompt, ScoredTokens, ToScore
-from tandem.transport import RetryPolicy
+from tandem.transport import ONCE, RetryPolicy
 from tandem.types.v1 import trajectory_pb2
 
 # Seconds in which the threads of requests that were given up may notice it.
@@ -52,12 +52,13 @@ class RolloutPool:
         progress: Progress | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        """Makes a pool that closes the replicas' clients.
+        """Makes a pool that closes the replicas' clients, which make one attempt from now on.
 
         `note` prints a line about a replica, `progress` is told how much is answered. `retry` says
-        how long a request waits for replicas that fail; the clients' own policies should be ONCE,
-        or failures come late.
+        how long a request waits for replicas that fail.
         """
+        for replica in replicas:
+            replica.client.retry = ONCE
         self._state = PoolState(
             list(replicas),
             retry or RetryPolicy(),
