@@ -167,7 +167,8 @@ def grade(
         ]
         for pair in zip(answers, ends, strict=True)
     ]
-    judged = session.reward(held_out(session), responses)
+    with session.progress.phase("evaluate, judge"):
+        judged = session.reward(held_out(session), responses)
     rewards = judged.rewards
     least = settings.reward.correct_at
     correct = [[value is not None and value >= least for value in group] for group in rewards]
