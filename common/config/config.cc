@@ -484,7 +484,14 @@ absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
       return InvalidField(walked, absl::StrCat("unknown key", SuggestField(key, descriptor)));
     }
     if (i + 1 == keys.size()) {
-      absl::StatusOr<YAML::Node> value = Parse(assignment.substr(equals + 1));
+      const absl::string_view text = assignment.substr(equals + 1);
+      absl::StatusOr<YAML::Node> value = Parse(text);
+      // No text is a list or a map: "::" and "[::1]" are addresses, whatever YAML makes of them.
+      const bool is_text =
+          !field->is_repeated() && field->cpp_type() == FieldDescriptor::CPPTYPE_STRING;
+      if (is_text && (!value.ok() || value->IsSequence() || value->IsMap())) {
+        value = YAML::Node(std::string(text));
+      }
       if (!value.ok()) return InvalidField(walked, value.status().message());
       try {
         return MergeField(*value, walked, 0, field, message);

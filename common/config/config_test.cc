@@ -153,6 +153,18 @@ TEST(ConfigTest, OverrideOfAListReplacesIt) {
   EXPECT_EQ(config.tandem().boundary_token_ids(0), 7);
 }
 
+TEST(ConfigTest, TextOfAnOverrideIsTextWhateverYamlMakesOfIt) {
+  for (const std::string text :
+       {"::", "::1", "[::1]", "a: b", "{x}", "[a", "0.0.0.0", "C:\\x: y"}) {
+    RolloutServerConfig config;
+    EXPECT_TRUE(ApplyOverride(absl::StrCat("server.host=", text), &config).ok()) << text;
+    EXPECT_EQ(config.server().host(), text);
+  }
+  RolloutServerConfig config;
+  EXPECT_TRUE(ApplyOverride("server.host=\"::\"", &config).ok());
+  EXPECT_EQ(config.server().host(), "::");
+}
+
 TEST(ConfigTest, BadOverridesNameThePath) {
   TrainerServerConfig config;
   EXPECT_EQ(FieldPath(ApplyOverride("optimiser.beta1=1", &config)), "optimiser");

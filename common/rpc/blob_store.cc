@@ -18,6 +18,11 @@ namespace {
 
 constexpr int64_t kRetryMilliseconds = 1000;
 
+// What a blob takes beside its bytes (411 bytes, measured) is not counted, so there are at most as
+// many blobs as there would be of this size; no image is smaller.
+constexpr int64_t kSmallestBlobBytes = 1024;
+constexpr int64_t kFewestBlobs = 64;
+
 }  // namespace
 
 std::string Sha256Hex(absl::string_view bytes) {
@@ -108,8 +113,12 @@ absl::StatusOr<std::unique_ptr<BlobStore::Upload>> BlobStore::Begin(const std::s
 
 absl::Status BlobStore::Reserve(int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  for (auto entry = entries_.begin();
-       entry != entries_.end() && stats_.used_bytes + bytes > stats_.capacity_bytes;) {
+  const auto most_blobs =
+      static_cast<size_t>(std::max(stats_.capacity_bytes / kSmallestBlobBytes, kFewestBlobs));
+  const auto is_full = [&] {
+    return stats_.used_bytes + bytes > stats_.capacity_bytes || entries_.size() >= most_blobs;
+  };
+  for (auto entry = entries_.begin(); entry != entries_.end() && is_full();) {
     if (entry->blob.use_count() > 1) {  // a request holds it
       ++entry;
       continue;
@@ -119,12 +128,13 @@ absl::Status BlobStore::Reserve(int64_t bytes) {
     places_.erase(entry->digest);
     entry = entries_.erase(entry);
   }
-  if (stats_.used_bytes + bytes > stats_.capacity_bytes) {
-    return WithRetryAfter(absl::ResourceExhaustedError(absl::StrCat(
-                              "requests and uploads in progress hold ", stats_.used_bytes,
-                              " bytes of pixels, and no more than ", stats_.capacity_bytes,
-                              " may be held (server.blob_cache_bytes)")),
-                          kRetryMilliseconds);
+  if (is_full()) {
+    return WithRetryAfter(
+        absl::ResourceExhaustedError(absl::StrCat(
+            "requests and uploads in progress hold ", stats_.used_bytes, " bytes of pixels in ",
+            entries_.size(), " blobs, and no more than ", stats_.capacity_bytes, " bytes in ",
+            most_blobs, " blobs may be held (server.blob_cache_bytes)")),
+        kRetryMilliseconds);
   }
   stats_.used_bytes += bytes;
   stats_.received_bytes += bytes;

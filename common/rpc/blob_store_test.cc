@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/rpc/blob_sender.h"
 #include "common/rpc/blob_service.h"
@@ -69,6 +70,15 @@ TEST_F(BlobStoreTest, TheBlobThatWasUsedLeastRecentlyGoesFirst) {
   EXPECT_EQ(stats.used_bytes, 80);
   EXPECT_EQ(stats.received_bytes, 120);
   EXPECT_EQ(stats.dropped_blobs, 1);
+}
+
+TEST_F(BlobStoreTest, SmallBlobsTakeTheirPlacesToo) {
+  const int64_t capacity = 128 << 10;
+  store_.SetCapacity(capacity);
+  for (int i = 0; i < 1000; ++i) ASSERT_TRUE(Put(store_, absl::StrCat("blob ", i)).ok());
+  EXPECT_EQ(store_.stats().dropped_blobs, 1000 - capacity / 1024);
+  EXPECT_TRUE(Has(store_, "blob 999"));
+  EXPECT_FALSE(Has(store_, "blob 0"));
 }
 
 TEST_F(BlobStoreTest, ABlobThatARequestHoldsStays) {

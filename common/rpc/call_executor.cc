@@ -42,6 +42,10 @@ absl::Status CallExecutor::Admit(const grpc::ServerContextBase& context, Role ne
   return absl::OkStatus();
 }
 
+bool CallExecutor::StillAllows(const grpc::ServerContextBase& context, Role needed) const {
+  return options_.access == nullptr || options_.access->Check(context, needed).ok();
+}
+
 absl::Status CallExecutor::Run(std::function<void()> work) {
   if (queue_.TryPush(std::move(work))) return absl::OkStatus();
   if (queue_.closed()) return absl::UnavailableError("the server is shutting down");

@@ -50,6 +50,9 @@ class CallExecutor {
   // not open. A handler that got OK may use its engine.
   absl::Status Admit(const grpc::ServerContextBase& context, Role needed) const;
 
+  // Whether the caller still has the role `needed`: tokens are withdrawn while a stream is open.
+  bool StillAllows(const grpc::ServerContextBase& context, Role needed) const;
+
   // Queues `work`. RESOURCE_EXHAUSTED with a retry hint when the queue is full; `work` then never
   // runs.
   absl::Status Run(std::function<void()> work);

@@ -55,6 +55,8 @@ class ClientStream {
   // The common name of the client's certificate; "" without one. After the handshake.
   std::string CommonName() const;
 
+  // Null for plain bytes.
+  const SSL* tls() const { return tls_.get(); }
   int fd() const { return socket_.get(); }
 
  private:

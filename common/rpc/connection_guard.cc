@@ -60,13 +60,15 @@ constexpr char kChurn[] = "churn";
 constexpr char kConnections[] = "connections";
 constexpr char kConnectionStreams[] = "connection_streams";
 constexpr char kControlFrames[] = "control_frames";
+constexpr char kCredentials[] =
+    "credentials";  // the client's certificate was withdrawn, or expired
 constexpr char kOpenStreams[] = "open_streams";
 constexpr char kProtocol[] = "protocol";  // not HTTP/2, or beyond the inspector's bounds
 constexpr char kResets[] = "resets";
 constexpr char kUnfinishedBytes[] = "unfinished_bytes";
-constexpr const char* kAll[] = {kChurn,         kConnections,    kConnectionStreams,
-                                kControlFrames, kOpenStreams,    kProtocol,
-                                kResets,        kUnfinishedBytes};
+constexpr const char* kAll[] = {kChurn,         kConnections, kConnectionStreams,
+                                kControlFrames, kCredentials, kOpenStreams,
+                                kProtocol,      kResets,      kUnfinishedBytes};
 }  // namespace cause
 
 void Enable(const Socket& socket, int level, int option) {
@@ -186,6 +188,11 @@ class ConnectionGuard::Relay {
     thread_ = std::thread([this] { Run(); });
   }
 
+  void EndWithdrawn() {
+    look_at_certificates_ = true;
+    Wake();
+  }
+
   void StopListening() {
     listening_ = false;
     Wake();
@@ -256,6 +263,7 @@ class ConnectionGuard::Relay {
           epoll_wait(epoll_.get(), events.data(), events.size(), waits ? kPollMilliseconds : -1);
       for (int i = 0; i < std::max(count, 0); ++i) OnEvent(events[i]);
       if (accept_later_) AcceptAll();
+      if (look_at_certificates_.exchange(false)) CheckCertificates();
       for (Connection& connection : connections_) {
         if (connection.held_back && !connection.closed) Release(connection);
         if (num_handshakes_ > 0) CheckHandshake(connection);
@@ -417,6 +425,18 @@ class ConnectionGuard::Relay {
     }
     if (absl::Now() < connection.accepted + kHandshakeTime) return;
     Deny(connection, ClientStream::TooSlow());
+  }
+
+  void CheckCertificates() {
+    for (Connection& connection : connections_) {
+      if (connection.closed || !connection.server.valid() || connection.client.tls() == nullptr) {
+        continue;
+      }
+      const absl::Status status = tls_->CheckClient(*connection.client.tls());
+      if (status.ok()) continue;
+      metrics_.Counter(metric::kAuthDenials, {"certificate_refused"}).Increment();
+      Refuse(connection, cause::kCredentials, status.message());
+    }
   }
 
   void Deny(Connection& connection, const ClientStream::Denial& denial) {
@@ -719,6 +739,7 @@ class ConnectionGuard::Relay {
   End listener_end_;
   std::atomic<bool> listening_ = true;
   std::atomic<bool> ending_ = false;
+  std::atomic<bool> look_at_certificates_ = false;
   std::function<void(int fd)> serve_;
   std::thread thread_;
 
@@ -763,6 +784,7 @@ ConnectionGuard::ConnectionGuard(std::unique_ptr<Relay> relay) : relay_(std::mov
 ConnectionGuard::~ConnectionGuard() = default;
 int ConnectionGuard::port() const { return relay_->port(); }
 void ConnectionGuard::Start(std::function<void(int fd)> serve) { relay_->Start(std::move(serve)); }
+void ConnectionGuard::EndWithdrawn() { relay_->EndWithdrawn(); }
 void ConnectionGuard::StopListening() { relay_->StopListening(); }
 
 std::string PeerName(const std::string& grpc_peer) {

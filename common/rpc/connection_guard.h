@@ -61,6 +61,9 @@ class ConnectionGuard {
   // it owns; it is called on the guard's thread.
   void Start(std::function<void(int fd)> serve);
 
+  // Closes the connections whose clients' certificates would be refused now. Returns at once.
+  void EndWithdrawn();
+
   // Closes the listening sockets.
   void StopListening();
 

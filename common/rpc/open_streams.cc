@@ -51,6 +51,14 @@ void OpenStreams::GiveUp(Entry& entry, absl::string_view reason) {
   entry.stream.give_up();
 }
 
+void OpenStreams::EndWithdrawn() {
+  std::lock_guard lock(mutex_);
+  for (Entry& entry : entries_) {
+    if (entry.given_up || !entry.stream.admitted || entry.stream.admitted()) continue;
+    GiveUp(entry, "the client's token was withdrawn");
+  }
+}
+
 void OpenStreams::Watch() {
   const auto period = absl::ToChronoMilliseconds(std::min(options_.patience / 4, absl::Seconds(1)));
   std::unique_lock lock(mutex_);

@@ -41,6 +41,8 @@ class OpenStreams {
     std::function<void()> give_up;
     // Whether no message of the client has come yet. Empty for streams that only the server writes.
     std::function<bool()> unused = {};
+    // Whether the client may still make the call: its token may have been withdrawn. Empty: it may.
+    std::function<bool()> admitted = {};
   };
 
   // A stream's place among those that are open. Neither function runs after its destruction.
@@ -50,6 +52,9 @@ class OpenStreams {
   // with a retry hint when there is none. The functions are called on other threads and must not
   // wait for one that leaves its place.
   absl::StatusOr<Place> Enter(Stream stream);
+
+  // Ends the streams whose clients may not make the call any more.
+  void EndWithdrawn();
 
   ByteBudget& held_bytes() { return held_bytes_; }
 

@@ -46,6 +46,27 @@ TEST(OpenStreamsTest, AnUnusedStreamGivesItsPlaceUp) {
   EXPECT_EQ(given_up, (std::vector<std::string>{"oldest", "newer"}));
 }
 
+TEST(OpenStreamsTest, AStreamWhoseClientMayNotCallAnyMoreEndsOnce) {
+  OpenStreams streams({.patience = absl::Minutes(1)});
+  std::vector<std::string> given_up;
+  bool admitted = true;
+  const auto stream = [&](const std::string& name, std::function<bool()> is_admitted) {
+    OpenStreams::Stream stream = Idle();
+    stream.give_up = [&given_up, name] { given_up.push_back(name); };
+    stream.admitted = std::move(is_admitted);
+    return stream;
+  };
+  const auto withdrawn = streams.Enter(stream("withdrawn", [&] { return admitted; }));
+  const auto other = streams.Enter(stream("other", [] { return true; }));
+  const auto open = streams.Enter(stream("open to all", {}));
+  streams.EndWithdrawn();
+  EXPECT_TRUE(given_up.empty());
+  admitted = false;
+  streams.EndWithdrawn();
+  streams.EndWithdrawn();
+  EXPECT_EQ(given_up, std::vector<std::string>{"withdrawn"});
+}
+
 TEST(OpenStreamsTest, AStreamThatIsNotReadIsGivenUpOnceAndOnlyThatOne) {
   OpenStreams streams({.patience = absl::Milliseconds(50)});
   std::atomic<int> stalled = 0, lively = 0;

@@ -142,6 +142,11 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
 
   void Record(grpc::StatusCode code, const std::string& message, const std::string& request_id) {
     if (std::exchange(handled_, true)) return;
+    // So gRPC's own health service calls the end of a Watch whose client has gone.
+    if (code == grpc::StatusCode::UNKNOWN && IsInfrastructure(name_.service) &&
+        name_.method == "Watch") {
+      code = grpc::StatusCode::CANCELLED;
+    }
     const double seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
     const std::string code_name = CodeName(code);

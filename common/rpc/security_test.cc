@@ -32,7 +32,9 @@
 #include "common/rpc/socket.h"
 #include "common/rpc/testing/certificates.h"
 #include "common/rpc/testing/fake_weight_service.h"
+#include "common/rpc/testing/raw_call.h"
 #include "common/rpc/testing/server.h"
+#include "grpc/reflection/v1/reflection.pb.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rpc {
@@ -183,6 +185,72 @@ TEST_F(SecurityTest, BadCertificatesLeaveTheEarlierOnesInUse) {
   std::ofstream(authority_.certificate_file("server")) << "not a certificate";
   server_->security().Refresh();
   EXPECT_TRUE(Call(With(authority_, "client")).ok());
+}
+
+std::string Contents(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+TEST_F(SecurityTest, AConnectionEndsWhenTheAuthorityOfItsClientIsWithdrawn) {
+  const TestAuthority leaving(directory_ / "leaving", "leaving authority");
+  leaving.Issue("client");
+  const std::string ours = Contents(authority_.ca_file());
+  config::v1::ServerOptions options = With(authority_, "server");
+  options.mutable_tls()->set_ca_file(directory_ / "trusted");
+  std::ofstream(options.tls().ca_file()) << ours << Contents(leaving.ca_file());
+  Start(options);
+  const auto stays = MakeChannel(server_->address(), ToChannelOptions(With(authority_, "client")));
+  const auto leaves = MakeChannel(server_->address(), ToChannelOptions(With(leaving, "client")));
+  ASSERT_TRUE(CallOver(stays).ok());
+  ASSERT_TRUE(CallOver(leaves).ok());
+  std::ofstream(options.tls().ca_file()) << ours;
+  EXPECT_TRUE(server_->security().Refresh());
+  server_->server().EndWithdrawn();
+  auto& closed = server_->metrics().Counter(metric::kConnectionsClosed, {"credentials"});
+  for (int i = 0; i < 3000 && closed.Value() == 0; ++i) absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_EQ(closed.Value(), 1);
+  EXPECT_EQ(CallOver(leaves).code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(CallOver(stays).ok());
+}
+
+TEST_F(SecurityTest, AConnectionEndsWhenTheCertificateOfItsClientExpires) {
+  Start(With(authority_, "server"));
+  authority_.Issue("brief", 2);
+  const auto brief = MakeChannel(server_->address(), ToChannelOptions(With(authority_, "brief")));
+  ASSERT_TRUE(CallOver(brief).ok());
+  EXPECT_FALSE(server_->security().Refresh());
+  auto& closed = server_->metrics().Counter(metric::kConnectionsClosed, {"credentials"});
+  for (int i = 0; i < 3000 && closed.Value() == 0; ++i) {
+    server_->server().EndWithdrawn();
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  EXPECT_EQ(closed.Value(), 1);
+}
+
+TEST_F(SecurityTest, AStreamEndsWhenItsTokenIsWithdrawn) {
+  config::v1::ServerOptions options = Plain();
+  options.mutable_tokens()->set_reader_file(TokenFile(kToken));
+  Start(options);
+  const auto channel = MakeChannel(server_->address(), ToChannelOptions(Plain()));
+  grpc::reflection::v1::ServerReflectionRequest request;
+  request.set_list_services("");
+  RawCall call(channel, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+               {{kAuthorizationKey, absl::StrCat("Bearer ", kToken)}});
+  call.Write(request.SerializeAsString());
+  ASSERT_TRUE(call.Read().has_value());
+  TokenFile("another-token-of-a-reader");
+  EXPECT_TRUE(server_->security().Refresh());
+  server_->server().EndWithdrawn();
+  EXPECT_FALSE(call.Read().has_value());
+  EXPECT_FALSE(call.Finish().ok());
+}
+
+TEST_F(SecurityTest, AKeyThatNoClientOfGrpcKnowsIsRefused) {
+  authority_.Issue("edwards", 3600, "ED25519");
+  const absl::Status status = ServerTls::Load(With(authority_, "edwards").tls()).status();
+  EXPECT_EQ(FieldPath(status), "server.tls.certificate_file");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("neither RSA nor ECDSA"));
 }
 
 TEST_F(SecurityTest, AStartWithBadFilesNamesTheSetting) {

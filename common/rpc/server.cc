@@ -132,6 +132,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   interceptors.push_back(MakeRpcInterceptor(MethodsOf(services), metrics, &server->live_calls_));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   server->metrics_ = metrics;
+  server->executor_ = &executor;
   server->server_ = builder.BuildAndStart();
   if (server->server_ == nullptr) return absl::InternalError("gRPC cannot start a server");
   server->SetServing(false);
@@ -152,6 +153,11 @@ void Server::SetServing(bool serving) {
     health->SetServingStatus("", serving);
   }
   metrics_->Gauge(metric::kServerReady).Set(serving ? 1 : 0);
+}
+
+void Server::EndWithdrawn() {
+  executor_->streams().EndWithdrawn();
+  guard_->EndWithdrawn();
 }
 
 void Server::Shutdown(absl::Time deadline) {

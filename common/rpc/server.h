@@ -53,6 +53,10 @@ class Server {
   // Health of every service and of "".
   void SetServing(bool serving);
 
+  // Ends the streams and closes the connections of clients whose token or certificate is not good
+  // any more. Returns at once.
+  void EndWithdrawn();
+
   // Calls in progress, health and reflection not counted.
   int64_t live_calls() const { return live_calls_; }
 
@@ -65,6 +69,7 @@ class Server {
 
   std::atomic<int64_t> live_calls_ = 0;
   std::vector<std::string> names_;
+  CallExecutor* executor_ = nullptr;
   Metrics* metrics_ = nullptr;
   std::unique_ptr<MetricsEndpoint> metrics_endpoint_;
   std::unique_ptr<ConnectionGuard> guard_;

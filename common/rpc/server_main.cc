@@ -45,6 +45,9 @@ constexpr int kPortsOfRank = 10;
 // How often the main thread looks whether something is done, while it listens for signals.
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
 constexpr absl::Duration kHealthTimeout = absl::Seconds(5);
+// Seconds, turns of the main thread, between two looks at clients' certificates that may have
+// expired.
+constexpr int64_t kTurnsBetweenExpiries = 60;
 
 // SIGTERM and SIGINT, taken synchronously by the main thread.
 class Signals {
@@ -259,9 +262,11 @@ bool MustSave(const ServerApp& app) { return app.SavesStateOnStop() && app.HasUn
 void WaitUntilAsked(ServerApp& app, Server& server, ServerSecurity& security, Signals& signals) {
   bool serving = true;
   FreedMemory freed_memory;
+  int64_t turns = 0;
   while (!signals.Wait(absl::Seconds(1)) && !app.Ended()) {
     freed_memory.Look(absl::Now());
-    security.Refresh();
+    // Certificates also expire.
+    if (security.Refresh() || ++turns % kTurnsBetweenExpiries == 0) server.EndWithdrawn();
     const absl::Status health = CatchExceptions("health", [&] { return app.CheckHealth(); });
     if (health.ok() == serving) continue;
     serving = health.ok();

@@ -11,7 +11,8 @@
 namespace tandem::rpc {
 namespace {
 
-void LogRefresh(const char* files, const absl::StatusOr<bool>& refreshed) {
+// Returns whether the files were read again.
+bool LogRefresh(const char* files, const absl::StatusOr<bool>& refreshed) {
   if (!refreshed.ok()) {
     Log(LogLevel::kError, "credentials_not_reloaded",
         {{"files", files},
@@ -20,6 +21,7 @@ void LogRefresh(const char* files, const absl::StatusOr<bool>& refreshed) {
   } else if (*refreshed) {
     Log(LogLevel::kInfo, "credentials_reloaded", {{"files", files}});
   }
+  return refreshed.ok() && *refreshed;
 }
 
 }  // namespace
@@ -50,12 +52,13 @@ absl::StatusOr<std::unique_ptr<ServerSecurity>> ServerSecurity::Load(
   return security;
 }
 
-void ServerSecurity::Refresh() {
+bool ServerSecurity::Refresh() {
+  bool changed = false;
   if (tls_ != nullptr) {
-    LogRefresh("server.tls", tls_->Refresh());
+    changed = LogRefresh("server.tls", tls_->Refresh());
     ShowExpiry();
   }
-  LogRefresh("server.tokens", access_->Refresh());
+  return LogRefresh("server.tokens", access_->Refresh()) || changed;
 }
 
 void ServerSecurity::ShowExpiry() {

@@ -24,8 +24,9 @@ class ServerSecurity {
   const ServerTls* tls() const { return tls_.get(); }  // null: plain bytes
   const AccessControl& access() const { return *access_; }
 
-  // Reads files again that have changed, and logs the result. Called now and then, by one thread.
-  void Refresh();
+  // Reads files again that have changed, and logs the result. Returns whether one did: what was
+  // withdrawn by that ends with Server::EndWithdrawn. Called now and then, by one thread.
+  bool Refresh();
 
  private:
   void ShowExpiry();

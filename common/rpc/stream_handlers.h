@@ -150,10 +150,12 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
             executor, context, RoleFor<Request>(),
             [this](grpc::Status status) { writes_.FinishNow(std::move(status)); }, false) {
     if (!call_.Begin()) return;
-    absl::StatusOr<OpenStreams::Place> place =
-        executor.streams().Enter({.waits_since = [this] { return writes_.waits_since(); },
-                                  .give_up = [context] { context->TryCancel(); },
-                                  .unused = [this] { return !received_; }});
+    absl::StatusOr<OpenStreams::Place> place = executor.streams().Enter(
+        {.waits_since = [this] { return writes_.waits_since(); },
+         .give_up = [context] { context->TryCancel(); },
+         .unused = [this] { return !received_; },
+         .admitted = [&executor,
+                      context] { return executor.StillAllows(*context, RoleFor<Request>()); }});
     if (!place.ok()) {
       call_.state()->Finish(place.status());
       return;
@@ -352,7 +354,10 @@ class ServerStreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>
     absl::Status status = executor.Admit(*context, RoleFor<Request>());
     if (status.ok()) {
       absl::StatusOr<OpenStreams::Place> place = executor.streams().Enter(
-          {[this] { return writes_.waits_since(); }, [context] { context->TryCancel(); }});
+          {.waits_since = [this] { return writes_.waits_since(); },
+           .give_up = [context] { context->TryCancel(); },
+           .admitted = [&executor,
+                        context] { return executor.StillAllows(*context, RoleFor<Request>()); }});
       status = place.status();
       if (place.ok()) place_ = *std::move(place);
     }

@@ -34,6 +34,14 @@ int ChooseProtocol(SSL* connection, const unsigned char** chosen, unsigned char*
   return result == OPENSSL_NPN_NEGOTIATED ? SSL_TLSEXT_ERR_OK : SSL_TLSEXT_ERR_ALERT_FATAL;
 }
 
+// gRPC's own libraries take these kinds of keys alone (BoringSSL): with another one the server
+// would start, and refuse every handshake of a client.
+bool HasKnownKey(const SSL_CTX& context) {
+  EVP_PKEY* const key = SSL_CTX_get0_privatekey(&context);
+  return key != nullptr &&
+         (EVP_PKEY_get_base_id(key) == EVP_PKEY_RSA || EVP_PKEY_get_base_id(key) == EVP_PKEY_EC);
+}
+
 void Configure(SSL_CTX& context, bool require_client_certificate) {
   SSL_CTX_set_min_proto_version(&context, TLS1_2_VERSION);
   // A resumed session would skip the client's certificate, which may have been withdrawn.
@@ -111,6 +119,12 @@ absl::StatusOr<std::shared_ptr<const ServerTls::Identity>> ServerTls::ReadIdenti
     return BadFile("private_key_file", options.private_key_file(),
                    "the unencrypted private key (PEM) of the certificate");
   }
+  if (!HasKnownKey(*context)) {
+    return InvalidField("server.tls.certificate_file",
+                        absl::StrCat(options.certificate_file(),
+                                     ": its key is neither RSA nor ECDSA, and gRPC's clients know "
+                                     "no other (Ed25519 among them)"));
+  }
   if (!options.ca_file().empty()) {
     STACK_OF(X509_NAME)* const names = SSL_load_client_CA_file(options.ca_file().c_str());
     if (names == nullptr ||
@@ -158,6 +172,26 @@ absl::StatusOr<bool> ServerTls::Refresh() {
   if (!stamps_.Changed()) return false;
   TANDEM_ASSIGN_OR_RETURN(identity_, ReadIdentity(options_));
   return true;
+}
+
+absl::Status ServerTls::CheckClient(const SSL& connection) const {
+  const std::unique_ptr<X509, void (*)(X509*)> certificate(SSL_get1_peer_certificate(&connection),
+                                                           X509_free);
+  if (certificate == nullptr) return absl::OkStatus();  // none was asked for
+  const std::shared_ptr<const Identity> current = identity();
+  const std::unique_ptr<X509_STORE_CTX, void (*)(X509_STORE_CTX*)> check(X509_STORE_CTX_new(),
+                                                                         X509_STORE_CTX_free);
+  if (check == nullptr ||
+      X509_STORE_CTX_init(check.get(), SSL_CTX_get_cert_store(current->context.get()),
+                          certificate.get(), SSL_get_peer_cert_chain(&connection)) != 1) {
+    return absl::InternalError("OpenSSL has no memory");
+  }
+  X509_STORE_CTX_set_default(check.get(), "ssl_client");
+  if (X509_verify_cert(check.get()) == 1) return absl::OkStatus();
+  ERR_clear_error();
+  return absl::UnauthenticatedError(
+      absl::StrCat("the client's certificate is not good any more: ",
+                   X509_verify_cert_error_string(X509_STORE_CTX_get_error(check.get()))));
 }
 
 std::shared_ptr<const ServerTls::Identity> ServerTls::identity() const { return identity_; }

@@ -20,7 +20,8 @@ namespace tandem::rpc {
 enum class TlsProtocol { kHttp2, kHttp1 };
 
 // The certificate and the certificate authorities of a server. Connections that are made after
-// Refresh has read new files use the new ones; those that exist go on. Thread-safe, but for
+// Refresh has read new files use the new ones; those that exist go on, and CheckClient tells
+// whether they may. Thread-safe, but for
 // Refresh, which one thread calls.
 class ServerTls {
  public:
@@ -35,6 +36,10 @@ class ServerTls {
   // Reads the files again if they changed. Returns whether it did. An error leaves everything as it
   // was.
   absl::StatusOr<bool> Refresh();
+
+  // UNAUTHENTICATED if the certificate that a client showed when it connected would be refused now:
+  // it has expired, or its authority is not in the files any more.
+  absl::Status CheckClient(const SSL& connection) const;
 
   // When the certificate expires.
   absl::Time expiry() const;

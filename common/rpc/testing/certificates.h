@@ -19,11 +19,13 @@ namespace tandem::rpc {
 // Signs certificates for the address 127.0.0.1 and the name localhost.
 class TestAuthority {
  public:
-  // Writes the authority's own certificate to `directory`/ca.crt.
-  explicit TestAuthority(std::filesystem::path directory)
+  // Writes the authority's own certificate to `directory`/ca.crt. Authorities of one file need
+  // names of their own, by which OpenSSL finds them.
+  explicit TestAuthority(std::filesystem::path directory,
+                         const std::string& name = "test authority")
       : directory_(std::move(directory)), key_(NewKey()), certificate_(X509_new(), X509_free) {
     std::filesystem::create_directories(directory_);
-    Fill(certificate_.get(), "test authority", certificate_.get(), key_.get(), 3600);
+    Fill(certificate_.get(), name, certificate_.get(), key_.get(), 3600);
     AddExtension(certificate_.get(), NID_basic_constraints, "critical,CA:TRUE");
     X509_sign(certificate_.get(), key_.get(), EVP_sha256());
     Write("ca.crt", certificate_.get());
@@ -38,8 +40,11 @@ class TestAuthority {
   }
 
   // Writes `name`.crt and `name`.key, good for `seconds` from now; negative: already expired.
-  void Issue(const std::string& name, int seconds = 3600) const {
-    const Key key = NewKey();
+  // `kind` is OpenSSL's name of a kind of key without parameters; empty: ECDSA.
+  void Issue(const std::string& name, int seconds = 3600, const std::string& kind = "") const {
+    const Key key = kind.empty()
+                        ? NewKey()
+                        : Key(EVP_PKEY_Q_keygen(nullptr, nullptr, kind.c_str()), EVP_PKEY_free);
     const Certificate certificate(X509_new(), X509_free);
     Fill(certificate.get(), name, certificate_.get(), key.get(), seconds);
     AddExtension(certificate.get(), NID_subject_alt_name, "IP:127.0.0.1,DNS:localhost");

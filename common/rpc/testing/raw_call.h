@@ -9,6 +9,7 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/support/byte_buffer.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -38,8 +39,11 @@ inline std::string ToString(const grpc::ByteBuffer& buffer) {
 class RawCall {
  public:
   // `path`: "/package.Service/Method".
-  RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& path)
-      : stub_(channel), call_(stub_.PrepareCall(&context_, path, &queue_)) {
+  RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& path,
+          const std::map<std::string, std::string>& metadata = {})
+      : stub_(channel) {
+    for (const auto& [key, value] : metadata) context_.AddMetadata(key, value);
+    call_ = stub_.PrepareCall(&context_, path, &queue_);
     call_->StartCall(this);
     Wait();
   }

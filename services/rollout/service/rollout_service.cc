@@ -94,7 +94,12 @@ class RolloutService::GenerateReactor final
     TANDEM_ASSIGN_OR_RETURN(place_, service_->executor_.streams().Enter(
                                         {.waits_since = [this] { return outbox_.waits_since(); },
                                          .give_up = [context] { context->TryCancel(); },
-                                         .unused = [this] { return !received_; }}));
+                                         .unused = [this] { return !received_; },
+                                         .admitted =
+                                             [this, context] {
+                                               return service_->executor_.StillAllows(
+                                                   *context, rpc::RoleFor<v1::GenerateRequest>());
+                                             }}));
     return absl::OkStatus();
   }
 
