@@ -81,6 +81,7 @@ RESUMABLE = (
     "eval",
     "start_from",
     "trackers",
+    "wandb",
     "trajectories",
     "reward.python_path",
     "reward.executor",

@@ -603,6 +603,20 @@ class ClusterSettings(Settings):
         return self
 
 
+class WandbSettings(Settings):
+    """The place of a run among those of Weights & Biases, for `trackers: [wandb]`."""
+
+    # Not set: the variable WANDB_PROJECT, else "tandem".
+    project: Text | None = None
+    # User or team. Not set: the account's default.
+    entity: Text | None = None
+    # Not set: the name of the run directory.
+    name: Text | None = None
+    # Runs of one group are shown together.
+    group: Text | None = None
+    tags: list[Text] = []
+
+
 class RunSettings(Settings):
     """A training run (`tandem train`, `tandem sft`, `tandem eval`)."""
 
@@ -656,6 +670,7 @@ class RunSettings(Settings):
     # TensorBoard events in the run directory, Weights & Biases, MLflow; the last two need their
     # packages.
     trackers: list[TrackerName] = ["tensorboard"]
+    wandb: WandbSettings = WandbSettings()
     # Whether to record also the log-probability of every token under the model that did not write
     # it. On by default: the loss reads the senior's log-probability of junior-written tokens.
     return_other_logprobs: bool = True

@@ -220,10 +220,14 @@ class _WeightsAndBiases:
 
     def __init__(self, run: TrackedRun) -> None:
         wandb = optional_module("wandb", "trackers: wandb")
+        place = run.config["wandb"]
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            project=place["project"] or os.environ.get("WANDB_PROJECT", PROJECT),
+            entity=place["entity"],
             id=run.run_id,
-            name=run.path.name,
+            name=place["name"] or run.path.name,
+            group=place["group"],
+            tags=place["tags"],
             resume="allow",
             config=dict(run.config),
             dir=str(run.path),

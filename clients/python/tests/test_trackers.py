@@ -19,10 +19,11 @@ class FakeWandb:
     """A stand-in for the module wandb and for its run."""
 
     def __init__(self):
-        self.inits, self.logged, self.finished = [], [], 0
+        self.inits, self.places, self.logged, self.finished = [], [], [], 0
 
-    def init(self, *, project, id, name, resume, config, dir):
+    def init(self, *, project, entity, id, name, group, tags, resume, config, dir):
         self.inits.append((project, id, name, resume, config["steps"], dir))
+        self.places.append((entity, group, tags))
         return self
 
     def define_metric(self, name, *, step_metric):
@@ -134,6 +135,16 @@ def test_every_tracker_gets_every_number_and_a_resumed_run_goes_on(
     assert mlflow.dicts == [("mlflow-0", 2, "config.yaml"), ("mlflow-0", 3, "config.yaml")]
     assert (wandb.finished, mlflow.ended) == (2, 2)
     assert not (run / "tensorboard").exists()
+    assert wandb.places == [(None, None, [])] * 2
+
+
+def test_a_run_has_the_place_that_it_names(run_file, tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "not this one")
+    place = "wandb={project: mine, entity: us, name: first, group: small, tags: [a, b]}"
+    tandem("train", run_file, "trackers=[wandb]", place, "steps=1")
+    [init] = wandb.inits
+    assert (init[0], init[2]) == ("mine", "first")
+    assert wandb.places == [("us", "small", ["a", "b"])]
 
 
 def test_without_its_package_a_tracker_is_refused_before_anything_starts(
