@@ -43,29 +43,41 @@ def hub_rows(spec: HubDataSettings, field: str) -> Iterator[dict[str, Any]]:
         yield dict(row)
 
 
-def hub_config(name: str, field: str) -> str | None:
-    """Returns the configuration of a data set to use where none is named.
+def hub_source(name: str, config: str | None, field: str) -> dict[str, str]:
+    """Returns `data.hub` for a data set: with its configuration and split where these are needed.
 
-    None where there is only one; else main or default. Raises ConfigError, which lists them, where
-    there is neither.
+    Of several configurations main or default is taken, and the split train, else the first. Raises
+    ConfigError, which lists the configurations, where none is named and neither is there.
     """
     datasets = optional_module("datasets", field)
     spec = HubDataSettings(name=name)
     names = repository_files(name, None)
     if names is None:
-        configs = _configs(datasets, snapshot(name, "dataset", field), spec, field)
-    else:
-        with _Skeleton(spec, field, names) as folder:
-            configs = _configs(datasets, folder, spec, field)
-    if len(configs) == 1:
-        return None
-    for usual in ("main", "default"):
-        if usual in configs:
-            return usual
-    raise ConfigError(
-        f"{field}: {name} has the configurations {', '.join(configs)}",
-        hint=f"{name}:CONFIG names one",
-    )
+        return _source_in(datasets, snapshot(name, "dataset", field), spec, config, field)
+    with _Skeleton(spec, field, names) as folder:
+        return _source_in(datasets, folder, spec, config, field)
+
+
+def _source_in(
+    datasets: Any, folder: Path, spec: HubDataSettings, config: str | None, field: str
+) -> dict[str, str]:
+    try:
+        configs = list(datasets.get_dataset_config_names(str(folder)))
+        if config is None and len(configs) > 1:
+            config = next((one for one in ("main", "default") if one in configs), None)
+            if config is None:
+                raise ConfigError(
+                    f"{field}: {spec.name} has the configurations {', '.join(configs)}",
+                    hint=f"{spec.name}:CONFIG names one",
+                )
+        builder = datasets.load_dataset_builder(str(folder), config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _unreadable(spec, field, error) from None
+    splits = list(builder.config.data_files or {})
+    split = {"split": splits[0]} if splits and "train" not in splits else {}
+    return {"name": spec.name} | ({"config": config} if config else {}) | split
 
 
 class _Skeleton:
@@ -148,13 +160,6 @@ def _patterns_of_split(folder: Path, spec: HubDataSettings) -> dict[str, Any] | 
     name = spec.config or next(iter(configs), "")
     files = {one["split"]: one["path"] for one in configs.get(name, {}).get("data_files", ())}
     return {split: files[split] for split in _splits(spec.split, files) if split in files} or None
-
-
-def _configs(datasets: Any, folder: Path, spec: HubDataSettings, field: str) -> list[str]:
-    try:
-        return list(datasets.get_dataset_config_names(str(folder)))
-    except Exception as error:
-        raise _unreadable(spec, field, error) from None
 
 
 def _unreadable(spec: HubDataSettings, field: str, error: Exception) -> ConfigError:

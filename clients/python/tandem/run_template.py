@@ -16,7 +16,7 @@ from tandem.data import Example, load_dataset
 from tandem.data_sources import first_row
 from tandem.errors import ConfigError
 from tandem.hub import is_hub_name, local_model
-from tandem.hub_data import hub_config
+from tandem.hub_data import hub_source
 from tandem.math_rewards import final_number
 from tandem.model_files import max_positions
 from tandem.settings import DataSettings, validate
@@ -115,8 +115,7 @@ def _source(request: Request) -> tuple[dict[str, Any], dict[str, Any] | None]:
     elif path.suffix == ".parquet" or path.is_dir():
         source = {"parquet": str(path)}
     elif is_hub_name(kind):
-        config = task or hub_config(kind, "DATA")
-        source = {"hub": {"name": kind} | ({"config": config} if config else {})}
+        source = {"hub": hub_source(kind, task or None, "DATA")}
     else:
         raise ConfigError(
             f"DATA: {request.data} is no .jsonl or .parquet file, no folder, no ORG/NAME[:CONFIG] "

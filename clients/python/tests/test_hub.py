@@ -12,7 +12,7 @@ from tandem.cluster_preflight import check_cluster
 from tandem.data import load_dataset
 from tandem.errors import ConfigError
 from tandem.hub import local_model, snapshot
-from tandem.hub_data import hub_config
+from tandem.hub_data import hub_source
 from tandem.models import import_model
 from tandem.preflight import Problems
 from tandem.settings import ClusterSettings, DataSettings, RunSettings
@@ -278,7 +278,12 @@ def test_a_split_that_a_data_set_lacks_is_named_before_it_is_fetched(online, tmp
     with pytest.raises(ConfigError, match=r"^data.hub.split: acme/sums has no split 'train'; .*te"):
         load_dataset(DataSettings(hub=hub), codec)
     assert online == [["README.md"]]
-    assert hub_config("acme/sums", "DATA") == "main"
+    # As `tandem init` asks for it: main has no split train.
+    wanted = {"name": "acme/sums", "config": "main", "split": "test"}
+    assert hub_source("acme/sums", None, "DATA") == wanted
+    assert hub_source("acme/sums", "easy", "DATA") == {"name": "acme/sums", "config": "easy"}
+    with pytest.raises(ConfigError, match=r"^DATA: acme/sums: .*none"):
+        hub_source("acme/sums", "none", "DATA")
 
 
 def test_a_cache_with_the_files_of_one_split_is_read_without_a_network(cache, tmp_path):
