@@ -61,6 +61,18 @@ def test_a_device_that_this_build_does_not_have_is_refused_at_once(models, role)
     )
 
 
+@pytest.mark.parametrize("role", MODEL_FIELD)
+def test_gpus_that_are_not_there_are_planned_for(models, role):
+    on_gpu = ("compute.device=cuda", "compute.dtype=bfloat16", "--assume-gpu-memory")
+    planned = check(role, models.senior, *on_gpu, "80GB")
+    assert planned.returncode == 0, planned.stderr
+    assert re.search(r"#   GPU of a rank: [\d.]+ GB needed, 80.000 GB free", planned.stdout)
+    refused = check(role, models.senior, *on_gpu, "100KB")
+    assert refused.returncode == 2
+    settings = {"rollout": "kv_cache_bytes"}.get(role, "batch.micro_batch_tokens")
+    assert "of the GPU's memory" in refused.stderr and settings in refused.stderr
+
+
 def test_the_server_info_has_the_absolute_path_of_the_model(models, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine").symlink_to(models.senior)
