@@ -180,7 +180,9 @@ class Call:
     def __init__(self, app, **options):
         self._parts = asyncio.Queue()
         self._sent = []
-        self._running = asyncio.create_task(app(scope(**options), self._parts.get, self._send))
+        self._running = asyncio.create_task(
+            app(scope(**options), self._parts.get, lambda message: self._send(message))
+        )
 
     async def _send(self, message):
         self._sent.append(message)
@@ -230,6 +232,24 @@ async def test_unfinished_bodies_are_bounded_together_and_in_time(app, monkeypat
         status, error = await slow.answer()
         assert status == 408
         assert "did not arrive within 0.01 s" in error["message"]
+
+
+async def test_a_client_that_does_not_read_its_stream_is_cut_off(app, world, monkeypatch):
+    monkeypatch.setattr(limits, "SEND_SECONDS", 0.01)
+    body = json.dumps({"model": "senior", "prompt": "w2", "max_tokens": 40, "stream": True})
+    async with app.router.lifespan_context(app):
+        call = Call(app)
+        reading, send = asyncio.Event(), call._send
+
+        async def send_slowly(message):
+            if message["type"] == "http.response.body":
+                await reading.wait()
+            await send(message)
+
+        call._send = send_slowly
+        call.body(body.encode(), more=False)
+        await call._running
+        await asyncio.to_thread(fakes.wait_until, lambda: not world.open_streams)
 
 
 async def test_requests_are_bounded(app, monkeypatch):

@@ -10,7 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -215,8 +215,14 @@ class _Stream(StreamingResponse):
         self._held = held
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_in_time(message: Any) -> None:
+            async with asyncio.timeout(limits.SEND_SECONDS):
+                await send(message)
+
         async with self._held:
-            await super().__call__(scope, receive, send)
+            # A client that does not read is cut off.
+            with suppress(TimeoutError):
+                await super().__call__(scope, receive, send_in_time)
 
 
 class _Server:

@@ -32,5 +32,8 @@ MAX_STOP_LENGTH = 1024
 # Elements of a list in `tandem`: the rollout server's bound of boundary_token_ids.
 MAX_TANDEM_LIST = 4096
 
+# Seconds in which a client must take the next part of a stream, which holds a place.
+SEND_SECONDS = 60
+
 # Seconds for running answers after SIGTERM. Then they end with an error.
 STOP_SECONDS = 5.0
