@@ -30,6 +30,7 @@ from tandem.errors import (
 )
 from tandem.learnability import obstacles
 from tandem.model_files import end_token_ids
+from tandem.optimizer_schedules import check_schedules, notes_on_schedules, with_run_settings
 from tandem.pool_scoring import Scored
 from tandem.preflight import Problems, RolloutFacts, ServerFacts
 from tandem.progress import Progress
@@ -41,7 +42,6 @@ from tandem.rewards import READING_PATTERNS, Reward
 from tandem.rollout.v1 import rollout_pb2
 from tandem.rollout_pool import RolloutPool
 from tandem.run_log import logged
-from tandem.schedules import check_schedules, notes_on_schedules, with_run_settings
 from tandem.settings import (
     SERVER_MODELS,
     ClusterSettings,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.schedules import check_schedules, notes_on_schedules, with_run_settings
+from tandem.optimizer_schedules import check_schedules, notes_on_schedules, with_run_settings
 from tandem.settings import RunSettings, validate
 
 
