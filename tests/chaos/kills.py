@@ -6,8 +6,10 @@ A run is started, one of its processes gets SIGKILL at a random moment, and the 
 until it is done. Its weights, optimizer states, metrics, trajectories, evaluations and their
 answers must then be those of an undisturbed run, bit for bit. Run I of seed S always has the same
 victims and moments, as far as clocks allow. GRPO and PPO take turns, and so do two ways to run
-servers: started by the run, which ends with them; and kept by a supervisor, which restarts what was
-killed. `make chaos` runs this.
+servers: started by the run, which starts its rollout server again and ends with the others; and
+kept by a supervisor, which restarts what was killed. In every run the judge takes its process down
+for some responses and changes its rows, and a tracker fails every other time. `make chaos` runs
+this.
 """
 
 from __future__ import annotations
@@ -46,6 +48,38 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"junior_token_loss_weight": 0.5},
     "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
 }
+JUDGE = """
+import os, signal
+
+
+def reward(prompt, response, **row):
+    row.clear()
+    if len(response) % 23 == 5:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return (len(response) + 3 * response.count("e")) / 10
+"""
+# A stand-in for the module mlflow.
+TRACKER = """
+import itertools
+from types import SimpleNamespace
+
+entities = SimpleNamespace(Metric=lambda *fields: fields)
+calls = itertools.count()
+
+
+class MlflowClient:
+    def __getattr__(self, name):
+        def call(*arguments, **options):
+            if next(calls) % 2 == 0:
+                raise ConnectionError("the tracker is away")
+            return SimpleNamespace(info=SimpleNamespace(run_id="1")) if "create" in name else []
+
+        return call
+
+
+def set_experiment(name):
+    return SimpleNamespace(experiment_id="1")
+"""
 # The results of a run, by name: the lines of its metrics, and digests of its files.
 Fingerprint = dict[str, str]
 
@@ -150,7 +184,12 @@ class Scenario:
             objective=OBJECTIVES[kind],
             checkpoint={"every": 2},
             eval={"every": 3, "modes": ["solo", "legibility"], "max_tokens": 8},
+            trackers=["tensorboard", "mlflow"],
         )
+        (scenario.directory / "reward.py").write_text(JUDGE)
+        (scenario.directory / "mlflow.py").write_text(TRACKER)
+        config.reward.executor, config.reward.workers = "process", 2
+        config.reward.on_error = "skip"
         scenario.run_file.write_text(settings.dump(config))
         return scenario
 
@@ -220,8 +259,14 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+                env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": self._modules},
             )
+
+    @property
+    def _modules(self) -> str:
+        """The places of modules, with that of the tracker."""
+        known = os.environ.get("PYTHONPATH", "")
+        return os.pathsep.join(filter(None, [str(self._scenario.directory), known]))
 
     def _kill(self, client: subprocess.Popen[bytes], moment: float) -> bool:
         """Waits `moment` seconds and kills the client or a server; False if the run ended first."""
@@ -242,7 +287,9 @@ class Run:
         if self._supervisor is not None:
             return {server.name: server.running.pid for server in self._supervisor.servers}
         with contextlib.suppress(psutil.NoSuchProcess):
-            return {child.name(): child.pid for child in psutil.Process(client.pid).children()}
+            # Not the judge's processes: a response whose judge is killed has no reward.
+            children = psutil.Process(client.pid).children()
+            return {one.name(): one.pid for one in children if one.name().startswith("tandem-")}
         return {}
 
     def _wait(self, client: subprocess.Popen[bytes], seconds: float) -> None:
