@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from tandem.data import Example
-from tandem.judges.cases import Response
+from tandem.judges.responses import Response
 from tandem.metrics import StepClock, response_metrics
 from tandem.requests import Prompt
 from tandem.rewards import Judged, overlong_punishment

@@ -20,11 +20,11 @@ from tandem.judges.cases import (
     Case,
     Failure,
     Outcome,
-    Response,
     declared_details,
     failure_of,
 )
 from tandem.judges.collected import OneByOne
+from tandem.judges.responses import Response
 from tandem.judges.watch import STOP_SECONDS, Watch
 from tandem.math_rewards import final_answer, final_number, gsm8k
 from tandem.optional import optional_module

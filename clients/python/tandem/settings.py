@@ -30,6 +30,7 @@ from tandem.config_values import apply_override, dump_values, read_mapping
 from tandem.credentials import Credentials
 from tandem.errors import ConfigError
 from tandem.hub import ModelName, local_model
+from tandem.judges.cases import MAX_REWARD
 from tandem.metrics import KEYS
 from tandem.settings_errors import explain, kinds_in
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
@@ -40,9 +41,6 @@ INT32_MAX = 2**31 - 1
 
 # Steps of a run that names neither `steps` nor `epochs`.
 DEFAULT_STEPS = 10
-
-# The trainer's bound of a reward's absolute value (kMaxReward).
-MAX_REWARD = 1e9
 
 # Reward functions of this package.
 BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym")

@@ -220,7 +220,8 @@ class StepDisplay:
             self._lines, self._shown_columns = 0, columns
         self._lines += 1
         cells = [f"{cell(column.value(line), column.form):>{column.width}}" for column in columns]
-        self._print([*cells, f"{duration(left):>{_LEFT_WIDTH}}"])
+        told = ["trained nothing"] if line.get("step/trained") == 0 else []
+        self._print([*cells, f"{duration(left):>{_LEFT_WIDTH}}", *told])
 
     def _columns(self, line: Line) -> list[_Column]:
         """Returns the columns that the run has and that fit the terminal, if there is one."""

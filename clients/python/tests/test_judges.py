@@ -13,7 +13,7 @@ from tandem.data import Example
 from tandem.errors import ConfigError, RewardError
 from tandem.interrupt import StopRequested
 from tandem.judges import coroutines, watch, workers
-from tandem.judges.cases import Response
+from tandem.judges.responses import Response
 from tandem.rewards import Reward
 from tandem.settings import RewardSettings
 from tandem.types.v1.trajectory_pb2 import Trajectory

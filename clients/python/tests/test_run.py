@@ -430,6 +430,8 @@ def test_a_judge_that_is_away_for_a_step_costs_that_step(world, run_file, tmp_pa
     done = tandem("train", run_file, function, "reward.on_error=skip")
     assert [header.step for header in world.headers] == [1, 3, 4]
     assert "step 2 trained nothing: no response has a reward" in done.stdout
+    [shown] = [one for one in done.stdout.splitlines() if one.endswith(" trained nothing")]
+    assert shown.split()[0] == "2"
     account = "3 of 4 steps trained (1 skipped: no response has a reward), responses without a "
     assert account + "reward: 6" in done.stdout
 

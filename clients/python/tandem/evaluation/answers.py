@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tandem.data import Example
-from tandem.judges.cases import Response as JudgedResponse
+from tandem.judges.responses import Response as JudgedResponse
 from tandem.requests import Prompt
 from tandem.schedule import prompt_seed
 from tandem.session import Session

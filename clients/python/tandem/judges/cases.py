@@ -1,4 +1,7 @@
-"""What a judge is asked and what it answers."""
+"""What a judge is asked and what it answers.
+
+The processes of judges import this module, so it imports little.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.settings import MAX_REWARD
-from tandem.types.v1 import trajectory_pb2
-from tandem.wire import enum_name
-
+# The trainer's bound of a reward's absolute value (kMaxReward).
+MAX_REWARD = 1e9
 # Exceptions of a function that count as a failed call where KeyboardInterrupt must pass. sys.exit()
 # in a function does not end the run, and neither does a task that the function itself cancels.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
@@ -31,35 +32,6 @@ DETAILS = (
 )
 # Characters of a value that a message shows.
 _SHOWN = 200
-
-
-@dataclass(frozen=True)
-class Response:
-    """A response to judge.
-
-    Attributes:
-        text: what every function gets.
-        trajectory: where the details come from that a function may ask for (DETAILS).
-        step: the step that draws the response, None in an evaluation.
-        length: number of its tokens that are judged; None: all.
-    """
-
-    text: str
-    trajectory: trajectory_pb2.Trajectory | None = None
-    step: int | None = None
-    length: int | None = None
-
-    def detail(self, name: str) -> Any:
-        """Returns one of DETAILS; None where there is no trajectory."""
-        if self.trajectory is None:
-            return None
-        if name == "step":
-            return self.step
-        if name == "prompt_token_ids":
-            return list(self.trajectory.prompt_token_ids)
-        if name == "finish_reason":
-            return enum_name(self.trajectory, "finish_reason")
-        return list(getattr(self.trajectory, name)[: self.length])
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -150,10 +152,12 @@ def _serve(connection: Connection, watched: Connection, loads: tuple[str, Path, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_when_closed, args=(watched,), daemon=True).start()
-    # Imported here: it takes a moment, and the process that judges nothing does without.
-    from tandem.render import use_any_encoding
-
-    use_any_encoding()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    # The kernel takes a judge before the run when memory runs out.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
     with suppress(EOFError, OSError):
         try:
             function = load_function(*loads)
