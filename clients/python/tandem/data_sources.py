@@ -11,7 +11,7 @@ from tandem.errors import ConfigError
 from tandem.hub_data import hub_rows
 from tandem.optional import optional_module
 from tandem.settings import DataSettings, HubDataSettings, ReasoningGymSettings
-from tandem.text_files import decoded, json_object, read_bytes
+from tandem.text_files import decoded, json_object, read_bytes, require_no_lfs_pointer
 
 # The place of a row (FILE:LINE for JSON lines, FILE[INDEX], DATA SET[INDEX] or TASK[INDEX]) with
 # the row, or with the error of a line that holds none: other lines can be read all the same.
@@ -163,6 +163,7 @@ def _parquet_rows(path: Path, field: str) -> Iterator[PlacedRow]:
     if not files:
         raise ConfigError(f"{field}: {path} holds no file *.parquet")
     for file in files:
+        require_no_lfs_pointer(file, f"{field}: {file}")
         try:
             with parquet.ParquetFile(file) as opened:
                 index = 0

@@ -477,3 +477,11 @@ def test_texts_to_learn_that_are_missing_are_named_once(tmp_path, codec):
     assert not isinstance(caught.value, ProblemsError)
     assert f"{rows.jsonl}:1: the row has no 'answer'" in caught.value.message
     assert caught.value.message.endswith("(and 11 more rows)")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_that_git_lfs_has_not_fetched_are_named(tmp_path, codec, kind):
+    file = tmp_path / f"rows.{kind}"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ConfigError, match=rf"^data.{kind}: {file}: is a git-lfs pointer"):
+        load_dataset(DataSettings(**{kind: file}), codec)

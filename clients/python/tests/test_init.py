@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import closing
+from decimal import Decimal
 from pathlib import Path
 
 import fakes
@@ -14,6 +15,7 @@ from pyarrow import parquet
 from tandem import settings
 from tandem.data import load_dataset
 from tandem.errors import ConfigError
+from tandem.math_rewards import final_number, math
 from tandem.rewards import Reward
 from tandem.run_template import Request, write_run_file
 from tandem.settings import RewardSettings, RunSettings
@@ -142,9 +144,9 @@ def test_gsm8k_is_judged_by_its_final_numbers(folder):
     assert config.data.columns == {"prompt": "question"}
     assert config.data.format.endswith("####.")
     right = ["#### 72", "\\boxed{72}", "She sold 72 clips.", "48 + 24 = 72.0\n#### 72 clips"]
-    wrong = ["#### 24", "72 or 24", "", "no number", "#### none, 72 before"]
+    wrong = ["#### 24", "72 or 24", ""]
     dollars = ["$1000", "#### $1,000.00", "It is 1,000."]
-    assert judged(config, [*right, *wrong[:3]], [*dollars, "999"]) == [
+    assert judged(config, [*right, *wrong], [*dollars, "999"]) == [
         [1.0] * 4 + [0.0] * 3,
         [1.0] * 3 + [0.0],
     ]
@@ -225,3 +227,48 @@ def test_a_data_set_of_the_hub_with_several_configurations_is_read(folder, monke
     assert config.data.hub.name == "openai/gsm8k"
     assert config.data.hub.config == "main"
     assert config.reward.function == "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 1,234.50", "1234.5"),
+        ("It costs $-5.", "-5"),
+        ("-$7", "-7"),
+        ("5-3", "3"),
+        ("x2 and 9", "9"),
+        ("\\boxed{\\boxed{8}} or 3", "8"),
+        ("\\boxed 4$ or 3", "4"),
+        ("\\boxed{4", "4"),
+        ("#### 3 \\fbox{6}", "6"),
+        ("#### none, 3 before", "3"),
+        ("none", None),
+        ("####", None),
+    ],
+)
+def test_the_final_number_of_a_text(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("#### 10", ["\\boxed{10}", "10.0", "#### 10 dollars"], ["\\boxed{1}", "#### 9"]),
+        ("\\boxed{x=5}", ["\\boxed{5}", "$x = 5$"], ["\\boxed{-5}"]),
+        ("$\\frac{3}{4}$", ["\\boxed{0.75}", "#### 3/4"], ["\\boxed{\\frac{4}{3}}"]),
+        ("\\boxed{\\text{Evelyn}}", ["so \\boxed{Evelyn}"], ["\\boxed{Eve}"]),
+        ("\\boxed{(1,2]}", ["\\boxed{(1, 2]}"], ["\\boxed{[1,2]}"]),
+        # The model writes what it likes: it is wrong, and ends in time.
+        ("7", ["7"], ["\\boxed{10^{10^{10}}}", "\\boxed{\\frac{1}{0}}", "\\boxed{", "{" * 500]),
+    ],
+)
+def test_answers_are_compared_as_mathematics(answer, right, wrong):
+    pytest.importorskip("math_verify")
+    assert [math("", one, answer) for one in right] == [1.0] * len(right)
+    assert [math("", one, answer) for one in wrong] == [0.0] * len(wrong)
+
+
+def test_an_answer_that_is_no_mathematics_is_named():
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+        math("", "7", "")
