@@ -107,10 +107,13 @@ def write_shards(
 ) -> None:
     """Writes model.safetensors or, for more than `shard_bytes`, several files with their index."""
     shards: list[list[OutputTensor]] = [[]]
+    filled = 0
     for tensor in tensors:
-        if shards[-1] and sum(one.bytes for one in shards[-1]) + tensor.bytes > shard_bytes:
+        if shards[-1] and filled + tensor.bytes > shard_bytes:
             shards.append([])
+            filled = 0
         shards[-1].append(tensor)
+        filled += tensor.bytes
     remaining = iter(values)
     if len(shards) == 1:
         write_file(directory / WEIGHTS, tensors, remaining)
