@@ -240,11 +240,11 @@ def test_a_server_that_dies_in_a_run_is_reported_with_its_signal_and_log(files):
         )  # fmt: skip
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["step"] == 1
-        [(pid, log)] = re.findall(r"rollout-0 starts \(pid (\d+), log (\S+)\)", errors.read_text())
+        [(pid, log)] = re.findall(r"trainer starts \(pid (\d+), log (\S+)\)", errors.read_text())
         os.kill(int(pid), signal.SIGKILL)
         process.communicate(timeout=120)
     assert process.returncode == 3
-    assert "rollout-0 ended with signal SIGKILL" in errors.read_text()
+    assert "trainer ended with signal SIGKILL" in errors.read_text()
     assert log in json.loads(errors.read_text().splitlines()[-1])["hint"]
 
 
