@@ -101,5 +101,18 @@ TEST(RankEnvironmentTest, AValueThatDoesNotFitIsNamed) {
   }
 }
 
+TEST(RankEnvironmentTest, AVariableThatIsAloneIsNamedWithItsValue) {
+  for (const auto& [name, value] : kComplete) {
+    const absl::Status status = ReadWith({{name, value}}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name;
+    EXPECT_NE(status.message().find(name + "='" + value + "'"), std::string::npos) << status;
+  }
+}
+
+TEST(RankEnvironmentTest, AServiceCalledMasterIsExplained) {
+  const absl::Status status = ReadWith({{"MASTER_PORT", "tcp://10.0.0.7:29500"}}).status();
+  EXPECT_NE(status.message().find("Service called master"), std::string::npos) << status;
+}
+
 }  // namespace
 }  // namespace tandem
