@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "common/base/git_lfs.h"
 
 namespace tandem {
 namespace {
@@ -37,6 +38,7 @@ int MaxDepth(absl::string_view text) {
 
 absl::StatusOr<nlohmann::json> ParseBoundedJson(absl::string_view text, absl::string_view name) {
   using nlohmann::json;
+  if (IsGitLfsPointer(text)) return GitLfsPointerError(name);
   if (MaxDepth(text) > kMaxJsonDepth) {
     return absl::InvalidArgumentError(
         absl::StrCat(name, ": JSON is nested deeper than ", kMaxJsonDepth, " levels"));

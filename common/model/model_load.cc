@@ -39,14 +39,24 @@ bool IsOldBuffer(absl::string_view name) { return absl::EndsWith(name, ".rotary_
 struct ModelFiles {
   std::unique_ptr<SafetensorsDirectory> directory;
   std::unique_ptr<SafetensorsFile> value_head_file;  // may be null
-  std::vector<const TensorView*> tensors;            // of both
-  std::deque<TensorView> unstacked;                  // views into tensors of several parameters
-  ValueHeadTensors value_head;                       // with kValue
+  // Of both, under the names of their parameters (Family::ParameterName).
+  std::vector<const TensorView*> tensors;
+  std::deque<TensorView> renamed;
+  std::deque<TensorView> unstacked;  // views into tensors of several parameters
+  ValueHeadTensors value_head;       // with kValue
 
-  static absl::StatusOr<ModelFiles> Open(const std::string& directory, HeadKind head) {
+  static absl::StatusOr<ModelFiles> Open(const std::string& directory, HeadKind head,
+                                         const Family& family) {
     ModelFiles files;
     TANDEM_ASSIGN_OR_RETURN(files.directory, SafetensorsDirectory::Open(directory));
-    for (const TensorView& view : files.directory->tensors()) files.tensors.push_back(&view);
+    for (const TensorView& view : files.directory->tensors()) {
+      files.tensors.push_back(&view);
+      std::string name = family.ParameterName(view.name);
+      if (name == view.name) continue;
+      files.renamed.push_back(view);
+      files.renamed.back().name = std::move(name);
+      files.tensors.back() = &files.renamed.back();
+    }
     if (head != HeadKind::kValue) return files;
     const std::string path = fs::path(directory) / "value_head.safetensors";
     std::error_code ignored;
@@ -73,7 +83,7 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
   std::map<std::string, const TensorView*> given;  // by parameter
   const TensorView* tied_head = nullptr;
   for (const TensorView* view : files.tensors) {
-    std::string name = family->ParameterName(view->name);
+    std::string name = view->name;
     if (view == files.value_head.weight) name = kValueHeadWeight;
     if (view == files.value_head.bias) name = kValueHeadBias;
     const bool is_tied_head = head.tied && name == kLmHeadName;
@@ -123,18 +133,17 @@ at::Tensor WholeTensor(const ParameterSpec& spec, const TensorView* view, double
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                                                    const LoadOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(directory));
-  TANDEM_ASSIGN_OR_RETURN(ModelFiles files, ModelFiles::Open(directory, options.head));
-  TANDEM_RETURN_IF_ERROR(CheckSizes(config, *files.directory));
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
+  TANDEM_ASSIGN_OR_RETURN(ModelFiles files, ModelFiles::Open(directory, options.head, *family));
+  TANDEM_RETURN_IF_ERROR(CheckSizes(config, *files.directory));
   TANDEM_RETURN_IF_ERROR(
       Unstack(family->StackedTensors(config), directory, files.tensors, files.unstacked));
   if (options.head == HeadKind::kValue && config.tie_word_embeddings &&
       files.value_head.weight == nullptr && !options.untie_embeddings) {
-    return InvalidField("use_value_head",
-                        absl::StrCat("the base model in ", directory,
-                                     " ties its head to the embeddings; set "
-                                     "untie_embeddings to keep the embeddings and give "
-                                     "it a new head"));
+    return InvalidField("untie_embeddings",
+                        absl::StrCat("is false, and the base model in ", directory,
+                                     " ties its head to the embeddings: true keeps the embeddings "
+                                     "and gives it a new head"));
   }
   const HeadOptions head = {.kind = options.head,
                             .tied = options.head == HeadKind::kLm && config.tie_word_embeddings &&
@@ -146,7 +155,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                           Assign(files, specs, config, head));
   TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, head, options));
   for (const TensorView* view : files.tensors) {
-    if (!model->family_->KeepsTensor(config, view->name)) continue;
+    if (!family->KeepsTensor(config, view->name)) continue;
     model->kept_tensors_.push_back(
         {.name = view->name, .dtype = view->dtype, .shape = view->shape});
   }
@@ -163,7 +172,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
 
 absl::StatusOr<SourceParameters> Model::ReadSource() const {
   const at::NoGradGuard no_grad;
-  TANDEM_ASSIGN_OR_RETURN(ModelFiles opened, ModelFiles::Open(source_directory_, head_));
+  TANDEM_ASSIGN_OR_RETURN(ModelFiles opened, ModelFiles::Open(source_directory_, head_, *family_));
   TANDEM_RETURN_IF_ERROR(
       Unstack(StackedTensors(), source_directory_, opened.tensors, opened.unstacked));
   const auto files = std::make_shared<const ModelFiles>(std::move(opened));
@@ -198,7 +207,9 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
     bool exact = false;
     if (parameter.held()) {  // else another process holds it
-      AllocateMemory(BlockBuffers()[static_cast<size_t>(parameter.buffer)]);
+      if (!parameter.has_own_memory()) {
+        AllocateMemory(BlockBuffers()[static_cast<size_t>(parameter.buffer)]);
+      }
       parameter.CopyFrom(whole);
       exact = parameter.value.defined() && parameter.shard.count == 1 && parameter.value.is_cpu() &&
               parameter.value.scalar_type() == at::kFloat;

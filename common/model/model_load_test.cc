@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/model/model.h"
 #include "common/model/testing/models.h"
@@ -511,7 +512,43 @@ TEST_F(ModelLoadTest, UntiedCopyOfATiedModelStartsWithItsHead) {
                    .is_alias_of((*model)->Parameter("model.embed_tokens.weight")));
 }
 
-// --- use_value_head ---
+TEST_F(ModelLoadTest, NamesWithoutTheModelsPrefixAreThoseOfItsBody) {
+  const auto rename = [](NamedTensors& tensors) {
+    std::erase_if(tensors, [](const auto& one) { return one.first == kLmHeadName; });
+    for (auto& [name, tensor] : tensors) name = name.substr(std::string("model.").size());
+  };
+  Write({{"tie_word_embeddings", true}}, rename);
+  const auto loaded = Model::Load(directory_);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  ExpectSameParameters(**loaded, *TinyModel("llama", {{"tie_word_embeddings", true}}));
+  // Without a head of its own it is no language model, as `transformers` would have to make one up.
+  Write({}, rename);
+  ExpectInvalid(kLmHeadName, "missing");
+}
+
+TEST_F(ModelLoadTest, APrefixOfAllNamesIsNamedWithTheNameThatWasExpected) {
+  for (const std::string prefix : {"_orig_mod.", "base_model.model.", "module.", "policy."}) {
+    Write({}, [&](NamedTensors& tensors) {
+      for (auto& [name, tensor] : tensors) name = prefix + name;
+    });
+    ExpectInvalid(prefix + "model.embed_tokens.weight",
+                  "expected 'model.embed_tokens.weight': names that begin with '" + prefix + "'");
+    Write({}, [&](NamedTensors& tensors) {
+      for (auto& [name, tensor] : tensors) {
+        name = prefix + (name.starts_with("model.") ? name.substr(6) : name);
+      }
+    });
+    ExpectInvalid(prefix + "embed_tokens.weight", "expected 'model.embed_tokens.weight'");
+  }
+  Write({}, [](NamedTensors& tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      tensors[i].first = absl::StrCat("transformer.h.", i);
+    }
+  });
+  ExpectInvalid("transformer.h.0", "names that begin with 'model.layers.'");
+}
+
+// --- Value heads ---
 
 const LoadOptions kCritic = {.head = HeadKind::kValue, .value_head_seed = 3};
 
@@ -540,10 +577,20 @@ TEST_F(ModelLoadTest, TiedBaseModelNeedsUntyingForAValueHead) {
   Write({{"tie_word_embeddings", true}});
   const absl::Status status = Model::Load(directory_, kCritic).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(FieldPath(status), "use_value_head");
+  EXPECT_EQ(FieldPath(status), "untie_embeddings");
   LoadOptions untied = kCritic;
   untied.untie_embeddings = true;
   EXPECT_TRUE(Model::Load(directory_, untied).ok());
+}
+
+TEST_F(ModelLoadTest, AValueHeadOfSeveralLayersIsNamedAsSuch) {
+  for (const std::string name : {"score.0.weight", "score.2.bias", "v_head.0.weight"}) {
+    Write({}, [&](NamedTensors& tensors) { tensors.emplace_back(name, at::ones({4})); });
+    const absl::Status status = Model::Load(directory_, kCritic).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("tensor '" + name + "'"), HasSubstr("several layers")));
+  }
 }
 
 TEST_F(ModelLoadTest, SavedCriticsComeBackWhateverTheirTieFlag) {

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/atomic_file.h"
@@ -73,8 +75,13 @@ std::string Model::ExportedConfig(DType dtype) const {
 absl::Status Model::VisitKeptTensors(TensorVisitor visit) const {
   if (kept_tensors_.empty()) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(const auto files, SafetensorsDirectory::Open(source_directory_));
+  std::map<std::string, const TensorView*> by_name;
+  for (const TensorView& view : files->tensors()) {
+    by_name[family_->ParameterName(view.name)] = &view;
+  }
   for (const WeightSpec& spec : kept_tensors_) {
-    const TensorView* const view = files->Find(spec.name);
+    const auto found = by_name.find(spec.name);
+    const TensorView* const view = found == by_name.end() ? nullptr : found->second;
     if (view == nullptr || view->dtype != spec.dtype || view->shape != spec.shape) {
       return absl::FailedPreconditionError(
           absl::StrCat(source_directory_, ": tensor '", spec.name,

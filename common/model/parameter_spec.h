@@ -59,7 +59,7 @@ inline bool IsPacked(const ParameterSpec& spec, kernels::WeightFormat format) {
 // The output layer of a model.
 enum class HeadKind {
   kLm,     // vocabulary logits
-  kValue,  // one value per token (`use_value_head`)
+  kValue,  // one value per token
 };
 
 struct HeadOptions {

@@ -19,9 +19,28 @@ bool IsValueHeadName(absl::string_view name) {
   return false;
 }
 
+namespace {
+
+// Whether the tensor belongs to a head that is no single linear map: score.0.weight,
+// score.2.weight.
+bool IsOtherHead(absl::string_view name) {
+  for (const absl::string_view stem : {"score.", "v_head.", "value_head.", "classifier."}) {
+    if (absl::StartsWith(name, stem) && !IsValueHeadName(name)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
 absl::StatusOr<ValueHeadTensors> FindValueHead(const std::vector<const TensorView*>& tensors) {
   ValueHeadTensors head;
   for (const TensorView* tensor : tensors) {
+    if (IsOtherHead(tensor->name)) {
+      return absl::UnimplementedError(
+          absl::StrCat(tensor->file, ": tensor '", tensor->name,
+                       "': a value head of several layers is not supported: a critic's is one "
+                       "linear map, as score.weight"));
+    }
     if (!IsValueHeadName(tensor->name)) continue;
     const TensorView*& place = absl::EndsWith(tensor->name, "weight") ? head.weight : head.bias;
     if (place != nullptr) {

@@ -20,7 +20,7 @@ struct ValueHeadTensors {
 bool IsValueHeadName(absl::string_view name);
 
 // Finds the value head among `tensors`. INVALID_ARGUMENT for two heads, or a bias without its
-// weight.
+// weight; UNIMPLEMENTED for a head of several layers.
 absl::StatusOr<ValueHeadTensors> FindValueHead(const std::vector<const TensorView*>& tensors);
 
 }  // namespace tandem

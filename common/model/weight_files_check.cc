@@ -11,6 +11,7 @@
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/model/family.h"
+#include "common/model/parameter_spec.h"
 
 namespace tandem {
 namespace {
@@ -56,10 +57,32 @@ FoundSize Find(const Family& family, const SafetensorsDirectory& files,
   return {declared, nullptr};
 }
 
+// Refuses files whose names begin with something that `transformers` does not know: those of a
+// compiled or wrapped model, or of another architecture.
+absl::Status CheckNames(const Family& family, const SafetensorsDirectory& files) {
+  if (FindParameter(family, files, kEmbeddingName) != nullptr) return absl::OkStatus();
+  for (const TensorView& tensor : files.tensors()) {
+    absl::string_view prefix = tensor.name;
+    if (!absl::ConsumeSuffix(&prefix, kEmbeddingName)) {
+      if (!absl::ConsumeSuffix(&prefix, "embed_tokens.weight")) continue;
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat(files.directory(), ": tensor '", tensor.name, "': expected '", kEmbeddingName,
+                     "': names that begin with '", prefix, "' are not those of a model of type ",
+                     family.model_type(), "; save it again without that prefix"));
+  }
+  if (files.tensors().empty() || NumLayers(family, files) > 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      files.directory(), ": tensor '", files.tensors().front().name, "': expected '",
+      kEmbeddingName, "' and names that begin with 'model.layers.', as a model of type ",
+      family.model_type(), " has them"));
+}
+
 }  // namespace
 
 absl::Status CheckSizes(const ModelConfig& config, const SafetensorsDirectory& files) {
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
+  TANDEM_RETURN_IF_ERROR(CheckNames(*family, files));
   const int64_t layers = NumLayers(*family, files);
   if (config.num_hidden_layers > layers) {
     return InvalidField(

@@ -12,7 +12,8 @@ namespace tandem {
 
 // Compares the sizes of `config` (Family::WeightFileSizes) with the files, so that no memory is
 // taken, nor any plan made, for a model that is not there. INVALID_ARGUMENT naming the field
-// ("config.json.num_hidden_layers"), or the tensor that should show it.
+// ("config.json.num_hidden_layers"), or the tensor that should show it, and for names that no model
+// of the family has, with the prefix that they begin with.
 absl::Status CheckSizes(const ModelConfig& config, const SafetensorsDirectory& files);
 
 // The same for a directory that is not open; also the errors of SafetensorsDirectory::Open.

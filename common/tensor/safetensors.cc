@@ -16,6 +16,7 @@
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
 #include "common/base/file_descriptor.h"
+#include "common/base/git_lfs.h"
 #include "common/base/status_macros.h"
 #include "common/tensor/safetensors_header.h"
 
@@ -49,6 +50,9 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Open(const std
     return FileError(errno, "cannot map", path);
   }
   const std::byte* base = static_cast<const std::byte*>(file->mapping_);
+  if (IsGitLfsPointer({reinterpret_cast<const char*>(base), file_bytes})) {
+    return GitLfsPointerError(path);
+  }
   uint64_t header_bytes = 0;
   for (int i = 7; i >= 0; --i) header_bytes = header_bytes << 8 | static_cast<uint64_t>(base[i]);
   if (header_bytes > kMaxHeaderBytes) {

@@ -92,6 +92,16 @@ TEST_F(SafetensorsTest, HeaderLengthBombIsRefused) {
   ExpectInvalid(OpenRaw(kGood, 8, int64_t{1} << 40), "exceeds the limit");
 }
 
+TEST_F(SafetensorsTest, AFileThatGitLfsHasNotDownloadedIsNamedAsSuch) {
+  std::ofstream(Path("model.safetensors"))
+      << "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2471645608\n";
+  ExpectInvalid(SafetensorsDirectory::Open(directory_).status(), "git lfs pull");
+  fs::remove(Path("model.safetensors"));
+  std::ofstream(Path("model.safetensors.index.json"))
+      << "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 24716\n";
+  ExpectInvalid(SafetensorsDirectory::Open(directory_).status(), "git lfs pull");
+}
+
 TEST_F(SafetensorsTest, BrokenJsonIsRefused) {
   ExpectInvalid(OpenRaw(R"({"a":)", 8), "not valid JSON");
   ExpectInvalid(OpenRaw("", 8), "not valid JSON");

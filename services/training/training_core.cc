@@ -169,7 +169,8 @@ absl::Status TrainingCore::LoadModel(LoadOptions load) {
   }
   if (const absl::Status loaded = strategy_->LoadModel(options_.model, load); !loaded.ok()) {
     const std::string field(FieldPath(loaded).value_or(""));
-    const bool of_options = field.starts_with("freeze") || field.starts_with("strategy");
+    const bool of_options =
+        field.starts_with("freeze") || field.starts_with("strategy") || field == "untie_embeddings";
     return of_options ? loaded : PrependFieldPath("model", loaded);
   }
   return CheckRouterLosses(options_.router_losses, model().config());
