@@ -1,6 +1,7 @@
 // Weight files of every family: what is missing, damaged or too much is named, critics continue
 // from every layout of a value head, and what was saved is saved again with the same bytes.
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,10 +9,13 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <string>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/model/attention_context.h"
 #include "common/model/family.h"
 #include "common/model/model.h"
 #include "common/model/testing/models.h"
@@ -257,9 +261,12 @@ TEST(ExpertSizesTest, AreRefusedByTheKeysOfTheFile) {
     return FieldPath(status);
   };
   const json none = json::object(), new_key = {{"num_experts", nullptr}, {"num_local_experts", 5}};
+  const json old_key = {{"n_routed_experts", nullptr}, {"num_local_experts", 6}};
   EXPECT_EQ(refused("mixtral", none, {{"num_local_experts", 4}}), "config.json.num_local_experts");
   EXPECT_EQ(refused("qwen3_moe", none, {{"num_experts", 4}}), "config.json.num_experts");
-  EXPECT_EQ(refused("qwen2_moe", new_key, {{"num_local_experts", 4}}),
+  EXPECT_EQ(refused("qwen3_moe", new_key, {{"num_local_experts", 4}}),
+            "config.json.num_local_experts");
+  EXPECT_EQ(refused("deepseek_v3", old_key, {{"num_local_experts", 9}}),
             "config.json.num_local_experts");
   EXPECT_EQ(refused("deepseek_v3", none, {{"n_routed_experts", 9}}),
             "config.json.n_routed_experts");
@@ -286,6 +293,40 @@ TEST(DeepseekFilesTest, TheRoutersBiasStaysFloat32InExportsOfOtherTypes) {
     }
     const auto loaded = Model::Load(directory).value();
     EXPECT_TRUE(at::equal(loaded->Parameter(bias), model->Parameter(bias)));
+  }
+}
+
+// The experts that tokens take in the model of `directory`.
+at::Tensor ChosenExperts(const fs::path& directory, const LoadOptions& options) {
+  const auto model = Model::Load(directory, options).value();
+  const c10::InferenceMode guard(!options.requires_grad);
+  RaggedBatch batch = MakeRaggedBatch({{1, 2, 3, 4, 5, 6, 7}}, model->device());
+  std::vector<at::Tensor> chosen(1);
+  batch.routing.chosen = &chosen;
+  CausalContext causal;
+  model->HiddenStates(batch, causal);
+  return chosen[0];
+}
+
+// Routers of DeepSeek-V3 have float32 biases, and multiply in float32, in a model of any type.
+TEST(DeepseekFilesTest, InBfloat16TokensTakeTheExpertsOfFloat32) {
+  const fs::path directory = fs::path(testing::TempDir()) / "router_types";
+  fs::remove_all(directory);
+  const std::string gate = "model.layers.1.mlp.gate.";
+  const auto model = TinyModel("deepseek_v3");
+  // All of these biases are 100 in bfloat16; scores differ by less than they do.
+  const at::Tensor bias = at::tensor({0.30, 0.05, 0.0, 0.20, 0.10, 0.15}).to(at::kFloat) + 100;
+  model->Parameter(gate + "e_score_correction_bias").copy_(bias);
+  model->Parameter(gate + "weight").mul_(1e-3);
+  ASSERT_TRUE(model->Save(directory).ok());
+  const at::Tensor expected = ChosenExperts(directory, {});
+  EXPECT_TRUE(at::equal(expected[0], at::tensor({0, 5}, at::kLong))) << expected;
+  for (const bool trains : {false, true}) {
+    const LoadOptions options = {.requires_grad = trains, .placement = {.dtype = at::kBFloat16}};
+    EXPECT_TRUE(at::equal(ChosenExperts(directory, options), expected)) << trains;
+    EXPECT_TRUE(at::equal(
+        Model::Load(directory, options).value()->Parameter(gate + "e_score_correction_bias"),
+        bias));
   }
 }
 

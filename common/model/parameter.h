@@ -62,8 +62,11 @@ struct Parameter {
   // This process's shard, a leaf that requires a gradient if trainable. Undefined if the process
   // does not hold the block or the expert, or holds the parameter packed.
   at::Tensor value;
-  // The flat buffer in which the value lies: an index of Model::BlockBuffers.
+  // The flat buffer in which the value lies: an index of Model::BlockBuffers. kOwnMemory for what
+  // no gradient changes (ParameterSpec::trains): float32 whatever the type of the others, as
+  // `transformers` keeps it, and whole on every rank that holds the block.
   int64_t buffer = 0;
+  static constexpr int64_t kOwnMemory = -1;
   // With a packed Placement::weight_format: the matrix in which this process's shard has the rows
   // from `packed_row` on. nullptr for norms and biases.
   std::shared_ptr<const ops::PackedWeight> packed = nullptr;
@@ -75,6 +78,7 @@ struct Parameter {
   // Whether passes read it rounded to bfloat16 (Placement::weight_dtype).
   bool rounded = false;
 
+  bool has_own_memory() const { return buffer == kOwnMemory; }
   // Whether this process holds a shard of it.
   bool held() const { return value.defined() || packed != nullptr; }
   // Copies this process's shard of `whole`, of any device and floating-point type, in. Needs

@@ -46,7 +46,8 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
     parameter.shard =
         specs[i].ShardOf(placement.shard_index, placement.shard_count, placement.experts);
     const bool apart = specs[i].expert.has_value() && placement.experts.count > 1;
-    parameter.buffer = specs[i].block + (apart ? num_blocks : 0);
+    parameter.buffer =
+        specs[i].trains ? specs[i].block + (apart ? num_blocks : 0) : Parameter::kOwnMemory;
     store->indices_.emplace(specs[i].name, i);
     store->parameters_.push_back(std::move(parameter));
   }
@@ -57,6 +58,7 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
 void ParameterStore::AllocateBlocks() {
   std::vector<int64_t> sizes;
   for (const Parameter& parameter : parameters_) {
+    if (parameter.has_own_memory()) continue;
     const auto buffer = static_cast<size_t>(parameter.buffer);
     sizes.resize(std::max(sizes.size(), buffer + 1));
     if (!placement_.Holds(parameter.spec) || IsPacked(parameter)) continue;
@@ -152,6 +154,11 @@ at::Tensor ParameterStore::ComputeView(int64_t buffer, const at::Tensor& stacked
 at::Tensor ParameterStore::Take(const std::string& name) {
   const Parameter* const parameter = Find(name);
   if (parameter == nullptr || !placement_.Holds(parameter->spec.block)) return {};
+  if (parameter->has_own_memory()) {
+    FindMutable(name)->value = at::empty(parameter->shard.ShapeOf(parameter->spec.shape),
+                                         at::device(placement_.device).dtype(at::kFloat));
+    return parameter->value;
+  }
   Allocate({name});
   FindMutable(name)->read_as_master = true;
   return parameter->value;
@@ -218,6 +225,10 @@ ParameterSet ParameterStore::NewSet() const {
     if (parameter.packed != nullptr) parameter.packed = copies.at(parameter.packed);
     const at::Tensor value = parameter.value;
     if (!value.defined()) continue;
+    if (parameter.has_own_memory()) {
+      parameter.value = at::empty_like(value);
+      continue;
+    }
     parameter.value = set.block_buffers[static_cast<size_t>(parameter.buffer)].as_strided(
         value.sizes(), value.strides(), value.storage_offset());
   }
@@ -229,6 +240,10 @@ void ParameterStore::Swap(ParameterSet& set) {
     SwapMemory(block_buffers_[i], set.block_buffers[i]);
   }
   for (size_t i = 0; i < packed_.size(); ++i) packed_[i]->Swap(*set.packed[i]);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].has_own_memory() || !parameters_[i].value.defined()) continue;
+    SwapMemory(parameters_[i].value, set.parameters[i].value);
+  }
 }
 
 void ParameterStore::OnWeightsChanged() {

@@ -39,7 +39,8 @@ class ParameterStore {
   // Parameters in the order of their declaration.
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Flat: all parameters of a block are views of it, each (or each stack of them) aligned to 64
-  // bytes. Empty for a block that is not held. Packed matrices are not in them. Where experts are
+  // bytes. Empty for a block that is not held. Packed matrices are not in them, nor what has memory
+  // of its own (Parameter::buffer). Where experts are
   // sharded, those of block b have a buffer of their own, at the number of blocks + b, because
   // other ranks hold the same values of it.
   const std::vector<at::Tensor>& block_buffers() const { return block_buffers_; }

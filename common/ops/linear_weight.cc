@@ -113,6 +113,15 @@ at::Tensor LinearWeight::Forward(const at::Tensor& x) const {
   return Infer(x, compute_bias_);
 }
 
+at::Tensor LinearWeight::ForwardFloat32(const at::Tensor& x) const {
+  if (packed_ != nullptr || compute_weight_.scalar_type() == at::kFloat) return Forward(x);
+  CheckFresh();
+  const at::Tensor wide = x.to(at::kFloat), weight = compute_weight_.to(at::kFloat);
+  const at::Tensor bias = bias_.defined() ? compute_bias_.to(at::kFloat) : at::Tensor();
+  if (!at::GradMode::is_enabled()) return Linear(wide, weight, bias);
+  return DifferentiableLinear(wide, weights_, biases_, weight, bias);
+}
+
 at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const {
   if (at::GradMode::is_enabled()) return residual + Forward(x);
   CheckFresh();

@@ -43,6 +43,9 @@ class LinearWeight {
   // Returns the results of the maps side by side [T, sum of outs], for x [T, in] in the type of the
   // computation. Gradients of the masters have the masters' type.
   at::Tensor Forward(const at::Tensor& x) const;
+  // Returns the same in float32, from float32 products of the values of x and of the matrix, where
+  // the type of the computation is narrower.
+  at::Tensor ForwardFloat32(const at::Tensor& x) const;
   // Returns the first `outs` columns of Forward(x), without the work of the others. No autograd.
   at::Tensor ForwardFirst(const at::Tensor& x, int64_t outs) const;
   // Returns residual + Forward(x). Like ops::LinearAdd it overwrites `residual` without autograd.

@@ -65,7 +65,10 @@ Router::Router(const RoutingRule& rule, const std::string& prefix, int64_t place
       bias_(store.Take(prefix + "gate.e_score_correction_bias")) {}
 
 Routing Router::Route(const at::Tensor& x, const ModelPass& pass) const {
-  const at::Tensor logits = gate_.Forward(x).to(at::kFloat);
+  // As the routers of `transformers`: those with sigmoids multiply in float32, whatever the type of
+  // the model.
+  const at::Tensor logits = rule_.score == RouterScore::kSigmoid ? gate_.ForwardFloat32(x)
+                                                                 : gate_.Forward(x).to(at::kFloat);
   const BatchRouting& batch = pass.batch.routing;
   Routing routing = ChooseExperts(
       logits, bias_, rule_,
