@@ -10,6 +10,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/model/families/make_backbone.h"
 #include "common/model/family.h"
@@ -124,17 +125,17 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   }
   TANDEM_RETURN_IF_ERROR(CheckWeightFormat(options));
   TANDEM_RETURN_IF_ERROR(CheckWeightDtype(options));
-  if (options.num_token_ids > config.vocab_size) {
-    return InvalidField(
-        "tokenizer.json",
-        absl::StrCat("has ids up to ", options.num_token_ids - 1,
-                     ", outside config.json.vocab_size, which is ", config.vocab_size));
-  }
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   TANDEM_RETURN_IF_ERROR(CheckShards(*family, config, options));
   std::unique_ptr<Model> model(new Model);
   model->config_ = config;
-  model->num_token_ids_ = options.num_token_ids > 0 ? options.num_token_ids : config.vocab_size;
+  if (options.num_token_ids > config.vocab_size) {
+    Log(LogLevel::kWarning, "token_ids_without_embedding",
+        {{"token_ids", options.num_token_ids}, {"embeddings", config.vocab_size}});
+  }
+  model->num_token_ids_ = options.num_token_ids > 0
+                              ? std::min(options.num_token_ids, config.vocab_size)
+                              : config.vocab_size;
   model->head_ = head.kind;
   model->tied_ = head.tied;
   model->placement_ = options.placement;

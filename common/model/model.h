@@ -73,8 +73,9 @@ struct LoadOptions {
   // kValue on a base checkpoint whose embeddings are tied is INVALID_ARGUMENT unless this is set.
   bool untie_embeddings = false;
   uint64_t value_head_seed = 0;
-  // Number of token ids, at most the vocab_size of config.json; 0: as many as that. The tokenizer
-  // says it (Vocabulary::size); config.json counts padding rows too.
+  // Number of token ids, which the tokenizer says (Vocabulary::size); 0: the vocab_size of
+  // config.json, which counts padding rows too. The model has no more ids than that: those of a
+  // tokenizer beyond it have no embedding, and are never sampled and refused in prompts.
   int64_t num_token_ids = 0;
   // Parameters are float32 leaves that require gradients, but for the frozen ones.
   bool requires_grad = false;

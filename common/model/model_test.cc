@@ -119,10 +119,15 @@ TEST(ModelTest, PaddingRowsHaveNoLogitAndNoToken) {
   }
 }
 
-TEST(ModelTest, MoreTokenIdsThanRowsAreRefused) {
-  const absl::Status status = Model::Random(TinyConfig(), 1, {.num_token_ids = 62}).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(FieldPath(status), "tokenizer.json");
+TEST(ModelTest, IdsOfTheTokenizerWithoutARowAreNoIdsOfTheModel) {
+  const auto model = TinyModel("llama", {}, {.num_token_ids = 64});  // of 61 rows
+  EXPECT_EQ(model->num_token_ids(), 61);
+  const c10::InferenceMode inference_mode;
+  CachedSequences sequences(*model, 1, 8);
+  const absl::StatusOr<at::Tensor> hidden = sequences.Decode({{0, Tokens{60}}});
+  ASSERT_TRUE(hidden.ok()) << hidden.status();
+  EXPECT_EQ(model->ForwardLogits(*hidden).size(1), 61);
+  EXPECT_EQ(FieldPath(sequences.Decode({{0, Tokens{61}}}).status()), "inputs[0].tokens[0]");
 }
 
 // With the CPU's kernels, in training and without autograd.

@@ -173,3 +173,51 @@ def test_padding_changes_neither_tokens_nor_steps(padded_models, models, tmp_pat
     assert (saved / "tokenizer.json").read_bytes() == (
         models.senior / "tokenizer.json"
     ).read_bytes()
+
+
+def with_more_ids(source: Path, directory: Path) -> Path:
+    """Copies a model, and adds tokens to its tokenizer that have no row of the embedding."""
+    from tokenizers import Tokenizer
+
+    shutil.copytree(source, directory)
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image_soft_token>"])
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def test_ids_without_an_embedding_are_refused_and_change_nothing_else(models, tmp_path):
+    """As of Gemma 3's text models, whose tokenizer has <image_soft_token> = vocab_size."""
+    rows = token_ids(models)
+    more = harness.Models(
+        senior=with_more_ids(models.senior, tmp_path / "senior"),
+        junior=with_more_ids(models.junior, tmp_path / "junior"),
+        other_vocabulary=models.other_vocabulary,
+    )
+    drawn = []
+    for name, pair in {"plain": models, "more": more}.items():
+        with (
+            start(pair, tmp_path / f"{name}-cluster") as running,
+            harness.rollout_client(running) as rollout,
+            harness.trainer_client(running) as trainer,
+        ):
+            drawn.append(flat(rollout.generate(prompts(3, TANDEM["word"], num_samples=4))))
+            model = trainer.info().server.model
+            assert (model.vocab_size, model.num_token_ids) == (rows, rows)
+            with pytest.raises(InvalidArgumentError) as caught:
+                rollout.generate([Prompt(token_ids=[5, rows], tandem=TANDEM["word"])])
+            assert caught.value.field.endswith("prompt_token_ids[1]")
+            with pytest.raises(InvalidArgumentError) as caught:
+                trainer.compute_log_probs([SupervisedSample([5, 6], [7, rows + 1])])
+            assert caught.value.field.endswith("response_token_ids[1]")
+            samples = [
+                PolicySample(t, "g", reward=float(i % 2)) for i, t in enumerate(drawn[-1][:4])
+            ]
+            trainer.train_step(samples, run_id="r", step=1, expected_version=0)
+            [published] = trainer.publish_weights(
+                [rollout.info().server.advertised_address]
+            ).results
+            assert published.digest == trainer.info().server.weights.digest
+    plain, more_ids = drawn
+    assert [tokens(t) for t in plain] == [tokens(t) for t in more_ids]

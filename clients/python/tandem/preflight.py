@@ -231,10 +231,34 @@ def _check_max_tokens(
 
 def check_vocabulary(codec: TextCodec, model: server_pb2.ModelInfo, whose: str) -> None:
     """Raises ConfigError unless `codec` is the tokenizer of the model of the server `whose`."""
-    # A model whose directory has no tokenizer.json may have more rows than this one has tokens.
-    fits = codec.vocabulary_size <= model.num_token_ids
-    if not fits or model.vocabulary_digest not in ("", codec.vocabulary_digest):
+    if model.vocabulary_digest:
+        same = model.vocabulary_digest == codec.vocabulary_digest
+    else:  # without a tokenizer.json the model may have more rows than this one has tokens
+        same = codec.vocabulary_size <= model.num_token_ids
+    if not same:
         raise other_tokenizer(codec, f"{whose} ({model.path})", f"{model.num_token_ids:,}")
+
+
+def check_prompt_ids(
+    codec: TextCodec, data: Mapping[str, Dataset], model: server_pb2.ModelInfo, whose: str
+) -> None:
+    """Raises ConfigError for a prompt with a token that has no embedding in the server's model.
+
+    A tokenizer may have more ids than its model has embeddings, as that of Gemma 3 has.
+    """
+    if codec.vocabulary_size <= model.num_token_ids:
+        return
+    for field, dataset in data.items():
+        for example in dataset.examples:
+            highest = max(example.token_ids, default=0)
+            if highest < model.num_token_ids:
+                continue
+            [text] = codec.token_texts([highest])
+            raise ConfigError(
+                f"{field}: {example.place}: the prompt has the token {text!r} ({highest}), and "
+                f"{whose} has embeddings for ids below {model.num_token_ids:,}",
+                hint="the tokenizer has more ids than the model: take the token out of the row",
+            )
 
 
 def other_tokenizer(codec: TextCodec, whose: str, size: str) -> ConfigError:

@@ -538,11 +538,8 @@ class Session:
 
     def _check_servers(self, servers: ServerFacts, problems: Problems) -> None:
         """Compares the settings with the servers, which are running or checked."""
-        sets = {"data": "data", "eval.data": "eval_data"}
-        read = {field: getattr(self, name, None) for field, name in sets.items()}
-        data = {field: dataset for field, dataset in read.items() if dataset is not None}
         preflight.check_servers(
-            self.settings, self.purpose, servers, data, self._note_once, problems
+            self.settings, self.purpose, servers, self._data_sets(), self._note_once, problems
         )
         if self.purpose == "train" and servers.rollouts:
             self.in_force["tandem"] = preflight.tandem_in_force(self.settings, servers.rollouts[0])
@@ -567,6 +564,12 @@ class Session:
         preflight.note_end_token(
             self.settings, self.purpose, self.codec, {*ending, *stops}, whose, self._note_once
         )
+
+    def _data_sets(self) -> dict[str, Dataset]:
+        """The data sets that could be read, by the field that names them."""
+        sets = {"data": "data", "eval.data": "eval_data"}
+        read = {field: getattr(self, name, None) for field, name in sets.items()}
+        return {field: dataset for field, dataset in read.items() if dataset is not None}
 
     def _note_once(self, text: str) -> None:
         """Notes a text, unless it has been noted already."""
@@ -759,6 +762,7 @@ class Session:
             for whose, model in models.items():
                 with problems.collect():
                     preflight.check_vocabulary(self.codec, model, whose)
+                    preflight.check_prompt_ids(self.codec, self._data_sets(), model, whose)
         with problems.collect():
             at = f"the trainer at {self.trainer.address}"
             self._note_end_token(trainer.server.model.eos_token_ids, at)

@@ -3,7 +3,9 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/error_reasons.h"
 #include "common/base/logging.h"
 #include "common/base/status_macros.h"
 #include "common/model/layer_cache.h"
@@ -42,6 +44,16 @@ ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& opti
   summary.dtype = options.dtype;
   summary.quantization = options.quantization;
   return summary;
+}
+
+// A tokenizer may have more ids than one of the models has embeddings.
+absl::Status CheckSameTokenIds(const Model& senior, const Model& junior) {
+  if (senior.num_token_ids() == junior.num_token_ids()) return absl::OkStatus();
+  return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                        "has embeddings for ", junior.num_token_ids(),
+                        " ids of the tokenizer, and the senior for ", senior.num_token_ids(),
+                        ": the two write the same tokens alone")),
+                    reason::kVocabularyMismatch);
 }
 
 // Loads the speculator onto the senior's device.
@@ -92,6 +104,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
     absl::Status status = junior.status();
     if (status.ok()) status = junior->vocabulary.status();
     if (status.ok()) status = Vocabulary::CheckSame(*senior->vocabulary, *junior->vocabulary);
+    if (status.ok()) status = CheckSameTokenIds(*senior->model, *junior->model);
     if (!status.ok()) return PrependFieldPath("junior_model", status);
     const std::vector<int64_t>& junior_eos = junior->model->config().eos_token_ids;
     eos_token_ids.insert(junior_eos.begin(), junior_eos.end());
