@@ -1,6 +1,9 @@
 #include "common/model/vision/prompt_images.h"
 
 #include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -17,6 +20,18 @@ ImageShape ShapeOf(const VisionReference& reference) {
       .seconds_per_grid = reference.seconds_per_grid};
 }
 
+// Whether no float32 in `bytes` is NaN or infinite: none has all bits of the exponent.
+bool AllFinite(const std::string& bytes) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  uint32_t found = 0;
+  for (size_t i = 0; i + sizeof(uint32_t) <= bytes.size(); i += sizeof(uint32_t)) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, bytes.data() + i, sizeof(bits));
+    found |= static_cast<uint32_t>((bits & kExponent) == kExponent);
+  }
+  return found == 0;
+}
+
 absl::StatusOr<Blob> FindPixels(const VisionConfig& vision, const VisionReference& reference,
                                 const Blobs& blobs) {
   const auto found = blobs.find(reference.digest);
@@ -28,7 +43,11 @@ absl::StatusOr<Blob> FindPixels(const VisionConfig& vision, const VisionReferenc
   const VisionGrid grid = ShapeOf(reference).grid;
   const int64_t bytes =
       grid.patches() * vision.patch_values() * static_cast<int64_t>(sizeof(float));
-  if (static_cast<int64_t>(found->second->size()) == bytes) return found->second;
+  if (static_cast<int64_t>(found->second->size()) == bytes) {
+    if (AllFinite(*found->second)) return found->second;
+    return InvalidField("digest", absl::StrCat("the blob ", reference.digest,
+                                               " has pixels that are NaN or infinite"));
+  }
   return InvalidField(
       "digest", absl::StrCat("the blob has ", found->second->size(), " bytes, and ", grid.frames,
                              " x ", grid.height, " x ", grid.width, " patches of ",

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 
@@ -59,6 +61,13 @@ TEST(PromptImagesTest, WhatDoesNotFitIsRefusedByName) {
   ExpectRefused(&kVision, Reference("a"), BlobOf(kBytes - 4), kInvalid, "vision_inputs[0].digest");
   ExpectRefused(&kVision, Reference("b"), BlobOf(kBytes), absl::StatusCode::kFailedPrecondition,
                 "vision_inputs[0].digest");
+  for (const float value :
+       {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    std::string pixels(kBytes, '\0');
+    std::memcpy(pixels.data() + kBytes - sizeof(value), &value, sizeof(value));
+    ExpectRefused(&kVision, Reference("a"), {{"a", std::make_shared<const std::string>(pixels)}},
+                  kInvalid, "vision_inputs[0].digest");
+  }
   VisionReference wide = Reference("a");
   wide.grid_w = 8;
   ExpectRefused(&kVision, wide, BlobOf(kBytes), kInvalid, "vision_inputs[0]");
