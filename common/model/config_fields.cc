@@ -27,9 +27,13 @@ bool ConfigFields::IsNull(absl::string_view key) const {
   return found != object_.end() && found->is_null();
 }
 
-absl::StatusOr<int64_t> ConfigFields::Count(absl::string_view key, int64_t fallback) const {
+absl::StatusOr<int64_t> ConfigFields::Count(absl::string_view key,
+                                            std::optional<int64_t> fallback) const {
   const json* value = Find(key);
-  if (value == nullptr) return fallback;
+  if (value == nullptr) {
+    if (fallback.has_value()) return *fallback;
+    return InvalidField(Path(key), "is missing");
+  }
   if (!value->is_number_integer() || *value < 0 || *value > kMaxSize) {
     return InvalidField(Path(key), "must be an integer, 0 or more");
   }
@@ -60,6 +64,12 @@ absl::StatusOr<double> ConfigFields::Positive(absl::string_view key,
     return InvalidField(Path(key), "must be a positive number");
   }
   return value->get<double>();
+}
+
+absl::StatusOr<std::optional<int64_t>> ConfigFields::MaybeSize(absl::string_view key) const {
+  if (Find(key) == nullptr) return std::optional<int64_t>();
+  TANDEM_ASSIGN_OR_RETURN(const int64_t value, Size(key));
+  return std::optional<int64_t>(value);
 }
 
 absl::StatusOr<std::optional<double>> ConfigFields::MaybePositive(absl::string_view key) const {
@@ -99,11 +109,19 @@ absl::StatusOr<std::vector<int64_t>> ConfigFields::Counts(absl::string_view key)
   return numbers;
 }
 
-absl::StatusOr<bool> ConfigFields::Bool(absl::string_view key, bool fallback) const {
+absl::StatusOr<bool> ConfigFields::Bool(absl::string_view key, std::optional<bool> fallback) const {
   const json* value = Find(key);
-  if (value == nullptr) return fallback;
+  if (value == nullptr) {
+    if (fallback.has_value()) return *fallback;
+    return InvalidField(Path(key), "is missing");
+  }
   if (!value->is_boolean()) return InvalidField(Path(key), "must be true or false");
   return value->get<bool>();
+}
+
+absl::StatusOr<bool> ConfigFields::Truth(absl::string_view key) const {
+  if (IsNull(key)) return false;
+  return Bool(key);
 }
 
 absl::StatusOr<std::string> ConfigFields::String(absl::string_view key,

@@ -26,24 +26,30 @@ class ConfigFields {
       : object_(object), path_(std::move(path)) {}
 
   const std::string& path() const { return path_; }
+  const nlohmann::json& object() const { return object_; }
   std::string Path(absl::string_view key) const;
   // nullptr for an absent key.
   const nlohmann::json* Find(absl::string_view key) const;
   // Whether the key is there and null, where that is not the same as absent.
   bool IsNull(absl::string_view key) const;
 
-  // A positive integer; an absent key gives `fallback`, or an error without one.
+  // A positive integer; an absent key gives `fallback`, or an error without one. So do the
+  // functions below.
   absl::StatusOr<int64_t> Size(absl::string_view key, std::optional<int64_t> fallback = {}) const;
-  // The same for an integer that may be 0.
-  absl::StatusOr<int64_t> Count(absl::string_view key, int64_t fallback) const;
-  // A positive number; the same as Size.
-  absl::StatusOr<double> Positive(absl::string_view key, std::optional<double> fallback) const;
+  // An integer that may be 0.
+  absl::StatusOr<int64_t> Count(absl::string_view key, std::optional<int64_t> fallback = {}) const;
+  // A positive number.
+  absl::StatusOr<double> Positive(absl::string_view key, std::optional<double> fallback = {}) const;
+  // The same as Size and Positive; nullopt for an absent key.
+  absl::StatusOr<std::optional<int64_t>> MaybeSize(absl::string_view key) const;
   absl::StatusOr<std::optional<double>> MaybePositive(absl::string_view key) const;
   // A list of `count` positive numbers; an absent key is an error.
   absl::StatusOr<std::vector<double>> PositiveList(absl::string_view key, int64_t count) const;
   // A list of integers that are 0 or more; an absent key gives an empty one.
   absl::StatusOr<std::vector<int64_t>> Counts(absl::string_view key) const;
-  absl::StatusOr<bool> Bool(absl::string_view key, bool fallback) const;
+  absl::StatusOr<bool> Bool(absl::string_view key, std::optional<bool> fallback = {}) const;
+  // A boolean; null is false, as in Python's conditions, and an absent key is an error.
+  absl::StatusOr<bool> Truth(absl::string_view key) const;
   absl::StatusOr<std::string> String(absl::string_view key, absl::string_view fallback) const;
   // Adds one id, or a list of ids, to `ids`; an absent key adds nothing.
   absl::Status AppendIds(absl::string_view key, std::set<int64_t>& ids) const;

@@ -22,6 +22,7 @@
 namespace tandem {
 
 class ConfigFields;
+struct ConfigSection;
 
 // The implementations of Backbone (backbone.h). families/make_backbone.cc constructs them.
 enum class BackboneKind { kDecoder };
@@ -76,9 +77,11 @@ class Family {
   // exported; else they are its sequence classifiers.
   bool has_token_classifier() const { return has_token_classifier_; }
 
-  // Reads the architecture from config.json into `config`. INVALID_ARGUMENT with the field's path
-  // for a key that is missing or wrong, UNIMPLEMENTED for one that would change the numbers and
-  // that the backbone does not compute.
+  // The tables of keys through which ReadConfig reads config.json.
+  virtual std::vector<ConfigSection> Keys() const = 0;
+  // Reads the architecture, and the ids that end a response, from config.json into `config`.
+  // INVALID_ARGUMENT with the field's path for a key that is missing or wrong, UNIMPLEMENTED for
+  // one that would change the numbers and that the backbone does not compute.
   virtual absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const = 0;
 
   // The parameters of the backbone (no head) under their Hugging Face names, block by block; how

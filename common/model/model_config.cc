@@ -35,11 +35,11 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
   // call them otherwise.
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   TANDEM_RETURN_IF_ERROR(family->ReadConfig(fields, config));
-  if (fields.Find("quantization_config") != nullptr) {
-    return fields.NotSupported("quantization_config", "a quantised checkpoint");
-  }
 
-  std::set<int64_t> eos(config.eos_token_ids.begin(), config.eos_token_ids.end());
+  std::set<int64_t> eos;
+  const json& of_text = config.text_path.empty() ? document : document["text_config"];
+  const std::vector<int64_t> of_family = std::move(config.eos_token_ids);
+  if (of_text.contains("eos_token_id")) eos.insert(of_family.begin(), of_family.end());
   TANDEM_RETURN_IF_ERROR(fields.AppendIds("eos_token_id", eos));
   if (!generation_text.empty()) {
     TANDEM_ASSIGN_OR_RETURN(const json generation,
@@ -48,6 +48,8 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view text,
     TANDEM_RETURN_IF_ERROR(
         ConfigFields(generation, "generation_config.json").AppendIds("eos_token_id", eos));
   }
+  // Where no file says it, it is the class's.
+  if (eos.empty() && generation_text.empty()) eos.insert(of_family.begin(), of_family.end());
   config.eos_token_ids.assign(eos.begin(), eos.end());
   return config;
 }

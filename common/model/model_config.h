@@ -197,7 +197,7 @@ struct ModelConfig {
   // The vision tower; nullopt: the model reads tokens alone.
   std::optional<VisionConfig> vision;
   double initializer_range = 0.02;
-  // Union of config.json and generation_config.json, ascending.
+  // Union of config.json and generation_config.json, ascending; the class's where there is neither.
   std::vector<int64_t> eos_token_ids;
   // The object of config.json that has the sizes of the text model: "", or "text_config."
   std::string text_path;
@@ -226,11 +226,12 @@ struct ModelConfig {
   int64_t key_value_size() const { return num_key_value_heads * head_dim; }
 };
 
-// Parses the text of a config.json; `generation_json` may be empty. Both styles are read:
-// `rope_parameters` or `rope_theta` + `rope_scaling`.
-// INVALID_ARGUMENT with the field's path ("config.json.hidden_size") for what is missing or wrong,
-// UNIMPLEMENTED with the path for what is valid but not supported: another family, a quantised
-// checkpoint, and what the family refuses (Family::ReadConfig).
+// Parses the text of a config.json; `generation_json` may be empty. It is read as the class of
+// `transformers` reads it, with the defaults of that class for keys that are missing, or refused
+// (families/family_keys.h has each key).
+// INVALID_ARGUMENT with the field's path ("config.json.hidden_size") for what is wrong,
+// UNIMPLEMENTED with the path for what is valid but not supported: another family, and keys that
+// would change what the model computes (Family::ReadConfig).
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json,
                                              absl::string_view generation_json = "");
 

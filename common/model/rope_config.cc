@@ -3,17 +3,21 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/model/config_keys.h"
+#include "common/model/families/family_keys.h"
 #include "common/ops/rotary_growth.h"
 
 namespace tandem {
 namespace {
 
+using nlohmann::json;
 using Type = RopeConfig::Type;
 
 constexpr const char* kFullAttention = "full_attention";
@@ -21,9 +25,13 @@ constexpr const char* kSlidingAttention = "sliding_attention";
 constexpr const char* kPartialRotary = "partial_rotary_factor";
 constexpr const char* kOriginalLength = "original_max_position_embeddings";
 
+const char* TypeKey(const ConfigFields& rope) {
+  return rope.Find("rope_type") != nullptr ? "rope_type" : "type";
+}
+
 absl::StatusOr<Type> ReadType(const ConfigFields& fields) {
-  const char* key = fields.Find("rope_type") != nullptr ? "rope_type" : "type";
-  TANDEM_ASSIGN_OR_RETURN(const std::string type, fields.String(key, "default"));
+  const char* const key = TypeKey(fields);
+  TANDEM_ASSIGN_OR_RETURN(const std::string type, RopeType(fields));
   // The older name of a default rotation by three positions.
   if (type == "default" || (type == "mrope" && fields.Find("mrope_section") != nullptr)) {
     return Type::kDefault;
@@ -54,7 +62,7 @@ absl::Status ReadYarn(const ConfigFields& fields, RopeConfig& rope) {
   const RopeConfig defaults;
   TANDEM_ASSIGN_OR_RETURN(rope.beta_fast, fields.Positive("beta_fast", defaults.beta_fast));
   TANDEM_ASSIGN_OR_RETURN(rope.beta_slow, fields.Positive("beta_slow", defaults.beta_slow));
-  TANDEM_ASSIGN_OR_RETURN(rope.truncate, fields.Bool("truncate", defaults.truncate));
+  TANDEM_ASSIGN_OR_RETURN(rope.truncate, fields.Truth("truncate"));
   TANDEM_ASSIGN_OR_RETURN(rope.attention_factor, fields.MaybePositive("attention_factor"));
   TANDEM_ASSIGN_OR_RETURN(rope.mscale, fields.MaybePositive("mscale"));
   TANDEM_ASSIGN_OR_RETURN(rope.mscale_all_dim, fields.MaybePositive("mscale_all_dim"));
@@ -110,7 +118,9 @@ absl::Status ReadPartialRotary(const ConfigFields& fields, const RopeModel& mode
   return absl::OkStatus();
 }
 
-absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeModel& model, RopeConfig& rope) {
+// `original_length` is what config.json itself says.
+absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeModel& model,
+                             std::optional<double> original_length, RopeConfig& rope) {
   for (const char* layer_type : {kFullAttention, kSlidingAttention}) {
     if (fields.Find(layer_type) != nullptr) {
       return fields.NotSupported(layer_type, "a rotation for one type of layers");
@@ -126,7 +136,7 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeModel& model,
         rope.original_max_position_embeddings,
         fields.Positive(kOriginalLength, static_cast<double>(model.max_position_embeddings)));
     rope.original_max_position_embeddings =
-        model.original_max_position_embeddings.value_or(rope.original_max_position_embeddings);
+        original_length.value_or(rope.original_max_position_embeddings);
     if (rope.type != Type::kLlama3) {
       implied_factor = model.max_position_embeddings / rope.original_max_position_embeddings;
     }
@@ -146,32 +156,52 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeModel& model,
   return absl::OkStatus();
 }
 
-// Reads the length of pre-training that config.json itself has into `model`.
-absl::Status ReadOriginalLength(const ConfigFields& fields, RopeModel& model) {
-  TANDEM_ASSIGN_OR_RETURN(const auto length, fields.MaybePositive(kOriginalLength));
-  if (length.has_value()) model.original_max_position_embeddings = length;
-  return absl::OkStatus();
+// Reads an object of a rotation into `rope`, which has what it need not say.
+absl::Status ReadRopeObject(const ConfigFields& object, const RopeModel& model,
+                            std::optional<double> original_length, RopeConfig& rope) {
+  TANDEM_ASSIGN_OR_RETURN(const json obeyed, ObeyedKeys(object, RopeKeys()));
+  const ConfigFields fields(obeyed, object.path());
+  TANDEM_ASSIGN_OR_RETURN(rope.theta, fields.Positive("rope_theta", rope.theta));
+  return ReadRopeScaling(fields, model, original_length, rope);
 }
 
-// Reads the object `key` of `fields` into `rope`, if it is there.
-absl::Status ReadRopeObject(const ConfigFields& fields, absl::string_view key,
-                            const RopeModel& model, RopeConfig& rope) {
-  TANDEM_ASSIGN_OR_RETURN(const auto object, fields.Object(key));
-  if (!object.has_value()) return absl::OkStatus();
-  TANDEM_ASSIGN_OR_RETURN(rope.theta, object->Positive("rope_theta", rope.theta));
-  return ReadRopeScaling(*object, model, rope);
+// Reads the rotation of one type of layers.
+absl::Status ReadLayerRope(const ConfigFields& object, const RopeModel& model, RopeConfig& rope) {
+  // `transformers` looks for this key of YaRN beside the layers' objects alone.
+  if (const json* const truncate = object.Find("truncate");
+      truncate != nullptr && *truncate != true) {
+    return object.NotSupported("truncate", "another value than true for one type of layers");
+  }
+  return ReadRopeObject(object, model, /*original_length=*/{}, rope);
+}
+
+// Returns the object of `rope_parameters` for a type of layers; an empty one if it has none.
+absl::StatusOr<json> LayerObject(const std::optional<ConfigFields>& by_type, const char* type) {
+  if (!by_type.has_value()) return json::object();
+  TANDEM_ASSIGN_OR_RETURN(const auto object, by_type->Object(type));
+  return object.has_value() ? object->object() : json::object();
 }
 
 }  // namespace
 
+absl::StatusOr<std::optional<ConfigFields>> RopeObject(const ConfigFields& fields) {
+  TANDEM_ASSIGN_OR_RETURN(const auto scaling, fields.Object("rope_scaling"));
+  if (scaling.has_value() && !scaling->object().empty()) return scaling;
+  return fields.Object("rope_parameters");
+}
+
+absl::StatusOr<std::string> RopeType(const ConfigFields& rope) {
+  return rope.String(TypeKey(rope), "default");
+}
+
 absl::StatusOr<RopeConfig> ReadRopeConfig(const ConfigFields& fields, RopeModel model) {
   RopeConfig rope;
-  TANDEM_ASSIGN_OR_RETURN(rope.theta, fields.Positive("rope_theta", rope.theta));
+  TANDEM_ASSIGN_OR_RETURN(rope.theta, fields.Positive("rope_theta"));
   TANDEM_RETURN_IF_ERROR(ReadPartialRotary(fields, model, rope));
-  TANDEM_RETURN_IF_ERROR(ReadOriginalLength(fields, model));
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    TANDEM_RETURN_IF_ERROR(ReadRopeObject(fields, key, model, rope));
-  }
+  TANDEM_ASSIGN_OR_RETURN(const auto original_length, fields.MaybePositive(kOriginalLength));
+  TANDEM_ASSIGN_OR_RETURN(const auto object, RopeObject(fields));
+  if (!object.has_value()) return rope;
+  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*object, model, original_length, rope));
   return rope;
 }
 
@@ -180,19 +210,27 @@ absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields, RopeModel 
   for (RopeConfig* rope : {&ropes.full, &ropes.sliding}) {
     TANDEM_RETURN_IF_ERROR(ReadPartialRotary(fields, model, *rope));
   }
-  TANDEM_ASSIGN_OR_RETURN(ropes.full.theta, fields.Positive("rope_theta", 1e6));
-  TANDEM_ASSIGN_OR_RETURN(ropes.sliding.theta, fields.Positive("rope_local_base_freq", 1e4));
-  TANDEM_RETURN_IF_ERROR(ReadOriginalLength(fields, model));
-  TANDEM_RETURN_IF_ERROR(ReadRopeObject(fields, "rope_scaling", model, ropes.full));
+  TANDEM_ASSIGN_OR_RETURN(ropes.full.theta, fields.Positive("rope_theta"));
+  TANDEM_ASSIGN_OR_RETURN(ropes.sliding.theta, fields.Positive("rope_local_base_freq"));
+  TANDEM_ASSIGN_OR_RETURN(const auto scaling, fields.Object("rope_scaling"));
   TANDEM_ASSIGN_OR_RETURN(const auto by_type, fields.Object("rope_parameters"));
-  if (!by_type.has_value()) return ropes;
-  for (const char* key : {"rope_type", "rope_theta"}) {
-    if (by_type->Find(key) != nullptr) {
+  if (by_type.has_value()) {
+    for (const auto& [key, value] : by_type->object().items()) {
+      if (key == kFullAttention || key == kSlidingAttention) continue;
       return by_type->NotSupported(key, "one rotation for all types of layers");
     }
   }
-  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*by_type, kFullAttention, model, ropes.full));
-  TANDEM_RETURN_IF_ERROR(ReadRopeObject(*by_type, kSlidingAttention, model, ropes.sliding));
+  TANDEM_ASSIGN_OR_RETURN(const json sliding, LayerObject(by_type, kSlidingAttention));
+  TANDEM_ASSIGN_OR_RETURN(json full, LayerObject(by_type, kFullAttention));
+  // As Gemma3TextConfig puts the two together: without `rope_parameters` there is a `rope_type`,
+  // which `type`, its older name in `rope_scaling`, does not replace.
+  if (!by_type.has_value()) full["rope_type"] = "default";
+  if (scaling.has_value()) full.update(scaling->object());
+  const std::string in = by_type.has_value() ? by_type->path() + "." : fields.Path("rope_scaling");
+  const ConfigFields full_fields(full, by_type.has_value() ? in + kFullAttention : in);
+  TANDEM_RETURN_IF_ERROR(ReadLayerRope(full_fields, model, ropes.full));
+  TANDEM_RETURN_IF_ERROR(
+      ReadLayerRope(ConfigFields(sliding, in + kSlidingAttention), model, ropes.sliding));
   return ropes;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "common/model/config_fields.h"
@@ -17,13 +18,20 @@ struct RopeModel {
   int64_t head_dim = 0;
   // Whether the family computes rotations of some of a head's columns (`partial_rotary_factor`).
   bool partial_rotary = false;
-  // The length of pre-training, which comes before the inner object's. A key of the same name in
-  // config.json itself comes before both.
-  std::optional<double> original_max_position_embeddings = std::nullopt;
 };
 
-// Reads `rope_parameters`, or `rope_theta` with `rope_scaling`. INVALID_ARGUMENT with the field's
-// path; UNIMPLEMENTED for other rope types, and for partial rotary where the family lacks it.
+// Returns the object that has a model's rotation: `rope_scaling` unless it is absent or empty, then
+// `rope_parameters`, as `transformers` chooses between the two. INVALID_ARGUMENT with the field's
+// path for a value that is no object.
+absl::StatusOr<std::optional<ConfigFields>> RopeObject(const ConfigFields& fields);
+
+// Returns the type of such an object: `rope_type`, else `type`, else "default".
+absl::StatusOr<std::string> RopeType(const ConfigFields& rope);
+
+// Reads the object of RopeObject; what it does not say is in `rope_theta` and
+// `partial_rotary_factor`. `original_max_position_embeddings` of config.json itself comes before
+// the object's. INVALID_ARGUMENT with the field's path; UNIMPLEMENTED for other rope types, and for
+// partial rotary where the family lacks it. `fields` are those that ObeyedKeys returned.
 //
 // The rotation of a position never depends on the length of its sequence: a cached key would be
 // wrong as soon as the sequence grows. Two types depend on it in `transformers`:
@@ -39,9 +47,9 @@ struct LayerRopes {
   RopeConfig full, sliding;
 };
 
-// Reads `rope_parameters` with an object for each type of layer, or `rope_theta` with
-// `rope_scaling` for layers without a window and `rope_local_base_freq` for those with one. Bases
-// that are missing are those of `transformers`: 1e6 and 1e4. Errors as those of ReadRopeConfig.
+// Reads `rope_parameters` with an object for each type of layer. The keys of `rope_scaling` replace
+// those of layers without a window; `rope_theta` and `rope_local_base_freq` are the bases of layers
+// without and with a window that their object does not have. Errors as those of ReadRopeConfig.
 absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields, RopeModel model);
 
 // Returns the bytes of a model's tables of cosines and sines, in float32, once it has read

@@ -1,6 +1,8 @@
 #include "common/model/families/decoder_family.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -10,6 +12,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
 #include "common/model/families/expert_options.h"
+#include "common/model/families/family_keys.h"
 #include "common/model/families/latent_attention_family.h"
 #include "common/model/families/parameter_list.h"
 #include "common/model/rope_config.h"
@@ -31,28 +34,14 @@ constexpr const char* kStackedGateUp = "experts.gate_up_proj";
 constexpr const char* kFusedQkv = "qkv_proj.weight";
 constexpr const char* kFusedGateUp = "mlp.gate_up_proj.weight";
 
-// Features that would change the numbers and that the dense decoder lacks.
-absl::Status RefuseUnsupported(const ConfigFields& fields, const TransformersClasses& classes) {
-  const char* const key = classes.activation_key;
-  TANDEM_ASSIGN_OR_RETURN(const std::string act, fields.String(key, classes.activation));
-  if (act != classes.activation) {
-    return fields.NotSupported(key, absl::StrCat("activation '", act, "'"));
-  }
-  return absl::OkStatus();
-}
-
 // Reads the width of a head.
-absl::Status ReadHeads(const ConfigFields& fields, const TransformersClasses& classes,
-                       ModelConfig& config) {
-  if (fields.Find("head_dim") == nullptr && !classes.head_dim.has_value() &&
-      config.hidden_size % config.num_attention_heads != 0) {
+absl::Status ReadHeads(const ConfigFields& fields, ModelConfig& config) {
+  TANDEM_ASSIGN_OR_RETURN(const auto head_dim, fields.MaybeSize("head_dim"));
+  if (!head_dim.has_value() && config.hidden_size % config.num_attention_heads != 0) {
     return InvalidField(fields.Path("hidden_size"),
                         "must be a multiple of num_attention_heads when head_dim is not given");
   }
-  TANDEM_ASSIGN_OR_RETURN(
-      config.head_dim,
-      fields.Size("head_dim", classes.head_dim.value_or(std::max<int64_t>(
-                                  1, config.hidden_size / config.num_attention_heads))));
+  config.head_dim = head_dim.value_or(config.hidden_size / config.num_attention_heads);
   if (config.head_dim % 2 != 0) {
     return InvalidField(fields.Path("head_dim"), "must be even for rotary embeddings");
   }
@@ -150,14 +139,20 @@ int64_t ExpertActivations(const ModelConfig& config, int64_t shard_count,
 
 }  // namespace
 
-absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& config) const {
+std::vector<ConfigSection> DecoderFamily::Keys() const {
+  return {{.object = "", .keys = keys_}, {.object = "rope_parameters", .keys = RopeKeys()}};
+}
+
+absl::Status DecoderFamily::ReadConfig(const ConfigFields& all, ModelConfig& config) const {
+  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json obeyed, ObeyedKeys(all, keys_));
+  const ConfigFields fields(obeyed, all.path());
   TANDEM_ASSIGN_OR_RETURN(config.vocab_size, fields.Size("vocab_size"));
   TANDEM_ASSIGN_OR_RETURN(config.hidden_size, fields.Size("hidden_size"));
   TANDEM_ASSIGN_OR_RETURN(config.intermediate_size, fields.Size("intermediate_size"));
   TANDEM_ASSIGN_OR_RETURN(config.num_hidden_layers, fields.Size("num_hidden_layers"));
   TANDEM_ASSIGN_OR_RETURN(config.num_attention_heads, fields.Size("num_attention_heads"));
-  TANDEM_ASSIGN_OR_RETURN(config.num_key_value_heads,
-                          fields.Size("num_key_value_heads", config.num_attention_heads));
+  TANDEM_ASSIGN_OR_RETURN(const auto key_value_heads, fields.MaybeSize("num_key_value_heads"));
+  config.num_key_value_heads = key_value_heads.value_or(config.num_attention_heads);
   if (config.num_attention_heads % config.num_key_value_heads != 0) {
     return InvalidField(
         fields.Path("num_key_value_heads"),
@@ -165,19 +160,17 @@ absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& 
   }
   TANDEM_ASSIGN_OR_RETURN(config.decoder, options_(fields, config.num_hidden_layers));
   TANDEM_RETURN_IF_ERROR(config.decoder.latent.has_value() ? ReadLatentHeads(fields, config)
-                                                           : ReadHeads(fields, classes_, config));
-  TANDEM_ASSIGN_OR_RETURN(config.max_position_embeddings,
-                          fields.Size("max_position_embeddings", 2048));
-  TANDEM_ASSIGN_OR_RETURN(config.rms_norm_eps,
-                          fields.Positive("rms_norm_eps", classes_.rms_norm_eps));
-  TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range", 0.02));
-  TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings,
-                          fields.Bool("tie_word_embeddings", classes_.tie_word_embeddings));
-  const RopeModel rope_model = {
-      .max_position_embeddings = config.max_position_embeddings,
-      .head_dim = config.head_dim,
-      .partial_rotary = classes_.partial_rotary,
-      .original_max_position_embeddings = classes_.original_max_position_embeddings};
+                                                           : ReadHeads(fields, config));
+  TANDEM_ASSIGN_OR_RETURN(config.max_position_embeddings, fields.Size("max_position_embeddings"));
+  TANDEM_ASSIGN_OR_RETURN(config.rms_norm_eps, fields.Positive("rms_norm_eps"));
+  TANDEM_ASSIGN_OR_RETURN(config.initializer_range, fields.Positive("initializer_range"));
+  TANDEM_ASSIGN_OR_RETURN(config.tie_word_embeddings, fields.Bool("tie_word_embeddings"));
+  std::set<int64_t> eos;
+  TANDEM_RETURN_IF_ERROR(fields.AppendIds("eos_token_id", eos));
+  config.eos_token_ids.assign(eos.begin(), eos.end());
+  const RopeModel rope_model = {.max_position_embeddings = config.max_position_embeddings,
+                                .head_dim = config.head_dim,
+                                .partial_rotary = classes_.partial_rotary};
   if (classes_.layer_ropes) {
     TANDEM_ASSIGN_OR_RETURN(const LayerRopes ropes, ReadLayerRopes(fields, rope_model));
     config.rope = ropes.full;
@@ -190,7 +183,7 @@ absl::Status DecoderFamily::ReadConfig(const ConfigFields& fields, ModelConfig& 
         "rope_parameters.mrope_section",
         absl::StrCat("a rotation by three positions in a model of type ", config.model_type));
   }
-  return RefuseUnsupported(fields, classes_);
+  return absl::OkStatus();
 }
 
 std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) const {
@@ -219,6 +212,12 @@ std::vector<ParameterSpec> DecoderFamily::Parameters(const ModelConfig& config) 
   list.StartBlock(config.LastBlock());
   list.Norm("model.norm", config.hidden_size);
   return list.Take();
+}
+
+std::string DecoderFamily::ParameterName(absl::string_view tensor) const {
+  const bool lacks_prefix = absl::StartsWith(tensor, "layers.") ||
+                            tensor == "embed_tokens.weight" || tensor == "norm.weight";
+  return lacks_prefix ? absl::StrCat("model.", tensor) : std::string(tensor);
 }
 
 std::vector<WeightFileSize> DecoderFamily::WeightFileSizes(const ModelConfig& config) const {

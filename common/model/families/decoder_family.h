@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/model/config_keys.h"
 #include "common/model/family.h"
 
 namespace tandem {
@@ -32,17 +33,9 @@ struct LayerNormNames {
 
 // Facts of a family that stand in the code of `transformers`, not in config.json.
 struct TransformersClasses {
-  double rms_norm_eps = 1e-6;                      // where config.json has none
-  bool tie_word_embeddings = false;                // the same
-  std::optional<int64_t> head_dim = std::nullopt;  // the same; std::nullopt: hidden_size over heads
-  // The key of the MLP's activation, and the one that the family computes, its default.
-  const char* activation_key = "hidden_act";
-  const char* activation = "silu";
   // Whether layers with a window have a rotation of their own.
   bool layer_ropes = false;
-  // As in RopeModel (rope_config.h).
-  bool partial_rotary = false;
-  std::optional<double> original_max_position_embeddings = std::nullopt;
+  bool partial_rotary = false;  // as in RopeModel (rope_config.h)
   bool has_token_classifier = true;
   // The prefix of the sequence classifier's name, if it is not the family's.
   const char* classifier_prefix = nullptr;
@@ -50,21 +43,27 @@ struct TransformersClasses {
 
 class DecoderFamily : public Family {
  public:
-  // Reads the family's own keys of config.json, of a model with `num_layers` layers.
+  // Reads the family's own keys, of a model with `num_layers` layers, from fields that ObeyedKeys
+  // returned.
   using OptionsFunction = absl::StatusOr<DecoderOptions> (*)(const ConfigFields& fields,
                                                              int64_t num_layers);
 
-  DecoderFamily(std::string model_type, std::string class_prefix, OptionsFunction options,
-                const TransformersClasses& classes = {})
+  // `keys` are those of the object that has the text model (family_keys.h).
+  DecoderFamily(std::string model_type, std::string class_prefix, ConfigKeys keys,
+                OptionsFunction options, const TransformersClasses& classes = {})
       : Family(std::move(model_type), std::move(class_prefix), classes.has_token_classifier,
                classes.classifier_prefix),
+        keys_(std::move(keys)),
         options_(options),
         classes_(classes) {}
 
-  // Refuses activations other than the family's, the rotations that rope_config.h lacks, and what
-  // the family's OptionsFunction refuses.
+  std::vector<ConfigSection> Keys() const override;
+  // Refuses what the tables of keys refuse, the rotations that rope_config.h lacks, and what the
+  // family's OptionsFunction refuses.
   absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const override;
   std::vector<ParameterSpec> Parameters(const ModelConfig& config) const override;
+  // Files of the model without its head lack the "model." of parameters, which `transformers` adds.
+  std::string ParameterName(absl::string_view tensor) const override;
   std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const override;
   std::vector<StackedTensor> StackedTensors(const ModelConfig& config) const override;
   absl::Status CheckShards(const ModelConfig& config, int64_t shard_count, bool whole_experts,
@@ -80,7 +79,11 @@ class DecoderFamily : public Family {
   bool KeepsTensor(const ModelConfig& config, absl::string_view name) const override;
   BackboneKind backbone() const override { return BackboneKind::kDecoder; }
 
+ protected:
+  const ConfigKeys& keys() const { return keys_; }
+
  private:
+  const ConfigKeys keys_;
   const OptionsFunction options_;
   const TransformersClasses classes_;
 };

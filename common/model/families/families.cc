@@ -2,7 +2,6 @@
 // clients/python/tandem/models.py and a case in tests/parity/test_transformers_parity.py, which
 // tests/lint/test_families.py compares.
 #include <cmath>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,10 +12,12 @@
 #include "common/model/config_fields.h"
 #include "common/model/families/decoder_family.h"
 #include "common/model/families/expert_options.h"
+#include "common/model/families/family_keys.h"
 #include "common/model/families/latent_attention_family.h"
 #include "common/model/families/layer_windows.h"
 #include "common/model/families/vision_language_family.h"
 #include "common/model/family.h"
+#include "common/model/rope_config.h"
 #include "common/model/vision/read_vision_config.h"
 
 namespace tandem {
@@ -24,20 +25,26 @@ namespace {
 
 using Options = DecoderOptions;
 
-// Llama, and SmolLM2: attention_bias covers the output projection too.
-absl::StatusOr<Options> LlamaOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
-  TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
-  Options options;
-  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
+// Reads the bias that covers queries, keys, values and the output projection.
+absl::Status ReadAttentionBias(const ConfigFields& fields, Options& options) {
+  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias"));
   options.output_bias = options.qkv_bias;
-  TANDEM_ASSIGN_OR_RETURN(options.mlp_bias, fields.Bool("mlp_bias", false));
+  return absl::OkStatus();
+}
+
+// Llama, and SmolLM2.
+absl::StatusOr<Options> LlamaOptions(const ConfigFields& fields, int64_t num_layers) {
+  Options options;
+  TANDEM_ASSIGN_OR_RETURN(options.windows, NoWindows(fields, num_layers));
+  TANDEM_RETURN_IF_ERROR(ReadAttentionBias(fields, options));
+  TANDEM_ASSIGN_OR_RETURN(options.mlp_bias, fields.Bool("mlp_bias"));
   return options;
 }
 
-// Mistral: no biases, and a window in all layers or none.
-absl::StatusOr<Options> MistralOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
+// Mistral: no biases.
+absl::StatusOr<Options> MistralOptions(const ConfigFields& fields, int64_t num_layers) {
   Options options;
-  TANDEM_ASSIGN_OR_RETURN(options.windows, MistralWindows(fields));
+  TANDEM_ASSIGN_OR_RETURN(options.windows, MistralWindows(fields, num_layers));
   return options;
 }
 
@@ -52,61 +59,48 @@ absl::StatusOr<Options> Qwen2Options(const ConfigFields& fields, int64_t num_lay
 absl::StatusOr<Options> Qwen3Options(const ConfigFields& fields, int64_t num_layers) {
   Options options = {.qk_norm = QkNorm::kEachHead};
   TANDEM_ASSIGN_OR_RETURN(options.windows, QwenWindows(fields, num_layers));
-  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
-  options.output_bias = options.qkv_bias;
+  TANDEM_RETURN_IF_ERROR(ReadAttentionBias(fields, options));
   return options;
 }
 
 // OLMo 2 (https://arxiv.org/abs/2501.00656): norms behind attention and MLP, and of all queries and
 // all keys of a token.
-absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields, int64_t /*num_layers*/) {
-  TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
+absl::StatusOr<Options> Olmo2Options(const ConfigFields& fields, int64_t num_layers) {
   Options options = {.qk_norm = QkNorm::kAllHeads, .pre_norm = false, .post_norm = true};
-  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
-  options.output_bias = options.qkv_bias;
+  TANDEM_ASSIGN_OR_RETURN(options.windows, NoWindows(fields, num_layers));
+  TANDEM_RETURN_IF_ERROR(ReadAttentionBias(fields, options));
   return options;
 }
 
 // DeepSeek-V3 (https://arxiv.org/abs/2412.19437): latent attention, and experts behind the first
 // layers.
 absl::StatusOr<Options> DeepseekV3Options(const ConfigFields& fields, int64_t num_layers) {
-  TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
   Options options = {.expert_names = {.shared = "shared_experts.",
                                       .num_experts = NumExpertsKey(fields, "n_routed_experts"),
                                       .shared_intermediate_size = kNumSharedExperts}};
+  TANDEM_ASSIGN_OR_RETURN(options.windows, NoWindows(fields, num_layers));
   TANDEM_ASSIGN_OR_RETURN(options.latent, ReadLatentAttention(fields));
   options.output_bias = options.latent->latent_bias;
-  TANDEM_ASSIGN_OR_RETURN(const int64_t dense, fields.Count("first_k_dense_replace", 3));
+  TANDEM_ASSIGN_OR_RETURN(const int64_t dense, fields.Count("first_k_dense_replace"));
   if (dense < num_layers) {
     TANDEM_ASSIGN_OR_RETURN(options.experts, DeepseekV3Experts(fields));
   }
   TANDEM_ASSIGN_OR_RETURN(options.num_nextn_predict_layers,
-                          fields.Count("num_nextn_predict_layers", 1));
+                          fields.Count("num_nextn_predict_layers"));
   return options;
-}
-
-// Returns the soft cap `key`: `fallback` without the key, none for null.
-absl::StatusOr<std::optional<double>> SoftCap(const ConfigFields& fields, const char* key,
-                                              std::optional<double> fallback) {
-  if (fields.IsNull(key)) return std::optional<double>();
-  TANDEM_ASSIGN_OR_RETURN(const auto cap, fields.MaybePositive(key));
-  return cap.has_value() ? cap : fallback;
 }
 
 // Reads the options that Gemma 2 and Gemma 3 share: norms before and behind attention and MLP, with
 // 1 added to their weights, a scale of scores of their own, scaled embeddings.
 absl::StatusOr<Options> GemmaOptions(const ConfigFields& fields) {
-  TANDEM_ASSIGN_OR_RETURN(const bool both_ways, fields.Bool("use_bidirectional_attention", false));
-  if (both_ways)
-    return fields.NotSupported("use_bidirectional_attention", "attention to the future");
   Options options = {.post_norm = true,
                      .norm_offset = 1,
                      .activation = kernels::GateActivation::kGeluTanh,
                      .scale_embeddings = true};
-  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
-  options.output_bias = options.qkv_bias;
-  TANDEM_ASSIGN_OR_RETURN(const double width, fields.Positive("query_pre_attn_scalar", 256.0));
+  TANDEM_RETURN_IF_ERROR(ReadAttentionBias(fields, options));
+  TANDEM_ASSIGN_OR_RETURN(const double width, fields.Positive("query_pre_attn_scalar"));
   options.attention_scale = 1 / std::sqrt(width);
+  TANDEM_ASSIGN_OR_RETURN(options.logit_soft_cap, fields.MaybePositive("final_logit_softcapping"));
   return options;
 }
 
@@ -116,111 +110,98 @@ absl::StatusOr<Options> Gemma2Options(const ConfigFields& fields, int64_t num_la
   TANDEM_ASSIGN_OR_RETURN(Options options, GemmaOptions(fields));
   TANDEM_ASSIGN_OR_RETURN(options.windows, Gemma2Windows(fields, num_layers));
   TANDEM_ASSIGN_OR_RETURN(options.attention_soft_cap,
-                          SoftCap(fields, "attn_logit_softcapping", 50.0));
-  TANDEM_ASSIGN_OR_RETURN(options.logit_soft_cap, SoftCap(fields, "final_logit_softcapping", 30.0));
+                          fields.MaybePositive("attn_logit_softcapping"));
   return options;
 }
 
 // Gemma 3 (https://arxiv.org/abs/2503.19786), the language model alone: windows in most layers,
-// queries and keys normalised head by head. `transformers` reads `attn_logit_softcapping` and
-// computes no such cap: neither does this model.
+// queries and keys normalised head by head.
 absl::StatusOr<Options> Gemma3Options(const ConfigFields& fields, int64_t num_layers) {
   TANDEM_ASSIGN_OR_RETURN(Options options, GemmaOptions(fields));
   options.qk_norm = QkNorm::kEachHead;
   TANDEM_ASSIGN_OR_RETURN(options.windows, Gemma3Windows(fields, num_layers));
-  TANDEM_ASSIGN_OR_RETURN(options.logit_soft_cap,
-                          SoftCap(fields, "final_logit_softcapping", std::nullopt));
   return options;
 }
 
 // Mixtral (https://arxiv.org/abs/2401.04088): experts in every layer.
-absl::StatusOr<Options> MixtralOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
-  Options options = {.expert_names = {.network = "block_sparse_moe.",
-                                      .gate = "w1",
-                                      .up = "w3",
-                                      .down = "w2",
-                                      .num_experts = NumExpertsKey(fields),
-                                      .intermediate_size = "intermediate_size"}};
-  TANDEM_ASSIGN_OR_RETURN(options.windows, MixtralWindows(fields));
+absl::StatusOr<Options> MixtralOptions(const ConfigFields& fields, int64_t num_layers) {
+  Options options = {
+      .expert_names = {.network = "block_sparse_moe.",
+                       .gate = "w1",
+                       .up = "w3",
+                       .down = "w2",
+                       .num_experts = NumExpertsKey(fields, "num_local_experts", "num_experts"),
+                       .intermediate_size = "intermediate_size"}};
+  TANDEM_ASSIGN_OR_RETURN(options.windows, MixtralWindows(fields, num_layers));
   TANDEM_ASSIGN_OR_RETURN(options.experts, MixtralExperts(fields));
   return options;
 }
 
 // Qwen2-MoE, as Qwen1.5-MoE-A2.7B: experts, and one that every token takes, behind a gate.
 absl::StatusOr<Options> Qwen2MoeOptions(const ConfigFields& fields, int64_t num_layers) {
-  Options options = {.expert_names = {.num_experts = NumExpertsKey(fields)}};
-  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("qkv_bias", true));
+  Options options = {.expert_names = {.num_experts = "num_experts"}};
+  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("qkv_bias"));
   TANDEM_ASSIGN_OR_RETURN(options.windows, Qwen2MoeWindows(fields, num_layers));
   TANDEM_ASSIGN_OR_RETURN(options.experts, Qwen2MoeExperts(fields));
   return options;
 }
 
 // Qwen3-MoE: the attention of Qwen3.
-absl::StatusOr<Options> Qwen3MoeOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
+absl::StatusOr<Options> Qwen3MoeOptions(const ConfigFields& fields, int64_t num_layers) {
   Options options = {.qk_norm = QkNorm::kEachHead,
-                     .expert_names = {.num_experts = NumExpertsKey(fields)}};
-  TANDEM_ASSIGN_OR_RETURN(options.qkv_bias, fields.Bool("attention_bias", false));
-  options.output_bias = options.qkv_bias;
-  TANDEM_ASSIGN_OR_RETURN(options.windows, Qwen3MoeWindows(fields));
+                     .expert_names = {.num_experts = NumExpertsKey(fields, "num_experts")}};
+  TANDEM_RETURN_IF_ERROR(ReadAttentionBias(fields, options));
+  TANDEM_ASSIGN_OR_RETURN(options.windows, Qwen3MoeWindows(fields, num_layers));
   TANDEM_ASSIGN_OR_RETURN(options.experts, Qwen3MoeExperts(fields));
   return options;
 }
 
 // Phi-3 (https://arxiv.org/abs/2404.14219): a Llama in whose files maps of one input are one
 // tensor, with a window in all layers or none.
-absl::StatusOr<Options> Phi3Options(const ConfigFields& fields, int64_t /*num_layers*/) {
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    TANDEM_ASSIGN_OR_RETURN(const auto rope, fields.Object(key));
-    if (!rope.has_value()) continue;
-    const char* const type_key = rope->Find("rope_type") != nullptr ? "rope_type" : "type";
-    TANDEM_ASSIGN_OR_RETURN(const std::string type, rope->String(type_key, "default"));
+absl::StatusOr<Options> Phi3Options(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_ASSIGN_OR_RETURN(const auto rope, RopeObject(fields));
+  if (rope.has_value()) {
+    TANDEM_ASSIGN_OR_RETURN(const std::string type, RopeType(*rope));
     if (type != "default" && type != "longrope" && type != "su") {
-      return rope->NotSupported(type_key, absl::StrCat("rope type '", type, "' of Phi-3"));
+      return rope->NotSupported(rope->Find("rope_type") != nullptr ? "rope_type" : "type",
+                                absl::StrCat("rope type '", type, "' of Phi-3"));
     }
   }
   Options options = {.fused_projections = true};
-  TANDEM_ASSIGN_OR_RETURN(options.windows, MixtralWindows(fields));
+  TANDEM_ASSIGN_OR_RETURN(options.windows, MixtralWindows(fields, num_layers));
   return options;
 }
 
 // Qwen2-VL and Qwen2.5-VL: a Qwen2 whose tokens have three positions.
-absl::StatusOr<Options> QwenVlOptions(const ConfigFields& fields, int64_t /*num_layers*/) {
-  TANDEM_RETURN_IF_ERROR(RefuseWindows(fields));
-  return Options{.qkv_bias = true, .mrope = true};
+absl::StatusOr<Options> QwenVlOptions(const ConfigFields& fields, int64_t num_layers) {
+  Options options = {.qkv_bias = true, .mrope = true};
+  TANDEM_ASSIGN_OR_RETURN(options.windows, NoWindows(fields, num_layers));
+  return options;
 }
 
 }  // namespace
 
 const std::vector<const Family*>& Families() {
   static const auto* const families = new std::vector<const Family*>{
-      new DecoderFamily("llama", "Llama", LlamaOptions),
-      new DecoderFamily("mistral", "Mistral", MistralOptions),
-      new DecoderFamily("qwen2", "Qwen2", Qwen2Options),
-      new DecoderFamily("qwen3", "Qwen3", Qwen3Options),
-      new DecoderFamily("olmo2", "Olmo2", Olmo2Options,
-                        {.rms_norm_eps = 1e-5, .has_token_classifier = false}),
-      new DecoderFamily("deepseek_v3", "DeepseekV3", DeepseekV3Options),
-      new DecoderFamily("gemma2", "Gemma2", Gemma2Options,
-                        {.tie_word_embeddings = true,
-                         .head_dim = 256,
-                         .activation_key = "hidden_activation",
-                         .activation = "gelu_pytorch_tanh"}),
-      new DecoderFamily("gemma3_text", "Gemma3", Gemma3Options,
-                        {.tie_word_embeddings = true,
-                         .head_dim = 256,
-                         .activation_key = "hidden_activation",
-                         .activation = "gelu_pytorch_tanh",
-                         .layer_ropes = true,
-                         .has_token_classifier = false,
-                         .classifier_prefix = "Gemma3Text"}),
-      new DecoderFamily("mixtral", "Mixtral", MixtralOptions, {.rms_norm_eps = 1e-5}),
-      new DecoderFamily("qwen2_moe", "Qwen2Moe", Qwen2MoeOptions),
-      new DecoderFamily("qwen3_moe", "Qwen3Moe", Qwen3MoeOptions),
+      new DecoderFamily("llama", "Llama", LlamaKeys(), LlamaOptions),
+      new DecoderFamily("mistral", "Mistral", MistralKeys(), MistralOptions),
+      new DecoderFamily("qwen2", "Qwen2", Qwen2Keys(), Qwen2Options),
+      new DecoderFamily("qwen3", "Qwen3", Qwen3Keys(), Qwen3Options),
+      new DecoderFamily("olmo2", "Olmo2", Olmo2Keys(), Olmo2Options,
+                        {.has_token_classifier = false}),
+      new DecoderFamily("deepseek_v3", "DeepseekV3", DeepseekV3Keys(), DeepseekV3Options),
+      new DecoderFamily("gemma2", "Gemma2", Gemma2Keys(), Gemma2Options),
       new DecoderFamily(
-          "phi3", "Phi3", Phi3Options,
-          {.rms_norm_eps = 1e-5, .partial_rotary = true, .original_max_position_embeddings = 4096}),
-      new VisionLanguageFamily("qwen2_vl", "Qwen2VL", QwenVlOptions, ReadQwen2VlVision),
-      new VisionLanguageFamily("qwen2_5_vl", "Qwen2_5_VL", QwenVlOptions, ReadQwen25VlVision),
+          "gemma3_text", "Gemma3", Gemma3Keys(), Gemma3Options,
+          {.layer_ropes = true, .has_token_classifier = false, .classifier_prefix = "Gemma3Text"}),
+      new DecoderFamily("mixtral", "Mixtral", MixtralKeys(), MixtralOptions),
+      new DecoderFamily("qwen2_moe", "Qwen2Moe", Qwen2MoeKeys(), Qwen2MoeOptions),
+      new DecoderFamily("qwen3_moe", "Qwen3Moe", Qwen3MoeKeys(), Qwen3MoeOptions),
+      new DecoderFamily("phi3", "Phi3", Phi3Keys(), Phi3Options, {.partial_rotary = true}),
+      new VisionLanguageFamily("qwen2_vl", "Qwen2VL", QwenVlTextKeys(), QwenVlOptions,
+                               Qwen2VlVisionKeys(), ReadQwen2VlVision),
+      new VisionLanguageFamily("qwen2_5_vl", "Qwen2_5_VL", QwenVlTextKeys(), QwenVlOptions,
+                               Qwen25VlVisionKeys(), ReadQwen25VlVision),
   };
   return *families;
 }

@@ -5,44 +5,44 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/model/rope_config.h"
 
 namespace tandem {
 
 absl::StatusOr<LatentAttentionOptions> ReadLatentAttention(const ConfigFields& fields) {
   LatentAttentionOptions options;
-  if (!fields.IsNull("q_lora_rank")) {
-    TANDEM_ASSIGN_OR_RETURN(options.q_lora_rank, fields.Size("q_lora_rank", 1536));
-  }
-  TANDEM_ASSIGN_OR_RETURN(options.kv_lora_rank, fields.Size("kv_lora_rank", 512));
-  TANDEM_ASSIGN_OR_RETURN(options.qk_nope_head_dim, fields.Size("qk_nope_head_dim", 128));
-  TANDEM_ASSIGN_OR_RETURN(options.qk_rope_head_dim, fields.Size("qk_rope_head_dim", 64));
-  TANDEM_ASSIGN_OR_RETURN(options.v_head_dim, fields.Size("v_head_dim", 128));
+  TANDEM_ASSIGN_OR_RETURN(const auto q_lora_rank, fields.MaybeSize("q_lora_rank"));
+  options.q_lora_rank = q_lora_rank.value_or(0);
+  TANDEM_ASSIGN_OR_RETURN(options.kv_lora_rank, fields.Size("kv_lora_rank"));
+  TANDEM_ASSIGN_OR_RETURN(options.qk_nope_head_dim, fields.Size("qk_nope_head_dim"));
+  TANDEM_ASSIGN_OR_RETURN(options.qk_rope_head_dim, fields.Size("qk_rope_head_dim"));
+  TANDEM_ASSIGN_OR_RETURN(options.v_head_dim, fields.Size("v_head_dim"));
   if (options.qk_rope_head_dim % 2 != 0) {
     return InvalidField(fields.Path("qk_rope_head_dim"), "must be even for rotary embeddings");
   }
-  TANDEM_ASSIGN_OR_RETURN(options.rope_interleave,
-                          fields.Bool("rope_interleave", !fields.IsNull("rope_interleave")));
-  TANDEM_ASSIGN_OR_RETURN(options.latent_bias, fields.Bool("attention_bias", false));
+  TANDEM_ASSIGN_OR_RETURN(options.rope_interleave, fields.Truth("rope_interleave"));
+  TANDEM_ASSIGN_OR_RETURN(options.latent_bias, fields.Bool("attention_bias"));
   return options;
 }
 
 absl::Status ReadLatentHeads(const ConfigFields& fields, ModelConfig& config) {
   config.head_dim = config.decoder.latent->qk_rope_head_dim;
+  TANDEM_ASSIGN_OR_RETURN(const auto head_dim, fields.MaybeSize("head_dim"));
+  if (head_dim.value_or(config.head_dim) != config.head_dim) {
+    return InvalidField(fields.Path("head_dim"),
+                        absl::StrCat("must be qk_rope_head_dim (", config.head_dim,
+                                     "), the width that is rotated"));
+  }
   if (config.num_key_value_heads != config.num_attention_heads) {
     return InvalidField(fields.Path("num_key_value_heads"),
                         absl::StrCat("must be num_attention_heads (", config.num_attention_heads,
                                      "), as all heads share the latent"));
   }
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    TANDEM_ASSIGN_OR_RETURN(const auto rope, fields.Object(key));
-    if (!rope.has_value() || rope->Find("mscale_all_dim") == nullptr) continue;
-    const char* const type_key = rope->Find("rope_type") != nullptr ? "rope_type" : "type";
-    TANDEM_ASSIGN_OR_RETURN(const std::string type, rope->String(type_key, "default"));
-    if (type != "yarn" && type != "default") {
-      return rope->NotSupported("mscale_all_dim", absl::StrCat("a scale for rope type ", type));
-    }
-  }
-  return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const auto rope, RopeObject(fields));
+  if (!rope.has_value() || rope->Find("mscale_all_dim") == nullptr) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const std::string type, RopeType(*rope));
+  if (type == "yarn" || type == "default") return absl::OkStatus();
+  return rope->NotSupported("mscale_all_dim", absl::StrCat("a scale for rope type ", type));
 }
 
 void AddLatentAttention(const ModelConfig& config, const std::string& prefix, ParameterList& list) {

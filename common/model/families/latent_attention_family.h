@@ -16,12 +16,13 @@
 
 namespace tandem {
 
-// Reads the keys of DeepSeek's attention, with the defaults of `transformers`. INVALID_ARGUMENT
-// with the field's path for sizes that are wrong.
+// Reads the keys of DeepSeek's attention. INVALID_ARGUMENT with the field's path for sizes that are
+// wrong. Fields are those that ObeyedKeys returned, here and below.
 absl::StatusOr<LatentAttentionOptions> ReadLatentAttention(const ConfigFields& fields);
 
-// Sets head_dim, the width that is rotated. INVALID_ARGUMENT unless there are as many key heads as
-// query heads, UNIMPLEMENTED for a scale of scores with a rope type other than yarn.
+// Sets head_dim, the width that is rotated. INVALID_ARGUMENT for another `head_dim`, and unless
+// there are as many key heads as query heads; UNIMPLEMENTED for a scale of scores with a rope type
+// other than yarn.
 absl::Status ReadLatentHeads(const ConfigFields& fields, ModelConfig& config);
 
 // The following need config.decoder.latent.

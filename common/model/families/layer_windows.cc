@@ -16,17 +16,8 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int64_t kDefaultWindow = 4096;
-constexpr int64_t kDefaultMaxWindowLayers = 28;  // the layers before have no window
 constexpr const char* kFullAttention = "full_attention";
 constexpr const char* kSlidingAttention = "sliding_attention";
-
-// Returns `sliding_window`, nullopt for null.
-absl::StatusOr<std::optional<int64_t>> SlidingWindow(const ConfigFields& fields) {
-  if (fields.IsNull("sliding_window")) return std::optional<int64_t>();
-  TANDEM_ASSIGN_OR_RETURN(const int64_t window, fields.Size("sliding_window", kDefaultWindow));
-  return std::optional<int64_t>(window);
-}
 
 // Returns which layers `layer_types` calls sliding; nullopt without the key.
 absl::StatusOr<std::optional<std::vector<bool>>> SlidingLayers(const ConfigFields& fields) {
@@ -44,6 +35,12 @@ absl::StatusOr<std::optional<std::vector<bool>>> SlidingLayers(const ConfigField
   return std::optional<std::vector<bool>>(sliding);
 }
 
+// Returns `sliding_window` for all layers, none for null.
+absl::StatusOr<LayerWindows> OneWindow(const ConfigFields& fields) {
+  TANDEM_ASSIGN_OR_RETURN(const auto window, fields.MaybeSize("sliding_window"));
+  return LayerWindows{.window = window.value_or(kNoWindow)};
+}
+
 absl::Status CheckNumLayers(const ConfigFields& fields, const std::vector<bool>& sliding,
                             int64_t num_layers) {
   if (static_cast<int64_t>(sliding.size()) == num_layers) return absl::OkStatus();
@@ -55,7 +52,7 @@ absl::Status CheckNumLayers(const ConfigFields& fields, const std::vector<bool>&
 // Returns the windows of `layer_types`, or of all layers but every `pattern`-th.
 absl::StatusOr<LayerWindows> GemmaWindows(const ConfigFields& fields, int64_t num_layers,
                                           int64_t pattern) {
-  TANDEM_ASSIGN_OR_RETURN(const int64_t window, fields.Size("sliding_window", kDefaultWindow));
+  TANDEM_ASSIGN_OR_RETURN(const int64_t window, fields.Size("sliding_window"));
   TANDEM_ASSIGN_OR_RETURN(const std::optional<std::vector<bool>> sliding, SlidingLayers(fields));
   LayerWindows windows = {.window = window};
   if (sliding.has_value()) {
@@ -67,34 +64,51 @@ absl::StatusOr<LayerWindows> GemmaWindows(const ConfigFields& fields, int64_t nu
   return windows;
 }
 
+// Gives the layers that `layer_types` calls sliding the window, if the key is there.
+absl::Status TakeLayerTypes(const ConfigFields& fields, int64_t num_layers, const char* no_window,
+                            LayerWindows& windows) {
+  TANDEM_ASSIGN_OR_RETURN(const std::optional<std::vector<bool>> sliding, SlidingLayers(fields));
+  if (!sliding.has_value()) return absl::OkStatus();
+  TANDEM_RETURN_IF_ERROR(CheckNumLayers(fields, *sliding, num_layers));
+  if (windows.window == kNoWindow && std::ranges::find(*sliding, true) != sliding->end()) {
+    return InvalidField(fields.Path("layer_types"),
+                        absl::StrCat("has ", kSlidingAttention, ", but ", no_window));
+  }
+  windows.layers = *sliding;
+  return absl::OkStatus();
+}
+
+// Returns `windows`, unless `layer_types` says otherwise: the class does not read that key.
+absl::StatusOr<LayerWindows> UnlessLayerTypesDiffer(const ConfigFields& fields, int64_t num_layers,
+                                                    LayerWindows windows) {
+  TANDEM_ASSIGN_OR_RETURN(const std::optional<std::vector<bool>> sliding, SlidingLayers(fields));
+  if (!sliding.has_value()) return windows;
+  TANDEM_RETURN_IF_ERROR(CheckNumLayers(fields, *sliding, num_layers));
+  for (int64_t i = 0; i < num_layers; ++i) {
+    if ((*sliding)[static_cast<size_t>(i)] == (windows.OfLayer(i) != kNoWindow)) continue;
+    return fields.NotSupported("layer_types", "a window in some layers alone");
+  }
+  return windows;
+}
+
 }  // namespace
 
-absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields) {
-  TANDEM_ASSIGN_OR_RETURN(const std::optional<int64_t> window, SlidingWindow(fields));
-  return LayerWindows{.window = window.value_or(kNoWindow)};
+absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_ASSIGN_OR_RETURN(LayerWindows windows, OneWindow(fields));
+  TANDEM_RETURN_IF_ERROR(TakeLayerTypes(fields, num_layers, "sliding_window is null", windows));
+  return windows;
 }
 
 absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num_layers) {
-  TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window", false));
-  std::optional<int64_t> window;
+  TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window"));
+  LayerWindows windows;
   if (used) {
-    TANDEM_ASSIGN_OR_RETURN(window, SlidingWindow(fields));
+    TANDEM_ASSIGN_OR_RETURN(windows, OneWindow(fields));
   }
-  TANDEM_ASSIGN_OR_RETURN(const std::optional<std::vector<bool>> sliding, SlidingLayers(fields));
-  LayerWindows windows = {.window = window.value_or(kNoWindow)};
-  if (!sliding.has_value()) {
-    TANDEM_ASSIGN_OR_RETURN(windows.first_layer,
-                            fields.Count("max_window_layers", kDefaultMaxWindowLayers));
-    return windows;
-  }
-  TANDEM_RETURN_IF_ERROR(CheckNumLayers(fields, *sliding, num_layers));
-  if (!window.has_value() && std::find(sliding->begin(), sliding->end(), true) != sliding->end()) {
-    return InvalidField(
-        fields.Path("layer_types"),
-        absl::StrCat("has ", kSlidingAttention, ", but ",
-                     used ? "sliding_window is null" : "use_sliding_window is false"));
-  }
-  windows.layers = *sliding;
+  TANDEM_ASSIGN_OR_RETURN(windows.first_layer, fields.Count("max_window_layers"));
+  TANDEM_RETURN_IF_ERROR(
+      TakeLayerTypes(fields, num_layers,
+                     used ? "sliding_window is null" : "use_sliding_window is false", windows));
   return windows;
 }
 
@@ -103,38 +117,35 @@ absl::StatusOr<LayerWindows> Gemma2Windows(const ConfigFields& fields, int64_t n
 }
 
 absl::StatusOr<LayerWindows> Gemma3Windows(const ConfigFields& fields, int64_t num_layers) {
-  TANDEM_ASSIGN_OR_RETURN(const int64_t pattern, fields.Size("sliding_window_pattern", 6));
+  TANDEM_ASSIGN_OR_RETURN(const int64_t pattern, fields.Size("sliding_window_pattern"));
   return GemmaWindows(fields, num_layers, pattern);
 }
 
-absl::StatusOr<LayerWindows> MixtralWindows(const ConfigFields& fields) {
-  if (fields.Find("sliding_window") == nullptr) return LayerWindows();
-  return MistralWindows(fields);
+absl::StatusOr<LayerWindows> MixtralWindows(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_ASSIGN_OR_RETURN(const LayerWindows windows, OneWindow(fields));
+  return UnlessLayerTypesDiffer(fields, num_layers, windows);
 }
 
 absl::StatusOr<LayerWindows> Qwen2MoeWindows(const ConfigFields& fields, int64_t num_layers) {
-  TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window", false));
-  if (used && fields.Find("layer_types") == nullptr) {
-    return fields.NotSupported("use_sliding_window",
-                               "sliding-window attention without layer_types");
+  TANDEM_ASSIGN_OR_RETURN(LayerWindows windows, QwenWindows(fields, num_layers));
+  if (windows.window == kNoWindow || !windows.layers.empty()) return windows;
+  for (int64_t i = 0; i < num_layers; ++i) {
+    windows.layers.push_back(i % 2 == 0 && i < windows.first_layer);
   }
-  return QwenWindows(fields, num_layers);
+  return windows;
 }
 
-absl::StatusOr<LayerWindows> Qwen3MoeWindows(const ConfigFields& fields) {
-  TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window", false));
-  if (!used) return LayerWindows();
-  return MistralWindows(fields);
+absl::StatusOr<LayerWindows> Qwen3MoeWindows(const ConfigFields& fields, int64_t num_layers) {
+  TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window"));
+  LayerWindows windows;
+  if (used) {
+    TANDEM_ASSIGN_OR_RETURN(windows, OneWindow(fields));
+  }
+  return UnlessLayerTypesDiffer(fields, num_layers, windows);
 }
 
-absl::Status RefuseWindows(const ConfigFields& fields) {
-  TANDEM_ASSIGN_OR_RETURN(const bool used, fields.Bool("use_sliding_window", false));
-  if (used) return fields.NotSupported("use_sliding_window", "sliding-window attention");
-  TANDEM_ASSIGN_OR_RETURN(const std::optional<std::vector<bool>> sliding, SlidingLayers(fields));
-  for (const bool slides : sliding.value_or(std::vector<bool>())) {
-    if (slides) return fields.NotSupported("layer_types", "sliding-window attention");
-  }
-  return absl::OkStatus();
+absl::StatusOr<LayerWindows> NoWindows(const ConfigFields& fields, int64_t num_layers) {
+  return UnlessLayerTypesDiffer(fields, num_layers, LayerWindows());
 }
 
 }  // namespace tandem

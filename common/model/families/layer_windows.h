@@ -11,35 +11,39 @@
 
 namespace tandem {
 
-// Keys and defaults are those of `transformers`.
+// These read fields that ObeyedKeys returned. INVALID_ARGUMENT with the field's path for layer
+// types that do not fit the model, and for windows that no key gives a size; UNIMPLEMENTED for
+// other types of layers than "full_attention" and "sliding_attention".
 
-// Mistral: `sliding_window` in all layers, 4096 if the key is missing, none if it is null.
-absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields);
+// Mistral: `sliding_window` in all layers, or in those that `layer_types` calls sliding; none if it
+// is null.
+absl::StatusOr<LayerWindows> MistralWindows(const ConfigFields& fields, int64_t num_layers);
 
 // Qwen2 and Qwen3: with `use_sliding_window` the layers from `max_window_layers` on have
-// `sliding_window`, or those that `layer_types` calls "sliding_attention". INVALID_ARGUMENT with
-// the field's path for layer types that do not fit, UNIMPLEMENTED for others than these two.
+// `sliding_window`, or those that `layer_types` calls sliding.
 absl::StatusOr<LayerWindows> QwenWindows(const ConfigFields& fields, int64_t num_layers);
 
-// Gemma 2: `layer_types`, or every other layer from the first on, have `sliding_window`, 4096 if
-// the key is missing. Errors as those of QwenWindows.
+// Gemma 2: `layer_types`, or every other layer from the first on, have `sliding_window`.
 absl::StatusOr<LayerWindows> Gemma2Windows(const ConfigFields& fields, int64_t num_layers);
 
-// Gemma 3: `layer_types`, or all layers but every `sliding_window_pattern`-th, 6 if the key is
-// missing, have `sliding_window`, 4096 if the key is missing. Errors as those of QwenWindows.
+// Gemma 3: `layer_types`, or all layers but every `sliding_window_pattern`-th, have
+// `sliding_window`.
 absl::StatusOr<LayerWindows> Gemma3Windows(const ConfigFields& fields, int64_t num_layers);
 
-// Mixtral and Phi-3: `sliding_window` in all layers, none if the key is missing or null.
-absl::StatusOr<LayerWindows> MixtralWindows(const ConfigFields& fields);
-
-// Qwen2-MoE: like Qwen2, with `layer_types`; UNIMPLEMENTED for `use_sliding_window` without them.
+// Qwen2-MoE: like Qwen2, but without `layer_types` every other layer before `max_window_layers` has
+// the window, from the first on.
 absl::StatusOr<LayerWindows> Qwen2MoeWindows(const ConfigFields& fields, int64_t num_layers);
 
-// Qwen3-MoE: `sliding_window` in all layers with `use_sliding_window`.
-absl::StatusOr<LayerWindows> Qwen3MoeWindows(const ConfigFields& fields);
+// The families below do not read `layer_types`: UNIMPLEMENTED where the key says otherwise.
 
-// Families without windows: UNIMPLEMENTED where config.json asks for them.
-absl::Status RefuseWindows(const ConfigFields& fields);
+// Mixtral and Phi-3: `sliding_window` in all layers, none if it is null.
+absl::StatusOr<LayerWindows> MixtralWindows(const ConfigFields& fields, int64_t num_layers);
+
+// Qwen3-MoE: `sliding_window` in all layers with `use_sliding_window`.
+absl::StatusOr<LayerWindows> Qwen3MoeWindows(const ConfigFields& fields, int64_t num_layers);
+
+// Families without windows.
+absl::StatusOr<LayerWindows> NoWindows(const ConfigFields& fields, int64_t num_layers);
 
 }  // namespace tandem
 

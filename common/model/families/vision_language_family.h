@@ -14,26 +14,30 @@ namespace tandem {
 class VisionLanguageFamily : public DecoderFamily {
  public:
   // Reads the vision tower (read_vision_config.h).
-  using VisionFunction = absl::StatusOr<VisionConfig> (*)(const ConfigFields& fields,
-                                                          int64_t hidden_size, int64_t vocab_size);
+  using VisionFunction = absl::StatusOr<VisionConfig> (*)(const ConfigFields& tower,
+                                                          int64_t hidden_size);
 
-  VisionLanguageFamily(std::string model_type, std::string class_prefix, OptionsFunction options,
-                       VisionFunction vision)
-      : DecoderFamily(std::move(model_type), std::move(class_prefix), options,
-                      {.rms_norm_eps = 1e-5, .has_token_classifier = false}),
+  VisionLanguageFamily(std::string model_type, std::string class_prefix, ConfigKeys text_keys,
+                       OptionsFunction options, ConfigKeys vision_keys, VisionFunction vision)
+      : DecoderFamily(std::move(model_type), std::move(class_prefix), std::move(text_keys), options,
+                      {.has_token_classifier = false}),
+        vision_keys_(std::move(vision_keys)),
         vision_(vision) {}
 
+  std::vector<ConfigSection> Keys() const override;
   // Reads the text model from `text_config`, or from config.json itself, as older files have it.
   absl::Status ReadConfig(const ConfigFields& fields, ModelConfig& config) const override;
   std::string language_model_class() const override {
     return class_prefix() + "ForConditionalGeneration";
   }
-  // Files have "visual." or "model.visual.", "model." or "model.language_model.". Parameters have
-  // the names that `transformers` saves, the first of each.
+  // Files have "visual." or "model.visual.", "model." or "model.language_model."; those of the
+  // model without its head "language_model.". Parameters have the names that `transformers` saves,
+  // the first of each.
   std::string ParameterName(absl::string_view tensor) const override;
   std::vector<WeightFileSize> WeightFileSizes(const ModelConfig& config) const override;
 
  private:
+  const ConfigKeys vision_keys_;
   const VisionFunction vision_;
 };
 

@@ -59,6 +59,7 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                                   {"fullatt_block_indexes", {1}}});
   }
   if (model_type == "deepseek_v3") {
+    config.erase("head_dim");  // qk_rope_head_dim
     config.merge_patch({{"q_lora_rank", 11},
                         {"kv_lora_rank", 13},
                         {"qk_nope_head_dim", 7},

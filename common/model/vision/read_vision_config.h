@@ -10,13 +10,11 @@
 
 namespace tandem {
 
-// These read `vision_config` and the ids of image and video tokens of `fields`, with the defaults
-// of `transformers`. INVALID_ARGUMENT with the field's path for what is missing or does not fit a
-// text model of `hidden_size` and `vocab_size`; UNIMPLEMENTED for another activation or rotation.
-absl::StatusOr<VisionConfig> ReadQwen2VlVision(const ConfigFields& fields, int64_t hidden_size,
-                                               int64_t vocab_size);
-absl::StatusOr<VisionConfig> ReadQwen25VlVision(const ConfigFields& fields, int64_t hidden_size,
-                                                int64_t vocab_size);
+// These read the keys of `vision_config` that ObeyedKeys returned. INVALID_ARGUMENT with the
+// field's path for what does not fit a text model of `hidden_size`; UNIMPLEMENTED for another
+// rotation.
+absl::StatusOr<VisionConfig> ReadQwen2VlVision(const ConfigFields& tower, int64_t hidden_size);
+absl::StatusOr<VisionConfig> ReadQwen25VlVision(const ConfigFields& tower, int64_t hidden_size);
 
 }  // namespace tandem
 
