@@ -69,9 +69,12 @@ std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
     throw std::runtime_error(
         "TANDEM_TOKEN_FILE: without TANDEM_CA_FILE the token would travel in the clear");
   }
-  return grpc::CreateChannel(address, tls.pem_root_certs.empty()
-                                          ? grpc::InsecureChannelCredentials()
-                                          : grpc::SslCredentials(tls));
+  // A proxy of the environment is for the internet.
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  const auto credentials =
+      tls.pem_root_certs.empty() ? grpc::InsecureChannelCredentials() : grpc::SslCredentials(tls);
+  return grpc::CreateCustomChannel(address, credentials, arguments);
 }
 
 // A call that fails after kDeadline, with the bearer token and an id by which the server's log
