@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import fakes
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
 from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
+from tandem.openai_server.protocol import BoundedProtocol
 from tandem.text import TextCodec
 
 MESSAGES = [{"role": "user", "content": "w2 w3"}]
@@ -232,6 +235,30 @@ async def test_unfinished_bodies_are_bounded_together_and_in_time(app, monkeypat
         status, error = await slow.answer()
         assert status == 408
         assert "did not arrive within 0.01 s" in error["message"]
+
+
+async def test_a_connection_without_a_request_is_closed(app, monkeypatch):
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.05)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, http=BoundedProtocol, log_level="warning")
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    place = listener.getsockname()
+    good, to_good = await asyncio.open_connection(*place)
+    to_good.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b"200 OK" in await good.readline()
+    for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: "):
+        reader, writer = await asyncio.open_connection(*place)
+        writer.write(begun)
+        assert await reader.read() == b""
+        writer.close()
+    # A connection that had a request is kept.
+    to_good.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    while b"200 OK" not in (line := await good.readline()):
+        assert line
+    to_good.close()
+    server.should_exit = True
+    await serving
 
 
 async def test_a_client_that_does_not_read_its_stream_is_cut_off(app, world, monkeypatch):

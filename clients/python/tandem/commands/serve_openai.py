@@ -107,6 +107,7 @@ def serve_openai(
     uvicorn = optional_module("uvicorn", "serve-openai")
     optional_module("starlette", "serve-openai")
     from tandem.openai_server.app import Settings, application
+    from tandem.openai_server.protocol import BoundedProtocol
 
     output = Output(as_json=as_json)
     host = host.removeprefix("[").removesuffix("]")
@@ -141,6 +142,7 @@ def serve_openai(
     app = application(settings)
     config = uvicorn.Config(
         app,
+        http=BoundedProtocol,
         log_level="warning",
         access_log=False,
         # Clients reuse a connection for up to 90 s. One that is closed then fails a request.

@@ -11,6 +11,8 @@ MAX_SCORES = 32
 # Seconds after which a client that is told to come back may try again.
 RETRY_SECONDS = 1
 
+# Seconds in which a new connection must bring the headers of a request.
+HEADER_SECONDS = 60
 # Bytes of a body (ids as JSON take more than in the 4 MiB of a message, and images a third more
 # than their files), bytes of the bodies of all requests that are not answered, and the time in
 # which a body must arrive.
