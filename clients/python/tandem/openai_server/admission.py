@@ -53,6 +53,7 @@ class Admission:
             yield bytes(body)
         finally:
             self._bytes -= len(body)
+            body.clear()  # The traceback of a refusal keeps it.
 
     async def _receive(self, request: Request, body: bytearray) -> None:
         declared = request.headers.get("content-length", "")

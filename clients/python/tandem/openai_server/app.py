@@ -297,6 +297,7 @@ class _Server:
             receiving = held.enter_async_context(self._admission.body(request))
             body = await self._until_stopped(receiving)
             asked = await asyncio.to_thread(parse_json, kind, body)
+            del body  # What was made of it is larger; the bound counts it once.
             served = await self._source.served(self._client)
             _check_model(served, asked.model)
             job = await job_of(asked, served)
