@@ -165,15 +165,22 @@ def import_record() -> Mapping[str, object]:
     return {"source": file.name, "sha256": digest, "dtype": "bfloat16", "parameters": 1}
 
 
+# A reward that tiny models earn, too: runs that train nothing fail.
+_REWARD = "def reward(prompt, response, **row):\n    return len(response) % 7\n"
+
+
 def prepare(page: str, session: Session) -> None:
     """Makes the files that a page takes for granted."""
+    (session.folder / "length.py").write_text(_REWARD)
     if page == "docs/view.md":
-        session._finish("tandem train examples/demo/run.yaml steps=7 run_dir=runs/mine")
+        train = "tandem train examples/demo/run.yaml reward.function=length.py:reward"
+        session._finish(f"{train} steps=7 run_dir=runs/mine")
         for name in ("a", "b"):
             shutil.copytree(session.folder / "runs/mine", session.folder / "runs" / name)
     if page == "docs/record.md":
         run = yaml.safe_load((session.folder / "examples/demo/run.yaml").read_text())
         run |= {"run_dir": "runs/mine", "cluster": "examples/demo/cluster.yaml"}
+        run["reward"] = {"function": "length.py:reward"}
         (session.folder / "run.yaml").write_text(yaml.safe_dump(run))
     if page == "docs/ranks.md":
         strategy = {"name": "zero", "stage": 3}
