@@ -176,6 +176,7 @@ absl::StatusOr<Vocabulary> Vocabulary::Parse(absl::string_view tokenizer_json) {
       return Malformed("an added token without id or content");
     }
     const std::string piece = token["content"].get<std::string>();
+    if (piece.empty()) continue;  // The library passes it over, too.
     const auto [known, is_new] = id_of.try_emplace(piece, std::max(vocab_size, last_added + 1));
     last_added = std::max(last_added, known->second);
     const Json special = token.value("special", Json(false));

@@ -146,6 +146,8 @@ TEST(VocabularyTest, IdsOfAddedTokensCloseHoles) {
   json["added_tokens"].push_back({{"id", size + 2}, {"content", "<tool>"}});
   json["added_tokens"].push_back({{"id", 9}, {"content", "<end>"}, {"special", true}});
   json["added_tokens"].push_back({{"id", size + 7}, {"content", "the"}});
+  json["added_tokens"].push_back({{"id", size + 8}, {"content", ""}});
+  json["added_tokens"].push_back({{"id", size + 9}, {"content", "<tool>"}});
   const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Parse(json.dump());
   ASSERT_TRUE(vocabulary.ok()) << vocabulary.status();
   EXPECT_EQ(vocabulary->size(), size + 2);

@@ -76,7 +76,10 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dic
         if source not in row:
             raise ConfigError(
                 f"{place}: there is no column {source!r}, which `columns` names; "
-                f"there are {', '.join(row)}"
+                f"there are {', '.join(row)}",
+                hint="eval.data takes over data.columns; eval.data.columns: {} does not rename"
+                if place.startswith("eval.")
+                else None,
             )
     kept = {name: value for name, value in row.items() if name not in columns.values()}
     return kept | {name: row[source] for name, source in columns.items()}

@@ -296,6 +296,11 @@ def test_columns_get_the_names_that_are_asked_for(tmp_path, codec):
     assert example.row == {"prompt": "w2", "answer": "w4"}
     with pytest.raises(ConfigError, match=r":1: there is no column 'text', which `columns` names"):
         load_dataset(rows.model_copy(update={"columns": {"prompt": "text"}}), codec)
+    with pytest.raises(ConfigError, match="there is no column 'text'") as caught:
+        load_dataset(
+            rows.model_copy(update={"columns": {"prompt": "text"}}), codec, field="eval.data"
+        )
+    assert "eval.data.columns: {}" in caught.value.hint
 
 
 def test_a_row_without_a_prompt_says_how_to_name_its_column(tmp_path, codec):
