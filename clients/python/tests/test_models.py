@@ -270,6 +270,14 @@ def test_layers_for_multi_token_prediction_are_kept_where_the_config_counts_them
     rewrite(source, lambda tensors: tensors | {name: torch.ones(32, 64)})
     edit_config(source, num_nextn_predict_layers=1)
     assert name in weights(import_model(str(source), tmp_path / "model").path)
+    whole = weights(source)
+    rewrite(source, lambda tensors: tensors | {f"_orig_mod.{name}": tensors[name]})
+    with pytest.raises(ConfigError, match="are the same parameter"):
+        import_model(str(source), tmp_path / "twice")
+    # As the base model alone is saved.
+    rewrite(source, lambda _: {one.removeprefix("model."): value for one, value in whole.items()})
+    assert weights(import_model(str(source), tmp_path / "base").path).keys() == whole.keys()
+    rewrite(source, lambda _: whole)
     edit_config(source, num_nextn_predict_layers=0)
     with pytest.raises(ConfigError, match=f"tensor '{name}': unexpected"):
         import_model(str(source), tmp_path / "other")

@@ -132,10 +132,7 @@ class ExpectedTensors:
 
     def _known(self, name: str) -> str:
         """Returns a name as the model has it: with or without the prefix of the base model."""
-        for one in (name, self._prefix + name):
-            if one in self._shapes:
-                return one
-        return name
+        return next((one for one in (name, self._prefix + name) if self._is_known(one)), name)
 
     def _is_known(self, name: str) -> bool:
         return (
@@ -175,9 +172,7 @@ class ExpectedTensors:
         given: dict[str, list[str]] = {}
         by_name: dict[str, str] = {}
         for one, name in names.items():
-            if name not in self._owners:
-                continue  # A prediction layer's.
-            owner = self._owners[name]
+            owner = self._owners.get(name, name)  # A prediction layer's are its own.
             # A stacked tensor is all of its parameters.
             also = given.get(owner, []) if name == owner else []
             twice = by_name.get(name) or by_name.get(owner) or next(iter(also), None)
