@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -243,6 +244,14 @@ def test_any_text_of_an_error_is_a_message(opened, way):
         assert f"ValueError: {bad}\n" in failure
 
 
+@pytest.fixture
+def recursion_limit():
+    """Restores the limit, which a judge in a thread may change for the whole process."""
+    limit = sys.getrecursionlimit()
+    yield limit
+    sys.setrecursionlimit(limit)
+
+
 @pytest.mark.parametrize(
     "raised",
     [
@@ -253,7 +262,7 @@ def test_any_text_of_an_error_is_a_message(opened, way):
     ],
 )
 @pytest.mark.parametrize("way", ["threads", "processes"])
-def test_whatever_a_function_raises_is_its_calls_failure(opened, way, raised):
+def test_whatever_a_function_raises_is_its_calls_failure(opened, way, raised, recursion_limit):
     text = (
         "import sys\n"
         "class Odd(BaseException):\n"
