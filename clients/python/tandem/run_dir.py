@@ -59,7 +59,7 @@ from tandem.run_files import (
     writing,
 )
 from tandem.run_lock import LOCK, locked
-from tandem.run_log import LOG, logged, logged_to
+from tandem.run_log import LOG, logged_to
 from tandem.settings import EvalMode, EvalSettings, RunSettings, SpeculativeSettings
 from tandem.text_files import encoded
 from tandem.trajectories.files import EVALUATIONS, STEPS, TrajectoryFile
@@ -264,7 +264,6 @@ class RunDirectory:
             self._files.enter_context(logged_to(self.log, note))
             self._metrics = self._append_to("metrics.jsonl")
             self._versions = self._append_to("versions.jsonl")
-            note = logged(note)
             self._trackers = self._files.enter_context(self._open_trackers(note))
             self.trajectories = self._files.enter_context(
                 TrajectoryWriter(self.path, self._config.trajectories, note)

@@ -18,7 +18,6 @@ from tandem.text_files import encoded
 LOG = logging.getLogger("tandem")
 # Without a handler, Python would print warnings, which are printed already.
 LOG.addHandler(logging.NullHandler())
-LOG.setLevel(logging.INFO)
 
 
 class RunLog(logging.Handler):
@@ -74,11 +73,14 @@ class RunLog(logging.Handler):
 def logged_to(path: Path, note: Callable[[str], None]) -> Iterator[RunLog]:
     """Writes to the file `path` what is logged while the body runs; `note` prints a line."""
     handler = RunLog(path, note)
+    level = LOG.level
+    LOG.setLevel(min(LOG.getEffectiveLevel(), logging.INFO))
     LOG.addHandler(handler)
     try:
         yield handler
     finally:
         LOG.removeHandler(handler)
+        LOG.setLevel(level)
         handler.close()
 
 

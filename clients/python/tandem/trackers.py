@@ -30,6 +30,8 @@ MOST_RETRY_SECONDS = 60.0
 # Most seconds that the end of a run waits for its trackers; after an error, or Ctrl-C.
 FLUSH_SECONDS = 30.0
 FLUSH_SECONDS_AFTER_ERROR = 5.0
+# Seconds of that wait after which it is told.
+_NOTE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Trackers:
         self, names: Sequence[TrackerName], run: TrackedRun, note: Callable[[str], None]
     ) -> None:
         """`note` prints a line, in any thread, about a tracker that fails."""
+        self._note = note
         self._senders = [_Sender(name, run, note) for name in names]
 
     def __enter__(self) -> Self:
@@ -82,6 +85,9 @@ class Trackers:
         deadline = time.monotonic() + seconds
         for sender in self._senders:
             sender.ask_to_end()
+        late = [sender.name for sender in self._senders if not sender.ends_by(_NOTE_SECONDS)]
+        if late:
+            self._note(f"waiting for trackers: {', '.join(late)}, for at most {seconds:g} s")
         for sender in self._senders:
             sender.end(deadline)
 
@@ -107,7 +113,7 @@ class _Sender:
     """Hands lines to one tracker, in order, in a thread."""
 
     def __init__(self, name: TrackerName, run: TrackedRun, note: Callable[[str], None]) -> None:
-        self._name = name
+        self.name = name
         self._run = run
         self._note = note
         self._lines: queue.Queue[tuple[dict[str, Any], str] | None] = queue.Queue()
@@ -137,6 +143,11 @@ class _Sender:
         self._ending.set()
         self._lines.put(None)
 
+    def ends_by(self, seconds: float) -> bool:
+        """Whether the thread ends within some seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
     def end(self, deadline: float) -> None:
         """Waits for the thread until the time `deadline`; tells what the tracker lacks."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -146,7 +157,7 @@ class _Sender:
         if self.lacks or self._reason:
             lacks = f"it lacks {self.lacks} lines" if self.lacks else "it may lack the last lines"
             self._note(
-                f"warning: trackers: {self._name}: {self._reason}: {lacks}, which metrics.jsonl "
+                f"warning: trackers: {self.name}: {self._reason}: {lacks}, which metrics.jsonl "
                 "and evals.jsonl have"
             )
 
@@ -170,7 +181,7 @@ class _Sender:
                 self._tell(error)
             else:
                 if self._reason and not self._ended.is_set():
-                    self._note(f"trackers: {self._name}: works again")
+                    self._note(f"trackers: {self.name}: works again")
                 self._reason = ""
                 return True
             if self._ended.is_set():
@@ -185,12 +196,12 @@ class _Sender:
         known, self._reason = self._reason, f"{type(error).__name__}: {error}"
         if not known and not self._ended.is_set():
             self._note(
-                f"warning: trackers: {self._name}: {self._reason}: the run goes on, and its "
+                f"warning: trackers: {self.name}: {self._reason}: the run goes on, and its "
                 "numbers are sent when the tracker takes them"
             )
 
     def _open(self) -> None:
-        self._tracker = _KINDS[self._name](self._run)
+        self._tracker = _KINDS[self.name](self._run)
 
     def _add(self, line: dict[str, Any], prefix: str) -> None:
         if self._tracker is None:
@@ -199,7 +210,7 @@ class _Sender:
         try:
             self._tracker.add(line, prefix)
         except OSError:
-            if self._name == "tensorboard":
+            if self.name == "tensorboard":
                 # The file may end in half a record, behind which no reader looks.
                 self._tracker = None
             raise

@@ -617,3 +617,40 @@ def test_responses_are_judged_while_others_are_drawn(world, run_file, tmp_path):
     world.on_prompt = hold_the_last
     tandem("train", run_file, "steps=1", f"reward.function={tmp_path}/judge.py:reward")
     assert (tmp_path / "judged").exists()
+
+
+CHANGES = """
+def reward(prompt, response, answer, **row):
+    seen = len(row["tags"])
+    row["tags"].append(response)
+    row["info"].pop("target")
+    return float(seen + len(response) % 3)
+"""
+
+
+def test_what_a_judge_does_to_its_row_reaches_nothing_in_any_way_to_call_it(
+    world, run_file, tmp_path
+):
+    (tmp_path / "judge.py").write_text(CHANGES)
+    rows = [
+        {"prompt": f"w{i} w{i + 1}", "answer": f"w{i}", "tags": ["a"], "info": {"target": 1}}
+        for i in range(2, 6)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = f"reward.function={tmp_path}/judge.py:reward"
+    left = []
+    for name, *options in (
+        ("threads",),
+        ("one", "reward.workers=1"),
+        ("processes", "reward.executor=process", "reward.workers=2"),
+        ("resumed", "steps=1"),
+    ):
+        world.version = world.published = 0
+        run = f"run_dir={tmp_path / name}"
+        tandem("train", run_file, judge, run, *options)
+        if name == "resumed":
+            tandem("train", run_file, judge, run, "--resume")
+        records = tandem("view", tmp_path / name, "--json").stdout.splitlines()
+        left.append((without_clock(lines(tmp_path / name / "metrics.jsonl")), records))
+        assert '"tags": ["a"]' in records[0]
+    assert left == [left[0]] * 4

@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, Protocol
 
-from tandem.judges.cases import Case, Failure, Outcome, call, too_slow
+from tandem.judges.cases import Case, Failure, Outcome, call, failure_of, too_slow
 from tandem.judges.watch import Watch
 
 # Most threads whose calls were given up and have not returned; no worker replaces a further one.
@@ -129,7 +129,12 @@ class Workers:
     def _work(self, me: threading.Thread, caller: Caller) -> None:
         while (task := self._tasks.get()) is not None:
             case, future = task
-            if (failure := caller.prepare()) is not None:
+            try:
+                failure = caller.prepare()
+            # A script without `if __name__ == "__main__"` cannot start processes, for example.
+            except Exception as error:
+                failure = failure_of(error)
+            if failure is not None:
                 settle(future, failure)
                 continue
             watched = self._watch.begin(
