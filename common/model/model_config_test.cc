@@ -229,13 +229,20 @@ TEST(ModelConfigTest, ExpertsThatDoNotFitAreRefusedByName) {
     EXPECT_EQ(FieldPath(status), path) << status;
   };
   refused("mixtral", {{"num_experts_per_tok", 6}}, kInvalid, "config.json.num_experts_per_tok");
-  refused("mixtral", {{"num_experts", 9}}, kInvalid, "config.json.num_experts");  // and 5
   refused("mixtral", {{"router_jitter_noise", 0.1}}, kUnimplemented,
           "config.json.router_jitter_noise");
   refused("qwen2_moe", {{"moe_intermediate_size", 0}}, kInvalid,
           "config.json.moe_intermediate_size");
   refused("qwen3_moe", {{"mlp_only_layers", {-1}}}, kInvalid, "config.json.mlp_only_layers");
   refused("qwen3_moe", {{"decoder_sparse_step", 0}}, kInvalid, "config.json.decoder_sparse_step");
+}
+
+TEST(ModelConfigTest, TwoNamesOfANumberMustAgree) {
+  json config = TinyConfigJson("mixtral");
+  config["num_experts"] = 5;
+  EXPECT_EQ(ParseModelConfig(config.dump())->decoder.experts.routing.num_experts, 5);
+  config["num_experts"] = 6;
+  EXPECT_EQ(FieldPath(ParseModelConfig(config.dump()).status()), "config.json.num_experts");
 }
 
 TEST(ModelConfigTest, ShardsThatDoNotDivideAreRefusedByTheKeysOfTheFamily) {

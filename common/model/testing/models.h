@@ -22,7 +22,8 @@ inline std::vector<std::string> EveryFamily() {
   return names;
 }
 
-// A config.json with grouped heads and head_dim != hidden / heads. `changes` are merged in.
+// A config.json with grouped heads and head_dim != hidden / heads. `changes` are merged in, under
+// the family's names for them.
 inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                                      const nlohmann::json& changes = nlohmann::json::object()) {
   nlohmann::json config = {{"model_type", model_type},
@@ -59,7 +60,6 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
                                   {"fullatt_block_indexes", {1}}});
   }
   if (model_type == "deepseek_v3") {
-    config.erase("head_dim");  // qk_rope_head_dim
     config.merge_patch({{"q_lora_rank", 11},
                         {"kv_lora_rank", 13},
                         {"qk_nope_head_dim", 7},
@@ -91,8 +91,13 @@ inline nlohmann::json TinyConfigJson(const std::string& model_type = "llama",
   if (model_type == "qwen2_moe") config["shared_expert_intermediate_size"] = 20;
   config["num_experts_per_tok"] = 2;
   if (changes.is_object()) config.merge_patch(changes);  // `{}` arrives as null
+  if (model_type == "mixtral" && config.contains("num_experts")) {
+    config["num_local_experts"] = config["num_experts"];
+    config.erase("num_experts");
+  }
   if (model_type == "deepseek_v3") {
     config["num_key_value_heads"] = config["num_attention_heads"];
+    config.erase("head_dim");  // it has qk_rope_head_dim
     // Here null is not the default, but no rank.
     if (changes.is_object() && changes.contains("q_lora_rank")) {
       config["q_lora_rank"] = changes["q_lora_rank"];
