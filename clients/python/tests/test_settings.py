@@ -302,6 +302,12 @@ def test_every_setting_is_read_somewhere():
     }
     # Settings that settings.py itself reads for the rest of the package.
     read |= {"reference", "rewards", "name"}
+    # Trackers read the record of the run's settings.
+    read |= {
+        node.slice.value
+        for node in ast.walk(ast.parse((package / "trackers.py").read_text()))
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+    }
     sections = [RunSettings]
     for section in sections:
         carried = set(MESSAGES[section].DESCRIPTOR.fields_by_name) if section in MESSAGES else set()
