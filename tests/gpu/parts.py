@@ -179,8 +179,8 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                 )
             ]
             for dtype, limit, sides in (
-                ("bfloat16", 110, "solo,tandem,transformers,graph"),
-                ("float32", 45, "solo,graph"),
+                ("bfloat16", 125, "solo,tandem,transformers,graph"),
+                ("float32", 60, "solo,graph"),
             )
         ),
         [
