@@ -74,6 +74,33 @@ absl::Status AwaitAll(RankStore& store, const RankEnvironment& environment, absl
 
 }  // namespace
 
+namespace {
+
+// All kinds, `receive` included.
+constexpr CollectiveVolume CommunicationVolume::*kKinds[] = {
+    &CommunicationVolume::all_reduce, &CommunicationVolume::reduce_scatter,
+    &CommunicationVolume::all_gather, &CommunicationVolume::broadcast,
+    &CommunicationVolume::all_to_all, &CommunicationVolume::send,
+    &CommunicationVolume::plain_data, &CommunicationVolume::receive};
+
+}  // namespace
+
+CommunicationVolume& CommunicationVolume::operator+=(const CommunicationVolume& other) {
+  for (const auto kind : kKinds) {
+    (this->*kind).calls += (other.*kind).calls;
+    (this->*kind).bytes += (other.*kind).bytes;
+  }
+  return *this;
+}
+
+CommunicationVolume& CommunicationVolume::operator-=(const CommunicationVolume& other) {
+  for (const auto kind : kKinds) {
+    (this->*kind).calls -= (other.*kind).calls;
+    (this->*kind).bytes -= (other.*kind).bytes;
+  }
+  return *this;
+}
+
 int64_t CommunicationVolume::bytes() const {
   return all_reduce.bytes + reduce_scatter.bytes + all_gather.bytes + broadcast.bytes +
          all_to_all.bytes + send.bytes + plain_data.bytes;
@@ -161,7 +188,7 @@ std::shared_ptr<Communicator> Communicator::Split(const std::string& name,
     if (rank >= 0) {
       mine.reset(new Communicator(name, std::move(ranks), rank, options.device.value_or(device_)));
       mine->store_ = store_;
-      mine->total_sent_bytes_ = total_sent_bytes_;
+      mine->total_ = total_;
       mine->on_failure_ = on_failure_;
       key = absl::StrCat(name_, "/", splits_, "/", index);
     }
@@ -220,17 +247,34 @@ at::Tensor Communicator::ShardOf(const at::Tensor& whole, int rank) const {
   return whole.view(-1).narrow(0, rank * length, length);
 }
 
-void Communicator::Count(CollectiveVolume& kind, int64_t bytes) const {
-  ++kind.calls;
+void Communicator::Count(CollectiveVolume CommunicationVolume::*kind, int64_t bytes) {
+  CommunicationVolume one;
+  one.*kind = {.calls = 1, .bytes = size() == 1 ? 0 : bytes};
+  volume_ += one;
   if (size() == 1) return;
-  kind.bytes += bytes;
-  *total_sent_bytes_ += bytes;
+  const std::lock_guard lock(total_->mutex);
+  total_->volume += one;
+}
+
+CommunicationVolume Communicator::total_volume() const {
+  const std::lock_guard lock(total_->mutex);
+  return total_->volume;
+}
+
+const std::shared_ptr<Communicator>& Communicator::patient() {
+  if (patient_ == nullptr) {
+    std::vector<int> all(static_cast<size_t>(size()));
+    std::iota(all.begin(), all.end(), 0);
+    patient_ = Split("patient", {all}, {.timeout = kNoTimeLimit});
+  }
+  return patient_;
 }
 
 void Communicator::AllReduce(at::Tensor& tensor, Reduction reduction) {
   CheckTensor("all-reduce", tensor);
   const at::Tensor wide = tensor.to(SumType("all-reduce", tensor.scalar_type()));
-  Count(volume_.all_reduce, 2 * (size() - 1) * static_cast<int64_t>(wide.nbytes()) / size());
+  Count(&CommunicationVolume::all_reduce,
+        2 * (size() - 1) * static_cast<int64_t>(wide.nbytes()) / size());
   if (group_ == nullptr || tensor.numel() == 0) return;
   Run("all-reduce", -1, [&] {
     (reduction == Reduction::kSum ? group_->AllReduceSum(wide) : group_->AllReduceMax(wide))();
@@ -246,7 +290,7 @@ CollectiveHandle Communicator::ReduceScatterAsync(const at::Tensor& output,
                                                   const at::Tensor& input) {
   CheckShards("reduce-scatter", input, output);
   SumType("reduce-scatter", input.scalar_type());
-  Count(volume_.reduce_scatter, (size() - 1) * static_cast<int64_t>(output.nbytes()));
+  Count(&CommunicationVolume::reduce_scatter, (size() - 1) * static_cast<int64_t>(output.nbytes()));
   if (input.numel() == 0) return {};
   if (group_ == nullptr) {
     if (output.const_data_ptr() != input.const_data_ptr()) output.view(-1).copy_(input.view(-1));
@@ -312,7 +356,7 @@ void Communicator::AllGather(const at::Tensor& output, const at::Tensor& input) 
 
 CollectiveHandle Communicator::AllGatherAsync(const at::Tensor& output, const at::Tensor& input) {
   CheckShards("all-gather", output, input);
-  Count(volume_.all_gather, (size() - 1) * static_cast<int64_t>(input.nbytes()));
+  Count(&CommunicationVolume::all_gather, (size() - 1) * static_cast<int64_t>(input.nbytes()));
   if (output.numel() == 0) return {};
   return CollectiveHandle(DoAllGather(output.view(-1), input.view(-1)));
 }
@@ -353,7 +397,8 @@ void Communicator::AllToAll(const at::Tensor& output, const at::Tensor& input,
               ": a number of rows for each of ", ranks, " ranks, the same from this rank as to it");
   const std::vector<at::Tensor> to_ranks = RowRanges(kWhat, input, sent);
   const std::vector<at::Tensor> from_ranks = RowRanges(kWhat, output, received);
-  Count(volume_.all_to_all, static_cast<int64_t>(input.nbytes() - to_ranks[own].nbytes()));
+  Count(&CommunicationVolume::all_to_all,
+        static_cast<int64_t>(input.nbytes() - to_ranks[own].nbytes()));
   if (group_ != nullptr && !device_.is_cpu()) {
     return Run(kWhat, -1, [&] { group_->AllToAll(output, input, received, sent)(); });
   }
@@ -378,7 +423,7 @@ void Communicator::AllToAll(const at::Tensor& output, const at::Tensor& input,
 void Communicator::Broadcast(at::Tensor& tensor, int root) {
   CheckTensor("broadcast", tensor);
   CheckPeer("broadcast", root);
-  Count(volume_.broadcast, root == rank_ ? static_cast<int64_t>(tensor.nbytes()) : 0);
+  Count(&CommunicationVolume::broadcast, root == rank_ ? static_cast<int64_t>(tensor.nbytes()) : 0);
   DoBroadcast(tensor, root);
 }
 
@@ -396,7 +441,7 @@ CollectiveHandle Communicator::SendAsync(const at::Tensor& tensor, int to) {
   CheckTensor("send", tensor);
   CheckPeer("send", to);
   TORCH_CHECK(to != rank_, "send: rank ", to, " sends to itself");
-  Count(volume_.send, static_cast<int64_t>(tensor.nbytes()));
+  Count(&CommunicationVolume::send, static_cast<int64_t>(tensor.nbytes()));
   if (tensor.numel() == 0) return {};
   Wait wait;
   Run("send", to, [&] { wait = group_->Send(tensor, to, kSendTag); });
@@ -407,6 +452,7 @@ CollectiveHandle Communicator::RecvAsync(at::Tensor& tensor, int from) {
   CheckTensor("receive", tensor);
   CheckPeer("receive", from);
   TORCH_CHECK(from != rank_, "receive: rank ", from, " receives from itself");
+  Count(&CommunicationVolume::receive, static_cast<int64_t>(tensor.nbytes()));
   if (tensor.numel() == 0) return {};
   Wait wait;
   Run("receive", from, [&] { wait = group_->Recv(tensor, from, kSendTag); });
@@ -419,7 +465,7 @@ void Communicator::Barrier() {
 
 std::string Communicator::BroadcastBytes(std::string bytes, int root) {
   CheckPeer("broadcast of bytes", root);
-  Count(volume_.plain_data, root == rank_ ? static_cast<int64_t>(bytes.size()) : 0);
+  Count(&CommunicationVolume::plain_data, root == rank_ ? static_cast<int64_t>(bytes.size()) : 0);
   if (group_ == nullptr) return bytes;
   // Short data travels in one exchange with its length.
   auto size = static_cast<int64_t>(bytes.size());
@@ -444,7 +490,7 @@ std::string Communicator::BroadcastBytes(std::string bytes, int root) {
 
 std::vector<std::string> Communicator::AllGatherBytes(const std::string& bytes) {
   if (group_ == nullptr) {
-    Count(volume_.plain_data, 0);
+    Count(&CommunicationVolume::plain_data, 0);
     return {bytes};
   }
   const auto gather = [this](const at::Tensor& own) {
@@ -456,7 +502,7 @@ std::vector<std::string> Communicator::AllGatherBytes(const std::string& bytes) 
       gather(at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device_)).cpu();
   // The shards of a gather have one size: the longest.
   const auto longest = lengths.max().item<int64_t>();
-  Count(volume_.plain_data, (size() - 1) * longest);
+  Count(&CommunicationVolume::plain_data, (size() - 1) * longest);
   std::string padded = bytes;
   padded.resize(longest);
   const at::Tensor all =

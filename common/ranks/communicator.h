@@ -5,10 +5,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -37,6 +37,9 @@ struct SplitOptions {
   std::optional<absl::Duration> timeout;
 };
 
+// The timeout of groups whose ranks may meet hours apart.
+inline constexpr absl::Duration kNoTimeLimit = absl::Hours(24 * 365);
+
 enum class Reduction { kSum, kMax };
 
 struct CollectiveVolume {
@@ -53,8 +56,13 @@ struct CommunicationVolume {
   CollectiveVolume all_to_all;      // the rows for other ranks
   CollectiveVolume send;            // the tensor
   CollectiveVolume plain_data;      // BroadcastBytes and AllGatherBytes, by the same formulas
+  // The tensors of Recv: what this rank got, which bytes() does not count.
+  CollectiveVolume receive;
 
+  // Sent bytes of all kinds.
   int64_t bytes() const;
+  CommunicationVolume& operator+=(const CommunicationVolume& other);
+  CommunicationVolume& operator-=(const CommunicationVolume& other);
 };
 
 // Handle of an asynchronous collective, or of several. All of their communication is started before
@@ -117,6 +125,11 @@ class Communicator {
     on_failure_ = std::move(handler);
   }
 
+  // Returns the same ranks on the same device without a time limit: for ranks that read or write
+  // files between their meetings, however long a disk takes. Created by the first call, which is
+  // collective.
+  const std::shared_ptr<Communicator>& patient();
+
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   at::Device device() const { return device_; }
@@ -160,9 +173,11 @@ class Communicator {
   // The volume of this group alone: subgroups count their own.
   CommunicationVolume volume() const { return volume_; }
   void ResetVolume() { volume_ = {}; }
-  // The bytes that this rank has sent in the outermost group and in all groups split off from it.
-  // Thread-safe.
-  int64_t total_sent_bytes() const { return total_sent_bytes_->load(); }
+  // The volume of the outermost group and of all groups split off from it: all that this rank has
+  // communicated. Thread-safe.
+  CommunicationVolume total_volume() const;
+  // total_volume().bytes().
+  int64_t total_sent_bytes() const { return total_volume().bytes(); }
 
  private:
   Communicator(std::string name, std::vector<int> ranks, int rank, at::Device device);
@@ -174,7 +189,8 @@ class Communicator {
   void CheckPeer(absl::string_view what, int peer) const;
   void CheckShards(absl::string_view what, const at::Tensor& whole, const at::Tensor& shard) const;
   at::Tensor ShardOf(const at::Tensor& whole, int rank) const;
-  void Count(CollectiveVolume& kind, int64_t bytes) const;
+  // Adds a collective of `bytes` to the group's volume and to that of all groups.
+  void Count(CollectiveVolume CommunicationVolume::*kind, int64_t bytes);
 
   // The collectives without checks and without counting. Those that return a function have started
   // all communication; the function waits for it.
@@ -189,9 +205,13 @@ class Communicator {
   const at::Device device_;
   int splits_ = 0;
   CommunicationVolume volume_;
-  std::shared_ptr<std::atomic<int64_t>> total_sent_bytes_ =
-      std::make_shared<std::atomic<int64_t>>(0);
+  struct SharedVolume {
+    std::mutex mutex;
+    CommunicationVolume volume;
+  };
+  std::shared_ptr<SharedVolume> total_ = std::make_shared<SharedVolume>();
   std::function<void(const std::string&)> on_failure_;
+  std::shared_ptr<Communicator> patient_;
   std::shared_ptr<RankStore> store_;     // shared with subgroups; outlives the connections
   std::unique_ptr<ProcessGroup> group_;  // nullptr for a single rank
 };

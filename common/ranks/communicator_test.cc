@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "common/ranks/testing/counted_communication.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "common/tensor/catch_torch_errors.h"
 
@@ -438,6 +439,45 @@ TEST(CommunicatorConnectTest, MissingRanksAreNamed) {
     if (environment.rank == 0) {
       EXPECT_THAT(std::string(world.status().message()), HasSubstr("rank 1, 3 did not join"));
     }
+  });
+}
+
+// A disk may take longer than any time limit between two meetings of the ranks.
+TEST(CommunicatorConnectTest, PatientRanksWaitLongerThanTheTimeLimit) {
+  RunOnRanks(2, [](const RankEnvironment& environment) {
+    const absl::Duration limit = absl::Seconds(2);
+    const auto world = Communicator::Connect(environment, {.timeout = limit}).value();
+    const std::shared_ptr<Communicator> patient = world->patient();
+    EXPECT_EQ(patient, world->patient());
+    at::Tensor value = at::full({1}, environment.rank, at::kFloat);
+    if (environment.rank == 1) absl::SleepFor(limit + absl::Seconds(1));
+    if (environment.rank == 0) patient->Recv(value, 1);
+    if (environment.rank == 1) patient->Send(value, 0);
+    EXPECT_EQ(value.item<float>(), 1);
+    EXPECT_THAT(patient->AllGatherBytes(absl::StrCat(environment.rank)), ElementsAre("0", "1"));
+    patient->Barrier();
+  });
+}
+
+TEST(CommunicatorConnectTest, EveryGroupCountsTowardsTheTotal) {
+  RunConnected(2, [](const std::shared_ptr<Communicator>& world) {
+    const std::shared_ptr<Communicator> pair = world->Split("pair", {{0, 1}});
+    const CommunicationVolume volume = Communicated(*world, [&] {
+      at::Tensor values = at::ones({10}, at::kFloat);
+      world->AllReduce(values, Reduction::kSum);
+      if (pair->rank() == 0) pair->Send(values, 1);
+      if (pair->rank() == 1) pair->Recv(values, 0);
+      world->patient()->Broadcast(values, 1);
+    });
+    const bool leads = world->rank() == 0;
+    EXPECT_EQ(volume.all_reduce.calls, 1);
+    EXPECT_EQ(volume.all_reduce.bytes, 40);
+    EXPECT_EQ(volume.send.bytes, leads ? 40 : 0);
+    EXPECT_EQ(volume.receive.calls, leads ? 0 : 1);
+    EXPECT_EQ(volume.receive.bytes, leads ? 0 : 40);
+    EXPECT_EQ(volume.broadcast.bytes, leads ? 0 : 40);
+    EXPECT_EQ(volume.bytes(), 80);
+    EXPECT_EQ(Communicated(*world, [] {}).bytes(), 0);
   });
 }
 

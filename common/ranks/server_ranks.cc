@@ -15,9 +15,6 @@
 namespace tandem::ranks {
 namespace {
 
-// Commands may be hours apart. The monitor ends the process if a rank is lost meanwhile.
-constexpr absl::Duration kNoLimit = absl::Hours(24 * 365);
-
 // Returns the first line that differs: "'a: 1', where rank 0 has 'a: 2'".
 std::string FirstDifference(absl::string_view theirs, absl::string_view of_rank_zero) {
   const std::vector<absl::string_view> a = absl::StrSplit(theirs, '\n');
@@ -49,10 +46,12 @@ absl::StatusOr<std::shared_ptr<ServerRanks>> ServerRanks::Connect(
         RankMonitorOptions::EndProcess(failure);
       });
   TANDEM_RETURN_IF_ERROR(CatchTorchErrors("ranks", [&]() -> absl::Status {
+    // Commands may be hours apart. The monitor ends the process if a rank is lost meanwhile.
     std::vector<int> all(static_cast<size_t>(ranks->size()));
     std::iota(all.begin(), all.end(), 0);
     ranks->commands_ =
-        ranks->world_->Split("commands", {all}, {.device = at::kCPU, .timeout = kNoLimit});
+        ranks->world_->Split("commands", {all}, {.device = at::kCPU, .timeout = kNoTimeLimit});
+    ranks->world_->patient();  // while all ranks are here
     return absl::OkStatus();
   }));
   return ranks;
