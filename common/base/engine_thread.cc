@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
+#include "common/base/progress.h"
 
 namespace tandem {
 namespace {
@@ -75,6 +76,11 @@ absl::Status EngineThread::RunInTurn(const CallScope& call, absl::FunctionRef<vo
 }
 
 void EngineThread::NoteProgress() {
+  CountProgress();
+  NoteProgressOfOthers();
+}
+
+void EngineThread::NoteProgressOfOthers() {
   const std::lock_guard lock(mutex_);
   last_progress_ = options_.clock();
 }
@@ -116,6 +122,7 @@ void EngineThread::WaitForWork(std::unique_lock<std::mutex>& lock) {
 }
 
 void EngineThread::Loop() {
+  const ProgressScope progress([this] { NoteProgressOfOthers(); });
   if (options_.step) next_step_ = absl::InfinitePast();
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -154,6 +161,7 @@ void EngineThread::RunCommand(std::unique_lock<std::mutex>& lock) {
   command->body = nullptr;  // without the lock: a destructor may call this thread
   lock.lock();
   if (runs) {
+    CountProgress();
     last_progress_ = options_.clock();
     if (options_.step) next_step_ = absl::InfinitePast();  // there may be something to do now
   }

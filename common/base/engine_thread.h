@@ -77,8 +77,11 @@ class EngineThread {
   absl::Status Post(std::function<void()> work);
 
   // Work advances: called by long bodies and by steps, from any thread. A finished command counts
-  // by itself.
+  // by itself, and so does what calls tandem::NoteProgress (progress.h) on the engine thread: every
+  // transfer between a file and memory.
   void NoteProgress();
+  // Another process, for which work waits here, has advanced. ProgressCount does not count it.
+  void NoteProgressOfOthers();
   // The last progress; InfinitePast before the first.
   absl::Time last_progress() const;
 

@@ -16,6 +16,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/synchronization/notification.h"
+#include "common/base/file_descriptor.h"
+#include "common/base/progress.h"
 
 namespace tandem {
 namespace {
@@ -282,6 +284,39 @@ TEST(EngineThreadTest, HealthFailsWhenNothingProgressesWhileWorkWaits) {
   }
   EXPECT_TRUE(thread.Run({}, Nothing).ok());
   EXPECT_TRUE(thread.Health().ok());
+}
+
+// A save to a slow disk takes longer than the stall limit, and is healthy all the while.
+TEST(EngineThreadTest, TransfersOfFilesAreProgress) {
+  std::atomic<int64_t> seconds = 0;
+  EngineThread thread({.stall_limit = absl::Seconds(10),
+                       .clock = [&] { return absl::FromUnixSeconds(1000 + seconds); }});
+  const int64_t counted = ProgressCount();
+  const absl::Status saved = thread.Run({}, [&]() -> absl::Status {
+    for (int transfer = 0; transfer < 20; ++transfer) {
+      seconds += 9;
+      NoteTransfer(Transfer::kWrite, 1);
+      if (absl::Status health = thread.Health(); !health.ok()) return health;
+    }
+    seconds += 10;
+    return thread.Health().ok() ? absl::InternalError("a stall is healthy") : absl::OkStatus();
+  });
+  EXPECT_TRUE(saved.ok()) << saved;
+  EXPECT_GE(ProgressCount(), counted + 20);
+}
+
+// What waits for another process is healthy while that process advances.
+TEST(EngineThreadTest, ProgressOfOthersIsProgressThatIsNotCounted) {
+  std::atomic<int64_t> seconds = 0;
+  EngineThread thread({.stall_limit = absl::Seconds(10),
+                       .clock = [&] { return absl::FromUnixSeconds(1000 + seconds); }});
+  const Blocker blocker(thread);
+  seconds += 10;
+  EXPECT_FALSE(thread.Health().ok());
+  const int64_t counted = ProgressCount();
+  thread.NoteProgressOfOthers();
+  EXPECT_TRUE(thread.Health().ok());
+  EXPECT_EQ(ProgressCount(), counted);
 }
 
 TEST(EngineThreadTest, HealthFailsForStepsThatNeverProgress) {

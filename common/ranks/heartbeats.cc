@@ -6,7 +6,9 @@
 #include <array>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 
 namespace tandem::ranks {
@@ -22,16 +24,23 @@ std::string ProcessOf(const std::string& beat) {
   return process == std::string::npos ? "" : beat.substr(process);
 }
 
+// Returns the <progress> of a beat.
+int64_t ProgressOf(const std::string& beat) {
+  const std::vector<absl::string_view> words = absl::StrSplit(beat, ' ');
+  int64_t progress = 0;
+  return words.size() > 2 && absl::SimpleAtoi(words[2], &progress) ? progress : 0;
+}
+
 bool IsLast(const std::string& record) {
   return record == kLeft || absl::StartsWith(record, kFailed);
 }
 
 }  // namespace
 
-std::string BeatRecord(int64_t count) {
+std::string BeatRecord(int64_t count, int64_t progress) {
   std::array<char, HOST_NAME_MAX + 1> host = {};
   gethostname(host.data(), host.size() - 1);
-  return absl::StrCat(kBeat, count, " (pid ", getpid(), " on ", host.data(), ")");
+  return absl::StrCat(kBeat, count, " ", progress, " (pid ", getpid(), " on ", host.data(), ")");
 }
 
 std::string LeftRecord() { return std::string(kLeft); }
@@ -42,7 +51,8 @@ Heartbeats::Heartbeats(int rank, int world_size, absl::Duration silence, absl::T
     : rank_(rank),
       silence_(silence),
       last_update_(now),
-      peers_(static_cast<size_t>(world_size), Peer{.record = "", .process = "", .changed = now}) {}
+      peers_(static_cast<size_t>(world_size),
+             Peer{.record = "", .process = "", .changed = now, .progress = 0}) {}
 
 void Heartbeats::Update(const std::vector<std::string>& records, absl::Time now) {
   const bool stood_still = now - last_update_ > silence_ / 2;
@@ -53,7 +63,9 @@ void Heartbeats::Update(const std::vector<std::string>& records, absl::Time now)
     if (records[rank] == peer.record) continue;
     peer.record = records[rank];
     peer.changed = now;
-    if (absl::StartsWith(peer.record, kBeat)) peer.process = ProcessOf(peer.record);
+    if (!absl::StartsWith(peer.record, kBeat)) continue;
+    peer.process = ProcessOf(peer.record);
+    peer.progress = ProgressOf(peer.record);
   }
 }
 
@@ -73,6 +85,14 @@ std::string Heartbeats::FindFailure() const {
     }
   }
   return "";
+}
+
+int64_t Heartbeats::progress_of_others() const {
+  int64_t sum = 0;
+  for (size_t rank = 0; rank < peers_.size(); ++rank) {
+    if (static_cast<int>(rank) != rank_) sum += peers_[rank].progress;
+  }
+  return sum;
 }
 
 bool Heartbeats::host_has_left() const { return peers_[0].record == kLeft; }

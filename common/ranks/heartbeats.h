@@ -14,7 +14,8 @@
 namespace tandem::ranks {
 
 // Records that a rank writes into the store. Before its first one a rank's record is empty.
-std::string BeatRecord(int64_t count);  // "beat <count> (pid <pid> on <host>)", this process's
+// "beat <count> <progress> (pid <pid> on <host>)", this process's; `progress` is ProgressCount().
+std::string BeatRecord(int64_t count, int64_t progress);
 std::string LeftRecord();
 std::string FailedRecord(absl::string_view failure);  // `failure` is what all ranks report
 
@@ -41,6 +42,9 @@ class Heartbeats {
   // Whether every other rank has written its last record, or has been silent for half of `silence`.
   bool OthersHaveConcluded() const;
 
+  // Returns a number that changes when another rank has advanced (the sum of their progress).
+  int64_t progress_of_others() const;
+
   // Returns " (pid 123 on host)", from the rank's beats; empty before the first.
   const std::string& process(int rank) const { return peers_[static_cast<size_t>(rank)].process; }
 
@@ -48,6 +52,7 @@ class Heartbeats {
   struct Peer {
     std::string record, process;
     absl::Time changed;
+    int64_t progress = 0;
   };
 
   const int rank_;

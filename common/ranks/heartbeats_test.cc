@@ -25,7 +25,8 @@ class HeartbeatsTest : public testing::Test {
   // Lets `seconds` pass, in each of which the ranks in `beats` beat and this rank reads.
   void Live(int seconds, const std::vector<int>& beats) {
     for (int i = 0; i < seconds; ++i) {
-      for (const int rank : beats) records_[static_cast<size_t>(rank)] = BeatRecord(++count_);
+      for (const int rank : beats)
+        records_[static_cast<size_t>(rank)] = BeatRecord(++count_, progress_);
       Read(absl::Seconds(1));
     }
   }
@@ -43,7 +44,7 @@ class HeartbeatsTest : public testing::Test {
   }
 
   absl::Time now_ = kStart;
-  int64_t count_ = 0;
+  int64_t count_ = 0, progress_ = 0;
   std::vector<std::string> records_ = {"", "", ""};
   Heartbeats heartbeats_{kOwn, 3, kSilence, kStart};
 };
@@ -105,7 +106,7 @@ TEST_F(HeartbeatsTest, RanksThatStandStillTogetherLoseNone) {
 TEST_F(HeartbeatsTest, AShortPauseIsNoStandstill) {
   Live(5, {0, 1, 2});
   for (int i = 0; i < 3; ++i) {
-    records_[0] = BeatRecord(++count_);
+    records_[0] = BeatRecord(++count_, progress_);
     Read(kSilence / 2);
   }
   EXPECT_THAT(heartbeats_.FindFailure(), StartsWith("rank 2 "));
@@ -129,6 +130,18 @@ TEST_F(HeartbeatsTest, ADeadRankIsNotWaitedForAtTheEnd) {
   EXPECT_FALSE(heartbeats_.OthersHaveConcluded());
   Live(1, {1});
   EXPECT_TRUE(heartbeats_.OthersHaveConcluded());
+}
+
+TEST_F(HeartbeatsTest, ProgressOfAnotherRankShowsAndItsBeatsAloneDoNot) {
+  Live(3, {0, 1, 2});
+  const int64_t before = heartbeats_.progress_of_others();
+  Live(3, {0, 1, 2});
+  EXPECT_EQ(heartbeats_.progress_of_others(), before);
+  ++progress_;
+  Live(1, {kOwn});
+  EXPECT_EQ(heartbeats_.progress_of_others(), before);
+  Live(1, {2});
+  EXPECT_NE(heartbeats_.progress_of_others(), before);
 }
 
 TEST(StoreSilenceTest, AStoreThatMissesFourQuartersIsSilent) {

@@ -1,6 +1,7 @@
 #include "common/ranks/rank_monitor.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -12,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "common/base/logging.h"
+#include "common/base/progress.h"
 #include "common/base/status_macros.h"
 #include "common/ranks/c10d_transport.h"
 #include "common/ranks/heartbeats.h"
@@ -85,6 +87,8 @@ class RankMonitor::Watch {
     End(FailedRecord(absl::StrCat("rank ", environment_.rank, ": ", message)));
   }
 
+  int64_t progress_of_others() const { return progress_of_others_; }
+
   // Ends the store watch. Returns whether the thread of the beats has ended; if not, it waits for
   // an answer of a stopped rank 0.
   bool Abandon() {
@@ -102,7 +106,7 @@ class RankMonitor::Watch {
   void BeatUntilTheEnd() {
     for (const std::string& key : keys_) store_->Touch(key);
     for (int64_t count = 0;; ++count) {
-      store_->Set(keys_[environment_.rank], BeatRecord(count));
+      store_->Set(keys_[environment_.rank], BeatRecord(count, ProgressCount()));
       ReadRecords();
       const std::string failure = FindFailure();
       if (!failure.empty()) {
@@ -129,6 +133,7 @@ class RankMonitor::Watch {
     const std::vector<std::string> records = store_->Get(keys_);
     const std::lock_guard lock(mutex_);
     heartbeats_.Update(records, Now());
+    progress_of_others_ = heartbeats_.progress_of_others();
   }
 
   std::string FindFailure() {
@@ -190,6 +195,7 @@ class RankMonitor::Watch {
   std::mutex mutex_;
   std::condition_variable changed_;
   Heartbeats heartbeats_;
+  std::atomic<int64_t> progress_of_others_ = 0;
   bool ending_ = false;  // by Leave, Fail or the destructor
   std::string last_record_;
   bool reported_ = false;
@@ -220,6 +226,10 @@ RankMonitor::~RankMonitor() {
   const bool beats_ended = watch_->Abandon();
   store_watch_.join();
   beats_ended ? beats_.join() : beats_.detach();
+}
+
+int64_t RankMonitor::progress_of_others() const {
+  return watch_ == nullptr ? 0 : watch_->progress_of_others();
 }
 
 void RankMonitor::Fail(const std::string& message) {

@@ -2,6 +2,7 @@
 #ifndef TANDEM_COMMON_RANKS_RANK_MONITOR_H_
 #define TANDEM_COMMON_RANKS_RANK_MONITOR_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -43,6 +44,10 @@ class RankMonitor {
   ~RankMonitor();
   RankMonitor(const RankMonitor&) = delete;
   RankMonitor& operator=(const RankMonitor&) = delete;
+
+  // Returns a number that changes when another rank has advanced (common/base/progress.h), at the
+  // latest some two beats afterwards. 0 in a world of one.
+  int64_t progress_of_others() const;
 
   // Ends the monitor because this rank gives up: the others' on_failure gets "rank <r>: <message>".
   // This rank's own is not called.

@@ -82,6 +82,9 @@ class ServerRanks {
   // rank that differs from rank 0, and the first line: "rank 2 has another <what>: …".
   absl::Status CheckSame(absl::string_view what, const std::string& text);
 
+  // As RankMonitor::progress_of_others. Thread-safe.
+  int64_t progress_of_others() const { return monitor_->progress_of_others(); }
+
   // Ends the process on all ranks.
   [[noreturn]] void Fail(const std::string& message);
 

@@ -136,6 +136,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   server->server_ = builder.BuildAndStart();
   if (server->server_ == nullptr) return absl::InternalError("gRPC cannot start a server");
   server->SetServing(false);
+  if (auto* const health_service = server->server_->GetHealthCheckService()) {
+    health_service->SetServingStatus(kLivenessService, true);
+  }
   server->guard_->Start([acceptor](int fd) {
     grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
     connection.fd = fd;

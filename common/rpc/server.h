@@ -25,6 +25,11 @@
 
 namespace tandem::rpc {
 
+// The name under which health tells whether the process can answer at all. Whoever restarts a
+// server that does not answer asks for this one: a server that loads, or saves to a slow disk, is
+// alive.
+inline constexpr char kLivenessService[] = "liveness";
+
 inline constexpr int kMaxReceiveBytes = 4 << 20;
 // Calls of one connection at a time; a client holds back the others.
 inline constexpr int kMaxCallsPerConnection = 128;
@@ -36,10 +41,10 @@ struct NamedService {
 
 class Server {
  public:
-  // Binds both ports and answers from now on, with health NOT_SERVING for every name and for "".
-  // `options` must be resolved. The executor runs reflection. The services, the executor,
-  // `security` and `metrics` must outlive the server. UNAVAILABLE names an address that cannot be
-  // bound.
+  // Binds both ports and answers from now on, with health NOT_SERVING for every name and for "",
+  // and SERVING for kLivenessService. `options` must be resolved. The executor runs reflection. The
+  // services, the executor, `security` and `metrics` must outlive the server. UNAVAILABLE names an
+  // address that cannot be bound.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const config::v1::ServerOptions& options,
                                                        const std::vector<NamedService>& services,
                                                        CallExecutor& executor,
@@ -50,7 +55,8 @@ class Server {
   int grpc_port() const { return guard_->port(); }
   int metrics_port() const { return metrics_endpoint_->port(); }
 
-  // Health of every service and of "".
+  // Health of every service and of "": readiness. That of kLivenessService is SERVING as long as
+  // the process answers, whatever it is doing.
   void SetServing(bool serving);
 
   // Ends the streams and closes the connections of clients whose token or certificate is not good

@@ -27,6 +27,7 @@
 #include "common/rpc/address.h"
 #include "common/rpc/channel.h"
 #include "common/rpc/process_metrics.h"
+#include "common/rpc/server.h"
 #include "common/rpc/server_security.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 
@@ -76,6 +77,7 @@ struct CommandLine {
   bool check_config = false;
   bool check_health = false;
   std::optional<int64_t> assumed_gpu_bytes;
+  bool check_liveness = false;
   std::optional<std::string> config_check;  // the argument of the server's own flag
 };
 
@@ -101,6 +103,11 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
       ->type_name("SIZE")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true))
       ->needs(check_config);
+  app.add_flag(
+         "--check-liveness", line->check_liveness,
+         "As --check-health, but exit 0 if the server answers at all: while it loads, too, or "
+         "saves to a slow disk")
+      ->excludes(check_config);
   if (!config_check.flag.empty()) {
     app.add_option(config_check.flag, line->config_check, config_check.help)
         ->type_name("TEXT")
@@ -236,15 +243,18 @@ absl::Status CheckRankNetwork(const config::v1::ServerOptions& options,
                                    "set it to true if nobody else reaches that network"));
 }
 
-// Prints the health of the server whose options these are; returns the exit code. Needs no token,
+// Prints the health of a name of the server whose options these are; returns the exit code. Needs
+// no token,
 // and trusts whatever certificate the own address shows.
-int CheckHealth(const config::v1::ServerOptions& options) {
+int CheckHealth(const config::v1::ServerOptions& options, const std::string& service) {
   ChannelOptions channel = ToChannelOptions(options, PeerIdentity::kOwnAddress);
   channel.token = nullptr;
   const auto stub = grpc::health::v1::Health::NewStub(MakeChannel(LocalAddress(options), channel));
   const auto context = MakeClientContext(absl::Now() + kHealthTimeout);
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(service);
   grpc::health::v1::HealthCheckResponse response;
-  const grpc::Status status = stub->Check(context.get(), {}, &response);
+  const grpc::Status status = stub->Check(context.get(), request, &response);
   const bool serving =
       status.ok() && response.status() == grpc::health::v1::HealthCheckResponse::SERVING;
   if (status.ok()) {
@@ -321,7 +331,8 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   const config::v1::ServerOptions options = OfRank(program.options(), environment->local_rank);
   SetLogLevel(config::LogLevelOf(options));
   TakeGrpcLog();
-  if (line.check_health) return CheckHealth(options);
+  if (line.check_health) return CheckHealth(options, "");
+  if (line.check_liveness) return CheckHealth(options, kLivenessService);
   Metrics metrics;
   status = CheckRankNetwork(options, *environment);
   if (!status.ok()) return StartFailed(status, kExitBadConfig);

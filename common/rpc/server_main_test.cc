@@ -332,7 +332,7 @@ TEST(ServerMainTest, CheckHealthAsksTheRunningServer) {
   EXPECT_THAT(probe.Stderr(), HasSubstr("127.0.0.1"));
 }
 
-TEST(ServerMainTest, CheckHealthIsNotServingWhileTheModelLoads) {
+TEST(ServerMainTest, AServerThatLoadsIsAliveAndNotReady) {
   Process server(kAnyPort, {{"LOAD_MS", "60000"}});
   ASSERT_TRUE(server.WaitForStderr("\"event\":\"loading\""));
   const std::string log = server.StderrSoFar();
@@ -341,6 +341,10 @@ TEST(ServerMainTest, CheckHealthIsNotServingWhileTheModelLoads) {
                  absl::StrCat("server.grpc_port=", line["grpc_port"].get<int>())});
   EXPECT_EQ(probe.ReadAll(), "NOT_SERVING\n");
   EXPECT_EQ(probe.Wait(), 1);
+  Process liveness({"--check-liveness", "senior_model=m",
+                    absl::StrCat("server.grpc_port=", line["grpc_port"].get<int>())});
+  EXPECT_EQ(liveness.ReadAll(), "SERVING\n");
+  EXPECT_EQ(liveness.Wait(), 0);
 }
 
 TEST(ServerMainTest, RanksOnSeveralMachinesNeedAPrivateNetwork) {

@@ -124,9 +124,12 @@ TEST_F(ServerTest, HealthIsPerServiceName) {
   EXPECT_EQ(CheckHealth(channel, kService).status, kServing);
   EXPECT_EQ(CheckHealth(channel, "").status, kServing);
   EXPECT_EQ(CheckHealth(channel, "no.such.Service").code, absl::StatusCode::kNotFound);
+  EXPECT_EQ(CheckHealth(channel, kLivenessService).status, kServing);
   server_.server().SetServing(false);
   EXPECT_EQ(CheckHealth(channel, kService).status, kNotServing);
   EXPECT_EQ(CheckHealth(channel, "").status, kNotServing);
+  // Not ready, and alive.
+  EXPECT_EQ(CheckHealth(channel, kLivenessService).status, kServing);
 }
 
 TEST_F(ServerTest, TheGateRefusesWhileLoadingAndDraining) {

@@ -218,9 +218,13 @@ def probe_problems(objects: Sequence[Object]) -> list[str]:
             if probe is None:
                 problems.append(f"{pod.name}: has no {kind}")
             elif "exec" in probe:
-                if probe["exec"]["command"] != [*pod.command, "--check-health"]:
+                flag = "--check-liveness" if kind == "livenessProbe" else "--check-health"
+                if probe["exec"]["command"] != [*pod.command, flag]:
                     problems.append(f"{pod.name}: {kind} asks another configuration's server")
-            elif probe.get("grpc") != {"port": grpc, "service": SERVICES[pod.component]}:
+            elif probe.get("grpc") != {
+                "port": grpc,
+                "service": "liveness" if kind == "livenessProbe" else SERVICES[pod.component],
+            }:
                 problems.append(f"{pod.name}: {kind} asks {probe.get('grpc')}")
     return problems
 

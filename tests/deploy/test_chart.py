@@ -636,6 +636,7 @@ def test_running_servers_have_the_services_that_probes_ask_for(tmp_path):
         for server in running.servers:
             with Connection(server.address) as connection:
                 assert connection.check_health(k8s.SERVICES[server.role]).status == "SERVING"
+                assert connection.check_health("liveness").status == "SERVING"
                 others = set(k8s.SERVICES.values()) - {k8s.SERVICES[server.role]}
                 for service in others:
                     assert connection.check_health(service).status != "SERVING"

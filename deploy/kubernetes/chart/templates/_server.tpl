@@ -83,6 +83,11 @@ spec:
       {{- if include "tandem.tls" $root }}
       {{- $ask = dict "exec" (dict "command" (append $command "--check-health")) }}
       {{- end }}
+      {{- /* Liveness is not readiness: a server that saves to a slow disk must not be killed. */}}
+      {{- $alive := dict "grpc" (dict "port" (include "tandem.port" (dict "role" $role "kind" "grpc") | int) "service" "liveness") }}
+      {{- if include "tandem.tls" $root }}
+      {{- $alive = dict "exec" (dict "command" (append $command "--check-liveness")) }}
+      {{- end }}
       startupProbe:
         {{- toYaml $ask | nindent 8 }}
         periodSeconds: 10
@@ -94,7 +99,7 @@ spec:
         timeoutSeconds: 10
         failureThreshold: 1
       livenessProbe:
-        {{- toYaml $ask | nindent 8 }}
+        {{- toYaml $alive | nindent 8 }}
         periodSeconds: 30
         timeoutSeconds: 10
         failureThreshold: 4
