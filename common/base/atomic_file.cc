@@ -9,13 +9,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/confined_folder.h"
 #include "common/base/file_descriptor.h"
+#include "common/base/file_writer.h"
 #include "common/base/status_macros.h"
 
 namespace tandem {
 namespace {
-
-constexpr size_t kChunkBytes = 1 << 20;
 
 std::string ParentOf(const std::string& path) {
   const std::string parent = std::filesystem::path(path).parent_path().string();
@@ -30,29 +30,28 @@ absl::Status SyncPath(const std::string& path) {
 }
 
 absl::Status WriteFileDurably(const std::string& path, absl::string_view contents) {
-  TANDEM_ASSIGN_OR_RETURN(const FileDescriptor file,
-                          FileDescriptor::Open(path, O_WRONLY | O_CREAT | O_TRUNC));
-  TANDEM_RETURN_IF_ERROR(file.WriteAll(contents));
-  return file.Sync();
+  TANDEM_ASSIGN_OR_RETURN(FileWriter file, FileWriter::Create(path));
+  TANDEM_RETURN_IF_ERROR(file.Append(contents));
+  return file.Finish();
 }
 
 absl::Status RenameDurably(const std::string& from, const std::string& to) {
-  if (::rename(from.c_str(), to.c_str()) != 0) return FileError(errno, "cannot rename to", to);
+  if (::rename(SystemPath(from).c_str(), SystemPath(to).c_str()) != 0) {
+    return FileError(errno, "cannot rename to", to);
+  }
   return SyncPath(ParentOf(to));
 }
 
 absl::Status WriteFileAtomically(const std::string& path, absl::string_view contents) {
-  const std::string temporary = absl::StrCat(path, ".tmp.", ::getpid());
-  absl::Status status = WriteFileDurably(temporary, contents);
-  if (status.ok()) status = RenameDurably(temporary, path);
-  if (!status.ok()) ::unlink(temporary.c_str());
-  return status;
+  TANDEM_ASSIGN_OR_RETURN(FileWriter file, FileWriter::Create(path, FileWriter::Place::kBeside));
+  TANDEM_RETURN_IF_ERROR(file.Append(contents));
+  return file.Finish();
 }
 
 absl::Status ForEachChunk(const std::string& path,
                           absl::FunctionRef<absl::Status(absl::string_view chunk)> visit) {
-  TANDEM_ASSIGN_OR_RETURN(const FileDescriptor file, FileDescriptor::Open(path, O_RDONLY));
-  std::vector<char> buffer(kChunkBytes);
+  TANDEM_ASSIGN_OR_RETURN(const FileDescriptor file, FileDescriptor::OpenRegular(path));
+  std::vector<char> buffer(kTransferBytes);
   while (true) {
     TANDEM_ASSIGN_OR_RETURN(const size_t count, file.Read(buffer.data(), buffer.size()));
     if (count == 0) return absl::OkStatus();
@@ -74,11 +73,10 @@ absl::StatusOr<std::string> ReadFile(const std::string& path, size_t max_bytes) 
 }
 
 absl::Status CopyFileDurably(const std::string& from, const std::string& to) {
-  TANDEM_ASSIGN_OR_RETURN(const FileDescriptor target,
-                          FileDescriptor::Open(to, O_WRONLY | O_CREAT | O_TRUNC));
+  TANDEM_ASSIGN_OR_RETURN(FileWriter target, FileWriter::Create(to));
   TANDEM_RETURN_IF_ERROR(
-      ForEachChunk(from, [&](absl::string_view chunk) { return target.WriteAll(chunk); }));
-  return target.Sync();
+      ForEachChunk(from, [&](absl::string_view chunk) { return target.Append(chunk); }));
+  return target.Finish();
 }
 
 }  // namespace tandem

@@ -15,7 +15,8 @@
 namespace tandem {
 
 // Every function below names the path in its error; the codes are those of FileError
-// (file_descriptor.h).
+// (file_descriptor.h). Those that read take regular files alone. What they write is listed by a
+// WrittenFiles of their thread (file_writer.h).
 
 // Replaces `path` by `contents` in one atomic, durable step. Nothing is left behind on failure.
 absl::Status WriteFileAtomically(const std::string& path, absl::string_view contents);

@@ -54,5 +54,19 @@ TEST_F(AtomicFileTest, CopyIsExact) {
   EXPECT_EQ(CopyFileDurably(Path("none"), Path("to2")).code(), absl::StatusCode::kNotFound);
 }
 
+// To open or to read any of these could block for ever, or never end.
+TEST_F(AtomicFileTest, OnlyRegularFilesAreRead) {
+  ASSERT_EQ(::mkfifo(Path("pipe").c_str(), 0600), 0);
+  std::filesystem::create_directories(Path("folder"));
+  std::filesystem::create_symlink("pipe", Path("link"));
+  for (const std::string& path :
+       {Path("pipe"), Path("folder"), Path("link"), std::string("/dev/zero")}) {
+    const absl::Status status = ReadFile(path).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << path;
+    EXPECT_NE(status.message().find(path + ": not a regular file"), std::string::npos) << status;
+    EXPECT_FALSE(CopyFileDurably(path, Path("copy")).ok()) << path;
+  }
+}
+
 }  // namespace
 }  // namespace tandem

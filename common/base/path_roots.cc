@@ -37,13 +37,16 @@ bool IsInside(const fs::path& path, const fs::path& root) {
 
 }  // namespace
 
-absl::StatusOr<std::string> PathRoots::Confine(absl::string_view field,
-                                               const std::string& path) const {
+absl::StatusOr<ConfinedPath> PathRoots::Confine(absl::string_view field,
+                                                const std::string& path) const {
   TANDEM_RETURN_IF_ERROR(CheckPath(field, path));
-  if (!roots_.has_value()) return path;
+  if (!roots_.has_value()) return ConfinedPath(path);
   const fs::path resolved = Resolved(path);
   for (const std::string& root : *roots_) {
-    if (IsInside(resolved, Resolved(root))) return resolved.string();
+    const fs::path resolved_root = Resolved(root);
+    if (IsInside(resolved, resolved_root)) {
+      return ConfinedPath(resolved.string(), resolved_root.string());
+    }
   }
   return WithReason(
       FieldError(absl::StatusCode::kPermissionDenied, field,

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "common/base/confined_folder.h"
 
 namespace tandem {
 
@@ -21,9 +22,10 @@ class PathRoots {
   explicit PathRoots(std::vector<std::string> roots) : roots_(std::move(roots)) {}
 
   // Checks the path of a request's `field` as CheckPath does, and returns it as it is to be used:
-  // with its symbolic links followed where roots are set, so that the path that was checked is the
-  // one that is opened. PERMISSION_DENIED with reason PATH_OUTSIDE_ROOTS beyond the roots.
-  absl::StatusOr<std::string> Confine(absl::string_view field, const std::string& path) const;
+  // where roots are set with its symbolic links followed, and with the root that holds it. It is
+  // opened by ConfinedFolder, which follows no link: what takes the path's place after the check is
+  // not opened. PERMISSION_DENIED with reason PATH_OUTSIDE_ROOTS beyond the roots.
+  absl::StatusOr<ConfinedPath> Confine(absl::string_view field, const std::string& path) const;
 
  private:
   std::optional<std::vector<std::string>> roots_;

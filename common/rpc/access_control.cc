@@ -4,7 +4,6 @@
 #include <openssl/sha.h>
 
 #include <algorithm>
-#include <fstream>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -13,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "common/base/atomic_file.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
 #include "common/config/server_config.h"
@@ -23,6 +23,7 @@ namespace {
 // 16 random characters cannot be guessed over a network.
 constexpr size_t kMinTokenLength = 16;
 constexpr size_t kMaxTokenLength = 4096;
+constexpr size_t kMaxTokenFileBytes = 1 << 20;
 
 std::array<uint8_t, 32> Sha256(absl::string_view text) {
   std::array<uint8_t, 32> hash;
@@ -33,11 +34,13 @@ std::array<uint8_t, 32> Sha256(absl::string_view text) {
 // The tokens of a file, one on each line that is not blank. Errors do not quote them.
 absl::StatusOr<std::vector<std::string>> ReadTokenFile(absl::string_view setting,
                                                        const std::string& path) {
-  std::ifstream file(path);
-  if (!file) return InvalidField(setting, absl::StrCat(path, ": cannot be read"));
+  const absl::StatusOr<std::string> text = ReadFile(path, kMaxTokenFileBytes);
+  if (!text.ok()) {
+    return InvalidField(setting, absl::StrCat(path, ": cannot be read: ", text.status().message()));
+  }
   std::vector<std::string> tokens;
   int number = 0;
-  for (std::string line; std::getline(file, line);) {
+  for (const absl::string_view line : absl::StrSplit(*text, '\n')) {
     ++number;
     const absl::string_view token = absl::StripAsciiWhitespace(line);
     if (token.empty()) continue;

@@ -12,10 +12,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "common/base/error.h"
+#include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::rpc {
 namespace {
+
+constexpr int64_t kMaxPemBytes = 1 << 20;
 
 using ContextPointer = std::unique_ptr<SSL_CTX, void (*)(SSL_CTX*)>;
 
@@ -72,11 +75,38 @@ absl::Status BadFile(absl::string_view setting, const std::string& path, const c
                       absl::StrCat(path, ": not ", wanted, errors.empty() ? "" : ": ", errors));
 }
 
+// A file of PEM, held open for OpenSSL, which opens files by name and reads whatever is there.
+class PemFile {
+ public:
+  // INVALID_ARGUMENT names `setting` for what is no regular file, or too large.
+  static absl::StatusOr<PemFile> Open(absl::string_view setting, const std::string& path) {
+    absl::StatusOr<FileDescriptor> file = FileDescriptor::OpenRegular(path);
+    absl::StatusOr<int64_t> bytes = file.ok() ? file->Size() : file.status();
+    if (bytes.ok() && *bytes > kMaxPemBytes) {
+      bytes = absl::InvalidArgumentError(
+          absl::StrCat(path, ": more than the ", kMaxPemBytes, " bytes that are accepted"));
+    }
+    if (bytes.ok()) return PemFile(*std::move(file));
+    return InvalidField(absl::StrCat("server.tls.", setting), bytes.status().message());
+  }
+
+  // The path that OpenSSL is given.
+  const char* name() const { return name_.c_str(); }
+
+ private:
+  explicit PemFile(FileDescriptor file)
+      : file_(std::move(file)), name_(absl::StrCat("/proc/self/fd/", file_.get())) {}
+
+  FileDescriptor file_;
+  std::string name_;
+};
+
 }  // namespace
 
 absl::Status CheckAuthorities(const std::string& ca_file) {
   ERR_clear_error();
-  STACK_OF(X509_NAME)* const names = SSL_load_client_CA_file(ca_file.c_str());
+  TANDEM_ASSIGN_OR_RETURN(const PemFile file, PemFile::Open("ca_file", ca_file));
+  STACK_OF(X509_NAME)* const names = SSL_load_client_CA_file(file.name());
   if (names == nullptr) return BadFile("ca_file", ca_file, "certificates (PEM)");
   sk_X509_NAME_pop_free(names, X509_NAME_free);
   return absl::OkStatus();
@@ -110,11 +140,14 @@ absl::StatusOr<std::shared_ptr<const ServerTls::Identity>> ServerTls::ReadIdenti
   if (context == nullptr) return absl::InternalError("OpenSSL has no memory");
   Configure(*context, options.require_client_certificate());
   SSL_CTX_set_alpn_select_cb(context, ChooseProtocol, nullptr);
-  if (SSL_CTX_use_certificate_chain_file(context, options.certificate_file().c_str()) != 1) {
+  TANDEM_ASSIGN_OR_RETURN(const PemFile certificate,
+                          PemFile::Open("certificate_file", options.certificate_file()));
+  if (SSL_CTX_use_certificate_chain_file(context, certificate.name()) != 1) {
     return BadFile("certificate_file", options.certificate_file(), "a certificate (PEM)");
   }
-  if (SSL_CTX_use_PrivateKey_file(context, options.private_key_file().c_str(), SSL_FILETYPE_PEM) !=
-          1 ||
+  TANDEM_ASSIGN_OR_RETURN(const PemFile key,
+                          PemFile::Open("private_key_file", options.private_key_file()));
+  if (SSL_CTX_use_PrivateKey_file(context, key.name(), SSL_FILETYPE_PEM) != 1 ||
       SSL_CTX_check_private_key(context) != 1) {
     return BadFile("private_key_file", options.private_key_file(),
                    "the unencrypted private key (PEM) of the certificate");
@@ -126,9 +159,10 @@ absl::StatusOr<std::shared_ptr<const ServerTls::Identity>> ServerTls::ReadIdenti
                                      "no other (Ed25519 among them)"));
   }
   if (!options.ca_file().empty()) {
-    STACK_OF(X509_NAME)* const names = SSL_load_client_CA_file(options.ca_file().c_str());
+    TANDEM_ASSIGN_OR_RETURN(const PemFile authorities, PemFile::Open("ca_file", options.ca_file()));
+    STACK_OF(X509_NAME)* const names = SSL_load_client_CA_file(authorities.name());
     if (names == nullptr ||
-        SSL_CTX_load_verify_locations(context, options.ca_file().c_str(), nullptr) != 1) {
+        SSL_CTX_load_verify_locations(context, authorities.name(), nullptr) != 1) {
       sk_X509_NAME_pop_free(names, X509_NAME_free);
       return BadFile("ca_file", options.ca_file(), "certificates (PEM)");
     }

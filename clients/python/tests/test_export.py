@@ -32,6 +32,12 @@ def write_checkpoint(directory, weights=WEIGHTS, **others):
         (directory / f"{name}.safetensors").write_bytes(b"moments")
     (directory / "speculator").mkdir()
     (directory / "speculator/config.json").write_text('{"n_predict": 3}')
+    write_manifest(directory)
+    return directory
+
+
+def write_manifest(directory):
+    (directory / "manifest.json").unlink(missing_ok=True)
     files = [
         {
             "name": str(file.relative_to(directory)),
@@ -41,7 +47,6 @@ def write_checkpoint(directory, weights=WEIGHTS, **others):
         if file.is_file()
     ]
     (directory / "manifest.json").write_text(json.dumps({"files": files}))
-    return directory
 
 
 def stored(directory, name="w"):
@@ -71,6 +76,23 @@ def test_a_checkpoint_becomes_a_model_directory_of_the_format(tmp_path, name, ki
     assert dtype == f"torch.{kind}"
     np.testing.assert_allclose(values, WEIGHTS, rtol=rounding, atol=0)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == kind
+
+
+def test_the_files_of_several_ranks_are_exported_with_their_index(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "step_000001")
+    (checkpoint / "model.safetensors").unlink()
+    files = [f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
+    for name, file in zip("ab", files, strict=True):
+        save_file({name: WEIGHTS}, checkpoint / file, {"format": "pt"})
+    index = {"metadata": {"total_size": 24}, "weight_map": dict(zip("ab", files, strict=True))}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_manifest(checkpoint)
+    export_checkpoint(checkpoint, tmp_path / "model", "bf16")
+    exported = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert exported["weight_map"] == index["weight_map"]
+    for name, file in exported["weight_map"].items():
+        with safe_open(tmp_path / "model" / file, framework="pt") as opened:
+            assert str(opened.get_tensor(name).dtype) == "torch.bfloat16"
 
 
 def test_the_bias_of_a_router_stays_float32(tmp_path):
