@@ -20,7 +20,8 @@ namespace fs = std::filesystem;
 // OK if nothing is at `target`, or an earlier checkpoint of this kind that was saved there.
 absl::Status CheckReplaceable(const fs::path& target, const std::string& kind) {
   std::error_code ignored;
-  if (!fs::exists(fs::symlink_status(target, ignored))) return absl::OkStatus();
+  if (!fs::exists(fs::symlink_status(SystemPath(target.string()), ignored)))
+    return absl::OkStatus();
   TANDEM_RETURN_IF_ERROR(CheckOwned(target, target.filename().string()));
   const absl::StatusOr<Manifest> manifest = ReadManifest(target);
   if (manifest.ok() && manifest->identity.kind == kind) return absl::OkStatus();
@@ -63,11 +64,11 @@ absl::StatusOr<PendingCheckpoint> PendingCheckpoint::Begin(const std::string& pa
   return PendingCheckpoint(target.string(), identity, *std::move(temporary));
 }
 
-absl::StatusOr<Saved> PendingCheckpoint::Commit() && {
+absl::StatusOr<Saved> PendingCheckpoint::Commit(const std::vector<WrittenFile>& files) && {
   const TemporaryDirectory written = std::move(temporary_);
   TANDEM_ASSIGN_OR_RETURN(
       const int64_t bytes,
-      WriteManifest(written.path(), fs::path(target_).filename().string(), identity_));
+      WriteManifest(written.path(), fs::path(target_).filename().string(), identity_, files));
   // Again: the directory may have changed while the files were written.
   TANDEM_RETURN_IF_ERROR(CheckReplaceable(target_, identity_.kind));
   TANDEM_RETURN_IF_ERROR(ReplaceDirectory(written.path(), target_));
@@ -79,29 +80,39 @@ absl::StatusOr<Saved> Save(
     absl::FunctionRef<absl::Status(const std::string& directory)> write_files) {
   TANDEM_ASSIGN_OR_RETURN(PendingCheckpoint pending,
                           PendingCheckpoint::Begin(parent, name, identity));
+  WrittenFiles written;
   TANDEM_RETURN_IF_ERROR(write_files(pending.directory()));
-  return std::move(pending).Commit();
+  return std::move(pending).Commit(written.Take());
 }
 
 absl::Status Verify(const std::string& path) {
   TANDEM_RETURN_IF_ERROR(RecoverDirectory(path));
-  std::error_code error;
-  if (!fs::is_directory(path, error)) {
-    return absl::NotFoundError(absl::StrCat("no checkpoint directory ", path));
-  }
+  TANDEM_ASSIGN_OR_RETURN(const ConfinedFolder folder, OpenToVerify(path));
+  return VerifyShare(path, 0, 1);
+}
+
+absl::StatusOr<ConfinedFolder> OpenToVerify(const ConfinedPath& path) {
+  absl::StatusOr<ConfinedFolder> folder =
+      ConfinedFolder::Enter(path, ConfinedFolder::Missing::kIsError);
+  if (folder.ok() || folder.status().code() == absl::StatusCode::kFailedPrecondition) return folder;
+  return absl::NotFoundError(absl::StrCat("no checkpoint directory ", path.path));
+}
+
+absl::Status VerifyShare(const std::string& path, int rank, int ranks) {
   TANDEM_ASSIGN_OR_RETURN(const Manifest manifest, ReadManifest(path));
-  return VerifyFiles(path, manifest);
+  return VerifyFiles(path, manifest, rank, ranks);
 }
 
 std::vector<Listed> List(const std::string& parent) {
   std::vector<Listed> listed;
   std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(parent, error)) {
+  for (const fs::directory_entry& entry : fs::directory_iterator(SystemPath(parent), error)) {
     const std::string name = entry.path().filename().string();
     if (!IsPlainName(name) || entry.is_symlink(error)) continue;
-    const absl::StatusOr<Manifest> manifest = ReadManifest(entry.path());
+    const fs::path path = fs::path(parent) / name;
+    const absl::StatusOr<Manifest> manifest = ReadManifest(path);
     if (manifest.ok() && manifest->name == name) {
-      listed.push_back({entry.path().string(), manifest->identity});
+      listed.push_back({path.string(), manifest->identity});
     }
   }
   std::sort(listed.begin(), listed.end(), [](const Listed& a, const Listed& b) {

@@ -17,6 +17,8 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/base/confined_folder.h"
+#include "common/base/file_writer.h"
 #include "common/checkpoint/manifest.h"
 #include "common/checkpoint/temporary_directory.h"
 
@@ -44,9 +46,10 @@ class PendingCheckpoint {
   // Where the files are put, by any process: plain files, and folders of plain files.
   const std::string& directory() const { return temporary_.path(); }
 
-  // Writes the manifest and puts the directory in its place, in one step. All files are complete
-  // and closed. On failure nothing changes: the error of the file that failed, or as Begin says.
-  absl::StatusOr<Saved> Commit() &&;
+  // Writes the manifest and puts the directory in its place, in one step. `files` are what all
+  // writers have written into it, and synced (file_writer.h): none of them is read again. On
+  // failure nothing changes: the error of the file that failed, or as Begin says.
+  absl::StatusOr<Saved> Commit(const std::vector<WrittenFile>& files) &&;
 
  private:
   PendingCheckpoint(std::string target, const Identity& identity, TemporaryDirectory temporary)
@@ -57,7 +60,8 @@ class PendingCheckpoint {
   TemporaryDirectory temporary_;
 };
 
-// Begins, writes and commits a checkpoint: `write_files` is given its directory.
+// Begins, writes and commits a checkpoint: `write_files` is given its directory, and writes with
+// the functions of common/base.
 absl::StatusOr<Saved> Save(
     const std::string& parent, const std::string& name, const Identity& identity,
     absl::FunctionRef<absl::Status(const std::string& directory)> write_files);
@@ -66,6 +70,13 @@ absl::StatusOr<Saved> Save(
 // replacement. NOT_FOUND if there is no such directory; DATA_LOSS names the file that is missing,
 // truncated, altered, or not listed.
 absl::Status Verify(const std::string& path);
+
+// The same for a checkpoint that several ranks read, after RecoverDirectory on one of them
+// (replace_directory.h). OpenToVerify opens it: NOT_FOUND, or FAILED_PRECONDITION for a link in its
+// path. While it is open, VerifyShare checks the manifest, and of the files those that fall to
+// `rank`: about 1/ranks of the bytes.
+absl::StatusOr<ConfinedFolder> OpenToVerify(const ConfinedPath& path);
+absl::Status VerifyShare(const std::string& path, int rank, int ranks);
 
 struct Listed {
   std::string path;

@@ -1,7 +1,9 @@
 #include "common/checkpoint/manifest.h"
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <system_error>
@@ -11,7 +13,9 @@
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
 #include "common/base/checksum.h"
+#include "common/base/confined_folder.h"
 #include "common/base/error.h"
+#include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::checkpoint {
@@ -47,6 +51,23 @@ absl::StatusOr<Manifest::File> Describe(const fs::path& directory, const std::st
   return entry;
 }
 
+// Returns the rank that reads each file: of the largest files first, the rank that has least.
+std::vector<int> Readers(const Manifest& manifest, int ranks) {
+  std::vector<size_t> order(manifest.files.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return manifest.files[a].bytes > manifest.files[b].bytes;
+  });
+  std::vector<int64_t> bytes(static_cast<size_t>(ranks));
+  std::vector<int> readers(manifest.files.size());
+  for (const size_t file : order) {
+    const auto least = std::min_element(bytes.begin(), bytes.end());
+    *least += manifest.files[file].bytes;
+    readers[file] = static_cast<int>(least - bytes.begin());
+  }
+  return readers;
+}
+
 // Returns the name of a file or folder below `directory`, relative to it.
 std::string NameIn(const fs::path& directory, const fs::path& path) {
   return path.lexically_relative(directory).generic_string();
@@ -60,8 +81,10 @@ std::optional<std::string> ForeignFile(const fs::path& directory, const Manifest
     listed.insert(fs::path(file.name).parent_path().string());  // its folder
   }
   std::error_code ignored;
-  for (const fs::directory_entry& entry : fs::recursive_directory_iterator(directory, ignored)) {
-    if (!listed.contains(NameIn(directory, entry.path()))) return entry.path().string();
+  const fs::path there = SystemPath(directory.string());
+  for (const fs::directory_entry& entry : fs::recursive_directory_iterator(there, ignored)) {
+    const std::string name = NameIn(there, entry.path());
+    if (!listed.contains(name)) return (directory / name).string();
   }
   return std::nullopt;
 }
@@ -79,7 +102,10 @@ absl::StatusOr<Manifest> ReadManifest(const fs::path& directory) {
     return absl::DataLossError(absl::StrCat(path, ": ", why));
   };
   const absl::StatusOr<std::string> text = ReadFile(path, kMaxManifestBytes);
-  if (!text.ok()) return broken("the manifest is missing: the checkpoint is not complete");
+  if (absl::IsNotFound(text.status())) {
+    return broken("the manifest is missing: the checkpoint is not complete");
+  }
+  if (!text.ok()) return absl::DataLossError(text.status().message());
   const absl::StatusOr<json> parsed = ParseBoundedJson(*text, path);
   if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
   const json& document = *parsed;
@@ -121,32 +147,47 @@ absl::StatusOr<Manifest> ReadManifest(const fs::path& directory) {
 }
 
 absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const std::string& name,
-                                      const Identity& identity) {
-  std::vector<std::string> names;
-  for (const fs::directory_entry& entry : fs::recursive_directory_iterator(directory)) {
-    const std::string entry_name = NameIn(directory, entry.path());
-    const bool is_folder = entry.is_directory() && IsPlainName(entry_name);
+                                      const Identity& identity,
+                                      const std::vector<WrittenFile>& written) {
+  std::map<std::string, const WrittenFile*> by_name;
+  for (const WrittenFile& file : written) {
+    const std::string name_in = NameIn(directory, file.path);
+    if (!name_in.starts_with("../")) by_name[name_in] = &file;  // else it is another folder's
+  }
+  std::set<std::string> missing;
+  for (const auto& [file, unused] : by_name) missing.insert(file);
+  const fs::path there = SystemPath(directory.string());
+  for (const fs::directory_entry& entry : fs::recursive_directory_iterator(there)) {
+    const std::string entry_name = NameIn(there, entry.path());
+    const std::string shown = (directory / entry_name).string();
+    const fs::file_status status = entry.symlink_status();
+    const bool is_folder = fs::is_directory(status) && IsPlainName(entry_name);
     if (is_folder && !fs::is_empty(entry.path())) {
-      TANDEM_RETURN_IF_ERROR(SyncPath(entry.path().string()));
-    } else if (entry.is_regular_file() && IsFileName(entry_name)) {
-      names.push_back(entry_name);
-    } else {
-      return absl::InternalError(absl::StrCat(
-          entry.path().string(), " is neither a plain file nor a folder of plain files"));
+      TANDEM_RETURN_IF_ERROR(SyncPath(shown));
+    } else if (!fs::is_regular_file(status) || !IsFileName(entry_name)) {
+      return absl::InternalError(
+          absl::StrCat(shown, " is neither a plain file nor a folder of plain files"));
+    } else if (!by_name.contains(entry_name)) {
+      return absl::InternalError(
+          absl::StrCat(shown, " belongs to no rank: another process has put it there"));
+    } else if (static_cast<int64_t>(entry.file_size()) == by_name[entry_name]->bytes) {
+      missing.erase(entry_name);
     }
   }
-  std::sort(names.begin(), names.end());
+  if (!missing.empty()) {
+    return absl::DataLossError(
+        absl::StrCat((directory / *missing.begin()).string(),
+                     " is not here, or not whole, though a rank has written it: every rank must ",
+                     "see the same directory"));
+  }
   json files = json::array();
   int64_t total = 0;
-  for (const std::string& file : names) {
-    TANDEM_RETURN_IF_ERROR(SyncPath((directory / file).string()));
-    TANDEM_ASSIGN_OR_RETURN(const Manifest::File entry, Describe(directory, file));
-    files.push_back({{"name", entry.name}, {"bytes", entry.bytes}, {"xxh3_128", entry.digest}});
-    total += entry.bytes;
+  bool has_folders = false;
+  for (const auto& [file, entry] : by_name) {
+    files.push_back({{"name", file}, {"bytes", entry->bytes}, {"xxh3_128", entry->digest}});
+    total += entry->bytes;
+    has_folders = has_folders || file.find('/') != std::string::npos;
   }
-  const bool has_folders = std::any_of(names.begin(), names.end(), [](const std::string& file) {
-    return file.find('/') != std::string::npos;
-  });
   const json manifest = {{"format", kFormat},
                          {"version", has_folders ? kFormatVersionWithFolders : kFormatVersion},
                          {"name", name},
@@ -161,16 +202,22 @@ absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const std::stri
   return total;
 }
 
-absl::Status VerifyFiles(const fs::path& directory, const Manifest& manifest) {
-  std::error_code error;
-  for (const Manifest::File& expected : manifest.files) {
+absl::Status VerifyFiles(const fs::path& directory, const Manifest& manifest, int rank, int ranks) {
+  const std::vector<int> readers = Readers(manifest, ranks);
+  for (size_t i = 0; i < manifest.files.size(); ++i) {
+    const Manifest::File& expected = manifest.files[i];
     const fs::path file = directory / expected.name;
-    const auto size = fs::file_size(file, error);
-    if (error) return absl::DataLossError(absl::StrCat(file.string(), ": is missing"));
-    if (static_cast<int64_t>(size) != expected.bytes) {
-      return absl::DataLossError(absl::StrCat(file.string(), ": has ", size,
-                                              " bytes, the manifest says ", expected.bytes));
+    const auto lost = [&](absl::string_view why) {
+      return absl::DataLossError(absl::StrCat(file.string(), ": ", why));
+    };
+    const absl::StatusOr<FileDescriptor> opened = FileDescriptor::OpenRegular(file.string());
+    if (absl::IsNotFound(opened.status())) return lost("is missing");
+    if (!opened.ok()) return absl::DataLossError(opened.status().message());
+    TANDEM_ASSIGN_OR_RETURN(const int64_t size, opened->Size());
+    if (size != expected.bytes) {
+      return lost(absl::StrCat("has ", size, " bytes, the manifest says ", expected.bytes));
     }
+    if (readers[i] != rank) continue;
     TANDEM_ASSIGN_OR_RETURN(const Manifest::File actual, Describe(directory, expected.name));
     if (actual.digest != expected.digest) {
       return absl::DataLossError(absl::StrCat(file.string(), ": has digest ", actual.digest,
@@ -189,7 +236,7 @@ absl::Status CheckOwned(const fs::path& directory, const std::string& name) {
   };
   std::error_code ignored;
   const absl::StatusOr<Manifest> manifest = ReadManifest(directory);
-  if (fs::is_symlink(directory, ignored) || !manifest.ok()) {
+  if (fs::is_symlink(SystemPath(directory.string()), ignored) || !manifest.ok()) {
     return refuse(absl::StatusCode::kAlreadyExists, "is no checkpoint");
   }
   if (manifest->name != name || name.empty()) {

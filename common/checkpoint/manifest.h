@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/base/file_writer.h"
 
 namespace tandem::checkpoint {
 
@@ -42,14 +43,19 @@ bool IsPlainName(const std::string& name);
 // DATA_LOSS for anything that is not exactly a manifest.
 absl::StatusOr<Manifest> ReadManifest(const std::filesystem::path& directory);
 
-// Describes every file of `directory` in a new manifest, and writes all of it to disk. Returns the
-// bytes of the files. INTERNAL for what is neither a plain file nor a folder of plain files.
+// Writes the manifest of `directory`, which holds exactly `files`, whose bytes are on disk. Returns
+// the bytes of the files, none of which is read. INTERNAL for a file of the directory that is not
+// in `files`, and for what is neither a plain file nor a folder of plain files; DATA_LOSS for one
+// of `files` that is missing or has another size.
 absl::StatusOr<int64_t> WriteManifest(const std::filesystem::path& directory,
-                                      const std::string& name, const Identity& identity);
+                                      const std::string& name, const Identity& identity,
+                                      const std::vector<WrittenFile>& files);
 
-// Compares every byte with the manifest. DATA_LOSS names the file that is missing, truncated,
-// altered, or not listed.
-absl::Status VerifyFiles(const std::filesystem::path& directory, const Manifest& manifest);
+// Compares with the manifest which files there are, their sizes, and the bytes of those that fall
+// to `rank` of `ranks`, which have about as many bytes each. DATA_LOSS names the file that is
+// missing, truncated, altered, not listed, or no file but a link or a device.
+absl::Status VerifyFiles(const std::filesystem::path& directory, const Manifest& manifest,
+                         int rank = 0, int ranks = 1);
 
 // OK if `directory` is the checkpoint that was written as `name`, and holds its own files alone:
 // then it may be replaced or removed. FAILED_PRECONDITION ("name") names the file that the manifest

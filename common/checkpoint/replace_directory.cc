@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/atomic_file.h"
+#include "common/base/confined_folder.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
 #include "common/checkpoint/manifest.h"
@@ -25,7 +26,7 @@ std::string AsidePath(const fs::path& path) {
 
 absl::Status Remove(const std::string& path) {
   std::error_code error;
-  fs::remove_all(path, error);
+  fs::remove_all(SystemPath(path), error);
   return error ? FileError(error.value(), "cannot remove", path) : absl::OkStatus();
 }
 
@@ -35,7 +36,7 @@ absl::Status ReplaceInTwoSteps(const std::string& from, const std::string& to) {
   const std::string aside = AsidePath(to);
   TANDEM_RETURN_IF_ERROR(RecoverDirectory(to));
   std::error_code ignored;
-  if (fs::exists(fs::symlink_status(aside, ignored))) {
+  if (fs::exists(fs::symlink_status(SystemPath(aside), ignored))) {
     return absl::AlreadyExistsError(
         absl::StrCat(aside, " is in the way: the checkpoint that is replaced would move there"));
   }
@@ -50,14 +51,15 @@ absl::Status ReplaceInTwoSteps(const std::string& from, const std::string& to) {
 }  // namespace
 
 int ExchangePathsBySystemCall(const std::string& a, const std::string& b) {
-  const int result = ::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE);
+  const int result = ::renameat2(AT_FDCWD, SystemPath(a).c_str(), AT_FDCWD, SystemPath(b).c_str(),
+                                 RENAME_EXCHANGE);
   return result == 0 ? 0 : errno;
 }
 
 absl::Status ReplaceDirectory(const std::string& from, const std::string& to,
                               const ExchangePaths& exchange) {
   std::error_code ignored;
-  if (!fs::exists(to, ignored)) return RenameDurably(from, to);
+  if (!fs::exists(SystemPath(to), ignored)) return RenameDurably(from, to);
   // After the exchange the old directory has a temporary name, which others remove unless locked.
   const auto held = LockDirectory(to);
   const int error = exchange(from, to);
@@ -73,7 +75,8 @@ absl::Status RecoverDirectory(const std::string& path) {
   const std::string aside = AsidePath(target);
   if (!CheckOwned(aside, target.filename().string()).ok()) return absl::OkStatus();
   std::error_code ignored;
-  return fs::exists(target, ignored) ? Remove(aside) : RenameDurably(aside, target.string());
+  return fs::exists(SystemPath(target.string()), ignored) ? Remove(aside)
+                                                          : RenameDurably(aside, target.string());
 }
 
 }  // namespace tandem::checkpoint

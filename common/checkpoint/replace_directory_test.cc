@@ -8,6 +8,8 @@
 #include <filesystem>
 
 #include "common/base/atomic_file.h"
+#include "common/base/file_writer.h"
+#include "common/base/status_macros.h"
 #include "common/checkpoint/manifest.h"
 
 namespace tandem::checkpoint {
@@ -30,7 +32,14 @@ class ReplaceDirectoryTest : public ::testing::Test {
   // Makes a checkpoint whose manifest names "target", in a directory of any name.
   void Make(const std::string& content, const std::string& name) {
     MakeForeign(content, name);
-    ASSERT_TRUE(WriteManifest(Path(name), "target", {.kind = "trainer"}).ok());
+    ASSERT_TRUE(WriteManifestOf(name, "target").ok());
+  }
+  // Writes the manifest of a directory made by MakeForeign, which names `checkpoint`.
+  absl::Status WriteManifestOf(const std::string& name, const std::string& checkpoint) {
+    WrittenFiles written;
+    TANDEM_ASSIGN_OR_RETURN(const std::string content, ReadFile(Path(name) + "/file"));
+    TANDEM_RETURN_IF_ERROR(WriteFileDurably(Path(name) + "/file", content));
+    return WriteManifest(Path(name), checkpoint, {.kind = "trainer"}, written.Take()).status();
   }
   void MakeForeign(const std::string& content, const std::string& name) {
     fs::create_directories(parent_ / name);
@@ -107,11 +116,11 @@ TEST_F(ReplaceDirectoryTest, RecoveryNeitherMovesNorRemovesForeignFolders) {
   fs::rename(Path("target"), Path("away"));
   ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
   EXPECT_FALSE(fs::exists(Path("target")));
-  ASSERT_TRUE(WriteManifest(Path(kAside), "other", {.kind = "trainer"}).ok());
+  ASSERT_TRUE(WriteManifestOf(kAside, "other").ok());
   ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
   EXPECT_FALSE(fs::exists(Path("target")));
   fs::remove(Path(kAside) + "/manifest.json");
-  ASSERT_TRUE(WriteManifest(Path(kAside), "target", {.kind = "trainer"}).ok());
+  ASSERT_TRUE(WriteManifestOf(kAside, "target").ok());
   ASSERT_TRUE(WriteFileDurably(Path(kAside) + "/notes", "x").ok());
   ASSERT_TRUE(RecoverDirectory(Path("target")).ok());
   EXPECT_FALSE(fs::exists(Path("target")));

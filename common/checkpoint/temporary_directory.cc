@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "common/base/confined_folder.h"
 #include "common/base/status_macros.h"
 
 namespace tandem::checkpoint {
@@ -41,7 +42,7 @@ std::optional<FileDescriptor> Lock(const std::string& path, int operation) {
 // Whether the locked directory is still at this path.
 bool IsAt(const FileDescriptor& lock, const std::string& path) {
   struct stat held = {}, there = {};
-  return ::fstat(lock.get(), &held) == 0 && ::lstat(path.c_str(), &there) == 0 &&
+  return ::fstat(lock.get(), &held) == 0 && ::lstat(SystemPath(path).c_str(), &there) == 0 &&
          held.st_dev == there.st_dev && held.st_ino == there.st_ino;
 }
 
@@ -56,18 +57,18 @@ bool IsTemporaryName(absl::string_view name) {
   return true;
 }
 
-void RemoveLeftovers(const std::string& parent) {
+void RemoveLeftovers(const fs::path& parent) {
   std::error_code ignored;
   std::vector<std::string> found;
-  for (const fs::directory_entry& entry : fs::directory_iterator(parent, ignored)) {
-    if (IsTemporaryName(entry.path().filename().string())) {
-      found.push_back(entry.path().string());
-    }
+  for (const fs::directory_entry& entry :
+       fs::directory_iterator(SystemPath(parent.string()), ignored)) {
+    const fs::path name = entry.path().filename();
+    if (IsTemporaryName(name.string())) found.push_back((parent / name).string());
   }
   for (const std::string& path : found) {
     // Between opening and locking, another directory may have taken this path.
     const auto lock = LockDirectory(path);
-    if (lock.has_value() && IsAt(*lock, path)) fs::remove_all(path, ignored);
+    if (lock.has_value() && IsAt(*lock, path)) fs::remove_all(SystemPath(path), ignored);
   }
 }
 
@@ -80,20 +81,20 @@ std::optional<FileDescriptor> LockDirectory(const std::string& path) {
 absl::StatusOr<TemporaryDirectory> TemporaryDirectory::Create(const std::string& parent,
                                                               const std::string& name) {
   std::error_code error;
-  fs::create_directories(parent, error);
+  fs::create_directories(SystemPath(parent), error);
   if (error) return FileError(error.value(), "cannot create", parent);
   RemoveLeftovers(parent);
   for (int attempt = 0;; ++attempt) {
     std::string path = (fs::path(parent) / absl::StrCat(kPrefix, ::getpid(), "-", attempt, "-",
                                                         name.substr(0, kMaxShownBytes)))
                            .string();
-    const bool created = fs::create_directory(path, error);
+    const bool created = fs::create_directory(SystemPath(path), error);
     if (error) return FileError(error.value(), "cannot create", path);
     if (!created) continue;
     // Another process may have taken it for a leftover before it was locked: waits until that has
     // removed it, and tries again.
     std::optional<FileDescriptor> lock = Lock(path, LOCK_EX);
-    if (lock.has_value() ? !IsAt(*lock, path) : !fs::exists(path, error)) continue;
+    if (lock.has_value() ? !IsAt(*lock, path) : !fs::exists(SystemPath(path), error)) continue;
     return TemporaryDirectory(std::move(path), std::move(lock));
   }
 }
@@ -101,7 +102,7 @@ absl::StatusOr<TemporaryDirectory> TemporaryDirectory::Create(const std::string&
 TemporaryDirectory::~TemporaryDirectory() {
   if (path_.empty() || (lock_.has_value() && !IsAt(*lock_, path_))) return;
   std::error_code ignored;
-  fs::remove_all(path_, ignored);
+  fs::remove_all(SystemPath(path_), ignored);
 }
 
 absl::Status RemoveDirectory(const std::string& path) {
@@ -110,9 +111,10 @@ absl::Status RemoveDirectory(const std::string& path) {
                           TemporaryDirectory::Create(fs::path(path).parent_path().string(),
                                                      fs::path(path).filename().string()));
   std::error_code error;
-  fs::rename(path, temporary.path(), error);  // replaces the empty directory
+  // Replaces the empty directory.
+  fs::rename(SystemPath(path), SystemPath(temporary.path()), error);
   if (error == std::errc::no_such_file_or_directory) return absl::OkStatus();
-  if (!error) fs::remove_all(temporary.path(), error);
+  if (!error) fs::remove_all(SystemPath(temporary.path()), error);
   return error ? FileError(error.value(), "cannot remove", path) : absl::OkStatus();
 }
 

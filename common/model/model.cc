@@ -80,7 +80,7 @@ absl::Status CheckWeightFormat(const LoadOptions& options) {
   };
   if (placement.weight_format == kernels::WeightFormat::kDense) return absl::OkStatus();
   if (options.requires_grad) return fail("do not train");
-  if (options.block_filled != nullptr) return fail("cannot be gathered block by block");
+  if (options.without_memory) return fail("cannot be gathered block by block");
   if (!placement.device.is_cpu() || placement.dtype != at::kFloat) {
     return fail("are multiplied on the CPU in float32 alone");
   }
@@ -101,7 +101,7 @@ absl::Status CheckWeightDtype(const LoadOptions& options) {
   if (!placement.device.is_cpu() || placement.dtype != at::kFloat) {
     return fail("rounded weights are multiplied on the CPU in float32 alone");
   }
-  if (!options.requires_grad && options.block_filled != nullptr) {
+  if (!options.requires_grad && options.without_memory) {
     return fail("a model that only infers rounds values that it holds whole");
   }
   return absl::OkStatus();
@@ -152,7 +152,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
     return InvalidField("freeze", "has no meaning for a model that does not train");
   }
   TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
-                                                                options.block_filled != nullptr));
+                                                                options.without_memory));
   model->backbone_ = MakeBackbone(family->backbone(), config, model->placement_, *model->store_);
   if (options.placement.Holds(config.LastBlock())) {
     model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
@@ -448,16 +448,28 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .quantization = Quantization::kNone};
 }
 
-absl::Status Model::LoadParameters(const NamedTensors& tensors) {
-  ParameterIntake intake(store_->parameters(), tied_);
-  std::vector<std::pair<const tandem::Parameter*, at::Tensor>> copies;
+absl::StatusOr<std::vector<std::pair<const tandem::Parameter*, at::Tensor>>> Model::Match(
+    const NamedTensors& tensors) const {
+  // The intake reads the embedding to compare it with a tied head.
+  const bool has_tied_head =
+      tied_ && std::any_of(tensors.begin(), tensors.end(),
+                           [](const auto& tensor) { return tensor.first == kLmHeadName; });
+  ParameterIntake intake(store_->parameters(), has_tied_head);
+  std::vector<std::pair<const tandem::Parameter*, at::Tensor>> matched;
   for (const auto& [name, tensor] : tensors) {
     TANDEM_ASSIGN_OR_RETURN(const tandem::Parameter* parameter, intake.Accept(name, tensor));
-    if (parameter != nullptr && parameter->held()) copies.emplace_back(parameter, tensor);
+    if (parameter != nullptr) matched.emplace_back(parameter, tensor);
   }
   TANDEM_RETURN_IF_ERROR(intake.CheckComplete());
+  return matched;
+}
+
+absl::Status Model::LoadParameters(const NamedTensors& tensors) {
+  TANDEM_ASSIGN_OR_RETURN(const auto matched, Match(tensors));
   at::NoGradGuard no_grad;
-  for (const auto& [parameter, whole] : copies) parameter->CopyFrom(whole);
+  for (const auto& [parameter, whole] : matched) {
+    if (parameter->held()) parameter->CopyFrom(whole);
+  }
   OnWeightsChanged();
   return absl::OkStatus();
 }

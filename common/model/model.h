@@ -30,9 +30,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -85,9 +88,10 @@ struct LoadOptions {
   // passes are those of a model in training. `freeze` must be empty.
   bool freeze_all = false;
   Placement placement = {};
-  // Set by a process that does not keep the whole of every block: a block's buffer has memory only
-  // while it is filled, and until `block_filled` has returned, which takes what stays.
-  std::function<void(int64_t block, const at::Tensor& buffer)> block_filled = nullptr;
+  // Set by a process that does not keep the whole of every block: the parameters are declared, and
+  // neither read from the files nor given memory. The caller reads what it keeps (ReadSource), and
+  // gives a block memory while it runs.
+  bool without_memory = false;
 };
 
 // One sequence of a cached forward.
@@ -205,7 +209,7 @@ class Model {
   // experts are sharded, those of the blocks' experts.
   const std::vector<at::Tensor>& BlockBuffers() const;
   // Buffers of the same layout for copies in the type of the computation, which linear maps
-  // multiply with: with LoadOptions::block_filled and another type than float32, else empty. They
+  // multiply with: with LoadOptions::without_memory and another type than float32, else empty. They
   // have no memory; the caller gives them memory and fills them before a block runs.
   const std::vector<at::Tensor>& ComputeBuffers() const;
   // Returns the parameters of the whole model, held by this process or not.
@@ -227,6 +231,10 @@ class Model {
   // copy. A tied model takes an "lm_head.weight" that equals its embedding. INVALID_ARGUMENT names
   // the tensor.
   absl::Status LoadParameters(const NamedTensors& tensors);
+  // The checks of LoadParameters alone. Returns the tensors that it would copy, each with its
+  // parameter, which this process need not hold.
+  absl::StatusOr<std::vector<std::pair<const tandem::Parameter*, at::Tensor>>> Match(
+      const NamedTensors& tensors) const;
 
   // Makes room for new weights of a model that infers, beside those that serve. Runs beside passes,
   // on any thread. The model must outlive the result.
@@ -248,6 +256,23 @@ class Model {
   // <Family>ForSequenceClassification. `parameters` gives whole parameters, of which one at a time
   // is held and converted.
   absl::Status Save(const std::string& directory, DType dtype, TensorSource parameters) const;
+  // The same by several processes, each of which writes one file of weights: the tensors of an
+  // export, and which file has which. One file is model.safetensors; of several, number i is
+  // model-<i+1>-of-<count>.safetensors, and each has about as many bytes.
+  struct ExportPlan {
+    DType dtype = DType::kFloat32;
+    int count = 1;
+    std::vector<WeightSpec> tensors;  // in the order of Parameters
+    std::vector<int> file_of_tensor;
+    std::map<std::string, int> file_of_parameter;
+  };
+  // Plans at most `most_files` files, none of which is empty.
+  ExportPlan PlanExport(DType dtype, int most_files) const;
+  // Writes one file of the weights: `parameters` gives the whole parameters that are in it.
+  absl::Status SaveFile(const std::string& directory, const ExportPlan& plan, int file,
+                        TensorSource parameters) const;
+  // Writes all but the weights.
+  absl::Status SaveCompanionFiles(const std::string& directory, const ExportPlan& plan) const;
   // With its own parameters. UNIMPLEMENTED unless all of them are here, and none is packed.
   absl::Status Save(const std::string& directory, DType dtype = DType::kFloat32) const;
 
@@ -264,8 +289,8 @@ class Model {
   void Initialize(uint64_t seed);
   BatchImages ImagesOf(absl::Span<const DecodeInput> inputs) const;
   std::string ExportedConfig(DType dtype) const;
-  // Reads kept_tensors_ from the source.
-  absl::Status VisitKeptTensors(TensorVisitor visit) const;
+  // Reads those of kept_tensors_ that are in `wanted` from the source.
+  absl::Status VisitKeptTensors(const std::set<std::string>& wanted, TensorVisitor visit) const;
 
   ModelConfig config_;
   int64_t num_token_ids_ = 0;

@@ -24,7 +24,6 @@
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/tensor/tensor_check.h"
-#include "common/tensor/tensor_memory.h"
 #include "common/weights/weights_digest.h"
 
 namespace tandem {
@@ -192,31 +191,19 @@ absl::StatusOr<SourceParameters> Model::ReadSource() const {
 void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options) {
   const at::NoGradGuard no_grad;
   WeightsHasher hasher;
-  const auto filled = [&](int64_t block) {
-    if (options.block_filled == nullptr) return;
-    const at::Tensor& buffer = BlockBuffers()[static_cast<size_t>(block)];
-    options.block_filled(block, buffer);
-    FreeMemory(buffer);
-  };
-  // Parameters are declared block by block.
   for (size_t i = 0; i < assigned.size(); ++i) {
     const auto& parameter = store_->parameters()[i];
-    const int64_t block = parameter.spec.block;
-    if (i > 0 && block != store_->parameters()[i - 1].spec.block) filled(block - 1);
     const at::Tensor whole =
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
     bool exact = false;
-    if (parameter.held()) {  // else another process holds it
-      if (!parameter.has_own_memory()) {
-        AllocateMemory(BlockBuffers()[static_cast<size_t>(parameter.buffer)]);
-      }
+    // Else another process holds it, or the caller reads it.
+    if (parameter.held() && (!options.without_memory || parameter.has_own_memory())) {
       parameter.CopyFrom(whole);
       exact = parameter.value.defined() && parameter.shard.count == 1 && parameter.value.is_cpu() &&
               parameter.value.scalar_type() == at::kFloat;
     }
     hasher.Add(exact ? parameter.value : whole);
   }
-  filled(num_blocks() - 1);
   weights_digest_ = hasher.Hex();
   OnWeightsChanged();
 }

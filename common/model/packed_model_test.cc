@@ -187,7 +187,7 @@ TEST(RoundedModelTest, WhatCannotBeRoundedIsRefused) {
   options.placement.weight_format = WeightFormat::kBfloat16;
   EXPECT_EQ(path(options), field);
   options = Rounded(/*trains=*/false);
-  options.block_filled = [](int64_t, const at::Tensor&) {};
+  options.without_memory = true;
   EXPECT_EQ(path(options), field);
   EXPECT_THROW(TinyModel("llama", {}, Rounded(/*trains=*/false))->PrepareWeights(), c10::Error);
 }
@@ -338,7 +338,7 @@ TEST(PackedModelTest, WhatCannotBePackedIsRefused) {
   options.placement.dtype = at::kBFloat16;
   EXPECT_EQ(path(options), field);
   options = Options(WeightFormat::kInt8);
-  options.block_filled = [](int64_t, const at::Tensor&) {};
+  options.without_memory = true;
   EXPECT_EQ(path(options), field);
   ops::SetKernelPath(ops::KernelPath::kAten);
   EXPECT_EQ(path(Options(WeightFormat::kFloat32)), field);

@@ -9,6 +9,7 @@
 
 #include "common/base/status_macros.h"
 #include "common/model/model_config.h"
+#include "common/parallel/held_values.h"
 #include "common/parallel/pipeline_schedule.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/rank_agreement.h"
@@ -33,18 +34,19 @@ at::Tensor MegatronStrategy::ShardOf(const at::Tensor& flat,
 
 absl::Status MegatronStrategy::LoadModel(const std::string& directory, const LoadOptions& options) {
   return CatchTorchErrors("cannot load the model", [&]() -> absl::Status {
+    // Ranks wait for the files of others without a time limit.
     absl::StatusOr<ModelConfig> config = LoadModelConfig(directory);
     absl::Status status = config.status();
     if (status.ok()) {
       status = CheckMegatronOptions(megatron_, *config, options.head, world_->size(),
                                     options.num_token_ids);
     }
-    TANDEM_RETURN_IF_ERROR(ranks::AgreeByName(*world_, status));
+    TANDEM_RETURN_IF_ERROR(ranks::AgreeByName(*world_->patient(), status));
     mesh_ = std::make_unique<ParallelMesh>(MeshOf(megatron_, world_->size()), *world_);
     output_group_ = GroupOf(mesh_->output);
     absl::StatusOr<std::unique_ptr<Model>> model =
         Model::Load(directory, PartialLoad(options, *config));
-    TANDEM_RETURN_IF_ERROR(ranks::AgreeByName(*world_, model.status()));
+    TANDEM_RETURN_IF_ERROR(ranks::AgreeByName(*world_->patient(), model.status()));
     model_ = *std::move(model);
     const std::vector<at::Tensor>& all = model_->BlockBuffers();
     for (size_t i = 0; i < all.size(); ++i) {
@@ -301,62 +303,42 @@ absl::Status MegatronStrategy::ResetOptimizer() {
 
 // Parameters and state.
 
-at::Tensor MegatronStrategy::Collected(const Parameter& parameter) const {
-  // The owner: the first replica and context rank, of those with the expert, of the stage that runs
-  // the block.
-  MeshCoordinates owner;
-  if (const std::optional<ExpertOfLayer>& expert = parameter.spec.expert; expert.has_value()) {
-    const ExpertShard shards = {.count = mesh_->shape.expert};
-    owner =
-        mesh_->shape.FirstOfExperts(static_cast<int>(expert->index / shards.Size(expert->count)));
-  }
+int MegatronStrategy::StageOf(int64_t block) const {
   const int64_t layers = model_->config().num_hidden_layers,
                 first_layer = model_->config().FirstLayerBlock();
   const PipelineShape shape = PipelineOf(megatron_);
   for (int64_t i = 0; i < shape.stages * shape.virtual_stages; ++i) {
     const auto stage = static_cast<int>(i % shape.stages);
-    if (BlocksOfVirtualStage(layers, first_layer, shape, stage, i / shape.stages)
-            .Has(parameter.spec.block)) {
-      owner.pipeline = stage;
+    if (BlocksOfVirtualStage(layers, first_layer, shape, stage, i / shape.stages).Has(block)) {
+      return stage;
     }
   }
-  std::vector<at::Tensor> shards;
-  for (; owner.tensor < static_cast<int>(parameter.shard.count); ++owner.tensor) {
-    const int rank = mesh_->shape.Rank(owner);
-    const at::Tensor own = parameter.value.defined() ? parameter.value.detach() : at::Tensor();
-    if (rank == world_->rank() && rank != 0) world_->Send(own, 0);
-    if (world_->rank() != 0) continue;
-    if (rank == 0) {
-      shards.push_back(own);
-      continue;
-    }
-    const Shard shard = {
-        .axis = parameter.shard.axis, .index = owner.tensor, .count = parameter.shard.count};
-    shards.push_back(
-        at::empty(shard.ShapeOf(parameter.spec.shape), model_->BlockBuffers()[0].options()));
-    world_->Recv(shards.back(), rank);
+  return 0;
+}
+
+std::vector<Holding> MegatronStrategy::Holdings(const Parameter& parameter, int wanted_by) const {
+  // The replica and context rank of the rank that wants it, or the first ones with the expert.
+  MeshCoordinates owner = mesh_->shape.Coordinates(wanted_by);
+  if (const std::optional<ExpertOfLayer>& expert = parameter.spec.expert; expert.has_value()) {
+    const ExpertShard shards = {.count = mesh_->shape.expert};
+    const auto place = static_cast<int>(expert->index / shards.Size(expert->count));
+    if (mesh_->shape.ExpertRank(owner) != place) owner = mesh_->shape.FirstOfExperts(place);
   }
-  if (shards.empty()) return {};
-  return shards.size() == 1 ? shards[0] : at::cat(shards, parameter.shard.axis);
-}
-
-absl::Status MegatronStrategy::VisitParameters(TensorVisitor visit) {
-  return CatchTorchErrors("visit of parameters", [&] {
-    const at::NoGradGuard no_grad;
-    absl::Status status;
-    for (const Parameter& parameter : model_->DeclaredParameters()) {
-      const at::Tensor whole = Collected(parameter);
-      if (world_->rank() != 0 || !status.ok()) continue;
-      status = CatchTorchErrors("visit", [&] { return visit(parameter.spec.name, whole); });
+  owner.pipeline = StageOf(parameter.spec.block);
+  std::vector<Holding> holdings;
+  for (int tensor = 0; tensor < static_cast<int>(parameter.shard.count); ++tensor) {
+    // A parameter without shards is on every tensor rank.
+    if (parameter.shard.count > 1) owner.tensor = tensor;
+    Holding& holding =
+        holdings.emplace_back(Holding{mesh_->shape.Rank(owner), WholeRange(parameter)});
+    holding.range.shard = {
+        .axis = parameter.shard.axis, .index = tensor, .count = parameter.shard.count};
+    holding.range.numel = 1;
+    for (const int64_t extent : holding.range.shard.ShapeOf(parameter.spec.shape)) {
+      holding.range.numel *= extent;
     }
-    return ranks::Agree(*world_, status);
-  });
-}
-
-absl::Status MegatronStrategy::LoadParameters(const NamedTensors& parameters) {
-  // Every rank checks the same whole tensors and returns the same status.
-  return CatchTorchErrors("cannot replace parameters",
-                          [&] { return model_->LoadParameters(parameters); });
+  }
+  return holdings;
 }
 
 absl::Status MegatronStrategy::SaveOptimizer(const std::string& directory) {

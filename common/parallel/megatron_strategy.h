@@ -67,8 +67,7 @@ class MegatronStrategy : public Strategy {
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
-  absl::Status VisitParameters(TensorVisitor visit) override;
-  absl::Status LoadParameters(const NamedTensors& parameters) override;
+  std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;
   absl::Status SaveOptimizer(const std::string& directory) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
 
@@ -111,8 +110,8 @@ class MegatronStrategy : public Strategy {
   // Sums the gradients of parameters that all tensor ranks hold whole.
   void SumOverTensorRanks();
   void GatherUpdate();
-  // Returns the whole parameter on rank 0, from the ranks that hold it. Collective.
-  at::Tensor Collected(const Parameter& parameter) const;
+  // Returns the stage that runs a block.
+  int StageOf(int64_t block) const;
 
   const MegatronOptions megatron_;
   const Recompute recompute_;

@@ -7,6 +7,7 @@
 
 #include "common/base/status_macros.h"
 #include "common/parallel/block_pass.h"
+#include "common/parallel/held_values.h"
 #include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::parallel {
@@ -89,18 +90,8 @@ absl::Status SingleStrategy::ResetOptimizer() {
   });
 }
 
-absl::Status SingleStrategy::VisitParameters(TensorVisitor visit) {
-  return CatchTorchErrors("visit of parameters", [&]() -> absl::Status {
-    for (const auto& [name, parameter] : model_->Parameters()) {
-      TANDEM_RETURN_IF_ERROR(visit(name, parameter.detach()));
-    }
-    return absl::OkStatus();
-  });
-}
-
-absl::Status SingleStrategy::LoadParameters(const NamedTensors& parameters) {
-  return CatchTorchErrors("cannot replace parameters",
-                          [&] { return model_->LoadParameters(parameters); });
+std::vector<Holding> SingleStrategy::Holdings(const Parameter& parameter, int /*wanted_by*/) const {
+  return {{.rank = 0, .range = WholeRange(parameter)}};
 }
 
 absl::Status SingleStrategy::SaveOptimizer(const std::string& directory) {

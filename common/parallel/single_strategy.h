@@ -38,8 +38,7 @@ class SingleStrategy : public Strategy {
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
-  absl::Status VisitParameters(TensorVisitor visit) override;
-  absl::Status LoadParameters(const NamedTensors& parameters) override;
+  std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;
   absl::Status SaveOptimizer(const std::string& directory) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
 

@@ -30,6 +30,7 @@
 #include "common/loss/vocabulary_shard.h"
 #include "common/model/model.h"
 #include "common/model/ragged_batch.h"
+#include "common/parallel/parameter_range.h"
 #include "common/ranks/communicator.h"
 #include "common/tensor/named_tensors.h"
 #include "common/training/optimizer_options.h"
@@ -142,19 +143,34 @@ class Strategy {
   // Returns the optimizer to its state after BuildOptimizer.
   virtual absl::Status ResetOptimizer() = 0;
 
+  // Returns ranks that together hold every value of a parameter (of Model::DeclaredParameters)
+  // once; the same on every rank. `wanted_by` is the rank that wants the whole: it is among them if
+  // it holds any, and alone if it holds all.
+  virtual std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const = 0;
+  // Returns this rank's values of a parameter, float32: its shard of it, or flat the range that
+  // Holdings says. Undefined if it holds none. They share memory with the model.
+  virtual at::Tensor HeldValues(const Parameter& parameter) const;
+  // Returns the part of a whole parameter that has the values of HeldValues: a view of `whole`,
+  // whose other values need not be read.
+  virtual at::Tensor PartOf(const at::Tensor& whole, const Parameter& parameter) const;
+
   // Calls `visit` on rank 0 with every whole parameter, frozen ones included, in the order of
-  // Model::Parameters. Beside its own shard, a rank holds one block at a time. An error of `visit`
-  // is returned on all ranks.
-  virtual absl::Status VisitParameters(TensorVisitor visit) = 0;
-  // Replaces all parameters by whole ones, of which every rank copies its shard. All or nothing;
-  // INVALID_ARGUMENT names the tensor.
-  virtual absl::Status LoadParameters(const NamedTensors& parameters) = 0;
+  // Model::Parameters. Rank 0 holds one of them at a time. An error of `visit` is returned on all
+  // ranks.
+  absl::Status VisitParameters(TensorVisitor visit);
+  // Replaces all parameters by whole ones, of which every rank reads what it holds (PartOf). All or
+  // nothing; INVALID_ARGUMENT names the tensor.
+  virtual absl::Status LoadParameters(const NamedTensors& parameters);
 
   // Writes the optimizer's state into a checkpoint directory, or reads it. DATA_LOSS names the
   // tensor that does not fit (another model's checkpoint, or another `freeze`); nothing has changed
   // then.
   virtual absl::Status SaveOptimizer(const std::string& directory) = 0;
   virtual absl::Status LoadOptimizer(const std::string& directory) = 0;
+
+ protected:
+  // LoadParameters has replaced the values.
+  virtual void OnParametersReplaced() { model().OnWeightsChanged(); }
 };
 
 }  // namespace tandem::parallel

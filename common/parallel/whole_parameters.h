@@ -12,9 +12,15 @@
 
 namespace tandem::parallel {
 
-// Calls `use` on rank 0 with the source of the whole parameters (Strategy::VisitParameters), which
-// it may call once. The other ranks take part in the visit, which takes place whether `use` calls
-// the source or not. An error of `use` is returned on all ranks. Collective.
+// Calls `use` on every rank with the source of the whole parameters that it wants, those for which
+// `rank_of` names it (VisitParametersOn); `use` may call the source once. The visit takes place
+// whether `use` calls the source or not. Ranks wait for each other without a time limit. An error
+// of `use` on one rank is returned on all. Collective.
+absl::Status UseParametersOn(Strategy& strategy,
+                             absl::FunctionRef<int(const Parameter& parameter)> rank_of,
+                             absl::FunctionRef<absl::Status(TensorSource parameters)> use);
+
+// The same for rank 0, which alone calls `use`, with all whole parameters.
 absl::Status UseWholeParameters(Strategy& strategy,
                                 absl::FunctionRef<absl::Status(TensorSource parameters)> use);
 

@@ -8,6 +8,7 @@
 #include "common/base/status_macros.h"
 #include "common/ops/bfloat16_rounding.h"
 #include "common/parallel/buckets.h"
+#include "common/parallel/held_values.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/catch_torch_errors.h"
 #include "common/tensor/tensor_memory.h"
@@ -28,27 +29,27 @@ at::Tensor ZeroStrategy::ShardOf(const at::Tensor& flat) const {
 absl::Status ZeroStrategy::LoadModel(const std::string& directory, const LoadOptions& options) {
   LoadOptions load = options;
   load.placement.buffer_shards = ranks_->size();
-  std::vector<at::Tensor> shards;
-  if (shards_parameters()) {
-    load.block_filled = [&](int64_t, const at::Tensor& buffer) {
-      shards.push_back(ShardOf(buffer).clone());
-    };
-  }
+  load.without_memory = shards_parameters();
   TANDEM_ASSIGN_OR_RETURN(model_, Model::Load(directory, load));
   head_block_ = model_->tied() ? 0 : model_->num_blocks() - 1;
   for (const at::Tensor& buffer : model_->BlockBuffers()) {
     Block& block = blocks_.emplace_back();
     // An alias with its own version counter: autograd does not see gathering.
     block.parameters = buffer.variable_data();
-    block.parameter_shard =
-        shards_parameters() ? std::move(shards[blocks_.size() - 1]) : ShardOf(block.parameters);
+    block.parameter_shard = shards_parameters()
+                                ? at::zeros({buffer.numel() / ranks_->size()}, buffer.options())
+                                : ShardOf(block.parameters);
     block.gathered = !shards_parameters();
     if (!shards_parameters()) continue;
     block.compute = has_copies() ? model_->ComputeBuffers()[blocks_.size() - 1].variable_data()
                                  : block.parameters;
-    block.compute_shard = block.parameter_shard.to(block.compute.scalar_type());
+    block.compute_shard = has_copies()
+                              ? at::empty_like(block.parameter_shard, block.compute.options())
+                              : block.parameter_shard;
   }
-  return absl::OkStatus();
+  if (!shards_parameters()) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const SourceParameters source, model_->ReadSource());
+  return LoadParameters(source.tensors);
 }
 
 absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
@@ -124,16 +125,6 @@ void ZeroStrategy::Gather(int64_t index) {
   block.gathering.Wait();
   if (has_copies() && !HasMemory(block.parameters)) WidenMasters(index);
   if (shards_parameters()) RoundMatrices(index);
-}
-
-void ZeroStrategy::GatherMasters(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
-  if (!shards_parameters()) return;
-  if (block.gathered) Release(index);
-  if (HasMemory(block.parameters)) return;
-  AllocateMemory(block.parameters);
-  AllGatherInBuckets(*ranks_, block.parameters, block.parameter_shard, zero_.allgather_bucket_size)
-      .Wait();
 }
 
 void ZeroStrategy::Release(int64_t index) {
@@ -336,38 +327,46 @@ absl::Status ZeroStrategy::ResetOptimizer() {
   });
 }
 
-absl::Status ZeroStrategy::VisitParameters(TensorVisitor visit) {
-  return CatchTorchErrors("visit of parameters", [&] {
-    absl::Status status;
-    int64_t gathered = 0;
-    for (const Parameter& parameter : model_->DeclaredParameters()) {
-      if (parameter.spec.block != gathered) Release(std::exchange(gathered, parameter.spec.block));
-      GatherMasters(gathered);
-      if (ranks_->rank() != 0 || !status.ok()) continue;
-      status = CatchTorchErrors(
-          "visit", [&] { return visit(parameter.spec.name, parameter.value.detach()); });
-    }
-    Release(gathered);
-    return ranks::Agree(*ranks_, status);
-  });
+ShardRange ZeroStrategy::RangeOf(const Parameter& parameter, int rank) const {
+  const Block& block = blocks_[static_cast<size_t>(parameter.buffer)];
+  return RangeInShard(parameter, block.parameters.numel(), ranks_->size(), rank);
 }
 
-absl::Status ZeroStrategy::LoadParameters(const NamedTensors& parameters) {
-  return CatchTorchErrors("cannot replace parameters", [&]() -> absl::Status {
-    // All blocks have memory for a moment: every tensor is checked before the first copy.
-    for (Block& block : blocks_) AllocateMemory(block.parameters);
-    absl::Status loaded = model_->LoadParameters(parameters);
-    for (int64_t index = 0; index <= last_block(); ++index) {
-      Block& block = blocks_[static_cast<size_t>(index)];
-      if (loaded.ok() && shards_parameters()) {
-        block.parameter_shard.copy_(ShardOf(block.parameters));
-        RefreshCopy(block);
-      }
-      Release(index);
-    }
-    if (loaded.ok() && optimizer_ != nullptr) optimizer_->OnValuesReplaced();
-    return loaded;
-  });
+std::vector<Holding> ZeroStrategy::Holdings(const Parameter& parameter, int wanted_by) const {
+  if (!IsSharded(parameter)) return {{.rank = wanted_by, .range = WholeRange(parameter)}};
+  std::vector<Holding> holdings;
+  for (int rank = 0; rank < ranks_->size(); ++rank) {
+    const ShardRange range = RangeOf(parameter, rank);
+    if (range.numel == 0) continue;
+    Holding& holding = holdings.emplace_back(Holding{rank, WholeRange(parameter)});
+    holding.range.offset = range.offset;
+    holding.range.numel = range.numel;
+  }
+  return holdings;
+}
+
+at::Tensor ZeroStrategy::HeldValues(const Parameter& parameter) const {
+  if (!IsSharded(parameter)) return Strategy::HeldValues(parameter);
+  const ShardRange range = RangeOf(parameter, ranks_->rank());
+  if (range.numel == 0) return {};
+  return blocks_[static_cast<size_t>(parameter.buffer)].parameter_shard.narrow(
+      0, range.shard_offset, range.numel);
+}
+
+at::Tensor ZeroStrategy::PartOf(const at::Tensor& whole, const Parameter& parameter) const {
+  if (!IsSharded(parameter)) return Strategy::PartOf(whole, parameter);
+  const ShardRange range = RangeOf(parameter, ranks_->rank());
+  if (range.numel == 0) return {};
+  return whole.contiguous().view(-1).narrow(0, range.offset, range.numel);
+}
+
+void ZeroStrategy::OnParametersReplaced() {
+  for (int64_t index = 0; index <= last_block() && shards_parameters(); ++index) {
+    RefreshCopy(blocks_[static_cast<size_t>(index)]);
+    Release(index);
+  }
+  model_->OnWeightsChanged();
+  if (optimizer_ != nullptr) optimizer_->OnValuesReplaced();
 }
 
 absl::Status ZeroStrategy::SaveOptimizer(const std::string& directory) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "common/parallel/block_pass.h"
+#include "common/parallel/optimizer/shard_plan.h"
 #include "common/parallel/optimizer/sharded_optimizer.h"
 #include "common/parallel/recompute.h"
 #include "common/parallel/strategy.h"
@@ -48,10 +49,14 @@ class ZeroStrategy : public Strategy {
   absl::StatusOr<OptimizerReport> OptimizerStep() override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
-  absl::Status VisitParameters(TensorVisitor visit) override;
-  absl::Status LoadParameters(const NamedTensors& parameters) override;
+  std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;
+  at::Tensor HeldValues(const Parameter& parameter) const override;
+  at::Tensor PartOf(const at::Tensor& whole, const Parameter& parameter) const override;
   absl::Status SaveOptimizer(const std::string& directory) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
+
+ protected:
+  void OnParametersReplaced() override;
 
  private:
   // Flat buffers of a block; a `shard` is this rank's.
@@ -70,6 +75,12 @@ class ZeroStrategy : public Strategy {
   };
 
   bool shards_parameters() const { return zero_.stage == 3; }
+  // Whether ranks hold ranges of the parameter; else each holds all of it.
+  bool IsSharded(const Parameter& parameter) const {
+    return shards_parameters() && !parameter.has_own_memory();
+  }
+  // Returns the values of a sharded parameter in a rank's shard of its block.
+  ShardRange RangeOf(const Parameter& parameter, int rank) const;
   bool shards_gradients() const { return zero_.stage >= 2; }
   int64_t last_block() const { return static_cast<int64_t>(blocks_.size()) - 1; }
   at::Tensor ShardOf(const at::Tensor& flat) const;
@@ -88,8 +99,6 @@ class ZeroStrategy : public Strategy {
   void StartGathering(int64_t block);
   void Gather(int64_t block);
   void Release(int64_t block);
-  // Stage 3. Gathers a block's float32 parameters; Release frees them, too.
-  void GatherMasters(int64_t block);
 
   // Allocates a block's gradients, zeroed.
   void OpenGradients(int64_t block);

@@ -265,7 +265,7 @@ const std::shared_ptr<Communicator>& Communicator::patient() {
   if (patient_ == nullptr) {
     std::vector<int> all(static_cast<size_t>(size()));
     std::iota(all.begin(), all.end(), 0);
-    patient_ = Split("patient", {all}, {.timeout = kNoTimeLimit});
+    patient_ = Split("patient", {all}, {.device = device_, .timeout = kNoTimeLimit});
   }
   return patient_;
 }

@@ -13,6 +13,7 @@
 #include "absl/strings/strip.h"
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
+#include "common/base/confined_folder.h"
 #include "common/base/error.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/status_macros.h"
@@ -116,7 +117,7 @@ absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& di
 absl::Status SaveSpeculator(const Speculator& speculator, const std::string& directory,
                             DType dtype) {
   std::error_code error;
-  fs::create_directories(directory, error);
+  fs::create_directories(SystemPath(directory), error);
   if (error) return FileError(error.value(), "cannot create", directory);
   const std::string& prefix = speculator.kind().file_prefix;
   NamedTensors tensors;

@@ -97,13 +97,19 @@ absl::Status WriteTensors(const std::string& path, absl::Span<const WeightSpec> 
 absl::Status WriteNamedTensors(const std::string& path, const NamedTensors& tensors,
                                std::optional<DType> float_dtype,
                                const std::map<std::string, std::string>& metadata) {
-  std::vector<WeightSpec> specs;
+  std::vector<DType> dtypes;
   for (const auto& [name, tensor] : tensors) {
-    TANDEM_ASSIGN_OR_RETURN(DType dtype, FromScalarType(tensor.scalar_type()));
-    if (float_dtype.has_value() && tensor.is_floating_point()) dtype = *float_dtype;
-    specs.push_back({.name = name, .dtype = dtype, .shape = tensor.sizes().vec()});
+    TANDEM_ASSIGN_OR_RETURN(dtypes.emplace_back(), FromScalarType(tensor.scalar_type()));
+    if (float_dtype.has_value() && tensor.is_floating_point()) dtypes.back() = *float_dtype;
   }
-  return WriteTensors(path, specs, SourceOf(tensors), metadata);
+  std::vector<WeightSpec> specs;
+  NamedTensors ordered;
+  for (const size_t i : InFileOrder(dtypes)) {
+    const auto& [name, tensor] = tensors[i];
+    specs.push_back({.name = name, .dtype = dtypes[i], .shape = tensor.sizes().vec()});
+    ordered.emplace_back(name, tensor);
+  }
+  return WriteTensors(path, specs, SourceOf(ordered), metadata);
 }
 
 }  // namespace tandem

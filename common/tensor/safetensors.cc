@@ -1,9 +1,6 @@
 #include "common/tensor/safetensors.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
+#include "common/base/confined_folder.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/git_lfs.h"
 #include "common/base/status_macros.h"
@@ -29,13 +27,9 @@ constexpr char kIndexName[] = "model.safetensors.index.json";
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Open(const std::string& path) {
-  TANDEM_ASSIGN_OR_RETURN(const FileDescriptor fd, FileDescriptor::Open(path, O_RDONLY));
-  struct stat info = {};
-  if (fstat(fd.get(), &info) != 0) return FileError(errno, "cannot stat", path);
-  if (!S_ISREG(info.st_mode)) {
-    return absl::InvalidArgumentError(absl::StrCat(path, ": not a regular file"));
-  }
-  const uint64_t file_bytes = static_cast<uint64_t>(info.st_size);
+  TANDEM_ASSIGN_OR_RETURN(const FileDescriptor fd, FileDescriptor::OpenRegular(path));
+  TANDEM_ASSIGN_OR_RETURN(const int64_t size, fd.Size());
+  const auto file_bytes = static_cast<uint64_t>(size);
   if (file_bytes < sizeof(uint64_t)) {
     return absl::DataLossError(
         absl::StrCat(path, ": truncated: ", file_bytes, " bytes, not even a header length"));
@@ -110,11 +104,11 @@ absl::StatusOr<std::unique_ptr<SafetensorsDirectory>> SafetensorsDirectory::Open
   const std::string single = fs::path(directory) / "model.safetensors";
   const std::string index_path = fs::path(directory) / kIndexName;
   std::error_code ignored;
-  if (fs::exists(single, ignored)) {
+  if (fs::exists(SystemPath(single), ignored)) {
     TANDEM_RETURN_IF_ERROR(result->AddFile(single));
     return result;
   }
-  if (!fs::exists(index_path, ignored)) {
+  if (!fs::exists(SystemPath(index_path), ignored)) {
     return absl::NotFoundError(
         absl::StrCat(directory, ": neither model.safetensors nor ", kIndexName));
   }
@@ -137,7 +131,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsDirectory>> SafetensorsDirectory::Open
   }
   for (auto& [shard, names] : tensors_of_shard) {
     const std::string path = fs::path(directory) / shard;
-    if (!fs::exists(path, ignored)) {
+    if (!fs::exists(SystemPath(path), ignored)) {
       return absl::NotFoundError(absl::StrCat(path, ": missing shard, ", kIndexName,
                                               " names it for tensor '", *names.begin(), "'"));
     }

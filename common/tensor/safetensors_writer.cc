@@ -1,17 +1,14 @@
 #include "common/tensor/safetensors_writer.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "common/base/atomic_file.h"
 #include "common/base/status_macros.h"
 
 namespace tandem {
@@ -38,19 +35,26 @@ std::string Framed(const nlohmann::json& header) {
 
 }  // namespace
 
+std::vector<size_t> InFileOrder(absl::Span<const DType> dtypes) {
+  std::vector<size_t> order(dtypes.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return ItemSizeBytes(dtypes[a]) > ItemSizeBytes(dtypes[b]);
+  });
+  return order;
+}
+
 absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
     const std::string& path, absl::Span<const WeightSpec> tensors,
     const std::map<std::string, std::string>& metadata) {
-  std::vector<const WeightSpec*> order;
-  for (const WeightSpec& tensor : tensors) order.push_back(&tensor);
-  std::stable_sort(order.begin(), order.end(), [](const WeightSpec* a, const WeightSpec* b) {
-    return ItemSizeBytes(a->dtype) > ItemSizeBytes(b->dtype);
-  });
+  std::vector<DType> dtypes;
+  for (const WeightSpec& tensor : tensors) dtypes.push_back(tensor.dtype);
   nlohmann::json header = nlohmann::json::object();
   if (!metadata.empty()) header["__metadata__"] = metadata;
   std::map<std::string, Place> places;
   int64_t offset = 0;
-  for (const WeightSpec* tensor : order) {
+  for (const size_t index : InFileOrder(dtypes)) {
+    const WeightSpec* const tensor = &tensors[index];
     if (tensor->name == "__metadata__" || header.contains(tensor->name)) {
       return TensorError(path, tensor->name, "appears twice or is reserved");
     }
@@ -64,18 +68,11 @@ absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
   const std::string head = Framed(header);
   for (auto& [name, place] : places) place.offset += static_cast<int64_t>(head.size());
 
-  std::string temporary = absl::StrCat(path, ".tmp.", ::getpid());
-  TANDEM_ASSIGN_OR_RETURN(FileDescriptor file,
-                          FileDescriptor::Open(temporary, O_WRONLY | O_CREAT | O_TRUNC));
-  std::unique_ptr<SafetensorsWriter> writer(
-      new SafetensorsWriter(path, std::move(temporary), std::move(file)));
+  TANDEM_ASSIGN_OR_RETURN(FileWriter file, FileWriter::Create(path, FileWriter::Place::kBeside));
+  std::unique_ptr<SafetensorsWriter> writer(new SafetensorsWriter(std::move(file)));
   writer->places_ = std::move(places);
-  TANDEM_RETURN_IF_ERROR(writer->file_.WriteAll(head));
+  TANDEM_RETURN_IF_ERROR(writer->file_.Append(head));
   return writer;
-}
-
-SafetensorsWriter::~SafetensorsWriter() {
-  if (!finished_) ::unlink(temporary_.c_str());
 }
 
 const WeightSpec* SafetensorsWriter::Find(const std::string& name) const {
@@ -85,11 +82,13 @@ const WeightSpec* SafetensorsWriter::Find(const std::string& name) const {
 
 absl::StatusOr<SafetensorsWriter::Place*> SafetensorsWriter::Expect(const WeightSpec& tensor) {
   const auto found = places_.find(tensor.name);
-  if (found == places_.end()) return TensorError(path_, tensor.name, "the file has no such tensor");
+  if (found == places_.end()) {
+    return TensorError(file_.path(), tensor.name, "the file has no such tensor");
+  }
   Place& place = found->second;
-  if (place.begun) return TensorError(path_, tensor.name, "is given twice");
+  if (place.begun) return TensorError(file_.path(), tensor.name, "is given twice");
   if (tensor.dtype != place.spec.dtype || tensor.shape != place.spec.shape) {
-    return TensorError(path_, tensor.name,
+    return TensorError(file_.path(), tensor.name,
                        absl::StrCat("is ", Describe(tensor.dtype, tensor.shape), ", expected ",
                                     Describe(place.spec.dtype, place.spec.shape)));
   }
@@ -114,32 +113,29 @@ absl::Status SafetensorsWriter::Begin(const WeightSpec& tensor) {
 
 absl::Status SafetensorsWriter::WrongBytes(const Place& place, int64_t bytes) const {
   return TensorError(
-      path_, place.spec.name,
+      file_.path(), place.spec.name,
       absl::StrCat("shape and dtype need ", place.spec.bytes(), " bytes, ", bytes, " given"));
 }
 
 absl::Status SafetensorsWriter::Append(const std::string& name, absl::Span<const std::byte> bytes) {
   const auto found = places_.find(name);
   if (found == places_.end() || !found->second.begun) {
-    return TensorError(path_, name, "bytes are given before the tensor is begun");
+    return TensorError(file_.path(), name, "bytes are given before the tensor is begun");
   }
   Place& place = found->second;
   const int64_t end = place.written + static_cast<int64_t>(bytes.size());
   if (end > place.spec.bytes()) return WrongBytes(place, end);
-  TANDEM_RETURN_IF_ERROR(file_.WriteAllAt(place.offset + place.written, bytes));
+  TANDEM_RETURN_IF_ERROR(file_.WriteAt(place.offset + place.written, bytes));
   place.written = end;
   return absl::OkStatus();
 }
 
 absl::Status SafetensorsWriter::Finish() {
   for (const auto& [name, place] : places_) {
-    if (!place.begun) return TensorError(path_, name, "was not given");
+    if (!place.begun) return TensorError(file_.path(), name, "was not given");
     if (place.written < place.spec.bytes()) return WrongBytes(place, place.written);
   }
-  TANDEM_RETURN_IF_ERROR(file_.Sync());
-  TANDEM_RETURN_IF_ERROR(RenameDurably(temporary_, path_));
-  finished_ = true;
-  return absl::OkStatus();
+  return file_.Finish();
 }
 
 }  // namespace tandem

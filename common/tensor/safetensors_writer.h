@@ -7,35 +7,37 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "common/base/file_descriptor.h"
+#include "common/base/file_writer.h"
 #include "common/tensor/safetensors.h"
 #include "common/tensor/weight_spec.h"
 
 namespace tandem {
 
 // Writes one file, tensor by tensor, through a temporary file beside it: fsync, then rename, so
-// that a reader sees the old file or the new one. INVALID_ARGUMENT names file and tensor for a
+// that a reader sees the old file or the new one. A WrittenFiles of the thread (file_writer.h)
+// lists it. INVALID_ARGUMENT names file and tensor for a
 // tensor that does not fit; else errors of FileError.
 class SafetensorsWriter {
  public:
-  // Begins a file of these tensors, whose names differ. Wider items come first in the file, so that
-  // every tensor is aligned.
+  // Begins a file of these tensors, whose names differ. Wider items come first in the file
+  // (InFileOrder), so that every tensor is aligned.
   static absl::StatusOr<std::unique_ptr<SafetensorsWriter>> Create(
       const std::string& path, absl::Span<const WeightSpec> tensors,
       const std::map<std::string, std::string>& metadata = {});
-  // Removes a file that is not finished.
-  ~SafetensorsWriter();
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
   // Returns the tensor of that name, or nullptr.
   const WeightSpec* Find(const std::string& name) const;
 
-  // Writes one tensor. Tensors come in any order, each once.
+  // Writes one tensor. Tensors come in any order, each once; those that come in the file's order
+  // are never read again.
   absl::Status Write(const TensorView& tensor);
 
   // Write in two steps, for a tensor whose bytes come one after the other: Begin checks name, type
@@ -58,14 +60,14 @@ class SafetensorsWriter {
   absl::StatusOr<Place*> Expect(const WeightSpec& tensor);
   absl::Status WrongBytes(const Place& place, int64_t bytes) const;
 
-  SafetensorsWriter(std::string path, std::string temporary, FileDescriptor file)
-      : path_(std::move(path)), temporary_(std::move(temporary)), file_(std::move(file)) {}
+  explicit SafetensorsWriter(FileWriter file) : file_(std::move(file)) {}
 
-  const std::string path_, temporary_;
-  const FileDescriptor file_;
+  FileWriter file_;
   std::map<std::string, Place> places_;
-  bool finished_ = false;
 };
+
+// Returns the order in which a file has the tensors of `dtypes`, by index.
+std::vector<size_t> InFileOrder(absl::Span<const DType> dtypes);
 
 }  // namespace tandem
 

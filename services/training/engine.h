@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
+#include "common/base/confined_folder.h"
 #include "common/base/rank_environment.h"
 #include "common/base/weights_version.h"
 #include "common/checkpoint/checkpoint.h"
@@ -38,6 +39,7 @@ struct SaveRequest {
   // The version to save. A server that was restarted has another one, and a call that is repeated
   // does not write its initial weights.
   std::optional<int64_t> expected_version = std::nullopt;
+  std::string root = {};  // ConfinedPath::root of `directory`
 };
 
 // From the resolved configuration (services/training/service/training_config.h). A size of 0 was
@@ -71,7 +73,8 @@ class Engine {
   // Returns the state after the last call that changed it.
   virtual EngineInfo Info() const = 0;
 
-  // UNAVAILABLE if work waits or runs, and nothing has progressed for ten minutes.
+  // UNAVAILABLE if work waits or runs, and nothing has progressed for ten minutes, here or on
+  // another rank. Each transfer of a file that is read or written is progress.
   virtual absl::Status Health() const = 0;
 
   // Writes a checkpoint atomically, and prunes older ones. FAILED_PRECONDITION, with nothing
@@ -81,11 +84,12 @@ class Engine {
                                                            const SaveRequest& request) = 0;
   // Whether there is state that no checkpoint holds.
   virtual bool unsaved() const = 0;
-  virtual absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) = 0;
+  virtual absl::Status LoadCheckpoint(const CallScope& call, const ConfinedPath& path) = 0;
   // Loads the model's files again: version 0, a new optimizer and an empty table of steps.
   // FAILED_PRECONDITION ("base_model") if the files have changed since the start.
   virtual absl::Status LoadBaseModel(const CallScope& call) = 0;
-  virtual absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) = 0;
+  virtual absl::Status ExportModel(const CallScope& call, const ConfinedPath& path,
+                                   DType dtype) = 0;
 
   // Ends the engine thread after the running command. On a rank other than 0 it waits until rank 0
   // shuts down.

@@ -2,8 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <deque>
 #include <filesystem>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -17,12 +19,15 @@
 #include "common/base/bounded_json.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
+#include "common/base/file_writer.h"
 #include "common/base/path_check.h"
 #include "common/base/status_macros.h"
 #include "common/base/struct_bytes.h"
+#include "common/checkpoint/replace_directory.h"
 #include "common/checkpoint/temporary_directory.h"
 #include "common/model/family.h"
 #include "common/model/stacked_tensors.h"
+#include "common/parallel/held_values.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten_bytes.h"
@@ -36,7 +41,6 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr char kStateFile[] = "tandem_state.json";
-constexpr char kWeightsFile[] = "model.safetensors";
 
 absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::string& kind) {
   const std::string file = absl::StrCat(path, "/", kStateFile);
@@ -54,12 +58,13 @@ absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::stri
   return state;
 }
 
-// Reads the weights, which must be exactly the parameters of `model`, with finite numbers, but for
-// the tensors that it keeps without reading them.
-absl::StatusOr<SourceParameters> ReadWeights(const std::string& path, const Model& model) {
-  const std::string file = absl::StrCat(path, "/", kWeightsFile);
-  TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsFile> opened,
-                          SafetensorsFile::Open(file));
+// Opens the weights, which must be exactly the parameters of the model, but for the tensors that it
+// keeps; of those that this rank loads, the numbers must be finite. Others are not read.
+absl::StatusOr<SourceParameters> ReadWeights(const std::string& path,
+                                             parallel::Strategy& strategy) {
+  const Model& model = strategy.model();
+  TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsDirectory> opened,
+                          SafetensorsDirectory::Open(path));
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config().model_type));
   const auto fail = [&](absl::string_view why) {
     return InvalidField("path", absl::StrCat(path, " holds another model: ", why));
@@ -67,7 +72,7 @@ absl::StatusOr<SourceParameters> ReadWeights(const std::string& path, const Mode
   std::vector<const TensorView*> tensors;
   for (const TensorView& tensor : opened->tensors()) tensors.push_back(&tensor);
   std::deque<TensorView> unstacked;
-  if (const absl::Status status = Unstack(model.StackedTensors(), file, tensors, unstacked);
+  if (const absl::Status status = Unstack(model.StackedTensors(), path, tensors, unstacked);
       !status.ok()) {
     return fail(status.message());
   }
@@ -82,9 +87,10 @@ absl::StatusOr<SourceParameters> ReadWeights(const std::string& path, const Mode
       return fail(absl::StrCat("tensor '", name, "' is missing or has another shape or type"));
     }
     weights.tensors.emplace_back(name, AliasAsAten(*found.mapped()));
-    if (!at::isfinite(weights.tensors.back().second).all().item<bool>()) {
-      return absl::DataLossError(
-          absl::StrCat(file, ": tensor '", name, "' holds a number that is not finite"));
+    const at::Tensor part = strategy.PartOf(weights.tensors.back().second, parameter);
+    if (part.defined() && !parallel::AllFinite(part)) {
+      return absl::DataLossError(absl::StrCat(found.mapped()->file, ": tensor '", name,
+                                              "' holds a number that is not finite"));
     }
   }
   for (const auto& [name, tensor] : by_name) {
@@ -95,8 +101,8 @@ absl::StatusOr<SourceParameters> ReadWeights(const std::string& path, const Mode
 }
 
 // Runs `body` on rank 0 alone, and returns its result on every rank.
-absl::Status OnRankZero(parallel::Strategy& strategy, absl::FunctionRef<absl::Status()> body) {
-  return ranks::FromRankZero<std::string>(strategy.ranks(),
+absl::Status OnRankZero(ranks::Communicator& ranks, absl::FunctionRef<absl::Status()> body) {
+  return ranks::FromRankZero<std::string>(ranks,
                                           [&]() -> absl::StatusOr<std::string> {
                                             TANDEM_RETURN_IF_ERROR(body());
                                             return std::string();
@@ -113,93 +119,147 @@ absl::Status WriteState(const std::string& directory, int64_t optimizer_steps,
       text.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n");
 }
 
+// Every rank writes a file of the weights, rank 0 also what else a model directory has.
 absl::Status SaveModel(parallel::Strategy& strategy, const std::string& directory, DType dtype) {
-  return parallel::UseWholeParameters(strategy, [&](TensorSource parameters) {
-    return strategy.model().Save(directory, dtype, parameters);
-  });
+  const Model& model = strategy.model();
+  const int rank = strategy.ranks().rank();
+  const Model::ExportPlan plan = model.PlanExport(dtype, strategy.ranks().size());
+  return parallel::UseParametersOn(
+      strategy,
+      [&](const Parameter& parameter) { return plan.file_of_parameter.at(parameter.spec.name); },
+      [&](TensorSource parameters) -> absl::Status {
+        if (rank < plan.count) {
+          TANDEM_RETURN_IF_ERROR(model.SaveFile(directory, plan, rank, parameters));
+        }
+        return rank == 0 ? model.SaveCompanionFiles(directory, plan) : absl::OkStatus();
+      });
+}
+
+// Enters the folder on every rank; `field` is that of the request.
+absl::Status EnterOnAllRanks(ranks::Communicator& ranks, absl::string_view field,
+                             const ConfinedPath& path, ConfinedFolder::Missing missing,
+                             std::optional<ConfinedFolder>& folder) {
+  const auto enter = [&](ConfinedFolder::Missing how) -> absl::Status {
+    absl::StatusOr<ConfinedFolder> entered = ConfinedFolder::Enter(path, how);
+    if (!entered.ok()) return PrependFieldPath(field, entered.status());
+    folder.emplace(*std::move(entered));
+    return absl::OkStatus();
+  };
+  TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&] { return enter(missing); }));
+  return ranks::Agree(
+      ranks, ranks.rank() == 0 ? absl::OkStatus() : enter(ConfinedFolder::Missing::kIsError));
+}
+
+// Returns the files that all ranks have written.
+absl::StatusOr<std::vector<WrittenFile>> FilesOfAllRanks(ranks::Communicator& ranks,
+                                                         WrittenFiles& written) {
+  std::vector<WrittenFile> all;
+  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(written.Take()))) {
+    TANDEM_ASSIGN_OR_RETURN(auto files, FromBytes<std::vector<WrittenFile>>(bytes));
+    std::move(files.begin(), files.end(), std::back_inserter(all));
+  }
+  return all;
 }
 
 }  // namespace
 
-absl::StatusOr<checkpoint::Saved> SaveTraining(const std::string& directory,
+absl::StatusOr<checkpoint::Saved> SaveTraining(const ConfinedPath& directory,
                                                const std::string& name, int64_t keep,
                                                parallel::Strategy& strategy,
                                                const TrainingState& state, Companion* companion,
                                                const std::vector<std::string>& in_use) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
+  TANDEM_RETURN_IF_ERROR(CheckGiven("directory", directory.path));
+  TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(name));
   const checkpoint::Identity identity = {.kind = state.kind,
                                          .step = state.version,
                                          .run_id = std::string(state.ledger.newest_run_id())};
+  ranks::Communicator& ranks = *strategy.ranks().patient();
+  std::optional<ConfinedFolder> folder;
+  TANDEM_RETURN_IF_ERROR(
+      EnterOnAllRanks(ranks, "directory", directory, ConfinedFolder::Missing::kIsCreated, folder));
   std::optional<checkpoint::PendingCheckpoint> pending;  // on rank 0 alone
   TANDEM_ASSIGN_OR_RETURN(
       const std::string target,
-      ranks::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
-        TANDEM_ASSIGN_OR_RETURN(checkpoint::PendingCheckpoint begun,
-                                checkpoint::PendingCheckpoint::Begin(directory, name, identity));
+      ranks::FromRankZero<std::string>(ranks, [&]() -> absl::StatusOr<std::string> {
+        TANDEM_ASSIGN_OR_RETURN(
+            checkpoint::PendingCheckpoint begun,
+            checkpoint::PendingCheckpoint::Begin(directory.path, name, identity));
         return pending.emplace(std::move(begun)).directory();
       }));
+  // Every rank writes its files, with their digests, and syncs them. Then all meet.
+  WrittenFiles written;
   TANDEM_RETURN_IF_ERROR(SaveModel(strategy, target, DType::kFloat32));
   const bool trains = strategy.model().num_trainable_parameters() > 0;
-  if (trains) {
-    TANDEM_RETURN_IF_ERROR(ranks::Agree(strategy.ranks(), strategy.SaveOptimizer(target)));
-  }
-  TANDEM_ASSIGN_OR_RETURN(
-      const checkpoint::Saved saved,
-      ranks::FromRankZero<checkpoint::Saved>(
-          strategy.ranks(), [&]() -> absl::StatusOr<checkpoint::Saved> {
-            const int64_t optimizer_steps = trains                 ? strategy.optimizer_steps()
-                                            : companion != nullptr ? companion->updates()
-                                                                   : 0;
-            TANDEM_RETURN_IF_ERROR(WriteState(target, optimizer_steps, state));
-            if (companion != nullptr) TANDEM_RETURN_IF_ERROR(companion->Save(target));
-            TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed,
-                                    (*std::move(pending)).Commit());
-            TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity, keep, in_use));
-            return committed;
-          }));
-  return saved;
+  if (trains) TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, strategy.SaveOptimizer(target)));
+  TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&]() -> absl::Status {
+    const int64_t optimizer_steps = trains                 ? strategy.optimizer_steps()
+                                    : companion != nullptr ? companion->updates()
+                                                           : 0;
+    TANDEM_RETURN_IF_ERROR(WriteState(target, optimizer_steps, state));
+    return companion != nullptr ? companion->Save(target) : absl::OkStatus();
+  }));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<WrittenFile> files, FilesOfAllRanks(ranks, written));
+  return ranks::FromRankZero<checkpoint::Saved>(ranks, [&]() -> absl::StatusOr<checkpoint::Saved> {
+    TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed, (*std::move(pending)).Commit(files));
+    TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity, keep, in_use));
+    return committed;
+  });
 }
 
-absl::StatusOr<TrainingCheckpoint> ReadTraining(const std::string& path,
+absl::StatusOr<TrainingCheckpoint> ReadTraining(const ConfinedPath& path,
                                                 parallel::Strategy& strategy,
                                                 const std::string& kind) {
+  ranks::Communicator& ranks = *strategy.ranks().patient();
   // Rank 0 alone: it may put a checkpoint back that a crash has left aside.
-  TANDEM_RETURN_IF_ERROR(OnRankZero(strategy, [&] { return checkpoint::Verify(path); }));
+  TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&]() -> absl::Status {
+    const absl::StatusOr<ConfinedFolder> parent =
+        ConfinedFolder::Enter(path.parent(), ConfinedFolder::Missing::kIsError);
+    return parent.ok() ? checkpoint::RecoverDirectory(path.path) : absl::OkStatus();
+  }));
   TrainingCheckpoint read;
   const absl::Status status = CatchTorchErrors("checkpoint", [&]() -> absl::Status {
-    TANDEM_ASSIGN_OR_RETURN(read.state, ReadState(path, kind));
-    TANDEM_ASSIGN_OR_RETURN(read.weights, ReadWeights(path, strategy.model()));
+    TANDEM_ASSIGN_OR_RETURN(ConfinedFolder folder, checkpoint::OpenToVerify(path));
+    read.folder = std::make_shared<ConfinedFolder>(std::move(folder));
+    TANDEM_RETURN_IF_ERROR(checkpoint::VerifyShare(path.path, ranks.rank(), ranks.size()));
+    TANDEM_ASSIGN_OR_RETURN(read.state, ReadState(path.path, kind));
+    TANDEM_ASSIGN_OR_RETURN(read.weights, ReadWeights(path.path, strategy));
     return absl::OkStatus();
   });
-  TANDEM_RETURN_IF_ERROR(ranks::Agree(strategy.ranks(), status));
+  TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, status));
   return read;
 }
 
-absl::Status ExportModel(parallel::Strategy& strategy, const std::string& path, DType dtype) {
+absl::Status ExportModel(parallel::Strategy& strategy, const ConfinedPath& path, DType dtype) {
+  TANDEM_RETURN_IF_ERROR(CheckPath("path", path.path));
   std::error_code error;
-  fs::path target = fs::absolute(path, error).lexically_normal();
+  fs::path target = fs::absolute(path.path, error).lexically_normal();
   if (!target.has_filename()) target = target.parent_path();  // "model/" is "model"
-  std::optional<checkpoint::TemporaryDirectory> temporary;    // on rank 0 alone
+  const ConfinedPath parent = ConfinedPath(target.string(), path.root).parent();
+  ranks::Communicator& ranks = *strategy.ranks().patient();
+  std::optional<ConfinedFolder> folder;
+  std::optional<checkpoint::TemporaryDirectory> temporary;  // on rank 0 alone
   const auto create = [&]() -> absl::StatusOr<std::string> {
-    TANDEM_ASSIGN_OR_RETURN(checkpoint::TemporaryDirectory created,
-                            checkpoint::TemporaryDirectory::Create(target.parent_path().string(),
-                                                                   target.filename().string()));
+    TANDEM_ASSIGN_OR_RETURN(
+        checkpoint::TemporaryDirectory created,
+        checkpoint::TemporaryDirectory::Create(parent.path, target.filename().string()));
     return temporary.emplace(std::move(created)).path();
   };
+  TANDEM_RETURN_IF_ERROR(
+      EnterOnAllRanks(ranks, "path", parent, ConfinedFolder::Missing::kIsCreated, folder));
   TANDEM_ASSIGN_OR_RETURN(
       const std::string directory,
-      ranks::FromRankZero<std::string>(strategy.ranks(), [&]() -> absl::StatusOr<std::string> {
-        TANDEM_RETURN_IF_ERROR(CheckPath("path", path));
-        if (fs::exists(path, error)) {
+      ranks::FromRankZero<std::string>(ranks, [&]() -> absl::StatusOr<std::string> {
+        if (fs::exists(fs::symlink_status(SystemPath(target.string()), error))) {
           return FieldError(absl::StatusCode::kAlreadyExists, "path",
-                            absl::StrCat(path, " exists"));
+                            absl::StrCat(path.path, " exists"));
         }
         absl::StatusOr<std::string> created = create();
         return created.ok() ? created : PrependFieldPath("path", created.status());
       }));
   absl::Status status = SaveModel(strategy, directory, dtype);
   if (status.ok()) {
-    status = OnRankZero(strategy, [&] { return RenameDurably(directory, target.string()); });
+    status = OnRankZero(ranks, [&] { return RenameDurably(directory, target.string()); });
   }
   return PrependFieldPath("path", status);
 }

@@ -113,21 +113,23 @@ void TrainingCore::AddCommands() {
         std::vector<std::string> in_use = {options_.model};
         if (companion_ != nullptr) in_use.push_back(companion_->initial_directory());
         TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
-                                SaveTraining(request.directory, request.name, request.keep,
-                                             *strategy_, state_, companion_, in_use));
+                                SaveTraining({request.directory, request.root}, request.name,
+                                             request.keep, *strategy_, state_, companion_, in_use));
         unsaved_ = false;
         return saved;
       });
-  load_checkpoint_ = AddCommand<std::string, absl::Status>(
+  load_checkpoint_ = AddCommand<LoadRequest, absl::Status>(
       "checkpoint to load",
-      [this](const CallScope&, const std::string& path) { return ReadCheckpoint(path); },
+      [this](const CallScope&, const LoadRequest& request) {
+        return ReadCheckpoint({request.path, request.root});
+      },
       Needs::kNothing);
   load_base_model_ = AddCommand<NoRequest, absl::Status>(
       "base model", [this](const CallScope&, const NoRequest&) { return ReadBaseModel(); },
       Needs::kNothing);
   export_model_ = AddCommand<ExportRequest, absl::Status>(
       "export", [this](const CallScope&, const ExportRequest& request) {
-        return training::ExportModel(*strategy_, request.path, request.dtype);
+        return training::ExportModel(*strategy_, {request.path, request.root}, request.dtype);
       });
 }
 
@@ -238,6 +240,13 @@ int64_t TrainingCore::optimizer_steps() const {
 
 WeightsVersion TrainingCore::weights() const {
   return {.version = state_.version, .digest = state_.lineage.DigestOf(state_.version)};
+}
+
+absl::Status TrainingCore::Health() {
+  // What runs here may wait for the disk of another rank.
+  const int64_t progress = ranks_->progress_of_others();
+  if (progress_of_others_.exchange(progress) != progress) thread_.NoteProgressOfOthers();
+  return thread_.Health();
 }
 
 EngineInfo TrainingCore::Info() const {
@@ -568,8 +577,9 @@ RouterSums TrainingCore::SumOfRouters(absl::Span<const std::shared_ptr<RouterLos
   return result;
 }
 
-absl::Status TrainingCore::ReadCheckpoint(const std::string& path) {
-  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(path, *strategy_, state_.kind));
+absl::Status TrainingCore::ReadCheckpoint(const ConfinedPath& confined) {
+  const std::string& path = confined.path;
+  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(confined, *strategy_, state_.kind));
   TANDEM_RETURN_IF_ERROR(
       RunAndAgree("tokenizer", [&] { return CheckVocabulary(path, vocabulary_digest_); }));
   if (companion_ != nullptr) {

@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "common/base/confined_folder.h"
 #include "common/base/engine_thread.h"
 #include "common/base/memory_error.h"
 #include "common/base/status_macros.h"
@@ -67,18 +68,18 @@ class TrainingCore {
 
   // As in training::Engine.
   EngineInfo Info() const;
-  absl::Status Health() const { return thread_.Health(); }
+  absl::Status Health();
   bool unsaved() const { return unsaved_; }
   absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
                                                    const SaveRequest& request) {
     return save_checkpoint_(call, request);
   }
-  absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) {
-    return load_checkpoint_(call, path);
+  absl::Status LoadCheckpoint(const CallScope& call, const ConfinedPath& path) {
+    return load_checkpoint_(call, {.path = path.path, .root = path.root});
   }
   absl::Status LoadBaseModel(const CallScope& call) { return load_base_model_(call, {}); }
-  absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) {
-    return export_model_(call, {.path = path, .dtype = dtype});
+  absl::Status ExportModel(const CallScope& call, const ConfinedPath& path, DType dtype) {
+    return export_model_(call, {.path = path.path, .root = path.root, .dtype = dtype});
   }
   void Shutdown();
   bool ended() const { return ended_; }
@@ -221,7 +222,7 @@ class TrainingCore {
     return result.status();
   }
   void AddCommands();
-  absl::Status ReadCheckpoint(const std::string& path);
+  absl::Status ReadCheckpoint(const ConfinedPath& path);
   absl::Status ReadBaseModel();
   absl::Status PrepareWeights();
   // Ends all ranks if their outcomes differ.
@@ -282,12 +283,15 @@ class TrainingCore {
   const TrainingOptions options_;
   std::shared_ptr<ranks::ServerRanks> ranks_;
   ranks::CommandTable commands_;
+  struct LoadRequest {
+    std::string path, root;  // as in ConfinedPath
+  };
   struct ExportRequest {
-    std::string path;
+    std::string path, root;
     DType dtype = DType::kFloat32;
   };
   Command<SaveRequest, absl::StatusOr<checkpoint::Saved>> save_checkpoint_;
-  Command<std::string, absl::Status> load_checkpoint_;
+  Command<LoadRequest, absl::Status> load_checkpoint_;
   Command<NoRequest, absl::Status> load_base_model_;
   Command<ExportRequest, absl::Status> export_model_;
   std::optional<Vocabulary> vocabulary_;
@@ -304,7 +308,8 @@ class TrainingCore {
   mutable std::mutex info_mutex_;
   EngineInfo info_;
 
-  EngineThread thread_;  // uses everything above
+  EngineThread thread_;                          // uses everything above
+  std::atomic<int64_t> progress_of_others_ = 0;  // as Health saw it last
   bool started_ = false;
   std::atomic<bool> ended_ = false;
   std::once_flag shut_down_;
@@ -322,11 +327,11 @@ class CoreEngine : public Interface {
                                                    const SaveRequest& request) final {
     return core_->SaveCheckpoint(call, request);
   }
-  absl::Status LoadCheckpoint(const CallScope& call, const std::string& path) final {
+  absl::Status LoadCheckpoint(const CallScope& call, const ConfinedPath& path) final {
     return core_->LoadCheckpoint(call, path);
   }
   absl::Status LoadBaseModel(const CallScope& call) final { return core_->LoadBaseModel(call); }
-  absl::Status ExportModel(const CallScope& call, const std::string& path, DType dtype) final {
+  absl::Status ExportModel(const CallScope& call, const ConfinedPath& path, DType dtype) final {
     return core_->ExportModel(call, path, dtype);
   }
   void Shutdown() final { core_->Shutdown(); }

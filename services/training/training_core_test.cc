@@ -11,9 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "common/base/atomic_file.h"
 #include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/base/not_finite.h"
+#include "common/base/status_macros.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_strategy.h"
 #include "common/tensor/aten_bytes.h"
@@ -61,8 +64,7 @@ class CountingCompanion final : public Companion {
   }
   absl::Status Save(const std::string& directory) override {
     std::filesystem::create_directory(directory + "/companion");
-    std::ofstream(directory + "/companion/updates.txt") << count;
-    return absl::OkStatus();
+    return WriteFileDurably(directory + "/companion/updates.txt", absl::StrCat(count));
   }
   int64_t updates() const override { return count; }
   absl::Status ReadCheckpoint(const std::string& directory, bool intact) override {
@@ -467,8 +469,12 @@ TEST_F(TrainingCoreTest, ACheckpointThatNoTrainingLeavesIsDataLossAndChangesNoth
         core_->SaveCheckpoint({}, {.directory = directory, .name = "step_1"}).value().path;
     const auto saved = checkpoint::Save(
         directory, "crafted", {.kind = "trainer", .step = 1}, [&](const std::string& target) {
-          std::filesystem::copy(path, target);
-          std::filesystem::remove(target + "/manifest.json");
+          std::filesystem::create_directory(target + "/companion");
+          for (const auto& entry : std::filesystem::recursive_directory_iterator(path)) {
+            const std::string name = entry.path().lexically_relative(path);
+            if (!entry.is_regular_file() || name == "manifest.json") continue;
+            TANDEM_RETURN_IF_ERROR(CopyFileDurably(entry.path(), target + "/" + name));
+          }
           NamedTensors tensors = ReadNamedTensors(target + "/" + file).value();
           edit(tensors);
           return WriteNamedTensors(target + "/" + file, tensors);

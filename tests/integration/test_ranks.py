@@ -275,7 +275,9 @@ def test_sigterm_to_rank_zero_saves_and_ends_every_rank_of_a_trainer(models, tmp
         assert [server.process.returncode for server in ranks] == [0, 0]
     names = {file.name for file in (saved / "shutdown").iterdir()}
     assert {
-        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
         "optimizer-00000-of-00002.safetensors",
         "optimizer-00001-of-00002.safetensors",
     } <= names

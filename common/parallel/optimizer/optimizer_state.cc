@@ -15,8 +15,10 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "common/base/bounded_json.h"
+#include "common/base/confined_folder.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/parallel/held_values.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/training/adamw.h"
@@ -113,7 +115,7 @@ absl::StatusOr<StoredState> Open(const std::string& directory) {
   StoredState state;
   std::set<std::string> names;
   std::error_code error;
-  for (const auto& entry : fs::directory_iterator(directory, error)) {
+  for (const auto& entry : fs::directory_iterator(SystemPath(directory), error)) {
     const std::string name = entry.path().filename();
     const bool is_state = name == kWholeFile || (absl::StartsWith(name, "optimizer-") &&
                                                  absl::EndsWith(name, ".safetensors"));
@@ -177,8 +179,8 @@ int64_t CopyCommon(const std::vector<Run>& to_runs, const at::Tensor& to,
     const int64_t begin = std::max(target->in_whole, source->in_whole);
     const int64_t numel = std::min(target_end, source_end) - begin;
     if (numel > 0) {
-      to.narrow(0, target->in_range + begin - target->in_whole, numel)
-          .copy_(from.narrow(0, source->in_range + begin - source->in_whole, numel));
+      CopyMapped(to.narrow(0, target->in_range + begin - target->in_whole, numel),
+                 from.narrow(0, source->in_range + begin - source->in_whole, numel));
       copied += numel;
     }
     if (target_end <= source_end) {

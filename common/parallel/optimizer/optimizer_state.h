@@ -13,19 +13,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/model/parameter.h"
+#include "common/parallel/parameter_range.h"
 #include "common/tensor/named_tensors.h"
 
 namespace tandem::parallel {
-
-// Consecutive values of a parameter, or of a tensor-parallel shard of it.
-struct ParameterRange {
-  std::string parameter;
-  std::vector<int64_t> shape;  // of the whole parameter
-  Shard shard = {};
-  int64_t offset = 0;  // of the first value, within the shard
-  int64_t numel = 0;
-};
 
 // Returns "<parameter>" for the state tensor "<parameter>.exp_avg".
 std::string ParameterOfState(absl::string_view tensor);

@@ -20,6 +20,11 @@ struct ShardRange {
   int64_t shard_offset = 0;  // of the first value, within the shard
 };
 
+// Returns the range that shard `index` of `shards` holds of a parameter in a buffer of
+// `buffer_numel` values; numel is 0 if it holds none.
+ShardRange RangeInShard(const Parameter& parameter, int64_t buffer_numel, int64_t shards,
+                        int64_t index);
+
 // Returns the ranges that shard `index` of `shards` holds of buffer `buffer`, which has
 // `buffer_numel` values. Each parameter contributes at most one range. Alignment padding between
 // parameters belongs to no range.

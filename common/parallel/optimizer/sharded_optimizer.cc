@@ -147,8 +147,8 @@ absl::Status ShardedOptimizer::Save(const std::string& directory) const {
   NamedTensors state = optimizer_->State();
   std::erase_if(
       state, [&](const auto& tensor) { return left_out.contains(ParameterOfState(tensor.first)); });
-  return ranks::Agree(
-      *ranks_, WriteOptimizerState(directory, ranks_->rank(), ranks_->size(), ranges, state));
+  return ranks::Agree(*ranks_->patient(), WriteOptimizerState(directory, ranks_->rank(),
+                                                              ranks_->size(), ranges, state));
 }
 
 absl::Status ShardedOptimizer::Load(const std::string& directory) {
@@ -158,7 +158,7 @@ absl::Status ShardedOptimizer::Load(const std::string& directory) {
   const absl::StatusOr<NamedTensors> state = ReadOptimizerState(directory, ranges, trained_);
   absl::Status status = state.status();
   if (status.ok()) status = optimizer_->CheckState(*state);
-  TANDEM_RETURN_IF_ERROR(ranks::Agree(*ranks_, status));
+  TANDEM_RETURN_IF_ERROR(ranks::Agree(*ranks_->patient(), status));
   return optimizer_->LoadState(*state);
 }
 

@@ -3,11 +3,13 @@
 #define TANDEM_SERVICES_TRAINING_SERVICE_CHECKPOINT_CALLS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
+#include "common/base/confined_folder.h"
 #include "common/base/error.h"
 #include "common/base/field_check.h"
 #include "common/base/logging.h"
@@ -43,11 +45,15 @@ template <typename Response, typename Request>
 absl::StatusOr<Response> SaveCheckpoint(Engine& engine, const PathRoots& roots,
                                         rpc::Metrics& metrics, const Request& request,
                                         const CallScope& call) {
-  TANDEM_ASSIGN_OR_RETURN(const std::string directory,
+  TANDEM_ASSIGN_OR_RETURN(const ConfinedPath directory,
                           roots.Confine("directory", request.directory()));
   TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(request.name()));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", request.keep(), 0));
-  SaveRequest save = {.directory = directory, .name = request.name(), .keep = request.keep()};
+  SaveRequest save = {.directory = directory.path,
+                      .name = request.name(),
+                      .keep = request.keep(),
+                      .expected_version = std::nullopt,
+                      .root = directory.root};
   if (request.has_expected_version()) save.expected_version = request.expected_version();
   const rpc::PhaseTimer timer(metrics, "save");
   TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved saved, engine.SaveCheckpoint(call, save));
@@ -69,7 +75,7 @@ absl::StatusOr<Response> LoadCheckpoint(Engine& engine, const PathRoots& roots,
   }
   const bool base = request.source_case() == Request::kBaseModel;
   if (base && !request.base_model()) return InvalidField("base_model", "must be true");
-  std::string path;
+  ConfinedPath path;
   if (!base) {
     TANDEM_ASSIGN_OR_RETURN(path, roots.Confine("path", request.path()));
   }
@@ -77,7 +83,7 @@ absl::StatusOr<Response> LoadCheckpoint(Engine& engine, const PathRoots& roots,
   TANDEM_RETURN_IF_ERROR(base ? engine.LoadBaseModel(call) : engine.LoadCheckpoint(call, path));
   const EngineInfo info = engine.Info();
   Log(LogLevel::kInfo, base ? "base_model_loaded" : "checkpoint_loaded",
-      {LogField{"path", base ? info.model.path : path}});
+      {LogField{"path", base ? info.model.path : path.path}});
   Response response;
   rpc::WeightsVersionToProto(info.weights, response.mutable_weights());
   response.set_optimizer_steps(info.optimizer_steps);
@@ -87,12 +93,12 @@ absl::StatusOr<Response> LoadCheckpoint(Engine& engine, const PathRoots& roots,
 template <typename Response, typename Request>
 absl::StatusOr<Response> ExportModel(Engine& engine, const PathRoots& roots, rpc::Metrics& metrics,
                                      const Request& request, const CallScope& call) {
-  TANDEM_ASSIGN_OR_RETURN(const std::string path, roots.Confine("path", request.path()));
+  TANDEM_ASSIGN_OR_RETURN(const ConfinedPath path, roots.Confine("path", request.path()));
   TANDEM_ASSIGN_OR_RETURN(const DType dtype, ExportDType(request.dtype()));
   const rpc::PhaseTimer timer(metrics, "export");
   TANDEM_RETURN_IF_ERROR(engine.ExportModel(call, path, dtype));
   Response response;
-  response.set_path(path);
+  response.set_path(path.path);
   return response;
 }
 

@@ -75,7 +75,7 @@ class FakeEngine final : public Engine {
                                                    const training::SaveRequest& request) override {
     return checkpoint::Saved{request.directory + "/" + request.name, 99};
   }
-  absl::Status LoadCheckpoint(const CallScope&, const std::string&) override {
+  absl::Status LoadCheckpoint(const CallScope&, const ConfinedPath&) override {
     std::lock_guard lock(mutex_);
     version_ = 7;
     return absl::OkStatus();
@@ -86,7 +86,7 @@ class FakeEngine final : public Engine {
     unsaved_ = false;
     return absl::OkStatus();
   }
-  absl::Status ExportModel(const CallScope&, const std::string&, DType) override {
+  absl::Status ExportModel(const CallScope&, const ConfinedPath&, DType) override {
     return absl::OkStatus();
   }
 

@@ -110,7 +110,7 @@ class FakeEngine final : public Engine {
     saved_.push_back(request.directory + "/" + request.name);
     return checkpoint::Saved{saved_.back(), 1234};
   }
-  absl::Status LoadCheckpoint(const CallScope&, const std::string&) override {
+  absl::Status LoadCheckpoint(const CallScope&, const ConfinedPath&) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
     version_ = 41;
@@ -124,7 +124,7 @@ class FakeEngine final : public Engine {
     unsaved_ = false;
     return absl::OkStatus();
   }
-  absl::Status ExportModel(const CallScope&, const std::string&, DType dtype) override {
+  absl::Status ExportModel(const CallScope&, const ConfinedPath&, DType dtype) override {
     std::lock_guard lock(mutex_);
     export_dtype_ = dtype;
     return TakeError();
