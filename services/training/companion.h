@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "services/training/engine.h"
 
 namespace tandem::training {
 
@@ -27,9 +28,10 @@ class Companion {
   virtual absl::Status Save(const std::string& directory) = 0;
 
   // Read and check a state, and change nothing: the one in a checkpoint, or that of the start.
-  // Where the checkpoint has none of the companion, it goes on with its present state if that is
-  // `intact`, else with that of the start. INVALID_ARGUMENT and DATA_LOSS name the file.
-  virtual absl::Status ReadCheckpoint(const std::string& directory, bool intact) = 0;
+  // Where the checkpoint has none of the companion, it goes on with its present weights if they are
+  // `intact`, else with those of the start, and in both cases with a fresh optimizer.
+  // INVALID_ARGUMENT and DATA_LOSS name the file.
+  virtual absl::Status ReadCheckpoint(const LoadRequest& request, bool intact) = 0;
   virtual absl::Status ReadInitial() = 0;
   // Returns the directory that ReadInitial reads; empty if it reads none.
   virtual std::string initial_directory() const = 0;

@@ -60,10 +60,27 @@ struct TrainingOptions {
   ComputeOptions compute = {};
 };
 
+// The optimizer's state after a checkpoint is loaded, as tandem.types.v1.OptimizerState.
+enum class OptimizerState {
+  kKeep,   // the checkpoint's
+  kFresh,  // moments of 0, and the beginning of the schedule
+};
+
+// A checkpoint to load.
+struct LoadRequest {
+  std::string path;
+  OptimizerState optimizer = OptimizerState::kKeep;
+  std::string root = {};  // ConfinedPath::root of `path`
+
+  ConfinedPath confined() const { return {path, root}; }
+};
+
 struct EngineInfo {
   ModelSummary model;
   WeightsVersion weights;
+  // Updates since the schedule began; those of the companion where the model is frozen.
   int64_t optimizer_steps = 0;
+  int64_t companion_updates = 0;  // since its own schedule began; 0 without a companion
 };
 
 class Engine {
@@ -84,7 +101,7 @@ class Engine {
                                                            const SaveRequest& request) = 0;
   // Whether there is state that no checkpoint holds.
   virtual bool unsaved() const = 0;
-  virtual absl::Status LoadCheckpoint(const CallScope& call, const ConfinedPath& path) = 0;
+  virtual absl::Status LoadCheckpoint(const CallScope& call, const LoadRequest& request) = 0;
   // Loads the model's files again: version 0, a new optimizer and an empty table of steps.
   // FAILED_PRECONDITION ("base_model") if the files have changed since the start.
   virtual absl::Status LoadBaseModel(const CallScope& call) = 0;

@@ -120,9 +120,7 @@ void TrainingCore::AddCommands() {
       });
   load_checkpoint_ = AddCommand<LoadRequest, absl::Status>(
       "checkpoint to load",
-      [this](const CallScope&, const LoadRequest& request) {
-        return ReadCheckpoint({request.path, request.root});
-      },
+      [this](const CallScope&, const LoadRequest& request) { return ReadCheckpoint(request); },
       Needs::kNothing);
   load_base_model_ = AddCommand<NoRequest, absl::Status>(
       "base model", [this](const CallScope&, const NoRequest&) { return ReadBaseModel(); },
@@ -268,6 +266,7 @@ void TrainingCore::RecordWeights(std::string digest) {
   info.model = model().Summary(limits().max_model_len);
   info.model.vocabulary_digest = vocabulary_digest_;
   info.optimizer_steps = optimizer_steps();
+  if (companion_ != nullptr) info.companion_updates = companion_->updates();
   info.weights = {.version = state_.version, .digest = std::move(digest)};
   state_.lineage.Record(info.weights);
   weights_changed_ = false;
@@ -416,6 +415,10 @@ void TrainingCore::Report(const Updates& updates) const {
   set("updates_not_finite", static_cast<double>(updates.not_finite));
   set("grad_norm", updates.grad_norm / applied);
   set("learning_rate", updates.learning_rate);
+  if (updates.known && updates.learning_rate == 0) {
+    Log(LogLevel::kWarning, "learning_rate_is_zero",
+        {{"updates", optimizer_steps()}, {"total_steps", options_.optimizer.total_steps}});
+  }
   if (updates.known) return;
   for (const char* name : {"grad_norm", "learning_rate"}) {
     metrics.erase(absl::StrCat(metric_prefix_, name));
@@ -577,18 +580,21 @@ RouterSums TrainingCore::SumOfRouters(absl::Span<const std::shared_ptr<RouterLos
   return result;
 }
 
-absl::Status TrainingCore::ReadCheckpoint(const ConfinedPath& confined) {
-  const std::string& path = confined.path;
-  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(confined, *strategy_, state_.kind));
+absl::Status TrainingCore::ReadCheckpoint(const LoadRequest& request) {
+  const std::string& path = request.path;
+  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(request.confined(), *strategy_, state_.kind));
   TANDEM_RETURN_IF_ERROR(
       RunAndAgree("tokenizer", [&] { return CheckVocabulary(path, vocabulary_digest_); }));
   if (companion_ != nullptr) {
     TANDEM_RETURN_IF_ERROR(RunAndAgree(
-        "checkpoint", [&] { return companion_->ReadCheckpoint(path, companion_intact_); }));
+        "checkpoint", [&] { return companion_->ReadCheckpoint(request, companion_intact_); }));
   }
-  return Replace(
-      path, [&] { return frozen() ? absl::OkStatus() : strategy_->LoadOptimizer(path); },
-      read.weights.tensors, std::move(read.state));
+  const auto load_optimizer = [&] {
+    if (frozen()) return absl::OkStatus();
+    return request.optimizer == OptimizerState::kFresh ? strategy_->ResetOptimizer()
+                                                       : strategy_->LoadOptimizer(path);
+  };
+  return Replace(path, load_optimizer, read.weights.tensors, std::move(read.state));
 }
 
 absl::Status TrainingCore::ReadBaseModel() {

@@ -74,8 +74,8 @@ class TrainingCore {
                                                    const SaveRequest& request) {
     return save_checkpoint_(call, request);
   }
-  absl::Status LoadCheckpoint(const CallScope& call, const ConfinedPath& path) {
-    return load_checkpoint_(call, {.path = path.path, .root = path.root});
+  absl::Status LoadCheckpoint(const CallScope& call, const LoadRequest& request) {
+    return load_checkpoint_(call, request);
   }
   absl::Status LoadBaseModel(const CallScope& call) { return load_base_model_(call, {}); }
   absl::Status ExportModel(const CallScope& call, const ConfinedPath& path, DType dtype) {
@@ -222,7 +222,7 @@ class TrainingCore {
     return result.status();
   }
   void AddCommands();
-  absl::Status ReadCheckpoint(const ConfinedPath& path);
+  absl::Status ReadCheckpoint(const LoadRequest& request);
   absl::Status ReadBaseModel();
   absl::Status PrepareWeights();
   // Ends all ranks if their outcomes differ.
@@ -283,9 +283,6 @@ class TrainingCore {
   const TrainingOptions options_;
   std::shared_ptr<ranks::ServerRanks> ranks_;
   ranks::CommandTable commands_;
-  struct LoadRequest {
-    std::string path, root;  // as in ConfinedPath
-  };
   struct ExportRequest {
     std::string path, root;
     DType dtype = DType::kFloat32;
@@ -327,8 +324,8 @@ class CoreEngine : public Interface {
                                                    const SaveRequest& request) final {
     return core_->SaveCheckpoint(call, request);
   }
-  absl::Status LoadCheckpoint(const CallScope& call, const ConfinedPath& path) final {
-    return core_->LoadCheckpoint(call, path);
+  absl::Status LoadCheckpoint(const CallScope& call, const LoadRequest& request) final {
+    return core_->LoadCheckpoint(call, request);
   }
   absl::Status LoadBaseModel(const CallScope& call) final { return core_->LoadBaseModel(call); }
   absl::Status ExportModel(const CallScope& call, const ConfinedPath& path, DType dtype) final {

@@ -67,9 +67,10 @@ class CountingCompanion final : public Companion {
     return WriteFileDurably(directory + "/companion/updates.txt", absl::StrCat(count));
   }
   int64_t updates() const override { return count; }
-  absl::Status ReadCheckpoint(const std::string& directory, bool intact) override {
+  absl::Status ReadCheckpoint(const LoadRequest& request, bool intact) override {
     read_intact = intact;
-    std::ifstream(directory + "/companion/updates.txt") >> read;
+    read_optimizer = request.optimizer;
+    std::ifstream(request.path + "/companion/updates.txt") >> read;
     return refuse_read ? absl::DataLossError("is damaged") : absl::OkStatus();
   }
   absl::Status ReadInitial() override {
@@ -84,6 +85,7 @@ class CountingCompanion final : public Companion {
 
   int count = 0, read = -1;
   bool read_intact = true;
+  OptimizerState read_optimizer = OptimizerState::kKeep;
   std::string initial;
   bool fail_update = false, refuse_read = false, fail_adopt = false;
 };
@@ -99,6 +101,7 @@ class TrainingCoreTest : public ::testing::Test {
     TrainingOptions options;
     SetResolvedOptions(folder_ / "model", {"compute.num_threads=1"}, &options);
     options.optimizer.learning_rate = 1e-2;
+    if (change_options != nullptr) change_options(options);
     auto strategy = std::make_unique<FailingStrategy>();
     strategy_ = strategy.get();
     std::unique_ptr<TrainingCore> core =
@@ -147,6 +150,7 @@ class TrainingCoreTest : public ::testing::Test {
         .status();
   }
 
+  std::function<void(TrainingOptions& options)> change_options;  // of what Make makes
   std::function<void()> before_gradients;
   size_t updates_ = 1;
   TrainingCore::Command<StepIdentity, absl::StatusOr<StepResult>> train_step_;
@@ -186,7 +190,7 @@ TEST_F(TrainingCoreTest, ACompanionsUpdateThatBreaksOffNeedsACheckpoint) {
   companion_.fail_update = true;
   EXPECT_TRUE(absl::IsDataLoss(Step(Identity(1)).status()));
   EXPECT_TRUE(absl::IsDataLoss(Step(Identity(2)).status()));
-  ASSERT_TRUE(core_->LoadCheckpoint({}, saved->path).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {saved->path}).ok());
   EXPECT_EQ(companion_.count, 1);
   EXPECT_TRUE(Step(Identity(1)).ok());
   ASSERT_TRUE(core_->LoadBaseModel({}).ok());
@@ -197,19 +201,19 @@ TEST_F(TrainingCoreTest, ACompanionsUpdateThatBreaksOffNeedsACheckpoint) {
 TEST_F(TrainingCoreTest, TheCompanionKnowsWhetherItsStateIsIntact) {
   const std::string saved =
       core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "one"})->path;
-  ASSERT_TRUE(core_->LoadCheckpoint({}, saved).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {saved}).ok());
   EXPECT_TRUE(companion_.read_intact);
   companion_.fail_update = true;
   EXPECT_TRUE(absl::IsDataLoss(Step(Identity(0)).status()));
   companion_.refuse_read = true;
-  EXPECT_FALSE(core_->LoadCheckpoint({}, saved).ok());
+  EXPECT_FALSE(core_->LoadCheckpoint({}, {saved}).ok());
   companion_.refuse_read = false;
   companion_.fail_adopt = true;
-  EXPECT_FALSE(core_->LoadCheckpoint({}, saved).ok());
+  EXPECT_FALSE(core_->LoadCheckpoint({}, {saved}).ok());
   EXPECT_FALSE(companion_.read_intact);
-  ASSERT_TRUE(core_->LoadCheckpoint({}, saved).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {saved}).ok());
   EXPECT_FALSE(companion_.read_intact);
-  ASSERT_TRUE(core_->LoadCheckpoint({}, saved).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {saved}).ok());
   EXPECT_TRUE(companion_.read_intact);
 }
 
@@ -238,7 +242,7 @@ TEST_F(TrainingCoreTest, WhatTheCompanionRefusesIsNotLoaded) {
   ASSERT_TRUE(Step(Identity(0)).ok());
   const std::string digest = core_->Info().weights.digest;
   companion_.refuse_read = true;
-  EXPECT_TRUE(absl::IsDataLoss(core_->LoadCheckpoint({}, saved->path)));
+  EXPECT_TRUE(absl::IsDataLoss(core_->LoadCheckpoint({}, {saved->path})));
   EXPECT_EQ(core_->Info().weights.digest, digest);
   EXPECT_EQ(companion_.count, 1);
   EXPECT_TRUE(Step(Identity(1)).ok());
@@ -293,6 +297,64 @@ TEST_F(TrainingCoreTest, ADigestThatFailedIsThereForWhateverComesNext) {
   EXPECT_NE(weights->digest, "");
 }
 
+// A schedule that ended in the checkpoint's run leaves the next run a rate of 0, unless that run
+// begins a schedule of its own.
+TEST_F(TrainingCoreTest, ACheckpointIsLoadedWithItsOptimizerOrWithAFreshOne) {
+  change_options = [](TrainingOptions& options) {
+    options.optimizer.schedule = LearningRateSchedule::kLinear;
+    options.optimizer.total_steps = 2;
+  };
+  core_ = Make();
+  const auto rate = [](const StepResult& step) {
+    return step.report.metrics.at("policy/learning_rate");
+  };
+  const double first_rate = rate(Step(Identity(0)).value());
+  ASSERT_TRUE(Step(Identity(1)).ok());
+  const WeightsVersion saved = core_->Info().weights;
+  const std::string path =
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "two"})->path;
+
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {path}).ok());
+  EXPECT_EQ(companion_.read_optimizer, OptimizerState::kKeep);
+  EXPECT_EQ(core_->Info().optimizer_steps, 2);
+  const StepResult ended = Step(Identity(2)).value();
+  EXPECT_EQ(rate(ended), 0);
+  EXPECT_EQ(ended.report.weights.digest, saved.digest);
+
+  const LoadRequest fresh = {.path = path, .optimizer = OptimizerState::kFresh};
+  ASSERT_TRUE(core_->LoadCheckpoint({}, fresh).ok());
+  EXPECT_EQ(companion_.read_optimizer, OptimizerState::kFresh);
+  EXPECT_EQ(core_->Info().weights, saved);  // their number goes on
+  EXPECT_EQ(core_->Info().optimizer_steps, 0);
+  const StepResult begun = Step(Identity(2)).value();
+  EXPECT_EQ(rate(begun), first_rate);
+  EXPECT_NE(begun.report.weights.digest, saved.digest);
+
+  // The moments are fresh, too: those of a model that was started from the weights.
+  ASSERT_TRUE(core_->LoadCheckpoint({}, fresh).ok());
+  const std::string exported = folder_ / "exported";
+  ASSERT_TRUE(core_->ExportModel({}, exported, DType::kFloat32).ok());
+  change_options = [&, change = change_options](TrainingOptions& options) {
+    change(options);
+    options.model = exported;
+  };
+  core_ = Make();
+  EXPECT_EQ(Step(Identity(0)).value().report.weights.digest, begun.report.weights.digest);
+}
+
+TEST_F(TrainingCoreTest, AFreshOptimizerNeedsNoStateInTheCheckpoint) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const std::string path =
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "one"})->path;
+  // The moments in the file are of other parameters than those that train now.
+  change_options = [](TrainingOptions& options) { options.freeze = {"model.embed_tokens.*"}; };
+  core_ = Make();
+  EXPECT_TRUE(absl::IsDataLoss(core_->LoadCheckpoint({}, {path})));
+  EXPECT_TRUE(
+      core_->LoadCheckpoint({}, {.path = path, .optimizer = OptimizerState::kFresh}).ok());
+  EXPECT_TRUE(Step(Identity(1)).ok());
+}
+
 TEST_F(TrainingCoreTest, AnotherVersionThanTheExpectedOneIsNotSaved) {
   const std::string directory = folder_ / "checkpoints";
   ASSERT_TRUE(Step(Identity(0)).ok());
@@ -306,7 +368,7 @@ TEST_F(TrainingCoreTest, AnotherVersionThanTheExpectedOneIsNotSaved) {
   save.expected_version = 0;
   save.name = "zero";
   EXPECT_TRUE(core_->SaveCheckpoint({}, save).ok());
-  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {path}).ok());
   EXPECT_EQ(core_->Info().weights.version, 1);
 }
 
@@ -321,7 +383,7 @@ TEST_F(TrainingCoreTest, AfterAnUpdateThatBrokeOffOnlyACheckpointHelps) {
   EXPECT_EQ(Step(Identity()).status(), broken);
   EXPECT_EQ(core_->SaveCheckpoint({}, {.directory = directory, .name = "step_1"}).status(), broken);
   EXPECT_TRUE(core_->unsaved());
-  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {path}).ok());
   EXPECT_FALSE(core_->unsaved());
   EXPECT_FALSE(Step(Identity()).value().replayed);
 }
@@ -333,11 +395,11 @@ TEST_F(TrainingCoreTest, AfterALoadThatBrokeOffOnlyACheckpointHelps) {
           .path;
   ASSERT_TRUE(Step(Identity(0)).ok());
   strategy_->fail_load = true;
-  EXPECT_EQ(core_->LoadCheckpoint({}, path).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(core_->LoadCheckpoint({}, {path}).code(), absl::StatusCode::kInternal);
   EXPECT_EQ(Step(Identity(1)).status().code(), absl::StatusCode::kDataLoss);
-  EXPECT_EQ(core_->LoadCheckpoint({}, folder_ / "nothing").code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(core_->LoadCheckpoint({}, {folder_ / "nothing"}).code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(Step(Identity(1)).status().code(), absl::StatusCode::kDataLoss);
-  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {path}).ok());
   EXPECT_FALSE(Step(Identity(0)).value().replayed);
 }
 
@@ -390,7 +452,7 @@ TEST_F(TrainingCoreTest, AStepThatBreaksOffAfterAnUpdateNeedsACheckpoint) {
   EXPECT_NE(broken.message().find("after 1 of its 2 updates"), std::string::npos) << broken;
   EXPECT_EQ(Step(Identity(), {}, 2).status(), broken);
   EXPECT_TRUE(core_->unsaved());
-  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {path}).ok());
   EXPECT_FALSE(Step(Identity(), {}, 2).value().replayed);
 
   // An error before the first update changes nothing.
@@ -479,7 +541,7 @@ TEST_F(TrainingCoreTest, ACheckpointThatNoTrainingLeavesIsDataLossAndChangesNoth
           edit(tensors);
           return WriteNamedTensors(target + "/" + file, tensors);
         });
-    return core_->LoadCheckpoint({}, saved.value().path);
+    return core_->LoadCheckpoint({}, {saved.value().path});
   };
   const auto set = [](const std::string& name, double value) {
     return [=](NamedTensors& tensors) {
@@ -520,14 +582,14 @@ TEST_F(TrainingCoreTest, ACheckpointWithAnotherVocabularyIsRefusedAndChangesNoth
   core_ = Make();
   const std::string same = saved("same");
   ASSERT_TRUE(Step(Identity(0)).ok());
-  EXPECT_TRUE(core_->LoadCheckpoint({}, without).ok());
-  EXPECT_TRUE(core_->LoadCheckpoint({}, same).ok());
+  EXPECT_TRUE(core_->LoadCheckpoint({}, {without}).ok());
+  EXPECT_TRUE(core_->LoadCheckpoint({}, {same}).ok());
 
   write(R"({"b": 0, "a": 60})");
   core_ = Make();
   ASSERT_TRUE(Step(Identity(0)).ok());
   const EngineInfo before = core_->Info();
-  const absl::Status refused = core_->LoadCheckpoint({}, same);
+  const absl::Status refused = core_->LoadCheckpoint({}, {same});
   EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
   EXPECT_EQ(FieldPath(refused), "path");
   EXPECT_NE(refused.message().find("another vocabulary"), std::string::npos) << refused;
@@ -609,7 +671,7 @@ TEST_F(TrainingCoreTest, ACheckpointTakesItsLineageAndTableBack) {
           .path;
   EXPECT_FALSE(core_->unsaved());
   const StepResult second = Step(Identity(1)).value();
-  ASSERT_TRUE(core_->LoadCheckpoint({}, path).ok());
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {path}).ok());
   EXPECT_EQ(core_->Info().weights.version, 1);
   EXPECT_EQ(core_->state().lineage.DigestOf(2), "");
   EXPECT_TRUE(Step(Identity(0)).value().replayed);

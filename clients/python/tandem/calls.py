@@ -18,7 +18,7 @@ from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.transport import Transport
-from tandem.types.v1 import server_pb2, trajectory_pb2, vision_pb2
+from tandem.types.v1 import optimizer_pb2, server_pb2, trajectory_pb2, vision_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem.wire import to_message
 
@@ -167,12 +167,23 @@ class CheckpointCalls(Transport):
         reply = await self._call("SaveCheckpoint", request)
         return reply.path
 
-    async def load_checkpoint(self, path: str) -> server_pb2.WeightsVersion:
+    async def load_checkpoint(
+        self, path: str, *, fresh_optimizer: bool = False
+    ) -> server_pb2.WeightsVersion:
         """Loads a checkpoint and returns its weights.
 
-        A relative path starts at the client's working directory.
+        A relative path starts at the client's working directory. A run that goes on needs the
+        checkpoint's optimizer; with `fresh_optimizer` moments and learning-rate schedule begin
+        again, as a new run from the weights wants them.
         """
-        request = self._messages.LoadCheckpointRequest(path=requests.server_path(path))
+        request = self._messages.LoadCheckpointRequest(
+            path=requests.server_path(path),
+            optimizer=(
+                optimizer_pb2.OPTIMIZER_STATE_FRESH
+                if fresh_optimizer
+                else optimizer_pb2.OPTIMIZER_STATE_KEEP
+            ),
+        )
         return (await self._call("LoadCheckpoint", request)).weights
 
     async def load_base_model(self) -> server_pb2.WeightsVersion:

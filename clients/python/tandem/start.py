@@ -71,7 +71,8 @@ def start_run(session: Session, run: RunDirectory, *, discard_unsaved: bool = Fa
         return _base(session)
     checkpoint = checkpoint_at(Path(start_from))
     require_saved(session, discard_unsaved)
-    return _load(session, checkpoint, str(checkpoint.trainer))
+    # The run is a new one: it takes the weights, and begins its own schedule and moments.
+    return _load(session, checkpoint, str(checkpoint.trainer), fresh_optimizer=True)
 
 
 def serve_checkpoint(session: Session, path: Path, *, discard_unsaved: bool = False) -> Start:
@@ -139,10 +140,14 @@ def _served(session: Session) -> Start:
     return _publish(session, "what the servers hold", held, _critic_weights(session))
 
 
-def _load(session: Session, checkpoint: Checkpoint, source: str) -> Start:
+def _load(
+    session: Session, checkpoint: Checkpoint, source: str, *, fresh_optimizer: bool = False
+) -> Start:
     for client in session.rollouts.clients:
         client.weights_version()  # A server that does not answer is found before anything changes.
-    held = session.trainer.load_checkpoint(str(checkpoint.trainer))
+    held = session.trainer.load_checkpoint(
+        str(checkpoint.trainer), fresh_optimizer=fresh_optimizer
+    )
     if checkpoint.digest not in (None, held.digest):
         raise FailedPreconditionError(
             f"{checkpoint.trainer} holds weights with digest {held.digest}, the run saved "
@@ -157,7 +162,9 @@ def _load(session: Session, checkpoint: Checkpoint, source: str) -> Start:
         source += ", the critic from its base model"
     elif session.uses_critic:
         with session.critic() as critic:
-            critic_held = critic.load_checkpoint(str(checkpoint.critic))
+            critic_held = critic.load_checkpoint(
+                str(checkpoint.critic), fresh_optimizer=fresh_optimizer
+            )
     return _publish(session, source, held, critic_held)
 
 

@@ -227,7 +227,7 @@ TEST_F(CriticEngineTest, CheckpointContinuesBitForBit) {
           .value()
           .path;
   auto resumed = Make();
-  ASSERT_TRUE(resumed->LoadCheckpoint({}, path).ok());
+  ASSERT_TRUE(resumed->LoadCheckpoint({}, {path}).ok());
   EXPECT_EQ(Digest(*resumed), Digest(*engine));
   EXPECT_TRUE(Step(*resumed, request).replayed);
   const TrainStepRequest next = Request(*engine, 1);
@@ -260,7 +260,7 @@ TEST_F(CriticEngineTest, ALearntStepGetsItsValuesAgain) {
           .value()
           .path;
   auto resumed = Make();
-  ASSERT_TRUE(resumed->LoadCheckpoint({}, path).ok());
+  ASSERT_TRUE(resumed->LoadCheckpoint({}, {path}).ok());
   EXPECT_EQ(values(*resumed, step.request_id).values, before.values);
   EXPECT_EQ(values(*resumed, step.request_id).weights, before.weights);
 }

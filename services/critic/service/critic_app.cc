@@ -12,6 +12,7 @@ training::ServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& 
   training::ServiceOptions options;
   options.role = "critic";
   options.max_samples = config.max_samples();
+  options.optimizer = config.optimizer();
   options.blob_cache_bytes = config.server().blob_cache_bytes();
   return options;
 }

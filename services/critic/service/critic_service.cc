@@ -30,7 +30,10 @@ grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerConte
         out.set_value_head_initialized_from(engine_->value_head_from_checkpoint()
                                                 ? v1::VALUE_HEAD_SOURCE_CHECKPOINT
                                                 : v1::VALUE_HEAD_SOURCE_RANDOM);
-        out.set_optimizer_steps(engine_->Info().optimizer_steps);
+        const int64_t updates = engine_->Info().optimizer_steps;
+        out.set_optimizer_steps(updates);
+        *out.mutable_optimizer() =
+            training::DescribeOptimizer(training_.options().optimizer, updates);
         out.set_unsaved(engine_->unsaved());
         return out;
       });

@@ -215,6 +215,9 @@ TEST_F(CriticServerTest, InfoAndCheckpoints) {
   EXPECT_EQ(info->server().role(), "critic");
   EXPECT_EQ(info->value_head_initialized_from(), v1::VALUE_HEAD_SOURCE_RANDOM);
   EXPECT_FALSE(info->unsaved());
+  EXPECT_EQ(info->optimizer().updates(), 0);
+  EXPECT_EQ(info->optimizer().next_learning_rate(), info->optimizer().options().learning_rate());
+  EXPECT_GT(info->optimizer().next_learning_rate(), 0);
 
   v1::SaveCheckpointRequest save;
   save.set_directory("/ckpt");
@@ -229,6 +232,9 @@ TEST_F(CriticServerTest, InfoAndCheckpoints) {
             "source");
   load.set_path("/ckpt/step_7");
   EXPECT_EQ(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load)->weights().version(), 7);
+  load.set_optimizer(types::v1::OPTIMIZER_STATE_FRESH);
+  ASSERT_TRUE(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load).ok());
+  EXPECT_EQ(engine_->loaded().optimizer, training::OptimizerState::kFresh);
   load.set_base_model(true);
   EXPECT_EQ(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load)->weights().version(), 0);
 

@@ -85,7 +85,7 @@ TEST_F(EngineFrozenTest, ACheckpointGoesOnBitForBitAndHasNoOptimizerOfTheModel) 
   EngineOptions other_seed = Frozen();
   other_seed.speculator.seed = 8;
   const auto resumed = Make(other_seed);
-  ASSERT_TRUE(resumed->LoadCheckpoint({}, saved).ok());
+  ASSERT_TRUE(resumed->LoadCheckpoint({}, {saved}).ok());
   EXPECT_EQ(resumed->Info().optimizer_steps, 2);
   EXPECT_EQ(Step(*resumed, Supervised(3)).report, third.report);
   EXPECT_EQ(Step(*resumed, Supervised(4)).report, fourth.report);
@@ -101,14 +101,14 @@ TEST_F(EngineFrozenTest, ItLoadsCheckpointsOfATrainedModelAndNoOtherLoadsItsOwn)
   const auto trained = Make(WithSpeculator()), frozen = Make(Frozen());
   Step(*trained, Supervised(1));
   const std::string of_trained = Save(*trained, "trained");
-  ASSERT_TRUE(frozen->LoadCheckpoint({}, of_trained).ok());
+  ASSERT_TRUE(frozen->LoadCheckpoint({}, {of_trained}).ok());
   EXPECT_EQ(Digest(*frozen), Digest(*trained));
   Step(*frozen, Supervised(2));
   EXPECT_EQ(Digest(*frozen), Digest(*trained));
 
   const std::string before = State(Save(*trained, "before"));
   const std::string of_frozen = Save(*frozen, "frozen");
-  const absl::Status refused = trained->LoadCheckpoint({}, of_frozen);
+  const absl::Status refused = trained->LoadCheckpoint({}, {of_frozen});
   EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
   EXPECT_EQ(FieldPath(refused), "path");
   EXPECT_THAT(std::string(refused.message()), HasSubstr("freeze_base_model"));

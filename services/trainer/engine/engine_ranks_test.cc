@@ -328,7 +328,7 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
     }
     // The checkpoint of any layout goes on under any other.
     const auto resumed = Make(options);
-    ASSERT_TRUE(resumed->LoadCheckpoint({}, saved).ok());
+    ASSERT_TRUE(resumed->LoadCheckpoint({}, {saved}).ok());
     TrainStepRequest request = RequestOf(3);
     RecordLogProbs(*resumed, std::get<PolicyBatch>(request.batch));
     ExpectSameReport(last, Step(*resumed, request));
@@ -364,12 +364,12 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAloneAsOnOneProcess) {
     const absl::Status refused = engine.TrainStep({}, Stamped(engine, RequestOf(6))).status();
     EXPECT_EQ(Reason(refused), "BASE_MODEL_FROZEN") << refused;
     const auto resumed = Make(options);
-    ASSERT_TRUE(resumed->LoadCheckpoint({}, saved).ok());
+    ASSERT_TRUE(resumed->LoadCheckpoint({}, {saved}).ok());
     ExpectSameReport(last, Step(*resumed, SupervisedOf(5)));
     // The checkpoint of one process goes on under any layout.
     const auto of_single =
         resumed->SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "five"}).value();
-    ASSERT_TRUE(engine.LoadCheckpoint({}, of_single.path).ok());
+    ASSERT_TRUE(engine.LoadCheckpoint({}, {of_single.path}).ok());
     EXPECT_EQ(engine.Info().optimizer_steps, 5);
     EXPECT_EQ(engine.Snapshot({}).value()->manifest().digest, digest);
   });
@@ -426,14 +426,14 @@ TEST_P(TrainerRanksTest, CheckpointsGoOnUnderOtherLayouts) {
              const StepResult second = Step(engine, RequestOf(2));
 
              const auto single = Make(Options());
-             ASSERT_TRUE(single->LoadCheckpoint({}, saved->path).ok());
+             ASSERT_TRUE(single->LoadCheckpoint({}, {saved->path}).ok());
              EXPECT_EQ(Digest(*single), digest);
              ExpectSameReport(second, Step(*single, RequestOf(2)));
              const auto of_single =
                  single->SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "two"})
                      .value();
 
-             ASSERT_TRUE(engine.LoadCheckpoint({}, of_single.path).ok());
+             ASSERT_TRUE(engine.LoadCheckpoint({}, {of_single.path}).ok());
              EXPECT_EQ(Digest(engine), Digest(*single));
              ExpectSameReport(Step(engine, RequestOf(3)), Step(*single, RequestOf(3)));
 

@@ -220,10 +220,20 @@ TEST_F(EngineSpeculatorTest, ACheckpointContinuesBitForBit) {
   EngineOptions other_seed = WithSpeculator();
   other_seed.speculator.seed = 8;
   const auto resumed = Make(other_seed);
-  ASSERT_TRUE(resumed->LoadCheckpoint({}, saved).ok());
+  ASSERT_TRUE(resumed->LoadCheckpoint({}, {saved}).ok());
   EXPECT_EQ(Step(*resumed, Supervised(3)).report, third.report);
   EXPECT_EQ(Step(*resumed, Supervised(4)).report, fourth.report);
   EXPECT_EQ(State(Save(*resumed, "resumed")), end);
+
+  // A new run takes the weights, and begins its schedule and moments.
+  EXPECT_EQ(resumed->Info().companion_updates, 4);
+  ASSERT_TRUE(
+      resumed
+          ->LoadCheckpoint({}, {.path = saved, .optimizer = training::OptimizerState::kFresh})
+          .ok());
+  EXPECT_EQ(resumed->Info().companion_updates, 0);
+  EXPECT_EQ(Bytes(fs::path(Save(*resumed, "fresh")) / "speculator" / "model.safetensors"),
+            Bytes(fs::path(saved) / "speculator" / "model.safetensors"));
 
   // The base model's files bring back the speculator of the start.
   const std::string start = State(Save(*Make(WithSpeculator()), "start"));
@@ -238,12 +248,12 @@ TEST_F(EngineSpeculatorTest, CheckpointsWithAndWithoutOneAreLoaded) {
   EXPECT_FALSE(fs::exists(fs::path(plain) / "speculator"));
   Step(*with, Supervised(1));
   const fs::path own = Save(*with, "own");
-  ASSERT_TRUE(with->LoadCheckpoint({}, plain).ok());
+  ASSERT_TRUE(with->LoadCheckpoint({}, {plain}).ok());
   const fs::path kept = Save(*with, "kept");
   EXPECT_EQ(Bytes(kept / "speculator" / "model.safetensors"),
             Bytes(own / "speculator" / "model.safetensors"));
   EXPECT_NE(State(kept), State(own));  // the moments begin again
-  ASSERT_TRUE(without->LoadCheckpoint({}, own).ok());
+  ASSERT_TRUE(without->LoadCheckpoint({}, {own}).ok());
   EXPECT_EQ(Digest(*without), Digest(*with));
 }
 
@@ -263,7 +273,7 @@ TEST_F(EngineSpeculatorTest, WithoutOneInTheCheckpointHalfAnUpdateGivesWayToTheS
   const auto load = [&](const std::string& directory, bool intact) {
     const absl::Status loaded = core->OnAllRanks("load", [&]() -> absl::Status {
       if (trainer == nullptr) trainer = SpeculatorTrainer::Create(options, *core).value();
-      TANDEM_RETURN_IF_ERROR(trainer->ReadCheckpoint(directory, intact));
+      TANDEM_RETURN_IF_ERROR(trainer->ReadCheckpoint({directory}, intact));
       trainer->Adopt();
       const fs::path written = folder_ / "written";
       fs::create_directories(written);
@@ -289,13 +299,13 @@ TEST_F(EngineSpeculatorTest, AnotherSpeculatorsCheckpointIsRefusedAndChangesNoth
   EngineOptions options = WithSpeculator();
   options.speculator.inner_dim = 8;
   const std::string narrow = Save(*Make(options), "narrow");
-  const absl::Status refused = engine->LoadCheckpoint({}, narrow);
+  const absl::Status refused = engine->LoadCheckpoint({}, {narrow});
   EXPECT_EQ(FieldPath(refused), "path") << refused;
   EXPECT_THAT(std::string(refused.message()), ::testing::HasSubstr("tensor '"));
   // Every byte counts in the manifest, also those in the folder.
   const std::string damaged = Save(*Make(WithSpeculator()), "damaged");
   std::ofstream(fs::path(damaged) / "speculator" / "config.json", std::ios::app) << " ";
-  const absl::Status altered = engine->LoadCheckpoint({}, damaged);
+  const absl::Status altered = engine->LoadCheckpoint({}, {damaged});
   EXPECT_TRUE(absl::IsDataLoss(altered)) << altered;
   EXPECT_THAT(std::string(altered.message()), ::testing::HasSubstr("speculator/config.json"));
   EXPECT_EQ(Digest(*engine), digest);

@@ -491,7 +491,7 @@ TEST_F(TrainerEngineTest, CheckpointContinuesBitForBitAndKeepsTheTable) {
   EXPECT_GT(saved.bytes, 0);
 
   auto resumed = Make();
-  ASSERT_TRUE(resumed->LoadCheckpoint({}, saved.path).ok());
+  ASSERT_TRUE(resumed->LoadCheckpoint({}, {saved.path}).ok());
   EXPECT_EQ(Digest(*resumed), Digest(*engine));
   EXPECT_EQ(resumed->Info().weights.version, 1);
   EXPECT_EQ(resumed->Info().optimizer_steps, 1);
@@ -517,11 +517,11 @@ TEST_F(TrainerEngineTest, DamagedCheckpointIsRefusedAndChangesNothing) {
   std::filesystem::resize_file(path + "/optimizer.safetensors", 100);
   auto fresh = Make();
   const std::string before = Digest(*fresh);
-  const absl::Status status = fresh->LoadCheckpoint({}, path);
+  const absl::Status status = fresh->LoadCheckpoint({}, {path});
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_THAT(std::string(status.message()), HasSubstr("optimizer.safetensors"));
   EXPECT_EQ(Digest(*fresh), before);
-  EXPECT_EQ(fresh->LoadCheckpoint({}, folder_ / "nowhere").code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(fresh->LoadCheckpoint({}, {folder_ / "nowhere"}).code(), absl::StatusCode::kNotFound);
 }
 
 TEST_F(TrainerEngineTest, ExportIsAModelDirectory) {

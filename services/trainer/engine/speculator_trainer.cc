@@ -210,7 +210,8 @@ absl::Status SpeculatorTrainer::Save(const std::string& directory) {
   return WriteNamedTensors(OptimizerFile(directory), optimizer_->State());
 }
 
-absl::Status SpeculatorTrainer::ReadCheckpoint(const std::string& directory, bool intact) {
+absl::Status SpeculatorTrainer::ReadCheckpoint(const training::LoadRequest& request, bool intact) {
+  const std::string& directory = request.path;
   staged_ = {};
   auto read = adapter_->ReadCheckpoint(directory);
   if (absl::IsNotFound(read.status())) {
@@ -219,6 +220,10 @@ absl::Status SpeculatorTrainer::ReadCheckpoint(const std::string& directory, boo
     return intact ? absl::OkStatus() : ReadInitial();
   }
   TANDEM_RETURN_IF_ERROR(read.status());
+  if (request.optimizer == training::OptimizerState::kFresh) {
+    staged_.values = *std::move(read);
+    return absl::OkStatus();
+  }
   TANDEM_ASSIGN_OR_RETURN(NamedTensors moments, ReadMoments(directory));
   const absl::Status fits = optimizer_->CheckState(moments);
   if (!fits.ok()) {

@@ -56,7 +56,7 @@ class SpeculatorTrainer final : public training::Companion {
   absl::Status Update() override;
   int64_t updates() const override { return optimizer_->steps(); }
   absl::Status Save(const std::string& directory) override;
-  absl::Status ReadCheckpoint(const std::string& directory, bool intact) override;
+  absl::Status ReadCheckpoint(const training::LoadRequest& request, bool intact) override;
   absl::Status ReadInitial() override;
   std::string initial_directory() const override { return path_; }
   void Adopt() override;

@@ -16,11 +16,14 @@ TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& co
   TrainerServiceOptions options;
   options.role = "trainer";
   options.max_samples = config.max_samples();
+  options.optimizer = config.optimizer();
   options.blob_cache_bytes = config.server().blob_cache_bytes();
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.critic_address = config.critic_address();
   options.support = SupportOf(config);
   options.has_speculator = !config.speculator().adapter().empty();
+  options.freezes_model = config.speculator().freeze_base_model();
+  options.speculator_optimizer = config.speculator().optimizer();
   options.publish_channel = rpc::ToChannelOptions(config.server());
   return options;
 }

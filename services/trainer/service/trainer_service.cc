@@ -68,12 +68,21 @@ grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerCont
       [this](const v1::GetServerInfoRequest&) -> absl::StatusOr<v1::GetServerInfoResponse> {
         v1::GetServerInfoResponse out;
         *out.mutable_server() = training_.ServerInfo();
-        out.set_optimizer_steps(engine_->Info().optimizer_steps);
+        const training::EngineInfo info = engine_->Info();
+        out.set_optimizer_steps(info.optimizer_steps);
         out.set_micro_batch_tokens(static_cast<int32_t>(options_.micro_batch_tokens));
         out.set_critic_address(options_.critic_address);
         out.set_unsaved(engine_->unsaved());
         out.set_max_samples(static_cast<int32_t>(options_.max_samples));
         out.set_has_speculator(options_.has_speculator);
+        if (!options_.freezes_model) {
+          *out.mutable_optimizer() =
+              training::DescribeOptimizer(options_.optimizer, info.optimizer_steps);
+        }
+        if (options_.has_speculator) {
+          *out.mutable_speculator_optimizer() =
+              training::DescribeOptimizer(options_.speculator_optimizer, info.companion_updates);
+        }
         return out;
       });
 }

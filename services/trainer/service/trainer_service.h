@@ -22,6 +22,8 @@ struct TrainerServiceOptions : training::ServiceOptions {
   std::string critic_address;
   ObjectiveSupport support;
   bool has_speculator = false;  // whether a speculator trains beside the model
+  bool freezes_model = false;   // whether the speculator trains alone
+  config::v1::OptimizerOptions speculator_optimizer;  // resolved, with a speculator
   rpc::ChannelOptions publish_channel;
 };
 

@@ -253,9 +253,17 @@ TEST_F(TrainerServerTest, ServerInfoSaysWhatIsHeldAfterEveryStep) {
   EXPECT_EQ(info().micro_batch_tokens(), 2048);
   EXPECT_EQ(info().max_samples(), kMaxSamples);
   EXPECT_FALSE(info().unsaved());
+  // The schedule can be compared with a run before its first step.
+  EXPECT_EQ(info().optimizer().options().total_steps(), 4);
+  EXPECT_EQ(info().optimizer().options().schedule(), config::v1::LEARNING_RATE_SCHEDULE_LINEAR);
+  EXPECT_EQ(info().optimizer().updates(), 0);
+  EXPECT_EQ(info().optimizer().next_learning_rate(), 1e-3);
+  EXPECT_FALSE(info().has_speculator_optimizer());
   ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
   EXPECT_EQ(info().server().weights().version(), 1);
   EXPECT_EQ(info().optimizer_steps(), 1);
+  EXPECT_EQ(info().optimizer().updates(), 1);
+  EXPECT_DOUBLE_EQ(info().optimizer().next_learning_rate(), 0.75e-3);
   EXPECT_TRUE(info().unsaved());
   EXPECT_EQ(info().server().weights().digest(), engine_->Info().weights.digest);
 }
@@ -292,6 +300,14 @@ TEST_F(TrainerServerTest, CheckpointsAreSavedAndLoaded) {
   ASSERT_TRUE(loaded.ok()) << loaded.status();
   EXPECT_EQ(loaded->weights().version(), 41);
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weights_version 41"));
+  EXPECT_EQ(engine_->loaded().optimizer, training::OptimizerState::kKeep);
+  load.set_optimizer(types::v1::OPTIMIZER_STATE_FRESH);
+  ASSERT_TRUE(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load).ok());
+  EXPECT_EQ(engine_->loaded().optimizer, training::OptimizerState::kFresh);
+  load.set_optimizer(static_cast<types::v1::OptimizerState>(7));
+  EXPECT_EQ(FieldPath(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load).status()),
+            "optimizer");
+  load.clear_optimizer();
 
   engine_->FailNext(absl::DataLossError("manifest.json: bad digest"));
   EXPECT_EQ(Call<v1::LoadCheckpointResponse>(&Stub::LoadCheckpoint, load).status().code(),

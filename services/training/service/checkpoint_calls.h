@@ -20,6 +20,7 @@
 #include "common/rpc/phase_timer.h"
 #include "common/rpc/proto_convert.h"
 #include "services/training/engine.h"
+#include "tandem/types/v1/optimizer.pb.h"
 
 namespace tandem::training {
 
@@ -35,6 +36,19 @@ inline absl::StatusOr<DType> ExportDType(types::v1::DataType proto) {
       return DType::kFloat16;
     default:
       return InvalidField("dtype", "must be FLOAT32, BFLOAT16 or FLOAT16");
+  }
+}
+
+// Returns KEEP for a state that is not set.
+inline absl::StatusOr<OptimizerState> ToOptimizerState(types::v1::OptimizerState proto) {
+  switch (proto) {
+    case types::v1::OPTIMIZER_STATE_UNSPECIFIED:
+    case types::v1::OPTIMIZER_STATE_KEEP:
+      return OptimizerState::kKeep;
+    case types::v1::OPTIMIZER_STATE_FRESH:
+      return OptimizerState::kFresh;
+    default:
+      return InvalidField("optimizer", "must be KEEP or FRESH");
   }
 }
 
@@ -75,15 +89,19 @@ absl::StatusOr<Response> LoadCheckpoint(Engine& engine, const PathRoots& roots,
   }
   const bool base = request.source_case() == Request::kBaseModel;
   if (base && !request.base_model()) return InvalidField("base_model", "must be true");
-  ConfinedPath path;
+  LoadRequest load;
+  TANDEM_ASSIGN_OR_RETURN(load.optimizer, ToOptimizerState(request.optimizer()));
   if (!base) {
-    TANDEM_ASSIGN_OR_RETURN(path, roots.Confine("path", request.path()));
+    TANDEM_ASSIGN_OR_RETURN(const ConfinedPath path, roots.Confine("path", request.path()));
+    load.path = path.path;
+    load.root = path.root;
   }
   const rpc::PhaseTimer timer(metrics, "load");
-  TANDEM_RETURN_IF_ERROR(base ? engine.LoadBaseModel(call) : engine.LoadCheckpoint(call, path));
+  TANDEM_RETURN_IF_ERROR(base ? engine.LoadBaseModel(call) : engine.LoadCheckpoint(call, load));
   const EngineInfo info = engine.Info();
   Log(LogLevel::kInfo, base ? "base_model_loaded" : "checkpoint_loaded",
-      {LogField{"path", base ? info.model.path : path.path}});
+      {LogField{"path", base ? info.model.path : load.path},
+       {"optimizer_updates", info.optimizer_steps}});
   Response response;
   rpc::WeightsVersionToProto(info.weights, response.mutable_weights());
   response.set_optimizer_steps(info.optimizer_steps);

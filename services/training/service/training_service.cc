@@ -6,6 +6,8 @@
 #include "common/rpc/phase_timer.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/server_info.h"
+#include "common/training/learning_rate.h"
+#include "services/training/service/optimizer_config.h"
 
 namespace tandem::training {
 
@@ -82,6 +84,15 @@ absl::StatusOr<StepResult> TrainingService::RunStep(
        {"skip_reason", report.skip_reason},
        {"seconds", seconds}});
   return result;
+}
+
+types::v1::OptimizerInfo DescribeOptimizer(const config::v1::OptimizerOptions& options,
+                                           int64_t updates) {
+  types::v1::OptimizerInfo info;
+  *info.mutable_options() = options;
+  info.set_updates(updates);
+  info.set_next_learning_rate(LearningRateAt(ToOptimizerOptions(options), updates));
+  return info;
 }
 
 void ShutDownEngine(Engine& engine, const std::string& directory) {

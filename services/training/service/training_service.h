@@ -17,6 +17,8 @@
 #include "common/rpc/unary_handler.h"
 #include "services/training/engine.h"
 #include "services/training/service/checkpoint_calls.h"
+#include "tandem/config/v1/server_config.pb.h"
+#include "tandem/types/v1/optimizer.pb.h"
 #include "tandem/types/v1/server.pb.h"
 
 namespace tandem::training {
@@ -25,6 +27,7 @@ struct ServiceOptions {
   std::string role;              // "trainer" or "critic"
   int64_t max_samples = 0;       // of a step
   int64_t blob_cache_bytes = 0;  // most bytes of pixels, where the model takes images
+  config::v1::OptimizerOptions optimizer;  // resolved
   // Limit for the samples of steps that are being received or trained, of all calls together.
   int64_t max_buffered_bytes = int64_t{1} << 30;
 };
@@ -98,6 +101,10 @@ class TrainingService {
   rpc::BlobService blob_service_;
   Engine* engine_ = nullptr;
 };
+
+// Describes an optimizer of resolved `options` that has made `updates` updates.
+types::v1::OptimizerInfo DescribeOptimizer(const config::v1::OptimizerOptions& options,
+                                           int64_t updates);
 
 // Shuts the engine down. Saves `directory`/shutdown first, unless `directory` is empty or the
 // engine has no unsaved state.

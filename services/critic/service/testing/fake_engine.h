@@ -75,9 +75,10 @@ class FakeEngine final : public Engine {
                                                    const training::SaveRequest& request) override {
     return checkpoint::Saved{request.directory + "/" + request.name, 99};
   }
-  absl::Status LoadCheckpoint(const CallScope&, const ConfinedPath&) override {
+  absl::Status LoadCheckpoint(const CallScope&, const training::LoadRequest& request) override {
     std::lock_guard lock(mutex_);
     version_ = 7;
+    loaded_ = request;
     return absl::OkStatus();
   }
   absl::Status LoadBaseModel(const CallScope&) override {
@@ -124,6 +125,12 @@ class FakeEngine final : public Engine {
     return calls_;
   }
 
+  // The last checkpoint that was loaded.
+  training::LoadRequest loaded() const {
+    std::lock_guard lock(mutex_);
+    return loaded_;
+  }
+
  private:
   absl::Status TakeError() { return std::exchange(next_error_, absl::OkStatus()); }
 
@@ -133,6 +140,7 @@ class FakeEngine final : public Engine {
   std::optional<ValuesRequest> last_values_;
   int64_t version_ = 0;
   bool unsaved_ = false;
+  training::LoadRequest loaded_;
   bool drift_ = false;
   int64_t drifted_ = 0;
   int calls_ = 0;

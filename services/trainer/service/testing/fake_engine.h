@@ -110,10 +110,11 @@ class FakeEngine final : public Engine {
     saved_.push_back(request.directory + "/" + request.name);
     return checkpoint::Saved{saved_.back(), 1234};
   }
-  absl::Status LoadCheckpoint(const CallScope&, const ConfinedPath&) override {
+  absl::Status LoadCheckpoint(const CallScope&, const training::LoadRequest& request) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
     version_ = 41;
+    loaded_ = request;
     unsaved_ = false;
     return absl::OkStatus();
   }
@@ -178,6 +179,12 @@ class FakeEngine final : public Engine {
     return saved_;
   }
 
+  // The last checkpoint that was loaded.
+  training::LoadRequest loaded() const {
+    std::lock_guard lock(mutex_);
+    return loaded_;
+  }
+
  private:
   absl::StatusOr<StepResult> DoStep(const TrainStepRequest& request) {
     std::unique_lock lock(mutex_);
@@ -217,6 +224,7 @@ class FakeEngine final : public Engine {
   std::vector<TrainStepRequest> steps_;
   DType export_dtype_ = DType::kInt8;
   bool unsaved_ = false;
+  training::LoadRequest loaded_;
   std::vector<std::string> saved_;
   EngineThread thread_{{.name = "fake"}};
 };

@@ -24,6 +24,9 @@ class TrainerServerTest : public testing::Test {
     config::v1::TrainerServerConfig config;
     config.set_model("/models/fake");
     config.set_max_samples(kMaxSamples);
+    config.mutable_optimizer()->set_learning_rate(1e-3);
+    config.mutable_optimizer()->set_schedule(config::v1::LEARNING_RATE_SCHEDULE_LINEAR);
+    config.mutable_optimizer()->set_total_steps(4);
     EXPECT_TRUE(config::Resolve(&config).ok());
     return config;
   }
