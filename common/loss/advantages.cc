@@ -1,5 +1,6 @@
 #include "common/loss/advantages.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <map>
@@ -34,6 +35,16 @@ absl::StatusOr<Groups> MakeGroups(absl::Span<const double> rewards,
   return groups;
 }
 
+// Whether the rewards of a group compare its members with each other.
+bool Varies(absl::Span<const double> rewards, const std::vector<size_t>& members) {
+  double least = rewards[members[0]], most = least;
+  for (const size_t i : members) {
+    least = std::min(least, rewards[i]);
+    most = std::max(most, rewards[i]);
+  }
+  return most - least > kRewardTolerance * std::max({1.0, std::abs(least), std::abs(most)});
+}
+
 struct Moments {
   double mean = 0, std = 0;
 };
@@ -66,7 +77,7 @@ absl::StatusOr<std::vector<double>> GroupRelativeAdvantages(absl::Span<const dou
   }
   std::vector<double> advantages(rewards.size(), 0.0);
   for (const auto& [id, members] : groups) {
-    if (members.size() < 2) continue;
+    if (!Varies(rewards, members)) continue;
     const Moments group = MomentsOf(rewards, members);
     const double divisor = std == RewardStd::kNone
                                ? 1.0
@@ -81,7 +92,7 @@ absl::StatusOr<std::vector<double>> LeaveOneOutAdvantages(absl::Span<const doubl
   TANDEM_ASSIGN_OR_RETURN(const Groups groups, MakeGroups(rewards, group_ids));
   std::vector<double> advantages(rewards.size(), 0.0);
   for (const auto& [id, members] : groups) {
-    if (members.size() < 2) continue;
+    if (!Varies(rewards, members)) continue;
     double sum = 0;
     for (size_t i : members) sum += rewards[i];
     const auto others = static_cast<double>(members.size() - 1);

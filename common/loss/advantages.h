@@ -23,7 +23,13 @@ enum class RewardStd {
 // Added to the standard deviation (verl; Hugging Face TRL adds 1e-4).
 inline constexpr double kDefaultStdEpsilon = 1e-6;
 
-// Group-relative advantages: (r - mean of the group) / (std + epsilon). A group of one gets 0.
+// Rewards of a group are equal where they differ by no more than this, times the largest of their
+// magnitudes where that is above 1: sums of the same scores in another order differ by rounding.
+// The client's dynamic sampling has the same rule (clients/python/tandem/groups.py).
+inline constexpr double kRewardTolerance = 1e-9;
+
+// Group-relative advantages: (r - mean of the group) / (std + epsilon). A group of one gets 0, and
+// so does one whose rewards are equal (kRewardTolerance).
 // `rewards` and `group_ids` [S] are parallel; groups need not be contiguous, and the result does
 // not depend on their order. INVALID_ARGUMENT for different lengths ("group_ids") or a reward that
 // is not finite ("rewards[i]").
@@ -33,7 +39,8 @@ absl::StatusOr<std::vector<double>> GroupRelativeAdvantages(absl::Span<const dou
                                                             double epsilon = kDefaultStdEpsilon);
 
 // Leave-one-out (RLOO, arXiv 2402.14740): r minus the mean of the group's other rewards. A group of
-// one gets 0. Arguments and errors are those of GroupRelativeAdvantages.
+// one gets 0, and so does one whose rewards are equal. Arguments and errors are those of
+// GroupRelativeAdvantages.
 absl::StatusOr<std::vector<double>> LeaveOneOutAdvantages(absl::Span<const double> rewards,
                                                           absl::Span<const int64_t> group_ids);
 

@@ -96,5 +96,24 @@ TEST(AdvantagesTest, WhiteningGivesMeanZeroAndUnitVariance) {
   EXPECT_EQ(one[0], 0);
 }
 
+// 0.1 + 0.2 is not 0.3: no estimator makes a gradient of that, whatever it divides by.
+TEST(AdvantagesTest, RewardsThatDifferByRoundingAreEqual) {
+  const std::vector<int64_t> ids = {0, 0, 0, 1, 1, 1};
+  const std::vector<double> rewards = {0.1 + 0.2, 0.3, 0.3, 1e6, 1e6 * (1 + 1e-15), 1e6};
+  for (const RewardStd std : {RewardStd::kNone, RewardStd::kGroup, RewardStd::kBatch}) {
+    EXPECT_EQ(GroupRelativeAdvantages(rewards, ids, std, /*epsilon=*/1e-12).value(),
+              std::vector<double>(6, 0.0));
+  }
+  EXPECT_EQ(LeaveOneOutAdvantages(rewards, ids).value(), std::vector<double>(6, 0.0));
+  // What differs by more is compared.
+  for (const double difference : {1e-8, 1e-3}) {
+    const auto advantages =
+        GroupRelativeAdvantages({0.5, 0.5 + difference}, {0, 0}, RewardStd::kGroup, 1e-12).value();
+    EXPECT_NEAR(advantages[1], 1 / std::sqrt(2.0), 1e-3);
+    EXPECT_NEAR(LeaveOneOutAdvantages({0.5, 0.5 + difference}, {0, 0}).value()[1], difference,
+                1e-12);
+  }
+}
+
 }  // namespace
 }  // namespace tandem::loss

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "common/training/sequence_range.h"
 
 namespace tandem::training {
@@ -24,9 +25,12 @@ using MiniBatch = SequenceRange;
 // INVALID_ARGUMENT "num_mini_batches" or "num_epochs".
 absl::Status CheckUpdateOptions(const UpdateOptions& options);
 
-// Splits the batch into mini-batches in the order of the samples. Their sizes differ by one at
-// most; there are fewer than num_mini_batches where there are fewer samples.
-std::vector<MiniBatch> SplitIntoMiniBatches(size_t num_samples, const UpdateOptions& options);
+// Splits the batch into mini-batches in the order of the samples. There are fewer than
+// num_mini_batches where there are fewer samples, and their sizes are as equal as they can be.
+// `groups` has the first sample of each group, ascending from 0: a mini-batch has whole groups,
+// unless there are fewer groups than mini-batches.
+std::vector<MiniBatch> SplitIntoMiniBatches(size_t num_samples, const UpdateOptions& options,
+                                            absl::Span<const size_t> groups = {});
 
 }  // namespace tandem::training
 

@@ -17,6 +17,19 @@ from tandem.session import Session
 from tandem.settings import given
 from tandem.types.v1 import server_pb2, trajectory_pb2
 
+# Rewards of a group that differ by no more than this, times the largest of their magnitudes where
+# that is above 1, are equal: sums of the same scores in another order differ by rounding. It is the
+# rule of the trainer's estimators (kRewardTolerance of common/loss/advantages.h).
+REWARD_TOLERANCE = 1e-9
+
+
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by more than rounding."""
+    if not rewards:
+        return False
+    least, most = min(rewards), max(rewards)
+    return most - least > REWARD_TOLERANCE * max(1.0, abs(least), abs(most))
+
 
 @dataclass(frozen=True)
 class Group:
@@ -41,7 +54,7 @@ class Group:
     @property
     def varies(self) -> bool:
         """Whether two responses have different rewards, their punishments left aside."""
-        return len({reward for reward in self.rewards if reward is not None}) > 1
+        return rewards_differ([reward for reward in self.rewards if reward is not None])
 
     @property
     def shaped_rewards(self) -> list[float | None]:

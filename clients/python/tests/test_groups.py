@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.data import Example
-from tandem.groups import draw_groups, step_prompt
+from tandem.groups import draw_groups, rewards_differ, step_prompt
 from tandem.metrics import StepClock, step_line
 from tandem.rewards import Judged
 from tandem.rollout.v1 import rollout_pb2
@@ -71,6 +71,22 @@ class FakeJudging:
         rewards = [self.added[index] for index in range(len(self.added))]
         failures = ["why" for group in rewards for one in group if one is None]
         return Judged(rewards, dict.fromkeys(self.drawing.names, rewards), failures)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "differ"),
+    [
+        ([], False),
+        ([0.5], False),
+        ([0.1 + 0.2, 0.3], False),
+        ([0.0, 1e-16, -1e-16], False),
+        ([1e6, 1e6 * (1 + 1e-15)], False),
+        ([0.5, 0.5 + 1e-8], True),
+        ([-1.0, 1.0], True),
+    ],
+)
+def test_rewards_that_differ_by_rounding_are_equal(rewards, differ):
+    assert rewards_differ(rewards) is differ
 
 
 def by_thirds(n):

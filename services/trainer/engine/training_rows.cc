@@ -189,7 +189,11 @@ bool IsMasked(const PolicySample& sample, const PolicyObjective& objective) {
 }
 
 std::vector<training::MiniBatch> MiniBatches(const PolicyBatch& batch) {
-  return training::SplitIntoMiniBatches(batch.samples.size(), batch.objective.updates);
+  std::vector<size_t> groups;
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    if (i == 0 || batch.samples[i].group_id != batch.samples[i - 1].group_id) groups.push_back(i);
+  }
+  return training::SplitIntoMiniBatches(batch.samples.size(), batch.objective.updates, groups);
 }
 
 absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch, const TokenNumbers& kept) {
