@@ -1,7 +1,9 @@
 #include "common/training/kept_values.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -15,6 +17,8 @@ using nlohmann::json;
 
 namespace {
 
+static_assert(std::endian::native == std::endian::little);
+
 struct IsOf {
   const std::string& run_id;
   const std::string& request_id;
@@ -23,6 +27,18 @@ struct IsOf {
     return step.run_id == run_id && step.request_id == request_id;
   }
 };
+
+// Takes the values of a sequence from the front of `bytes`; false where there are fewer.
+bool TakeValues(const json& count, absl::string_view& bytes, SequenceValues& sequence) {
+  if (!count.is_number_unsigned()) return false;
+  const auto values = count.get<uint64_t>();
+  if (values >= bytes.size() / sizeof(float)) return false;
+  sequence.values.resize(values);
+  std::memcpy(sequence.values.data(), bytes.data(), values * sizeof(float));
+  std::memcpy(&sequence.final_value, bytes.data() + values * sizeof(float), sizeof(float));
+  bytes.remove_prefix((values + 1) * sizeof(float));
+  return true;
+}
 
 }  // namespace
 
@@ -36,7 +52,7 @@ KeptValues::Step& KeptValues::Open(const std::string& run_id, const std::string&
                                    const WeightsVersion& weights) {
   const auto found = std::ranges::find_if(steps_, IsOf{run_id, request_id});
   if (found != steps_.end()) {
-    if (found->weights != weights) *found = {run_id, request_id, weights, {}};
+    if (found->weights.version != weights.version) *found = {run_id, request_id, weights, {}};
     return *found;
   }
   if (steps_.size() == max_steps_) steps_.pop_front();
@@ -63,7 +79,7 @@ json KeptValues::ToJson() const {
   for (const Step& step : steps_) {
     json sequences = json::object();
     for (const auto& [digest, sequence] : step.by_sequence) {
-      sequences[digest] = {{"values", sequence.values}, {"final_value", sequence.final_value}};
+      sequences[digest] = sequence.values.size();
     }
     list.push_back({{"run_id", step.run_id},
                     {"request_id", step.request_id},
@@ -74,7 +90,21 @@ json KeptValues::ToJson() const {
   return list;
 }
 
-absl::Status KeptValues::FromJson(const json& list) {
+std::string KeptValues::Bytes() const {
+  std::string bytes;
+  const auto append = [&](const float* values, size_t count) {
+    bytes.append(reinterpret_cast<const char*>(values), count * sizeof(float));
+  };
+  for (const Step& step : steps_) {
+    for (const auto& [digest, sequence] : step.by_sequence) {
+      append(sequence.values.data(), sequence.values.size());
+      append(&sequence.final_value, 1);
+    }
+  }
+  return bytes;
+}
+
+absl::Status KeptValues::FromJson(const json& list, absl::string_view bytes) {
   std::deque<Step> steps;
   try {
     for (const json& item : list) {
@@ -83,8 +113,12 @@ absl::Status KeptValues::FromJson(const json& list) {
                 {.version = item.at("version"), .digest = item.at("digest")},
                 {}};
       for (const auto& [digest, sequence] : item.at("sequences").items()) {
-        SequenceValues values = {sequence.at("values").get<std::vector<float>>(),
-                                 sequence.at("final_value")};
+        SequenceValues values;
+        if (sequence.is_object()) {
+          values = {sequence.at("values").get<std::vector<float>>(), sequence.at("final_value")};
+        } else if (!TakeValues(sequence, bytes, values)) {
+          return absl::DataLossError("the kept values are not as many as the state says");
+        }
         if (!std::isfinite(values.final_value) || !CheckFinite("values", values.values).ok()) {
           return absl::DataLossError("the kept values hold one that is not finite");
         }
@@ -94,6 +128,9 @@ absl::Status KeptValues::FromJson(const json& list) {
     }
   } catch (const json::exception&) {
     return absl::DataLossError("the kept values are broken");
+  }
+  if (!bytes.empty()) {
+    return absl::DataLossError("the kept values are not as many as the state says");
   }
   while (steps.size() > max_steps_) steps.pop_front();
   steps_ = std::move(steps);

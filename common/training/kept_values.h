@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
@@ -34,7 +35,9 @@ class KeptValues {
   // The values of one step.
   struct Step {
     std::string run_id, request_id;
-    WeightsVersion weights;                             // the critic's, when it computed them
+    // The critic's, when it computed them. All are of the lineage that the critic goes on with, in
+    // which the number tells them apart; the digest may not be known.
+    WeightsVersion weights;
     std::map<std::string, SequenceValues> by_sequence;  // by SequenceDigest
   };
 
@@ -50,9 +53,14 @@ class KeptValues {
                                     absl::Span<const int32_t> response,
                                     absl::Span<const VisionReference> images = {});
 
+  // Returns the steps and, by sequence, the number of values.
   nlohmann::json ToJson() const;
-  // Replaces everything. DATA_LOSS, with nothing changed, for a document that ToJson did not make.
-  absl::Status FromJson(const nlohmann::json& list);
+  // Returns the values, in the order of ToJson, a sequence's final value behind its others:
+  // float32, little endian.
+  std::string Bytes() const;
+  // Replaces everything. DATA_LOSS, with nothing changed, for a document and bytes that ToJson and
+  // Bytes did not make. A document of an earlier release has the values in it, and no bytes.
+  absl::Status FromJson(const nlohmann::json& list, absl::string_view bytes);
 
  private:
   size_t max_steps_;

@@ -39,7 +39,8 @@ json ToJson(const TrainingState& state) {
           {"kept_values", state.kept_values.ToJson()}};
 }
 
-absl::StatusOr<TrainingState> TrainingStateFromJson(const json& object) {
+absl::StatusOr<TrainingState> TrainingStateFromJson(const json& object,
+                                                    absl::string_view kept_values) {
   TrainingState state;
   try {
     state.kind = object.at("kind");
@@ -50,7 +51,7 @@ absl::StatusOr<TrainingState> TrainingStateFromJson(const json& object) {
     state.version = version;
     TANDEM_RETURN_IF_ERROR(state.ledger.FromJson(object.at("done_steps")));
     TANDEM_RETURN_IF_ERROR(state.lineage.FromJson(object.at("lineage")));
-    TANDEM_RETURN_IF_ERROR(state.kept_values.FromJson(object.at("kept_values")));
+    TANDEM_RETURN_IF_ERROR(state.kept_values.FromJson(object.at("kept_values"), kept_values));
   } catch (const json::exception&) {
     return absl::DataLossError("is not a training state");
   }

@@ -26,10 +26,12 @@ struct TrainingState {
   KeptValues kept_values = KeptValues();  // empty in a trainer
 };
 
+// Returns everything but the kept values themselves (KeptValues::Bytes).
 nlohmann::json ToJson(const TrainingState& state);
 // DATA_LOSS for a document that ToJson did not make, such as one with a version that no run
-// reaches.
-absl::StatusOr<TrainingState> TrainingStateFromJson(const nlohmann::json& object);
+// reaches, and for kept values that do not fit it.
+absl::StatusOr<TrainingState> TrainingStateFromJson(const nlohmann::json& object,
+                                                    absl::string_view kept_values = {});
 
 // The names of a step, and the version of the weights that it was made for.
 struct StepIdentity {
@@ -38,6 +40,7 @@ struct StepIdentity {
   std::string request_id;
   std::string payload_digest;  // of everything in the request
   int64_t expected_version = 0;
+  bool defer_digest = false;  // the report needs no digest of the weights
 
   bool operator==(const StepIdentity&) const = default;
 };

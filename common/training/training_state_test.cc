@@ -58,7 +58,7 @@ TEST(TrainingStateTest, SurvivesSerialisationExactly) {
   state.lineage.Record({3, "digest"});
   state.kept_values.Open("run", "b", {3, "digest"}).by_sequence["s"] = {{0.1f, -1e-30f}, 1.0f / 3};
   const absl::StatusOr<TrainingState> copy =
-      TrainingStateFromJson(json::parse(ToJson(state).dump()));
+      TrainingStateFromJson(json::parse(ToJson(state).dump()), state.kept_values.Bytes());
   ASSERT_TRUE(copy.ok()) << copy.status();
   EXPECT_EQ(copy->kind, "critic");
   EXPECT_EQ(copy->version, 3);
@@ -66,6 +66,32 @@ TEST(TrainingStateTest, SurvivesSerialisationExactly) {
   EXPECT_EQ(copy->lineage.DigestOf(3), "digest");
   EXPECT_EQ(copy->kept_values.Find("run", "b")->by_sequence,
             state.kept_values.Find("run", "b")->by_sequence);
+}
+
+// Values take four bytes each, and not their decimal digits.
+TEST(KeptValuesTest, ValuesAreStoredAsTheirBytes) {
+  KeptValues kept;
+  kept.Open("run", "a", {3, "digest"}).by_sequence["s"] = {{0.1f, -1e-30f, 1.0f / 3}, 2.5f};
+  kept.Open("run", "a", {3, "digest"}).by_sequence["t"] = {{}, -0.25f};
+  kept.Open("run", "b", {4, ""}).by_sequence["s"] = {{7}, 8};
+  const std::string bytes = kept.Bytes();
+  EXPECT_EQ(bytes.size(), 7 * sizeof(float));
+  const json list = json::parse(kept.ToJson().dump());
+  EXPECT_EQ(list.dump().find("0.1"), std::string::npos);
+  KeptValues copy;
+  ASSERT_TRUE(copy.FromJson(list, bytes).ok());
+  EXPECT_EQ(copy.Find("run", "a")->by_sequence, kept.Find("run", "a")->by_sequence);
+  EXPECT_EQ(copy.Find("run", "b")->by_sequence, kept.Find("run", "b")->by_sequence);
+  EXPECT_EQ(copy.Bytes(), bytes);
+  for (const std::string& other : {bytes.substr(4), bytes + bytes, bytes + "x", std::string()}) {
+    EXPECT_EQ(copy.FromJson(list, other).code(), absl::StatusCode::kDataLoss) << other.size();
+    EXPECT_EQ(copy.Bytes(), bytes) << "nothing has changed";
+  }
+  // A document of an earlier release.
+  const json old = json::parse(R"([{"run_id": "r", "request_id": "a", "version": 3, "digest": "d",)"
+                               R"( "sequences": {"s": {"values": [0.5, 2], "final_value": 1}}}])");
+  ASSERT_TRUE(copy.FromJson(old, "").ok());
+  EXPECT_EQ(copy.Find("r", "a")->by_sequence.at("s"), (SequenceValues{{0.5f, 2}, 1}));
 }
 
 TEST(TrainingStateTest, DamageIsDataLoss) {

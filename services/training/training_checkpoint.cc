@@ -41,13 +41,17 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr char kStateFile[] = "tandem_state.json";
+// The values that a critic keeps for repeats of steps; absent without any.
+constexpr char kKeptValuesFile[] = "kept_values.bin";
 
 absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::string& kind) {
   const std::string file = absl::StrCat(path, "/", kStateFile);
   TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
   const absl::StatusOr<json> parsed = ParseBoundedJson(text, file);
   if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
-  absl::StatusOr<TrainingState> state = TrainingStateFromJson(*parsed);
+  absl::StatusOr<std::string> kept = ReadFile(absl::StrCat(path, "/", kKeptValuesFile));
+  if (!kept.ok() && !absl::IsNotFound(kept.status())) return kept.status();
+  absl::StatusOr<TrainingState> state = TrainingStateFromJson(*parsed, kept.ok() ? *kept : "");
   if (!state.ok()) {
     return absl::DataLossError(absl::StrCat(file, ": ", state.status().message()));
   }
@@ -114,6 +118,9 @@ absl::Status WriteState(const std::string& directory, int64_t optimizer_steps,
                         const TrainingState& state) {
   json text = ToJson(state);
   text["optimizer_steps"] = optimizer_steps;
+  if (const std::string kept = state.kept_values.Bytes(); !kept.empty()) {
+    TANDEM_RETURN_IF_ERROR(WriteFileDurably(absl::StrCat(directory, "/", kKeptValuesFile), kept));
+  }
   return WriteFileDurably(
       absl::StrCat(directory, "/", kStateFile),
       text.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n");

@@ -28,7 +28,12 @@ _CONFIG = "config.json"
 _WEIGHTS = ".safetensors"
 _BLOCK_BYTES = 1 << 22
 # Files of a checkpoint that only training reads.
-_TRAINING_FILES = ("tandem_state.json", "optimizer*", "speculator_optimizer*")
+_TRAINING_FILES = (
+    "tandem_state.json",
+    "kept_values.bin",
+    "optimizer*",
+    "speculator_optimizer*",
+)
 # Begins the names of a speculator's files in the manifest.
 _SPECULATOR = "speculator/"
 

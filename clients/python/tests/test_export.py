@@ -28,6 +28,7 @@ def write_checkpoint(directory, weights=WEIGHTS, **others):
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text('{"eos_token_id": 0}')
     (directory / "tandem_state.json").write_text("{}")
+    (directory / "kept_values.bin").write_bytes(bytes(8))
     for name in ("optimizer", "speculator_optimizer"):
         (directory / f"{name}.safetensors").write_bytes(b"moments")
     (directory / "speculator").mkdir()
