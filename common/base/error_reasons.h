@@ -104,6 +104,12 @@ inline constexpr ErrorReason kChunkDamaged{
 inline constexpr ErrorReason kDigestMismatch{
     "DIGEST_MISMATCH", "The receiver committed other weights than the sender sent.",
     "Publish again; if it persists, suspect the memory of one of the machines."};
+inline constexpr ErrorReason kUpdateReplaced{
+    "UPDATE_REPLACED", "Another publication replaced this one before its commit.",
+    "See that one trainer alone publishes to this server."};
+inline constexpr ErrorReason kWeightsNotFinite{
+    "WEIGHTS_NOT_FINITE", "The published weights hold a value that is infinite or NaN.",
+    "Go back to a checkpoint; look at policy/grad_norm and the learning rate before it."};
 
 }  // namespace reason
 }  // namespace tandem

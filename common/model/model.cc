@@ -183,7 +183,7 @@ void Model::Initialize(uint64_t seed) {
   WeightsHasher hasher;
   for (const auto& parameter : store_->parameters()) {
     const at::Tensor whole = InitialValue(parameter.spec, config_.initializer_range, generator);
-    hasher.Add(whole);
+    hasher.Add(parameter.spec.name, whole);
     if (parameter.held()) parameter.CopyFrom(whole);
   }
   weights_digest_ = hasher.Hex();

@@ -202,7 +202,7 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
       exact = parameter.value.defined() && parameter.shard.count == 1 && parameter.value.is_cpu() &&
               parameter.value.scalar_type() == at::kFloat;
     }
-    hasher.Add(exact ? parameter.value : whole);
+    hasher.Add(parameter.spec.name, exact ? parameter.value : whole);
   }
   weights_digest_ = hasher.Hex();
   OnWeightsChanged();

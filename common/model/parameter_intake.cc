@@ -34,7 +34,7 @@ absl::StatusOr<const Parameter*> ParameterIntake::Accept(const std::string& name
   }
   if (!tensor.is_floating_point()) return Refuse(name, "is not floating-point");
   if (is_tied_head || (tied_ && name == kEmbeddingName)) {
-    (is_tied_head ? tied_head_ : embedding_) = WeightsDigest({{name, tensor}});
+    (is_tied_head ? tied_head_ : embedding_) = WeightsDigest({{kEmbeddingName, tensor}});
   }
   return is_tied_head ? nullptr : parameter;
 }

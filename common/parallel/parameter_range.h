@@ -19,6 +19,14 @@ struct ParameterRange {
   int64_t numel = 0;
 };
 
+// Values that are consecutive both in a range and in the whole parameter.
+struct Run {
+  int64_t in_whole, in_range, numel;
+};
+
+// Returns the runs of a range in ascending order.
+std::vector<Run> RunsOf(const ParameterRange& range);
+
 // A rank, and values of a parameter that it holds.
 struct Holding {
   int rank = 0;

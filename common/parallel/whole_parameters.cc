@@ -1,5 +1,10 @@
 #include "common/parallel/whole_parameters.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <vector>
+
 #include "common/base/status_macros.h"
 #include "common/parallel/held_values.h"
 #include "common/ranks/rank_agreement.h"
@@ -7,6 +12,28 @@
 #include "common/weights/weights_digest.h"
 
 namespace tandem::parallel {
+namespace {
+
+// Adds the values of a range, flat, runs of equal length and distance together.
+void AddRange(const ParameterRange& range, const at::Tensor& values, WeightsHasher& hasher) {
+  const std::vector<Run> runs = RunsOf(range);
+  for (size_t first = 0; first < runs.size();) {
+    const int64_t width = runs[first].numel;
+    int64_t stride = 0;
+    size_t last = first + 1;
+    for (; last < runs.size() && runs[last].numel == width; ++last) {
+      const int64_t distance = runs[last].in_whole - runs[last - 1].in_whole;
+      if (last > first + 1 && distance != stride) break;
+      stride = distance;
+    }
+    const auto rows = static_cast<int64_t>(last - first);
+    hasher.AddRows(range.parameter, runs[first].in_whole, stride,
+                   values.narrow(0, runs[first].in_range, rows * width).view({rows, width}));
+    first = last;
+  }
+}
+
+}  // namespace
 
 absl::Status UseParametersOn(Strategy& strategy, absl::FunctionRef<int(const Parameter&)> rank_of,
                              absl::FunctionRef<absl::Status(TensorSource parameters)> use) {
@@ -36,13 +63,38 @@ absl::Status UseWholeParameters(Strategy& strategy,
 }
 
 absl::StatusOr<std::string> ParametersDigest(Strategy& strategy) {
-  std::string digest;
-  TANDEM_RETURN_IF_ERROR(UseWholeParameters(strategy, [&](TensorSource parameters) -> absl::Status {
-    TANDEM_ASSIGN_OR_RETURN(digest, WeightsDigest(parameters));
-    return absl::OkStatus();
-  }));
-  return ranks::FromRankZero<std::string>(*strategy.ranks().patient(),
-                                          [&] { return absl::StatusOr<std::string>(digest); });
+  return CatchTorchErrors("digest of the parameters", [&]() -> absl::StatusOr<std::string> {
+    const at::NoGradGuard no_grad;
+    const std::vector<Parameter>& parameters = strategy.model().DeclaredParameters();
+    WeightsHasher hasher;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      // Of ranks that hold the same values, each reads some of the parameters.
+      const int reader = static_cast<int>(i % static_cast<size_t>(strategy.ranks().size()));
+      for (const Holding& holding : strategy.Holdings(parameters[i], reader)) {
+        if (holding.rank != strategy.ranks().rank()) continue;
+        AddRange(holding.range, strategy.HeldValues(parameters[i]).detach().reshape(-1), hasher);
+      }
+    }
+    const TensorSums& own = hasher.Sums();
+    at::Tensor sums = at::empty({static_cast<int64_t>(parameters.size()), 2}, at::kLong);
+    int64_t* number = sums.mutable_data_ptr<int64_t>();
+    for (const Parameter& parameter : parameters) {
+      const WordSums of_rank = own.Of(parameter.spec.name);
+      *number++ = static_cast<int64_t>(of_rank.first);
+      *number++ = static_cast<int64_t>(of_rank.second);
+    }
+    at::Tensor all = sums.to(strategy.ranks().device());
+    strategy.ranks().AllReduce(all, ranks::Reduction::kSum);
+    sums = all.cpu();
+    TensorSums whole;
+    const int64_t* summed = sums.const_data_ptr<int64_t>();
+    for (const Parameter& parameter : parameters) {
+      whole.Add(parameter.spec.name, {.first = static_cast<uint64_t>(summed[0]),
+                                      .second = static_cast<uint64_t>(summed[1])});
+      summed += 2;
+    }
+    return whole.Digest();
+  });
 }
 
 }  // namespace tandem::parallel

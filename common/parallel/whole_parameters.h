@@ -1,4 +1,4 @@
-// Functions that need a model's whole parameters, whichever ranks hold them.
+// Functions that concern all parameters of a model, whichever ranks hold them.
 #ifndef TANDEM_COMMON_PARALLEL_WHOLE_PARAMETERS_H_
 #define TANDEM_COMMON_PARALLEL_WHOLE_PARAMETERS_H_
 
@@ -24,7 +24,8 @@ absl::Status UseParametersOn(Strategy& strategy,
 absl::Status UseWholeParameters(Strategy& strategy,
                                 absl::FunctionRef<absl::Status(TensorSource parameters)> use);
 
-// Returns WeightsDigest of the whole parameters, on every rank. Collective.
+// Returns WeightsDigest of the whole parameters, on every rank. Every rank reads values that it
+// holds, each of them on one rank, and sends 16 bytes for each parameter. Collective.
 absl::StatusOr<std::string> ParametersDigest(Strategy& strategy);
 
 }  // namespace tandem::parallel

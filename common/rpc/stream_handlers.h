@@ -16,6 +16,7 @@
 #include <mutex>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/logging.h"
@@ -37,6 +38,8 @@ template <typename Request, typename Response>
 class ClientStreamHandler {
  public:
   virtual ~ClientStreamHandler() = default;
+  // The bytes of the message that OnMessage gets next, as they were received.
+  virtual void OnBytes(const grpc::ByteBuffer&) {}
   // One message, on a gRPC thread: check and keep it, nothing slow. An error ends the call. The
   // next message is read when this returns, so what is not kept is not held.
   virtual absl::Status OnMessage(const Request& request) = 0;
@@ -72,6 +75,7 @@ class ClientStreamCall final : public grpc::ServerReadReactor<grpc::ByteBuffer> 
     }
     if (state->finished()) return;
     const ScopedCallLog call_log(call_.context());
+    handler_->OnBytes(bytes_);
     const absl::Status status =
         UseMessage<Request>(num_messages_++, bytes_, [this](const Request& request) {
           return CatchExceptions("handler", [&] { return handler_->OnMessage(request); });
@@ -127,19 +131,56 @@ template <typename Request, typename Response>
 using MapHandler =
     std::function<absl::StatusOr<Response>(const Request& request, const CallScope& context)>;
 
+// Answers the requests of a stream in batches: those that have come while the batch before was
+// worked on. One object per call, used on the executor, by one thread at a time.
+template <typename Request, typename Response>
+class BatchHandler {
+ public:
+  virtual ~BatchHandler() = default;
+  // Most requests that wait.
+  virtual size_t max_waiting() const = 0;
+  // Takes the next request of the batch; false where the batch takes no more. An error ends the
+  // stream, behind the answers to the requests before it.
+  virtual absl::StatusOr<bool> Add(const Request& request, const CallScope& context) = 0;
+  // Gives the answers to the requests of the batch to `push`, in order, and begins a new one. An
+  // error ends the stream, behind the answers that were given.
+  virtual absl::Status Answer(const CallScope& context,
+                              absl::FunctionRef<void(const Response&)> push) = 0;
+};
+
 namespace internal {
 
-// At most kMaxBuffered requests wait to be handled, and as many responses to be written; beyond
-// that nothing is read, and HTTP/2 flow control holds the client back.
+// Answers one request at a time.
+template <typename Request, typename Response>
+class OneByOne final : public BatchHandler<Request, Response> {
+ public:
+  explicit OneByOne(MapHandler<Request, Response> handler) : handler_(std::move(handler)) {}
+  size_t max_waiting() const override { return 16; }
+  absl::StatusOr<bool> Add(const Request& request, const CallScope& context) override {
+    TANDEM_ASSIGN_OR_RETURN(response_, handler_(request, context));
+    return false;
+  }
+  absl::Status Answer(const CallScope&, absl::FunctionRef<void(const Response&)> push) override {
+    push(response_);
+    return absl::OkStatus();
+  }
+
+ private:
+  const MapHandler<Request, Response> handler_;
+  Response response_;
+};
+
+// At most BatchHandler::max_waiting requests wait to be handled, and as many responses to be
+// written; beyond that nothing is read, and HTTP/2 flow control holds the client back.
 template <typename Request, typename Response>
 class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  // Bounds for requests, and for responses.
+  // Bounds for requests, and for responses: of the next batch, which begins when fewer are left.
   static constexpr size_t kMaxBuffered = 16;
   static constexpr int64_t kMaxBufferedBytes = 8 << 20;
 
   MapStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context,
-                MapHandler<Request, Response> handler)
+                std::unique_ptr<BatchHandler<Request, Response>> handler)
       : executor_(executor),
         handler_(std::move(handler)),
         request_bytes_(executor.streams().held_bytes()),
@@ -203,7 +244,7 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     {
       std::lock_guard lock(mutex_);
       if (finish_called_ || writes_.ended()) return;
-      if (!reading_ && !half_closed_ && requests_.size() < kMaxBuffered &&
+      if (!reading_ && !half_closed_ && requests_.size() < handler_->max_waiting() &&
           request_bytes_.held_bytes() < kMaxBufferedBytes) {
         reading_ = true;
         this->StartRead(&incoming_);  // under the lock, so that Finish comes before or after
@@ -239,24 +280,21 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   }
 
   void Work() {
-    grpc::ByteBuffer bytes;
-    {
-      std::lock_guard lock(mutex_);
-      bytes.Swap(&requests_.front());
-      requests_.pop_front();
-      request_bytes_.Give(HeldBytes(bytes));
-    }
     const auto state = call_.state();
     if (!call_.context().cancelled() && !state->finished()) {
       const ScopedCallLog call_log(call_.context());
-      const absl::Status status =
-          UseMessage<Request>(num_handled_++, bytes, [this](const Request& request) {
-            return CatchExceptions("handler", [&]() -> absl::Status {
-              TANDEM_ASSIGN_OR_RETURN(const Response response, handler_(request, call_.context()));
-              writes_.Push(SerializeMessage(response));
-              return absl::OkStatus();
-            });
+      bool added = false;
+      absl::Status status = AddRequests(added);
+      Advance();  // further requests come while these are answered
+      if (added) {
+        // Its error is of an earlier request.
+        const absl::Status answered = CatchExceptions("handler", [&] {
+          return handler_->Answer(call_.context(), [this](const Response& response) {
+            writes_.Push(SerializeMessage(response));
           });
+        });
+        if (!answered.ok()) status = answered;
+      }
       if (!status.ok()) state->Finish(status);
     }
     {
@@ -267,8 +305,32 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     Release();
   }
 
+  // Adds the requests that wait to the batch, as long as it takes them. `added`: whether it has
+  // any.
+  absl::Status AddRequests(bool& added) {
+    for (bool more = true; more;) {
+      grpc::ByteBuffer bytes;
+      {
+        std::lock_guard lock(mutex_);
+        if (requests_.empty()) break;
+        bytes.Swap(&requests_.front());
+        requests_.pop_front();
+        request_bytes_.Give(HeldBytes(bytes));
+      }
+      TANDEM_RETURN_IF_ERROR(
+          UseMessage<Request>(num_handled_++, bytes, [&](const Request& request) {
+            return CatchExceptions("handler", [&]() -> absl::Status {
+              TANDEM_ASSIGN_OR_RETURN(more, handler_->Add(request, call_.context()));
+              added = true;
+              return absl::OkStatus();
+            });
+          }));
+    }
+    return absl::OkStatus();
+  }
+
   CallExecutor& executor_;
-  const MapHandler<Request, Response> handler_;
+  const std::unique_ptr<BatchHandler<Request, Response>> handler_;
   OpenStreams::Place place_;
   grpc::ByteBuffer incoming_;
   int64_t num_handled_ = 0;  // used by the worker alone
@@ -287,13 +349,23 @@ class MapStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
 
 }  // namespace internal
 
+// Answers request i with response i. For a method that is marked WithRawCallbackMethod_.
+template <typename Request, typename Response>
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* HandleBatchStream(
+    CallExecutor& executor, grpc::CallbackServerContext* context,
+    std::unique_ptr<BatchHandler<Request, Response>> handler) {
+  return new internal::MapStreamCall<Request, Response>(executor, context, std::move(handler));
+}
+
 // Answers request i with `handler`'s result as response i, one request at a time on the executor.
 // An error ends the stream. For a method that is marked WithRawCallbackMethod_.
 template <typename Request, typename Response>
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* HandleMapStream(
     CallExecutor& executor, grpc::CallbackServerContext* context,
     MapHandler<Request, Response> handler) {
-  return new internal::MapStreamCall<Request, Response>(executor, context, std::move(handler));
+  return HandleBatchStream<Request, Response>(
+      executor, context,
+      std::make_unique<internal::OneByOne<Request, Response>>(std::move(handler)));
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 #ifndef TANDEM_COMMON_RPC_TRAIN_STEP_STREAM_H_
 #define TANDEM_COMMON_RPC_TRAIN_STEP_STREAM_H_
 
-#include <google/protobuf/io/coded_stream.h>
-#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -39,8 +40,17 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
   // Messages that are held count against `budget` until the call is over.
   explicit TrainStepStream(ByteBudget& budget) : share_(budget) {}
 
+  // What a message is serialised to depends on who serialises it; a client that repeats a step
+  // sends the same bytes.
+  void OnBytes(const grpc::ByteBuffer& bytes) final {
+    const uint64_t size = bytes.Length();  // keeps messages from running into each other
+    digest_.Update(&size, sizeof(size));
+    std::vector<grpc::Slice> slices;
+    if (!bytes.Dump(&slices).ok()) return;  // not a message: it will not be parsed
+    for (const grpc::Slice& slice : slices) digest_.Update(slice.begin(), slice.size());
+  }
+
   absl::Status OnMessage(const Request& message) final {
-    Hash(message);
     if (message.has_header()) {
       if (has_header_) return InvalidField("header", "came twice");
       absl::StatusOr<int64_t> announced = OnHeader(message.header());
@@ -77,25 +87,14 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
   virtual absl::StatusOr<int64_t> OnHeader(const Header& header) = 0;
   // Field paths start inside the sample.
   virtual absl::Status OnSample(const Request& message) = 0;
-  // All samples came. `payload_digest` is the XXH3-128 of every message: two steps with the same
-  // digest ask for the same.
+  // All samples came. `payload_digest` is the XXH3-128 of the bytes of every message: two steps
+  // with the same digest ask for the same.
   virtual absl::StatusOr<Response> OnComplete(std::string payload_digest,
                                               const CallScope& context) = 0;
 
   absl::Status Keep(const Request& message) {
     TANDEM_RETURN_IF_ERROR(share_.Take(static_cast<int64_t>(message.SpaceUsedLong())));
     return OnSample(message);
-  }
-
-  void Hash(const Request& message) {
-    std::string bytes;
-    google::protobuf::io::StringOutputStream stream(&bytes);
-    google::protobuf::io::CodedOutputStream coded(&stream);
-    coded.SetSerializationDeterministic(true);
-    message.SerializeToCodedStream(&coded);
-    coded.Trim();
-    const uint64_t size = bytes.size();  // keeps messages from running into each other
-    digest_.Update(&size, sizeof(size)).Update(bytes.data(), bytes.size());
   }
 
   ByteBudget::Share share_;

@@ -50,6 +50,15 @@ class Sender {
                        .has_speculator = has_speculator,
                        .bytes = manifest_.total_bytes};
   }
+  // Frees the receiver of the update, if one was begun; the receiver may be gone.
+  void Abort() {
+    if (!begun_) return;
+    weights::v1::AbortUpdateRequest request;
+    request.set_update_id(update_id_);
+    weights::v1::AbortUpdateResponse response;
+    CallContext context(CallScope{}, options_.version_timeout);
+    receiver_.AbortUpdate(context.get(), request, &response);
+  }
   // Whether the last attempt found more at the receiver than any before it.
   bool progressed() const { return progressed_; }
 
@@ -87,6 +96,7 @@ class Sender {
       return absl::InternalError(
           absl::StrCat("the receiver asks for chunk ", response.next_chunk()));
     }
+    begun_ = true;
     return response.next_chunk();
   }
 
@@ -155,6 +165,7 @@ class Sender {
   int64_t sent_bytes_ = 0;   // of the last attempt that began an update
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;
+  bool begun_ = false;
 };
 
 bool Retryable(const absl::Status& status) {
@@ -184,7 +195,11 @@ absl::StatusOr<SentWeights> SendWeights(WeightService::StubInterface& receiver,
       attempt = 1;
       backoff = options.backoff;
     }
-    if (result.ok() || !Retryable(result.status()) || attempt >= options.max_attempts) {
+    if (result.ok()) return result;
+    // A caller that is gone may come back and go on with the update.
+    TANDEM_RETURN_IF_ERROR(options.call.Check());
+    if (!Retryable(result.status()) || attempt >= options.max_attempts) {
+      sender.Abort();
       return result;
     }
     Log(LogLevel::kWarning, "weight_upload_retry",

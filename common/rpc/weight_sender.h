@@ -36,8 +36,9 @@ struct SentWeights {
 // sent the model alone, and one that serves the weights already nothing. `update_id` names the
 // update: reuse it to go on, at the receiver's next chunk, with one that was interrupted. Retries
 // UNAVAILABLE, DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or CANCELLED
-// as soon as `options.call` is over. The answer's digest is the receiver's own and equals the
-// manifest's; another one is DATA_LOSS. INTERNAL if `source` cannot be read.
+// as soon as `options.call` is over, and then the update stays open, so that the caller can go on
+// with it; after any other error it is aborted. The answer's digest is the receiver's own and
+// equals the manifest's; another one is DATA_LOSS. INTERNAL if `source` cannot be read.
 absl::StatusOr<SentWeights> SendWeights(weights::v1::WeightService::StubInterface& receiver,
                                         const std::string& update_id, const WeightSource& source,
                                         const WeightSenderOptions& options = {});

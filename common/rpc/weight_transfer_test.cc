@@ -18,6 +18,7 @@
 #include "common/rpc/weight_receiver_service.h"
 #include "common/rpc/weight_sender.h"
 #include "common/weights/staged_weight_receiver.h"
+#include "common/weights/testing/stream_digest.h"
 #include "common/weights/testing/told_weights.h"
 
 namespace tandem::rpc {
@@ -29,7 +30,7 @@ class FlakyReceiver final : public WeightReceiver {
   explicit FlakyReceiver(int64_t elements,
                          std::optional<ReceivedSpeculator> speculator = std::nullopt)
       : receiver_({{.name = "w", .shape = {elements}}}, std::nullopt, /*num_token_ids=*/7, {},
-                  Tell(told_), std::move(speculator)) {}
+                  Tell(told_), std::move(speculator), /*allow_not_finite=*/true) {}
 
   absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest,
                                 bool allow_rollback) override {
@@ -57,6 +58,7 @@ class FlakyReceiver final : public WeightReceiver {
     return receiver_.SpeculatorVersion();
   }
   std::string OpenUpdateId() const override { return receiver_.OpenUpdateId(); }
+  void DropAbandoned(TimePoint now) override { receiver_.DropAbandoned(now); }
 
   // The bytes of the update in force.
   std::string applied() const {
@@ -85,7 +87,7 @@ class BytesSource final : public WeightSource {
     manifest_.tensors = {{"w", DType::kFloat32, {elements}}};
     manifest_.total_bytes = elements * 4;
     manifest_.chunk_bytes = chunk_bytes;
-    manifest_.digest = Checksum().Update(bytes_.data(), bytes_.size()).Hex();
+    SetDigests();
     manifest_.num_token_ids = 7;
   }
   // The last of the elements become a speculator's.
@@ -93,14 +95,22 @@ class BytesSource final : public WeightSource {
     const int64_t rest = manifest_.tensors[0].shape[0] - elements;
     manifest_.tensors = {{"w", DType::kFloat32, {rest}},
                          {"speculator.h", DType::kFloat32, {elements}}};
-    manifest_.digest = Checksum().Update(bytes_.data(), rest * 4).Hex();
-    manifest_.speculator = {
-        .config = "{}", .digest = Checksum().Update(bytes_.data() + rest * 4, elements * 4).Hex()};
+    manifest_.speculator = {.config = "{}", .digest = {}};
+    SetDigests();
   }
   const WeightManifest& manifest() const override { return manifest_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
     std::memcpy(out.data(), bytes_.data() + offset, out.size());
     return absl::OkStatus();
+  }
+  // Makes the digests those of the bytes.
+  void SetDigests() {
+    const auto* const data = reinterpret_cast<const std::byte*>(bytes_.data());
+    const absl::Span<const std::byte> stream(data, bytes_.size());
+    manifest_.digest = StreamDigest({manifest_.tensors[0]}, stream);
+    if (!manifest_.speculator.has_value()) return;
+    manifest_.speculator->digest = StreamDigest(
+        {manifest_.tensors[1]}, stream.subspan(static_cast<size_t>(manifest_.tensors[0].bytes())));
   }
   std::string bytes_;
   WeightManifest manifest_;
@@ -223,7 +233,7 @@ TEST(WeightTransferLimitsTest, TheLargestChunksPassTheMessageLimit) {
   EXPECT_TRUE(SendWeights(*stub, "u1", BytesSource(1, 1 << 20, kMaxChunkBytes)).ok());
 }
 
-// Once: the receiver can do nothing about it. What it holds of the update is of use later.
+// Once: the receiver can do nothing about it.
 TEST_F(WeightTransferTest, WeightsThatCannotBeReadAreAnErrorOfTheSender) {
   class BrokenSource final : public WeightSource {
    public:
@@ -277,6 +287,39 @@ TEST_F(WeightTransferTest, AttemptsCountOnlyWithoutProgress) {
   receiver_.chunks_between_breaks_ = 0;
   EXPECT_EQ(SendWeights(*stub_, "u2", BytesSource(2), options).status().code(),
             absl::StatusCode::kUnavailable);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "") << "a sender that gives up leaves nothing behind";
+}
+
+// The caller may repeat its call, and the update then goes on.
+TEST_F(WeightTransferTest, AnUpdateWhoseCallerIsGoneStaysOpen) {
+  const BytesSource source;
+  ASSERT_TRUE(Begin("u1", source).ok());
+  std::stop_source gone;
+  WeightSenderOptions options = Options();
+  options.call.cancellation = gone.get_token();
+  options.backoff = absl::InfiniteDuration();
+  receiver_.chunks_until_break_ = 3;
+  std::thread sender([&] {
+    EXPECT_EQ(SendWeights(*stub_, "u1", source, options).status().code(),
+              absl::StatusCode::kCancelled);
+  });
+  while (receiver_.chunks_appended_ < 3) std::this_thread::yield();
+  gone.request_stop();
+  sender.join();
+  EXPECT_EQ(receiver_.OpenUpdateId(), "u1");
+  ASSERT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
+}
+
+TEST_F(WeightTransferTest, TwoSendersLearnOfEachOther) {
+  const BytesSource ours(1), theirs(2);
+  ASSERT_TRUE(Begin("ours", ours).ok());
+  ASSERT_TRUE(Begin("theirs", theirs).ok());
+  const std::string chunk = ours.bytes_.substr(0, BytesSource::kChunk);
+  const absl::Status replaced = UploadChunk("ours", 0, chunk, Xxh3_64(chunk.data(), chunk.size()));
+  EXPECT_EQ(replaced.code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(Reason(replaced), "UPDATE_REPLACED");
+  EXPECT_TRUE(SendWeights(*stub_, "theirs", theirs, Options()).ok());
 }
 
 TEST_F(WeightTransferTest, ADamagedChunkIsDataLossAndLeavesTheUpdateOpen) {

@@ -19,6 +19,7 @@
 #include "common/base/status_macros.h"
 #include "common/model/config_fields.h"
 #include "common/speculator/speculator_kind.h"
+#include "common/speculator/speculator_update.h"
 #include "common/tensor/aten_bytes.h"
 #include "common/tensor/safetensors.h"
 #include "common/tensor/tensor_check.h"
@@ -108,7 +109,7 @@ absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& di
   for (size_t i = 0; i < assigned.size(); ++i) {
     const at::Tensor values = AliasAsAten(*assigned[i]).to(speculator->buffer().scalar_type());
     speculator->parameters()[i].Assign(values);
-    hasher.Add(values);
+    hasher.Add(NameInUpdate(speculator->parameters()[i]), values);
   }
   speculator->SetLoadedDigest(hasher.Hex());
   return speculator;

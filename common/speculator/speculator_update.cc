@@ -14,13 +14,10 @@
 #include "common/weights/weights_digest.h"
 
 namespace tandem::speculator {
-namespace {
 
 std::string NameInUpdate(const SpeculatorParameter& parameter) {
   return absl::StrCat(kSpeculatorPrefix, parameter.spec.name);
 }
-
-}  // namespace
 
 NamedTensors WeightsToSend(const Speculator& speculator) {
   NamedTensors weights;

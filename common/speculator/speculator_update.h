@@ -17,6 +17,9 @@
 
 namespace tandem::speculator {
 
+// Returns the name of a parameter in an update.
+std::string NameInUpdate(const SpeculatorParameter& parameter);
+
 // Returns the parameters, in order, under the names of an update. They share storage with the
 // speculator.
 NamedTensors WeightsToSend(const Speculator& speculator);

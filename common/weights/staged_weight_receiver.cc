@@ -9,7 +9,9 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "common/base/error.h"
+#include "common/base/logging.h"
 #include "common/base/status_macros.h"
+#include "common/weights/finite_values.h"
 
 namespace tandem {
 namespace {
@@ -43,32 +45,47 @@ absl::Status CheckDigest(absl::string_view what, const std::string& computed,
                                           "; the old weights stay in force"));
 }
 
-absl::Status NoSuchUpdate(const std::string& update_id) {
-  return absl::NotFoundError(absl::StrCat("no open weight update with id \"", update_id, "\""));
+// Whether the weights in `bytes` may be served.
+absl::Status CheckServable(const WeightSpec& spec, const TensorBytes& bytes) {
+  const std::optional<int64_t> place =
+      FirstNotFinite(spec.dtype, {bytes.get(), static_cast<size_t>(spec.bytes())});
+  if (!place.has_value()) return absl::OkStatus();
+  return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.tensors",
+                               absl::StrCat("\"", spec.name, "\" is not finite at value ", *place,
+                                            "; the old weights stay in force (the rollout server's "
+                                            "allow_not_finite_weights serves such weights)")),
+                    reason::kWeightsNotFinite);
 }
+
+constexpr size_t kReplacedKept = 16;
 
 }  // namespace
 
 StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manifest,
-                                     std::unique_ptr<NextWeights> weights)
+                                     std::unique_ptr<NextWeights> weights, bool allow_not_finite)
     : id(std::move(id)),
       manifest(manifest),
-      model_bytes(manifest.model_bytes()),
       weights(std::move(weights)),
-      stager(manifest.tensors, [this](const WeightSpec& spec, TensorBytes bytes) {
-        return this->weights->Add(spec, std::move(bytes));
-      }) {}
+      stager(manifest.tensors,
+             [this, allow_not_finite](const WeightSpec& spec, TensorBytes bytes) -> absl::Status {
+               (IsOfSpeculator(spec) ? speculator_sums : sums)
+                   .AddTensor(spec.name, bytes.get(), spec.bytes());
+               if (!allow_not_finite) TANDEM_RETURN_IF_ERROR(CheckServable(spec, bytes));
+               return this->weights->Add(spec, std::move(bytes));
+             }) {}
 
 StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
                                            std::optional<WeightSpec> optional,
                                            int64_t num_token_ids, WeightsVersion initial,
                                            Start start,
-                                           std::optional<ReceivedSpeculator> speculator)
+                                           std::optional<ReceivedSpeculator> speculator,
+                                           bool allow_not_finite)
     : parameters_(std::move(parameters)),
       optional_(std::move(optional)),
       num_token_ids_(num_token_ids),
       start_(std::move(start)),
       speculator_(std::move(speculator)),
+      allow_not_finite_(allow_not_finite),
       version_(std::move(initial)) {
   if (speculator_.has_value()) speculator_version_ = speculator_->initial;
 }
@@ -185,6 +202,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
   if (open_ != nullptr) {
     if (open_->id == update_id && open_->manifest == manifest) {
       const std::shared_ptr<Update> update = open_;
+      update->last_call = std::chrono::steady_clock::now();
       lock.unlock();
       // A chunk of the interrupted stream may still be on its way in.
       const std::lock_guard stream_lock(update->stream_mutex);
@@ -196,20 +214,38 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
                                 " is in progress"));
     }
     if (back) overtaken_id_ = open_->id;
+    if (open_->id != update_id) {
+      replaced_.emplace_back(open_->id,
+                             absl::StrCat("\"", update_id, "\" to version ", manifest.version));
+      if (replaced_.size() > kReplacedKept) replaced_.pop_front();
+    }
   }
+  std::erase_if(replaced_, [&](const auto& pair) { return pair.first == update_id; });
   former = std::move(open_);
-  open_ = std::make_shared<Update>(update_id, manifest, start_());
+  open_ = std::make_shared<Update>(update_id, manifest, start_(), allow_not_finite_);
   return 0;
 }
 
 absl::StatusOr<std::shared_ptr<StagedWeightReceiver::Update>> StagedWeightReceiver::FindOpenLocked(
     const std::string& update_id) {
-  if (open_ == nullptr || open_->id != update_id) return NoSuchUpdate(update_id);
+  if (open_ == nullptr || open_->id != update_id) return NotOpenLocked(update_id);
   if (open_->committing) {
     return absl::FailedPreconditionError(
         absl::StrCat("update \"", update_id, "\" is being committed"));
   }
+  open_->last_call = std::chrono::steady_clock::now();
   return open_;
+}
+
+absl::Status StagedWeightReceiver::NotOpenLocked(const std::string& update_id) const {
+  for (const auto& [id, by] : replaced_) {
+    if (id != update_id) continue;
+    return WithReason(
+        absl::AbortedError(absl::StrCat("update \"", update_id, "\" was replaced by update ", by,
+                                        ": another sender publishes to this server")),
+        reason::kUpdateReplaced);
+  }
+  return absl::NotFoundError(absl::StrCat("no open weight update with id \"", update_id, "\""));
 }
 
 absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_id,
@@ -234,51 +270,65 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_i
                                              " bytes, holds ", data.size()));
   }
   update->stager.Write(data);
-  const int64_t of_model = std::clamp<int64_t>(update->model_bytes - update->received, 0, expected);
-  const auto count = static_cast<size_t>(of_model);
-  update->digest.Update(data.data(), count);
-  update->speculator_digest.Update(data.data() + count, data.size() - count);
   update->received += expected;
   return update->next_chunk();
 }
 
-absl::Status StagedWeightReceiver::CheckStream(Update& update) {
+absl::Status StagedWeightReceiver::CheckReceived(Update& update) {
   const std::lock_guard stream_lock(update.stream_mutex);
-  if (update.received != update.manifest.total_bytes) {
-    return absl::FailedPreconditionError(absl::StrCat("update \"", update.id, "\" has ",
-                                                      update.received, " of ",
-                                                      update.manifest.total_bytes, " bytes"));
-  }
+  if (update.received == update.manifest.total_bytes) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("update \"", update.id, "\" has ",
+                                                    update.received, " of ",
+                                                    update.manifest.total_bytes, " bytes"));
+}
+
+absl::Status StagedWeightReceiver::CheckDigests(const Update& update) {
   // Without the model's tensors the digest is that of the served ones: only a commit changes them,
   // and it ends every other update.
   if (update.manifest.has_model()) {
-    TANDEM_RETURN_IF_ERROR(CheckDigest("the weights", update.digest.Hex(), update.manifest.digest));
+    TANDEM_RETURN_IF_ERROR(
+        CheckDigest("the weights", update.sums.Digest(), update.manifest.digest));
   }
   if (!update.manifest.speculator.has_value()) return absl::OkStatus();
-  return CheckDigest("the speculator's weights", update.speculator_digest.Hex(),
+  return CheckDigest("the speculator's weights", update.speculator_sums.Digest(),
                      update.manifest.speculator->digest);
 }
 
 absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id,
                                                             const CallScope& call) {
+  TANDEM_RETURN_IF_ERROR(call.Check());
   std::shared_ptr<Update> update;
   {
     std::unique_lock lock(mutex_);
-    // A sender that lost its connection commits again while its first request still waits.
-    commit_ended_.wait(
-        lock, [&] { return open_ == nullptr || open_->id != update_id || !open_->committing; });
-    const bool open = open_ != nullptr && open_->id == update_id;
-    if (!open && !last_committed_id_.empty() && update_id == last_committed_id_) return version_;
+    // A sender that lost its connection commits again while its first request still waits. Only
+    // the last repeat has a caller: the others leave their threads.
+    const auto is_open = [&] { return open_ != nullptr && open_->id == update_id; };
+    const int64_t turn = is_open() ? ++open_->commits : 0;
+    commit_changed_.notify_all();
+    const auto go = [&] { return !is_open() || !open_->committing || open_->commits != turn; };
+    if (!commit_changed_.wait(lock, call.cancellation, go)) {
+      return absl::CancelledError("the caller cancelled the call");
+    }
+    if (is_open() && open_->committing) {
+      return absl::UnavailableError(absl::StrCat("update \"", update_id,
+                                                 "\" is being committed, and a later call waits "
+                                                 "for its end"));
+    }
+    if (!is_open() && !last_committed_id_.empty() && update_id == last_committed_id_) {
+      return version_;
+    }
     TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
     update->committing = true;  // no other call may touch the update until the swap is over
   }
-  absl::Status applied = CheckStream(*update);
-  const bool incomplete = absl::IsFailedPrecondition(applied);
+  absl::Status applied = CheckReceived(*update);
+  const bool incomplete = !applied.ok();
   if (applied.ok()) applied = update->stager.Finish(call);
+  if (applied.ok()) applied = CheckDigests(*update);
   if (applied.ok()) applied = update->weights->Apply(update->manifest, call);
   const std::lock_guard lock(mutex_);
   update->committing = false;
-  commit_ended_.notify_all();
+  update->last_call = std::chrono::steady_clock::now();
+  commit_changed_.notify_all();
   if (incomplete || absl::IsDeadlineExceeded(applied) || absl::IsCancelled(applied)) {
     return applied;  // the swap did not begin: the sender may go on, or commit again
   }
@@ -301,6 +351,15 @@ absl::Status StagedWeightReceiver::Abort(const std::string& update_id) {
   TANDEM_ASSIGN_OR_RETURN(update, FindOpenLocked(update_id));
   open_.reset();
   return absl::OkStatus();
+}
+
+void StagedWeightReceiver::DropAbandoned(TimePoint now) {
+  std::shared_ptr<Update> update;  // dropped without the lock, as in Abort
+  const std::lock_guard lock(mutex_);
+  if (open_ == nullptr || open_->committing || now - open_->last_call < kAbandonedAfter) return;
+  Log(LogLevel::kWarning, "weight_update_dropped",
+      {{"update_id", open_->id}, {"reason", "its sender does not call any more"}});
+  update = std::move(open_);
 }
 
 WeightsVersion StagedWeightReceiver::Version() const {

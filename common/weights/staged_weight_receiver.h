@@ -4,21 +4,24 @@
 #ifndef TANDEM_COMMON_WEIGHTS_STAGED_WEIGHT_RECEIVER_H_
 #define TANDEM_COMMON_WEIGHTS_STAGED_WEIGHT_RECEIVER_H_
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "common/base/checksum.h"
 #include "common/weights/tensor_stager.h"
 #include "common/weights/weight_transfer.h"
+#include "common/weights/word_sums.h"
 
 namespace tandem {
 
@@ -50,10 +53,12 @@ class StagedWeightReceiver : public WeightReceiver {
   // `parameters` has the name and shape of every parameter of the model; dtypes are not compared,
   // as any floating type is converted. `optional` is a parameter that a manifest may leave out (a
   // tied head). `num_token_ids`: those of the model, which a sender's model must have too. An
-  // update may leave out the `speculator`, which then stays.
+  // update may leave out the `speculator`, which then stays. `allow_not_finite`: weights that hold
+  // a value that is infinite or NaN are served, too.
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
                        int64_t num_token_ids, WeightsVersion initial, Start start,
-                       std::optional<ReceivedSpeculator> speculator = std::nullopt);
+                       std::optional<ReceivedSpeculator> speculator = std::nullopt,
+                       bool allow_not_finite = false);
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id, const WeightManifest& manifest,
                                 bool allow_rollback) override;
@@ -65,21 +70,26 @@ class StagedWeightReceiver : public WeightReceiver {
   WeightsVersion Version() const override;
   std::optional<WeightsVersion> SpeculatorVersion() const override;
   std::string OpenUpdateId() const override;
+  void DropAbandoned(TimePoint now) override;
 
  private:
   struct Update {
-    Update(std::string id, const WeightManifest& manifest, std::unique_ptr<NextWeights> weights);
+    Update(std::string id, const WeightManifest& manifest, std::unique_ptr<NextWeights> weights,
+           bool allow_not_finite);
 
     const std::string id;
     const WeightManifest manifest;
-    const int64_t model_bytes;
-    bool committing = false;  // guarded by the receiver's mutex
+    // Guarded by the receiver's mutex.
+    bool committing = false;
+    int64_t commits = 0;                                     // calls of Commit
+    TimePoint last_call = std::chrono::steady_clock::now();  // of the sender
 
     // Held while a chunk is taken, which may wait for tensors to be added.
     std::mutex stream_mutex;
     int64_t received = 0;  // bytes, always a number of whole chunks
-    Checksum digest, speculator_digest;
 
+    // Used by the stager's thread, and once all tensors have been taken by Commit.
+    TensorSums sums, speculator_sums;
     const std::unique_ptr<NextWeights> weights;
     TensorStager stager;  // last: it uses `weights`
 
@@ -95,17 +105,22 @@ class StagedWeightReceiver : public WeightReceiver {
   bool ServesModelLocked(const WeightManifest& manifest) const;
   bool ServesSpeculatorLocked(const WeightManifest& manifest) const;
   absl::StatusOr<std::shared_ptr<Update>> FindOpenLocked(const std::string& update_id);
-  // OK if the whole stream was received and has the manifest's digest.
-  static absl::Status CheckStream(Update& update);
+  // Returns ABORTED, or NOT_FOUND for an id that no other update has replaced.
+  absl::Status NotOpenLocked(const std::string& update_id) const;
+  // OK if the whole stream was received.
+  static absl::Status CheckReceived(Update& update);
+  // OK if the tensors, all of which have been taken, have the manifest's digest.
+  static absl::Status CheckDigests(const Update& update);
 
   const std::vector<WeightSpec> parameters_;
   const std::optional<WeightSpec> optional_;
   const int64_t num_token_ids_;
   const Start start_;
   const std::optional<ReceivedSpeculator> speculator_;
+  const bool allow_not_finite_;
 
   mutable std::mutex mutex_;
-  std::condition_variable commit_ended_;
+  std::condition_variable_any commit_changed_;
   std::shared_ptr<Update> open_;
   WeightsVersion version_;
   WeightsVersion speculator_version_;  // with a speculator
@@ -113,6 +128,8 @@ class StagedWeightReceiver : public WeightReceiver {
   // The update that a rollback replaced, until a higher version is committed. Its sender, of the
   // former run, may not know of the rollback yet.
   std::string overtaken_id_;
+  // The last updates that another one has replaced, each with what replaced it.
+  std::deque<std::pair<std::string, std::string>> replaced_;
 };
 
 }  // namespace tandem

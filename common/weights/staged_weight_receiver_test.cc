@@ -3,12 +3,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
+#include <cstring>
 #include <memory>
+#include <stop_token>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "absl/synchronization/notification.h"
-#include "common/base/checksum.h"
 #include "common/base/error.h"
+#include "common/weights/testing/stream_digest.h"
 #include "common/weights/testing/told_weights.h"
 
 namespace tandem {
@@ -27,13 +34,15 @@ class StagedWeightReceiverTest : public ::testing::Test {
                   WeightSpec{.name = "head", .shape = {2, 3}}, /*num_token_ids=*/7,
                   {.version = 0, .digest = "start"}, Tell(told_)) {}
 
-  WeightManifest Manifest(int64_t version = 1) const {
+  WeightManifest Manifest(int64_t version = 1) const { return ManifestOf(stream_, version); }
+  static WeightManifest ManifestOf(const std::vector<std::byte>& stream, int64_t version = 1) {
+    const std::vector<WeightSpec> tensors = {
+        {.name = "a", .shape = {2, 3}}, {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}};
     return {.version = version,
-            .tensors = {{.name = "a", .shape = {2, 3}},
-                        {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}},
+            .tensors = tensors,
             .total_bytes = 32,
             .chunk_bytes = 12,
-            .digest = Checksum().Update(stream_.data(), stream_.size()).Hex(),
+            .digest = StreamDigest(tensors, stream),
             .num_token_ids = 7};
   }
 
@@ -125,8 +134,7 @@ TEST_F(StagedWeightReceiverTest, OtherWeightsOfTheServedVersionNeedTheFlag) {
   ASSERT_TRUE(SendAll("u", stream_).ok());
   ASSERT_TRUE(receiver_.Commit("u", {}).ok());
   const std::vector<std::byte> others = Bytes(32, 1);
-  WeightManifest manifest = Manifest();
-  manifest.digest = Checksum().Update(others.data(), others.size()).Hex();
+  const WeightManifest manifest = ManifestOf(others);
   EXPECT_EQ(Reason(receiver_.Begin("v", manifest, false).status()), "STALE_WEIGHT_VERSION");
   ASSERT_TRUE(receiver_.Begin("v", manifest, true).ok());
   ASSERT_TRUE(SendAll("v", others).ok());
@@ -153,7 +161,7 @@ TEST_F(StagedWeightReceiverTest, AnUpdateThatARollbackReplacedDoesNotComeBack) {
   ASSERT_TRUE(receiver_.Commit("five", {}).ok());
   ASSERT_TRUE(receiver_.Begin("six", Manifest(6), false).ok());
   ASSERT_TRUE(receiver_.Begin("three", Manifest(3), true).ok());
-  EXPECT_EQ(receiver_.Commit("six", {}).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Reason(receiver_.Commit("six", {}).status()), "UPDATE_REPLACED");
   ASSERT_TRUE(SendAll("three", stream_).ok());
   ASSERT_TRUE(receiver_.Commit("three", {}).ok());
   EXPECT_EQ(Reason(receiver_.Begin("six", Manifest(6), false).status()), "STALE_WEIGHT_VERSION");
@@ -251,6 +259,78 @@ TEST_F(StagedWeightReceiverTest, AnAbandonedUpdateLeavesNothing) {
   EXPECT_TRUE(told_.applied.empty());
 }
 
+// Two trainers that publish to one server must hear of each other.
+TEST_F(StagedWeightReceiverTest, TheSenderOfAReplacedUpdateLearnsWhatReplacedIt) {
+  ASSERT_TRUE(receiver_.Begin("ours", Manifest(1), false).ok());
+  ASSERT_TRUE(receiver_.Append("ours", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
+  const std::vector<std::byte> others = Bytes(32, 1);
+  ASSERT_TRUE(receiver_.Begin("theirs", ManifestOf(others), false).ok());
+  const absl::Status chunk =
+      receiver_.Append("ours", 1, absl::MakeSpan(stream_).subspan(12, 12)).status();
+  EXPECT_EQ(chunk.code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(Reason(chunk), "UPDATE_REPLACED");
+  EXPECT_THAT(std::string(chunk.message()), testing::HasSubstr("\"theirs\" to version 1"));
+  EXPECT_EQ(receiver_.Commit("ours", {}).status(), chunk);
+  EXPECT_EQ(receiver_.Abort("ours"), chunk);
+  ASSERT_TRUE(SendAll("theirs", others).ok());
+  EXPECT_TRUE(receiver_.Commit("theirs", {}).ok());
+  // One that was begun again is open again.
+  ASSERT_EQ(*receiver_.Begin("ours", Manifest(2), false), 0);
+  EXPECT_TRUE(receiver_.Append("ours", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
+}
+
+TEST_F(StagedWeightReceiverTest, AnUpdateWithoutASenderIsDroppedInTheEnd) {
+  using std::chrono::steady_clock;
+  ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
+  ASSERT_TRUE(receiver_.Append("u", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
+  const auto now = steady_clock::now();
+  receiver_.DropAbandoned(now + kAbandonedAfter - std::chrono::minutes(1));
+  EXPECT_EQ(receiver_.OpenUpdateId(), "u");
+  receiver_.DropAbandoned(now + kAbandonedAfter + std::chrono::minutes(1));
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+  EXPECT_EQ(told_.alive, 0) << "its memory is free";
+  // A sender that comes back begins again.
+  EXPECT_EQ(receiver_.Append("u", 1, absl::MakeSpan(stream_).subspan(12, 12)).status().code(),
+            absl::StatusCode::kNotFound);
+  ASSERT_EQ(*receiver_.Begin("u", Manifest(), false), 0);
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  EXPECT_TRUE(receiver_.Commit("u", {}).ok());
+}
+
+TEST_F(StagedWeightReceiverTest, WeightsThatAreNotFiniteAreNotServed) {
+  const uint32_t nan = 0x7fc00000, infinity = 0xff800000;
+  const uint16_t half = 0x7f80;
+  const auto with = [&](size_t place, const void* value, size_t size) {
+    std::vector<std::byte> stream = stream_;
+    std::memcpy(stream.data() + place, value, size);
+    return stream;
+  };
+  int version = 0;
+  for (const auto& [stream, text] : std::vector<std::pair<std::vector<std::byte>, std::string>>{
+           {with(8, &nan, 4), "\"a\" is not finite at value 2"},
+           {with(0, &infinity, 4), "\"a\" is not finite at value 0"},
+           {with(30, &half, 2), "\"b\" is not finite at value 3"}}) {
+    ASSERT_TRUE(receiver_.Begin("u", ManifestOf(stream, ++version), false).ok());
+    ASSERT_TRUE(SendAll("u", stream).ok());
+    const absl::Status refused = receiver_.Commit("u", {}).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_EQ(Reason(refused), "WEIGHTS_NOT_FINITE");
+    EXPECT_THAT(std::string(refused.message()), testing::HasSubstr(text));
+    EXPECT_EQ(receiver_.Version().version, 0);
+    EXPECT_EQ(receiver_.OpenUpdateId(), "");
+    EXPECT_TRUE(told_.applied.empty());
+  }
+  StagedWeightReceiver careless({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
+                                std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""},
+                                Tell(told_), std::nullopt, /*allow_not_finite=*/true);
+  const std::vector<std::byte> stream = with(8, &nan, 4);
+  ASSERT_TRUE(careless.Begin("u", ManifestOf(stream), false).ok());
+  for (int64_t chunk = 0; chunk < 3; ++chunk) {
+    ASSERT_TRUE(careless.Append("u", chunk, absl::MakeSpan(stream).subspan(chunk * 12, 12)).ok());
+  }
+  EXPECT_EQ(careless.Commit("u", {})->version, 1);
+}
+
 // Takes a tensor when it is told to.
 class SlowWeights : public NextWeights {
  public:
@@ -283,6 +363,56 @@ TEST_F(StagedWeightReceiverTest, OtherCallsDoNotWaitForTheTensorOfAnUpdateThatIs
   next.join();
 }
 
+// A sender whose connection is lost commits again and again: the calls before the last one have no
+// caller any more, and a server has few threads for calls.
+TEST_F(StagedWeightReceiverTest, OfTheRepeatsOfACommitOnlyTheLastWaits) {
+  absl::Notification taking, go;
+  StagedWeightReceiver receiver({{.name = "a", .shape = {2, 3}}}, std::nullopt,
+                                /*num_token_ids=*/7, {.version = 0, .digest = ""},
+                                [&] { return std::make_unique<SlowWeights>(taking, go); });
+  const std::vector<WeightSpec> tensors = {{.name = "a", .shape = {2, 3}}};
+  const std::vector<std::byte> stream = Bytes(24);
+  ASSERT_TRUE(receiver
+                  .Begin("u",
+                         {.version = 1,
+                          .tensors = tensors,
+                          .total_bytes = 24,
+                          .digest = StreamDigest(tensors, stream),
+                          .num_token_ids = 7},
+                         false)
+                  .ok());
+  ASSERT_TRUE(receiver.Append("u", 0, stream).ok());
+  taking.WaitForNotification();
+  std::thread first([&] { EXPECT_EQ(receiver.Commit("u", {})->version, 1); });
+  // The first commits as soon as no other call may touch the update.
+  while (receiver.Append("u", 1, stream).status().code() != absl::StatusCode::kFailedPrecondition) {
+    std::this_thread::yield();
+  }
+  std::vector<std::thread> repeats;
+  std::atomic<int> let_go = 0;
+  constexpr int kRepeats = 4;
+  for (int i = 0; i < kRepeats; ++i) {
+    repeats.emplace_back([&] {
+      const auto version = receiver.Commit("u", {});
+      if (version.ok()) {
+        EXPECT_EQ(version->version, 1);
+      } else {
+        EXPECT_EQ(version.status().code(), absl::StatusCode::kUnavailable);
+        ++let_go;
+      }
+    });
+  }
+  while (let_go < kRepeats - 1) std::this_thread::yield();
+  std::stop_source gone;
+  CallScope call;
+  call.cancellation = gone.get_token();
+  gone.request_stop();
+  EXPECT_EQ(receiver.Commit("u", call).status().code(), absl::StatusCode::kCancelled);
+  go.Notify();
+  first.join();
+  for (std::thread& repeat : repeats) repeat.join();
+}
+
 TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {
   told_.apply_status = absl::DeadlineExceededError("the deadline has passed");
   ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
@@ -305,7 +435,10 @@ class ReceivedSpeculatorTest : public ::testing::Test {
                                      .initial = {.version = 0, .digest = "heads"}}) {}
 
   static std::string DigestOf(const std::vector<std::byte>& stream, size_t begin, size_t end) {
-    return Checksum().Update(stream.data() + begin, end - begin).Hex();
+    const WeightSpec model = {.name = "a", .shape = {8}},
+                     heads = {.name = "speculator.h", .shape = {2}};
+    return StreamDigest({end - begin == 32 ? model : heads},
+                        absl::MakeSpan(stream).subspan(begin, end - begin));
   }
   WeightManifest Manifest(int64_t version = 1) const {
     return {.version = version,

@@ -20,7 +20,8 @@
 //
 // The files of a transfer:
 //   weight_snapshot.h           the trainer's copy of its weights, in a file
-//   weights_digest.h            the digest by which both ends recognise weights
+//   word_sums.h                 the digest by which both ends recognise weights
+//   weights_digest.h            the same of tensors, wherever they are
 //   staged_weight_receiver.h    the receiver up to the swap, without tensors
 //   tensor_stager.h             cuts the stream into tensors, for a thread that takes them
 //   common/rpc/weight_sender.h, weight_receiver_service.h    the same over tandem.weights.v1
@@ -29,6 +30,7 @@
 #ifndef TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
 #define TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -45,6 +47,9 @@
 
 namespace tandem {
 
+// A sender that lives sends chunks, or asks again, within a few minutes.
+inline constexpr std::chrono::minutes kAbandonedAfter{10};
+
 // Before the names of a speculator's tensors in an update.
 inline constexpr char kSpeculatorPrefix[] = "speculator.";
 
@@ -55,7 +60,7 @@ inline bool IsOfSpeculator(const WeightSpec& tensor) {
 // The speculator in an update.
 struct SpeculatorManifest {
   std::string config;  // its kind and settings as text, equal at both ends
-  std::string digest;  // XXH3-128 of the bytes of its tensors, 32 hexadecimal digits
+  std::string digest;  // of its tensors, as WeightManifest::digest
 
   bool operator==(const SpeculatorManifest&) const = default;
 };
@@ -69,8 +74,8 @@ struct WeightManifest {
   std::vector<WeightSpec> tensors;
   int64_t total_bytes = 0;
   int64_t chunk_bytes = 1 << 20;  // of every chunk but the last, which may be shorter
-  // XXH3-128 of the bytes of the model's tensors, 32 hexadecimal digits: the same with a speculator
-  // and without.
+  // Of the model's tensors (TensorSums::Digest), 32 hexadecimal digits: the same in every order,
+  // with a speculator and without.
   std::string digest;
   int64_t num_token_ids = 0;  // of the model: the rows of its vocabulary that have a token
   std::optional<SpeculatorManifest> speculator = std::nullopt;
@@ -130,18 +135,23 @@ class WeightReceiver {
   virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                         const WeightManifest& manifest, bool allow_rollback) = 0;
   // Takes the next chunk, and returns the index of the one after it. NOT_FOUND for an update that
-  // is not open; INVALID_ARGUMENT names chunk_index (reason CHUNK_OUT_OF_ORDER) or data, of a wrong
-  // length.
+  // is not open, ABORTED (reason UPDATE_REPLACED) if another one has replaced it; INVALID_ARGUMENT
+  // names chunk_index (reason CHUNK_OUT_OF_ORDER) or data, of a wrong length.
   virtual absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
                                          absl::Span<const std::byte> data) = 0;
   // Verifies the digest, puts the weights in force at the next step boundary, and blocks until
-  // then. DATA_LOSS leaves the old weights in place and drops the update. A call that ends before
-  // its turn (DEADLINE_EXCEEDED, CANCELLED) leaves the update open. Repeating the last commit is
-  // OK.
+  // then. DATA_LOSS, or FAILED_PRECONDITION (reason WEIGHTS_NOT_FINITE) for weights with a value
+  // that is infinite or NaN, leave the old weights in place and drop the update. A call that ends
+  // before its turn (DEADLINE_EXCEEDED, CANCELLED) leaves the update open. Repeating the last
+  // commit is OK. Of several calls for one update the first commits and the last waits for it; the
+  // others return UNAVAILABLE. Errors of an update that is not open as in Append.
   virtual absl::StatusOr<WeightsVersion> Commit(const std::string& update_id,
                                                 const CallScope& call) = 0;
-  // Drops an update. NOT_FOUND for an update that is not open.
+  // Drops an update. Errors of an update that is not open as in Append.
   virtual absl::Status Abort(const std::string& update_id) = 0;
+  // Drops the open update if its sender has not called for kAbandonedAfter. Called now and then.
+  using TimePoint = std::chrono::steady_clock::time_point;
+  virtual void DropAbandoned(TimePoint) {}
   // Returns the version that is served.
   virtual WeightsVersion Version() const = 0;
   // Returns the version of the speculator, which is older than the model's where updates came

@@ -1,23 +1,125 @@
 #include "common/weights/weights_digest.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <mutex>
 
 #include "common/base/status_macros.h"
 #include "common/tensor/host_copies.h"
 
 namespace tandem {
-void WeightsHasher::Add(const at::Tensor& tensor) {
+namespace {
+
+// Words that a thread sums up at a time.
+constexpr int64_t kGrain = int64_t{1} << 18;
+// Words that a device sums up at a time: with their places and keys they take some 40 bytes each.
+constexpr int64_t kDeviceWords = int64_t{1} << 22;
+constexpr int64_t kWordBytes = 4;
+
+}  // namespace
+
+void WeightsHasher::AddRows(absl::string_view name, int64_t begin, int64_t stride,
+                            const at::Tensor& values) {
   const at::NoGradGuard no_grad;
-  // No copy where the values are float32 on the host already.
-  const at::Tensor values = tensor.detach().cpu().to(at::kFloat).contiguous();
-  checksum_.Update(values.const_data_ptr(), values.nbytes());
+  // No copy where the values are float32 already.
+  const at::Tensor rows = values.detach().to(at::kFloat).contiguous();
+  if (rows.numel() == 0) {
+    sums_.Add(name, {});
+    return;
+  }
+  if (!rows.is_cpu()) {
+    pending_.emplace_back(std::string(name), SumWordsOnDevice(begin, stride, rows));
+    return;
+  }
+  const auto* const words = static_cast<const char*>(rows.const_data_ptr());
+  const int64_t width = rows.size(1);
+  std::mutex mutex;
+  WordSums sums;
+  const auto add = [&](int64_t row, int64_t first, int64_t last) {
+    const WordSums part = SumWords(begin + row * stride + first,
+                                   words + (row * width + first) * kWordBytes, last - first);
+    const std::lock_guard lock(mutex);
+    sums += part;
+  };
+  if (rows.size(0) == 1) {
+    at::parallel_for(0, width, kGrain, [&](int64_t from, int64_t to) { add(0, from, to); });
+  } else {
+    at::parallel_for(0, rows.size(0), std::max<int64_t>(1, kGrain / width),
+                     [&](int64_t from, int64_t to) {
+                       for (int64_t row = from; row < to; ++row) add(row, 0, width);
+                     });
+  }
+  sums_.Add(name, sums);
+}
+
+const TensorSums& WeightsHasher::Sums() {
+  if (pending_.empty()) return sums_;
+  std::vector<at::Tensor> all;
+  for (const auto& [name, sums] : pending_) all.push_back(sums);
+  const at::Tensor host = at::stack(all).cpu();
+  const auto* sums = host.const_data_ptr<int64_t>();
+  for (const auto& [name, tensor] : pending_) {
+    sums_.Add(name,
+              {.first = static_cast<uint64_t>(sums[0]), .second = static_cast<uint64_t>(sums[1])});
+    sums += 2;
+  }
+  pending_.clear();
+  return sums_;
+}
+
+at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& values) {
+  const at::Device device = values.device();
+  const auto to_device = [&](const std::vector<int64_t>& numbers) {
+    return at::tensor(numbers, at::kLong).to(device);
+  };
+  std::vector<at::Tensor> word_keys;
+  for (const BlockKeys& keys : WordKeys()) {
+    word_keys.push_back(to_device({keys.begin(), keys.end()}));
+  }
+  at::Tensor total = at::zeros({2}, at::device(device).dtype(at::kLong));
+  const auto add = [&](int64_t first, const at::Tensor& part) {
+    const int64_t rows = part.size(0), width = part.size(1);
+    const int64_t block = first / kWordsOfBlock;
+    const int64_t last = first + (rows - 1) * stride + width - 1;
+    const auto options = total.options();
+    const at::Tensor place = at::arange(rows, options).mul_(stride).add_(first).unsqueeze(1) +
+                             at::arange(width, options).unsqueeze(0);
+    const at::Tensor words = part.view(at::kInt).to(at::kLong).bitwise_and_(int64_t{0xffffffff});
+    const at::Tensor in_block = place.remainder(kWordsOfBlock);
+    const at::Tensor blocks = place.sub_(in_block).div_(kWordsOfBlock, "floor").sub_(block);
+    for (int64_t sum = 0; sum < 2; ++sum) {
+      std::vector<int64_t> keys;
+      for (int64_t i = block; i <= last / kWordsOfBlock; ++i) {
+        keys.push_back(static_cast<int64_t>(KeyOfBlock(sum, i)));
+      }
+      const at::Tensor key = word_keys[static_cast<size_t>(sum)].take(in_block);
+      total.select(0, sum).add_(key.mul_(to_device(keys).take(blocks)).mul_(words).sum());
+    }
+  };
+  const int64_t rows = values.size(0), width = values.size(1);
+  if (rows == 1 || width >= kDeviceWords) {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t i = 0; i < width; i += kDeviceWords) {
+        const int64_t count = std::min(kDeviceWords, width - i);
+        add(begin + row * stride + i, values.narrow(0, row, 1).narrow(1, i, count));
+      }
+    }
+    return total;
+  }
+  const int64_t step = std::max<int64_t>(1, kDeviceWords / std::max(width, stride));
+  for (int64_t row = 0; row < rows; row += step) {
+    add(begin + row * stride, values.narrow(0, row, std::min(step, rows - row)));
+  }
+  return total;
 }
 
 absl::StatusOr<std::string> WeightsDigest(TensorSource source) {
   WeightsHasher hasher;
-  TANDEM_RETURN_IF_ERROR(VisitOnHost(source, [&](const at::Tensor& values) {
-    hasher.Add(values);
+  TANDEM_RETURN_IF_ERROR(source([&](const std::string& name, const at::Tensor& tensor) {
+    hasher.Add(name, tensor);
     return absl::OkStatus();
   }));
   return hasher.Hex();

@@ -6,27 +6,43 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/base/checksum.h"
+#include "absl/strings/string_view.h"
 #include "common/tensor/named_tensors.h"
+#include "common/weights/word_sums.h"
 
 namespace tandem {
 
-// Computes the XXH3-128 of the tensors' values as float32, little endian, one after the other. It
-// is the digest of the byte stream that a WeightManifest of float32 tensors in that order
-// describes.
+// Computes the TensorSums of tensors' values as float32. The digest is that of an update whose
+// manifest has the same tensors as float32, in any order.
 class WeightsHasher {
  public:
-  // Any floating type, any device.
-  void Add(const at::Tensor& tensor);
-  std::string Hex() const { return checksum_.Hex(); }
+  // Adds a whole tensor, of any floating type.
+  void Add(absl::string_view name, const at::Tensor& tensor) {
+    AddRows(name, 0, 0, tensor.reshape({1, -1}));
+  }
+  // Adds values [rows, width] of a tensor: value (r, i) is value begin + r stride + i of the whole
+  // tensor. Values of a device stay there: it computes their sums beside the calls that follow, and
+  // Sums waits for it.
+  void AddRows(absl::string_view name, int64_t begin, int64_t stride, const at::Tensor& values);
+
+  // Returns the sums of everything that was added.
+  const TensorSums& Sums();
+  std::string Hex() { return Sums().Digest(); }
 
  private:
-  Checksum checksum_;
+  TensorSums sums_;
+  std::vector<std::pair<std::string, at::Tensor>> pending_;  // [2] int64 each, on a device
 };
+
+// Returns the sums, int64 [2], of float32 values as AddRows has them, computed with operations of
+// ATen on their device: SumWords for what is not on the host.
+at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& values);
 
 std::string WeightsDigest(const NamedTensors& tensors);
 // Returns the digest of the tensors that `source` gives, or its error.

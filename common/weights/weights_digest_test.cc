@@ -3,20 +3,59 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 namespace tandem {
 namespace {
 
-TEST(WeightsDigestTest, ValuesAreHashedAsFloat32InOrder) {
-  const NamedTensors tensors = {{"a", at::arange(6, at::kFloat).view({2, 3}).t()},
-                                {"b", at::full({4}, 1.5).to(at::kBFloat16)},
-                                {"c", at::full({}, -2.0)}};
-  const at::Tensor values =
-      at::cat({tensors[0].second.flatten(), at::full({4}, 1.5), at::full({1}, -2.0)});
-  WeightsHasher hasher;
-  hasher.Add(values.to(at::kFloat));
-  EXPECT_EQ(WeightsDigest(tensors), hasher.Hex());
+// The same as the sums of an update's bytes (TensorSums).
+TEST(WeightsDigestTest, TheDigestIsThatOfTheValuesAsFloat32) {
+  const at::Tensor wide = at::randn({700, 1000}), narrow = at::randn({3, 5}).to(at::kBFloat16);
+  TensorSums sums;
+  sums.AddTensor("wide", wide.const_data_ptr(), wide.numel() * 4);
+  const at::Tensor widened = narrow.to(at::kFloat);
+  sums.AddTensor("narrow", widened.const_data_ptr(), widened.numel() * 4);
+  EXPECT_EQ(WeightsDigest({{"wide", wide}, {"narrow", narrow}}), sums.Digest());
+  EXPECT_EQ(WeightsDigest({{"narrow", narrow}, {"wide", wide}}), sums.Digest());
+  EXPECT_EQ(WeightsDigest({{"wide", wide.t().contiguous().t()}, {"narrow", narrow}}),
+            sums.Digest());
+}
+
+TEST(WeightsDigestTest, RowsOfATensorAddUp) {
+  const at::Tensor tensor = at::randn({40, 1'000});
+  const std::string whole = WeightsDigest({{"w", tensor}});
+  WeightsHasher ranges;
+  for (const auto& [begin, end] :
+       std::vector<std::pair<int64_t, int64_t>>{{30'001, 40'000}, {0, 1}, {1, 30'001}}) {
+    ranges.AddRows("w", begin, 0, tensor.view({1, -1}).slice(1, begin, end));
+  }
+  EXPECT_EQ(ranges.Hex(), whole);
+  WeightsHasher columns;
+  for (const auto& [begin, end] :
+       std::vector<std::pair<int64_t, int64_t>>{{300, 1'000}, {0, 300}}) {
+    columns.AddRows("w", begin, 1'000, tensor.slice(1, begin, end));
+  }
+  EXPECT_EQ(columns.Hex(), whole);
+}
+
+// What a device computes, here on the CPU.
+TEST(WeightsDigestTest, SumsOnADeviceAreThoseOfTheHost) {
+  const auto expect_same = [](int64_t begin, int64_t stride, const at::Tensor& values) {
+    WeightsHasher hasher;
+    hasher.AddRows("w", begin, stride, values);
+    const WordSums expected = hasher.Sums().Of("w");
+    const at::Tensor sums = SumWordsOnDevice(begin, stride, values.contiguous());
+    EXPECT_EQ(static_cast<uint64_t>(sums[0].item<int64_t>()), expected.first) << begin;
+    EXPECT_EQ(static_cast<uint64_t>(sums[1].item<int64_t>()), expected.second) << begin;
+  };
+  const at::Tensor wide = at::randn({1, (int64_t{1} << 22) + 5'000});
+  expect_same(0, 0, wide);
+  expect_same(300, 0, wide.slice(1, 300));
+  expect_same(255, 0, wide.slice(1, 255, 258));
+  const at::Tensor matrix = at::randn({3'000, 2'000});
+  expect_same(700, 2'000, matrix.slice(1, 700, 1'100));
+  expect_same(0, 2'000, matrix);
 }
 
 TEST(WeightsDigestTest, WhatIsOnTheHostIsNotCopied) {

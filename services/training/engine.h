@@ -83,6 +83,13 @@ struct EngineInfo {
   int64_t companion_updates = 0;  // since its own schedule began; 0 without a companion
 };
 
+// The results of a batch of requests, up to the first one that is refused.
+template <typename Result>
+struct BatchResults {
+  std::vector<Result> results;
+  absl::Status error;  // of request results.size(); OK if every request has a result
+};
+
 class Engine {
  public:
   virtual ~Engine() = default;

@@ -126,9 +126,11 @@ void TrainingCore::AddCommands() {
       "base model", [this](const CallScope&, const NoRequest&) { return ReadBaseModel(); },
       Needs::kNothing);
   export_model_ = AddCommand<ExportRequest, absl::Status>(
-      "export", [this](const CallScope&, const ExportRequest& request) {
+      "export",
+      [this](const CallScope&, const ExportRequest& request) {
         return training::ExportModel(*strategy_, {request.path, request.root}, request.dtype);
-      });
+      },
+      Needs::kWeights);
 }
 
 absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy) {
@@ -213,7 +215,9 @@ void TrainingCore::Shutdown() {
 
 absl::Status TrainingCore::PrepareWeights() {
   TANDEM_RETURN_IF_ERROR(broken_);
-  return RefreshWeights();
+  if (copies_stale_) model().OnWeightsChanged();
+  copies_stale_ = false;
+  return absl::OkStatus();
 }
 
 void TrainingCore::CheckSameOutcome(const std::string& command, const absl::Status& status) {
@@ -252,12 +256,16 @@ EngineInfo TrainingCore::Info() const {
   return info_;
 }
 
-absl::Status TrainingCore::RefreshWeights() {
-  if (copies_stale_) model().OnWeightsChanged();
-  copies_stale_ = false;
-  if (!weights_changed_) return absl::OkStatus();
+absl::Status TrainingCore::PrepareDigest() {
+  if (digest_known_) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(std::string digest, parallel::ParametersDigest(*strategy_));
   RecordWeights(std::move(digest));
+  return absl::OkStatus();
+}
+
+absl::Status TrainingCore::PublishState(bool defer_digest) {
+  if (!defer_digest || digest_known_) return PrepareDigest();
+  RecordWeights(/*digest=*/"");
   return absl::OkStatus();
 }
 
@@ -268,8 +276,8 @@ void TrainingCore::RecordWeights(std::string digest) {
   info.optimizer_steps = optimizer_steps();
   if (companion_ != nullptr) info.companion_updates = companion_->updates();
   info.weights = {.version = state_.version, .digest = std::move(digest)};
-  state_.lineage.Record(info.weights);
-  weights_changed_ = false;
+  digest_known_ = !info.weights.digest.empty();
+  if (digest_known_) state_.lineage.Record(info.weights);
   const std::lock_guard lock(info_mutex_);
   info_ = std::move(info);
 }
@@ -279,6 +287,7 @@ absl::StatusOr<StepResult> TrainingCore::Step(
     absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare) {
   TANDEM_ASSIGN_OR_RETURN(std::optional<StepReport> stored, AdmitStep(state_, identity));
   if (stored.has_value()) {
+    TANDEM_RETURN_IF_ERROR(PublishState(identity.defer_digest));
     stored->weights.digest = state_.lineage.DigestOf(stored->weights.version);
     return StepResult{.report = *std::move(stored), .replayed = true};
   }
@@ -301,7 +310,8 @@ absl::StatusOr<StepResult> TrainingCore::Step(
     state_.ledger.Record(identity.request_id, identity.payload_digest, report);
   }
   std::move(restore).Cancel();
-  TANDEM_RETURN_IF_ERROR(RefreshWeights());
+  TANDEM_RETURN_IF_ERROR(PrepareWeights());
+  TANDEM_RETURN_IF_ERROR(PublishState(identity.defer_digest));
   report.weights = weights();
   return StepResult{.report = std::move(report), .not_finite = not_finite};
 }
@@ -342,8 +352,7 @@ absl::Status TrainingCore::MakeUpdates(const StepIdentity& identity,
 absl::Status TrainingCore::MakeUpdate(const StepIdentity& identity,
                                       const UpdateGradients& gradients, StepReport& report,
                                       Updates& updates) {
-  if (copies_stale_) model().OnWeightsChanged();
-  copies_stale_ = false;
+  TANDEM_RETURN_IF_ERROR(PrepareWeights());
   TANDEM_RETURN_IF_ERROR(gradients(report));
   // The entry is complete before the update, so that nothing can fail after it.
   if (updates.entry == nullptr) {
@@ -370,7 +379,7 @@ absl::Status TrainingCore::ApplyUpdate(Updates& updates) {
   if (strategy_->optimizer_steps() == steps_before) return optimizer.status();
   // The update is applied: the step counts, whatever fails from here on.
   if (updates.applied++ == 0) updates.entry->weights.version = ++state_.version;
-  weights_changed_ = true;
+  digest_known_ = false;
   if (optimizer.ok()) {
     updates.grad_norm += optimizer->grad_norm;
     updates.learning_rate = optimizer->learning_rate;
@@ -582,7 +591,8 @@ RouterSums TrainingCore::SumOfRouters(absl::Span<const std::shared_ptr<RouterLos
 
 absl::Status TrainingCore::ReadCheckpoint(const LoadRequest& request) {
   const std::string& path = request.path;
-  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read, ReadTraining(request.confined(), *strategy_, state_.kind));
+  TANDEM_ASSIGN_OR_RETURN(TrainingCheckpoint read,
+                          ReadTraining(request.confined(), *strategy_, state_.kind));
   TANDEM_RETURN_IF_ERROR(
       RunAndAgree("tokenizer", [&] { return CheckVocabulary(path, vocabulary_digest_); }));
   if (companion_ != nullptr) {
@@ -633,9 +643,10 @@ absl::Status TrainingCore::Replace(absl::string_view source,
   }
   state_ = std::move(state);
   broken_ = absl::OkStatus();
-  weights_changed_ = true;
+  digest_known_ = false;
   unsaved_ = false;
-  return RefreshWeights();
+  TANDEM_RETURN_IF_ERROR(PrepareWeights());
+  return PrepareDigest();
 }
 
 }  // namespace tandem::training

@@ -95,20 +95,23 @@ class TrainingCore {
   // The state that a command needs.
   enum class Needs {
     kNothing,
-    // Weights whose digest is known. DATA_LOSS after an update that broke off, until a checkpoint
-    // or the base model is loaded.
+    // Weights; their digest may not be known. DATA_LOSS after an update that broke off, until a
+    // checkpoint or the base model is loaded.
     kWeights,
+    // The same, and their digest, to which every rank contributes the values that it answers for.
+    kDigest,
   };
 
   // Returns what runs the command; what `body` throws becomes a Status that names it. All commands
   // are added before Start.
   template <typename Request, typename Result>
   Command<Request, Result> AddCommand(const std::string& name, Command<Request, Result> body,
-                                      Needs needs = Needs::kWeights) {
+                                      Needs needs = Needs::kDigest) {
     const auto execute = [this, name, body = std::move(body), needs](
                              const CallScope& call, const Request& request) -> Result {
       Result result = CatchTorchErrors(name, [&]() -> Result {
-        if (needs == Needs::kWeights) TANDEM_RETURN_IF_ERROR(PrepareWeights());
+        if (needs != Needs::kNothing) TANDEM_RETURN_IF_ERROR(PrepareWeights());
+        if (needs == Needs::kDigest) TANDEM_RETURN_IF_ERROR(PrepareDigest());
         return body(call, request);
       });
       if (absl::Status status = ToStatus(result); !status.ok()) {
@@ -170,10 +173,13 @@ class TrainingCore {
   // Returns the vocabulary of the tokenizer.json beside the model, or nullptr without one.
   const Vocabulary* vocabulary() const { return vocabulary_.has_value() ? &*vocabulary_ : nullptr; }
   SequenceLimits limits() const;
+  // Computes the digest of the weights, unless it is known. Collective.
+  absl::Status PrepareDigest();
   // MakePromptImages for the model.
   absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOf(
       absl::Span<const int32_t> prompt, absl::Span<const VisionReference> references,
       const Blobs& blobs);
+  // The digest is empty while it is not known (PrepareDigest).
   WeightsVersion weights() const;
 
   // Leaves the gradients of one update with the strategy, or with the companion alone where the
@@ -273,8 +279,9 @@ class TrainingCore {
   // runs first; if it fails, nothing has changed.
   absl::Status Replace(absl::string_view source, absl::FunctionRef<absl::Status()> load_optimizer,
                        const NamedTensors& weights, TrainingState state);
-  // Updates the model's copies of its weights, and the digest, after weights have changed.
-  absl::Status RefreshWeights();
+  // Publishes the state after a step, with the digest of the weights unless that can wait.
+  absl::Status PublishState(bool defer_digest);
+  // Publishes the state; `digest` may be empty.
   void RecordWeights(std::string digest);
   // Number of updates of the model, or of the companion where the model is frozen.
   int64_t optimizer_steps() const;
@@ -297,9 +304,9 @@ class TrainingCore {
   Companion* companion_ = nullptr;
   bool companion_intact_ = true;  // false from an update or a load that broke off, to the next load
   TrainingState state_;
-  bool copies_stale_ = false;    // the model's copies of its weights lack the last update
-  bool weights_changed_ = true;  // since the digest was computed
-  absl::Status broken_;          // why the weights cannot be used; OK: they can
+  bool copies_stale_ = false;  // the model's copies of its weights lack the last update
+  bool digest_known_ = false;  // of the weights
+  absl::Status broken_;        // why the weights cannot be used; OK: they can
   std::atomic<bool> unsaved_ = false;
 
   mutable std::mutex info_mutex_;

@@ -350,8 +350,7 @@ TEST_F(TrainingCoreTest, AFreshOptimizerNeedsNoStateInTheCheckpoint) {
   change_options = [](TrainingOptions& options) { options.freeze = {"model.embed_tokens.*"}; };
   core_ = Make();
   EXPECT_TRUE(absl::IsDataLoss(core_->LoadCheckpoint({}, {path})));
-  EXPECT_TRUE(
-      core_->LoadCheckpoint({}, {.path = path, .optimizer = OptimizerState::kFresh}).ok());
+  EXPECT_TRUE(core_->LoadCheckpoint({}, {.path = path, .optimizer = OptimizerState::kFresh}).ok());
   EXPECT_TRUE(Step(Identity(1)).ok());
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from tandem.types.v1 import tensor_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
+from weights_digest import weights_digest
 
 _CHUNK_BYTES = 64 << 10
 # Standard deviation of the changes: enough for other tokens, little beside the weights.
@@ -42,7 +43,8 @@ class WeightSet:
             data.append(changed.astype("<f4").tobytes())
         self._specs = specs
         self._bytes = b"".join(data)
-        self.digest = xxhash.xxh3_128_hexdigest(self._bytes)
+        names = (spec.name for spec in specs)
+        self.digest = weights_digest(dict(zip(names, data, strict=True)))
 
     def install(self, channel: grpc.Channel, version: int, num_token_ids: int) -> None:
         """Uploads the weights and lets the server serve them as `version`."""

@@ -113,7 +113,11 @@ def require_saved(
 
 
 def _made_by(ours: Collection[tuple[int, str]], held: server_pb2.WeightsVersion) -> bool:
-    if (held.version, held.digest) in ours:
+    # Of weights that were neither published nor saved the digest is not known.
+    if any(
+        version == held.version and (digest == held.digest or "" in (digest, held.digest))
+        for version, digest in ours
+    ):
         return True
     # A run that was killed in a step could not record the digest of its weights.
     return bool(ours) and held.version == max(version for version, _ in ours) + 1
@@ -145,9 +149,7 @@ def _load(
 ) -> Start:
     for client in session.rollouts.clients:
         client.weights_version()  # A server that does not answer is found before anything changes.
-    held = session.trainer.load_checkpoint(
-        str(checkpoint.trainer), fresh_optimizer=fresh_optimizer
-    )
+    held = session.trainer.load_checkpoint(str(checkpoint.trainer), fresh_optimizer=fresh_optimizer)
     if checkpoint.digest not in (None, held.digest):
         raise FailedPreconditionError(
             f"{checkpoint.trainer} holds weights with digest {held.digest}, the run saved "

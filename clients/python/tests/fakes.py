@@ -21,7 +21,7 @@ from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem.rollout_pool import RolloutPool
 from tandem.schedule import TOKEN, authorship_mask, uniform
 from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem.types.v1 import server_pb2, tensor_pb2, trajectory_pb2
+from tandem.types.v1 import optimizer_pb2, server_pb2, tensor_pb2, trajectory_pb2
 from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem.wire import tandem_record, to_tensor
 
@@ -91,6 +91,7 @@ class FakeWorld:
         self.on_save = lambda context: None  # called by every SaveCheckpoint of the trainer
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
+        self.fresh_loads = []  # paths that were loaded with a fresh optimizer
         self.publications = []  # (version, allow_rollback) of every PublishWeights
         self.max_queue = 4096
         self.max_num_seqs = 64
@@ -324,6 +325,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def LoadCheckpoint(self, request, context):
         self.world.loads.append(request.path)
+        if request.optimizer == optimizer_pb2.OPTIMIZER_STATE_FRESH:
+            self.world.fresh_loads.append(request.path)
         self.world.version = 0 if request.base_model else self.world.saved[request.path]
         self.world.steps.clear()  # The ledger is part of a checkpoint; here it starts empty.
         self.world.unsaved = False

@@ -26,6 +26,13 @@ def test_a_line_has_exactly_the_documented_keys():
     assert tuple(step_line({"speculator/loss": 0.5})) == (*KEYS, "speculator/loss")
 
 
+def test_keys_have_one_order_whatever_order_a_report_has():
+    report = {"speculator/loss": 1.0, "router/z": 0.1, "speculator/head_0_accuracy": 0.5}
+    reversed_report = dict(reversed(report.items()))
+    assert list(reversed_report) != list(report)
+    assert tuple(step_line(report)) == tuple(step_line(reversed_report))
+
+
 def test_tokens_are_whole_numbers():
     line = step_line({"tokens/prompt": 12.0, "reward/mean": 1.0})
     assert json.dumps([line["tokens/prompt"], line["reward/mean"]]) == "[12, 1.0]"

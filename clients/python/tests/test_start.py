@@ -101,6 +101,8 @@ def test_a_run_starts_from_a_checkpoint_and_from_another_run(world, load, tmp_pa
         assert recorded(run)["version"] == version
         assert world.loads[-1] == str(first.path / f"checkpoints/step_00000{version}")
         assert world.headers[-2].expected_version == version
+        # The new run has a learning-rate schedule and moments of its own.
+        assert world.fresh_loads[-1] == world.loads[-1]
 
 
 def test_a_rollout_server_of_another_base_model_is_refused(world, load):
@@ -151,6 +153,7 @@ def test_a_run_that_was_killed_is_resumed_over_its_own_unsaved_steps(world, load
         run_training(config, on_step=killed_after(3))
     assert (world.version, world.unsaved) == (3, True)
     run_training(config, resume=True)
+    assert world.fresh_loads == []  # it goes on
     assert world.loads[-1].endswith("step_000002")
     # The run was killed while the trainer worked, so it did not record the version.
     world.version, world.unsaved = 5, True

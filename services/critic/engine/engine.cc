@@ -5,8 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -33,6 +35,11 @@ struct ValueRows {
   int64_t updates = 0;
 };
 
+std::string DigestOf(const ValuesRequest& request) {
+  return training::KeptValues::SequenceDigest(request.prompt_token_ids, request.response_token_ids,
+                                              request.vision_inputs);
+}
+
 class TorchEngine final : public training::CoreEngine<Engine> {
  public:
   TorchEngine(const EngineOptions& options, std::unique_ptr<training::TrainingCore> core)
@@ -40,21 +47,24 @@ class TorchEngine final : public training::CoreEngine<Engine> {
         options_(options),
         value_head_from_checkpoint_(core_->model().value_head_source() ==
                                     ValueHeadSource::kCheckpoint),
-        compute_values_(core_->AddCommand<ValuesRequest, absl::StatusOr<ValuesResult>>(
-            "values", [this](const CallScope&, const auto& request) { return Values(request); })),
+        compute_values_(core_->AddCommand<ValuesBatch, absl::StatusOr<ValuesResults>>(
+            "values", [this](const CallScope&, const auto& batch) { return Values(batch); },
+            training::TrainingCore::Needs::kWeights)),
         train_step_(core_->AddCommand<TrainStepRequest, absl::StatusOr<StepResult>>(
-            "train step", [this](const CallScope&, const auto& request) {
+            "train step",
+            [this](const CallScope&, const auto& request) {
               return core_->Step(request, [&](StepReport&) { return Learn(request); });
-            })) {
+            },
+            training::TrainingCore::Needs::kWeights)) {
     core_->Start();
   }
   // Commands use the members.
   ~TorchEngine() override { core_->Shutdown(); }
 
   bool value_head_from_checkpoint() const override { return value_head_from_checkpoint_; }
-  absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
-                                             const ValuesRequest& request) override {
-    return compute_values_(call, request);
+  absl::StatusOr<ValuesResults> ComputeValues(const CallScope& call,
+                                              const ValuesBatch& batch) override {
+    return compute_values_(call, batch);
   }
   absl::StatusOr<StepResult> TrainStep(const CallScope& call,
                                        const TrainStepRequest& request) override {
@@ -62,9 +72,20 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   }
 
  private:
-  absl::StatusOr<ValuesResult> Values(const ValuesRequest& request);
-  absl::StatusOr<ValuesResult> ValuesForStep(const ValuesRequest& request);
-  absl::StatusOr<training::SequenceValues> Evaluate(const ValuesRequest& request);
+  absl::StatusOr<ValuesResults> Values(const ValuesBatch& batch);
+  // The sequences of a batch whose values are not kept.
+  struct Unknown {
+    training::SequenceBatch sequences;
+    std::vector<size_t> requests;  // of the batch
+    // By the names of their steps: how many there are.
+    std::map<std::pair<std::string, std::string>, int64_t> of_step;
+  };
+  // Returns the values that are kept for a request, if it is of a step, or adds it to `unknown`.
+  absl::StatusOr<std::optional<ValuesResult>> FindKept(const ValuesBatch& batch, size_t index,
+                                                       Unknown& unknown);
+  // Computes the values of sequences, in order.
+  absl::StatusOr<std::vector<training::SequenceValues>> Evaluate(const ValuesBatch& batch,
+                                                                 const Unknown& unknown);
   // Checks the batch and returns the updates of a step.
   absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> Learn(
       const TrainStepRequest& request);
@@ -72,69 +93,115 @@ class TorchEngine final : public training::CoreEngine<Engine> {
 
   const EngineOptions options_;
   const bool value_head_from_checkpoint_;
-  const training::TrainingCore::Command<ValuesRequest, absl::StatusOr<ValuesResult>>
-      compute_values_;
+  const training::TrainingCore::Command<ValuesBatch, absl::StatusOr<ValuesResults>> compute_values_;
   const training::TrainingCore::Command<TrainStepRequest, absl::StatusOr<StepResult>> train_step_;
 };
 
-absl::StatusOr<ValuesResult> TorchEngine::Values(const ValuesRequest& request) {
-  TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
-                                                 request.response_token_ids, core_->limits()));
-  if (!request.request_id.empty()) return ValuesForStep(request);
-  TANDEM_ASSIGN_OR_RETURN(training::SequenceValues computed, Evaluate(request));
-  return ValuesResult{.values = std::move(computed.values),
-                      .final_value = computed.final_value,
-                      .weights = core_->weights()};
+absl::StatusOr<Engine::ValuesResults> TorchEngine::Values(const ValuesBatch& batch) {
+  ValuesResults answers;
+  Unknown unknown;
+  for (size_t i = 0; i < batch.requests.size(); ++i) {
+    absl::StatusOr<std::optional<ValuesResult>> kept = FindKept(batch, i, unknown);
+    if (!kept.ok()) {
+      answers.error = kept.status();
+      break;
+    }
+    answers.results.push_back(kept->value_or(ValuesResult()));
+    // Who asks for a step's values asks for the version alone.
+    if (batch.requests[i].request_id.empty()) TANDEM_RETURN_IF_ERROR(core_->PrepareDigest());
+  }
+  TANDEM_ASSIGN_OR_RETURN(std::vector<training::SequenceValues> computed, Evaluate(batch, unknown));
+  for (size_t i = 0; i < computed.size(); ++i) {
+    const ValuesRequest& request = batch.requests[unknown.requests[i]];
+    answers.results[unknown.requests[i]] = {.values = computed[i].values,
+                                            .final_value = computed[i].final_value,
+                                            .weights = core_->weights()};
+    if (request.request_id.empty()) continue;
+    core_->state()
+        .kept_values.Open(request.run_id, request.request_id, core_->weights())
+        .by_sequence[DigestOf(request)] = std::move(computed[i]);
+  }
+  return answers;
 }
 
-absl::StatusOr<ValuesResult> TorchEngine::ValuesForStep(const ValuesRequest& request) {
-  training::TrainingState& state = core_->state();
-  const std::string digest = training::KeptValues::SequenceDigest(
-      request.prompt_token_ids, request.response_token_ids, request.vision_inputs);
-  const training::KeptValues::Step* kept =
-      state.kept_values.Find(request.run_id, request.request_id);
-  // Values of other weights are valid only if the step was learnt from them.
-  const bool valid = kept != nullptr && (kept->weights == core_->weights() ||
-                                         state.ledger.Contains(request.run_id, request.request_id));
-  if (!valid || !kept->by_sequence.contains(digest)) {
-    TANDEM_ASSIGN_OR_RETURN(training::SequenceValues computed, Evaluate(request));
-    training::KeptValues::Step& step =
-        state.kept_values.Open(request.run_id, request.request_id, core_->weights());
-    if (static_cast<int64_t>(step.by_sequence.size()) >= options_.max_samples) {
+absl::StatusOr<std::optional<ValuesResult>> TorchEngine::FindKept(const ValuesBatch& batch,
+                                                                  size_t index, Unknown& unknown) {
+  const ValuesRequest& request = batch.requests[index];
+  TANDEM_RETURN_IF_ERROR(training::CheckSequence(request.prompt_token_ids,
+                                                 request.response_token_ids, core_->limits()));
+  if (!request.request_id.empty()) {
+    const training::TrainingState& state = core_->state();
+    const training::KeptValues::Step* kept =
+        state.kept_values.Find(request.run_id, request.request_id);
+    // Values of other weights are valid only if the step was learnt from them.
+    if (kept != nullptr && kept->weights.version != state.version &&
+        !state.ledger.Contains(request.run_id, request.request_id)) {
+      kept = nullptr;
+    }
+    int64_t held = 0;
+    if (kept != nullptr) {
+      const auto found = kept->by_sequence.find(DigestOf(request));
+      if (found != kept->by_sequence.end()) {
+        return std::optional(ValuesResult{.values = found->second.values,
+                                          .final_value = found->second.final_value,
+                                          .weights = kept->weights});
+      }
+      held = static_cast<int64_t>(kept->by_sequence.size());
+    }
+    int64_t& added = unknown.of_step[{request.run_id, request.request_id}];
+    if (held + added >= options_.max_samples) {
       return FieldError(absl::StatusCode::kOutOfRange, "step",
                         absl::StrCat("a step holds at most ", options_.max_samples, " samples"));
     }
-    step.by_sequence[digest] = std::move(computed);
-    kept = &step;
+    ++added;
   }
-  const training::SequenceValues& values = kept->by_sequence.at(digest);
-  return ValuesResult{
-      .values = values.values, .final_value = values.final_value, .weights = kept->weights};
-}
-
-absl::StatusOr<training::SequenceValues> TorchEngine::Evaluate(const ValuesRequest& request) {
-  const auto prompt = static_cast<int64_t>(request.prompt_token_ids.size());
   training::SequenceRows whole;  // the final value is computed from the last token
   whole.input.assign(request.prompt_token_ids.begin(), request.prompt_token_ids.end());
   whole.input.insert(whole.input.end(), request.response_token_ids.begin(),
                      request.response_token_ids.end());
   TANDEM_ASSIGN_OR_RETURN(whole.images, core_->ImagesOf(request.prompt_token_ids,
                                                         request.vision_inputs, request.blobs));
+  unknown.sequences.Add(std::move(whole));
+  unknown.requests.push_back(index);
+  return std::optional<ValuesResult>();
+}
+
+absl::StatusOr<std::vector<training::SequenceValues>> TorchEngine::Evaluate(
+    const ValuesBatch& batch, const Unknown& unknown) {
+  const auto prompt_of = [&](size_t sequence) {
+    return static_cast<int64_t>(batch.requests[unknown.requests[sequence]].prompt_token_ids.size());
+  };
   TANDEM_ASSIGN_OR_RETURN(
       const std::vector<double> numbers,
-      core_->Forward(training::SequenceBatch({whole}),
-                     [&](const training::MicroBatchInput&,
-                         const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
-                       const at::Tensor values =
-                           core_->model()
-                               .Values(hidden.narrow(0, prompt - 1, hidden.size(0) - prompt + 1))
-                               .to(at::kCPU, at::kDouble)
-                               .contiguous();
-                       const double* const data = values.const_data_ptr<double>();
-                       return std::vector<double>(data, data + values.numel());
-                     }));
-  return training::SequenceValues{.values = {numbers.begin(), numbers.end() - 1},
-                                  .final_value = static_cast<float>(numbers.back())};
+      core_->Forward(
+          unknown.sequences,
+          [&](const training::MicroBatchInput& input,
+              const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+            std::vector<int64_t> rows;  // before each response token, and after the last one
+            size_t next = 0;
+            for (size_t s = input.sequences.begin; s < input.sequences.end; ++s, ++next) {
+              const int64_t end = input.batch.offsets[next + 1];
+              for (int64_t row = input.batch.offsets[next] + prompt_of(s) - 1; row < end; ++row) {
+                rows.push_back(row);
+              }
+            }
+            const at::Tensor values =
+                core_->model()
+                    .Values(hidden.index_select(0, at::tensor(rows, at::kLong).to(hidden.device())))
+                    .to(at::kCPU, at::kDouble)
+                    .contiguous();
+            const double* const data = values.const_data_ptr<double>();
+            return std::vector<double>(data, data + values.numel());
+          }));
+  std::vector<training::SequenceValues> results;
+  auto number = numbers.begin();
+  for (const size_t request : unknown.requests) {
+    const auto end =
+        number + static_cast<int64_t>(batch.requests[request].response_token_ids.size());
+    results.push_back({.values = {number, end}, .final_value = static_cast<float>(*end)});
+    number = end + 1;
+  }
+  return results;
 }
 
 absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine::Learn(

@@ -17,11 +17,13 @@ class Engine : public training::Engine {
   // Whether the value head was in the model's directory; otherwise it is drawn from the seed.
   virtual bool value_head_from_checkpoint() const = 0;
 
-  // Returns the values of one sequence; value t is computed from hidden state prompt + t - 1.
-  // Values for a train step are kept: a repeat for the same step and tokens gets the same values,
-  // even after the step has been learnt. OUT_OF_RANGE for more sequences than a step may hold.
-  virtual absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
-                                                     const ValuesRequest& request) = 0;
+  // Returns the values of sequences; value t is computed from hidden state prompt + t - 1. Values
+  // for a train step are kept: a repeat for the same step and tokens gets the same values, even
+  // after the step has been learnt. A request is refused with INVALID_ARGUMENT and the field, or
+  // OUT_OF_RANGE for a sequence that is too long, or more sequences than a step may hold.
+  using ValuesResults = training::BatchResults<ValuesResult>;
+  virtual absl::StatusOr<ValuesResults> ComputeValues(const CallScope& call,
+                                                      const ValuesBatch& batch) = 0;
 
   // Makes the optimizer updates of one step. Errors, fencing and replay are as in the trainer's
   // engine, with paths that begin with "samples[i].".

@@ -13,6 +13,7 @@
 #include "common/ranks/testing/rank_processes.h"
 #include "services/critic/engine/engine.h"
 #include "services/training/service/testing/resolved_options.h"
+#include "services/training/testing/only_result.h"
 
 namespace tandem::critic {
 namespace {
@@ -45,7 +46,8 @@ class CriticRanksTest : public ::testing::TestWithParam<Layout> {
   }
 
   static ValuesResult Values(Engine& engine, const ValuesRequest& request) {
-    absl::StatusOr<ValuesResult> result = engine.ComputeValues({}, request);
+    absl::StatusOr<ValuesResult> result =
+        training::OnlyResult(engine.ComputeValues({}, {{request}}));
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? *result : ValuesResult{};
   }

@@ -10,6 +10,7 @@
 #include "common/base/error.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "services/training/service/testing/resolved_options.h"
+#include "services/training/testing/only_result.h"
 
 namespace tandem::critic {
 namespace {
@@ -43,13 +44,14 @@ class CriticEngineTest : public ::testing::Test {
       sample.prompt_token_ids = {1, 5 + i};
       for (int k = 0; k < 4 + i; ++k) sample.response_token_ids.push_back(3 + (7 * i + k) % 50);
       sample.old_values =
-          engine.ComputeValues({}, {sample.prompt_token_ids, sample.response_token_ids})
-              .value()
-              .values;
+          Values(engine, {sample.prompt_token_ids, sample.response_token_ids}).values;
       sample.returns.assign(sample.response_token_ids.size(), static_cast<float>(i));
       request.samples.push_back(sample);
     }
     return request;
+  }
+  static ValuesResult Values(Engine& engine, const ValuesRequest& request) {
+    return training::OnlyResult(engine.ComputeValues({}, {{request}})).value();
   }
   static StepResult Step(Engine& engine, const TrainStepRequest& request) {
     absl::StatusOr<StepResult> result = engine.TrainStep({}, request);
@@ -64,7 +66,7 @@ class CriticEngineTest : public ::testing::Test {
 TEST_F(CriticEngineTest, ValueOfATokenComesFromTheStateBeforeIt) {
   auto engine = Make();
   const std::vector<int32_t> prompt = {1, 4, 9}, response = {8, 7, 6};
-  const ValuesResult result = engine->ComputeValues({}, {prompt, response}).value();
+  const ValuesResult result = Values(*engine, {prompt, response});
   const auto model =
       std::move(Model::Load(folder_ / "model", {.head = HeadKind::kValue, .value_head_seed = 5}))
           .value();
@@ -235,15 +237,55 @@ TEST_F(CriticEngineTest, CheckpointContinuesBitForBit) {
   EXPECT_EQ(Digest(*resumed), Digest(*engine));
 }
 
+// Sequences of one micro-batch, of several, and alone have the same values to the bit.
+TEST_F(CriticEngineTest, SequencesAreEvaluatedTogetherAsAlone) {
+  auto engine = Make();
+  ValuesBatch batch;
+  for (int i = 0; i < 7; ++i) {
+    ValuesRequest request = {{1, 5 + i}, {}};
+    for (int k = 0; k < 1 + 3 * i; ++k) request.response_token_ids.push_back(3 + (7 * i + k) % 50);
+    if (i % 2 == 1) {
+      request.run_id = "run";
+      request.request_id = "step";
+    }
+    batch.requests.push_back(request);
+  }
+  const auto together = engine->ComputeValues({}, batch);
+  ASSERT_TRUE(together.ok() && together->error.ok()) << together.status();
+  ASSERT_EQ(together->results.size(), 7u);
+  for (size_t i = 0; i < batch.requests.size(); ++i) {
+    const ValuesResult alone =
+        Values(*engine, {batch.requests[i].prompt_token_ids, batch.requests[i].response_token_ids});
+    EXPECT_EQ(together->results[i].values, alone.values) << i;
+    EXPECT_EQ(together->results[i].final_value, alone.final_value) << i;
+    EXPECT_EQ(together->results[i].weights, alone.weights) << i;
+  }
+  // Those of a step are kept, and a repeat may ask for others beside them.
+  Step(*engine, Request(*engine));
+  batch.requests.insert(batch.requests.begin(), {{1, 2}, {3}});
+  const auto again = engine->ComputeValues({}, batch);
+  ASSERT_TRUE(again.ok() && again->error.ok()) << again.status();
+  EXPECT_NE(again->results[1].values, together->results[0].values);
+}
+
+TEST_F(CriticEngineTest, ABatchIsAnsweredUpToTheRequestThatIsRefused) {
+  auto engine = Make();
+  const auto answers =
+      engine->ComputeValues({}, {{{{1}, {2, 3}}, {{1}, {4}}, {{1}, {1'000'000}}, {{1}, {5}}}});
+  ASSERT_TRUE(answers.ok()) << answers.status();
+  EXPECT_EQ(FieldPath(answers->error), "response_token_ids[0]");
+  ASSERT_EQ(answers->results.size(), 2u);
+  EXPECT_EQ(answers->results[0].values.size(), 2u);
+  EXPECT_EQ(answers->results[1].values, Values(*engine, {{1}, {4}}).values);
+}
+
 // A PPO step whose trainer failed after the critic learnt it is repeated with the same values.
 TEST_F(CriticEngineTest, ALearntStepGetsItsValuesAgain) {
   auto engine = Make();
   TrainStepRequest step = Request(*engine);
   const auto values = [&](Engine& critic, const std::string& request_id) {
-    return critic
-        .ComputeValues({}, {step.samples[0].prompt_token_ids, step.samples[0].response_token_ids,
-                            step.run_id, request_id})
-        .value();
+    return Values(critic, {step.samples[0].prompt_token_ids, step.samples[0].response_token_ids,
+                           step.run_id, request_id});
   };
   const ValuesResult before = values(*engine, step.request_id);
   Step(*engine, step);
@@ -270,9 +312,9 @@ TEST_F(CriticEngineTest, ValuesOfAStepThatWasNotLearntFollowTheWeights) {
   const TrainStepRequest step = Request(*engine);
   const ValuesRequest question = {step.samples[0].prompt_token_ids,
                                   step.samples[0].response_token_ids, "run", "later"};
-  const ValuesResult before = engine->ComputeValues({}, question).value();
+  const ValuesResult before = Values(*engine, question);
   Step(*engine, step);
-  const ValuesResult after = engine->ComputeValues({}, question).value();
+  const ValuesResult after = Values(*engine, question);
   EXPECT_EQ(after.weights, engine->Info().weights);
   EXPECT_NE(after.values, before.values);
 }
@@ -282,13 +324,13 @@ TEST_F(CriticEngineTest, TheBaseModelHasItsValueHeadAgainAndKeepsNoValues) {
   const TrainStepRequest step = Request(*engine);
   const ValuesRequest question = {step.samples[0].prompt_token_ids,
                                   step.samples[0].response_token_ids, step.run_id, step.request_id};
-  const ValuesResult before = engine->ComputeValues({}, question).value();
+  const ValuesResult before = Values(*engine, question);
   const StepReport first = Step(*engine, step).report;
   Step(*engine, Request(*engine, 1));
   ASSERT_TRUE(engine->LoadBaseModel({}).ok());
   EXPECT_FALSE(engine->unsaved());
   EXPECT_EQ(engine->Info().weights, before.weights);
-  EXPECT_EQ(engine->ComputeValues({}, question)->values, before.values);
+  EXPECT_EQ(Values(*engine, question).values, before.values);
   const StepResult again = Step(*engine, step);
   EXPECT_FALSE(again.replayed);
   EXPECT_EQ(again.report, first);

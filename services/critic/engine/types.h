@@ -36,6 +36,13 @@ struct ValuesRequest {
   bool operator==(const ValuesRequest&) const = default;
 };
 
+// Requests that are evaluated together.
+struct ValuesBatch {
+  std::vector<ValuesRequest> requests;
+
+  bool operator==(const ValuesBatch&) const = default;
+};
+
 struct ValuesResult {
   std::vector<float> values;  // [L]: value t is predicted from the state before response token t
   float final_value = 0;      // after the last token

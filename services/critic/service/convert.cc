@@ -19,6 +19,7 @@ absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int
   out.step = proto.step();
   out.request_id = proto.request_id();
   out.expected_version = proto.expected_version();
+  out.defer_digest = proto.defer_digest();
   if (proto.has_value_clip()) out.value_clip = proto.value_clip();
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("value_clip", out.value_clip, 0));
   if (proto.has_num_mini_batches()) out.updates.num_mini_batches = proto.num_mini_batches();

@@ -8,11 +8,13 @@
 namespace tandem::critic {
 namespace {
 
-training::ServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& config) {
+training::ServiceOptions ToServiceOptions(const config::v1::CriticServerConfig& config,
+                                          const RankEnvironment& environment) {
   training::ServiceOptions options;
   options.role = "critic";
   options.max_samples = config.max_samples();
   options.optimizer = config.optimizer();
+  options.evaluation_tokens = training::EvaluationTokens(config, environment);
   options.blob_cache_bytes = config.server().blob_cache_bytes();
   return options;
 }
@@ -33,7 +35,7 @@ CriticApp::CriticApp(const config::v1::CriticServerConfig& config, rpc::ServerRu
     : config_(config),
       environment_(runtime.environment),
       create_engine_(std::move(create_engine)),
-      service_(ToServiceOptions(config), runtime) {}
+      service_(ToServiceOptions(config, runtime.environment), runtime) {}
 
 std::vector<rpc::NamedService> CriticApp::services() {
   if (environment_.rank > 0) return {};  // clients call rank 0

@@ -12,6 +12,7 @@
 #include "common/rpc/train_step_stream.h"
 #include "common/rpc/unary_handler.h"
 #include "services/critic/service/convert.h"
+#include "services/training/service/sequence_batch_stream.h"
 
 namespace tandem::critic {
 
@@ -41,22 +42,15 @@ grpc::ServerUnaryReactor* CriticService::GetServerInfo(grpc::CallbackServerConte
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* CriticService::ComputeValues(
     grpc::CallbackServerContext* context) {
-  const auto count = std::make_shared<int64_t>(0);  // requests are handled one after the other
-  return rpc::HandleMapStream<v1::ComputeValuesRequest, v1::ComputeValuesResponse>(
+  using Stream = training::SequenceBatchStream<v1::ComputeValuesRequest, v1::ComputeValuesResponse,
+                                               ValuesRequest, ValuesResult>;
+  return rpc::HandleBatchStream<v1::ComputeValuesRequest, v1::ComputeValuesResponse>(
       training_.executor(), context,
-      [this, count](const v1::ComputeValuesRequest& proto,
-                    const CallScope& call) -> absl::StatusOr<v1::ComputeValuesResponse> {
-        const std::string path = absl::StrCat("requests[", (*count)++, "]");
-        auto request = FromProto(proto);
-        if (!request.ok()) return PrependFieldPath(path, request.status());
-        TANDEM_RETURN_IF_ERROR(PrependFieldPath(
-            path, training_.blobs().Collect(request->vision_inputs, request->blobs)));
-        const rpc::PhaseTimer timer(training_.metrics(), "evaluate");
-        const auto result = engine_->ComputeValues(call, *request);
-        if (!result.ok()) return PrependFieldPath(path, result.status());
-        training_.metrics().Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
-        return ToProto(*result);
-      });
+      std::make_unique<Stream>(
+          training_, Stream::Convert{&FromProto}, Stream::ConvertBack{&ToProto},
+          [this](const CallScope& call, const std::vector<ValuesRequest>& requests) {
+            return engine_->ComputeValues(call, {requests});
+          }));
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@
 #include "common/speculator/speculator_files.h"
 #include "common/speculator/speculator_update.h"
 #include "common/tandem/vocabulary.h"
+#include "common/weights/testing/stream_digest.h"
 #include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/gate.h"
 #include "services/rollout/engine/testing/random_speculator.h"
@@ -1018,7 +1019,7 @@ TEST_F(EngineTest, ABadTensorIsFoundWithoutTheEngineThreadAndLeavesNothing) {
   stream.insert(stream.begin() + bytes, values.begin(), values.end());
   manifest.tensors.insert(manifest.tensors.begin() + 1, head);
   manifest.total_bytes = manifest.chunk_bytes = static_cast<int64_t>(stream.size());
-  manifest.digest = Checksum().Update(stream.data(), stream.size()).Hex();
+  manifest.digest = StreamDigest(manifest.tensors, stream);
 
   EngineOptions options = Options();
   options.senior.model = folder.path();

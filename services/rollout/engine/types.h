@@ -54,6 +54,7 @@ struct EngineOptions {
   bool eager_lanes = false;  // see GeneratorOptions
   int64_t max_queue;
   OnWeightUpdate on_weight_update;
+  bool allow_not_finite_weights = false;  // serve updates with values that are not finite
   ComputeOptions compute;
   ranks::RankTimeouts rank_timeouts;
   RankLayout layout = {};

@@ -102,6 +102,7 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
           .on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
                                   ? OnWeightUpdate::kKeep
                                   : OnWeightUpdate::kRecompute,
+          .allow_not_finite_weights = config.allow_not_finite_weights(),
           .compute = std::move(compute),
           .rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
                             .silence = absl::Seconds(config.heartbeat_timeout_seconds())},

@@ -121,6 +121,7 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_TRUE(options.tandem.enabled);
   EXPECT_EQ(options.tandem.prob_senior, 0.25);
   EXPECT_EQ(options.on_weight_update, OnWeightUpdate::kKeep);
+  EXPECT_FALSE(options.allow_not_finite_weights);
   EXPECT_EQ(options.environment.rank, 1);
   EXPECT_EQ(options.compute.local_rank, 1);
   EXPECT_EQ(options.layout.tensor_parallel_size, 4);

@@ -1,6 +1,7 @@
 #include "services/rollout/service/rollout_app.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -57,7 +58,8 @@ void RolloutApp::UpdateMetrics() {
   };
   metrics_.Gauge(metric::kLastProgress)
       .Set(std::max(0.0, absl::ToDoubleSeconds(stats.last_progress - absl::UnixEpoch())));
-  if (!leads()) return;  // rank 0 alone has counters
+  if (!leads()) return;  // rank 0 alone has counters, and receives weights
+  engine_->weights().DropAbandoned(std::chrono::steady_clock::now());
   rpc::UpdateBlobMetrics(rollout_service_.blobs(), metrics_);
   set(metric::kSequencesRunning, stats.sequences_running);
   set(metric::kSequencesWaiting, stats.sequences_waiting);

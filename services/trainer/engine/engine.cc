@@ -52,9 +52,9 @@ class TorchEngine final : public training::CoreEngine<Engine> {
                                        const TrainStepRequest& request) override {
     return train_step_(call, request);
   }
-  absl::StatusOr<LogProbsResult> ComputeLogProbs(const CallScope& call,
-                                                 const LogProbsRequest& request) override {
-    return compute_log_probs_(call, request);
+  absl::StatusOr<LogProbsResults> ComputeLogProbs(const CallScope& call,
+                                                  const LogProbsBatch& batch) override {
+    return compute_log_probs_(call, batch);
   }
   absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope& call) override {
     return take_snapshot_(call, {});
@@ -78,7 +78,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   std::optional<TrainerModels> models_;         // from Load on
   std::weak_ptr<const WeightSource> snapshot_;  // the last snapshot, while a caller holds it
   training::TrainingCore::Command<TrainStepRequest, absl::StatusOr<StepResult>> train_step_;
-  training::TrainingCore::Command<LogProbsRequest, absl::StatusOr<LogProbsResult>>
+  training::TrainingCore::Command<LogProbsBatch, absl::StatusOr<LogProbsResults>>
       compute_log_probs_;
   training::TrainingCore::Command<NoRequest, SnapshotResult> take_snapshot_;
 };
@@ -86,10 +86,11 @@ class TorchEngine final : public training::CoreEngine<Engine> {
 void TorchEngine::AddCommands() {
   train_step_ = core_->AddCommand<TrainStepRequest, absl::StatusOr<StepResult>>(
       "train step",
-      [this](const CallScope& call, const auto& request) { return DoStep(call, request); });
-  compute_log_probs_ = core_->AddCommand<LogProbsRequest, absl::StatusOr<LogProbsResult>>(
-      "log-probabilities", [this](const CallScope&, const auto& request) {
-        return trainer::ComputeLogProbs(*models_, request);
+      [this](const CallScope& call, const auto& request) { return DoStep(call, request); },
+      training::TrainingCore::Needs::kWeights);
+  compute_log_probs_ = core_->AddCommand<LogProbsBatch, absl::StatusOr<LogProbsResults>>(
+      "log-probabilities", [this](const CallScope&, const auto& batch) {
+        return trainer::ComputeLogProbs(*models_, batch);
       });
   take_snapshot_ = core_->AddCommand<NoRequest, SnapshotResult>(
       "weight snapshot", [this](const CallScope&, const NoRequest&) { return TakeSnapshot(); });

@@ -29,10 +29,12 @@ class Engine : public training::Engine {
   virtual absl::StatusOr<StepResult> TrainStep(const CallScope& call,
                                                const TrainStepRequest& request) = 0;
 
-  // Returns the log-probabilities and entropies of one response under the current weights.
-  // INVALID_ARGUMENT with the field, OUT_OF_RANGE for a sequence that is too long.
-  virtual absl::StatusOr<LogProbsResult> ComputeLogProbs(const CallScope& call,
-                                                         const LogProbsRequest& request) = 0;
+  // Returns the log-probabilities and entropies of responses under the current weights. A request
+  // is refused with INVALID_ARGUMENT and the field, or OUT_OF_RANGE for a sequence that is too
+  // long.
+  using LogProbsResults = training::BatchResults<LogProbsResult>;
+  virtual absl::StatusOr<LogProbsResults> ComputeLogProbs(const CallScope& call,
+                                                          const LogProbsBatch& batch) = 0;
 
   // Returns a copy of the current weights, for publishing. It has those of the speculator, too.
   virtual absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope& call) = 0;

@@ -4,14 +4,17 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "common/base/error.h"
+#include "common/model/testing/image_batches.h"
 #include "common/model/testing/padded_model.h"
 #include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
@@ -232,6 +235,60 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
       }),
       objective([](Objective& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenMean; }),
   };
+}
+
+// Puts an image in front of every prompt.
+void AddImages(const VisionConfig& vision, TrainStepRequest& request) {
+  const VisionGrid grid = {1, 4, 4};
+  uint64_t seed = 0;
+  for (PolicySample& sample : std::get<PolicyBatch>(request.batch).samples) {
+    const VisionInput image = RandomImage(vision, {.grid = grid}, seed++ / 2);
+    std::vector<int32_t>& prompt = sample.trajectory.prompt_token_ids;
+    prompt.insert(prompt.begin(), static_cast<size_t>(vision.Rows(grid)),
+                  static_cast<int32_t>(vision.image_token_id));
+    prompt.insert(prompt.begin(), 1);
+    sample.trajectory.vision_inputs = {{.digest = image.digest,
+                                        .grid_t = grid.frames,
+                                        .grid_h = grid.height,
+                                        .grid_w = grid.width}};
+    request.blobs.emplace(image.digest, image.pixels);
+  }
+}
+
+// The reference runs on whole micro-batches, the junior beside the loss.
+TEST_P(TrainerRanksTest, EveryModelReadsTheImagesOfItsBatches) {
+  const nlohmann::json width = {{"intermediate_size", 44}};
+  WriteTinyModel(folder_ / "vision", /*seed=*/3, width, "qwen2_vl");
+  WriteTinyModel(folder_ / "vision_junior", /*seed=*/8, width, "qwen2_vl");
+  const VisionConfig vision = *TinyModel("qwen2_vl", width)->config().vision;
+  const auto change = [this](EngineOptions& options) {
+    options.model = options.reference_model = folder_ / "vision";
+    options.junior_model = folder_ / "vision_junior";
+    options.micro_batch_tokens = 24;
+  };
+  const JuniorKlKind kinds[] = {JuniorKlKind::kReverse, JuniorKlKind::kForward,
+                                JuniorKlKind::kForwardSampled};
+  expected_version_ = std::size(kinds);
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    int64_t step = 0;
+    for (const JuniorKlKind kind : kinds) {
+      SCOPED_TRACE(step);
+      TrainStepRequest request = RequestOf(++step);
+      AddImages(vision, request);
+      PolicyObjective& objective = std::get<PolicyBatch>(request.batch).objective;
+      objective.old_logprobs = OldLogprobs::kRecomputed;
+      objective.loss.kl_estimator = loss::KlEstimator::kK3;
+      objective.loss.kl_coefficient = 0.1;
+      objective.junior_kl_coefficient = 0.1;
+      objective.junior_kl_kind = kind;
+      const StepResult ranked = Step(engine, request);
+      EXPECT_NE(ranked.report.metrics.at("loss/junior_kl"), 0);
+      ExpectSameReport(ranked, Step(*single, request));
+    }
+  });
 }
 
 TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {

@@ -228,8 +228,7 @@ TEST_F(EngineSpeculatorTest, ACheckpointContinuesBitForBit) {
   // A new run takes the weights, and begins its schedule and moments.
   EXPECT_EQ(resumed->Info().companion_updates, 4);
   ASSERT_TRUE(
-      resumed
-          ->LoadCheckpoint({}, {.path = saved, .optimizer = training::OptimizerState::kFresh})
+      resumed->LoadCheckpoint({}, {.path = saved, .optimizer = training::OptimizerState::kFresh})
           .ok());
   EXPECT_EQ(resumed->Info().companion_updates, 0);
   EXPECT_EQ(Bytes(fs::path(Save(*resumed, "fresh")) / "speculator" / "model.safetensors"),

@@ -10,12 +10,13 @@
 #include <filesystem>
 #include <utility>
 
-#include "common/base/checksum.h"
 #include "common/base/error.h"
 #include "common/base/not_finite.h"
 #include "common/model/testing/padded_model.h"
 #include "common/model/testing/tiny_model_dir.h"
+#include "common/weights/testing/stream_digest.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
+#include "services/training/testing/only_result.h"
 
 namespace tandem::trainer {
 namespace {
@@ -474,7 +475,8 @@ TEST_F(TrainerEngineTest, TheLargestNumbersThatAreAcceptedStayFinite) {
 TEST_F(TrainerEngineTest, ATemperatureThatNoRolloutHasIsRefusedByName) {
   auto engine = Make();
   for (const double temperature : {0.0, 1e-308, 1e308, -1.0}) {
-    const absl::Status status = engine->ComputeLogProbs({}, {{1}, {2}, temperature}).status();
+    const absl::Status status =
+        training::OnlyResult(engine->ComputeLogProbs({}, {{{{1}, {2}, temperature}}})).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     EXPECT_EQ(FieldPath(status), "temperature");
   }
@@ -544,7 +546,7 @@ TEST_F(TrainerEngineTest, SnapshotIsAnImmutableCopyWithTheDigestOfTheWeights) {
   Step(*engine, TestRequest());
   std::vector<std::byte> bytes(static_cast<size_t>(snapshot->manifest().total_bytes));
   ASSERT_TRUE(snapshot->Read(0, absl::MakeSpan(bytes)).ok());
-  EXPECT_EQ(Checksum().Update(bytes.data(), bytes.size()).Hex(), snapshot->manifest().digest);
+  EXPECT_EQ(StreamDigest(snapshot->manifest().tensors, bytes), snapshot->manifest().digest);
   const auto next = engine->Snapshot({}).value();
   EXPECT_EQ(next->manifest().version, 1);
   EXPECT_EQ(next->manifest().digest, Digest(*engine));
@@ -664,7 +666,7 @@ TEST_F(TrainerEngineTest, PaddingRowsChangeNothing) {
   EXPECT_EQ(b->Info().model.num_token_ids, 61);
   const std::vector<int32_t> prompt = {3, 4}, response = {60, 17, 9};
   EXPECT_EQ(LogProbsOf(*b, prompt, response), LogProbsOf(*a, prompt, response));
-  EXPECT_EQ(FieldPath(b->ComputeLogProbs({}, {prompt, {60, 61}, 1}).status()),
+  EXPECT_EQ(FieldPath(b->ComputeLogProbs({}, {{{prompt, {60, 61}, 1}}})->error),
             "response_token_ids[1]");
 
   PolicyBatch batch = TestBatch();

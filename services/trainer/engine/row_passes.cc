@@ -38,6 +38,21 @@ auto LogProbsOf(loss::LinearCrossEntropyLoss* loss, const TrainingRows& rows) {
   };
 }
 
+// Checks a request and returns its rows.
+absl::StatusOr<training::SequenceRows> SequenceOf(training::TrainingCore& core,
+                                                  const LogProbsRequest& request) {
+  TANDEM_RETURN_IF_ERROR(
+      training::CheckSequence(request.prompt_token_ids, request.response_token_ids, core.limits()));
+  TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
+  TANDEM_RETURN_IF_ERROR(
+      Validate(SamplingParams{.temperature = request.temperature}, core.limits().num_token_ids));
+  training::SequenceRows sequence = training::SelectSequenceRows(
+      request.prompt_token_ids, request.response_token_ids, [](size_t) { return true; });
+  TANDEM_ASSIGN_OR_RETURN(sequence.images, core.ImagesOf(request.prompt_token_ids,
+                                                         request.vision_inputs, request.blobs));
+  return sequence;
+}
+
 }  // namespace
 
 absl::StatusOr<std::vector<double>> SeniorLogProbs(TrainerModels& models,
@@ -51,37 +66,46 @@ absl::StatusOr<std::vector<double>> ReferenceLogProbs(TrainerModels& models,
                                    LogProbsOf(models.reference_loss.get(), rows));
 }
 
-absl::StatusOr<LogProbsResult> ComputeLogProbs(TrainerModels& models,
-                                               const LogProbsRequest& request) {
-  training::TrainingCore& core = models.core;
-  TANDEM_RETURN_IF_ERROR(
-      training::CheckSequence(request.prompt_token_ids, request.response_token_ids, core.limits()));
-  TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
-  TANDEM_RETURN_IF_ERROR(
-      Validate(SamplingParams{.temperature = request.temperature}, core.limits().num_token_ids));
-  training::SequenceRows sequence = training::SelectSequenceRows(
-      request.prompt_token_ids, request.response_token_ids, [](size_t) { return true; });
-  TANDEM_ASSIGN_OR_RETURN(sequence.images, core.ImagesOf(request.prompt_token_ids,
-                                                         request.vision_inputs, request.blobs));
-  LogProbsResult result{.logprobs = {}, .entropies = {}, .weights = core.weights()};
-  const std::vector<double> temperatures(request.response_token_ids.size(), request.temperature);
-  // Log-probabilities, then entropies: every rank gets both.
+absl::StatusOr<training::BatchResults<LogProbsResult>> ComputeLogProbs(TrainerModels& models,
+                                                                       const LogProbsBatch& batch) {
+  training::BatchResults<LogProbsResult> answers;
+  training::SequenceBatch sequences;
+  std::vector<double> temperatures;
+  for (const LogProbsRequest& request : batch.requests) {
+    absl::StatusOr<training::SequenceRows> sequence = SequenceOf(models.core, request);
+    if (!sequence.ok()) {
+      answers.error = sequence.status();
+      break;
+    }
+    temperatures.insert(temperatures.end(), request.response_token_ids.size(), request.temperature);
+    sequences.Add(*std::move(sequence));
+  }
+  // Log-probability and entropy of each row in turn: every rank gets both.
   TANDEM_ASSIGN_OR_RETURN(
       const std::vector<double> numbers,
-      core.Forward(training::SequenceBatch({std::move(sequence)}),
-                   [&](const training::MicroBatchInput& input,
-                       const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
-                     TANDEM_ASSIGN_OR_RETURN(
-                         loss::RowLogProbs values,
-                         models.loss->LogProbs(hidden, MakeOutputRows(input, temperatures)));
-                     values.logprobs.insert(values.logprobs.end(), values.entropies.begin(),
-                                            values.entropies.end());
-                     return std::move(values.logprobs);
-                   }));
-  const auto middle = numbers.begin() + static_cast<int64_t>(numbers.size() / 2);
-  result.logprobs.assign(numbers.begin(), middle);
-  result.entropies.assign(middle, numbers.end());
-  return result;
+      models.core.Forward(sequences,
+                          [&](const training::MicroBatchInput& input,
+                              const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+                            TANDEM_ASSIGN_OR_RETURN(
+                                const loss::RowLogProbs values,
+                                models.loss->LogProbs(hidden, MakeOutputRows(input, temperatures)));
+                            std::vector<double> pairs;
+                            for (size_t row = 0; row < values.logprobs.size(); ++row) {
+                              pairs.push_back(values.logprobs[row]);
+                              pairs.push_back(values.entropies[row]);
+                            }
+                            return pairs;
+                          }));
+  auto number = numbers.begin();
+  for (size_t i = 0; i < sequences.sequences().size(); ++i) {
+    LogProbsResult& result = answers.results.emplace_back();
+    for (size_t t = 0; t < batch.requests[i].response_token_ids.size(); ++t) {
+      result.logprobs.push_back(static_cast<float>(*number++));
+      result.entropies.push_back(static_cast<float>(*number++));
+    }
+    result.weights = models.core.weights();
+  }
+  return answers;
 }
 
 absl::StatusOr<training::RouterSums> AddGradients(TrainerModels& models, const TrainingRows& rows,

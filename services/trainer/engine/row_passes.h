@@ -25,10 +25,9 @@ absl::StatusOr<std::vector<double>> SeniorLogProbs(TrainerModels& models, const 
 absl::StatusOr<std::vector<double>> ReferenceLogProbs(TrainerModels& models,
                                                       const TrainingRows& rows);
 
-// Answers ComputeLogProbs for one sequence. INVALID_ARGUMENT with the field, OUT_OF_RANGE for one
-// that is too long.
-absl::StatusOr<LogProbsResult> ComputeLogProbs(TrainerModels& models,
-                                               const LogProbsRequest& request);
+// Engine::ComputeLogProbs.
+absl::StatusOr<training::BatchResults<LogProbsResult>> ComputeLogProbs(TrainerModels& models,
+                                                                       const LogProbsBatch& batch);
 
 // The loss of an update. Rows are numbered as in the batch's TrainingRows.
 struct UpdateLoss {

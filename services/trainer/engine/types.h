@@ -97,6 +97,13 @@ struct LogProbsRequest {
   bool operator==(const LogProbsRequest&) const = default;
 };
 
+// Requests that are evaluated together.
+struct LogProbsBatch {
+  std::vector<LogProbsRequest> requests;
+
+  bool operator==(const LogProbsBatch&) const = default;
+};
+
 struct LogProbsResult {
   std::vector<float> logprobs;   // [L]
   std::vector<float> entropies;  // [L]

@@ -32,6 +32,7 @@ absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int
   out.step = proto.step();
   out.request_id = proto.request_id();
   out.expected_version = proto.expected_version();
+  out.defer_digest = proto.defer_digest();
   switch (proto.objective_case()) {
     case v1::TrainStepHeader::kPolicy: {
       // The engine checks it again; this check comes before the samples are sent.

@@ -146,6 +146,7 @@ class GrpcCriticConnection final : public CriticConnection {
     header.set_step(request.step.step);
     header.set_request_id(request.step.request_id);
     header.set_expected_version(request.expected_version);
+    header.set_defer_digest(true);  // the trainer asks for versions alone
     header.set_value_clip(request.value_clip);
     header.set_num_mini_batches(static_cast<int32_t>(request.updates.num_mini_batches));
     header.set_num_epochs(static_cast<int32_t>(request.updates.num_epochs));

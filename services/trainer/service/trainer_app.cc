@@ -12,11 +12,13 @@
 namespace tandem::trainer {
 namespace {
 
-TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& config) {
+TrainerServiceOptions ToServiceOptions(const config::v1::TrainerServerConfig& config,
+                                       const RankEnvironment& environment) {
   TrainerServiceOptions options;
   options.role = "trainer";
   options.max_samples = config.max_samples();
   options.optimizer = config.optimizer();
+  options.evaluation_tokens = training::EvaluationTokens(config, environment);
   options.blob_cache_bytes = config.server().blob_cache_bytes();
   options.micro_batch_tokens = config.batch().micro_batch_tokens();
   options.critic_address = config.critic_address();
@@ -49,7 +51,7 @@ TrainerApp::TrainerApp(const config::v1::TrainerServerConfig& config, rpc::Serve
     : config_(config),
       environment_(runtime.environment),
       create_engine_(std::move(create_engine)),
-      service_(ToServiceOptions(config), runtime) {}
+      service_(ToServiceOptions(config, runtime.environment), runtime) {}
 
 std::vector<rpc::NamedService> TrainerApp::services() {
   if (environment_.rank > 0) return {};  // clients call rank 0

@@ -17,6 +17,7 @@
 #include "services/trainer/service/convert.h"
 #include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/publish.h"
+#include "services/training/service/sequence_batch_stream.h"
 
 namespace tandem::trainer {
 namespace {
@@ -179,22 +180,16 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* TrainerService::WatchSteps(
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* TrainerService::ComputeLogProbs(
     grpc::CallbackServerContext* context) {
-  const auto count = std::make_shared<int64_t>(0);  // requests are handled one after the other
-  return rpc::HandleMapStream<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>(
+  using Stream =
+      training::SequenceBatchStream<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse,
+                                    LogProbsRequest, LogProbsResult>;
+  return rpc::HandleBatchStream<v1::ComputeLogProbsRequest, v1::ComputeLogProbsResponse>(
       executor_, context,
-      [this, count](const v1::ComputeLogProbsRequest& proto,
-                    const CallScope& call) -> absl::StatusOr<v1::ComputeLogProbsResponse> {
-        const std::string path = absl::StrCat("requests[", (*count)++, "]");
-        auto request = FromProto(proto);
-        if (!request.ok()) return PrependFieldPath(path, request.status());
-        TANDEM_RETURN_IF_ERROR(PrependFieldPath(
-            path, training_.blobs().Collect(request->vision_inputs, request->blobs)));
-        const rpc::PhaseTimer timer(metrics_, "evaluate");
-        const auto result = engine_->ComputeLogProbs(call, *request);
-        if (!result.ok()) return PrependFieldPath(path, result.status());
-        metrics_.Gauge(rpc::metric::kLastProgress).SetToCurrentTime();
-        return ToProto(*result);
-      });
+      std::make_unique<Stream>(
+          training_, Stream::Convert{&FromProto}, Stream::ConvertBack{&ToProto},
+          [this](const CallScope& call, const std::vector<LogProbsRequest>& requests) {
+            return engine_->ComputeLogProbs(call, {requests});
+          }));
 }
 
 grpc::ServerUnaryReactor* TrainerService::PublishWeights(grpc::CallbackServerContext* context,

@@ -35,6 +35,13 @@ void SetTrainingOptions(const Config& config, const RankEnvironment& environment
   options->configuration = config::ToYaml(alike);
 }
 
+// Returns ServiceOptions::evaluation_tokens: some micro-batches of every rank.
+template <typename Config>
+int64_t EvaluationTokens(const Config& config, const RankEnvironment& environment) {
+  constexpr int64_t kMicroBatches = 8;
+  return kMicroBatches * config.batch().micro_batch_tokens() * environment.world_size;
+}
+
 }  // namespace tandem::training
 
 #endif  // TANDEM_SERVICES_TRAINING_SERVICE_TRAINING_CONFIG_H_

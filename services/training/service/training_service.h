@@ -24,9 +24,11 @@
 namespace tandem::training {
 
 struct ServiceOptions {
-  std::string role;              // "trainer" or "critic"
-  int64_t max_samples = 0;       // of a step
-  int64_t blob_cache_bytes = 0;  // most bytes of pixels, where the model takes images
+  std::string role;         // "trainer" or "critic"
+  int64_t max_samples = 0;  // of a step
+  // Tokens of sequences that are evaluated together, before others get their turn.
+  int64_t evaluation_tokens = 0;
+  int64_t blob_cache_bytes = 0;            // most bytes of pixels, where the model takes images
   config::v1::OptimizerOptions optimizer;  // resolved
   // Limit for the samples of steps that are being received or trained, of all calls together.
   int64_t max_buffered_bytes = int64_t{1} << 30;

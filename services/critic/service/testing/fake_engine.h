@@ -36,20 +36,23 @@ class FakeEngine final : public Engine {
   void Shutdown() override {}
   bool ended() const override { return false; }
 
-  absl::StatusOr<ValuesResult> ComputeValues(const CallScope& call,
-                                             const ValuesRequest& request) override {
+  absl::StatusOr<ValuesResults> ComputeValues(const CallScope& call,
+                                              const ValuesBatch& batch) override {
     std::unique_lock lock(mutex_);
-    last_values_ = request;
+    last_values_ = batch.requests.back();
     changed_.notify_all();
     changed_.wait(lock, call.cancellation, [&] { return !silent_; });
     if (absl::Status error = TakeError(); !error.ok()) return error;
-    ValuesResult result;
-    for (const int32_t token : request.response_token_ids) {
-      result.values.push_back(static_cast<float>(token));
+    ValuesResults answers;
+    for (const ValuesRequest& request : batch.requests) {
+      ValuesResult& result = answers.results.emplace_back();
+      for (const int32_t token : request.response_token_ids) {
+        result.values.push_back(static_cast<float>(token));
+      }
+      result.final_value = static_cast<float>(result.values.size());
+      result.weights.version = version_ + (drift_ ? drifted_++ : 0);
     }
-    result.final_value = static_cast<float>(result.values.size());
-    result.weights.version = version_ + (drift_ ? drifted_++ : 0);
-    return result;
+    return answers;
   }
   absl::StatusOr<StepResult> TrainStep(const CallScope&, const TrainStepRequest& request) override {
     std::lock_guard lock(mutex_);

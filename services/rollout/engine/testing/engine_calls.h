@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "common/base/checksum.h"
 #include "common/model/model.h"
+#include "common/weights/testing/stream_digest.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/testing/recording_listener.h"
 
@@ -67,7 +67,7 @@ inline WeightManifest ManifestOf(const Model& model, int64_t version,
   }
   manifest.total_bytes = static_cast<int64_t>(stream.size());
   manifest.chunk_bytes = manifest.total_bytes;
-  manifest.digest = Checksum().Update(stream.data(), stream.size()).Hex();
+  manifest.digest = StreamDigest(manifest.tensors, stream);
   manifest.num_token_ids = model.num_token_ids();
   return manifest;
 }

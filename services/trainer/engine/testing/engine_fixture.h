@@ -23,6 +23,7 @@
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/engine/testing/batches.h"
 #include "services/training/service/testing/resolved_options.h"
+#include "services/training/testing/only_result.h"
 
 namespace tandem::trainer {
 
@@ -82,7 +83,7 @@ class TrainerEngineTest : public ::testing::Test {
                                        const std::vector<int32_t>& response,
                                        double temperature = 1) {
     const absl::StatusOr<LogProbsResult> result =
-        engine.ComputeLogProbs({}, {prompt, response, temperature});
+        training::OnlyResult(engine.ComputeLogProbs({}, {{{prompt, response, temperature}}}));
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? result->logprobs : std::vector<float>(response.size());
   }

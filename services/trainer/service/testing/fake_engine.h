@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "common/base/checksum.h"
 #include "common/base/engine_thread.h"
 #include "common/base/error.h"
+#include "common/weights/testing/stream_digest.h"
 #include "services/trainer/engine/engine.h"
 
 namespace tandem::trainer {
@@ -31,11 +31,14 @@ class FakeWeights final : public WeightSource {
     const int64_t model = size - speculator;
     manifest_.tensors = {{"w", DType::kFloat32, {model / 4}}};
     manifest_.total_bytes = size;
-    manifest_.digest = Checksum().Update(bytes_.data(), model).Hex();
+    manifest_.digest = StreamDigest(manifest_.tensors, bytes_);
     if (speculator == 0) return;
-    manifest_.tensors.push_back({"speculator.h", DType::kFloat32, {speculator / 4}});
-    manifest_.speculator = {.config = "{}",
-                            .digest = Checksum().Update(bytes_.data() + model, speculator).Hex()};
+    const WeightSpec heads = {"speculator.h", DType::kFloat32, {speculator / 4}};
+    manifest_.tensors.push_back(heads);
+    manifest_.speculator = {
+        .config = "{}",
+        .digest =
+            StreamDigest({heads}, absl::MakeSpan(bytes_).subspan(static_cast<size_t>(model)))};
   }
   const WeightManifest& manifest() const override { return manifest_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
@@ -78,17 +81,20 @@ class FakeEngine final : public Engine {
   }
 
   // Returns -token as log-prob t, and the temperature as its entropy.
-  absl::StatusOr<LogProbsResult> ComputeLogProbs(const CallScope&,
-                                                 const LogProbsRequest& request) override {
+  absl::StatusOr<LogProbsResults> ComputeLogProbs(const CallScope&,
+                                                  const LogProbsBatch& batch) override {
     std::lock_guard lock(mutex_);
     if (absl::Status error = TakeError(); !error.ok()) return error;
-    LogProbsResult result;
-    for (const int32_t token : request.response_token_ids) {
-      result.logprobs.push_back(static_cast<float>(-token));
-      result.entropies.push_back(static_cast<float>(request.temperature));
+    LogProbsResults answers;
+    for (const LogProbsRequest& request : batch.requests) {
+      LogProbsResult& result = answers.results.emplace_back();
+      for (const int32_t token : request.response_token_ids) {
+        result.logprobs.push_back(static_cast<float>(-token));
+        result.entropies.push_back(static_cast<float>(request.temperature));
+      }
+      result.weights.version = version_;
     }
-    result.weights.version = version_;
-    return result;
+    return answers;
   }
 
   absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope&) override {
