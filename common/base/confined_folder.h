@@ -9,6 +9,7 @@
 #ifndef TANDEM_COMMON_BASE_CONFINED_FOLDER_H_
 #define TANDEM_COMMON_BASE_CONFINED_FOLDER_H_
 
+#include <concepts>
 #include <string>
 #include <utility>
 
@@ -20,9 +21,12 @@ namespace tandem {
 // A path that a client named.
 struct ConfinedPath {
   ConfinedPath() = default;
-  // A path that no root confines.
-  ConfinedPath(std::string named) : path(std::move(named)) {}  // NOLINT: implicit
-  ConfinedPath(const char* named) : path(named) {}             // NOLINT: implicit
+  // A path that no root confines: text, or a std::filesystem::path.
+  template <std::convertible_to<std::string> Named>
+  ConfinedPath(const Named& named) {  // NOLINT: implicit
+    std::string text = named;
+    path = std::move(text);
+  }
   ConfinedPath(std::string named, std::string within)
       : path(std::move(named)), root(std::move(within)) {}
 
