@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tandem.config.v1 import server_config_pb2
 from tandem.errors import ConfigError
 from tandem.settings import ClusterSettings, Purpose, RunSettings
+from tandem.types.v1 import optimizer_pb2
 
 # Schedules that end, at total_steps.
 _ENDING = ("linear", "cosine")
@@ -85,6 +87,36 @@ def check_schedules(
         ends = optimizer.get("schedule") in _ENDING and _is_count(total)
         if ends and total < updates and not optimizer.get("min_learning_rate"):
             yield ends_early(f"{field}.total_steps", total, updates, settings, purpose)
+
+
+def check_optimizers(
+    optimizers: Mapping[str, optimizer_pb2.OptimizerInfo],
+    settings: RunSettings,
+    purpose: Purpose,
+    steps_done: int = 0,
+) -> None:
+    """Raises ConfigError if a schedule ends, at learning rate 0, before the steps that are left do.
+
+    `optimizers` are those of the servers as they begin, by their names in errors.
+    """
+    per_step = settings.updates_per_step if purpose == "train" else 1
+    left = max(0, (settings.steps or 0) - steps_done) * per_step
+    for name, optimizer in optimizers.items():
+        options = optimizer.options
+        ends = options.schedule in (
+            server_config_pb2.LEARNING_RATE_SCHEDULE_LINEAR,
+            server_config_pb2.LEARNING_RATE_SCHEDULE_COSINE,
+        )
+        if not ends or options.min_learning_rate > 0:
+            continue
+        if optimizer.updates + left > options.total_steps:
+            raise ConfigError(
+                f"{name}: total_steps: the schedule ends after {options.total_steps:,} optimizer "
+                f"updates, of which {optimizer.updates:,} are done, with learning rate 0; the run "
+                f"makes {left:,} more",
+                hint="a longer total_steps, or min_learning_rate, among the server's settings; in "
+                "a run with `cluster` total_steps may be left out",
+            )
 
 
 def notes_on_schedules(

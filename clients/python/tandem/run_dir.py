@@ -80,6 +80,7 @@ RESUMABLE = (
     "checkpoint",
     "eval",
     "start_from",
+    "start_optimizer",
     "trackers",
     "wandb",
     "trajectories",

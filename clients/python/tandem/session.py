@@ -30,7 +30,12 @@ from tandem.errors import (
 )
 from tandem.learnability import obstacles
 from tandem.model_files import end_token_ids
-from tandem.optimizer_schedules import check_schedules, notes_on_schedules, with_run_settings
+from tandem.optimizer_schedules import (
+    check_optimizers,
+    check_schedules,
+    notes_on_schedules,
+    with_run_settings,
+)
 from tandem.pool_scoring import Scored
 from tandem.preflight import Problems, RolloutFacts, ServerFacts
 from tandem.progress import Progress
@@ -371,6 +376,28 @@ class Session:
             reason="WEIGHTS_DIFFER",
             hint="does another run publish to these rollout servers, or do they restart?",
         )
+
+    def check_optimizers(self, steps_done: int) -> None:
+        """Raises ConfigError if a server's schedule ends before the run does, at learning rate 0.
+
+        The servers hold what the run goes on from, `steps_done` steps after its start.
+        """
+        trainer = self.trainer.info()
+        optimizers = {}
+        for name, field in (
+            ("optimizer", "optimizer"),
+            ("speculator.optimizer", "speculator_optimizer"),
+        ):
+            if trainer.HasField(field):
+                optimizers[f"the trainer at {self.trainer.address}: {name}"] = getattr(
+                    trainer, field
+                )
+        if self.uses_critic:
+            with self.critic() as critic:
+                info = critic.info()
+                if info.HasField("optimizer"):
+                    optimizers[f"the critic at {critic.address}: optimizer"] = info.optimizer
+        check_optimizers(optimizers, self.settings, self.purpose, steps_done)
 
     def critic(self, retry: RetryPolicy | None = None) -> CriticClient:
         """Returns a client of the run's critic, which the caller closes.

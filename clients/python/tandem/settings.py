@@ -644,6 +644,9 @@ class RunSettings(Settings):
     start_from: Annotated[
         Literal["base", "served"] | NonEmptyPath | None, BeforeValidator(_is_start)
     ] = None
+    # Moments of the optimizers, and their place in the schedule, of a new run whose start_from is a
+    # checkpoint. fresh: they begin again. keep: those of the checkpoint.
+    start_optimizer: Literal["fresh", "keep"] = "fresh"
     data: DataSettings
     reward: RewardSettings = RewardSettings()
     # Several functions in the place of reward.function: a response's reward is the weighted sum of

@@ -71,8 +71,8 @@ def start_run(session: Session, run: RunDirectory, *, discard_unsaved: bool = Fa
         return _base(session)
     checkpoint = checkpoint_at(Path(start_from))
     require_saved(session, discard_unsaved)
-    # The run is a new one: it takes the weights, and begins its own schedule and moments.
-    return _load(session, checkpoint, str(checkpoint.trainer), fresh_optimizer=True)
+    fresh = session.settings.start_optimizer == "fresh"
+    return _load(session, checkpoint, str(checkpoint.trainer), fresh_optimizer=fresh)
 
 
 def serve_checkpoint(session: Session, path: Path, *, discard_unsaved: bool = False) -> Start:

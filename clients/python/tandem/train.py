@@ -273,6 +273,7 @@ class Loop:
         ids = {"tandem.run_id": run.run_id}
         with tracing.span("start", ids), session.progress.phase("start"):
             start = start_run(session, run, discard_unsaved=self._discard_unsaved)
+            session.check_optimizers(self.last_step)
         # Before the first step, or what an error kept the run from after its last one. Nothing is
         # written yet, so Ctrl-C still ends the run at once.
         with session.progress.phase("eval"):

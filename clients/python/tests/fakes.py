@@ -91,6 +91,7 @@ class FakeWorld:
         self.on_save = lambda context: None  # called by every SaveCheckpoint of the trainer
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
+        self.optimizer = None  # the trainer's OptimizerInfo
         self.fresh_loads = []  # paths that were loaded with a fresh optimizer
         self.publications = []  # (version, allow_rollback) of every PublishWeights
         self.max_queue = 4096
@@ -237,6 +238,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             max_samples=self.world.max_samples,
             has_speculator=self.world.has_speculator,
         )
+        if self.world.optimizer is not None:
+            reply.optimizer.CopyFrom(self.world.optimizer)
         self.world.describe(reply.server.model)
         reply.server.weights.version = self.world.version
         reply.server.weights.digest = "d"

@@ -8,7 +8,9 @@ import pytest
 
 from tandem import settings
 from tandem import train as train_module
+from tandem.config.v1 import server_config_pb2
 from tandem.errors import (
+    ConfigError,
     FailedPreconditionError,
     RunDirectoryError,
     TandemError,
@@ -19,6 +21,7 @@ from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.start import serve_checkpoint, start_run
 from tandem.train import train
+from tandem.types.v1 import optimizer_pb2
 
 
 @pytest.fixture
@@ -103,6 +106,56 @@ def test_a_run_starts_from_a_checkpoint_and_from_another_run(world, load, tmp_pa
         assert world.headers[-2].expected_version == version
         # The new run has a learning-rate schedule and moments of its own.
         assert world.fresh_loads[-1] == world.loads[-1]
+
+
+def test_a_run_may_keep_the_optimizer_of_its_start(world, load, tmp_path):
+    first = run_training(load())
+    run_training(
+        load(f"run_dir={tmp_path / 'second'}", f"start_from={first.path}", "start_optimizer=keep")
+    )
+    assert world.loads[-1] == str(first.path / "checkpoints/step_000002")
+    assert world.fresh_loads == []
+
+
+def optimizer(*, updates, total, floor=0.0, schedule="linear"):
+    info = optimizer_pb2.OptimizerInfo(updates=updates)
+    info.options.schedule = getattr(server_config_pb2, f"LEARNING_RATE_SCHEDULE_{schedule.upper()}")
+    info.options.total_steps, info.options.min_learning_rate = total, floor
+    return info
+
+
+@pytest.mark.parametrize(
+    ("info", "refused"),
+    [
+        (optimizer(updates=0, total=1), True),
+        (optimizer(updates=0, total=2), False),
+        (optimizer(updates=5, total=6), True),
+        (optimizer(updates=5, total=7, schedule="cosine"), False),
+        (optimizer(updates=9, total=6, schedule="cosine"), True),
+        (optimizer(updates=9, total=6, floor=1e-7), False),
+        (optimizer(updates=9, total=0, schedule="constant"), False),
+    ],
+)
+def test_a_running_trainer_whose_schedule_ends_before_the_run_is_refused(
+    world, load, tmp_path, info, refused
+):
+    world.optimizer = info
+    if not refused:
+        run_training(load())
+        return
+    with pytest.raises(ConfigError, match=r"optimizer: total_steps: the schedule ends after"):
+        run_training(load())
+    assert world.version == 0
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_resumed_run_counts_the_steps_that_are_left(world, load):
+    run_training(load())
+    world.optimizer = optimizer(updates=2, total=3)
+    run_training(load("steps=3"), resume=True)
+    world.optimizer = optimizer(updates=3, total=4)
+    with pytest.raises(ConfigError, match="of which 3 are done"):
+        run_training(load("steps=5"), resume=True)
 
 
 def test_a_rollout_server_of_another_base_model_is_refused(world, load):
