@@ -86,9 +86,9 @@ absl::StatusOr<StepResult> TrainingService::RunStep(
   return result;
 }
 
-types::v1::OptimizerInfo DescribeOptimizer(const config::v1::OptimizerOptions& options,
-                                           int64_t updates) {
-  types::v1::OptimizerInfo info;
+config::v1::OptimizerInfo DescribeOptimizer(const config::v1::OptimizerOptions& options,
+                                            int64_t updates) {
+  config::v1::OptimizerInfo info;
   *info.mutable_options() = options;
   info.set_updates(updates);
   info.set_next_learning_rate(LearningRateAt(ToOptimizerOptions(options), updates));

@@ -17,8 +17,8 @@
 #include "common/rpc/unary_handler.h"
 #include "services/training/engine.h"
 #include "services/training/service/checkpoint_calls.h"
+#include "tandem/config/v1/optimizer_info.pb.h"
 #include "tandem/config/v1/server_config.pb.h"
-#include "tandem/types/v1/optimizer.pb.h"
 #include "tandem/types/v1/server.pb.h"
 
 namespace tandem::training {
@@ -105,8 +105,8 @@ class TrainingService {
 };
 
 // Describes an optimizer of resolved `options` that has made `updates` updates.
-types::v1::OptimizerInfo DescribeOptimizer(const config::v1::OptimizerOptions& options,
-                                           int64_t updates);
+config::v1::OptimizerInfo DescribeOptimizer(const config::v1::OptimizerOptions& options,
+                                            int64_t updates);
 
 // Shuts the engine down. Saves `directory`/shutdown first, unless `directory` is empty or the
 // engine has no unsaved state.
