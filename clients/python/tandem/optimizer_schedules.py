@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tandem.config.v1 import server_config_pb2
+from tandem.config.v1 import optimizer_info_pb2, server_config_pb2
 from tandem.errors import ConfigError
 from tandem.settings import ClusterSettings, Purpose, RunSettings
-from tandem.types.v1 import optimizer_pb2
 
 # Schedules that end, at total_steps.
 _ENDING = ("linear", "cosine")
@@ -90,7 +89,7 @@ def check_schedules(
 
 
 def check_optimizers(
-    optimizers: Mapping[str, optimizer_pb2.OptimizerInfo],
+    optimizers: Mapping[str, optimizer_info_pb2.OptimizerInfo],
     settings: RunSettings,
     purpose: Purpose,
     steps_done: int = 0,

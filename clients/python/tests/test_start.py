@@ -8,7 +8,7 @@ import pytest
 
 from tandem import settings
 from tandem import train as train_module
-from tandem.config.v1 import server_config_pb2
+from tandem.config.v1 import optimizer_info_pb2, server_config_pb2
 from tandem.errors import (
     ConfigError,
     FailedPreconditionError,
@@ -21,7 +21,6 @@ from tandem.session import Session
 from tandem.settings import RunSettings
 from tandem.start import serve_checkpoint, start_run
 from tandem.train import train
-from tandem.types.v1 import optimizer_pb2
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def test_a_run_may_keep_the_optimizer_of_its_start(world, load, tmp_path):
 
 
 def optimizer(*, updates, total, floor=0.0, schedule="linear"):
-    info = optimizer_pb2.OptimizerInfo(updates=updates)
+    info = optimizer_info_pb2.OptimizerInfo(updates=updates)
     info.options.schedule = getattr(server_config_pb2, f"LEARNING_RATE_SCHEDULE_{schedule.upper()}")
     info.options.total_steps, info.options.min_learning_rate = total, floor
     return info
