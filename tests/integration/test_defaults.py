@@ -86,13 +86,14 @@ def test_the_page_has_the_defaults_that_the_server_fills_in(role: str, models: h
 
 def test_a_run_draws_tokens_with_the_servers_defaults(rollout: RolloutClient):
     """The client sends its own copies with every prompt, and a run records them."""
-    # The server has no default for the length, and does not know texts.
-    own = SamplingSettings().model_dump(exclude={"max_tokens", "stop"})
+    # The server has no default for the length.
+    own = SamplingSettings().model_dump(exclude={"max_tokens"})
     prompt = Prompt(token_ids=[2, 3], sampling={"max_tokens": 1})
     [[trajectory]] = rollout.generate([prompt])
     fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - {"max_tokens"}
     filled_in = {name: getattr(trajectory.sampling, name) for name in fields}
-    assert own == filled_in | {"stop_token_ids": list(filled_in["stop_token_ids"])}
+    lists = {name: list(filled_in[name]) for name in ("stop_token_ids", "stop")}
+    assert own == filled_in | lists
 
 
 def commented(file: str, message: str) -> dict[str, str]:

@@ -93,7 +93,12 @@ def test_distillation_brings_the_senior_to_its_junior(servers, tmp_path):
 
 
 def test_supervised_training_is_followed_by_grpo_from_its_checkpoint(chatting, tmp_path):
+    # A tiny model answers nothing right, and a run that trains nothing is no success.
+    (tmp_path / "reward.py").write_text(
+        "def reward(prompt, response, **row):\n    return len(response)\n"
+    )
     small = [
+        f"reward.function={tmp_path}/reward.py:reward",
         f"cluster.model={chatting.senior}",
         *(f"cluster.{role}.max_model_len=128" for role in ("rollout", "trainer")),
         *(f"cluster.{role}.compute.num_threads=1" for role in ("rollout", "trainer")),
