@@ -18,7 +18,8 @@ absl::StatusOr<std::unique_ptr<Strategy>> CreateStrategy(
     return std::make_unique<ZeroStrategy>(options.zero, std::move(world), recompute);
   }
   if (options.name == "megatron") {
-    return std::make_unique<MegatronStrategy>(options.megatron, std::move(world), recompute);
+    return std::make_unique<MegatronStrategy>(options.megatron, std::move(world), recompute,
+                                              options.outputs_read_images);
   }
   TANDEM_RETURN_IF_ERROR(CheckSingleRank(world->size()));
   return std::make_unique<SingleStrategy>(recompute);

@@ -165,9 +165,10 @@ absl::StatusOr<std::vector<RaggedBatch>> MegatronStrategy::Inputs(int64_t count,
   const absl::Status status = CatchTorchErrors("input", [&] {
     for (int64_t i = GlobalIndex(0); i < count; i += data_parallel_size()) {
       batches.push_back(input(i));
-      // The tower reads them, on the first stage, and functions of hidden states may run other
-      // models on the batch, on the last.
-      if (mesh_->at.pipeline > 0 && !is_last_stage()) batches.back().images.pixel_values.reset();
+      // The tower reads them, on the first stage.
+      const bool reads_images =
+          mesh_->at.pipeline == 0 || (is_last_stage() && outputs_read_images_);
+      if (!reads_images) batches.back().images.pixel_values.reset();
     }
     const int64_t most = (count + data_parallel_size() - 1) / data_parallel_size();
     while (mesh_->shape.expert > 1 && static_cast<int64_t>(batches.size()) < most) {

@@ -40,8 +40,11 @@ namespace tandem::parallel {
 class MegatronStrategy : public Strategy {
  public:
   MegatronStrategy(const MegatronOptions& options, std::shared_ptr<ranks::Communicator> world,
-                   Recompute recompute = Recompute::kNone)
-      : megatron_(options), recompute_(recompute), world_(std::move(world)) {}
+                   Recompute recompute = Recompute::kNone, bool outputs_read_images = false)
+      : megatron_(options),
+        recompute_(recompute),
+        outputs_read_images_(outputs_read_images),
+        world_(std::move(world)) {}
 
   // Returns the errors of CheckMegatronOptions, too.
   absl::Status LoadModel(const std::string& directory, const LoadOptions& options) override;
@@ -115,6 +118,7 @@ class MegatronStrategy : public Strategy {
 
   const MegatronOptions megatron_;
   const Recompute recompute_;
+  const bool outputs_read_images_;
   const std::shared_ptr<ranks::Communicator> world_;
   std::unique_ptr<ParallelMesh> mesh_;
   // nullptr if one rank computes the output.

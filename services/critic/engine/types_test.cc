@@ -18,6 +18,7 @@ TEST(TypesTest, AStepSurvivesAsBytes) {
   request.request_id = "request";
   request.payload_digest = "payload";
   request.expected_version = 5;
+  request.defer_digest = true;
   request.value_clip = 0.5;
   request.updates = {.num_mini_batches = 2, .num_epochs = 3};
   const ValueSample sample = {.prompt_token_ids = {1, 2},

@@ -169,10 +169,13 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
   if (options.freeze_base_model && options.speculator.adapter.empty()) {
     return InvalidField("speculator.adapter", "is required by freeze_base_model");
   }
+  EngineOptions core_options = options;
+  core_options.strategy.outputs_read_images =
+      !options.reference_model.empty() || !options.junior_model.empty();
   TANDEM_ASSIGN_OR_RETURN(
       std::unique_ptr<training::TrainingCore> core,
       training::TrainingCore::Create(
-          "trainer", "policy/", options,
+          "trainer", "policy/", core_options,
           {.head = HeadKind::kLm, .requires_grad = true, .freeze_all = options.freeze_base_model}));
   auto engine = std::make_unique<TorchEngine>(options, std::move(core), std::move(critic));
   TANDEM_RETURN_IF_ERROR(engine->Load());

@@ -94,6 +94,7 @@ TrainStepRequest SomeStep() {
   request.request_id = "request";
   request.payload_digest = "payload";
   request.expected_version = 5;
+  request.defer_digest = true;
   request.blobs = SomeBlobs();
   return request;
 }
