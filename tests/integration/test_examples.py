@@ -192,8 +192,10 @@ def test_the_acceptance_of_drafts_is_measured_before_and_after_and_during_grpo(
 ):
     acceptance = runpy.run_path(str(harness.REPOSITORY / "examples/speculator/acceptance.py"))
     config = yaml.safe_load(acceptance["CONFIG"].read_text())
+    (tmp_path / "reward.py").write_text(VARYING_REWARD)
     small = [
         *substitutes(config, model_of),
+        f"reward.function={tmp_path}/reward.py:reward",
         f"run_dir={tmp_path / 'run'}",
         f"cluster.directory={tmp_path / 'cluster'}",
         "steps=2",
