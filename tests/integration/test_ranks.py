@@ -187,12 +187,12 @@ def test_only_rank_zero_is_called(servers):
 def test_ranks_with_different_configurations_do_not_start(models, tmp_path, monkeypatch):
     start = LocalCluster._start_process
 
-    def with_another_seed(self, section, name, config_file, host, rank=0, environment=None):
+    def with_another_seed(self, section, name, config_file, config, rank=0, *further):
         if rank == 1:
             other = config_file.with_name("other.yaml")
             other.write_text(config_file.read_text() + "value_head_seed: 7\n")
             config_file = other
-        start(self, section, name, config_file, host, rank, environment or {})
+        return start(self, section, name, config_file, config, rank, *further)
 
     monkeypatch.setattr(LocalCluster, "_start_process", with_another_seed)
     with (
