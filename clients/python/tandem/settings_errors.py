@@ -111,13 +111,13 @@ def _foreign_value(path: Sequence[Any], value: Any) -> str:
 
 def _advice(schema: type[BaseModel], section: Sequence[Any], key: str, listed: set[Any]) -> str:
     known = fields_at(schema, section)
+    servers = [role for role, kind in _SERVERS.items() if key in kind.DESCRIPTOR.fields_by_name]
+    if servers and not section and "cluster" in schema.model_fields:
+        return f"; it is a setting of servers: {' or '.join(f'cluster.{r}.{key}' for r in servers)}"
     if close := difflib.get_close_matches(key, known, n=1):
         return f"; did you mean {close[0]!r}?"
     if elsewhere := list(_keys_named(schema, key)):
         return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
-    servers = [role for role, kind in _SERVERS.items() if key in kind.DESCRIPTOR.fields_by_name]
-    if servers and "cluster" in schema.model_fields:
-        return f"; it is a setting of servers: {' or '.join(f'cluster.{r}.{key}' for r in servers)}"
     if tuple(section) in listed:
         return ""
     listed.add(tuple(section))
