@@ -255,8 +255,17 @@ def test_a_lost_rank_ends_its_server_and_the_run_resumes(
                 wait_until(lambda: not other.running, seconds=10 * HEARTBEAT_SECONDS)
                 victim.process.kill()  # a stopped process does not act on SIGTERM
 
+        # Nobody starts the server again.
+        servers_of_run = harness.addresses_of(running).model_dump() | {"retry_seconds": 2.0}
         with pytest.raises(TandemError):
-            run_on(running, models, tmp_path / "run", on_step=lose, **SAVING)
+            run_on(
+                running,
+                models,
+                tmp_path / "run",
+                on_step=lose,
+                servers=servers_of_run,
+                **SAVING,
+            )
         assert re.search(rf"\brank {rank}\b", other.log.read_text())
         assert other.process.returncode == 1
     assert run_on(servers, models, tmp_path / "run", resume=True, **SAVING) == undisturbed
