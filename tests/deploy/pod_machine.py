@@ -100,7 +100,10 @@ class Machine:
         if rest[:2] != ["--resume", "auto"]:
             return [f"{pod.name}: does not resume"]
         local = self.mounts(pod, objects)
-        overrides = [replaced(word, local) for word in rest[2:]]
+        rest = rest[2:]
+        if rest[0] == "--wait-for-lock":
+            rest = rest[2:]
+        overrides = [replaced(word, local) for word in rest]
         try:
             config = settings.load(RunSettings, Path(replaced(file, local)), overrides)
         except ConfigError as error:

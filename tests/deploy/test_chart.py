@@ -707,8 +707,8 @@ def test_a_wrong_container_is_found(examples, models, certs, tmp_path, path, val
     [
         (f"{SERVER}/command/1", "learn", "runs tandem learn"),
         (f"{SERVER}/command/4", "never", "does not resume"),
-        (f"{SERVER}/command/5", "servers.rollouts=[a:1]", "rollouts"),
-        (f"{SERVER}/command/6", "steps=4", "is told of"),
+        (f"{SERVER}/command/7", "servers.rollouts=[a:1]", "rollouts"),
+        (f"{SERVER}/command/8", "steps=4", "is told of"),
         (f"{SERVER}/volumeMounts/2/mountPath", "/run", "run_dir is not on the volume"),
     ],
 )

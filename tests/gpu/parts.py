@@ -162,7 +162,7 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
             Part(
                 "memory errors",
                 60,
-                machine.python("memory.py", server, big / shape, device),
+                machine.python("memory_errors.py", server, big / shape, device),
             )
         ],
         *(

@@ -1,4 +1,4 @@
-"""Starts that cannot fit must say what to change: memory.py SERVER MODEL DEVICE"""
+"""Starts that cannot fit must say what to change: memory_errors.py SERVER MODEL DEVICE"""
 
 from __future__ import annotations
 
