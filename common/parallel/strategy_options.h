@@ -13,8 +13,8 @@ namespace tandem::parallel {
 struct StrategyOptions {
   std::string name;  // "single", "zero" or "megatron"
   Recompute recompute_granularity = Recompute::kNone;
-  // Whether functions of hidden states, which a pipeline calls on its last stage, read the images of
-  // a batch: other models do.
+  // Whether functions of hidden states, which a pipeline calls on its last stage, read the images
+  // of a batch: other models do.
   bool outputs_read_images = false;
   // Read by the strategy of that name alone.
   ZeroOptions zero = {};
