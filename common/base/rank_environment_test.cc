@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 
 namespace tandem {
@@ -105,7 +106,8 @@ TEST(RankEnvironmentTest, AVariableThatIsAloneIsNamedWithItsValue) {
   for (const auto& [name, value] : kComplete) {
     const absl::Status status = ReadWith({{name, value}}).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name;
-    EXPECT_NE(status.message().find(name + "='" + value + "'"), std::string::npos) << status;
+    EXPECT_NE(status.message().find(absl::StrCat(name, "='", value, "'")), std::string::npos)
+        << status;
   }
 }
 
