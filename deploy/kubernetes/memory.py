@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import manifests
 import yaml
 from safetensors import safe_open
 from tandem.cluster import find_binary
+from tandem.cluster_memory import PlannedMemory
 from tandem.settings import CheckpointSettings
 
 GIB = 2**30
@@ -53,10 +53,10 @@ def plan(role: str, config: dict[str, Any], ranks: int, models: Path) -> int:
         command = [find_binary(f"tandem-{role}-server"), "--config", file.name, "--check-config"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     # The plan is also printed where it is more than this machine has.
-    items = re.findall(r"(?m)^# +([0-9.]+) GB  (?!in all|available)(.*)$", done.stdout)
+    items = PlannedMemory.parse(role, done.stdout).items
     if not items:
         raise RuntimeError(done.stderr.strip())
-    return round(sum(float(size) * 1e9 for size, name in items if "(on the device)" not in name))
+    return round(sum(items.values()))
 
 
 def request(planned: int) -> int:

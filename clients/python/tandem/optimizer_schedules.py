@@ -27,8 +27,7 @@ _OPTIMIZERS = (
 
 def updates_in_run(settings: RunSettings, purpose: Purpose) -> int:
     """Returns the optimizer updates of a whole run, the most that a skipped step leaves."""
-    per_step = settings.updates_per_step if purpose == "train" else 1
-    return (settings.steps or 0) * per_step
+    return (settings.steps or 0) * _updates_per_step(settings, purpose)
 
 
 def with_run_settings(
@@ -48,15 +47,16 @@ def with_run_settings(
     if settings.max_model_len is not None:
         several = len(cluster.rollout) > 1
         named = [
-            *((f"rollout.{i}" if several else "rollout", s) for i, s in enumerate(cluster.rollout)),
-            ("trainer", cluster.trainer),
-            ("critic", cluster.critic),
+            *(
+                (f"rollout.{i}" if several else "rollout", section)
+                for i, section in enumerate(sections["rollout"])
+            ),
+            ("trainer", sections["trainer"]),
+            ("critic", sections["critic"]),
         ]
         for field, section in named:
             if section is not None:
                 _require_same("max_model_len", settings.max_model_len, section, f"cluster.{field}")
-        for section in [*sections["rollout"], sections["trainer"], sections["critic"]]:
-            if section is not None:
                 section["max_model_len"] = settings.max_model_len
     trainer = sections["trainer"]
     if settings.learning_rate is not None and trainer is not None:
@@ -98,8 +98,7 @@ def check_optimizers(
 
     `optimizers` are those of the servers as they begin, by their names in errors.
     """
-    per_step = settings.updates_per_step if purpose == "train" else 1
-    left = max(0, (settings.steps or 0) - steps_done) * per_step
+    left = max(0, (settings.steps or 0) - steps_done) * _updates_per_step(settings, purpose)
     for name, optimizer in optimizers.items():
         options = optimizer.options
         ends = options.schedule in (
@@ -150,13 +149,17 @@ def ends_early(
     field: str, total: int, updates: int, settings: RunSettings, purpose: Purpose
 ) -> ConfigError:
     """Returns the error for a schedule of `total` updates in a run that makes more."""
-    per_step = settings.updates_per_step if purpose == "train" else 1
+    per_step = _updates_per_step(settings, purpose)
     return ConfigError(
         f"{field}: the schedule ends after {total:,} optimizer updates, in step "
         f"{math.ceil(total / per_step) if total else 1:,}, with learning rate 0; the run makes "
         f"{updates:,} ({settings.steps:,} steps of {per_step:,})",
         hint="leave total_steps out: the schedule then ends with the run; or set min_learning_rate",
     )
+
+
+def _updates_per_step(settings: RunSettings, purpose: Purpose) -> int:
+    return settings.updates_per_step if purpose == "train" else 1
 
 
 def _with_total_steps(

@@ -212,14 +212,17 @@ CHANGES_BATCH = """
 """
 
 
-@pytest.mark.parametrize("way", [*WAYS, "batch", "awaited batch"])
-def test_no_call_sees_what_another_did_to_its_row(opened, way):
+def written(way, text, batch_text):
+    """Returns a judge's source for one way to call it, and its settings."""
     if way in WAYS:
         kind, settings = WAYS[way]
-        text = CHANGES.format(kind=kind)
-    else:
-        kind, settings = ("def" if way == "batch" else "async def"), {"batch": True}
-        text = CHANGES_BATCH.format(kind=kind)
+        return text.format(kind=kind), settings
+    return batch_text.format(kind="def" if way == "batch" else "async def"), {"batch": True}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "batch", "awaited batch"])
+def test_no_call_sees_what_another_did_to_its_row(opened, way):
+    text, settings = written(way, CHANGES, CHANGES_BATCH)
     example = Example(
         {"prompt": "w1", "info": {"target": [1]}, "tags": ["a"]}, "w1", [1], "rows.jsonl:7"
     )
@@ -308,12 +311,7 @@ DETAILED_BATCH = """
 
 @pytest.mark.parametrize("way", [*WAYS, "batch", "awaited batch"])
 def test_a_function_gets_the_details_that_it_declares(opened, way):
-    if way in WAYS:
-        kind, settings = WAYS[way]
-        text = DETAILED.format(kind=kind)
-    else:
-        kind, settings = ("def" if way == "batch" else "async def"), {"batch": True}
-        text = DETAILED_BATCH.format(kind=kind)
+    text, settings = written(way, DETAILED, DETAILED_BATCH)
     reward = opened(text, **settings)
     reward.check([EXAMPLE])
     trajectories = [
