@@ -1,4 +1,4 @@
-"""The memory of a local cluster's servers together: each server plans its own alone."""
+"""The memory of a local cluster's servers together: each server plans only its own."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Dataset:
 
 
 class LearntRows(Protocol):
-    """What of the rows is the text to learn, where it is no column beside the prompt."""
+    """The text to learn, where a column beside the prompt does not hold it."""
 
     def ends_in_answer(self, row: Mapping[str, Any]) -> bool:
         """Whether the last turn of `messages`, the assistant's, is the answer.

@@ -1,4 +1,4 @@
-"""What the steps of a run trained, and what they lost."""
+"""The trained and the lost work of a run's steps."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ LOCK = ".lock"
 # Seconds between two attempts, and between two notes, of a process that waits.
 _RETRY_SECONDS = 0.5
 _NOTE_SECONDS = 30.0
-# What flock says of a lock that another process holds.
+# The errors of flock for a lock that another process holds.
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-# What it says where the file system has no locks, as Lustre does unless it is mounted with them.
+# Its errors where the file system has no locks, as Lustre unless it is mounted with them.
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 

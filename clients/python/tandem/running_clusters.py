@@ -23,7 +23,7 @@ Client = TypeVar("Client", bound=Connection)
 
 
 class _Server(BaseModel):
-    """What other commands need of a server's record."""
+    """The fields of a server's record that other commands need."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["rollout", "trainer", "critic"]

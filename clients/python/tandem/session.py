@@ -533,7 +533,7 @@ class Session:
         for role in ("rollout", "trainer", "critic"):
             if getattr(settings.servers, role) is not None:
                 self.note(f"servers.{role} is not used: the run starts the servers of `cluster`")
-        # What a run does without is as it should be: it is said where somebody asks for the plan.
+        # A server without work in this run is not a mistake: only a dry run notes it.
         if self._dry_run and cluster.critic is not None and not uses.critic:
             self.note(
                 "this run needs no critic (objective.advantage_estimator: gae does), so "

@@ -113,7 +113,7 @@ def require_saved(
 
 
 def _made_by(ours: Collection[tuple[int, str]], held: server_pb2.WeightsVersion) -> bool:
-    # Of weights that were neither published nor saved the digest is not known.
+    # The digest of weights that were neither published nor saved is not known.
     if any(
         version == held.version and (digest == held.digest or "" in (digest, held.digest))
         for version, digest in ours

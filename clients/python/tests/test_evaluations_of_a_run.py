@@ -118,7 +118,7 @@ def test_an_evaluation_that_failed_is_made_by_the_resumed_run(run_file, tmp_path
     assert not (run / "evals.jsonl").exists()
     tandem("train", run_file, *options, "--resume")
     assert evaluated(run) == [(2, "solo"), (2, "handoff")]
-    # Of one that was cut off, what is missing.
+    # A resumed run completes an evaluation that was cut off: only the missing part runs.
     kept = (run / "evals.jsonl").read_text().splitlines(keepends=True)
     (run / "evals.jsonl").write_text(kept[0])
     tandem("train", run_file, *options, "--resume")

@@ -1,4 +1,4 @@
-"""What a request may ask of the OpenAI server, and what is checked before anything is built."""
+"""The limits of a request to the OpenAI server, and the checks before anything is built."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_a_mistake_in_a_function_is_to_be_corrected_not_skipped(tmp_path, judge,
     with pytest.raises(TandemError) as caught:
         judge(written(tmp_path, text), "x")
     assert "on_error" not in caught.value.hint
-    # What an outage may cause is no mistake of the user's: another start may succeed.
+    # An error that an outage may cause is not the user's mistake: another start may succeed.
     only_written = fault in ("undefined_name", "import no_such")
     assert isinstance(caught.value, ConfigError) == only_written
 

@@ -1,4 +1,4 @@
-"""What a judge is asked and what it answers.
+"""The questions to a judge and its answers.
 
 The processes of judges import this module, so it imports little.
 """

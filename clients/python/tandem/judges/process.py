@@ -46,7 +46,7 @@ class InProcess:
         """Returns what the function gives the case."""
         try:
             message = pickle.dumps(case, pickle.HIGHEST_PROTOCOL)
-        # What a row holds may raise anything.
+        # A value of a row may raise any error.
         except Exception as error:
             return failure_of(error)
         process = self._process
@@ -115,7 +115,7 @@ class _Process:
         """Returns the next message; None if the process dies, or is silent for `seconds`."""
         until = time.monotonic() + seconds
         with suppress(OSError, EOFError):
-            # What the process has forked may keep its ends open when it dies.
+            # Children of the process may keep the pipe open after the process dies.
             while not wait([self._connection, self._process.sentinel], timeout=_LOOK_SECONDS):
                 if self._process.exitcode is not None or time.monotonic() > until:
                     return None

@@ -18,7 +18,7 @@ MOST_ABANDONED = 256
 
 
 class Caller(Protocol):
-    """What makes the calls of one worker."""
+    """The maker of one worker's calls."""
 
     def __call__(self, case: Case) -> Outcome:
         """Returns what the function gives the case."""

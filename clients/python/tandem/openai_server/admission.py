@@ -1,4 +1,4 @@
-"""Who may work: the number of requests, the bytes of their bodies, and the calls that they make."""
+"""Admission: bounds on the requests at work, the bytes of their bodies and their calls."""
 
 from __future__ import annotations
 

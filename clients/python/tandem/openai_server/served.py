@@ -1,4 +1,4 @@
-"""What the rollout server serves at the moment of a request: it may be restarted at any time."""
+"""The model that the rollout server serves now: the server may restart at any time."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def trajectory_files(folder: Path) -> list[TrajectoryFile]:
 
 @dataclass(frozen=True)
 class Head:
-    """What trajectories are chosen by, without their tokens."""
+    """The fields that choose trajectories, without the tokens."""
 
     group_id: str
     reward: float | None

@@ -1,4 +1,4 @@
-"""What a page says of its run: model, method and the curve of its reward."""
+"""The description of a run on its page: model, method and the curve of its reward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 @dataclass(frozen=True)
 class About:
-    """What a page says of its run.
+    """The description of a run on its page.
 
     Attributes:
         name: of the run.
