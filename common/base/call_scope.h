@@ -6,8 +6,7 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
+#include "common/base/steady_time.h"
 
 namespace tandem {
 
@@ -15,7 +14,7 @@ namespace tandem {
 struct CallScope {
   std::string request_id;
   std::string traceparent = {};  // W3C trace context of the caller, well formed; "" for none
-  absl::Time deadline = absl::InfiniteFuture();
+  SteadyTime deadline = SteadyTime::InfiniteFuture();
   std::stop_token cancellation;  // requested once the caller is gone or its time is up
 
   bool cancelled() const { return cancellation.stop_requested(); }
@@ -23,7 +22,8 @@ struct CallScope {
   // OK while somebody waits for the result: else DEADLINE_EXCEEDED or CANCELLED. Long work asks now
   // and then.
   absl::Status Check() const {
-    if (absl::Now() >= deadline) return absl::DeadlineExceededError("the deadline has passed");
+    if (SteadyTime::Now() >= deadline)
+      return absl::DeadlineExceededError("the deadline has passed");
     if (cancelled()) return absl::CancelledError("the caller cancelled the call");
     return absl::OkStatus();
   }

@@ -8,6 +8,7 @@
 #include "common/base/error.h"
 #include "common/base/logging.h"
 #include "common/base/progress.h"
+#include "common/base/steady_time.h"
 
 namespace tandem {
 namespace {
@@ -42,7 +43,7 @@ absl::Status EngineThread::Enqueue(std::shared_ptr<Command> command) {
                           kFullRetryMilliseconds);
   }
   inbox_.push_back(std::move(command));
-  if (busy_since_ == absl::InfiniteFuture()) busy_since_ = options_.clock();
+  if (busy_since_ == SteadyTime::InfiniteFuture()) busy_since_ = options_.clock();
   wake_.notify_one();
   return absl::OkStatus();
 }
@@ -63,8 +64,7 @@ absl::Status EngineThread::RunInTurn(const CallScope& call, absl::FunctionRef<vo
   const auto settled = [&] { return command->started || command->done || stopping_; };
   absl::Status left;
   while (left.ok() && !settled()) {
-    command->changed.wait_until(lock, call.cancellation, absl::ToChronoTime(call.deadline),
-                                settled);
+    command->changed.wait_until(lock, call.cancellation, call.deadline.ToChrono(), settled);
     left = stopping_ ? ShutDownStatus() : call.Check();
   }
   if (!command->started && !command->done) {
@@ -85,14 +85,14 @@ void EngineThread::NoteProgressOfOthers() {
   last_progress_ = options_.clock();
 }
 
-absl::Time EngineThread::last_progress() const {
+SteadyTime EngineThread::last_progress() const {
   const std::lock_guard lock(mutex_);
   return last_progress_;
 }
 
 absl::Status EngineThread::Health() const {
   const std::lock_guard lock(mutex_);
-  if (busy_since_ == absl::InfiniteFuture()) return absl::OkStatus();
+  if (busy_since_ == SteadyTime::InfiniteFuture()) return absl::OkStatus();
   const absl::Duration still = options_.clock() - std::max(busy_since_, last_progress_);
   if (still < options_.stall_limit) return absl::OkStatus();
   return absl::UnavailableError(absl::StrCat(options_.name,
@@ -113,17 +113,17 @@ void EngineThread::Shutdown() {
 void EngineThread::WaitForWork(std::unique_lock<std::mutex>& lock) {
   const auto ready = [&] { return stopping_ || !inbox_.empty() || next_step_ <= options_.clock(); };
   if (ready()) return;
-  busy_since_ = absl::InfiniteFuture();
+  busy_since_ = SteadyTime::InfiniteFuture();
   while (!ready()) {
     wake_.wait_for(
         lock, absl::ToChronoNanoseconds(std::min(next_step_ - options_.clock(), absl::Hours(1))));
   }
-  if (busy_since_ == absl::InfiniteFuture()) busy_since_ = options_.clock();
+  if (busy_since_ == SteadyTime::InfiniteFuture()) busy_since_ = options_.clock();
 }
 
 void EngineThread::Loop() {
   const ProgressScope progress([this] { NoteProgressOfOthers(); });
-  if (options_.step) next_step_ = absl::InfinitePast();
+  if (options_.step) next_step_ = SteadyTime::InfinitePast();
   std::unique_lock lock(mutex_);
   for (;;) {
     WaitForWork(lock);
@@ -163,7 +163,7 @@ void EngineThread::RunCommand(std::unique_lock<std::mutex>& lock) {
   if (runs) {
     CountProgress();
     last_progress_ = options_.clock();
-    if (options_.step) next_step_ = absl::InfinitePast();  // there may be something to do now
+    if (options_.step) next_step_ = SteadyTime::InfinitePast();  // there may be something to do now
   }
   command->done = true;
   command->changed.notify_all();
@@ -171,7 +171,7 @@ void EngineThread::RunCommand(std::unique_lock<std::mutex>& lock) {
 
 void EngineThread::RunStep(std::unique_lock<std::mutex>& lock) {
   lock.unlock();
-  absl::Time next = absl::InfinitePast();
+  SteadyTime next = SteadyTime::InfinitePast();
   const absl::Status status = CatchExceptions(options_.name, [&] {
     next = options_.step();
     return absl::OkStatus();

@@ -25,10 +25,10 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "common/base/call_scope.h"
 #include "common/base/catch_exceptions.h"
+#include "common/base/steady_time.h"
 
 namespace tandem {
 
@@ -38,7 +38,7 @@ struct EngineThreadOptions {
   // Stall limit: Health fails when work waits or runs and nothing progressed for this long. It
   // exceeds the longest forward pass that a small machine may need.
   absl::Duration stall_limit = absl::Seconds(120);
-  std::function<absl::Time()> clock = absl::Now;
+  std::function<SteadyTime()> clock = SteadyTime::Now;
 
   // Functions that run on the engine thread; each may be empty.
 
@@ -46,7 +46,7 @@ struct EngineThreadOptions {
   std::function<void(absl::FunctionRef<void()> loop)> around = nullptr;
   // One step, between commands. Returns when it wants to run again: InfinitePast at once,
   // InfiniteFuture not before another command has run. Calls NoteProgress when it did something.
-  std::function<absl::Time()> step = nullptr;
+  std::function<SteadyTime()> step = nullptr;
   // A step threw. The next one comes after a short rest, unless a command is first.
   std::function<void(const absl::Status& error)> step_failed = nullptr;
 };
@@ -83,7 +83,7 @@ class EngineThread {
   // Another process, for which work waits here, has advanced. ProgressCount does not count it.
   void NoteProgressOfOthers();
   // The last progress; InfinitePast before the first.
-  absl::Time last_progress() const;
+  SteadyTime last_progress() const;
 
   // UNAVAILABLE when work waits or runs and nothing progressed for the stall limit. Never waits.
   absl::Status Health() const;
@@ -114,9 +114,9 @@ class EngineThread {
   std::condition_variable wake_;
   std::deque<std::shared_ptr<Command>> inbox_;
   bool stopping_ = false;
-  absl::Time next_step_ = absl::InfiniteFuture();
-  absl::Time busy_since_ = absl::InfiniteFuture();  // infinite while there is nothing to do
-  absl::Time last_progress_ = absl::InfinitePast();
+  SteadyTime next_step_ = SteadyTime::InfiniteFuture();
+  SteadyTime busy_since_ = SteadyTime::InfiniteFuture();  // infinite while there is nothing to do
+  SteadyTime last_progress_ = SteadyTime::InfinitePast();
   std::once_flag joined_;
   std::thread thread_;  // last: it uses everything above
 };

@@ -18,6 +18,7 @@
 #include "absl/synchronization/notification.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/progress.h"
+#include "common/base/steady_time.h"
 
 namespace tandem {
 namespace {
@@ -82,7 +83,7 @@ TEST(EngineThreadTest, ACallWhoseDeadlinePassesInTheQueueLeavesAndNeverRuns) {
   Blocker blocker(thread);
   bool ran = false;
   CallScope call;
-  call.deadline = absl::Now() + absl::Milliseconds(20);
+  call.deadline = SteadyTime::Now() + absl::Milliseconds(20);
   const absl::Status status = thread.Run(call, [&] {
     ran = true;
     return absl::OkStatus();
@@ -196,11 +197,11 @@ TEST(EngineThreadTest, StepsRunWhileThereIsWorkAndCommandsComeBetweenThem) {
   absl::Notification done;
   EngineThread* self = nullptr;
   EngineThread thread({.step = [&] {
-    if (work == 0) return absl::InfiniteFuture();
+    if (work == 0) return SteadyTime::InfiniteFuture();
     events.push_back("step");
     if (work == 3) self->Post([&] { events.push_back("command"); }).IgnoreError();
     if (--work == 0) done.Notify();
-    return absl::InfinitePast();
+    return SteadyTime::InfinitePast();
   }});
   self = &thread;
   ASSERT_TRUE(thread.Post([&] { work = 3; }).ok());
@@ -210,12 +211,12 @@ TEST(EngineThreadTest, StepsRunWhileThereIsWorkAndCommandsComeBetweenThem) {
 
 TEST(EngineThreadTest, AStepMayAskForALaterTime) {
   absl::Notification second;
-  std::vector<absl::Time> began;
+  std::vector<SteadyTime> began;
   const absl::Duration wait = absl::Milliseconds(50);
   EngineThread thread({.step = [&] {
-    began.push_back(absl::Now());
+    began.push_back(SteadyTime::Now());
     if (began.size() == 2) second.Notify();
-    return began.size() < 2 ? absl::Now() + wait : absl::InfiniteFuture();
+    return began.size() < 2 ? SteadyTime::Now() + wait : SteadyTime::InfiniteFuture();
   }});
   second.WaitForNotification();
   EXPECT_GE(began[1], began[0] + wait);
@@ -224,7 +225,7 @@ TEST(EngineThreadTest, AStepMayAskForALaterTime) {
 TEST(EngineThreadTest, AFailingStepIsReportedAndDoesNotSpin) {
   std::atomic<int> steps = 0;
   std::atomic<int> failures = 0;
-  EngineThread thread({.step = [&]() -> absl::Time {
+  EngineThread thread({.step = [&]() -> SteadyTime {
                          ++steps;
                          throw std::runtime_error("bad step");
                        },
@@ -242,7 +243,7 @@ TEST(EngineThreadTest, AFailingStepIsReportedAndDoesNotSpin) {
 
 TEST(EngineThreadTest, AFailureWhileAFailureIsToldDoesNotEndTheThread) {
   std::atomic<int> told = 0;
-  EngineThread thread({.step = [&]() -> absl::Time { throw std::runtime_error("bad step"); },
+  EngineThread thread({.step = [&]() -> SteadyTime { throw std::runtime_error("bad step"); },
                        .step_failed =
                            [&](const absl::Status&) {
                              ++told;
@@ -264,8 +265,9 @@ TEST(EngineThreadTest, TheThreadHasItsName) {
 
 TEST(EngineThreadTest, HealthFailsWhenNothingProgressesWhileWorkWaits) {
   std::atomic<int64_t> seconds = 0;
-  EngineThread thread({.stall_limit = absl::Seconds(10),
-                       .clock = [&] { return absl::FromUnixSeconds(1000 + seconds); }});
+  EngineThread thread({.stall_limit = absl::Seconds(10), .clock = [&] {
+                         return SteadyTime() + absl::Seconds(1000 + seconds.load());
+                       }});
   EXPECT_TRUE(thread.Run({}, Nothing).ok());
   seconds += 100;
   EXPECT_TRUE(thread.Health().ok()) << "an idle engine is healthy";
@@ -289,8 +291,9 @@ TEST(EngineThreadTest, HealthFailsWhenNothingProgressesWhileWorkWaits) {
 // A save to a slow disk takes longer than the stall limit, and is healthy all the while.
 TEST(EngineThreadTest, TransfersOfFilesAreProgress) {
   std::atomic<int64_t> seconds = 0;
-  EngineThread thread({.stall_limit = absl::Seconds(10),
-                       .clock = [&] { return absl::FromUnixSeconds(1000 + seconds); }});
+  EngineThread thread({.stall_limit = absl::Seconds(10), .clock = [&] {
+                         return SteadyTime() + absl::Seconds(1000 + seconds.load());
+                       }});
   const int64_t counted = ProgressCount();
   const absl::Status saved = thread.Run({}, [&]() -> absl::Status {
     for (int transfer = 0; transfer < 20; ++transfer) {
@@ -308,8 +311,9 @@ TEST(EngineThreadTest, TransfersOfFilesAreProgress) {
 // What waits for another process is healthy while that process advances.
 TEST(EngineThreadTest, ProgressOfOthersIsProgressThatIsNotCounted) {
   std::atomic<int64_t> seconds = 0;
-  EngineThread thread({.stall_limit = absl::Seconds(10),
-                       .clock = [&] { return absl::FromUnixSeconds(1000 + seconds); }});
+  EngineThread thread({.stall_limit = absl::Seconds(10), .clock = [&] {
+                         return SteadyTime() + absl::Seconds(1000 + seconds.load());
+                       }});
   const Blocker blocker(thread);
   seconds += 10;
   EXPECT_FALSE(thread.Health().ok());
@@ -325,13 +329,13 @@ TEST(EngineThreadTest, HealthFailsForStepsThatNeverProgress) {
   EngineThread* self = nullptr;
   absl::Notification ready;
   EngineThread thread({.stall_limit = absl::Seconds(10),
-                       .clock = [&] { return absl::FromUnixSeconds(seconds); },
+                       .clock = [&] { return SteadyTime() + absl::Seconds(seconds.load()); },
                        .step =
                            [&] {
                              ready.WaitForNotification();
                              if (move) self->NoteProgress();
                              std::this_thread::yield();
-                             return absl::InfinitePast();
+                             return SteadyTime::InfinitePast();
                            }});
   self = &thread;
   ready.Notify();
@@ -353,7 +357,7 @@ TEST(EngineThreadTest, HoldsUnderLoad) {
         std::stop_source source;
         CallScope call;
         call.cancellation = source.get_token();
-        if (i % 3 == 0) call.deadline = absl::Now() + absl::Microseconds(20);
+        if (i % 3 == 0) call.deadline = SteadyTime::Now() + absl::Microseconds(20);
         std::thread canceller;
         if (i % 20 == 0) canceller = std::thread([&] { source.request_stop(); });
         const absl::StatusOr<int> result = thread.Run(call, [&]() -> absl::StatusOr<int> {

@@ -13,14 +13,14 @@ void KeepFreedMemory() {
   mallopt(M_MMAP_THRESHOLD, kMmapThreshold);
 }
 
-bool FreedMemory::Look(absl::Time now) {
+bool FreedMemory::Look(SteadyTime now) {
   if (static_cast<int64_t>(mallinfo2().fordblks) <= kMaxFreedBytes) {
-    much_since_ = absl::InfiniteFuture();
+    much_since_ = SteadyTime::InfiniteFuture();
     return false;
   }
   much_since_ = std::min(much_since_, now);
   if (now - much_since_ < kFreedTime) return false;
-  much_since_ = absl::InfiniteFuture();
+  much_since_ = SteadyTime::InfiniteFuture();
   return malloc_trim(0) == 1;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "absl/time/time.h"
+#include "common/base/steady_time.h"
 
 namespace tandem {
 
@@ -26,10 +27,10 @@ void KeepFreedMemory();
 class FreedMemory {
  public:
   // Looks; takes milliseconds. Returns whether memory went back. To be called about every second.
-  bool Look(absl::Time now);
+  bool Look(SteadyTime now);
 
  private:
-  absl::Time much_since_ = absl::InfiniteFuture();
+  SteadyTime much_since_ = SteadyTime::InfiniteFuture();
 };
 
 }  // namespace tandem

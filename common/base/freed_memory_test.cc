@@ -8,8 +8,6 @@
 #include <memory>
 #include <vector>
 
-#include "absl/time/clock.h"
-
 namespace tandem {
 namespace {
 
@@ -31,7 +29,7 @@ TEST(FreedMemory, GoesBackAlthoughSomethingBehindItLives) {
   const std::unique_ptr<char[]> last = std::move(buffers.back());  // keeps the heap's end in use
   buffers.clear();
   ASSERT_GT(ResidentBytes(), before + kMaxFreedBytes) << "glibc keeps it";
-  const absl::Time start = absl::Now();
+  const SteadyTime start = SteadyTime::Now();
   FreedMemory freed;
   EXPECT_FALSE(freed.Look(start));
   EXPECT_FALSE(freed.Look(start + kFreedTime - absl::Seconds(1)));
@@ -42,7 +40,7 @@ TEST(FreedMemory, GoesBackAlthoughSomethingBehindItLives) {
 TEST(FreedMemory, MemoryThatIsTakenAgainInBetweenStays) {
   constexpr int kBuffers = 20'000;
   constexpr int kBufferBytes = 8 << 10;
-  const absl::Time start = absl::Now();
+  const SteadyTime start = SteadyTime::Now();
   FreedMemory freed;
   std::vector<std::unique_ptr<char[]>> buffers;
   const auto take = [&] {
@@ -61,8 +59,8 @@ TEST(FreedMemory, MemoryThatIsTakenAgainInBetweenStays) {
 
 TEST(FreedMemory, LittleIsKept) {
   FreedMemory freed;
-  EXPECT_FALSE(freed.Look(absl::Now()));
-  EXPECT_FALSE(freed.Look(absl::Now() + absl::Hours(1)));
+  EXPECT_FALSE(freed.Look(SteadyTime::Now()));
+  EXPECT_FALSE(freed.Look(SteadyTime::Now() + absl::Hours(1)));
 }
 
 int64_t PageFaults() {

@@ -92,6 +92,9 @@ struct LoadOptions {
   // neither read from the files nor given memory. The caller reads what it keeps (ReadSource), and
   // gives a block memory while it runs.
   bool without_memory = false;
+  // Computes Model::weights_digest, which reads every value of the files. A rank of several that
+  // holds a part leaves it out: the ranks add the digest up (parallel::ParametersDigest).
+  bool computes_digest = true;
 };
 
 // One sequence of a cached forward.
@@ -114,6 +117,9 @@ struct DecodeInput {
 struct SourceParameters {
   std::shared_ptr<const void> files;  // the tensors live as long as this
   NamedTensors tensors;               // in the files' types, in the order of Model::Parameters
+
+  // A digest of the beginning of every tensor. It tells two models apart, and not every change.
+  std::string Mark() const;
 };
 
 class Model {
@@ -148,7 +154,7 @@ class Model {
   at::ScalarType weight_dtype() const { return placement_.weight_dtype; }
   int64_t shard_count() const { return placement_.shard_count; }
   // WeightsDigest (common/weights/weights_digest.h) of the values in the files that were loaded,
-  // whatever type and shard of them is stored here.
+  // whatever type and shard of them is stored here. Empty without LoadOptions::computes_digest.
   const std::string& weights_digest() const { return weights_digest_; }
 
   // [T, H]: the hidden states after the final norm, which the fused loss and the heads consume.

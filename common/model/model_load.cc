@@ -188,6 +188,15 @@ absl::StatusOr<SourceParameters> Model::ReadSource() const {
   return source;
 }
 
+std::string SourceParameters::Mark() const {
+  constexpr int64_t kValues = 256;
+  WeightsHasher hasher;
+  for (const auto& [name, tensor] : tensors) {
+    hasher.Add(name, tensor.reshape(-1).narrow(0, 0, std::min(tensor.numel(), kValues)));
+  }
+  return hasher.Hex();
+}
+
 void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options) {
   const at::NoGradGuard no_grad;
   WeightsHasher hasher;
@@ -202,9 +211,9 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
       exact = parameter.value.defined() && parameter.shard.count == 1 && parameter.value.is_cpu() &&
               parameter.value.scalar_type() == at::kFloat;
     }
-    hasher.Add(parameter.spec.name, exact ? parameter.value : whole);
+    if (options.computes_digest) hasher.Add(parameter.spec.name, exact ? parameter.value : whole);
   }
-  weights_digest_ = hasher.Hex();
+  if (options.computes_digest) weights_digest_ = hasher.Hex();
   OnWeightsChanged();
 }
 

@@ -21,9 +21,9 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "common/base/host_port.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/ranks/deadline.h"
 #include "common/ranks/local_address.h"
 
@@ -90,7 +90,7 @@ RankStore::~RankStore() = default;
 absl::StatusOr<std::unique_ptr<RankStore>> RankStore::Connect(const RankEnvironment& environment,
                                                               const std::string& prefix,
                                                               absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const SteadyTime deadline = SteadyTime::Now() + timeout;
   const bool host = environment.rank == 0;
   const auto state = std::make_shared<State>();
   const absl::Status status = RunUntil(deadline + kC10dGrace, "store", [=]() -> absl::Status {
@@ -101,7 +101,7 @@ absl::StatusOr<std::unique_ptr<RankStore>> RankStore::Connect(const RankEnvironm
     TANDEM_ASSIGN_OR_RETURN(
         state->local_address,
         LocalAddressToward(environment.master_addr, environment.master_port, deadline));
-    if (!host) store = OpenStore(environment, host, deadline - absl::Now());
+    if (!host) store = OpenStore(environment, host, deadline - SteadyTime::Now());
     state->store = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
     return absl::OkStatus();
   });

@@ -11,8 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/ranks/c10d_transport.h"
 #include "common/ranks/deadline.h"
 
@@ -57,13 +57,13 @@ std::vector<at::Tensor> RowRanges(absl::string_view what, const at::Tensor& tens
 }
 
 // Waits until all ranks have joined at the store. The error names the missing ones.
-absl::Status AwaitAll(RankStore& store, const RankEnvironment& environment, absl::Time deadline) {
+absl::Status AwaitAll(RankStore& store, const RankEnvironment& environment, SteadyTime deadline) {
   std::vector<std::string> keys;
   for (int rank = 0; rank < environment.world_size; ++rank) {
     keys.push_back(absl::StrCat("joined/", rank));
   }
   store.Set(keys[environment.rank], "");
-  if (store.WaitFor(keys, deadline - absl::Now())) return absl::OkStatus();
+  if (store.WaitFor(keys, deadline - SteadyTime::Now())) return absl::OkStatus();
   std::vector<int> missing;
   for (int rank = 0; rank < environment.world_size; ++rank) {
     if (!store.Has(keys[rank])) missing.push_back(rank);
@@ -133,7 +133,7 @@ Communicator::~Communicator() = default;
 
 absl::StatusOr<std::shared_ptr<Communicator>> Communicator::Connect(
     const RankEnvironment& environment, const CommunicatorOptions& options) {
-  const absl::Time deadline = absl::Now() + options.timeout;
+  const SteadyTime deadline = SteadyTime::Now() + options.timeout;
   std::vector<int> ranks(environment.world_size);
   for (int rank = 0; rank < environment.world_size; ++rank) ranks[rank] = rank;
   std::shared_ptr<Communicator> world(
@@ -142,7 +142,7 @@ absl::StatusOr<std::shared_ptr<Communicator>> Communicator::Connect(
   TANDEM_ASSIGN_OR_RETURN(world->store_,
                           RankStore::Connect(environment, "communicator", options.timeout));
   // Every step has a time limit but for the answer of a rank that is stopped, or that is none.
-  const absl::Time give_up = deadline + kC10dGrace;
+  const SteadyTime give_up = deadline + kC10dGrace;
   const absl::Status status = RunUntil(give_up, "process group", [=]() -> absl::Status {
     const c10::OptionalDeviceGuard guard(
         options.device.has_index() ? std::optional<c10::Device>(options.device) : std::nullopt);

@@ -6,18 +6,18 @@
 #include <thread>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "common/base/steady_time.h"
 #include "common/tensor/catch_torch_errors.h"
 
 namespace tandem::ranks {
 
-absl::Status RunUntil(absl::Time deadline, absl::string_view what,
+absl::Status RunUntil(SteadyTime deadline, absl::string_view what,
                       std::function<absl::Status()> body) {
   auto task = std::make_shared<std::packaged_task<absl::Status()>>(
       [what = std::string(what), body = std::move(body)] { return CatchTorchErrors(what, body); });
   std::future<absl::Status> result = task->get_future();
   std::thread thread([task] { (*task)(); });
-  const auto left = absl::ToChronoMilliseconds(deadline - absl::Now());
+  const auto left = absl::ToChronoMilliseconds(deadline - SteadyTime::Now());
   if (result.wait_for(left) != std::future_status::ready) {
     thread.detach();
     return absl::DeadlineExceededError(

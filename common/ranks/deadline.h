@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::ranks {
 
@@ -18,7 +19,7 @@ inline constexpr absl::Duration kC10dGrace = absl::Seconds(2);
 // can stop it, so its thread is left behind with all that `body` owns. `body` must refer to nothing
 // that may end before it does. The message is for a peer that accepts a connection and never
 // answers.
-absl::Status RunUntil(absl::Time deadline, absl::string_view what,
+absl::Status RunUntil(SteadyTime deadline, absl::string_view what,
                       std::function<absl::Status()> body);
 
 }  // namespace tandem::ranks

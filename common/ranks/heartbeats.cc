@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::ranks {
 namespace {
@@ -47,14 +48,14 @@ std::string LeftRecord() { return std::string(kLeft); }
 
 std::string FailedRecord(absl::string_view failure) { return absl::StrCat(kFailed, failure); }
 
-Heartbeats::Heartbeats(int rank, int world_size, absl::Duration silence, absl::Time now)
+Heartbeats::Heartbeats(int rank, int world_size, absl::Duration silence, SteadyTime now)
     : rank_(rank),
       silence_(silence),
       last_update_(now),
       peers_(static_cast<size_t>(world_size),
              Peer{.record = "", .process = "", .changed = now, .progress = 0}) {}
 
-void Heartbeats::Update(const std::vector<std::string>& records, absl::Time now) {
+void Heartbeats::Update(const std::vector<std::string>& records, SteadyTime now) {
   const bool stood_still = now - last_update_ > silence_ / 2;
   last_update_ = now;
   for (size_t rank = 0; rank < peers_.size(); ++rank) {
@@ -106,7 +107,7 @@ bool Heartbeats::OthersHaveConcluded() const {
   return true;
 }
 
-bool StoreSilence::MissedAll(absl::Time last_answer) {
+bool StoreSilence::MissedAll(SteadyTime last_answer) {
   missed_ = last_answer == seen_ ? missed_ + 1 : 0;
   seen_ = last_answer;
   return missed_ >= kQuarters;

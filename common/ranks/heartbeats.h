@@ -10,6 +10,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::ranks {
 
@@ -25,13 +26,13 @@ class Heartbeats {
  public:
   // The view of `rank` among `world_size` ranks. The others have `silence` from `now` on for their
   // first beat.
-  Heartbeats(int rank, int world_size, absl::Duration silence, absl::Time now);
+  Heartbeats(int rank, int world_size, absl::Duration silence, SteadyTime now);
 
   // Takes over the records of all ranks, read from the store at `now`. If more than half of
   // `silence` has passed since the last call, this process, perhaps with its whole machine, stood
   // still: then no silence up to now counts.
-  void Update(const std::vector<std::string>& records, absl::Time now);
-  absl::Time last_update() const { return last_update_; }
+  void Update(const std::vector<std::string>& records, SteadyTime now);
+  SteadyTime last_update() const { return last_update_; }
 
   // Returns the failure that another rank has reported, or "rank 3 (pid 123 on host) has been
   // silent for 15s" for a rank whose record has not changed for `silence`. Empty if there is none.
@@ -51,13 +52,13 @@ class Heartbeats {
  private:
   struct Peer {
     std::string record, process;
-    absl::Time changed;
+    SteadyTime changed;
     int64_t progress = 0;
   };
 
   const int rank_;
   const absl::Duration silence_;
-  absl::Time last_update_;
+  SteadyTime last_update_;
   std::vector<Peer> peers_;
 };
 
@@ -67,10 +68,10 @@ class StoreSilence {
  public:
   static constexpr int kQuarters = 4;
   // `last_answer` is when the store last answered. Returns whether it has missed four quarters.
-  bool MissedAll(absl::Time last_answer);
+  bool MissedAll(SteadyTime last_answer);
 
  private:
-  absl::Time seen_ = absl::InfinitePast();
+  SteadyTime seen_ = SteadyTime::InfinitePast();
   int missed_ = 0;
 };
 

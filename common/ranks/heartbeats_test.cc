@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::ranks {
 namespace {
@@ -15,7 +16,7 @@ using ::testing::EndsWith;
 using ::testing::StartsWith;
 
 constexpr absl::Duration kSilence = absl::Seconds(16);
-constexpr absl::Time kStart = absl::UnixEpoch();
+constexpr SteadyTime kStart = SteadyTime();
 
 // Rank 1 of three, which reads the records once a second of the test's own time.
 class HeartbeatsTest : public testing::Test {
@@ -43,7 +44,7 @@ class HeartbeatsTest : public testing::Test {
     return -1;
   }
 
-  absl::Time now_ = kStart;
+  SteadyTime now_ = kStart;
   int64_t count_ = 0, progress_ = 0;
   std::vector<std::string> records_ = {"", "", ""};
   Heartbeats heartbeats_{kOwn, 3, kSilence, kStart};
@@ -153,7 +154,7 @@ TEST(StoreSilenceTest, AStoreThatMissesFourQuartersIsSilent) {
 
 TEST(StoreSilenceTest, AnAnswerStartsTheCountAgain) {
   StoreSilence silence;
-  absl::Time answer = kStart;
+  SteadyTime answer = kStart;
   for (int round = 0; round < 10; ++round) {
     answer += absl::Seconds(1);
     for (int quarter = 0; quarter < 4; ++quarter) EXPECT_FALSE(silence.MissedAll(answer));

@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::ranks {
 namespace {
@@ -23,10 +23,10 @@ constexpr absl::Duration kRetryDelay = absl::Milliseconds(20);
 constexpr absl::Duration kLongestAttempt = absl::Seconds(5);
 
 // Returns 0 or an errno.
-int Connect(int fd, const addrinfo& target, absl::Time deadline) {
+int Connect(int fd, const addrinfo& target, SteadyTime deadline) {
   if (connect(fd, target.ai_addr, target.ai_addrlen) == 0) return 0;
   if (errno != EINPROGRESS) return errno;
-  const absl::Duration left = std::min(deadline - absl::Now(), kLongestAttempt);
+  const absl::Duration left = std::min(deadline - SteadyTime::Now(), kLongestAttempt);
   pollfd ready = {.fd = fd, .events = POLLOUT, .revents = 0};
   if (poll(&ready, 1, static_cast<int>(std::max<int64_t>(absl::ToInt64Milliseconds(left), 1))) <=
       0) {
@@ -37,7 +37,7 @@ int Connect(int fd, const addrinfo& target, absl::Time deadline) {
   return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) == 0 ? error : errno;
 }
 
-absl::StatusOr<std::string> Attempt(const addrinfo& target, absl::Time deadline) {
+absl::StatusOr<std::string> Attempt(const addrinfo& target, SteadyTime deadline) {
   const int fd = socket(target.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return absl::UnavailableError(std::strerror(errno));
   int error = Connect(fd, target, deadline);
@@ -57,7 +57,7 @@ absl::StatusOr<std::string> Attempt(const addrinfo& target, absl::Time deadline)
 }  // namespace
 
 absl::StatusOr<std::string> LocalAddressToward(const std::string& host, int port,
-                                               absl::Time deadline) {
+                                               SteadyTime deadline) {
   addrinfo hints = {};
   hints.ai_socktype = SOCK_STREAM;
   absl::Status last = absl::UnavailableError("the time limit has passed");
@@ -78,7 +78,7 @@ absl::StatusOr<std::string> LocalAddressToward(const std::string& host, int port
         }
       }
     }
-    if (absl::Now() + kRetryDelay >= deadline) return last;
+    if (SteadyTime::Now() + kRetryDelay >= deadline) return last;
     absl::SleepFor(kRetryDelay);
   }
 }

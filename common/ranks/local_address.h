@@ -5,7 +5,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::ranks {
 
@@ -13,7 +13,7 @@ namespace tandem::ranks {
 // Tries to connect until a process listens there. UNAVAILABLE, with the system's message, if none
 // does by `deadline`.
 absl::StatusOr<std::string> LocalAddressToward(const std::string& host, int port,
-                                               absl::Time deadline);
+                                               SteadyTime deadline);
 
 }  // namespace tandem::ranks
 

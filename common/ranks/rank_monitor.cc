@@ -15,6 +15,7 @@
 #include "common/base/logging.h"
 #include "common/base/progress.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/ranks/c10d_transport.h"
 #include "common/ranks/heartbeats.h"
 
@@ -22,9 +23,6 @@ namespace tandem::ranks {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// A clock that goes on while the machine does, and never jumps.
-absl::Time Now() { return absl::UnixEpoch() + absl::FromChrono(Clock::now().time_since_epoch()); }
 
 }  // namespace
 
@@ -39,7 +37,7 @@ class RankMonitor::Watch {
         interval_(absl::ToChronoNanoseconds(std::min(absl::Seconds(1), options_.silence / 8))),
         silence_(absl::ToChronoNanoseconds(options_.silence)),
         store_(std::move(store)),
-        heartbeats_(environment.rank, environment.world_size, options_.silence, Now()) {
+        heartbeats_(environment.rank, environment.world_size, options_.silence, SteadyTime::Now()) {
     for (int rank = 0; rank < environment.world_size; ++rank) {
       keys_.push_back(absl::StrCat(rank));
     }
@@ -132,7 +130,7 @@ class RankMonitor::Watch {
   void ReadRecords() {
     const std::vector<std::string> records = store_->Get(keys_);
     const std::lock_guard lock(mutex_);
-    heartbeats_.Update(records, Now());
+    heartbeats_.Update(records, SteadyTime::Now());
     progress_of_others_ = heartbeats_.progress_of_others();
   }
 

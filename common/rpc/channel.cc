@@ -12,7 +12,9 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/host_port.h"
 #include "common/base/logging.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/access_control.h"
+#include "common/rpc/grpc_time.h"
 #include "common/rpc/request_id.h"
 #include "common/rpc/server.h"
 
@@ -144,11 +146,11 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address,
       std::move(interceptors));
 }
 
-std::unique_ptr<grpc::ClientContext> MakeClientContext(absl::Time deadline,
+std::unique_ptr<grpc::ClientContext> MakeClientContext(SteadyTime deadline,
                                                        const std::string& request_id,
                                                        const std::string& traceparent) {
   auto context = std::make_unique<grpc::ClientContext>();
-  if (deadline != absl::InfiniteFuture()) context->set_deadline(absl::ToChronoTime(deadline));
+  if (deadline != SteadyTime::InfiniteFuture()) context->set_deadline(ToGrpcTime(deadline));
   if (!request_id.empty()) context->AddMetadata(kRequestIdKey, request_id);
   if (!traceparent.empty()) context->AddMetadata(kTraceparentKey, traceparent);
   return context;

@@ -14,10 +14,10 @@
 #include <string>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "common/base/call_scope.h"
 #include "common/base/file_stamps.h"
+#include "common/base/steady_time.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::rpc {
@@ -62,7 +62,7 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address,
                                            const ChannelOptions& options);
 
 // A context with the deadline, the request id and the trace context ("" for none).
-std::unique_ptr<grpc::ClientContext> MakeClientContext(absl::Time deadline,
+std::unique_ptr<grpc::ClientContext> MakeClientContext(SteadyTime deadline,
                                                        const std::string& request_id = "",
                                                        const std::string& traceparent = "");
 
@@ -71,8 +71,8 @@ std::unique_ptr<grpc::ClientContext> MakeClientContext(absl::Time deadline,
 class CallContext {
  public:
   CallContext(const CallScope& call, absl::Duration timeout)
-      : context_(MakeClientContext(std::min(call.deadline, absl::Now() + timeout), call.request_id,
-                                   call.traceparent)),
+      : context_(MakeClientContext(std::min(call.deadline, SteadyTime::Now() + timeout),
+                                   call.request_id, call.traceparent)),
         cancel_(call.cancellation, Cancel{context_.get()}) {}
 
   grpc::ClientContext* get() { return context_.get(); }

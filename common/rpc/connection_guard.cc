@@ -29,9 +29,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
 #include "common/base/host_port.h"
 #include "common/base/logging.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/client_stream.h"
 #include "common/rpc/http2_inspector.h"
 #include "common/rpc/rate_limit.h"
@@ -114,7 +114,7 @@ std::string HostOf(const sockaddr_storage& address, socklen_t size) {
 
 // `count` events at once, and as many again in `seconds`.
 RateLimit BurstOf(int64_t count, double seconds) {
-  return {static_cast<double>(count), static_cast<double>(count) / seconds, absl::Now()};
+  return {static_cast<double>(count), static_cast<double>(count) / seconds, SteadyTime::Now()};
 }
 
 // Ends the part of a socket's name that PeerName returns; gRPC does not escape it.
@@ -165,7 +165,7 @@ class ConnectionGuard::Relay {
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         resets_(BurstOf(limits.max_resets_per_second, 1)),
-        log_lines_(10, 1, absl::Now()) {
+        log_lines_(10, 1, SteadyTime::Now()) {
     // The counters exist from the start, for alerts.
     for (const char* cause : cause::kAll) metrics_.Counter(metric::kConnectionsClosed, {cause});
   }
@@ -232,8 +232,8 @@ class ConnectionGuard::Relay {
     int64_t open_streams = 0;
     int64_t num_resets = 0;
     int64_t num_control_frames = 0;
-    const absl::Time accepted = absl::Now();
-    absl::Time active = accepted;
+    const SteadyTime accepted = SteadyTime::Now();
+    SteadyTime active = accepted;
   };
 
   void Wake() {
@@ -254,7 +254,7 @@ class ConnectionGuard::Relay {
     sigemptyset(&broken_pipe);
     sigaddset(&broken_pipe, SIGPIPE);
     pthread_sigmask(SIG_BLOCK, &broken_pipe, nullptr);
-    std::optional<absl::Time> deadline;
+    std::optional<SteadyTime> deadline;
     std::array<epoll_event, 64> events;
     while (true) {
       const bool waits =
@@ -272,8 +272,8 @@ class ConnectionGuard::Relay {
       connections_gauge_.Set(static_cast<double>(connections_.size()));
       if (!listening_) listeners_.clear();
       if (!ending_) continue;
-      if (!deadline.has_value()) deadline = absl::Now() + kFlushTime;
-      if (connections_.empty() || absl::Now() > *deadline) return;
+      if (!deadline.has_value()) deadline = SteadyTime::Now() + kFlushTime;
+      if (connections_.empty() || SteadyTime::Now() > *deadline) return;
     }
   }
 
@@ -351,12 +351,12 @@ class ConnectionGuard::Relay {
 
   void Accept(std::string host, Socket client) {
     RateLimit& churn = ChurnOf(host);
-    if (churn.overdrawn(absl::Now())) {
+    if (churn.overdrawn(SteadyTime::Now())) {
       Refuse(host, std::move(client), cause::kChurn,
              "too many connections were opened, or closed with open calls, from this address");
       return;
     }
-    churn.Take(tls_ == nullptr ? 1 : kHandshakeChurn, absl::Now());
+    churn.Take(tls_ == nullptr ? 1 : kHandshakeChurn, SteadyTime::Now());
     if (!MakeRoom(host)) {
       Refuse(host, std::move(client), cause::kConnections,
              "the server has as many connections as it can, all with calls");
@@ -423,7 +423,7 @@ class ConnectionGuard::Relay {
       Close(connection);
       return;
     }
-    if (absl::Now() < connection.accepted + kHandshakeTime) return;
+    if (SteadyTime::Now() < connection.accepted + kHandshakeTime) return;
     Deny(connection, ClientStream::TooSlow());
   }
 
@@ -537,7 +537,7 @@ class ConnectionGuard::Relay {
   // Brings the totals up to date and closes who is beyond a limit.
   void Count(Connection& connection) {
     const Http2Inspector& inspector = connection.inspector;
-    const absl::Time now = absl::Now();
+    const SteadyTime now = SteadyTime::Now();
     connection.active = now;
     unfinished_bytes_ += inspector.unfinished_bytes() -
                          std::exchange(connection.unfinished_bytes, inspector.unfinished_bytes());
@@ -592,7 +592,7 @@ class ConnectionGuard::Relay {
 
   // Reads a connection again that was held back, once there is room for its resets.
   void Release(Connection& connection) {
-    if (resets_.overdrawn(absl::Now())) return;
+    if (resets_.overdrawn(SteadyTime::Now())) return;
     connection.held_back = false;
     --num_held_back_;
     WatchBoth(connection);
@@ -691,7 +691,7 @@ class ConnectionGuard::Relay {
 
   // The churn that clients of an address have left.
   RateLimit& ChurnOf(const std::string& host) {
-    const absl::Time now = absl::Now();
+    const SteadyTime now = SteadyTime::Now();
     if (churn_.size() >= kMaxHosts) {
       for (auto entry = churn_.begin(); entry != churn_.end();) {
         entry = entry->second.overdrawn(now) ? std::next(entry) : churn_.erase(entry);
@@ -704,7 +704,7 @@ class ConnectionGuard::Relay {
   void Close(Connection& connection) {
     if (std::exchange(connection.closed, true)) return;
     // As dear as resetting the calls.
-    ChurnOf(connection.host).Take(static_cast<double>(connection.open_streams), absl::Now());
+    ChurnOf(connection.host).Take(static_cast<double>(connection.open_streams), SteadyTime::Now());
     unfinished_bytes_ -= std::exchange(connection.unfinished_bytes, 0);
     open_streams_ -= std::exchange(connection.open_streams, 0);
     if (connection.held_back) --num_held_back_;
@@ -719,7 +719,7 @@ class ConnectionGuard::Relay {
   }
 
   void LogClosed(const std::string& host, absl::string_view reason) {
-    if (log_lines_.overdrawn(absl::Now()) || !log_lines_.Take(1, absl::Now())) {
+    if (log_lines_.overdrawn(SteadyTime::Now()) || !log_lines_.Take(1, SteadyTime::Now())) {
       ++unlogged_;
       return;
     }

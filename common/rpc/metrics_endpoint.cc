@@ -16,9 +16,9 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "common/base/host_port.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/client_stream.h"
 
 namespace tandem::rpc {
@@ -100,12 +100,12 @@ class BoundedStream final : public httplib::Stream {
   // Returns false once the time is up.
   bool WaitFor(int16_t events) const {
     pollfd waiting{.fd = client_.fd(), .events = events, .revents = 0};
-    const int64_t left = absl::ToInt64Milliseconds(deadline_ - absl::Now());
+    const int64_t left = absl::ToInt64Milliseconds(deadline_ - SteadyTime::Now());
     return left > 0 && poll(&waiting, 1, static_cast<int>(left)) > 0;
   }
 
   ClientStream& client_;
-  const absl::Time deadline_ = absl::Now() + kTimeout;
+  const SteadyTime deadline_ = SteadyTime::Now() + kTimeout;
   std::array<char, ClientStream::kReadBytes> buffer_;
   absl::string_view unread_;
   int64_t num_read_ = 0;

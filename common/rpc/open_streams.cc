@@ -5,9 +5,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::rpc {
 
@@ -63,7 +63,7 @@ void OpenStreams::Watch() {
   const auto period = absl::ToChronoMilliseconds(std::min(options_.patience / 4, absl::Seconds(1)));
   std::unique_lock lock(mutex_);
   while (!stopped_.wait_for(lock, period, [this] { return stop_; })) {
-    const absl::Time limit = absl::Now() - options_.patience;
+    const SteadyTime limit = SteadyTime::Now() - options_.patience;
     for (Entry& entry : entries_) {
       if (entry.given_up || entry.stream.waits_since() > limit) continue;
       GiveUp(entry, absl::StrCat("the client has not read for ",

@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/byte_budget.h"
 
 namespace tandem::rpc {
@@ -36,7 +37,7 @@ class OpenStreams {
 
   struct Stream {
     // Since when an answer waits for the client; InfiniteFuture while none does.
-    std::function<absl::Time()> waits_since;
+    std::function<SteadyTime()> waits_since;
     // Cancels the call: its client has left an answer unread for too long, or its place is needed.
     std::function<void()> give_up;
     // Whether no message of the client has come yet. Empty for streams that only the server writes.

@@ -5,14 +5,14 @@
 #include <atomic>
 #include <memory>
 
-#include "absl/time/clock.h"
 #include "common/base/error.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::rpc {
 namespace {
 
 OpenStreams::Stream Idle() {
-  return {.waits_since = [] { return absl::InfiniteFuture(); }, .give_up = [] {}};
+  return {.waits_since = [] { return SteadyTime::InfiniteFuture(); }, .give_up = [] {}};
 }
 
 TEST(OpenStreamsTest, OneMoreThanThereMayBeIsRefusedUntilAPlaceIsFree) {
@@ -70,10 +70,10 @@ TEST(OpenStreamsTest, AStreamWhoseClientMayNotCallAnyMoreEndsOnce) {
 TEST(OpenStreamsTest, AStreamThatIsNotReadIsGivenUpOnceAndOnlyThatOne) {
   OpenStreams streams({.patience = absl::Milliseconds(50)});
   std::atomic<int> stalled = 0, lively = 0;
-  const absl::Time long_ago = absl::Now() - absl::Hours(1);
+  const SteadyTime long_ago = SteadyTime::Now() - absl::Hours(1);
   auto first = streams.Enter({[&] { return long_ago; }, [&] { ++stalled; }});
-  auto second = streams.Enter({[] { return absl::Now(); }, [&] { ++lively; }});
-  auto third = streams.Enter({[] { return absl::InfiniteFuture(); }, [&] { ++lively; }});
+  auto second = streams.Enter({[] { return SteadyTime::Now(); }, [&] { ++lively; }});
+  auto third = streams.Enter({[] { return SteadyTime::InfiniteFuture(); }, [&] { ++lively; }});
   for (int i = 0; i < 2000 && stalled == 0; ++i) absl::SleepFor(absl::Milliseconds(10));
   absl::SleepFor(absl::Milliseconds(100));  // several looks
   EXPECT_EQ(stalled, 1);

@@ -14,20 +14,14 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "common/base/call_scope.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/error_table.h"
+#include "common/rpc/grpc_time.h"
 #include "common/rpc/request_id.h"
 
 namespace tandem::rpc::internal {
-
-inline absl::Time DeadlineOf(const grpc::ServerContextBase& context) {
-  const gpr_timespec raw = context.raw_deadline();
-  if (gpr_time_cmp(raw, gpr_inf_future(raw.clock_type)) == 0) return absl::InfiniteFuture();
-  return absl::FromChrono(context.deadline());
-}
 
 // Outlives the reactor: workers hold it, and find out here that nobody waits any more.
 class CallState {
@@ -75,11 +69,11 @@ class Call {
         admitted_(executor.Admit(*context, needed)) {
     context_.request_id = AssignRequestId(context);
     context_.traceparent = TraceparentOf(*context);
-    context_.deadline = DeadlineOf(*context);
+    context_.deadline = FromGrpcTime(context->raw_deadline());
     context_.cancellation = state_->cancellation();
-    if (needs_deadline && context_.deadline == absl::InfiniteFuture()) {
-      context_.deadline = absl::Now() + executor.default_deadline();
-      alarm_.Set(absl::ToChronoTime(context_.deadline), [state = state_](bool fired) {
+    if (needs_deadline && context_.deadline == SteadyTime::InfiniteFuture()) {
+      context_.deadline = SteadyTime::Now() + executor.default_deadline();
+      alarm_.Set(ToGrpcTime(context_.deadline), [state = state_](bool fired) {
         if (!fired) return;
         state->Cancel();
         state->Finish(absl::DeadlineExceededError("the server's default deadline has passed"));

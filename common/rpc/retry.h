@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "common/base/call_scope.h"
 #include "common/base/error.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::rpc {
 
@@ -36,8 +36,8 @@ inline absl::Status SleepUnlessOver(const CallScope& call, absl::Duration durati
   std::mutex mutex;
   std::condition_variable_any never;
   std::unique_lock lock(mutex);
-  const absl::Time until = std::min(absl::Now() + duration, call.deadline);
-  never.wait_until(lock, call.cancellation, absl::ToChronoTime(until), [] { return false; });
+  const SteadyTime until = std::min(SteadyTime::Now() + duration, call.deadline);
+  never.wait_until(lock, call.cancellation, until.ToChrono(), [] { return false; });
   return call.Check();
 }
 

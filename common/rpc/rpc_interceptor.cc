@@ -9,9 +9,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "common/base/logging.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/connection_guard.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/rate_limit.h"
@@ -72,7 +71,7 @@ class CallLog {
   // How many calls went unlogged since the last line; nullopt when this one does, too.
   std::optional<int64_t> Take() {
     std::lock_guard lock(mutex_);
-    const absl::Time now = absl::Now();
+    const SteadyTime now = SteadyTime::Now();
     if (lines_.overdrawn(now) || !lines_.Take(1, now)) {
       ++unlogged_;
       return std::nullopt;
@@ -82,7 +81,7 @@ class CallLog {
 
  private:
   std::mutex mutex_;
-  RateLimit lines_{kCallLogBurst, kCallLogLinesPerSecond, absl::Now()};
+  RateLimit lines_{kCallLogBurst, kCallLogLinesPerSecond, SteadyTime::Now()};
   int64_t unlogged_ = 0;
 };
 

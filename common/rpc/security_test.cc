@@ -98,7 +98,7 @@ class SecurityTest : public testing::Test {
     return CallOver(channel);
   }
   static absl::Status CallOver(const std::shared_ptr<grpc::Channel>& channel) {
-    const auto context = MakeClientContext(absl::Now() + absl::Seconds(20));
+    const auto context = MakeClientContext(SteadyTime::Now() + absl::Seconds(20));
     GetVersionResponse response;
     return FromGrpcStatus(
         WeightService::NewStub(channel)->GetVersion(context.get(), {}, &response));

@@ -13,8 +13,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/address.h"
+#include "common/rpc/grpc_time.h"
 #include "common/rpc/rpc_interceptor.h"
 #include "grpc/health/v1/health.pb.h"
 
@@ -147,7 +148,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const config::v1::ServerOp
   return server;
 }
 
-Server::~Server() { Shutdown(absl::InfinitePast()); }
+Server::~Server() { Shutdown(SteadyTime::InfinitePast()); }
 
 void Server::SetServing(bool serving) {
   grpc::HealthCheckServiceInterface* const health = server_->GetHealthCheckService();
@@ -163,15 +164,15 @@ void Server::EndWithdrawn() {
   guard_->EndWithdrawn();
 }
 
-void Server::Shutdown(absl::Time deadline) {
+void Server::Shutdown(SteadyTime deadline) {
   if (server_ == nullptr || shut_down_) return;
   shut_down_ = true;
   SetServing(false);
-  while (live_calls() > 0 && absl::Now() < deadline) {
+  while (live_calls() > 0 && SteadyTime::Now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   guard_->StopListening();
-  server_->Shutdown(absl::ToChronoTime(absl::Now() + kWatchersGrace));
+  server_->Shutdown(ToGrpcTime(SteadyTime::Now() + kWatchersGrace));
   server_->Wait();
 }
 

@@ -14,7 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/connection_guard.h"
 #include "common/rpc/metrics.h"
@@ -68,7 +68,7 @@ class Server {
 
   // Turns health NOT_SERVING, waits for live calls until `deadline`, then cancels what is left.
   // Blocks. New calls still arrive while it waits: the executor's gate refuses them.
-  void Shutdown(absl::Time deadline);
+  void Shutdown(SteadyTime deadline);
 
  private:
   Server() = default;

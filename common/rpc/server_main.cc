@@ -23,6 +23,7 @@
 #include "common/base/logging.h"
 #include "common/base/machine_resources.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/config/config.h"
 #include "common/rpc/address.h"
 #include "common/rpc/channel.h"
@@ -250,7 +251,7 @@ int CheckHealth(const config::v1::ServerOptions& options, const std::string& ser
   ChannelOptions channel = ToChannelOptions(options, PeerIdentity::kOwnAddress);
   channel.token = nullptr;
   const auto stub = grpc::health::v1::Health::NewStub(MakeChannel(LocalAddress(options), channel));
-  const auto context = MakeClientContext(absl::Now() + kHealthTimeout);
+  const auto context = MakeClientContext(SteadyTime::Now() + kHealthTimeout);
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(service);
   grpc::health::v1::HealthCheckResponse response;
@@ -274,7 +275,7 @@ void WaitUntilAsked(ServerApp& app, Server& server, ServerSecurity& security, Si
   FreedMemory freed_memory;
   int64_t turns = 0;
   while (!signals.Wait(absl::Seconds(1)) && !app.Ended()) {
-    freed_memory.Look(absl::Now());
+    freed_memory.Look(SteadyTime::Now());
     // Certificates also expire.
     if (security.Refresh() || ++turns % kTurnsBetweenExpiries == 0) server.EndWithdrawn();
     const absl::Status health = CatchExceptions("health", [&] { return app.CheckHealth(); });
@@ -343,9 +344,9 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
       std::make_unique<CallExecutor>(CallExecutorOptions{.default_deadline = default_deadline,
                                                          .streams = {.patience = default_deadline},
                                                          .access = &(*security)->access()});
-  const absl::Time start_time = absl::Now();
+  const SteadyTime start_time = SteadyTime::Now();
   metrics.Gauge(metric::kServerInfo, {program.role, SoftwareVersion()}).Set(1);
-  metrics.Gauge(metric::kServerStart).Set(absl::ToDoubleSeconds(start_time - absl::UnixEpoch()));
+  metrics.Gauge(metric::kServerStart).Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
   metrics.Gauge(metric::kCallQueueCapacity).Set(static_cast<double>(executor->queue_capacity()));
 
   metrics.Gauge(metric::kServerRank).Set(environment->rank);
@@ -393,24 +394,24 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   Log(LogLevel::kInfo, "listening",
       {{"grpc_port", (*server)->grpc_port()},
        {"metrics_port", (*server)->metrics_port()},
-       {"load_seconds", absl::ToDoubleSeconds(absl::Now() - start_time)}});
+       {"load_seconds", absl::ToDoubleSeconds(SteadyTime::Now() - start_time)}});
 
   WaitUntilAsked(*app, **server, **security, signals);
 
-  const absl::Time deadline = absl::Now() + absl::Seconds(options.drain_seconds());
+  const SteadyTime deadline = SteadyTime::Now() + absl::Seconds(options.drain_seconds());
   Log(LogLevel::kInfo, "draining",
       {{"live_calls", (*server)->live_calls()}, {"drain_seconds", options.drain_seconds()}});
   executor->SetGate(CallExecutor::Gate::kDraining);
   (*server)->SetServing(false);
   app->Drain(deadline);
   // A second signal ends the patience.
-  while ((*server)->live_calls() > 0 && absl::Now() < deadline && !signals.Wait(kPoll)) {
+  while ((*server)->live_calls() > 0 && SteadyTime::Now() < deadline && !signals.Wait(kPoll)) {
   }
   const int64_t cancelled = (*server)->live_calls();
   int exit_code = kExitFailure;
   bool lost = false;
   const auto end = [&] {
-    (*server)->Shutdown(absl::InfinitePast());
+    (*server)->Shutdown(SteadyTime::InfinitePast());
     metrics.OnScrape(nullptr);
     app->Stop();
     lost = app->HasUnsavedState();
@@ -420,7 +421,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   };
   // State that has to be saved gets its time, behind whatever runs.
   const auto give_up = [&] {
-    return signals.Wait(kPoll) || (absl::Now() > deadline + kExitGrace && !MustSave(*app));
+    return signals.Wait(kPoll) || (SteadyTime::Now() > deadline + kExitGrace && !MustSave(*app));
   };
   if (!RunUnless(give_up, end)) {
     const bool failed = MustSave(*app);

@@ -39,11 +39,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
 #include "common/base/memory_plan.h"
 #include "common/base/path_roots.h"
 #include "common/base/rank_environment.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/config/server_config.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/metrics.h"
@@ -55,7 +55,7 @@ namespace tandem::rpc {
 struct ServerRuntime {
   CallExecutor& executor;  // the app's services give it to HandleUnary and its relatives
   Metrics& metrics;
-  absl::Time start_time;
+  SteadyTime start_time;
   // Where other servers reach this one (address.h); known once the ports are bound, before Load.
   std::string advertised_address = {};
   RankEnvironment environment = {};  // this process among the ranks of its server
@@ -82,7 +82,7 @@ class ServerApp {
 
   // The gate is kDraining. Ends idle streams and refuses new work at once, without blocking; what
   // runs may finish until `deadline`, when every call that is left is cancelled.
-  virtual void Drain(absl::Time deadline) { (void)deadline; }
+  virtual void Drain(SteadyTime deadline) { (void)deadline; }
 
   // No call is left, but a worker may still be busy for one that was cancelled: makes what blocks
   // in the engine return soon. Saves what has to be saved, however long that takes. The engine

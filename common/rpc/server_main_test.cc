@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/testing/server.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
@@ -286,7 +286,7 @@ TEST(ServerMainTest, ServesAndExitsZeroOnSigterm) {
   const auto stub =
       WeightService::NewStub(TestChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   GetVersionResponse response;
-  EXPECT_TRUE(stub->GetVersion(MakeClientContext(absl::Now() + absl::Seconds(20)).get(),
+  EXPECT_TRUE(stub->GetVersion(MakeClientContext(SteadyTime::Now() + absl::Seconds(20)).get(),
                                GetVersionRequest(), &response)
                   .ok());
   process.Signal(SIGTERM);
@@ -308,8 +308,9 @@ void SigtermInACall(Process& process, absl::Status& status) {
       WeightService::NewStub(TestChannel(absl::StrCat("127.0.0.1:", line["grpc_port"].get<int>())));
   std::thread client([&] {
     GetVersionResponse response;
-    status = FromGrpcStatus(stub->GetVersion(
-        MakeClientContext(absl::Now() + absl::Seconds(20)).get(), GetVersionRequest(), &response));
+    status = FromGrpcStatus(
+        stub->GetVersion(MakeClientContext(SteadyTime::Now() + absl::Seconds(20)).get(),
+                         GetVersionRequest(), &response));
   });
   EXPECT_EQ(process.ReadLine(), "call started");
   process.Signal(SIGTERM);

@@ -16,6 +16,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "common/base/error.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/testing/fake_weight_service.h"
 #include "common/rpc/testing/raw_call.h"
@@ -88,7 +89,7 @@ class ServerTest : public testing::Test {
     std::string request_id;
   };
   Answer Call(const std::string& request_id = "", absl::Duration timeout = absl::Seconds(20)) {
-    auto context = MakeClientContext(absl::Now() + timeout, request_id);
+    auto context = MakeClientContext(SteadyTime::Now() + timeout, request_id);
     Answer answer;
     answer.status =
         FromGrpcStatus(stub_->GetVersion(context.get(), GetVersionRequest(), &answer.response));
@@ -174,7 +175,7 @@ TEST_F(ServerTest, RequestIdsAreEchoedOrMade) {
 TEST_F(ServerTest, TheClientsDeadlineFreesTheCall) {
   absl::Notification cancelled;
   handler_ = [&](const CallScope& context) -> Result {
-    EXPECT_LT(context.deadline, absl::Now() + absl::Seconds(5));
+    EXPECT_LT(context.deadline, SteadyTime::Now() + absl::Seconds(5));
     EXPECT_TRUE(Eventually([&] { return context.cancelled(); }));
     cancelled.Notify();
     return GetVersionResponse();
@@ -332,7 +333,7 @@ TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
   Answer answer;
   std::thread client([&] { answer = Call(); });
   started.WaitForNotification();
-  server_.server().Shutdown(absl::Now() + absl::Seconds(20));
+  server_.server().Shutdown(SteadyTime::Now() + absl::Seconds(20));
   client.join();
   EXPECT_TRUE(answer.status.ok()) << answer.status;
   EXPECT_EQ(answer.response.weights().version(), 7);
@@ -350,7 +351,7 @@ TEST_F(ServerTest, ShutdownCancelsWhatIsLeftAtTheDeadline) {
   Answer answer;
   std::thread client([&] { answer = Call(); });
   started.WaitForNotification();
-  server_.server().Shutdown(absl::Now() + absl::Milliseconds(100));
+  server_.server().Shutdown(SteadyTime::Now() + absl::Milliseconds(100));
   client.join();
   EXPECT_FALSE(answer.status.ok());
   EXPECT_TRUE(released.WaitForNotificationWithTimeout(absl::Seconds(20)));
@@ -361,12 +362,12 @@ TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   const ServerSecurity security(metrics);
   CallExecutor executor({.default_deadline = absl::Milliseconds(100),
                          .streams = {.patience = absl::Milliseconds(100)}});
-  ServerRuntime runtime{.executor = executor, .metrics = metrics, .start_time = absl::Now()};
+  ServerRuntime runtime{.executor = executor, .metrics = metrics, .start_time = SteadyTime::Now()};
   absl::Notification go;
   FakeApp app(runtime,
               [&](const GetVersionRequest&,
                   const CallScope& context) -> absl::StatusOr<GetVersionResponse> {
-                EXPECT_NE(context.deadline, absl::InfiniteFuture());
+                EXPECT_NE(context.deadline, SteadyTime::InfiniteFuture());
                 go.WaitForNotification();
                 return GetVersionResponse();
               });

@@ -32,8 +32,9 @@ inline absl::Status WithRequestPath(absl::Status status) {
   return PrependFieldPath("header", std::move(status));
 }
 
-// Collects one step: a header that announces how many samples follow, then the samples. Every
-// sample is checked as it comes, so a bad one is refused before the rest is sent.
+// Collects one step: a header that announces how many samples follow, then the samples, each of
+// which may come in several messages. Every sample is checked as it comes, so a bad one is refused
+// before the rest is sent.
 template <typename Request, typename Response>
 class TrainStepStream : public ClientStreamHandler<Request, Response> {
  public:
@@ -64,9 +65,11 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
       return InvalidField("header.num_samples",
                           absl::StrCat(num_samples_, " samples were announced, more came"));
     }
-    TANDEM_RETURN_IF_ERROR(
-        PrependFieldPath(absl::StrCat("samples[", received_, "]"), Keep(message)));
-    ++received_;
+    const absl::StatusOr<bool> whole = Keep(message);
+    if (!whole.ok()) {
+      return PrependFieldPath(absl::StrCat("samples[", received_, "]"), whole.status());
+    }
+    if (*whole) ++received_;
     return absl::OkStatus();
   }
 
@@ -85,14 +88,15 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
 
   // Returns how many samples the header announces. Field paths start inside the header.
   virtual absl::StatusOr<int64_t> OnHeader(const Header& header) = 0;
-  // Field paths start inside the sample.
-  virtual absl::Status OnSample(const Request& message) = 0;
+  // Returns whether the sample is whole; else more of it follows. Field paths start inside the
+  // sample.
+  virtual absl::StatusOr<bool> OnSample(const Request& message) = 0;
   // All samples came. `payload_digest` is the XXH3-128 of the bytes of every message: two steps
   // with the same digest ask for the same.
   virtual absl::StatusOr<Response> OnComplete(std::string payload_digest,
                                               const CallScope& context) = 0;
 
-  absl::Status Keep(const Request& message) {
+  absl::StatusOr<bool> Keep(const Request& message) {
     TANDEM_RETURN_IF_ERROR(share_.Take(static_cast<int64_t>(message.SpaceUsedLong())));
     return OnSample(message);
   }

@@ -12,6 +12,7 @@
 
 #include "common/base/checksum.h"
 #include "common/base/error.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/testing/server.h"
@@ -387,7 +388,7 @@ TEST_F(WeightTransferTest, TheWaitBetweenAttemptsEndsWithTheCall) {
   hangs_up.join();
 
   options.call = CallScope();
-  options.call.deadline = absl::Now() + absl::Milliseconds(1);
+  options.call.deadline = SteadyTime::Now() + absl::Milliseconds(1);
   EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(), options).status().code(),
             absl::StatusCode::kDeadlineExceeded);
 }

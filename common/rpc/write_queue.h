@@ -18,9 +18,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/error_table.h"
 
@@ -108,9 +107,9 @@ class WriteQueue {
   }
   // When the write, or the end, began that the client has not taken yet; InfiniteFuture without
   // one.
-  absl::Time waits_since() const {
+  SteadyTime waits_since() const {
     std::lock_guard lock(mutex_);
-    return in_flight_.has_value() || finished_ ? began_ : absl::InfiniteFuture();
+    return in_flight_.has_value() || finished_ ? began_ : SteadyTime::InfiniteFuture();
   }
   bool ended() const {
     std::lock_guard lock(mutex_);
@@ -162,14 +161,14 @@ class WriteQueue {
         last_of_.erase(found);
       }
       in_flight_ = std::move(waiting_.front());
-      began_ = absl::Now();
+      began_ = SteadyTime::Now();
       waiting_.pop_front();
       const Response* message = &in_flight_->message;
       lock.unlock();
       start_write_(message);
     } else if (end_.has_value() && !finished_) {
       finished_ = true;
-      began_ = absl::Now();
+      began_ = SteadyTime::Now();
       const grpc::Status status = *end_;
       const FinishCall finish = finish_;  // this object may be gone before finish returns
       lock.unlock();
@@ -184,7 +183,7 @@ class WriteQueue {
   std::deque<Entry> waiting_;  // grows and shrinks at its ends alone: entries stay where they are
   std::unordered_map<std::string, Entry*> last_of_;  // the last waiting entry of each key
   std::optional<Entry> in_flight_;
-  absl::Time began_;  // the last write, or the end
+  SteadyTime began_;  // the last write, or the end
   std::optional<grpc::Status> end_;
   bool finished_ = false;
 };

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "common/base/steady_time.h"
 #include "common/rpc/stream_message.h"
 #include "common/rpc/testing/raw_call.h"
 
@@ -85,13 +86,13 @@ TEST_F(WriteQueueTest, AMessageIsComparedWithTheLastOfItsKeyAlone) {
 }
 
 TEST_F(WriteQueueTest, AWriteWaitsFromItsStart) {
-  EXPECT_EQ(queue_.waits_since(), absl::InfiniteFuture());
+  EXPECT_EQ(queue_.waits_since(), SteadyTime::InfiniteFuture());
   queue_.Push(Message(1));
-  EXPECT_LE(queue_.waits_since(), absl::Now());
+  EXPECT_LE(queue_.waits_since(), SteadyTime::Now());
   queue_.OnWriteDone(true);
-  EXPECT_EQ(queue_.waits_since(), absl::InfiniteFuture());
+  EXPECT_EQ(queue_.waits_since(), SteadyTime::InfiniteFuture());
   queue_.Finish(grpc::Status::OK);
-  EXPECT_LE(queue_.waits_since(), absl::Now()) << "the end has to be taken, too";
+  EXPECT_LE(queue_.waits_since(), SteadyTime::Now()) << "the end has to be taken, too";
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <new>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/time.h"
 #include "common/base/catch_exceptions.h"
 #include "common/weights/packing_thread.h"
 
@@ -76,7 +75,7 @@ absl::Status TensorStager::Finish(const CallScope& call) {
   while (!ended()) {
     absl::Status gone = call.Check();
     if (!gone.ok()) return gone;
-    changed_.wait_until(lock, call.cancellation, absl::ToChronoTime(call.deadline), ended);
+    changed_.wait_until(lock, call.cancellation, call.deadline.ToChrono(), ended);
   }
   return status_;
 }

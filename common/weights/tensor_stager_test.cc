@@ -8,8 +8,6 @@
 #include <string>
 #include <thread>
 
-#include "absl/time/clock.h"
-
 namespace tandem {
 namespace {
 
@@ -108,7 +106,7 @@ TEST(TensorStagerTest, TooLittleMemoryIsAnError) {
   failed.set_value();
   absl::SleepFor(absl::Milliseconds(20));  // in which "a" has been taken
   CallScope call;
-  call.deadline = absl::Now() + absl::Seconds(1);
+  call.deadline = SteadyTime::Now() + absl::Seconds(1);
   EXPECT_EQ(stager.Finish(call).code(), absl::StatusCode::kResourceExhausted);
 }
 
@@ -120,7 +118,7 @@ TEST(TensorStagerTest, WhoHasGoneDoesNotWait) {
   });
   Write(stager, 0, kBytes);
   CallScope late;
-  late.deadline = absl::UnixEpoch();
+  late.deadline = SteadyTime();
   EXPECT_EQ(stager.Finish(late).code(), absl::StatusCode::kDeadlineExceeded);
   std::stop_source cancelled;
   CallScope call;

@@ -81,6 +81,8 @@ struct EngineInfo {
   // Updates since the schedule began; those of the companion where the model is frozen.
   int64_t optimizer_steps = 0;
   int64_t companion_updates = 0;  // since its own schedule began; 0 without a companion
+  // Of the pass over a batch that runs; 0 while none does.
+  int64_t micro_batches = 0, micro_batches_done = 0;
 };
 
 // The results of a batch of requests, up to the first one that is refused.
@@ -94,7 +96,7 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // Returns the state after the last call that changed it.
+  // Returns the state after the last call that changed it, and how far a pass is.
   virtual EngineInfo Info() const = 0;
 
   // UNAVAILABLE if work waits or runs, and nothing has progressed for ten minutes, here or on

@@ -28,12 +28,12 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
 #include "common/base/atomic_file.h"
 #include "common/base/confined_folder.h"
 #include "common/base/error.h"
 #include "common/base/file_descriptor.h"
 #include "common/base/path_roots.h"
+#include "common/base/steady_time.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/megatron_options.h"
 #include "common/parallel/megatron_strategy.h"
@@ -320,10 +320,10 @@ TEST(TrainingCheckpointTest, ADiskThatIsSlowerThanTheTimeLimitEndsNobody) {
       const double rate = 3 * static_cast<double>(all) / 2 / absl::ToDoubleSeconds(1.4 * kLimit);
       ::setenv("TANDEM_TEST_DISK_BYTES_PER_SECOND", absl::StrCat(rate).c_str(), 1);
     }
-    const absl::Time start = absl::Now();
+    const SteadyTime start = SteadyTime::Now();
     const auto saved = SaveVersion(strategy, folder / "saved", 1);
     ASSERT_TRUE(saved.ok()) << saved.status();
-    EXPECT_GT(absl::Now() - start, kLimit) << "the disk was not slow";
+    EXPECT_GT(SteadyTime::Now() - start, kLimit) << "the disk was not slow";
     const absl::Status loaded = Load(strategy, folder / "saved/last");
     EXPECT_TRUE(loaded.ok()) << loaded;
     ranks->patient()->Barrier();

@@ -18,7 +18,6 @@
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
-#include "common/weights/weights_digest.h"
 #include "services/training/training_checkpoint.h"
 
 namespace tandem::training {
@@ -136,6 +135,7 @@ void TrainingCore::AddCommands() {
 absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy) {
   TANDEM_ASSIGN_OR_RETURN(load.placement, SetUpCompute(options_.compute));
   load.freeze = options_.freeze;
+  load.computes_digest = false;
   TANDEM_ASSIGN_OR_RETURN(ranks_,
                           ranks::ServerRanks::Connect({.environment = options_.environment,
                                                        .device = load.placement.device,
@@ -148,14 +148,20 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
     strategy_ = *std::move(created);
   }
   TANDEM_RETURN_IF_ERROR(RunAndAgree("model", [&] { return LoadModel(load); }));
-  TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("model", model().weights_digest()));
+  TANDEM_RETURN_IF_ERROR(RunAndAgree("model", [&]() -> absl::Status {
+    TANDEM_ASSIGN_OR_RETURN(const SourceParameters source, model().ReadSource());
+    base_mark_ = source.Mark();
+    return absl::OkStatus();
+  }));
+  TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("model", base_mark_));
   TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("tokenizer.json", vocabulary_digest_));
   if (!frozen()) {
     TANDEM_RETURN_IF_ERROR(RunAndAgree("optimizer", [&] {
       return PrependFieldPath("optimizer", strategy_->BuildOptimizer(options_.optimizer));
     }));
   }
-  RecordWeights(model().weights_digest());
+  TANDEM_RETURN_IF_ERROR(PrepareDigest());
+  base_digest_ = weights().digest;
   return absl::OkStatus();
 }
 
@@ -253,7 +259,10 @@ absl::Status TrainingCore::Health() {
 
 EngineInfo TrainingCore::Info() const {
   const std::lock_guard lock(info_mutex_);
-  return info_;
+  EngineInfo info = info_;
+  info.micro_batches = micro_batches_;
+  info.micro_batches_done = micro_batches_done_;
+  return info;
 }
 
 absl::Status TrainingCore::PrepareDigest() {
@@ -468,6 +477,8 @@ at::Tensor TrainingCore::RoutedExpertsOf(absl::Span<const SequenceRows> sequence
 
 RaggedBatch TrainingCore::Input(const Pass& pass, int64_t micro_batch, bool replays) {
   NoteProgress();
+  micro_batches_ = pass.count();
+  micro_batches_done_ = micro_batch;
   std::vector<std::vector<int64_t>> inputs;
   std::vector<const PromptImages*> images;
   const MicroBatch& range = pass.micro_batches[static_cast<size_t>(micro_batch)];
@@ -608,21 +619,25 @@ absl::Status TrainingCore::ReadCheckpoint(const LoadRequest& request) {
 }
 
 absl::Status TrainingCore::ReadBaseModel() {
+  const absl::Status changed =
+      FieldError(absl::StatusCode::kFailedPrecondition, "base_model",
+                 absl::StrCat("the weights in ", options_.model, " have changed since the start"));
   SourceParameters base;
   TANDEM_RETURN_IF_ERROR(RunAndAgree("base model", [&]() -> absl::Status {
     absl::StatusOr<SourceParameters> read = model().ReadSource();
     if (!read.ok()) return PrependFieldPath("base_model", read.status());
-    if (WeightsDigest(read->tensors) != model().weights_digest()) {
-      return FieldError(
-          absl::StatusCode::kFailedPrecondition, "base_model",
-          absl::StrCat("the weights in ", options_.model, " have changed since the start"));
-    }
+    if (read->Mark() != base_mark_) return changed;
     base = *std::move(read);
     return companion_ == nullptr ? absl::OkStatus() : companion_->ReadInitial();
   }));
-  return Replace(
+  TANDEM_RETURN_IF_ERROR(Replace(
       options_.model, [&] { return frozen() ? absl::OkStatus() : strategy_->ResetOptimizer(); },
-      base.tensors, TrainingState{.kind = state_.kind});
+      base.tensors, TrainingState{.kind = state_.kind}));
+  if (weights().digest == base_digest_) return absl::OkStatus();
+  // The mark does not see every change.
+  broken_ = absl::DataLossError(
+      absl::StrCat(changed.message(), ": load a checkpoint before anything else"));
+  return changed;
 }
 
 absl::Status TrainingCore::Replace(absl::string_view source,

@@ -114,6 +114,7 @@ class TrainingCore {
         if (needs == Needs::kDigest) TANDEM_RETURN_IF_ERROR(PrepareDigest());
         return body(call, request);
       });
+      micro_batches_ = micro_batches_done_ = 0;
       if (absl::Status status = ToStatus(result); !status.ok()) {
         result = NameMemorySettings(std::move(status), kMemorySettings);
       }
@@ -300,6 +301,8 @@ class TrainingCore {
   Command<ExportRequest, absl::Status> export_model_;
   std::optional<Vocabulary> vocabulary_;
   std::string vocabulary_digest_;  // empty without one
+  std::string base_mark_;          // SourceParameters::Mark of the base model
+  std::string base_digest_;        // of its weights
   std::unique_ptr<parallel::Strategy> strategy_;
   Companion* companion_ = nullptr;
   bool companion_intact_ = true;  // false from an update or a load that broke off, to the next load
@@ -308,6 +311,7 @@ class TrainingCore {
   bool digest_known_ = false;  // of the weights
   absl::Status broken_;        // why the weights cannot be used; OK: they can
   std::atomic<bool> unsaved_ = false;
+  std::atomic<int64_t> micro_batches_ = 0, micro_batches_done_ = 0;  // of the pass that runs
 
   mutable std::mutex info_mutex_;
   EngineInfo info_;

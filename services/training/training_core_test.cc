@@ -17,6 +17,7 @@
 #include "common/base/error.h"
 #include "common/base/not_finite.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_strategy.h"
 #include "common/tensor/aten_bytes.h"
@@ -141,10 +142,13 @@ class TrainingCoreTest : public ::testing::Test {
   absl::Status AddGradients(StepReport& report) {
     if (before_gradients != nullptr) before_gradients();
     report.metrics["loss/total"] = 0.5;
-    const SequenceBatch rows({SelectSequenceRows({1, 2}, {3, 4, 5}, [](size_t) { return true; })});
+    const SequenceBatch rows(std::vector<SequenceRows>(
+        sequences_, SelectSequenceRows({1, 2}, {3, 4, 5}, [](size_t) { return true; })));
     return core_
         ->ForwardBackward(rows, rows.all(),
                           [&](const MicroBatchInput&, const at::Tensor& hidden) {
+                            const EngineInfo info = core_->Info();
+                            passes_.emplace_back(info.micro_batches_done, info.micro_batches);
                             return absl::StatusOr<at::Tensor>(at::ones_like(hidden));
                           })
         .status();
@@ -152,7 +156,8 @@ class TrainingCoreTest : public ::testing::Test {
 
   std::function<void(TrainingOptions& options)> change_options;  // of what Make makes
   std::function<void()> before_gradients;
-  size_t updates_ = 1;
+  size_t updates_ = 1, sequences_ = 1;
+  std::vector<std::pair<int64_t, int64_t>> passes_;  // micro-batches done and in all, in each loss
   TrainingCore::Command<StepIdentity, absl::StatusOr<StepResult>> train_step_;
   TrainingCore::Command<std::string, absl::StatusOr<WeightsVersion>> weights_;
   TemporaryFolder folder_;
@@ -160,6 +165,16 @@ class TrainingCoreTest : public ::testing::Test {
   std::unique_ptr<TrainingCore> core_;
   FailingStrategy* strategy_ = nullptr;  // of core_
 };
+
+TEST_F(TrainingCoreTest, TheInfoSaysHowFarAPassIs) {
+  change_options = [](TrainingOptions& options) { options.micro_batch_tokens = 8; };
+  core_ = Make();
+  sequences_ = 5;  // of four tokens each
+  ASSERT_TRUE(Step(Identity(0), {}, /*updates=*/2).ok());
+  using Counts = std::vector<std::pair<int64_t, int64_t>>;
+  EXPECT_EQ(passes_, (Counts{{0, 3}, {1, 3}, {2, 3}, {0, 3}, {1, 3}, {2, 3}}));
+  EXPECT_EQ(core_->Info().micro_batches, 0);
+}
 
 // The companion's update is made if and only if the model's is.
 TEST_F(TrainingCoreTest, TheCompanionLearnsWhatTheModelLearns) {
@@ -513,6 +528,26 @@ TEST_F(TrainingCoreTest, ABaseModelWhoseFilesHaveChangedIsRefusedAndNothingChang
   EXPECT_TRUE(Step(Identity(1)).ok());
 }
 
+// Nobody reads all values to find that out before.
+TEST_F(TrainingCoreTest, AChangeAmidTheBaseModelIsFoundByTheDigestOfWhatWasLoaded) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const auto saved =
+      core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "one"});
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  const std::string file = folder_ / "model/model.safetensors";
+  {
+    std::fstream weights(file, std::ios::in | std::ios::out | std::ios::binary);
+    weights.seekp(static_cast<std::streamoff>(std::filesystem::file_size(file) / 2));
+    weights.put('\x01');
+  }
+  const absl::Status changed = core_->LoadBaseModel({});
+  EXPECT_EQ(changed.code(), absl::StatusCode::kFailedPrecondition) << changed;
+  EXPECT_EQ(FieldPath(changed), "base_model");
+  EXPECT_TRUE(absl::IsDataLoss(Step(Identity(1)).status()));
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {saved->path}).ok());
+  EXPECT_TRUE(Step(Identity(1)).ok());
+}
+
 TEST_F(TrainingCoreTest, TheBaseModelHelpsAfterAnUpdateThatBrokeOff) {
   strategy_->break_off = true;
   EXPECT_EQ(Step(Identity()).status().code(), absl::StatusCode::kDataLoss);
@@ -653,7 +688,7 @@ TEST_F(TrainingCoreTest, ANumberThatIsNotFiniteSkipsTheStepAndTheNextOneApplies)
 
 TEST_F(TrainingCoreTest, ACallThatIsOverNeverBegins) {
   CallScope call;
-  call.deadline = absl::InfinitePast();
+  call.deadline = SteadyTime::InfinitePast();
   EXPECT_EQ(Step(Identity(), call).status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(core_->Info().weights.version, 0);
 }

@@ -8,8 +8,8 @@ answers must then be those of an undisturbed run, bit for bit. Run I of seed S a
 victims and moments, as far as clocks allow. GRPO and PPO take turns, and so do two ways to run
 servers: started by the run, which starts its rollout server again and ends with the others; and
 kept by a supervisor, which restarts what was killed. In every run the judge takes its process down
-for some responses and changes its rows, and a tracker fails every other time. `make chaos` runs
-this.
+for some responses and changes its rows, a tracker fails every other time, and the servers' disk is
+slow, so that kills fall into saves and loads. `make chaos` runs this.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ STEPS = 5
 MAX_KILLS_PER_RUN = 6
 # Time limit of one attempt, killed or not.
 ATTEMPT_SECONDS = 120.0
+SLOW_DISK = {"TANDEM_TEST_DISK_BYTES_PER_SECOND": "4000000"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"junior_token_loss_weight": 0.5},
     "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
@@ -101,7 +102,11 @@ class Process:
         """Starts the process."""
         with self.log.open("ab") as log:
             self.running = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | SLOW_DISK,
             )
 
 
@@ -259,7 +264,9 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": self._modules},
+                env=os.environ
+                | SLOW_DISK
+                | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": self._modules},
             )
 
     @property

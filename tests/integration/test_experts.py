@@ -9,6 +9,7 @@ import shutil
 import harness
 import numpy as np
 import pytest
+import tandem.requests
 from harness import TANDEM, flat, logprobs, prompts
 from safetensors.numpy import load_file
 from tandem.errors import InvalidArgumentError
@@ -238,6 +239,38 @@ def test_replayed_routing_changes_no_bit_and_a_damaged_one_is_refused(experts, t
     assert metrics["router/aux_loss"] > 1.5  # near 2, the experts of a token
     assert metrics["router/z_loss"] > 0
     assert 1 <= metrics["router/max_load_ratio"] <= 3
+
+
+def test_a_record_of_routing_in_parts_is_the_record_in_one_message(experts, tmp_path, monkeypatch):
+    """As those of long responses travel, which are larger than a message."""
+    reports = []
+    for part_bytes in (1 << 20, 7):
+        monkeypatch.setattr(tandem.requests, "_ROUTING_PART_BYTES", part_bytes)
+        with (
+            harness.cluster(tmp_path / str(part_bytes), experts, trainer={}) as running,
+            harness.rollout_client(running) as rollout,
+            harness.trainer_client(running) as trainer,
+        ):
+            step = {"run_id": "r", "step": 1, "expected_version": 0}
+            step["objective"] = {"routing_replay": True}
+            samples = [
+                PolicySample(t, f"g{g}", reward=float(i % 3))
+                for g, group in enumerate(rollout.generate(recording(2, num_samples=3)))
+                for i, t in enumerate(group)
+            ]
+            messages = samples[1].messages()
+            if part_bytes == 7:
+                assert len(messages) > 3
+                header = tandem.requests.train_step(samples, **step)[0]
+                first = samples[0].messages()
+                with pytest.raises(InvalidArgumentError) as caught:  # a part is missing
+                    trainer.send_train_step([header, *first, *messages[1:]])
+                assert caught.value.field == "samples[1].trajectory.routed_experts.data"
+                with pytest.raises(InvalidArgumentError) as caught:  # the sample is missing
+                    trainer.send_train_step([header, *first, *messages[:-1]])
+                assert caught.value.field == "header.num_samples"
+            reports.append(trainer.train_step(samples, **step).report)
+    assert reports[0] == reports[1]
 
 
 def test_a_run_replays_routing_and_reports_its_routers(experts, tmp_path):

@@ -71,6 +71,12 @@ class Progress:
                 self._phases[-1].done += count
                 self._phases[-1].tokens += tokens
 
+    def counted(self, done: int, total: int) -> None:
+        """Says how many things of the phase that runs are done, for work that tells no changes."""
+        with self._lock:
+            if self._phases:
+                self._phases[-1].done, self._phases[-1].total = done, total
+
     def bytes_done(self, done: int, total: int) -> None:
         """Says how many bytes of the phase that runs are done."""
         with self._lock:

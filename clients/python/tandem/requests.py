@@ -25,6 +25,9 @@ _TAG_BYTES = 6
 # Bytes for the prompts of one message, without the message around them and its last flag.
 _PROMPT_BYTES = MAX_SEND_BYTES - _TAG_BYTES - 2
 
+# Bytes of a record of routing beside the rest of its sample in one message.
+_ROUTING_PART_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -204,8 +207,8 @@ class PolicySample:
     old_logprobs: Sequence[float] | None = None
     reference_logprobs: Sequence[float] | None = None
 
-    def message(self) -> trainer_pb2.TrainStepRequest:
-        """Returns the message of the contract."""
+    def messages(self) -> list[trainer_pb2.TrainStepRequest]:
+        """Returns the messages of the contract: parts of a long routing record, then the sample."""
         sample = trainer_pb2.PolicySample(trajectory=self.trajectory, group_id=self.group_id)
         # Depends on the load: a step that is repeated with responses drawn again is the same step.
         sample.trajectory.ClearField("accepted_draft_mask")
@@ -217,7 +220,16 @@ class PolicySample:
             sample.old_logprobs.CopyFrom(to_tensor(self.old_logprobs))
         if self.reference_logprobs is not None:
             sample.reference_logprobs.CopyFrom(to_tensor(self.reference_logprobs))
-        return trainer_pb2.TrainStepRequest(policy_sample=sample)
+        parts = []
+        if self.trajectory.HasField("routed_experts"):
+            data = sample.trajectory.routed_experts.data
+            starts = range(0, len(data), _ROUTING_PART_BYTES)
+            *parts, rest = [data[at : at + _ROUTING_PART_BYTES] for at in starts] or [b""]
+            sample.trajectory.routed_experts.data = rest
+        return [
+            *(trainer_pb2.TrainStepRequest(routed_experts_part=part) for part in parts),
+            trainer_pb2.TrainStepRequest(policy_sample=sample),
+        ]
 
 
 @dataclass(frozen=True)
@@ -228,15 +240,14 @@ class SupervisedSample:
     response_token_ids: Sequence[int]
     vision_inputs: VisionInputs = ()
 
-    def message(self) -> trainer_pb2.TrainStepRequest:
-        """Returns the message of the contract."""
-        return trainer_pb2.TrainStepRequest(
-            supervised_sample=trainer_pb2.SupervisedSample(
-                prompt_token_ids=self.prompt_token_ids,
-                response_token_ids=self.response_token_ids,
-                vision_inputs=messages(self.vision_inputs),
-            )
+    def messages(self) -> list[trainer_pb2.TrainStepRequest]:
+        """Returns the message of the contract, in a list as for every sample."""
+        sample = trainer_pb2.SupervisedSample(
+            prompt_token_ids=self.prompt_token_ids,
+            response_token_ids=self.response_token_ids,
+            vision_inputs=messages(self.vision_inputs),
         )
+        return [trainer_pb2.TrainStepRequest(supervised_sample=sample)]
 
 
 def train_step(
@@ -267,7 +278,7 @@ def train_step(
         to_message(objective, header.policy, "objective")
     return [
         trainer_pb2.TrainStepRequest(header=header),
-        *(sample.message() for sample in samples),
+        *(message for sample in samples for message in sample.messages()),
     ]
 
 

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -29,6 +29,7 @@ from tandem.errors import (
     from_status,
 )
 from tandem.learnability import obstacles
+from tandem.metrics import StepClock
 from tandem.model_files import end_token_ids
 from tandem.optimizer_schedules import (
     check_optimizers,
@@ -56,6 +57,7 @@ from tandem.settings import (
     ServersSettings,
     given,
 )
+from tandem.step_progress import StepProgress
 from tandem.supervised import LearntRows, with_responses
 from tandem.text import TextCodec
 from tandem.text_files import read_bytes
@@ -67,6 +69,8 @@ from tandem.wire import message_record, tandem_record
 
 # Most times that prompts are sent, or sequences scored, until the trainer's weights answer.
 ATTEMPTS = 3
+# Deadline of a question how far a step is.
+_STATUS_SECONDS = 2.0
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -424,6 +428,12 @@ class Session:
             "retry": retry,
         }
 
+    @contextmanager
+    def train_phase(self, clock: StepClock) -> Iterator[None]:
+        """The phase of a step in which the trainer works, counted in micro-batches."""
+        with clock.phase("train"), StepProgress(self._trainer_status, self.progress):
+            yield
+
     def facts(self) -> dict[str, Any]:
         """Returns what results depend on beside the settings; a resumed run needs the same."""
         return {"servers": self._servers(), "inputs": self._inputs()}
@@ -716,6 +726,10 @@ class Session:
         """Opens the clients, and checks the settings against the info of every server."""
         options = self._client_options()
         self.trainer = self._stack.enter_context(TrainerClient(servers.trainer, **options))
+        # Opens its connection with the first step that takes long enough to be asked about.
+        self._trainer_status = self._stack.enter_context(
+            TrainerClient(servers.trainer, **options | {"timeout_seconds": _STATUS_SECONDS})
+        )
         clients = [
             self._stack.enter_context(RolloutClient(address, **options))
             for address in servers.rollout or ()

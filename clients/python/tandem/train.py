@@ -68,7 +68,7 @@ def train(
             if session.reference is not None and samples:
                 with clock.phase("reference"):
                     samples = session.reference.added_to(samples)
-            with clock.phase("train"):
+            with session.train_phase(clock):
                 report = _train_step(
                     session,
                     run,
@@ -217,7 +217,7 @@ def train_supervised(
                     SupervisedSample(one.token_ids, one.response_ids, one.vision_inputs)
                     for one in examples
                 ]
-            with clock.phase("train"):
+            with session.train_phase(clock):
                 reply = session.trainer.train_step(
                     samples,
                     run_id=run.run_id,

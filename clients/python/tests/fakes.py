@@ -73,6 +73,7 @@ class FakeWorld:
         self.open_streams = 0  # Generate calls that have not ended
         self.cut_calls = 0  # Generate calls that the client cancelled
         self.max_model_len = 128
+        self.micro_batches = lambda: (0, 0)  # done, of how many, in the trainer's GetServerInfo
         self.junior_max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
         self.on_open = lambda context: None  # called by Generate once open_streams counts it
@@ -233,7 +234,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def GetServerInfo(self, request, context):
         self.world.enter("GetServerInfo", context)
+        done, count = self.world.micro_batches()
         reply = trainer_pb2.GetServerInfoResponse(
+            micro_batches_done=done,
+            micro_batches=count,
             unsaved=self.world.unsaved,
             max_samples=self.world.max_samples,
             has_speculator=self.world.has_speculator,

@@ -1,6 +1,7 @@
 """The work at the moment: what is told, and how a terminal and a log show it."""
 
 import threading
+import time
 
 import fakes
 import pytest
@@ -179,6 +180,21 @@ def test_a_run_tells_each_phase_of_a_step(run_file, world):
     assert "step 1: save" in seen
     assert any(one.startswith("step 1: generate 0/6") for one in seen)
     assert any(one.startswith("step 1: evaluate") for one in seen)
+
+
+def test_a_long_step_is_counted_in_the_trainers_micro_batches(run_file, world, monkeypatch):
+    monkeypatch.setattr("tandem.step_progress._SECONDS", 0.01)
+    config = settings.load(RunSettings, run_file, ["steps=1"])
+    progress, counts = Progress(), iter([(0, 0), (2, 8), (3, 8)])
+    world.micro_batches = lambda: next(counts, (7, 8))
+
+    def until_the_last(*_):
+        while not progress.line().startswith("step 1: train 7/8, "):  # else the suite's time limit
+            time.sleep(0.01)
+
+    world.on_samples = until_the_last
+    with RunDirectory.open(config, "train") as run, Session(config, progress=progress) as session:
+        train(session, run, lambda line: None)
 
 
 def test_judges_are_counted_as_they_end(run_file, tmp_path):

@@ -116,9 +116,22 @@ def test_marks_of_drafts_are_recorded_and_no_part_of_a_step():
     marks = [index % 2 for index in range(len(trajectory.response_token_ids))]
     trajectory.accepted_draft_mask = bytes(marks)
     assert trajectory_record(Response(trajectory, ""))["accepted_draft_mask"] == marks
-    sent = PolicySample(trajectory, "g").message().policy_sample.trajectory
+    sent = PolicySample(trajectory, "g").messages()[0].policy_sample.trajectory
     assert not sent.accepted_draft_mask
     assert sent.response_token_ids == trajectory.response_token_ids
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 20) + 1, 10_000_000])
+def test_a_record_of_routing_larger_than_a_message_travels_in_parts(size):
+    trajectory = fakes.sample(prompt(), 0, 0)
+    trajectory.routed_experts.data = bytes(index % 251 for index in range(size))
+    *parts, last = PolicySample(trajectory, "g", reward=1.0).messages()
+    sent = [one.routed_experts_part for one in parts]
+    assert all(one.ByteSize() <= 2 << 20 for one in (*parts, last))
+    assert all(sent)
+    rest = last.policy_sample.trajectory.routed_experts.data
+    assert b"".join([*sent, rest]) == trajectory.routed_experts.data
+    assert last.policy_sample.reward == 1.0
 
 
 def test_log_probs_are_arrays_by_author_and_by_model():

@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/call_executor.h"
 #include "common/rpc/channel.h"
 #include "common/rpc/server.h"
@@ -60,13 +60,13 @@ class TestServer {
 
   void Drain() {
     executor_->SetGate(CallExecutor::Gate::kDraining);
-    app_->Drain(absl::Now() + absl::Seconds(10));
+    app_->Drain(SteadyTime::Now() + absl::Seconds(10));
   }
   // Stops the server: its peers see a dead one.
   void Stop() {
     if (server_ == nullptr) return;
     Drain();
-    server_->Shutdown(absl::InfinitePast());
+    server_->Shutdown(SteadyTime::InfinitePast());
     app_->Stop();
     server_.reset();
     executor_.reset();
@@ -99,7 +99,8 @@ class TestServer {
   const config::v1::ServerOptions options_;
   const std::unique_ptr<ServerSecurity> security_;
   std::unique_ptr<CallExecutor> executor_;
-  ServerRuntime runtime_{.executor = *executor_, .metrics = metrics_, .start_time = absl::Now()};
+  ServerRuntime runtime_{
+      .executor = *executor_, .metrics = metrics_, .start_time = SteadyTime::Now()};
   std::unique_ptr<ServerApp> app_;
   std::unique_ptr<Server> server_;
 };

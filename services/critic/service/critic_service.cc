@@ -67,13 +67,13 @@ class CriticService::TrainStepCall final
     TANDEM_ASSIGN_OR_RETURN(request_, FromProto(proto, service_.training_.options().max_samples));
     return proto.num_samples();
   }
-  absl::Status OnSample(const v1::TrainStepRequest& message) override {
+  absl::StatusOr<bool> OnSample(const v1::TrainStepRequest& message) override {
     if (!message.has_sample()) return InvalidField("sample", "is required");
     TANDEM_ASSIGN_OR_RETURN(ValueSample sample, FromProto(message.sample()));
     TANDEM_RETURN_IF_ERROR(
         service_.training_.blobs().Collect(sample.vision_inputs, request_.blobs));
     request_.samples.push_back(std::move(sample));
-    return absl::OkStatus();
+    return true;
   }
   absl::StatusOr<v1::TrainStepResponse> OnComplete(std::string payload_digest,
                                                    const CallScope& call) override {

@@ -13,11 +13,11 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "common/base/engine_thread.h"
 #include "common/base/error.h"
 #include "common/base/memory_error.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/model/compute_setup.h"
 #include "common/model/layer_cache.h"
 #include "common/tensor/catch_torch_errors.h"
@@ -148,7 +148,7 @@ class EngineImpl : public Engine {
   }
 
   absl::StatusOr<std::vector<PromptId>> Submit(std::vector<Submission> batch) override {
-    const absl::Time now = absl::Now();
+    const SteadyTime now = SteadyTime::Now();
     int64_t samples = 0;
     for (size_t i = 0; i < batch.size(); ++i) {
       TANDEM_RETURN_IF_ERROR(
@@ -247,7 +247,7 @@ class EngineImpl : public Engine {
 
   EngineStats Stats() const override {
     // Before mutex_ is locked: the thread has a mutex of its own.
-    const absl::Time last_progress = thread_->last_progress();
+    const SteadyTime last_progress = thread_->last_progress();
     std::lock_guard lock(mutex_);
     EngineStats stats = stats_;
     stats.sequences_waiting += posted_samples_;
@@ -312,26 +312,26 @@ class EngineImpl : public Engine {
                    [this](const std::string&, absl::FunctionRef<absl::Status()> execute) {
                      absl::Status status = execute();
                      std::lock_guard lock(mutex_);
-                     stats_.last_progress = absl::Now();
+                     stats_.last_progress = SteadyTime::Now();
                      return status;
                    });
     ended_ = true;
   }
 
   // See EngineThreadOptions::step.
-  absl::Time Step() {
-    const absl::Time now = absl::Now();
+  SteadyTime Step() {
+    const SteadyTime now = SteadyTime::Now();
     generator_->ExpireDeadlines(now);
     scorer_->DropAbandoned();
     const bool wrote = !paused_ && generator_->Step();
     const bool waited_for = wrote && generator_->HasWork();
-    const bool scored =
-        scorer_->Step(waited_for ? kScoreShare * (absl::Now() - now) : absl::InfiniteDuration());
+    const bool scored = scorer_->Step(waited_for ? kScoreShare * (SteadyTime::Now() - now)
+                                                 : absl::InfiniteDuration());
     if (wrote || scored) thread_->NoteProgress();
     Publish();
-    if (scorer_->HasWork()) return absl::InfinitePast();
-    if (!generator_->HasWork()) return absl::InfiniteFuture();
-    return paused_ ? generator_->next_deadline() : absl::InfinitePast();
+    if (scorer_->HasWork()) return SteadyTime::InfinitePast();
+    if (!generator_->HasWork()) return SteadyTime::InfiniteFuture();
+    return paused_ ? generator_->next_deadline() : SteadyTime::InfinitePast();
   }
 
   // Fails all work, whatever the listeners throw.
@@ -351,7 +351,7 @@ class EngineImpl : public Engine {
     stats_.paused = paused_;
     posted_samples_ -= arrived;
     arrived_samples_ += arrived;
-    drain_.Observe(absl::Now(), stats_.sequences_waiting,
+    drain_.Observe(SteadyTime::Now(), stats_.sequences_waiting,
                    arrived_samples_ - stats_.sequences_waiting - stats_.sequences_running);
   }
 

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "common/base/error.h"
+#include "common/base/steady_time.h"
 #include "common/model/testing/padded_model.h"
 #include "common/speculator/speculator_files.h"
 #include "common/speculator/speculator_update.h"
@@ -745,16 +746,16 @@ TEST_F(EngineTest, AnExpiredDeadlineFailsAPausedPrompt) {
   const auto engine = Create();
   ASSERT_TRUE(engine->Pause({}).ok());
   PromptRequest request = RequestOf({});
-  request.deadline = absl::Now() + absl::Milliseconds(50);
+  request.deadline = SteadyTime::Now() + absl::Milliseconds(50);
   const auto listener = Submit(*engine, {request})[0];
   listener->Wait();
   EXPECT_EQ(listener->failure()->code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_GE(absl::Now(), request.deadline);
+  EXPECT_GE(SteadyTime::Now(), request.deadline);
   while (engine->Stats().sequences_waiting > 0) std::this_thread::yield();
   EXPECT_EQ(engine->Submit({{request, listener}}).status().code(),
             absl::StatusCode::kDeadlineExceeded);
   CallScope late;
-  late.deadline = absl::Now() - absl::Seconds(1);
+  late.deadline = SteadyTime::Now() - absl::Seconds(1);
   EXPECT_EQ(Score(*engine, {.sequences = {{{3, 4, 5}, 1}}}, late).status().code(),
             absl::StatusCode::kDeadlineExceeded);
 }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/model/layer_cache.h"
 #include "common/tandem/tandem_sampler.h"
 #include "services/rollout/engine/tell_listener.h"
@@ -102,8 +103,8 @@ void Generator::Submit(PromptId id, Submission submission) {
     scheduler_.Enqueue(sequence.get());
     prompt->samples.push_back(std::move(sequence));
   }
-  const absl::Time deadline = prompt->request.deadline;
-  if (deadline < absl::InfiniteFuture()) deadlines_.emplace(deadline, id);
+  const SteadyTime deadline = prompt->request.deadline;
+  if (deadline < SteadyTime::InfiniteFuture()) deadlines_.emplace(deadline, id);
   prompts_.emplace(id, std::move(prompt));
 }
 
@@ -131,7 +132,7 @@ void Generator::FailAll(const absl::Status& status) {
   }
 }
 
-void Generator::ExpireDeadlines(absl::Time now) {
+void Generator::ExpireDeadlines(SteadyTime now) {
   while (next_deadline() <= now) {
     const PromptId id = deadlines_.begin()->second;
     const bool began = prompts_.at(id)->samples_begun > 0;

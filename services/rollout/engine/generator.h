@@ -15,7 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
+#include "common/base/steady_time.h"
 #include "common/tandem/author_selector.h"
 #include "common/tandem/vocabulary.h"
 #include "services/rollout/engine/drafter.h"
@@ -55,10 +55,10 @@ class Generator {
   void Fail(PromptId id, const absl::Status& status);
   void FailAll(const absl::Status& status);
   // Fails with DEADLINE_EXCEEDED the prompts, queued or running, whose deadline is not after `now`.
-  void ExpireDeadlines(absl::Time now);
+  void ExpireDeadlines(SteadyTime now);
   // The earliest deadline of a prompt; InfiniteFuture if none has one.
-  absl::Time next_deadline() const {
-    return deadlines_.empty() ? absl::InfiniteFuture() : deadlines_.begin()->first;
+  SteadyTime next_deadline() const {
+    return deadlines_.empty() ? SteadyTime::InfiniteFuture() : deadlines_.begin()->first;
   }
 
   // Whether a prompt is queued or running.
@@ -125,7 +125,7 @@ class Generator {
   std::array<ModelRunner*, 2> runners_;
   Scheduler scheduler_;
   std::map<PromptId, std::unique_ptr<Prompt>> prompts_;
-  std::set<std::pair<absl::Time, PromptId>> deadlines_;  // of the prompts that have one
+  std::set<std::pair<SteadyTime, PromptId>> deadlines_;  // of the prompts that have one
   std::shared_ptr<const WeightsVersion> senior_weights_;
   EngineStats totals_;
   // Belong to the pass that runs; kept so that their memory is.

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "common/base/steady_time.h"
 #include "common/model/layer_cache.h"
 #include "services/rollout/engine/generator.h"
 #include "services/rollout/engine/testing/count_allocations.h"
@@ -50,7 +50,7 @@ class GeneratorAllocationTest : public ::testing::Test {
   // Returns the number of allocations of a step, with what the engine asks for around it.
   int64_t Step() {
     return CountAllocations([&] {
-      generator_.ExpireDeadlines(absl::Now());
+      generator_.ExpireDeadlines(SteadyTime::Now());
       generator_.Step();
     });
   }
@@ -78,7 +78,7 @@ TEST_F(GeneratorAllocationTest, AStepThatOnlyWritesTokensAllocatesNothing) {
     request.tandem.boundary_token_ids = {1, 5, 9, 20, 31, 44};
     request.return_other_logprobs = id % 2 == 0;
     request.priority = static_cast<int32_t>(id % 3);
-    request.deadline = absl::Now() + absl::Hours(1);
+    request.deadline = SteadyTime::Now() + absl::Hours(1);
     generator_.Submit(id, {request, std::make_shared<RecordingListener>(1), id % 7});
   }
   // Prompts are read, and vectors get their sizes.

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "common/base/philox.h"
+#include "common/base/steady_time.h"
 #include "common/tandem/tandem_sampler.h"
 #include "services/rollout/engine/testing/generator_harness.h"
 
@@ -333,7 +334,7 @@ TEST(GeneratorTest, CancelFreesRunningAndQueuedSamples) {
 
 TEST(GeneratorTest, DeadlinesHoldInTheQueueToo) {
   Harness harness(Limits(1));
-  const absl::Time start = absl::UnixEpoch();
+  const SteadyTime start = SteadyTime();
   const auto running = harness.Submit(Request({.enabled = false}));
   PromptRequest late = Request({.enabled = false});
   late.deadline = start + absl::Seconds(5);
@@ -349,8 +350,8 @@ TEST(GeneratorTest, DeadlinesHoldInTheQueueToo) {
 
 TEST(GeneratorTest, APromptWhoseDeadlineHasPassedCostsNoPass) {
   Harness harness;
-  EXPECT_EQ(harness.generator.next_deadline(), absl::InfiniteFuture());
-  const absl::Time start = absl::UnixEpoch();
+  EXPECT_EQ(harness.generator.next_deadline(), SteadyTime::InfiniteFuture());
+  const SteadyTime start = SteadyTime();
   PromptRequest late = Request({.enabled = false});
   late.deadline = start + absl::Seconds(5);
   PromptRequest later = late;
@@ -364,7 +365,7 @@ TEST(GeneratorTest, APromptWhoseDeadlineHasPassedCostsNoPass) {
   EXPECT_EQ(harness.generator.next_deadline(), later.deadline);
   EXPECT_EQ(harness.senior.passes, 0);
   harness.Finish();
-  EXPECT_EQ(harness.generator.next_deadline(), absl::InfiniteFuture());
+  EXPECT_EQ(harness.generator.next_deadline(), SteadyTime::InfiniteFuture());
 }
 
 TEST(GeneratorTest, AStreamOfManyPromptsDoesNotDelayAnothersFew) {
@@ -630,7 +631,7 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
       absl::StatusCode ends = absl::StatusCode::kOk;
     };
     std::vector<Submitted> all;
-    absl::Time now = absl::UnixEpoch();
+    SteadyTime now = SteadyTime();
     int64_t updates = 0;
     for (int64_t i = 0; i < 14; ++i) {
       PromptRequest request = Request(Tandem(kStrategies[below(5)]), 1, 1000 + i);

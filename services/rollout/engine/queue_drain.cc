@@ -16,21 +16,21 @@ absl::Duration RetryAfter(int64_t places, double ended, absl::Duration measured)
   return std::clamp(each * places, kShortestRetry, kLongestRetry);
 }
 
-QueueDrain::Average QueueDrain::After(absl::Time now, int64_t ended) const {
+QueueDrain::Average QueueDrain::After(SteadyTime now, int64_t ended) const {
   if (waiting_ == 0 || now <= last_) return average_;
   const double remembered = std::exp(-absl::FDivDuration(now - last_, kMemory));
   return {.ended = average_.ended * remembered + static_cast<double>(ended),
           .measured = average_.measured * remembered + kMemory * (1 - remembered)};
 }
 
-void QueueDrain::Observe(absl::Time now, int64_t waiting, int64_t ended_total) {
+void QueueDrain::Observe(SteadyTime now, int64_t waiting, int64_t ended_total) {
   average_ = After(now, ended_total - ended_total_);
   last_ = now;
   waiting_ = waiting;
   ended_total_ = ended_total;
 }
 
-absl::Duration QueueDrain::RetryAfter(absl::Time now, int64_t places) const {
+absl::Duration QueueDrain::RetryAfter(SteadyTime now, int64_t places) const {
   const Average average = After(now, 0);
   return rollout::RetryAfter(places, average.ended, average.measured);
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "absl/time/time.h"
+#include "common/base/steady_time.h"
 
 namespace tandem::rollout {
 
@@ -22,10 +23,10 @@ class QueueDrain {
  public:
   // Tells that `waiting` sequences wait at `now`, and that `ended_total` have ended since the
   // start.
-  void Observe(absl::Time now, int64_t waiting, int64_t ended_total);
+  void Observe(SteadyTime now, int64_t waiting, int64_t ended_total);
 
   // Returns in which time `places` places are likely to be free.
-  absl::Duration RetryAfter(absl::Time now, int64_t places) const;
+  absl::Duration RetryAfter(SteadyTime now, int64_t places) const;
 
  private:
   struct Average {
@@ -33,10 +34,10 @@ class QueueDrain {
     absl::Duration measured = absl::ZeroDuration();
   };
   // Returns the average at `now`, after `ended` more sequences have ended.
-  Average After(absl::Time now, int64_t ended) const;
+  Average After(SteadyTime now, int64_t ended) const;
 
   Average average_;
-  absl::Time last_ = absl::InfinitePast();
+  SteadyTime last_ = SteadyTime::InfinitePast();
   int64_t waiting_ = 0;
   int64_t ended_total_ = 0;
 };

@@ -36,7 +36,7 @@ class QueueDrainTest : public ::testing::Test {
   }
 
   QueueDrain drain_;
-  absl::Time now_ = absl::UnixEpoch();
+  SteadyTime now_ = SteadyTime();
   int64_t ended_ = 0;
 };
 

@@ -33,8 +33,9 @@ struct RequestLimits {
   std::array<std::optional<VisionConfig>, 2> vision = {};
 };
 
-// Most bytes of a record of routing, which travels in one message with its response.
-inline constexpr int64_t kMaxRoutingBytes = 3 << 20;
+// Most bytes of a record of routing, which travels in one message with its response: less than the
+// 64 MiB that clients take.
+inline constexpr int64_t kMaxRoutingBytes = 48 << 20;
 
 // The images of a prompt as each lane reads them, senior first; nullptr for text alone, and for a
 // lane that the prompt does not need.

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/model/layer_cache.h"
 #include "services/rollout/engine/image_tokens.h"
 #include "services/rollout/engine/tell_listener.h"
@@ -177,7 +178,7 @@ absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
   }
   ++passes_total_;
   PassResults results;
-  const absl::Time begin = clock_();
+  const SteadyTime begin = clock_();
   TANDEM_RETURN_IF_ERROR(runner(job.lane).Run({.copies = {}, .sequences = inputs}, results));
   const double seconds = absl::ToDoubleSeconds(clock_() - begin);
   if (seconds > 0) {

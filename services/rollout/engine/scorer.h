@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "common/base/call_scope.h"
+#include "common/base/steady_time.h"
 #include "common/base/weights_version.h"
 #include "services/rollout/engine/block_table.h"
 #include "services/rollout/engine/model_runner.h"
@@ -31,7 +31,7 @@ struct ScorerOptions {
   // the longest sequence.
   std::array<BlockRange, 2> blocks;
   RequestLimits request_limits;
-  std::function<absl::Time()> clock = absl::Now;
+  std::function<SteadyTime()> clock = SteadyTime::Now;
 };
 
 class Scorer {
@@ -90,7 +90,7 @@ class Scorer {
   BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
 
   const int64_t max_batched_tokens_;
-  const std::function<absl::Time()> clock_;
+  const std::function<SteadyTime()> clock_;
   const RequestLimits request_limits_;
   std::array<double, 2> tokens_per_second_ = {0, 0};  // of each lane's last pass; 0: none yet
   WeightsVersion senior_weights_;

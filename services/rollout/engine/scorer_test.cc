@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/error.h"
+#include "common/base/steady_time.h"
 #include "common/tandem/tandem_sampler.h"
 #include "services/rollout/engine/testing/fake_runner.h"
 
@@ -154,7 +155,7 @@ TEST_F(ScorerTest, WhoHasGoneIsNotScored) {
   std::stop_source cancelled;
   CallScope cancellable, expired;
   cancellable.cancellation = cancelled.get_token();
-  expired.deadline = absl::UnixEpoch();
+  expired.deadline = SteadyTime();
   const auto first = Submit(Request(9, 30), cancellable);
   const auto late = Submit(Request(9, 30), expired);
   const auto last = Submit(Request(1, 5));
@@ -223,7 +224,7 @@ TEST_F(ScorerTest, APassIsAsShortAsItShouldBe) {
   FakeRunner senior(1, kVocab, blocks.count), junior(2, kVocab, blocks.count);
   // A pass takes 10 ms, and 1 ms a token with the senior, a quarter of that with the junior.
   const auto now = [&] {
-    return absl::UnixEpoch() + absl::Milliseconds(10) * (senior.passes + junior.passes) +
+    return SteadyTime() + absl::Milliseconds(10) * (senior.passes + junior.passes) +
            absl::Milliseconds(1) * senior.consumed + absl::Microseconds(250) * junior.consumed;
   };
   Scorer scorer(
@@ -235,7 +236,7 @@ TEST_F(ScorerTest, APassIsAsShortAsItShouldBe) {
   const absl::Duration limit = absl::Milliseconds(60);
   int64_t largest[2] = {};
   while (scorer.HasWork()) {
-    const absl::Time begin = now();
+    const SteadyTime begin = now();
     ASSERT_TRUE(scorer.Step(limit));
     EXPECT_LE(now() - begin, limit);
     largest[0] = std::max(largest[0], senior.largest_pass);

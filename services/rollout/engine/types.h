@@ -12,9 +12,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
 #include "common/base/memory_plan.h"
 #include "common/base/rank_environment.h"
+#include "common/base/steady_time.h"
 #include "common/base/vision_reference.h"
 #include "common/base/weights_version.h"
 #include "common/model/compute_options.h"
@@ -111,7 +111,7 @@ struct PromptRequest {
   SpeculativeParams speculative;
   std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
   Blobs blobs = {};                                 // their pixels
-  absl::Time deadline = absl::InfiniteFuture();
+  SteadyTime deadline = SteadyTime::InfiniteFuture();
 };
 
 // New tokens of one sample.
@@ -234,7 +234,7 @@ struct EngineStats {
   DraftTotals heads_drafts_total;
   int64_t score_passes_total = 0;
   // The end of the last pass or command on this rank.
-  absl::Time last_progress = absl::InfinitePast();
+  SteadyTime last_progress = SteadyTime::InfinitePast();
   bool paused = false;
 };
 

@@ -3,9 +3,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "common/base/error.h"
 #include "common/base/logging.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/error_table.h"
 #include "services/rollout/service/convert.h"
 
@@ -234,7 +234,7 @@ void GenerateStream::Drain() {
   EndIfDone();
 }
 
-void GenerateStream::Tick(absl::Time now, absl::Duration interval) {
+void GenerateStream::Tick(SteadyTime now, absl::Duration interval) {
   std::unique_lock lock(mutex_);
   if (outbox_ == nullptr) return;
   if (outbox_->ended() && !pending_.empty()) {  // because its client does not read
@@ -266,7 +266,7 @@ void GenerateStream::Fail(const std::string& request_id, const absl::Status& sta
 void GenerateStream::OnTokens(const std::string& request_id, const TokensDelta& delta) {
   std::lock_guard lock(mutex_);
   if (outbox_ == nullptr) return;
-  last_event_ = absl::Now();
+  last_event_ = SteadyTime::Now();
   outbox_->Push(TokensToProto(request_id, delta), SampleKey(request_id, delta.sample_index),
                 MergeTokens);
 }
@@ -294,7 +294,7 @@ void GenerateStream::OnFailed(const std::string& request_id, const absl::Status&
 
 void GenerateStream::Push(v1::GenerateResponse event) {
   if (outbox_ == nullptr) return;
-  last_event_ = absl::Now();
+  last_event_ = SteadyTime::Now();
   outbox_->Push(std::move(event));
 }
 

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/blob_store.h"
 #include "common/rpc/byte_budget.h"
 #include "common/rpc/write_queue.h"
@@ -27,7 +28,7 @@ struct GenerateStreamOptions {
   TandemConfig tandem;
   // Limit for the samples of one batch of prompts; a prompt counts as one at least.
   int64_t max_batch_samples;
-  absl::Time deadline = absl::InfiniteFuture();
+  SteadyTime deadline = SteadyTime::InfiniteFuture();
   uint64_t stream = 0;  // see Submission
 };
 
@@ -64,7 +65,7 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
 
   // Sends a heartbeat if nothing was written for `interval`. Frees the sequences of a stream that
   // ended early.
-  void Tick(absl::Time now, absl::Duration interval);
+  void Tick(SteadyTime now, absl::Duration interval);
 
   // Whether the reactor may read the next message.
   bool WantsMore() const;
@@ -116,7 +117,7 @@ class GenerateStream : public std::enable_shared_from_this<GenerateStream> {
   Outbox* outbox_;  // null after Detach
   std::map<std::string, Pending> pending_;
   int64_t unfinished_sequences_ = 0;
-  absl::Time last_event_ = absl::Now();
+  SteadyTime last_event_ = SteadyTime::Now();
   bool half_closed_ = false;
   bool draining_ = false;
   bool client_gone_ = false;

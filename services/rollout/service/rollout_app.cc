@@ -5,8 +5,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "common/base/machine_resources.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "services/rollout/service/convert.h"
 #include "tandem/blobs/v1/blobs.grpc.pb.h"
 #include "tandem/rollout/v1/rollout.grpc.pb.h"
@@ -56,8 +58,9 @@ void RolloutApp::UpdateMetrics() {
                             const std::vector<std::string>& labels = {}) {
     metrics_.SetTotal(spec, static_cast<double>(value), labels);
   };
+  const absl::Time last_progress = absl::Now() - (SteadyTime::Now() - stats.last_progress);
   metrics_.Gauge(metric::kLastProgress)
-      .Set(std::max(0.0, absl::ToDoubleSeconds(stats.last_progress - absl::UnixEpoch())));
+      .Set(std::max(0.0, absl::ToDoubleSeconds(last_progress - absl::UnixEpoch())));
   if (!leads()) return;  // rank 0 alone has counters, and receives weights
   engine_->weights().DropAbandoned(std::chrono::steady_clock::now());
   rpc::UpdateBlobMetrics(rollout_service_.blobs(), metrics_);
@@ -95,7 +98,7 @@ void RolloutApp::UpdateMetrics() {
   total(metric::kForwardPasses, stats.forward_passes_total + stats.score_passes_total);
 }
 
-void RolloutApp::Drain(absl::Time) { rollout_service_.Drain(); }
+void RolloutApp::Drain(SteadyTime) { rollout_service_.Drain(); }
 
 void RolloutApp::Stop() {
   if (engine_ != nullptr) engine_->Shutdown();

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/blob_service.h"
 #include "common/rpc/server_main.h"
 #include "common/rpc/weight_receiver_service.h"
@@ -31,7 +31,7 @@ class RolloutApp final : public rpc::ServerApp {
   absl::Status Load() override;
   absl::Status CheckHealth() override;
   void UpdateMetrics() override;
-  void Drain(absl::Time deadline) override;
+  void Drain(SteadyTime deadline) override;
   void Stop() override;
   bool Ended() const override { return engine_->ended(); }
 

@@ -5,10 +5,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "common/base/error.h"
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/error_table.h"
+#include "common/rpc/grpc_time.h"
 #include "common/rpc/proto_convert.h"
 #include "common/rpc/reactor_call.h"
 #include "common/rpc/server_info.h"
@@ -34,7 +35,7 @@ class RolloutService::GenerateReactor final
             service->engine_.load(),
             GenerateStreamOptions{.tandem = service->options_.tandem,
                                   .max_batch_samples = service->options_.max_batch_samples,
-                                  .deadline = rpc::internal::DeadlineOf(*context),
+                                  .deadline = rpc::FromGrpcTime(context->raw_deadline()),
                                   .stream = ++service->last_stream_},
             &service->blobs_, &service->collected_bytes_, &outbox_)),
         request_id_(rpc::AssignRequestId(context)),
@@ -188,7 +189,7 @@ void RolloutService::Beat() {
   while (!stop_changed_.wait_for(lock, period, [this] { return stop_; })) {
     const std::vector<std::shared_ptr<GenerateStream>> streams(streams_.begin(), streams_.end());
     lock.unlock();
-    for (const auto& stream : streams) stream->Tick(absl::Now(), options_.heartbeat_interval);
+    for (const auto& stream : streams) stream->Tick(SteadyTime::Now(), options_.heartbeat_interval);
     lock.lock();
   }
 }

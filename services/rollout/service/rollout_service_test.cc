@@ -11,6 +11,7 @@
 #include <string>
 
 #include "common/base/error.h"
+#include "common/base/steady_time.h"
 #include "common/config/server_config.h"
 #include "common/rpc/error_table.h"
 #include "common/rpc/proto_convert.h"
@@ -519,7 +520,7 @@ TEST_F(GenerateStreamTest, AReaderThatLeavesTooMuchLosesItsSequences) {
   engine_.Go();
   ASSERT_TRUE(Eventually([&] { return outbox_.ended(); }));
   EXPECT_LT(event_bytes_.used_bytes(), 100'000) << "what waited is given back";
-  stream_->Tick(absl::Now(), absl::Seconds(5));
+  stream_->Tick(SteadyTime::Now(), absl::Seconds(5));
   EXPECT_TRUE(Eventually([&] { return engine_.Stats().sequences_running == 0; }));
   Written();
   ASSERT_TRUE(finished_.has_value());
@@ -585,7 +586,7 @@ TEST_F(GenerateStreamTest, ADrainRefusesAnOpenBatch) {
 }
 
 TEST_F(GenerateStreamTest, HeartbeatsComeOnlyWhenIdle) {
-  const absl::Time now = absl::Now();
+  const SteadyTime now = SteadyTime::Now();
   stream_->Tick(now, absl::Seconds(5));
   EXPECT_EQ(in_flight_, nullptr) << "too early";
   stream_->Tick(now + absl::Seconds(6), absl::Seconds(5));

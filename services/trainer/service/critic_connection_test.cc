@@ -7,6 +7,7 @@
 
 #include "common/base/error.h"
 #include "common/base/not_finite.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/testing/server.h"
 #include "services/critic/service/critic_app.h"
 #include "services/critic/service/testing/fake_engine.h"
@@ -159,7 +160,7 @@ TEST_F(CriticConnectionTest, ACancelledCallDoesNotWaitForASilentCritic) {
 
 TEST_F(CriticConnectionTest, TheCallersDeadlineHoldsForASilentCritic) {
   engine_->BeSilent();
-  scope_.deadline = absl::Now() + absl::Milliseconds(100);
+  scope_.deadline = SteadyTime::Now() + absl::Milliseconds(100);
   EXPECT_EQ(ComputeValues({{{1}, {2}}}).status().code(), absl::StatusCode::kDeadlineExceeded);
 }
 

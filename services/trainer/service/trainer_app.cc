@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "common/base/status_macros.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/channel.h"
 #include "services/trainer/service/critic_connection.h"
 #include "services/trainer/service/objective_convert.h"
@@ -70,7 +71,7 @@ absl::Status TrainerApp::Load() {
   return absl::OkStatus();
 }
 
-void TrainerApp::Drain(absl::Time) { service_.Drain(); }
+void TrainerApp::Drain(SteadyTime) { service_.Drain(); }
 
 void TrainerApp::Stop() {
   if (engine_ == nullptr) return;

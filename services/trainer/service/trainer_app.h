@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/server_main.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/service/trainer_service.h"
@@ -33,7 +34,7 @@ class TrainerApp final : public rpc::ServerApp {
   absl::Status Load() override;
   absl::Status CheckHealth() override { return engine_->Health(); }
   void UpdateMetrics() override { service_.UpdateMetrics(); }
-  void Drain(absl::Time deadline) override;
+  void Drain(SteadyTime deadline) override;
   void Stop() override;
   bool Ended() const override { return engine_->ended(); }
   bool HasUnsavedState() const override { return engine_->unsaved(); }

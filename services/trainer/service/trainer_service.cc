@@ -74,6 +74,8 @@ grpc::ServerUnaryReactor* TrainerService::GetServerInfo(grpc::CallbackServerCont
         out.set_micro_batch_tokens(static_cast<int32_t>(options_.micro_batch_tokens));
         out.set_critic_address(options_.critic_address);
         out.set_unsaved(engine_->unsaved());
+        out.set_micro_batches(info.micro_batches);
+        out.set_micro_batches_done(info.micro_batches_done);
         out.set_max_samples(static_cast<int32_t>(options_.max_samples));
         out.set_has_speculator(options_.has_speculator);
         if (!options_.freezes_model) {
@@ -103,7 +105,7 @@ class TrainerService::TrainStepCall final
         request_, FromProto(proto, service_.options_.max_samples, service_.options_.support));
     return proto.num_samples();
   }
-  absl::Status OnSample(const v1::TrainStepRequest& message) override {
+  absl::StatusOr<bool> OnSample(const v1::TrainStepRequest& message) override {
     return std::visit([&](auto& batch) { return Add(message, batch); }, request_.batch);
   }
   absl::StatusOr<v1::TrainStepResponse> OnComplete(std::string payload_digest,
@@ -112,18 +114,22 @@ class TrainerService::TrainStepCall final
     return service_.RunTrainStep(request_, call);
   }
 
-  absl::Status Add(const v1::TrainStepRequest& message, PolicyBatch& batch) {
+  absl::StatusOr<bool> Add(const v1::TrainStepRequest& message, PolicyBatch& batch) {
+    if (message.has_routed_experts_part()) {
+      routed_experts_part_.append(message.routed_experts_part());
+      return false;
+    }
     if (!message.has_policy_sample()) {
       return InvalidField("policy_sample", "is required with a policy objective");
     }
-    TANDEM_ASSIGN_OR_RETURN(PolicySample sample, FromProto(message.policy_sample()));
+    TANDEM_ASSIGN_OR_RETURN(PolicySample sample, FromProto(WithParts(message.policy_sample())));
     TANDEM_RETURN_IF_ERROR(PrependFieldPath(
         "trajectory",
         service_.training_.blobs().Collect(sample.trajectory.vision_inputs, request_.blobs)));
     batch.samples.push_back(std::move(sample));
-    return absl::OkStatus();
+    return true;
   }
-  absl::Status Add(const v1::TrainStepRequest& message, SupervisedBatch& batch) {
+  absl::StatusOr<bool> Add(const v1::TrainStepRequest& message, SupervisedBatch& batch) {
     if (!message.has_supervised_sample()) {
       return InvalidField("supervised_sample", "is required with a supervised objective");
     }
@@ -131,11 +137,20 @@ class TrainerService::TrainStepCall final
     TANDEM_RETURN_IF_ERROR(
         service_.training_.blobs().Collect(sample.vision_inputs, request_.blobs));
     batch.samples.push_back(std::move(sample));
-    return absl::OkStatus();
+    return true;
+  }
+
+  // Returns the sample with what came before it.
+  v1::PolicySample WithParts(v1::PolicySample sample) {
+    if (routed_experts_part_.empty()) return sample;
+    std::string* rest = sample.mutable_trajectory()->mutable_routed_experts()->mutable_data();
+    *rest = std::exchange(routed_experts_part_, {}) + *rest;
+    return sample;
   }
 
   TrainerService& service_;
   TrainStepRequest request_;
+  std::string routed_experts_part_;  // of the sample that comes next
 };
 
 grpc::ServerReadReactor<grpc::ByteBuffer>* TrainerService::TrainStep(

@@ -28,7 +28,7 @@ from tandem.credentials import (
     require_key_pair,
     watched_tokens,
 )
-from tandem.errors import ConfigError, CredentialsError
+from tandem.errors import ConfigError, CredentialsError, ServerStartError
 from tandem.render import Output
 
 if TYPE_CHECKING:
@@ -164,7 +164,10 @@ def serve_openai(
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; raises ConfigError, which names the option at fault."""
+    """Returns a listening socket.
+
+    Raises ConfigError, or ServerStartError for a port in use, which name the option at fault.
+    """
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -175,7 +178,10 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         at_host = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
         option = f"--host {host}" if at_host else f"--port {port}"
-        raise ConfigError(f"{option}: {os.strerror(error.errno or 0)}") from None
+        problem = f"{option}: {os.strerror(error.errno or 0)}"
+        if error.errno == errno.EADDRINUSE:  # passes by itself, when a predecessor ends
+            raise ServerStartError(problem) from None
+        raise ConfigError(problem) from None
 
 
 def _check_drafts(
