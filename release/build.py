@@ -122,9 +122,9 @@ def check_wheel(wheel: Path, wanted: str) -> None:
         said = _run(Path(scratch) / "bin/tandem", "--version")
         if said != f"tandem {wanted}":
             raise ReleaseError(f"{wheel.name}: `tandem --version` says {said!r}")
-        used = _run(python, "-c", "import tandem.client; print(tandem.client.__file__)")
+        used = _run(python, "-c", "import tandem.rpc.client; print(tandem.rpc.client.__file__)")
         if not Path(used).is_relative_to(purelib):
-            raise ReleaseError(f"{wheel.name}: tandem.client comes from {used}")
+            raise ReleaseError(f"{wheel.name}: tandem.rpc.client comes from {used}")
     print(f"release: client: {said} starts from the wheel")
 
 

@@ -25,7 +25,7 @@ inline constexpr double kDefaultStdEpsilon = 1e-6;
 
 // Rewards of a group are equal where they differ by no more than this, times the largest of their
 // magnitudes where that is above 1: sums of the same scores in another order differ by rounding.
-// The client's dynamic sampling has the same rule (clients/python/tandem/groups.py).
+// The client's dynamic sampling has the same rule (clients/python/tandem/training/groups.py).
 inline constexpr double kRewardTolerance = 1e-9;
 
 // Group-relative advantages: (r - mean of the group) / (std + epsilon). A group of one gets 0, and

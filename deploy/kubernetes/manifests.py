@@ -18,8 +18,8 @@ from typing import Any
 import helm_python
 import yaml
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from tandem.config.v1 import server_config_pb2
-from tandem.wire import enum_names
+from tandem._proto.config.v1 import server_config_pb2
+from tandem.rpc.wire import enum_names
 
 HERE = Path(__file__).resolve().parent
 CHART = HERE / "chart"

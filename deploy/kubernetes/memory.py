@@ -22,9 +22,9 @@ from typing import Any
 import manifests
 import yaml
 from safetensors import safe_open
-from tandem.cluster import find_binary
-from tandem.cluster_memory import PlannedMemory
-from tandem.settings import CheckpointSettings
+from tandem.cluster.local import find_binary
+from tandem.preflight.memory import PlannedMemory
+from tandem.settings.run import CheckpointSettings
 
 GIB = 2**30
 # Bytes of a parameter in a checkpoint (weight and two moments), and in a publication.

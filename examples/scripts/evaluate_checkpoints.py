@@ -12,9 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from tandem import RunSettings, settings
+from tandem import RunSettings
 from tandem.evaluation import evaluate
-from tandem.session import Session
+from tandem.session.session import Session
+from tandem.settings import loading
 
 # Numbers of evals.jsonl; each mode has some of them.
 SHOWN = ("accuracy", "junior/nats_per_token", "gap/nats_per_token")
@@ -23,7 +24,7 @@ SHOWN = ("accuracy", "junior/nats_per_token", "gap/nats_per_token")
 def main(run_dir: str, *overrides: str) -> None:
     """Loads each checkpoint into the trainer, publishes it and prints its evaluations."""
     run = Path(run_dir)
-    config = settings.load(RunSettings, run / "config.yaml", overrides)
+    config = loading.load(RunSettings, run / "config.yaml", overrides)
     checkpoints = sorted(path for path in (run / "checkpoints").glob("step_*") if path.is_dir())
     with Session(config, lambda text: print(text, file=sys.stderr), purpose="eval") as session:
         for checkpoint in checkpoints:

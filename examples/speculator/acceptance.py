@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem import settings
-from tandem.render import Output
-from tandem.settings import RunSettings
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
+from tandem.terminal.output import Output
 
 CONFIG = Path(__file__).with_name("run.yaml")
 GRPO_STEPS = 20
@@ -34,7 +34,7 @@ Results = Sequence[Mapping[str, Any]]
 
 def main(overrides: Sequence[str]) -> None:
     """Does what is left to do, and prints the table."""
-    config = settings.load(RunSettings, CONFIG, overrides)
+    config = loading.load(RunSettings, CONFIG, overrides)
     folder = config.run_dir.parent
     lines: dict[str, Results] = {}
     head, policy = folder / "head", folder / "policy"

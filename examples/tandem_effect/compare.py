@@ -17,10 +17,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tandem import settings
 from tandem.metrics import eval_prefix, numbers
-from tandem.render import Output
-from tandem.settings import RunSettings
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
+from tandem.terminal.output import Output
 from tandem.view.curves import read_curves
 
 CONFIG = Path(__file__).with_name("run.yaml")
@@ -47,7 +47,7 @@ Numbers = Mapping[str, float]
 
 def main(overrides: Sequence[str]) -> None:
     """Does what is left to do, and prints the table."""
-    folder = settings.load(RunSettings, CONFIG, overrides).run_dir.parent
+    folder = loading.load(RunSettings, CONFIG, overrides).run_dir.parent
     before = evaluate_untrained(folder / "before.json", overrides)
     runs: dict[str, list[Numbers]] = {arm: [] for arm in ARMS}
     for seed in SEEDS:

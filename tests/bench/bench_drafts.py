@@ -35,9 +35,9 @@ from rollout.models import (
     write_random_speculator,
 )
 from rollout.servers import OFF, RolloutServer
-from tandem.client import TrainerClient
-from tandem.requests import Prompt, SupervisedSample
-from tandem.text import TextCodec
+from tandem.models.tokenizer import TextCodec
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.requests import Prompt, SupervisedSample
 
 _NONE = "no drafts"
 _HEADS, _RANDOM, _JUNIOR = "trained heads", "random heads", "small junior"

@@ -21,7 +21,7 @@ import torch
 from mixture import VOCABULARY, add_sizes, config_of
 from rollout.machine import describe
 from rollout.servers import OFF, RolloutServer
-from tandem.requests import Prompt
+from tandem.rpc.requests import Prompt
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 _BAR = 1.1

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from alternate import Comparison
 from datasets import Dataset
-from tandem.client import RolloutClient, TrainerClient
-from tandem.cluster import LocalCluster
-from tandem.requests import PolicySample, Prompt
-from tandem.settings import ClusterSettings
+from tandem.cluster.local import LocalCluster
+from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.requests import PolicySample, Prompt
+from tandem.settings.cluster import ClusterSettings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from alternate import alternate
-from tandem.cluster import find_binary, held_port, rank_environment
+from tandem.cluster.local import find_binary, held_port, rank_environment
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 # Settings of a trainer's `strategy`.

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from alternate import alternate
 from status_bytes import status_bytes
-from tandem.client import TrainerClient
-from tandem.cluster import LocalCluster
-from tandem.requests import SupervisedSample
-from tandem.settings import ClusterSettings
+from tandem.cluster.local import LocalCluster
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.requests import SupervisedSample
+from tandem.settings.cluster import ClusterSettings
 
 _PEER = "supervised step"
 _ALONE = "speculator alone"

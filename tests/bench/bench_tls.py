@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from alternate import Comparison
-from tandem.certs import Request, make_certificates
-from tandem.client import RolloutClient, TrainerClient
-from tandem.cluster import LocalCluster
-from tandem.requests import PolicySample, Prompt
-from tandem.settings import ClusterSettings
+from tandem.certs.authority import Request, make_certificates
+from tandem.cluster.local import LocalCluster
+from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.requests import PolicySample, Prompt
+from tandem.settings.cluster import ClusterSettings
 
 SECURED = "mTLS and tokens"
 PROMPT = list(range(5, 37))

@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from tandem.trajectories.record import Response, trajectory_record
-from tandem.trajectories.writer import write_parquet
-from tandem.types.v1 import trajectory_pb2
-from tandem.wire import to_tensor
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.rpc.wire import to_tensor
+from tandem.run_directory.trajectories.record import Response, trajectory_record
+from tandem.run_directory.trajectories.writer import write_parquet
 
 VOCABULARY = 150_000
 PROMPT_TOKENS = 256

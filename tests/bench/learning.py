@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 from alternate import alternate
-from tandem.client import CriticClient, TrainerClient
-from tandem.cluster import LocalCluster
-from tandem.requests import SupervisedSample
-from tandem.settings import ClusterSettings
+from tandem.cluster.local import LocalCluster
+from tandem.rpc.client import CriticClient, TrainerClient
+from tandem.rpc.requests import SupervisedSample
+from tandem.settings.cluster import ClusterSettings
 
 
 def compare(

@@ -34,11 +34,11 @@ from typing import Any
 import harness
 import psutil
 import yaml
-from tandem import settings
-from tandem.cluster import find_binary
-from tandem.transport import Connection
+from tandem.cluster.local import find_binary
+from tandem.rpc.transport import Connection
+from tandem.settings import loading
 
-TRAIN = [sys.executable, "-m", "tandem.cli", "train"]
+TRAIN = [sys.executable, "-m", "tandem", "train"]
 STEPS = 5
 # Most kills of one run; then it is left alone.
 MAX_KILLS_PER_RUN = 6
@@ -195,7 +195,7 @@ class Scenario:
         (scenario.directory / "mlflow.py").write_text(TRACKER)
         config.reward.executor, config.reward.workers = "process", 2
         config.reward.on_error = "skip"
-        scenario.run_file.write_text(settings.dump(config))
+        scenario.run_file.write_text(loading.dump(config))
         return scenario
 
     @property

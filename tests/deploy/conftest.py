@@ -10,7 +10,7 @@ import manifests
 import pytest
 from kubernetes_examples import EXAMPLES, example_values
 from kubernetes_objects import SERVICES
-from tandem.certs import Request, make_certificates
+from tandem.certs.authority import Request, make_certificates
 
 # Sizes of the models that the examples name, from their config.json.
 _QWEN = {"vocab_size": 151936, "num_key_value_heads": 2, "max_position_embeddings": 32768}

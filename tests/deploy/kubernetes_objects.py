@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.critic.v1 import critic_pb2
-from tandem.rollout.v1 import rollout_pb2
-from tandem.trainer.v1 import trainer_pb2
+from tandem._proto.critic.v1 import critic_pb2
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
 
 Object = Mapping[str, Any]
 

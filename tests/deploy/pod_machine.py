@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 from kubernetes_objects import PROBES, SERVICES, Object, Pod, of_kind, pods, servers
-from tandem import settings
-from tandem.cluster import find_binary
+from tandem.cluster.local import find_binary
 from tandem.errors import ConfigError
-from tandem.settings import RunSettings
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
 
 
 class Machine:
@@ -105,7 +105,7 @@ class Machine:
             rest = rest[2:]
         overrides = [replaced(word, local) for word in rest]
         try:
-            config = settings.load(RunSettings, Path(replaced(file, local)), overrides)
+            config = loading.load(RunSettings, Path(replaced(file, local)), overrides)
         except ConfigError as error:
             return [f"{pod.name}: {error}"]
         problems = []

@@ -20,8 +20,8 @@ import yaml
 from kubernetes_examples import EXAMPLES, REPOSITORY, example_values
 from network_arrows import arrows
 from pod_machine import Machine
-from tandem.command_line import EXIT_UNTRAINED, EXIT_USAGE
-from tandem.transport import Connection
+from tandem.cli.command_line import EXIT_UNTRAINED, EXIT_USAGE
+from tandem.rpc.transport import Connection
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
 DASHBOARDS = REPOSITORY / "deploy" / "grafana" / "dashboards"

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from harness import json_lines, wait_until
 from kubernetes_examples import REPOSITORY
-from tandem.cluster import find_binary
-from tandem.command_line import EXIT_UNTRAINED, EXIT_USAGE
+from tandem.cli.command_line import EXIT_UNTRAINED, EXIT_USAGE
+from tandem.cluster.local import find_binary
 
 SLURM = REPOSITORY / "deploy" / "slurm"
 STAND_INS = REPOSITORY / "tests" / "deploy" / "slurm"

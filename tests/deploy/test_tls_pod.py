@@ -12,7 +12,7 @@ import kubernetes_objects as k8s
 import pytest
 from harness import wait_until
 from pod_machine import Machine, replaced
-from tandem.cluster import find_binary
+from tandem.cluster.local import find_binary
 
 ROLE = "rollout"
 

@@ -13,8 +13,10 @@ from typing import Any
 import typer
 import yaml
 from page_blocks import REPOSITORY
-from tandem import cli, settings
+from tandem.cli import app
 from tandem.errors import ConfigError
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
 
 # The beginnings of paths that building and running make, and of paths outside of the repository.
 MADE = ("build/", ".venv/", ".venv-peers/", "models/", "runs/", "dist/", "/", "~", "./runs/")
@@ -178,7 +180,7 @@ def _path_problems(argument: str) -> Iterator[str]:
 
 def _tandem_problems(arguments: Sequence[str]) -> Iterator[str]:
     # typer has a click of its own, whose types are private.
-    command: Any = typer.main.get_command(cli.app)
+    command: Any = typer.main.get_command(app.app)
     context = command.context_class(command, info_name="tandem")
     rest = list(arguments)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
@@ -206,7 +208,7 @@ def _tandem_problems(arguments: Sequence[str]) -> Iterator[str]:
 def _run_problems(file: str, overrides: Sequence[str] | None) -> Iterator[str]:
     if (REPOSITORY / file).is_file():
         try:
-            settings.load(settings.RunSettings, REPOSITORY / file, overrides or ())
+            loading.load(RunSettings, REPOSITORY / file, overrides or ())
         except ConfigError as error:
             yield str(error)
 

@@ -10,9 +10,11 @@ import pytest
 import yaml
 from page_blocks import REPOSITORY, SHELL, TEXT, Block, blocks, blocks_of
 from shell_commands import commands, problems, statements
-from tandem import settings
-from tandem.cluster import sections
-from tandem.wire import to_message
+from tandem.cluster.local import sections
+from tandem.rpc.wire import to_message
+from tandem.settings import loading
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import RunSettings
 
 BLOCKS = blocks()
 CODE = [block for block in BLOCKS if block.language not in TEXT]
@@ -81,13 +83,13 @@ def test_the_keys_of_a_file_are_settings(block):
 def check_run(values):
     # A run has `reward` or `rewards`.
     alone = ["reward={}"] if "rewards" in values else []
-    settings.load(settings.RunSettings, WHOLE_RUN, [*alone, *overrides(values)])
+    loading.load(RunSettings, WHOLE_RUN, [*alone, *overrides(values)])
 
 
 def check_cluster(values):
-    from tandem.config.v1 import server_config_pb2 as schema
+    from tandem._proto.config.v1 import server_config_pb2 as schema
 
-    cluster = settings.load(settings.ClusterSettings, WHOLE_CLUSTER, overrides(values))
+    cluster = loading.load(ClusterSettings, WHOLE_CLUSTER, overrides(values))
     for section in sections(cluster):
         message = getattr(schema, f"{section.role.capitalize()}ServerConfig")()
         to_message(section.with_free_ports(), message, section.field)

@@ -40,7 +40,7 @@ from steadiness import (
     serving,
 )
 from tandem.errors import RpcError, from_rpc, from_status
-from tandem.transport import CHANNEL_OPTIONS
+from tandem.rpc.transport import CHANNEL_OPTIONS
 from valid_calls import ValidCall, make_models, valid_calls
 
 # Codes with which a server may refuse a request.

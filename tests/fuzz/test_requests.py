@@ -8,7 +8,7 @@ import pytest
 from fuzz_requests import Fuzzer, make_case
 from mutator import mutate, places
 from steadiness import serving
-from tandem.trainer.v1 import trainer_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
 from valid_calls import make_models, valid_calls
 
 MUTATIONS = 3000

@@ -16,16 +16,16 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from harness import TANDEM
 from steadiness import SEQUENCES, Servers
-from tandem import requests
-from tandem.blobs.v1 import blobs_pb2
-from tandem.critic.v1 import critic_pb2
-from tandem.images import VisionInput
-from tandem.requests import PolicySample, Prompt, ScoredTokens, SupervisedSample
-from tandem.rollout.v1 import rollout_pb2
-from tandem.trainer.v1 import trainer_pb2
-from tandem.types.v1 import server_pb2
-from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
-from tandem.wire import from_tensor, to_tensor
+from tandem._proto.blobs.v1 import blobs_pb2
+from tandem._proto.critic.v1 import critic_pb2
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem._proto.types.v1 import server_pb2
+from tandem._proto.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem.rpc import requests
+from tandem.rpc.images import VisionInput
+from tandem.rpc.requests import PolicySample, Prompt, ScoredTokens, SupervisedSample
+from tandem.rpc.wire import from_tensor, to_tensor
 
 ROLLOUT = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightService"]

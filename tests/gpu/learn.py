@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from rows import Rows
-from tandem.client import TrainerClient
-from tandem.cluster import LocalCluster
-from tandem.requests import SupervisedSample
-from tandem.settings import ClusterSettings
+from tandem.cluster.local import LocalCluster
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.requests import SupervisedSample
+from tandem.settings.cluster import ClusterSettings
 
 
 def ours(args: argparse.Namespace, batch: torch.Tensor, configuration: str, rows: Rows) -> None:

@@ -15,8 +15,8 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from engine import BASE, BILL, PORTS, REPOSITORY, SERVERS, TARGETS, USER, image
-from tandem.client import RolloutClient
-from tandem.requests import Prompt
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import Prompt
 
 # Most bytes of an image's files: a tenth more than measured (docs/containers.md has the sizes).
 LARGEST = {

@@ -17,7 +17,7 @@ import manifests
 import pytest
 import yaml
 from kubernetes_examples import example_values
-from tandem.transport import Connection
+from tandem.rpc.transport import Connection
 
 pytestmark = pytest.mark.skipif(not shutil.which("podman"), reason="podman is not installed")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import harness
 import pytest
 from numerics import Numerics, configurations
-from tandem.client import RolloutClient, TrainerClient
-from tandem.cluster import LocalCluster
+from tandem.cluster.local import LocalCluster
+from tandem.rpc.client import RolloutClient, TrainerClient
 
 
 @pytest.fixture(scope="session", autouse=True)

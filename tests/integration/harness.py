@@ -13,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tandem import settings
-from tandem.client import CriticClient, RolloutClient, TrainerClient
-from tandem.cluster import LocalCluster, Server
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.cluster.local import LocalCluster, Server
 from tandem.metrics import CLOCK_KEYS
-from tandem.requests import Prompt
-from tandem.rollout.v1 import rollout_pb2
-from tandem.run_dir import RunDirectory
-from tandem.schedule import authorship_mask
-from tandem.session import Session, addresses_of
-from tandem.settings import ClusterSettings, RunSettings
-from tandem.train import train
-from tandem.trajectories.files import read_records, step_file
-from tandem.types.v1 import trajectory_pb2
-from tandem.wire import from_tensor, tandem_record
+from tandem.rpc.author_schedule import authorship_mask
+from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
+from tandem.rpc.requests import Prompt
+from tandem.rpc.wire import from_tensor, tandem_record
+from tandem.run_directory.directory import RunDirectory
+from tandem.run_directory.trajectories.files import read_records, step_file
+from tandem.session.session import Session, addresses_of
+from tandem.settings import loading
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import RunSettings
+from tandem.training.loop import train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bernoulli", "chunk", "alternating", "sentence", "word")
@@ -182,7 +183,7 @@ def run_settings(
     if running is not None:
         values["servers"] = addresses_of(running).model_dump()
         values["credentials"] = running.credentials.record()
-    return settings.validate(RunSettings, values | changes, "test")
+    return loading.validate(RunSettings, values | changes, "test")
 
 
 def run_training(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import harness
-from tandem.cluster import find_binary
+from tandem.cluster.local import find_binary
 
 TOKEN = "secret-of-a-user"
 

@@ -20,11 +20,11 @@ from typing import Any
 import harness
 import psutil
 from harness import TANDEM
-from tandem.client import CriticClient, RolloutClient, TrainerClient
-from tandem.cluster import LocalCluster, Server
+from tandem._proto.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem.cluster.local import LocalCluster, Server
 from tandem.errors import from_status
-from tandem.requests import Prompt, SupervisedSample
-from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
+from tandem.rpc.requests import Prompt, SupervisedSample
 
 # Growth of a server's memory from a warm state to the end that allocators explain. A leak of 1 kB
 # per call exceeds it in 65,000 calls.

@@ -14,9 +14,9 @@ import grpc
 import harness
 import http2
 import pytest
-from tandem.client import RolloutClient
-from tandem.cluster import Server
-from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem._proto.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem.cluster.local import Server
+from tandem.rpc.client import RolloutClient
 
 SERVICE = "/tandem.rollout.v1.RolloutService/"
 MIB = 1 << 20

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import yaml
 from commands import tandem
-from tandem import settings
 from tandem.metrics import KEYS
-from tandem.requests import SupervisedSample
-from tandem.schedule import authorship_mask, prompt_seed
+from tandem.rpc.author_schedule import authorship_mask
+from tandem.rpc.requests import SupervisedSample
+from tandem.rpc.seeds import prompt_seed
+from tandem.settings import loading
 from tokenizers import Tokenizer
 
 # Objective of a run whose steps have a value for every metric.
@@ -30,7 +31,7 @@ EVERY_TERM = {
     "rejection_upper": 2.0,
 }
 # For commands that need a process of their own: they are sent a signal, or run beside the test.
-COMMAND = [sys.executable, "-m", "tandem.cli"]
+COMMAND = [sys.executable, "-m", "tandem"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def files(models, tmp_path_factory):
         reference="junior",
         objective=EVERY_TERM,
     )
-    (directory / "run.yaml").write_text(settings.dump(config))
+    (directory / "run.yaml").write_text(loading.dump(config))
     return directory
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import harness
 import pytest
 import secured_server
-from tandem.requests import Prompt
-from tandem.wire import from_tensor
+from tandem.rpc.requests import Prompt
+from tandem.rpc.wire import from_tensor
 
 SOURCE = harness.REPOSITORY / "examples/cpp_client"
 PROMPT = [5, 17, 260, 40]

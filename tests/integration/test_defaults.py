@@ -10,12 +10,12 @@ from typing import Any
 import harness
 import pytest
 import yaml
-from tandem.calls import CriticCalls, RolloutCalls, TrainerCalls
-from tandem.client import RolloutClient, TrainerClient
-from tandem.cluster import find_binary
-from tandem.requests import Prompt
-from tandem.settings import SamplingSettings
-from tandem.types.v1.sampling_pb2 import SamplingParams
+from tandem._proto.types.v1.sampling_pb2 import SamplingParams
+from tandem.cluster.local import find_binary
+from tandem.rpc.calls import CriticCalls, RolloutCalls, TrainerCalls
+from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.requests import Prompt
+from tandem.settings.run import SamplingSettings
 
 PAGE = (harness.REPOSITORY / "docs/configuration.md").read_text()
 # Overrides to resolve each role with: a strategy's fields have defaults when it is chosen.

@@ -12,8 +12,8 @@ import pytest
 from harness import flat, mask, tokens
 from tandem.errors import ConfigError
 from tandem.evaluation import evaluate
-from tandem.schedule import authorship_mask
-from tandem.session import Session
+from tandem.rpc.author_schedule import authorship_mask
+from tandem.session.session import Session
 from tokenizers import Tokenizer
 
 MODES = ["solo", "handoff", "legibility"]

@@ -9,12 +9,12 @@ import shutil
 import harness
 import numpy as np
 import pytest
-import tandem.requests
+import tandem.rpc.requests
 from harness import TANDEM, flat, logprobs, prompts
 from safetensors.numpy import load_file
 from tandem.errors import InvalidArgumentError
-from tandem.requests import PolicySample, SupervisedSample
-from tandem.wire import from_tensor
+from tandem.rpc.requests import PolicySample, SupervisedSample
+from tandem.rpc.wire import from_tensor
 
 EXPERTS = {"num_experts_per_tok": 2, "hidden_size": 48, "initializer_range": 0.25}
 FAMILIES = {
@@ -245,7 +245,7 @@ def test_a_record_of_routing_in_parts_is_the_record_in_one_message(experts, tmp_
     """As those of long responses travel, which are larger than a message."""
     reports = []
     for part_bytes in (1 << 20, 7):
-        monkeypatch.setattr(tandem.requests, "_ROUTING_PART_BYTES", part_bytes)
+        monkeypatch.setattr(tandem.rpc.requests, "_ROUTING_PART_BYTES", part_bytes)
         with (
             harness.cluster(tmp_path / str(part_bytes), experts, trainer={}) as running,
             harness.rollout_client(running) as rollout,
@@ -261,7 +261,7 @@ def test_a_record_of_routing_in_parts_is_the_record_in_one_message(experts, tmp_
             messages = samples[1].messages()
             if part_bytes == 7:
                 assert len(messages) > 3
-                header = tandem.requests.train_step(samples, **step)[0]
+                header = tandem.rpc.requests.train_step(samples, **step)[0]
                 first = samples[0].messages()
                 with pytest.raises(InvalidArgumentError) as caught:  # a part is missing
                     trainer.send_train_step([header, *first, *messages[1:]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import harness
 import pytest
 from commands import tandem
-from tandem.requests import Prompt
+from tandem.rpc.requests import Prompt
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}

@@ -6,7 +6,7 @@ import harness
 import pytest
 from harness import TANDEM, prompts
 from tandem.errors import FailedPreconditionError
-from tandem.requests import PolicySample, SupervisedSample
+from tandem.rpc.requests import PolicySample, SupervisedSample
 
 SPECULATOR = {
     "adapter": "mlp",

@@ -18,8 +18,8 @@ import grpc
 import harness
 import pytest
 import secured_server
-from tandem.client import TrainerClient
-from tandem.requests import SupervisedSample
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.requests import SupervisedSample
 
 PAGE = harness.REPOSITORY / "docs/grpcurl.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

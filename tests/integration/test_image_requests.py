@@ -17,14 +17,14 @@ from family_models import VISION_FAMILIES, make_vision_model
 from harness import flat, logprobs
 from PIL import Image
 from starlette.testclient import TestClient
+from tandem._proto.types.v1 import vision_pb2
 from tandem.errors import FailedPreconditionError, InvalidArgumentError
-from tandem.images import VisionInput
+from tandem.models.tokenizer import TextCodec
 from tandem.openai_server.app import Settings, application
-from tandem.requests import PolicySample, Prompt, ScoredTokens, SupervisedSample
-from tandem.schedule import prompt_seed
-from tandem.text import TextCodec
-from tandem.types.v1 import vision_pb2
-from tandem.wire import from_tensor
+from tandem.rpc.images import VisionInput
+from tandem.rpc.requests import PolicySample, Prompt, ScoredTokens, SupervisedSample
+from tandem.rpc.seeds import prompt_seed
+from tandem.rpc.wire import from_tensor
 from vision_reference import VisionReference
 
 PATCH_VALUES = 3 * 2 * 4 * 4

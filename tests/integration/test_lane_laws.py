@@ -17,11 +17,11 @@ import pytest
 from family_models import SENIORS, make_senior
 from harness import TANDEM, assert_same_bits, flat, logprobs, mask, prompts, tokens
 from numerics import Numerics
-from tandem import requests
-from tandem.client import RolloutClient
-from tandem.requests import Prompt
-from tandem.types.v1 import trajectory_pb2
-from tandem.wire import from_tensor
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.rpc import requests
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import Prompt
+from tandem.rpc.wire import from_tensor
 from weight_sets import WeightSet
 
 LANES: dict[str, dict[str, Any]] = {

@@ -9,9 +9,9 @@ import harness
 import numpy as np
 import pytest
 from harness import TANDEM, prompts
-from tandem.cluster import find_binary
+from tandem.cluster.local import find_binary
 from tandem.errors import OutOfRangeError, ServerStartError
-from tandem.wire import enum_name, from_tensor
+from tandem.rpc.wire import enum_name, from_tensor
 
 TEXT = list(range(5, 35))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import harness
 from harness import TANDEM, prompts, wait_until
-from tandem import requests
 from tandem.errors import from_status
-from tandem.requests import Prompt
-from tandem.transport import MAX_SEND_BYTES
+from tandem.rpc import requests
+from tandem.rpc.requests import Prompt
+from tandem.rpc.transport import MAX_SEND_BYTES
 
 
 def test_a_step_in_many_messages_gives_the_bits_of_one_message(rollout, monkeypatch):

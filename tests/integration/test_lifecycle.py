@@ -18,12 +18,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 from harness import prompts, wait_until
-from tandem.client import CriticClient, RolloutClient, TrainerClient
-from tandem.cluster import find_binary
-from tandem.critic.v1 import critic_pb2
+from tandem._proto.critic.v1 import critic_pb2
+from tandem.cluster.local import find_binary
 from tandem.errors import CancelledError, DeadlineError, NotImplementedByServerError, RpcError
-from tandem.requests import Prompt, SupervisedSample, submit
-from tandem.wire import to_tensor
+from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
+from tandem.rpc.requests import Prompt, SupervisedSample, submit
+from tandem.rpc.wire import to_tensor
 
 ENDLESS = {"max_tokens": 100, "ignore_eos": True}
 ROLES = ("rollout", "trainer", "critic")

@@ -23,10 +23,10 @@ from harness import (
     prompts,
     tokens,
 )
-from tandem.cluster import find_binary
-from tandem.requests import PolicySample, SupervisedSample
-from tandem.rollout_pool import response_to_score
-from tandem.wire import from_tensor
+from tandem.cluster.local import find_binary
+from tandem.pool.rollout_pool import response_to_score
+from tandem.rpc.requests import PolicySample, SupervisedSample
+from tandem.rpc.wire import from_tensor
 
 GREEDY = {"max_tokens": 24, "temperature": 0.0}
 OFF = {"enabled": False}

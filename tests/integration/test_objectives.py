@@ -11,7 +11,7 @@ from typing import Any
 import harness
 import pytest
 import yaml
-from tandem.cluster import LocalCluster
+from tandem.cluster.local import LocalCluster
 
 PAGE = (harness.REPOSITORY / "docs/objectives.md").read_text()
 RECIPES = sorted(re.findall(r"\(\.\./(examples/recipes/\w+)\.yaml\)", PAGE))

@@ -14,10 +14,10 @@ import harness
 import numpy as np
 import openai
 import pytest
-from tandem.requests import Prompt
-from tandem.schedule import prompt_seed
-from tandem.text import TextCodec
-from tandem.wire import from_tensor
+from tandem.models.tokenizer import TextCodec
+from tandem.rpc.requests import Prompt
+from tandem.rpc.seeds import prompt_seed
+from tandem.rpc.wire import from_tensor
 
 TEXT = "the sum of two and three is"
 CHAT = [{"role": "user", "content": "one two three"}]

@@ -7,9 +7,9 @@ import signal
 
 import harness
 from harness import metrics_without_clock
-from tandem.run_dir import RunDirectory
-from tandem.session import Session
-from tandem.train import train
+from tandem.run_directory.directory import RunDirectory
+from tandem.session.session import Session
+from tandem.training.loop import train
 
 
 def run(models, folder, on_step=lambda session, line: None):

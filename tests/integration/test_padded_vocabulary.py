@@ -14,10 +14,10 @@ import harness
 import numpy as np
 import pytest
 from harness import TANDEM, flat, prompts, tokens
-from tandem.cluster import LocalCluster
+from tandem.cluster.local import LocalCluster
 from tandem.errors import InvalidArgumentError
-from tandem.requests import PolicySample, Prompt, SupervisedSample
-from tandem.wire import from_tensor
+from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample
+from tandem.rpc.wire import from_tensor
 
 OBJECTIVE = {
     "old_logprobs": "recomputed",

@@ -11,11 +11,11 @@ import harness
 import pytest
 import yaml
 from harness import gauge, run_on, wait_until
-from tandem.client import TrainerClient
-from tandem.cluster import LocalCluster, find_binary, rank_environment
+from tandem.cluster.local import LocalCluster, find_binary, rank_environment
 from tandem.errors import ServerStartError, TandemError
-from tandem.requests import SupervisedSample
-from tandem.transport import Connection
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.requests import SupervisedSample
+from tandem.rpc.transport import Connection
 
 HEARTBEAT_SECONDS = 4
 STRATEGIES = {

@@ -6,9 +6,9 @@ import harness
 import numpy as np
 import pytest
 from harness import TANDEM, flat, logprobs, prompts
-from tandem.reference import JuniorReference
-from tandem.replicas import Replica
-from tandem.rollout_pool import RolloutPool
+from tandem.pool.replicas import Replica
+from tandem.pool.rollout_pool import RolloutPool
+from tandem.session.reference import JuniorReference
 
 KL = {"kl_coefficient": 0.1, "kl_estimator": "k3"}
 

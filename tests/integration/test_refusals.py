@@ -17,8 +17,8 @@ from tandem.errors import (
     RpcError,
     ServerStartError,
 )
-from tandem.requests import PolicySample, Prompt, SupervisedSample, submit, train_step
-from tandem.wire import to_tensor
+from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample, submit, train_step
+from tandem.rpc.wire import to_tensor
 
 # Where refuse() damages a batch.
 PLACE = "samples[1].trajectory."

@@ -7,17 +7,18 @@ from pathlib import Path
 import harness
 import pytest
 from commands import tandem
-from tandem import recording
-from tandem.cluster import LocalCluster
+from tandem.cluster.local import LocalCluster
 from tandem.errors import FailedPreconditionError
-from tandem.requests import Prompt, SupervisedSample
+from tandem.recording import files as recording
+from tandem.rpc.requests import Prompt, SupervisedSample
+from tandem.rpc.transport import RECORD_VARIABLE
 
 
 def recorded_run(models: harness.Models, directory: Path, running: LocalCluster, file: Path):
     """Two steps of GRPO with tandem, and two requests that the servers refuse."""
     recording.create(file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(recording.VARIABLE, str(file))
+        patch.setenv(RECORD_VARIABLE, str(file))
         metrics = harness.run_on(running, models, directory, steps=2)
         assert [line["step"] for line in metrics] == [1, 2]
         with harness.trainer_client(running) as trainer, harness.rollout_client(running) as rollout:
@@ -65,7 +66,7 @@ def test_other_weights_are_named_by_their_first_difference(models, tmp_path):
         harness.cluster(tmp_path / "first", models, rollout=senior) as first,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv(recording.VARIABLE, str(file))
+        patch.setenv(RECORD_VARIABLE, str(file))
         with harness.rollout_client(first) as client:
             client.score([([5, 6, 7], 1)])
     other = {"senior_model": str(models.junior)}

@@ -12,18 +12,19 @@ import harness
 import numpy as np
 import pytest
 from harness import metrics_without_clock, run_on, wait_until
-from tandem import settings
-from tandem.cluster import find_binary
-from tandem.config_values import apply_override
+from tandem.cluster.local import find_binary
 from tandem.errors import ConfigError, FailedPreconditionError, TandemError, UnsavedUpdatesError
 from tandem.evaluation import evaluate
-from tandem.run_dir import RunDirectory
-from tandem.session import Session
-from tandem.start import serve_checkpoint
-from tandem.text import TextCodec
-from tandem.train import train
-from tandem.trajectories.files import read_records
-from tandem.transport import Connection
+from tandem.models.tokenizer import TextCodec
+from tandem.rpc.transport import Connection
+from tandem.run_directory.directory import RunDirectory
+from tandem.run_directory.trajectories.files import read_records
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
+from tandem.settings.values import apply_override
+from tandem.training.loop import train
+from tandem.training.start import serve_checkpoint
 
 
 def restart(server):
@@ -249,7 +250,7 @@ def test_a_run_killed_during_dynamic_sampling_resumes_as_if_it_had_not_been(
     assert undisturbed[3]["batch/num_gen_batches"] > 1
     config = harness.run_settings(tmp_path / "killed", models, fresh_pair, **changes)
     file = tmp_path / "run.yaml"
-    file.write_text(settings.dump(config))
+    file.write_text(loading.dump(config))
     killed = subprocess.run(
         [sys.executable, "-m", "tandem", "train", file],
         env=os.environ | {"DIE_AT": str(4 * (sum(drawn[:3]) + 2) + 1)},
@@ -326,7 +327,7 @@ def test_a_dry_run_names_the_mistakes_that_servers_find(
             values[key] = (values[key] or {}) | value
     for override in overrides:
         apply_override(values, override)
-    config = settings.validate(settings.RunSettings, values, "test")
+    config = loading.validate(RunSettings, values, "test")
     with pytest.raises(ConfigError, match=says), Session(config, dry_run=True):
         pass
     assert not (tmp_path / "cluster").exists()

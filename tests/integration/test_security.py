@@ -23,11 +23,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 from roles import ROLES, methods_of
-from tandem import Credentials, running_clusters
-from tandem.certs import Request, make_certificates, renew_certificates
-from tandem.channel import open_channel
-from tandem.client import CriticClient, RolloutClient, TrainerClient
-from tandem.cluster import LocalCluster
+from tandem import Credentials
+from tandem.certs.authority import Request, make_certificates, renew_certificates
+from tandem.cluster import registry
+from tandem.cluster.local import LocalCluster
 from tandem.errors import (
     NotFoundError,
     PermissionDeniedError,
@@ -35,8 +34,10 @@ from tandem.errors import (
     UnavailableError,
     from_rpc,
 )
-from tandem.settings import ClusterSettings
-from tandem.transport import ONCE, Connection
+from tandem.rpc.channel import open_channel
+from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
+from tandem.rpc.transport import ONCE, Connection
+from tandem.settings.cluster import ClusterSettings
 
 CLIENTS = {"rollout": RolloutClient, "trainer": TrainerClient, "critic": CriticClient}
 UNKNOWN = "a-token-that-no-server-knows"
@@ -531,7 +532,7 @@ def test_commands_take_the_credentials_of_the_cluster_that_runs(
     secured, directory, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    with running_clusters.announced(secured, pytest.fail):
+    with registry.announced(secured, pytest.fail):
         shown = json.loads(tandem("status", "--json").stdout)["servers"]
         assert [one["health"] for one in shown] == ["SERVING"] * 3
         assert all("version" in one for one in shown)

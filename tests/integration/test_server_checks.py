@@ -11,11 +11,11 @@ import harness
 import pytest
 import torch
 import xxhash
-from tandem.client import RolloutClient
-from tandem.cluster import find_binary
-from tandem.critic.v1 import critic_pb2
-from tandem.requests import SupervisedSample
-from tandem.wire import to_tensor
+from tandem._proto.critic.v1 import critic_pb2
+from tandem.cluster.local import find_binary
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import SupervisedSample
+from tandem.rpc.wire import to_tensor
 from tokenizers import Tokenizer
 
 MODEL_FIELD = {"rollout": "senior_model", "trainer": "model", "critic": "model"}

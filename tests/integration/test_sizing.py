@@ -10,7 +10,7 @@ import subprocess
 
 import harness
 import pytest
-from tandem.cluster import find_binary
+from tandem.cluster.local import find_binary
 
 PAGE = (harness.REPOSITORY / "docs/cluster.md").read_text()
 ROWS = re.findall(

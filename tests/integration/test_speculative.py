@@ -21,11 +21,11 @@ import pytest
 import torch
 from harness import TANDEM, flat, prompts
 from safetensors.torch import load_file, save_file
-from tandem import requests
-from tandem.client import RolloutClient
-from tandem.cluster import find_binary
+from tandem.cluster.local import find_binary
 from tandem.errors import RpcError
-from tandem.requests import Prompt
+from tandem.rpc import requests
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import Prompt
 from test_lane_laws import LANES, LONG, RANKED, assert_same_bits, section, short_cache
 
 METHODS: list[dict[str, Any]] = [

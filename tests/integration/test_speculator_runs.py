@@ -8,8 +8,8 @@ import harness
 import pytest
 import yaml
 from commands import tandem
-from tandem import settings
-from tandem.requests import Prompt
+from tandem.rpc.requests import Prompt
+from tandem.settings import loading
 
 SPECULATOR = {"adapter": "mlp", "n_predict": 2, "optimizer": {"learning_rate": 0.02}}
 
@@ -30,7 +30,7 @@ def run_file(models, tmp_path_factory):
         sampling={"max_tokens": 32, "temperature": 0.0},
     )
     path = directory / "run.yaml"
-    path.write_text(settings.dump(config))
+    path.write_text(loading.dump(config))
     return path
 
 

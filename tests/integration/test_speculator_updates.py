@@ -11,10 +11,10 @@ import harness
 import pytest
 from harness import flat
 from safetensors.torch import load_file
-from tandem.client import RolloutClient
+from tandem._proto.trainer.v1 import trainer_pb2
 from tandem.errors import from_status
-from tandem.requests import SupervisedSample
-from tandem.trainer.v1 import trainer_pb2
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import SupervisedSample
 from test_lane_laws import assert_same_bits, section
 from test_ranks import ranked
 from test_speculative import ACCEPTED, DRAFTS, HEADS, batch, total, write_speculator

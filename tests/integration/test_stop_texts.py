@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 from harness import TANDEM
-from tandem.requests import Prompt
-from tandem.text import TextCodec
-from tandem.types.v1 import trajectory_pb2
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.models.tokenizer import TextCodec
+from tandem.rpc.requests import Prompt
 
 SAMPLING = {"max_tokens": 40, "ignore_eos": True}
 

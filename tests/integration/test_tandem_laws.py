@@ -13,10 +13,10 @@ import harness
 import numpy as np
 import pytest
 from harness import STRATEGIES, TANDEM, derived_mask, flat, logprobs, mask, prompts, tokens
-from tandem.requests import SupervisedSample
-from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tandem.rollout_pool import response_to_score
-from tandem.wire import from_tensor
+from tandem._proto.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem.pool.rollout_pool import response_to_score
+from tandem.rpc.requests import SupervisedSample
+from tandem.rpc.wire import from_tensor
 from tokenizers import Tokenizer
 
 GREEDY = {"max_tokens": 24, "temperature": 0.0}

@@ -19,8 +19,8 @@ from harness import (
 )
 from safetensors.numpy import load_file, save_file
 from tandem.errors import AlreadyExistsError, FailedPreconditionError
-from tandem.requests import PolicySample, SupervisedSample
-from tandem.wire import from_tensor
+from tandem.rpc.requests import PolicySample, SupervisedSample
+from tandem.rpc.wire import from_tensor
 
 
 def policy_samples(client, tandem, count=4, group=4):

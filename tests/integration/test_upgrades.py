@@ -9,9 +9,9 @@ import grpc
 import harness
 import pytest
 import tandem
-from tandem.cluster import find_binary
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem.cluster.local import find_binary
 from tandem.errors import DataLossError
-from tandem.trainer.v1 import trainer_pb2
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from family_models import VISION_FAMILIES, make_vision_model
 from harness import TANDEM, flat, prompts
 from tandem.errors import InvalidArgumentError
-from tandem.requests import PolicySample, Prompt, SupervisedSample
-from tandem.wire import from_tensor
+from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample
+from tandem.rpc.wire import from_tensor
 
 
 def visual(directory: Path) -> dict[str, np.ndarray]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import harness
 import pytest
 from harness import prompts, wait_until
-from tandem.cluster import Server
-from tandem.requests import PolicySample
+from tandem.cluster.local import Server
+from tandem.rpc.requests import PolicySample
 
 HOUR = 3600
 SAMPLING = {"max_tokens": 100, "ignore_eos": True}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tandem.images import VisionInput
+from tandem.rpc.images import VisionInput
 
 
 class VisionReference:

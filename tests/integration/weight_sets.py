@@ -11,8 +11,8 @@ import grpc
 import harness
 import numpy as np
 import xxhash
-from tandem.types.v1 import tensor_pb2
-from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem._proto.types.v1 import tensor_pb2
+from tandem._proto.weights.v1 import weights_pb2, weights_pb2_grpc
 from weights_digest import weights_digest
 
 _CHUNK_BYTES = 64 << 10

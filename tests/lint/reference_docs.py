@@ -264,7 +264,7 @@ def pages() -> dict[Path, str]:
         REPOSITORY / "docs/errors.md": wrapped(errors_page(REASONS.read_text())),
         REPOSITORY / "docs/api.md": wrapped(api_page()),
         REPOSITORY / "clients/python/tandem/remedies.json": remedies(REASONS.read_text()),
-        REPOSITORY / "clients/python/tandem/renamed_names.json": json.dumps(
+        REPOSITORY / "clients/python/tandem/rpc/renamed_names.json": json.dumps(
             renamed_names(RENAMED.read_text()), indent=2
         )
         + "\n",

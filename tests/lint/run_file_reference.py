@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from tandem import settings
-from tandem.settings_errors import kinds_in, sections_in
+from tandem.settings import cluster, run
+from tandem.settings.explain import kinds_in, sections_in
+from tandem.settings.run import RunSettings
 
 # The cluster's server sections have a page of their own.
 _SERVERS = "[settings of the server](configuration.md)"
@@ -32,8 +33,21 @@ Comment = Callable[[type[BaseModel], str], str]
 
 
 def comments() -> Comment:
-    """Returns the function that gives the comment above a field of a section of settings.py."""
-    source = inspect.getsource(settings)
+    """Returns the function that gives the comment above a field of a section."""
+    found: dict[tuple[str, str], str] = {}
+    for module in (cluster, run):
+        found |= _comments_of(inspect.getsource(module))
+
+    def comment(section: type[BaseModel], name: str) -> str:
+        for base in section.__mro__:
+            if text := found.get((base.__name__, name)):
+                return text
+        return ""
+
+    return comment
+
+
+def _comments_of(source: str) -> dict[tuple[str, str], str]:
     lines = source.splitlines()
     found: dict[tuple[str, str], str] = {}
     for node in ast.parse(source).body:
@@ -49,14 +63,7 @@ def comments() -> Comment:
                 line.strip().removeprefix("#").strip() for line in lines[first : field.lineno - 1]
             )
             found[node.name, field.target.id] = text
-
-    def comment(section: type[BaseModel], name: str) -> str:
-        for base in section.__mro__:
-            if text := found.get((base.__name__, name)):
-                return text
-        return ""
-
-    return comment
+    return found
 
 
 def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
@@ -67,7 +74,7 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
     lines = [
         "# The run file",
         "",
-        "Generated from the comments of `clients/python/tandem/settings.py` by `make format`;"
+        "Generated from the comments of `clients/python/tandem/settings` by `make format`;"
         " change them there.",
         "",
         "A run file (YAML) holds the settings of `tandem train`, `tandem sft` and `tandem eval`. An"
@@ -81,7 +88,7 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
         " that completes and checks YAML: with the YAML language server, put"
         " `# yaml-language-server: $schema=PATH/run-file.schema.json` into the file's first line.",
     ]
-    for path, section in _sections("", settings.RunSettings):
+    for path, section in _sections("", RunSettings):
         meaning = (inspect.getdoc(section) or "").partition("\n\n")[0].replace("\n", " ")
         title = f"`{path}`" if path else "Top level"
         lines += ["", f"## {title}"]
@@ -97,8 +104,8 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
 
 def json_schema(comment: Comment, objective: Callable[[str], str]) -> str:
     """Returns the text of docs/run-file.schema.json."""
-    schema = settings.RunSettings.model_json_schema()
-    classes = {section.__name__: section for _, section in _sections("", settings.RunSettings)}
+    schema = RunSettings.model_json_schema()
+    classes = {section.__name__: section for _, section in _sections("", RunSettings)}
     for name, body in [("RunSettings", schema), *schema.get("$defs", {}).items()]:
         for key, field in body.get("properties", {}).items():
             field.pop("title", None)

@@ -26,6 +26,7 @@ check "layers" "$python" tests/lint/check_layers.py
 check "protos (style)" "$python" tests/lint/proto_contract.py lint
 check "protos (compatible with proto/golden)" "$python" tests/lint/proto_contract.py check
 check "generated pages" "$python" tests/lint/reference_docs.py check
+check "rooms of the client" env PYTHONPATH=clients/python .venv/bin/lint-imports --no-cache clients/python/pyproject.toml
 check "ruff" .venv/bin/ruff check --quiet .
 check "ruff format" .venv/bin/ruff format --quiet --check .
 check "mdformat" check_mdformat

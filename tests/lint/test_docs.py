@@ -43,11 +43,12 @@ def example(file: Path) -> str:
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/run*.yaml")), ids=example)
 def test_example_runs_hold_valid_server_configurations(file: Path):
     from google.protobuf import json_format
-    from tandem import settings
-    from tandem.cluster import sections
-    from tandem.config.v1 import server_config_pb2 as schema
+    from tandem._proto.config.v1 import server_config_pb2 as schema
+    from tandem.cluster.local import sections
+    from tandem.settings import loading
+    from tandem.settings.run import RunSettings
 
-    cluster = settings.load(settings.RunSettings, file).cluster
+    cluster = loading.load(RunSettings, file).cluster
     assert cluster is not None
     for section in sections(cluster):
         assert section.ranks >= 1
@@ -57,9 +58,10 @@ def test_example_runs_hold_valid_server_configurations(file: Path):
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/cluster*.yaml")), ids=example)
 def test_example_clusters_are_valid(file: Path):
-    from tandem import settings
+    from tandem.settings import loading
+    from tandem.settings.cluster import ClusterSettings
 
-    settings.load(settings.ClusterSettings, file)
+    loading.load(ClusterSettings, file)
 
 
 def test_the_variables_of_a_rank_are_those_that_servers_read():

@@ -13,7 +13,7 @@ FAMILIES = re.findall(
 )
 # The files that list families beside the table, and a pattern of a family's entry there.
 PLACES = {
-    "clients/python/tandem/models.py": r"SERVED_FAMILIES = \([^)]*\"{model_type}\"",
+    "clients/python/tandem/models/importing.py": r"SERVED_FAMILIES = \([^)]*\"{model_type}\"",
     "tests/parity/test_*_parity.py": r"Case\(\s*\"[^\"]*\",\s*\"{prefix}\"",
     "README.md": r"(?m)^\| [^|]*\b{prefix}\b[^|]* from Hugging Face directories",
 }

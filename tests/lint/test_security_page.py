@@ -6,7 +6,7 @@ import re
 
 from check_layers import REPOSITORY
 from roles import ROLES, methods_of
-from tandem.credentials import FIELDS, variable
+from tandem.rpc.credentials import FIELDS, variable
 
 PAGE = (REPOSITORY / "docs/security.md").read_text()
 

@@ -10,7 +10,7 @@ import pathlib
 import subprocess
 
 import transformers
-from tandem.models import SERVED_FAMILIES
+from tandem.models.importing import SERVED_FAMILIES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from peer_batch import MAX_COMPLETION_LENGTH, TEMPERATURE, Models, Outcome, Response
 from safetensors.torch import load_file
-from tandem.client import CriticClient, TrainerClient
-from tandem.cluster import LocalCluster
-from tandem.critic.v1 import critic_pb2
-from tandem.requests import PolicySample, SupervisedSample
-from tandem.settings import ClusterSettings
-from tandem.types.v1 import server_pb2, trajectory_pb2
-from tandem.wire import from_tensor, to_message, to_tensor
+from tandem._proto.critic.v1 import critic_pb2
+from tandem._proto.types.v1 import server_pb2, trajectory_pb2
+from tandem.cluster.local import LocalCluster
+from tandem.rpc.client import CriticClient, TrainerClient
+from tandem.rpc.requests import PolicySample, SupervisedSample
+from tandem.rpc.wire import from_tensor, to_message, to_tensor
+from tandem.settings.cluster import ClusterSettings
 
 # With beta1 0, AdamW's first moment is the gradient of the step, and a checkpoint holds it.
 BARE_GRADIENT = {"learning_rate": 1e-6, "beta1": 0.0, "max_grad_norm": 0.0}

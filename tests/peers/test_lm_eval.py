@@ -20,10 +20,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY / "tests/integration"))
 
 import harness  # noqa: E402
-from tandem.cluster import LocalCluster  # noqa: E402
-from tandem.requests import Prompt  # noqa: E402
-from tandem.text import TextCodec  # noqa: E402
-from tandem.wire import from_tensor  # noqa: E402
+from tandem.cluster.local import LocalCluster  # noqa: E402
+from tandem.models.tokenizer import TextCodec  # noqa: E402
+from tandem.rpc.requests import Prompt  # noqa: E402
+from tandem.rpc.wire import from_tensor  # noqa: E402
 
 CHOICES = [" three", " five", " a number"]
 ROWS = [

@@ -36,11 +36,11 @@ from steadiness import (
     require_idle,
     serving,
 )
-from tandem import requests
-from tandem.client import CriticClient, RolloutClient, TrainerClient
+from tandem._proto.types.v1 import trajectory_pb2
 from tandem.errors import CancelledError, DeadlineError, RpcError
-from tandem.requests import PolicySample, Prompt
-from tandem.types.v1 import trajectory_pb2
+from tandem.rpc import requests
+from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
+from tandem.rpc.requests import PolicySample, Prompt
 
 # Errors that clients cause each other when they train the same servers. Any other is a failure.
 EXPECTED_REASONS = frozenset(

@@ -35,7 +35,7 @@ from steadiness import (
     require_flat,
     require_idle,
 )
-from tandem.cluster import LocalCluster
+from tandem.cluster.local import LocalCluster
 from tandem.errors import RpcError
 from weight_sets import weight_sets
 

@@ -19,12 +19,12 @@ from grpc import StatusCode
 from harness import TANDEM
 from soak_configurations import MAX_MODEL_LEN
 from steadiness import DisturbanceError
-from tandem import requests
-from tandem.client import RolloutClient
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.types.v1 import trajectory_pb2
 from tandem.errors import CancelledError, DeadlineError, RpcError, from_status
-from tandem.requests import Prompt
-from tandem.rollout.v1 import rollout_pb2
-from tandem.types.v1 import trajectory_pb2
+from tandem.rpc import requests
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import Prompt
 from weight_sets import WeightSet
 
 # Ids of the tiny models that no boundary set, stop or padding takes.

@@ -12,11 +12,11 @@ import numpy as np
 from soak_clients import Scored, Workload, shown
 from soak_configurations import Configuration
 from steadiness import DisturbanceError
-from tandem.client import RolloutClient
-from tandem.requests import Prompt
-from tandem.schedule import authorship_mask
-from tandem.types.v1 import tensor_pb2, trajectory_pb2
-from tandem.wire import from_tensor, tandem_record
+from tandem._proto.types.v1 import tensor_pb2, trajectory_pb2
+from tandem.rpc.author_schedule import authorship_mask
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import Prompt
+from tandem.rpc.wire import from_tensor, tandem_record
 
 # Part of the tokens that come before the first difference where the bits of a row depend on its
 # batch: a draw may fall between two values of the same probability.

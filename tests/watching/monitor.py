@@ -22,7 +22,7 @@ from typing import Any, Self
 import harness
 import shipped
 import yaml
-from tandem.cluster import Server
+from tandem.cluster.local import Server
 
 # Scrapes, and what follows from them, take seconds.
 wait_until = functools.partial(harness.wait_until, seconds=180, pause=0.5)

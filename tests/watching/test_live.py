@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import shipped
 from monitor import INTERVAL, Monitor, has_data, wait_until
-from tandem.cluster import LocalCluster
+from tandem.cluster.local import LocalCluster
 from tandem.errors import DataLossError, DeadlineError, UnavailableError
-from tandem.requests import PolicySample
+from tandem.rpc.requests import PolicySample
 from test_speculative import write_speculator
 
 # Panels that have data only after a fault, and those of runs with a critic.

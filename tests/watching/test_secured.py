@@ -11,9 +11,9 @@ import shipped
 from credential_files import expired
 from monitor import Monitor, has_data, wait_until
 from tandem import Credentials
-from tandem.certs import Request, make_certificates
-from tandem.client import RolloutClient
+from tandem.certs.authority import Request, make_certificates
 from tandem.errors import UnauthenticatedError
+from tandem.rpc.client import RolloutClient
 
 DAY = 86400
 

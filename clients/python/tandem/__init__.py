@@ -6,53 +6,55 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-if importlib.util.find_spec("tandem.types") is None:
+if importlib.util.find_spec("tandem._proto.types") is None:
     raise ImportError(
         "the modules of the contract are not generated: run clients/python/generate_protos.py"
     )
 
 if TYPE_CHECKING:
-    from tandem.aio import AsyncCriticClient, AsyncRolloutClient, AsyncTrainerClient
-    from tandem.client import CriticClient, RolloutClient, TrainerClient
-    from tandem.cluster import LocalCluster
-    from tandem.credentials import Credentials
+    from tandem.cluster.local import LocalCluster
     from tandem.errors import TandemError
-    from tandem.images import ImageProcessor, VisionInput
-    from tandem.logprobs import LogProbs
-    from tandem.requests import PolicySample, Prompt, SupervisedSample
-    from tandem.schedule import authorship_mask, prompt_seed
-    from tandem.settings import ClusterSettings, RunSettings
-    from tandem.text import TextCodec
-    from tandem.transport import RetryPolicy
-    from tandem.wire import from_tensor
+    from tandem.models.tokenizer import TextCodec
+    from tandem.rpc.aio import AsyncCriticClient, AsyncRolloutClient, AsyncTrainerClient
+    from tandem.rpc.author_schedule import authorship_mask
+    from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
+    from tandem.rpc.credentials import Credentials
+    from tandem.rpc.images import ImageProcessor, VisionInput
+    from tandem.rpc.logprobs import LogProbs
+    from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample
+    from tandem.rpc.seeds import prompt_seed
+    from tandem.rpc.transport import RetryPolicy
+    from tandem.rpc.wire import from_tensor
+    from tandem.settings.cluster import ClusterSettings
+    from tandem.settings.run import RunSettings
 
 __version__ = "0.1.0"
 
 # Each is imported when it is first asked for: half a second that `tandem --help` does without, and
 # in which Ctrl-C would print a traceback.
 _HOMES = {
-    "AsyncCriticClient": "aio",
-    "AsyncRolloutClient": "aio",
-    "AsyncTrainerClient": "aio",
-    "ClusterSettings": "settings",
-    "Credentials": "credentials",
-    "CriticClient": "client",
-    "ImageProcessor": "images",
-    "LocalCluster": "cluster",
-    "LogProbs": "logprobs",
-    "PolicySample": "requests",
-    "Prompt": "requests",
-    "RetryPolicy": "transport",
-    "RolloutClient": "client",
-    "RunSettings": "settings",
-    "SupervisedSample": "requests",
+    "AsyncCriticClient": "rpc.aio",
+    "AsyncRolloutClient": "rpc.aio",
+    "AsyncTrainerClient": "rpc.aio",
+    "ClusterSettings": "settings.cluster",
+    "Credentials": "rpc.credentials",
+    "CriticClient": "rpc.client",
+    "ImageProcessor": "rpc.images",
+    "LocalCluster": "cluster.local",
+    "LogProbs": "rpc.logprobs",
+    "PolicySample": "rpc.requests",
+    "Prompt": "rpc.requests",
+    "RetryPolicy": "rpc.transport",
+    "RolloutClient": "rpc.client",
+    "RunSettings": "settings.run",
+    "SupervisedSample": "rpc.requests",
     "TandemError": "errors",
-    "TextCodec": "text",
-    "TrainerClient": "client",
-    "VisionInput": "images",
-    "authorship_mask": "schedule",
-    "from_tensor": "wire",
-    "prompt_seed": "schedule",
+    "TextCodec": "models.tokenizer",
+    "TrainerClient": "rpc.client",
+    "VisionInput": "rpc.images",
+    "authorship_mask": "rpc.author_schedule",
+    "from_tensor": "rpc.wire",
+    "prompt_seed": "rpc.seeds",
 }
 
 __all__ = [

@@ -9,7 +9,7 @@ import signal
 def main() -> None:
     """Runs the command line; Ctrl-C while it is imported ends the process without a traceback."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from tandem.cli import main as run
+    from tandem.cli.app import main as run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run()

@@ -19,25 +19,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem import settings as settings_module
-from tandem.cluster import BUILD_DIR_VARIABLE
-from tandem.command_line import EXIT_INTERRUPTED, report
+from tandem.cli.command_line import EXIT_INTERRUPTED, report
+from tandem.cluster.local import BUILD_DIR_VARIABLE
 from tandem.errors import RunDirectoryError, TandemError
 from tandem.evaluation import Evaluation, evaluate
 from tandem.evaluation.answers import held_out
 from tandem.evaluation.report import Measure, in_words, measures
-from tandem.interrupt import Interrupt
-from tandem.models import SMOLLM2_PACKAGE, import_model
-from tandem.progress import Progress
-from tandem.progress_display import progress_shown
-from tandem.render import Output, use_any_encoding
-from tandem.run_dir import RunDirectory
-from tandem.run_files import kind_of_run
-from tandem.session import Session
-from tandem.settings import EvalMode, RunSettings
-from tandem.stats import paired_gain
-from tandem.step_display import StepDisplay
-from tandem.train import train
+from tandem.models.importing import SMOLLM2_PACKAGE, import_model
+from tandem.run_directory.directory import RunDirectory
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import EvalMode, RunSettings
+from tandem.terminal.output import Output, use_any_encoding
+from tandem.terminal.progress import progress_shown
+from tandem.terminal.steps import StepDisplay
+from tandem.training.loop import train
+from tandem.utils.atomic_files import kind_of_run
+from tandem.utils.interrupt import Interrupt
+from tandem.utils.progress import Progress
+from tandem.utils.stats import paired_gain
 from tandem.view.terminal import print_trajectories
 from tandem.view.trajectories import Chosen, Trajectory, recorded
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.build_dir is not None:
         os.environ[BUILD_DIR_VARIABLE] = str(options.build_dir.resolve())
     try:
-        settings = settings_module.load(RunSettings, options.config, options.overrides)
+        settings = loading.load(RunSettings, options.config, options.overrides)
         return run_demo(settings, output)
     except TandemError as error:
         return report(error, as_json=options.json)

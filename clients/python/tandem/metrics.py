@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tandem import tracing
-from tandem.progress import Progress
-from tandem.types.v1 import trajectory_pb2
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.utils.progress import Progress
 
 # The keys of every line of metrics.jsonl, in this order; null where a step has no such number.
 KEYS = (

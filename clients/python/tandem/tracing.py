@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import grpc
 
 from tandem.errors import ConfigError, RpcError
-from tandem.optional import optional_module
+from tandem.utils.optional import optional_module
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from tandem import cli
-from tandem.trajectories.files import read_records, step_file
+from tandem.cli import app
+from tandem.run_directory.trajectories.files import read_records, step_file
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def tandem(*arguments: Any, check: int = 0) -> Printed:
         redirect_stderr(err),
         pytest.raises(SystemExit) as ended,
     ):
-        cli.main()
+        app.main()
     printed = Printed(out.getvalue(), err.getvalue())
     assert ended.value.code == check, printed.stderr + printed.stdout
     return printed

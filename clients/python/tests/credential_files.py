@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tandem import Credentials
-from tandem.certs import CertificateDirectory
+from tandem.certs.authority import CertificateDirectory
 
 
 def read(directory: CertificateDirectory, name: str) -> bytes:

@@ -12,13 +12,13 @@ from contextlib import ExitStack, contextmanager
 import fakes
 from grpc_status import rpc_status
 
-from tandem.client import RolloutClient
-from tandem.replicas import Replica
-from tandem.rollout.v1 import rollout_pb2
-from tandem.rollout_pool import RolloutPool
-from tandem.trainer.v1 import trainer_pb2
-from tandem.transport import ONCE, RetryPolicy
-from tandem.weights.v1 import weights_pb2
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem._proto.weights.v1 import weights_pb2
+from tandem.pool.replicas import Replica
+from tandem.pool.rollout_pool import RolloutPool
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.transport import ONCE, RetryPolicy
 
 RETRY = RetryPolicy(initial_seconds=0.01, maximum_seconds=0.05)
 

@@ -15,15 +15,15 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from tandem.client import RolloutClient
-from tandem.replicas import Replica
-from tandem.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tandem.rollout_pool import RolloutPool
-from tandem.schedule import TOKEN, authorship_mask, uniform
-from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem.types.v1 import optimizer_pb2, server_pb2, tensor_pb2, trajectory_pb2
-from tandem.weights.v1 import weights_pb2, weights_pb2_grpc
-from tandem.wire import tandem_record, to_tensor
+from tandem._proto.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from tandem._proto.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem._proto.types.v1 import optimizer_pb2, server_pb2, tensor_pb2, trajectory_pb2
+from tandem._proto.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem.pool.replicas import Replica
+from tandem.pool.rollout_pool import RolloutPool
+from tandem.rpc.author_schedule import TOKEN, authorship_mask, uniform
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.wire import tandem_record, to_tensor
 
 VOCABULARY = 64
 EOS = 0

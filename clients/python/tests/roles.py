@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from google.protobuf import descriptor_pool
 
-from tandem import calls as _calls  # noqa: F401  (makes the services known to the pool)
-from tandem.types.v1 import access_pb2
+from tandem._proto.types.v1 import access_pb2
+from tandem.rpc import calls as _calls  # noqa: F401  (makes the services known to the pool)
 
 ROLES = ("reader", "user", "admin")
 

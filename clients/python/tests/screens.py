@@ -7,7 +7,7 @@ import re
 
 from rich.console import Console
 
-from tandem.render import Output
+from tandem.terminal.output import Output
 
 WIDTHS = (60, 80, 120, 200)
 

@@ -14,14 +14,15 @@ import yaml
 from commands import tandem
 
 from tandem import __version__ as tandem_version
-from tandem import cli, running_clusters
-from tandem.credentials import NO_CREDENTIALS
-from tandem.rollout.v1 import rollout_pb2
-from tandem.trainer.v1.trainer_pb2 import StepReport
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1.trainer_pb2 import StepReport
+from tandem.cli import app
+from tandem.cluster import registry
+from tandem.rpc.credentials import NO_CREDENTIALS
 
 
 def test_every_paragraph_of_a_help_fits_a_terminal_of_80_columns():
-    commands = list(typer.main.get_command(cli.app).commands.values())
+    commands = list(typer.main.get_command(app.app).commands.values())
     for one in commands:
         commands += getattr(one, "commands", {}).values()
     texts = [text for one in commands for text in (one.help or "").split("\n")[1:]]
@@ -271,7 +272,7 @@ def test_commands_find_the_cluster_that_runs(address, run_file, tmp_path, monkey
     unaddressed = tmp_path / "unaddressed.yaml"
     unaddressed.write_text(yaml.safe_dump(settings))
     notes = []
-    with running_clusters.announced(cluster, notes.append):
+    with registry.announced(cluster, notes.append):
         tandem("generate", "w1", *model)
         tandem("score", "w1 w2", *model)
         shown = json.loads(tandem("status", "--json").stdout)["servers"]
@@ -295,12 +296,12 @@ def test_commands_find_the_cluster_that_runs(address, run_file, tmp_path, monkey
         # The file is no longer locked: its process has ended.
         tandem("generate", "w1", *model)
         assert not other.exists()
-    assert (running_clusters.clusters(), notes) == ([], [])
+    assert (registry.clusters(), notes) == ([], [])
     assert "no address is given" in tandem("health", check=2).stderr
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "rows.jsonl"))
     (tmp_path / "rows.jsonl").touch()
-    with running_clusters.announced(cluster, notes.append):
-        assert running_clusters.clusters() == []
+    with registry.announced(cluster, notes.append):
+        assert registry.clusters() == []
     [note] = notes
     assert note.startswith("other commands do not find these servers: ")
 

@@ -18,8 +18,6 @@ from tandem import (
     RetryPolicy,
     RolloutClient,
     TrainerClient,
-    requests,
-    transport,
 )
 from tandem.errors import (
     ConfigError,
@@ -29,8 +27,9 @@ from tandem.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from tandem.requests import Prompt, SupervisedSample
-from tandem.transport import MAX_SEND_BYTES, ONCE, Retries
+from tandem.rpc import requests, transport
+from tandem.rpc.requests import Prompt, SupervisedSample
+from tandem.rpc.transport import MAX_SEND_BYTES, ONCE, Retries
 
 QUICK = RetryPolicy(initial_seconds=0.01)
 SAMPLES = [SupervisedSample([1], [2, 3])]

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from fakes import wait_until
 
-from tandem import rollout_keeper
-from tandem.cluster import LocalCluster, find_binary, reachable_host
+from tandem.cluster import keeper
+from tandem.cluster.local import LocalCluster, find_binary, reachable_host
 from tandem.errors import ConfigError, ServerStartError, StorageError
-from tandem.settings import ClusterSettings
-from tandem.transport import Connection
+from tandem.rpc.transport import Connection
+from tandem.settings.cluster import ClusterSettings
 
 SERVER = """#!{python}
 import os, signal, sys, time, yaml
@@ -315,12 +315,12 @@ def test_a_dead_rollout_server_of_a_run_is_started_again_at_its_address(build_di
 
 
 def test_a_rollout_server_that_dies_again_and_again_is_left(build_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_keeper, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(keeper, "_LOOK_SECONDS", 0.01)
     settings = ClusterSettings(directory=tmp_path / "logs", rollout=[{}])
     said = []
     with LocalCluster(settings, build_dir=build_dir, on_progress=said.append) as cluster:
         cluster.keep_rollouts()
-        for count in range(1, rollout_keeper.MOST_STARTS + 1):
+        for count in range(1, keeper.MOST_STARTS + 1):
             cluster.rollouts[0].process.kill()
             wait_until(lambda count=count: sum("serves again" in one for one in said) == count)
         cluster.rollouts[0].process.kill()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tandem.cluster_memory import PROGRAM_BYTES, PlannedMemory, fitted
 from tandem.errors import ConfigError
-from tandem.settings import ClusterSettings
+from tandem.preflight.memory import PROGRAM_BYTES, PlannedMemory, fitted
+from tandem.settings.cluster import ClusterSettings
 
 PRINTED = """\
 max_model_len: 2048

@@ -2,10 +2,12 @@
 
 import pytest
 
-from tandem import settings
-from tandem.cluster import sections
-from tandem.cluster_plan import Uses, planned, uses_of
-from tandem.settings import ClusterSettings, RunSettings
+from tandem.cluster.local import sections
+from tandem.cluster.plan import Uses, planned, uses_of
+from tandem.errors import ConfigError
+from tandem.settings import loading
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import RunSettings
 
 RUN = """
 run_dir: /tmp/x
@@ -18,7 +20,7 @@ cluster: {model: /m, rollout: {}, trainer: {}, critic: {}}
 def load(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
-    return lambda *overrides: settings.load(RunSettings, file, overrides)
+    return lambda *overrides: loading.load(RunSettings, file, overrides)
 
 
 def test_one_setting_names_every_model_of_a_cluster():
@@ -134,5 +136,5 @@ def test_the_default_tokenizer_is_that_of_the_clusters_senior(load):
     senior = "cluster={rollout: {senior_model: /s}, trainer: {model: /t}}"
     assert str(load(senior).tokenizer) == "/s"
     assert str(load("cluster={trainer: {model: /t}}").tokenizer) == "/t"
-    with pytest.raises(settings.ConfigError, match="tokenizer: is required"):
+    with pytest.raises(ConfigError, match="tokenizer: is required"):
         load("cluster=null")

@@ -24,14 +24,16 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from grpc_status import rpc_status
 
-from tandem import Credentials, certs, recording, settings
-from tandem.aio import AsyncRolloutClient, AsyncTrainerClient
-from tandem.certs import CertificateDirectory, Request, make_certificates, renew_certificates
-from tandem.channel import open_channel
-from tandem.client import RolloutClient, TrainerClient
-from tandem.cluster import LocalCluster
-from tandem.cluster_plan import planned
-from tandem.credentials import NO_CREDENTIALS, is_loopback, watched_tokens
+from tandem import Credentials
+from tandem.certs import authority as certs
+from tandem.certs.authority import (
+    CertificateDirectory,
+    Request,
+    make_certificates,
+    renew_certificates,
+)
+from tandem.cluster.local import LocalCluster
+from tandem.cluster.plan import planned
 from tandem.errors import (
     ClosedClientError,
     ConfigError,
@@ -42,12 +44,19 @@ from tandem.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from tandem.recording import Recorder
-from tandem.recording_proxy import RecordingProxy
-from tandem.requests import Prompt, SupervisedSample
-from tandem.session import Session
-from tandem.settings import ClusterSettings
-from tandem.transport import ONCE, Connection
+from tandem.recording import files as recording
+from tandem.recording.files import Recorder
+from tandem.recording.proxy import RecordingProxy
+from tandem.rpc.aio import AsyncRolloutClient, AsyncTrainerClient
+from tandem.rpc.channel import open_channel
+from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.credentials import NO_CREDENTIALS, is_loopback, watched_tokens
+from tandem.rpc.requests import Prompt, SupervisedSample
+from tandem.rpc.transport import ONCE, RECORD_VARIABLE, Connection
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import RunSettings
 
 PROMPT = Prompt([1, 2], seed=7, num_samples=2, sampling={"max_tokens": 5}, request_id="a")
 SAMPLES = [SupervisedSample([5, 6], [7, 8])]
@@ -385,7 +394,7 @@ def test_a_run_with_credentials_shows_the_token_nowhere(shared, world, run_file,
     with secured(shared, world, gate) as address, pytest.MonkeyPatch.context() as patch:
         settings["servers"] = {"rollout": [address], "trainer": address}
         file.write_text(yaml.safe_dump(settings))
-        patch.setenv(recording.VARIABLE, str(recorded))
+        patch.setenv(RECORD_VARIABLE, str(recorded))
         dry = tandem("train", file, "--dry-run")
         trained = tandem("train", file)
     assert recorded.stat().st_size > 1000
@@ -754,7 +763,7 @@ def test_the_reference_of_a_run_is_called_with_credentials(shared, world, run_fi
         values["reference"] = address
         values["cluster"] = {"trainer": {"model": "absent"}, "rollout": {"senior_model": "absent"}}
         file.write_text(yaml.safe_dump(values))
-        config = settings.load(settings.RunSettings, file)
+        config = loading.load(RunSettings, file)
         # No server program, or no model, is there.
         with pytest.raises(TandemError), Session(config, dry_run=True):
             pass

@@ -10,12 +10,12 @@ from pyarrow import parquet
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from tandem.data import load_dataset
+from tandem.data.dataset import load_dataset
+from tandem.data.supervised import LearntRows, with_responses
 from tandem.errors import ConfigError, ProblemsError
-from tandem.rewards import Reward
-from tandem.settings import DataSettings, RewardSettings, SftSettings
-from tandem.supervised import LearntRows, with_responses
-from tandem.text import TextCodec
+from tandem.models.tokenizer import TextCodec
+from tandem.rewards.reward import Reward
+from tandem.settings.run import DataSettings, RewardSettings, SftSettings
 
 
 @pytest.fixture

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 from commands import contents, lines, tandem
 
-from tandem import demo, settings
+from tandem import demo
 from tandem.errors import RunDirectoryError
-from tandem.render import Output
-from tandem.settings import RunSettings
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
+from tandem.terminal.output import Output
 
 
 def test_a_demo_that_is_interrupted_before_its_training_loses_nothing(run_file, monkeypatch):
     def interrupted(session):
         raise KeyboardInterrupt
 
-    config = settings.load(RunSettings, run_file)
+    config = loading.load(RunSettings, run_file)
     with demo.open_run(config) as run:
         run.begin()
         run.write_metrics({"step": 1})
@@ -28,7 +29,7 @@ def test_a_demo_that_is_interrupted_before_its_training_loses_nothing(run_file, 
 
 
 def test_a_demo_of_servers_that_run_ends_with_what_changed(world, run_file, capsys):
-    config = settings.load(RunSettings, run_file, ["eval.modes=[solo, handoff, legibility]"])
+    config = loading.load(RunSettings, run_file, ["eval.modes=[solo, handoff, legibility]"])
     # Training changes the senior: the junior gives its answers other log-probs.
     world.logprob["junior"] = lambda token: -2.0 - world.published
     assert demo.run_demo(config, Output()) == 0
@@ -59,7 +60,7 @@ def test_a_demo_gives_the_path_of_a_command_that_is_not_on_the_path(monkeypatch)
 
 
 def test_a_demo_replaces_no_run_but_an_earlier_demo(run_file):
-    config = settings.load(RunSettings, run_file)
+    config = loading.load(RunSettings, run_file)
     for _ in range(2):
         with demo.open_run(config) as run:
             run.begin()

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from tandem import settings
 from tandem.errors import ConfigError, FailedPreconditionError
 from tandem.evaluation import evaluate
 from tandem.evaluation.handoff import MAX_ROUNDS, first_rounds, rounds
 from tandem.evaluation.report import in_words, measures
-from tandem.pool_scoring import SCORE_TOKENS
-from tandem.session import Session
-from tandem.settings import RunSettings
-from tandem.text import TextCodec
+from tandem.models.tokenizer import TextCodec
+from tandem.pool.scoring import SCORE_TOKENS
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
 
 ALL = "eval.modes=[solo, handoff, legibility]"
 
@@ -23,7 +23,7 @@ def load(run_file):
     def load(*overrides):
         own = any(one.startswith("reward.function=") for one in overrides)
         pattern = [] if own else ["reward.answer_pattern=w.$"]
-        return settings.load(RunSettings, run_file, [*common, *pattern, *overrides])
+        return loading.load(RunSettings, run_file, [*common, *pattern, *overrides])
 
     return load
 

@@ -6,11 +6,11 @@ import grpc
 import pytest
 from commands import lines, records, tandem
 
-from tandem import train as train_module
 from tandem.errors import RpcError
-from tandem.run_dir import evaluates_after
-from tandem.settings import EvalSettings
-from tandem.trajectories.files import evaluation_file, read_records
+from tandem.run_directory.directory import evaluates_after
+from tandem.run_directory.trajectories.files import evaluation_file, read_records
+from tandem.settings.run import EvalSettings
+from tandem.training import loop as train_module
 
 
 def evaluated(run):

@@ -5,7 +5,7 @@ import sys
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tandem.event_file import EventFile, forget_after
+from tandem.trackers.event_file import EventFile, forget_after
 
 
 def scalars(folder, **options):
@@ -60,6 +60,7 @@ def test_steps_that_a_resumed_run_gives_up_are_taken_out_of_the_files(tmp_path):
 
 def test_event_files_import_neither_torch_nor_tensorflow():
     code = (
-        "import sys, tandem.event_file; sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
+        "import sys, tandem.trackers.event_file; "
+        "sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

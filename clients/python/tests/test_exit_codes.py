@@ -16,13 +16,15 @@ import pytest
 from commands import lines, tandem
 from fakes import wait_until
 
-from tandem import errors, run_lock, settings
-from tandem.command_line import exit_code
-from tandem.run_account import RunAccount, why_untrained
-from tandem.run_dir import RunDirectory
-from tandem.settings import RunSettings
-from tandem.trainer.v1 import trainer_pb2
-from tandem.types.v1 import server_pb2
+from tandem import errors
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem._proto.types.v1 import server_pb2
+from tandem.cli.command_line import exit_code
+from tandem.run_directory import lock
+from tandem.run_directory.account import RunAccount, why_untrained
+from tandem.run_directory.directory import RunDirectory
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
 
 WRITTEN = errors.ConfigError("x")
 AWAY = errors.ServerStartError("x")
@@ -93,7 +95,7 @@ def test_each_failure_of_a_lock_has_its_own_words(run_file, monkeypatch, code, k
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    config = settings.load(RunSettings, run_file)
+    config = loading.load(RunSettings, run_file)
     with pytest.raises(kind, match=says), RunDirectory.open(config, "train"):
         pass
 
@@ -101,8 +103,8 @@ def test_each_failure_of_a_lock_has_its_own_words(run_file, monkeypatch, code, k
 def test_who_waits_for_a_lock_is_told_who_holds_it_and_goes_on_when_it_is_free(
     run_file, monkeypatch
 ):
-    monkeypatch.setattr(run_lock, "_RETRY_SECONDS", 0.01)
-    config = settings.load(RunSettings, run_file)
+    monkeypatch.setattr(lock, "_RETRY_SECONDS", 0.01)
+    config = loading.load(RunSettings, run_file)
     notes, opened = [], []
 
     def wait():
@@ -158,7 +160,7 @@ def test_a_successor_waits_until_its_predecessor_has_saved(world, run_file, tmp_
 
 
 def test_the_end_of_the_wait_for_a_lock_may_be_tried_again(run_file):
-    config = settings.load(RunSettings, run_file)
+    config = loading.load(RunSettings, run_file)
     with RunDirectory.open(config, "train"):
         done = tandem("train", run_file, "--wait-for-lock", "0.1", check=1)
     assert re.search(r"in use by another process \(pid \d+ on .*\) after \d+ s", done.stderr)

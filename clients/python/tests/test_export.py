@@ -11,11 +11,11 @@ from commands import tandem
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tandem.client import TrainerClient
+from tandem._proto.types.v1 import tensor_pb2
 from tandem.errors import ConfigError
-from tandem.export import export_checkpoint, export_speculator
-from tandem.number_formats import data_type, torch_name
-from tandem.types.v1 import tensor_pb2
+from tandem.rpc.client import TrainerClient
+from tandem.run_directory.export import export_checkpoint, export_speculator
+from tandem.utils.number_formats import data_type, torch_name
 
 WEIGHTS = np.array([1.0, -2.5, 1e-3], np.float32)
 

@@ -5,11 +5,11 @@ from typing import Any, get_args
 import pytest
 from google.protobuf.descriptor import Descriptor
 
-from tandem import foreign_names, settings
-from tandem.config.v1 import server_config_pb2
+from tandem._proto.config.v1 import server_config_pb2
 from tandem.errors import ConfigError
-from tandem.settings import RunSettings
-from tandem.settings_errors import fields_at, kinds_in
+from tandem.settings import foreign_names, loading
+from tandem.settings.explain import fields_at, kinds_in
+from tandem.settings.run import RunSettings, TrackerName
 
 SERVERS = {
     "trainer": server_config_pb2.TrainerServerConfig.DESCRIPTOR,
@@ -73,7 +73,7 @@ def test_a_foreign_choice_leads_to_one_of_ours(section: str) -> None:
 )
 def test_a_foreign_name_is_answered_with_ours(run_file, override: str, said: str) -> None:
     with pytest.raises(ConfigError) as failed:
-        settings.load(RunSettings, run_file, [override])
+        loading.load(RunSettings, run_file, [override])
     assert said in str(failed.value)
 
 
@@ -82,7 +82,7 @@ def test_literals_of_settings_are_seen_by_this_test() -> None:
     assert "group_relative" in set(
         kinds_in(estimator.model_fields["advantage_estimator"].annotation)
     )
-    assert get_args(settings.TrackerName)
+    assert get_args(TrackerName)
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.data import Example
-from tandem.groups import draw_groups, rewards_differ, step_prompt
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.types.v1.trajectory_pb2 import Trajectory
+from tandem.data.dataset import Example
 from tandem.metrics import StepClock, step_line
-from tandem.rewards import Judged
-from tandem.rollout.v1 import rollout_pb2
-from tandem.schedule import prompt_seed
-from tandem.settings import DataSettings, RunSettings
-from tandem.types.v1.trajectory_pb2 import Trajectory
+from tandem.rewards.reward import Judged
+from tandem.rpc.seeds import prompt_seed
+from tandem.settings.run import DataSettings, RunSettings
+from tandem.training.groups import draw_groups, rewards_differ, step_prompt
 
 
 class Drawing:

@@ -7,16 +7,17 @@ from pathlib import Path
 import fakes
 import pytest
 
-from tandem import settings
-from tandem.cluster_preflight import check_cluster
-from tandem.data import load_dataset
+from tandem.data.dataset import load_dataset
+from tandem.data.hub import hub_source
 from tandem.errors import ConfigError
-from tandem.hub import local_model, snapshot
-from tandem.hub_data import hub_source
-from tandem.models import import_model
-from tandem.preflight import Problems
-from tandem.settings import ClusterSettings, DataSettings, RunSettings
-from tandem.text import TextCodec
+from tandem.models.hub import local_model, snapshot
+from tandem.models.importing import import_model
+from tandem.models.tokenizer import TextCodec
+from tandem.preflight.checks import Problems
+from tandem.preflight.planned_cluster import check_cluster
+from tandem.settings import loading
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import DataSettings, RunSettings
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -48,7 +49,7 @@ def cached(cache, kind, name):
 def test_a_tokenizer_of_the_hub_is_its_snapshot(cache):
     folder = fakes.write_tokenizer(cached(cache, "model", "acme/tiny"))
     values = {"run_dir": "run", "tokenizer": "acme/tiny", "data": {"jsonl": "rows.jsonl"}}
-    config = settings.validate(RunSettings, values, "test")
+    config = loading.validate(RunSettings, values, "test")
     assert config.tokenizer == folder
     assert TextCodec(config.tokenizer).encode("w5") == [5]
 
@@ -56,7 +57,7 @@ def test_a_tokenizer_of_the_hub_is_its_snapshot(cache):
 def test_models_of_a_cluster_are_snapshots_too(cache):
     folder = cached(cache, "model", "acme/tiny")
     values = {"rollout": {"senior_model": "acme/tiny"}, "trainer": {"model": "acme/tiny"}}
-    config = settings.validate(ClusterSettings, values, "test")
+    config = loading.validate(ClusterSettings, values, "test")
     assert config.trainer == {"model": str(folder)}
     assert config.rollout == [{"senior_model": str(folder)}]
 
@@ -69,13 +70,13 @@ def test_a_model_that_is_overridden_is_not_looked_up(cache, tmp_path, monkeypatc
         asked.append((name, options))
         return snapshot(name, *arguments, **options)
 
-    monkeypatch.setattr("tandem.hub.snapshot", look_up)
+    monkeypatch.setattr("tandem.models.hub.snapshot", look_up)
     file, elsewhere = tmp_path / "files" / "run.yaml", tmp_path / "files" / "mine"
     elsewhere.mkdir(parents=True)
     cluster = "cluster: {model: acme/other, rollout: {senior_model: acme/third}, trainer: {}}"
     file.write_text(f"run_dir: run\ndata: {{jsonl: rows.jsonl}}\n{cluster}\n")
     overrides = ["cluster.model=acme/tiny", "cluster.rollout.senior_model=files/mine"]
-    config = settings.load(RunSettings, file, overrides, weights=False)
+    config = loading.load(RunSettings, file, overrides, weights=False)
     assert config.cluster.model == folder
     assert config.cluster.rollout[0]["senior_model"] == str(elsewhere)
     assert config.tokenizer == elsewhere
@@ -85,7 +86,7 @@ def test_a_model_that_is_overridden_is_not_looked_up(cache, tmp_path, monkeypatc
     asked.clear()
     (tmp_path / "files" / "cluster.yaml").write_text(cluster.removeprefix("cluster: "))
     file.write_text("run_dir: run\ndata: {jsonl: rows.jsonl}\ncluster: cluster.yaml\n")
-    assert settings.load(RunSettings, file, overrides).cluster.model == folder
+    assert loading.load(RunSettings, file, overrides).cluster.model == folder
     assert [name for name, _ in asked] == ["acme/tiny"]
 
 
@@ -97,9 +98,9 @@ def test_a_dry_run_fetches_no_weights(cache, monkeypatch):
         return snapshot(name, kind, field, files, *arguments)
 
     cached(cache, "model", "acme/tiny")
-    monkeypatch.setattr("tandem.hub.snapshot", look_up)
+    monkeypatch.setattr("tandem.models.hub.snapshot", look_up)
     values = {"rollout": {"senior_model": "acme/tiny"}, "trainer": {"model": "acme/tiny"}}
-    plan = settings.validate(ClusterSettings, values, "test", weights=False)
+    plan = loading.validate(ClusterSettings, values, "test", weights=False)
     assert len(patterns) == 2
     assert not any("*.safetensors" in files for files in patterns)
     # Servers of models without weights cannot check themselves.
@@ -120,11 +121,11 @@ def test_a_revision_selects_the_commit_of_its_model(cache):
         "rollout": {"senior_model": "acme/tiny", "senior_model_revision": other.name}
         | {"junior_model": "acme/tiny"},
     }
-    config = settings.validate(ClusterSettings, values, "test")
+    config = loading.validate(ClusterSettings, values, "test")
     assert config.rollout == [
         {"senior_model": str(other), "senior_model_revision": other.name, "junior_model": str(main)}
     ]
-    again = settings.validate(ClusterSettings, config.model_dump(mode="json"), "test")
+    again = loading.validate(ClusterSettings, config.model_dump(mode="json"), "test")
     assert again.rollout == config.rollout
 
 
@@ -133,7 +134,7 @@ def test_a_commit_that_is_not_there_is_named(cache):
     commit = "89abcdef" * 5
     section = {"junior_model": "acme/tiny", "junior_model_revision": commit}
     with pytest.raises(ConfigError, match=r"^cluster\.rollout\.junior_model: the model") as caught:
-        settings.validate(ClusterSettings, {"rollout": section}, "test")
+        loading.validate(ClusterSettings, {"rollout": section}, "test")
     assert f"`hf download acme/tiny --revision {commit}`" in caught.value.hint
 
 
@@ -145,7 +146,7 @@ def test_a_directory_comes_before_the_hub(cache, tmp_path):
 
 @pytest.mark.parametrize("field", ["tokenizer", "cluster.model", "cluster.rollout.senior_model"])
 def test_a_path_in_a_directory_is_missing_and_not_looked_up(tmp_path, field, monkeypatch):
-    monkeypatch.setattr("tandem.hub.snapshot", None)
+    monkeypatch.setattr("tandem.models.hub.snapshot", None)
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     values = {"run_dir": "run", "tokenizer": "tiny", "data": {"jsonl": "rows.jsonl"}}
@@ -156,7 +157,7 @@ def test_a_path_in_a_directory_is_missing_and_not_looked_up(tmp_path, field, mon
         section = section[parent]
     section[key] = "models/tiny"
     with pytest.raises(ConfigError) as caught:
-        settings.validate(RunSettings, values, "test")
+        loading.validate(RunSettings, values, "test")
     assert caught.value.message == f"{field}: {tmp_path}/models/tiny does not exist"
     assert f"`hf download models/tiny --local-dir {tmp_path}/models/tiny`" in caught.value.hint
 
@@ -165,14 +166,14 @@ def test_a_path_in_a_directory_is_missing_and_not_looked_up(tmp_path, field, mon
     "name", ["tiny", "/acme/tiny", "../acme/tiny", "a/b/c", "./tiny", "~/tiny"]
 )
 def test_other_paths_are_never_looked_up(cache, tmp_path, name, monkeypatch):
-    monkeypatch.setattr("tandem.hub.snapshot", None)
+    monkeypatch.setattr("tandem.models.hub.snapshot", None)
     assert local_model(name, tmp_path, "model").is_absolute()
 
 
 def test_without_a_network_the_command_that_fetches_a_model_is_named(cache, tmp_path):
     values = {"run_dir": "run", "tokenizer": "Qwen/Qwen2.5-0.5B", "data": {"jsonl": "rows.jsonl"}}
     with pytest.raises(ConfigError, match=r"^tokenizer: the model Qwen/") as caught:
-        settings.validate(RunSettings, values, "test")
+        loading.validate(RunSettings, values, "test")
     assert "`hf download Qwen/Qwen2.5-0.5B`" in caught.value.hint
     assert f"{tmp_path}/Qwen/Qwen2.5-0.5B does not exist" in caught.value.message
     with pytest.raises(ConfigError, match=r"^SOURCE: the model Qwen/") as caught:
@@ -248,7 +249,7 @@ def online(cache, monkeypatch, tmp_path):
 
     names = ["README.md", *files]
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("tandem.hub_data.repository_files", lambda name, revision: names)
+    monkeypatch.setattr("tandem.data.hub.repository_files", lambda name, revision: names)
     return fetched
 
 

@@ -11,18 +11,18 @@ from grpc_status import rpc_status
 from PIL import Image, ImageFile
 from pyarrow import Table, parquet
 
-from tandem import images
-from tandem.aio import AsyncTrainerClient
-from tandem.blobs.v1 import blobs_pb2, blobs_pb2_grpc
-from tandem.client import TrainerClient
-from tandem.data import load_dataset
+from tandem._proto.blobs.v1 import blobs_pb2, blobs_pb2_grpc
+from tandem._proto.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem._proto.types.v1 import vision_pb2
+from tandem.data.dataset import load_dataset
 from tandem.errors import ConfigError, FailedPreconditionError, OutOfRangeError
-from tandem.images import FORMATS, ImageProcessor, VisionInput, images_of, pixels_of
-from tandem.requests import SupervisedSample
-from tandem.settings import DataSettings
-from tandem.text import TextCodec
-from tandem.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from tandem.types.v1 import vision_pb2
+from tandem.models.tokenizer import TextCodec
+from tandem.rpc import images
+from tandem.rpc.aio import AsyncTrainerClient
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.images import FORMATS, ImageProcessor, VisionInput, images_of, pixels_of
+from tandem.rpc.requests import SupervisedSample
+from tandem.settings.run import DataSettings
 
 IMAGE, VIDEO = 60, 61  # "w60" and "w61" of the tokenizer
 TEMPLATE = """{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }} {% else %}\

@@ -12,14 +12,14 @@ import pytest
 from commands import tandem
 from pyarrow import parquet
 
-from tandem import settings
-from tandem.data import load_dataset
+from tandem.cli.run_template import Request, write_run_file
+from tandem.data.dataset import load_dataset
 from tandem.errors import ConfigError
-from tandem.math_rewards import final_number, math
-from tandem.rewards import Reward
-from tandem.run_template import Request, write_run_file
-from tandem.settings import RewardSettings, RunSettings
-from tandem.text import TextCodec
+from tandem.models.tokenizer import TextCodec
+from tandem.rewards.math_answers import final_number, math
+from tandem.rewards.reward import Reward
+from tandem.settings import loading
+from tandem.settings.run import RewardSettings, RunSettings
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 def init(*arguments, file="mine/run.yaml"):
     """Runs the command; returns the settings in the file that it writes."""
     tandem("init", "models/tiny", *arguments, "--output", file)
-    return settings.load(RunSettings, Path(file))
+    return loading.load(RunSettings, Path(file))
 
 
 def rows(name, *values):
@@ -185,7 +185,7 @@ def test_answers_that_span_lines_are_noted(folder):
     rows("rows.jsonl", {"question": "w2", "answer": "w1\nw2"}, {"question": "w4", "answer": "w3"})
     done = tandem("init", "models/tiny", "rows.jsonl", "--output", "run.yaml")
     assert "warning: 1 of the first 2 answers span lines" in done.stdout
-    config = settings.load(RunSettings, Path("run.yaml"))
+    config = loading.load(RunSettings, Path("run.yaml"))
     assert config.reward.function == "exact_match"
     examples = load_dataset(config.data, TextCodec(config.tokenizer)).examples
     [warning] = Reward(config.reward).warnings(examples)
@@ -219,11 +219,11 @@ def test_a_data_set_of_the_hub_with_several_configurations_is_read(folder, monke
     )
     for name in ("main", "socratic"):
         rows(data / f"{name}.jsonl", *GSM8K)
-    monkeypatch.setattr("tandem.hub_data.snapshot", lambda *args, **options: data)
+    monkeypatch.setattr("tandem.data.hub.snapshot", lambda *args, **options: data)
     names = ["README.md", "main.jsonl", "socratic.jsonl"]
-    monkeypatch.setattr("tandem.hub_data.repository_files", lambda *args: names)
+    monkeypatch.setattr("tandem.data.hub.repository_files", lambda *args: names)
     written = write_run_file(Request("models/tiny", "openai/gsm8k"), Path("mine/run.yaml"))
-    config = settings.load(RunSettings, written[0])
+    config = loading.load(RunSettings, written[0])
     assert config.data.hub.name == "openai/gsm8k"
     assert config.data.hub.config == "main"
     assert config.reward.function == "gsm8k"

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from fakes import wait_until
 
-from tandem.cpu_count import usable_cpus
-from tandem.data import Example
+from tandem._proto.types.v1.trajectory_pb2 import Trajectory
+from tandem.data.dataset import Example
 from tandem.errors import ConfigError, RewardError
-from tandem.interrupt import StopRequested
-from tandem.judges import coroutines, watch, workers
-from tandem.judges.responses import Response
-from tandem.rewards import Reward
-from tandem.settings import RewardSettings
-from tandem.types.v1.trajectory_pb2 import Trajectory
+from tandem.rewards.judges import coroutines, watch, workers
+from tandem.rewards.judges.responses import Response
+from tandem.rewards.reward import Reward
+from tandem.settings.run import RewardSettings
+from tandem.utils.cpu_count import usable_cpus
+from tandem.utils.interrupt import StopRequested
 
 EXAMPLE = Example(
     {"prompt": "w1", "info": {"target": [1]}, "tags": ["a"]}, "w1", [1], "rows.jsonl:7"
@@ -281,7 +281,7 @@ def test_whatever_a_function_raises_is_its_calls_failure(opened, way, raised, re
 
 def test_a_request_to_stop_gives_a_hanging_call_up(opened, monkeypatch):
     monkeypatch.setattr(watch, "STOP_SECONDS", 0.2)
-    monkeypatch.setattr("tandem.rewards.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("tandem.rewards.reward.STOP_SECONDS", 0.2)
     for way in WAYS:
         kind, settings = WAYS[way]
         waits = "await asyncio.sleep(3600)" if kind == "async def" else "time.sleep(3600)"

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tandem.checkpoints import SavedState
-from tandem.kl_control import first_kl_coefficient, next_kl_coefficient
-from tandem.settings import DataSettings, RunSettings
-from tandem.trainer.v1.trainer_pb2 import StepReport
+from tandem._proto.trainer.v1.trainer_pb2 import StepReport
+from tandem.run_directory.checkpoints import SavedState
+from tandem.settings.run import DataSettings, RunSettings
+from tandem.training.kl_control import first_kl_coefficient, next_kl_coefficient
 
 
 def config(control=None, **objective):

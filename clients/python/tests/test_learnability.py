@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.learnability import FlatRewards, obstacles
-from tandem.settings import DataSettings, RunSettings
+from tandem.preflight.learnability import FlatRewards, obstacles
+from tandem.settings.run import DataSettings, RunSettings
 
 
 def settings(**sections):

@@ -7,12 +7,12 @@ import fakes
 import pytest
 from fake_fleet import RETRY, FakeReplica
 
-from tandem.client import RolloutClient
 from tandem.errors import DeadlineError
-from tandem.pool_scoring import SCORE_TOKENS
-from tandem.replicas import Replica
-from tandem.requests import Prompt
-from tandem.rollout_pool import RolloutPool
+from tandem.pool.replicas import Replica
+from tandem.pool.rollout_pool import RolloutPool
+from tandem.pool.scoring import SCORE_TOKENS
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import Prompt
 
 # Seconds that a call may take.
 DEADLINE = 0.5

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 from fakes import weights
 
-from tandem.train import Loop
-from tandem.trainer.v1 import trainer_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem.training.loop import Loop
 
 
 def versions_asked_for(*reports):

@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from tandem.metrics import CRITIC_KEYS, KEYS, response_metrics, step_line
-from tandem.types.v1.trajectory_pb2 import (
+from tandem._proto.types.v1.trajectory_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     Trajectory,
 )
+from tandem.metrics import CRITIC_KEYS, KEYS, response_metrics, step_line
 
 
 def response(length, finish_reason=FINISH_REASON_STOP):

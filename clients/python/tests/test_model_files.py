@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tandem.model_files import difference, end_token_ids, max_positions
+from tandem.models.files import difference, end_token_ids, max_positions
 
 
 def write(directory, tensors):

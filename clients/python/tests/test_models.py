@@ -10,11 +10,11 @@ import pytest
 import xxhash
 
 from tandem.errors import ConfigError
-from tandem.export import export_checkpoint
-from tandem.models import SERVED_FAMILIES, import_model
-from tandem.text import TextCodec
-from tandem.weight_files import reading
-from tandem.weight_files.writing import OutputTensor, write_shards
+from tandem.models.importing import SERVED_FAMILIES, import_model
+from tandem.models.tokenizer import TextCodec
+from tandem.models.weights import reading
+from tandem.models.weights.writing import OutputTensor, write_shards
+from tandem.run_directory.export import export_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -11,10 +11,10 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
+from tandem.models.tokenizer import TextCodec
 from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
 from tandem.openai_server.protocol import BoundedProtocol
-from tandem.text import TextCodec
 
 MESSAGES = [{"role": "user", "content": "w2 w3"}]
 

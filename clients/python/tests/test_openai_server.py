@@ -20,21 +20,21 @@ import grpc
 import pytest
 from starlette.testclient import TestClient
 
-from tandem.certs import Request, make_certificates
-from tandem.credentials import watched_tokens
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.certs.authority import Request, make_certificates
 from tandem.errors import RpcError
+from tandem.models.tokenizer import TextCodec
 from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
 from tandem.openai_server.choices import Choice
 from tandem.openai_server.errors import HTTP_STATUS, error_headers, error_object, http_status
 from tandem.openai_server.fields import REFUSED
-from tandem.renamed import NEW_NAMES
-from tandem.requests import Prompt
-from tandem.rollout.v1 import rollout_pb2
-from tandem.schedule import prompt_seed
-from tandem.text import TextCodec
-from tandem.transport import RetryPolicy
-from tandem.types.v1 import trajectory_pb2
+from tandem.rpc.credentials import watched_tokens
+from tandem.rpc.renamed import NEW_NAMES
+from tandem.rpc.requests import Prompt
+from tandem.rpc.seeds import prompt_seed
+from tandem.rpc.transport import RetryPolicy
 
 MESSAGES = [{"role": "user", "content": "w2 w3"}]
 RETRY = RetryPolicy(seconds=0.2, initial_seconds=0.01)

@@ -18,11 +18,11 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from tandem import certs
+from tandem.certs import authority
+from tandem.models.tokenizer import TextCodec
 from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
-from tandem.text import TextCodec
-from tandem.transport import ONCE, RetryPolicy
+from tandem.rpc.transport import ONCE, RetryPolicy
 
 BODY = {"model": "senior", "prompt": "w2 w3", "seed": 1}
 CHAT = {"model": "senior", "messages": [{"role": "user", "content": "w2"}], "max_tokens": 4}
@@ -326,7 +326,7 @@ def test_a_connection_lives_longer_than_clients_reuse_it(world, codec, monkeypat
 
 
 def test_a_renewed_certificate_is_served(world, codec, tmp_path):
-    made = certs.make_certificates(tmp_path / "certs", certs.Request())
+    made = authority.make_certificates(tmp_path / "certs", authority.Request())
     files = ["--https-certificate-file", made.file("server.crt")]
     files += ["--https-private-key-file", made.file("server.key")]
     with (
@@ -339,5 +339,5 @@ def test_a_renewed_certificate_is_served(world, codec, tmp_path):
             return ssl.get_server_certificate(("127.0.0.1", port))
 
         before = shown()
-        certs.renew_certificates(made.path, certs.Request())
+        authority.renew_certificates(made.path, authority.Request())
         fakes.wait_until(lambda: shown() != before)

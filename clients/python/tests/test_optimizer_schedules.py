@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from tandem.errors import ConfigError
-from tandem.optimizer_schedules import check_schedules, notes_on_schedules, with_run_settings
-from tandem.settings import RunSettings, validate
+from tandem.preflight.schedules import check_schedules, notes_on_schedules, with_run_settings
+from tandem.settings.loading import validate
+from tandem.settings.run import RunSettings
 
 
 def run(**values: Any) -> RunSettings:

@@ -12,14 +12,15 @@ import yaml
 from commands import tandem
 from safetensors.numpy import save_file
 
-from tandem import preflight, settings
-from tandem.data import Dataset, Example
+from tandem._proto.types.v1 import server_pb2
+from tandem.data.dataset import Dataset, Example
 from tandem.errors import ConfigError, ProblemsError, ServerStartError, UnavailableError
-from tandem.preflight import Problems
-from tandem.session import Session
-from tandem.settings import RunSettings
-from tandem.text import TextCodec
-from tandem.types.v1 import server_pb2
+from tandem.models.tokenizer import TextCodec
+from tandem.preflight import checks
+from tandem.preflight.checks import Problems
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
 
 # A stand-in for the servers that knows --check-config alone.
 CHECKER = """#!{python}
@@ -48,7 +49,7 @@ if "--check-objective" in sys.argv:
 
 @pytest.fixture
 def load(run_file):
-    return lambda *overrides: settings.load(RunSettings, run_file, overrides)
+    return lambda *overrides: loading.load(RunSettings, run_file, overrides)
 
 
 @pytest.fixture
@@ -373,7 +374,7 @@ def test_a_model_of_the_cluster_with_another_tokenizer_is_refused(load, cluster,
 
 
 def test_one_problem_keeps_its_type_and_several_are_joined():
-    collected = preflight.Problems()
+    collected = checks.Problems()
     with collected.collect():
         raise ServerStartError("one")
     with pytest.raises(ServerStartError, match="one"):
@@ -488,19 +489,19 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_that_of_its_model(tmp_path
     model = server_pb2.ModelInfo(
         path="m", num_token_ids=62, vocabulary_digest=codec.vocabulary_digest
     )
-    preflight.check_vocabulary(codec, model, "trainer")
+    checks.check_vocabulary(codec, model, "trainer")
     rows = [Example({}, "", [1, 61], place="rows:1"), Example({}, "", [3, 63, 62], place="rows:2")]
-    preflight.check_prompt_ids(codec, {"data": Dataset(rows[:1])}, model, "trainer")
+    checks.check_prompt_ids(codec, {"data": Dataset(rows[:1])}, model, "trainer")
     with pytest.raises(
         ConfigError, match=r"data: rows:2: .* 'w63' \(63\), and trainer has"
     ) as said:
-        preflight.check_prompt_ids(codec, {"data": Dataset(rows)}, model, "trainer")
+        checks.check_prompt_ids(codec, {"data": Dataset(rows)}, model, "trainer")
     assert "below 62" in str(said.value)
     # Without a digest the number of ids is all there is to compare.
     for digest in ("", "0" * 32):
         model.vocabulary_digest = digest
         with pytest.raises(ConfigError, match="is not the tokenizer of trainer"):
-            preflight.check_vocabulary(codec, model, "trainer")
+            checks.check_vocabulary(codec, model, "trainer")
 
 
 def test_trainer_and_rollout_servers_of_two_models_are_refused(load, cluster, tmp_path):

@@ -8,18 +8,18 @@ import pytest
 from commands import tandem
 from screens import Screen
 
-from tandem import settings
-from tandem.byte_progress import ByteCount
 from tandem.evaluation import evaluate
 from tandem.metrics import StepClock
-from tandem.progress import Progress, ProgressLines
-from tandem.progress_display import progress_shown
-from tandem.requests import Prompt
-from tandem.run_dir import RunDirectory
-from tandem.session import Session
-from tandem.settings import RunSettings
-from tandem.step_display import StepDisplay
-from tandem.train import train
+from tandem.rpc.requests import Prompt
+from tandem.run_directory.directory import RunDirectory
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
+from tandem.terminal.progress import progress_shown
+from tandem.terminal.steps import StepDisplay
+from tandem.training.loop import train
+from tandem.utils.byte_progress import ByteCount
+from tandem.utils.progress import Progress, ProgressLines
 
 
 class Clock:
@@ -162,7 +162,7 @@ def test_a_pool_tells_how_many_samples_came(address, world, count):
 
 
 def test_a_run_tells_each_phase_of_a_step(run_file, world):
-    config = settings.load(
+    config = loading.load(
         RunSettings, run_file, ["steps=1", "eval={every: 1, modes: [solo, legibility]}"]
     )
     progress, seen = Progress(), []
@@ -183,8 +183,8 @@ def test_a_run_tells_each_phase_of_a_step(run_file, world):
 
 
 def test_a_long_step_is_counted_in_the_trainers_micro_batches(run_file, world, monkeypatch):
-    monkeypatch.setattr("tandem.step_progress._SECONDS", 0.01)
-    config = settings.load(RunSettings, run_file, ["steps=1"])
+    monkeypatch.setattr("tandem.session.step_progress._SECONDS", 0.01)
+    config = loading.load(RunSettings, run_file, ["steps=1"])
     progress, counts = Progress(), iter([(0, 0), (2, 8), (3, 8)])
     world.micro_batches = lambda: next(counts, (7, 8))
 
@@ -208,7 +208,7 @@ def test_judges_are_counted_as_they_end(run_file, tmp_path):
         "        assert go.wait(60)\n"
         "    return len(response) % 2\n"
     )
-    config = settings.load(
+    config = loading.load(
         RunSettings, run_file, ["steps=1", f"reward.function={tmp_path}/judge.py:reward"]
     )
     progress, seen = Progress(), threading.Event()
@@ -228,7 +228,7 @@ def test_judges_are_counted_as_they_end(run_file, tmp_path):
 
 
 def test_an_evaluation_counts_its_answers(run_file, world):
-    config = settings.load(RunSettings, run_file, ["eval.modes=[handoff]"])
+    config = loading.load(RunSettings, run_file, ["eval.modes=[handoff]"])
     progress, seen = Progress(), set()
     world.on_batch = lambda: seen.add(progress.line().split(",")[0])
     with Session(config, purpose="eval", progress=progress) as session:

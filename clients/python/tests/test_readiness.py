@@ -9,9 +9,9 @@ import time
 import pytest
 from fakes import FakeWorld, serve
 
-from tandem.credentials import Credentials
+from tandem.cluster.readiness import wait_until_serving
 from tandem.errors import ServerStartError
-from tandem.readiness import wait_until_serving
+from tandem.rpc.credentials import Credentials
 
 
 def test_servers_that_serve_are_not_waited_for():

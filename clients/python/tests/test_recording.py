@@ -20,21 +20,23 @@ import pytest
 from commands import tandem
 from google.rpc import status_pb2
 
-from tandem import recording, transport
-from tandem.aio import AsyncRolloutClient, AsyncTrainerClient
-from tandem.client import RolloutClient, TrainerClient
-from tandem.critic.v1 import critic_pb2
+from tandem._proto.critic.v1 import critic_pb2
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem._proto.types.v1 import server_pb2
+from tandem._proto.weights.v1 import weights_pb2
 from tandem.errors import ConfigError, DeadlineError, FailedPreconditionError
-from tandem.message_difference import first_difference
-from tandem.recording import Recorder, read_recording
-from tandem.recording_proxy import RecordingProxy
-from tandem.replay import PLACES, Mapped
-from tandem.requests import Prompt, SupervisedSample, submit
-from tandem.rollout.v1 import rollout_pb2
-from tandem.trainer.v1 import trainer_pb2
-from tandem.types.v1 import server_pb2
-from tandem.weights.v1 import weights_pb2
-from tandem.wire import to_tensor
+from tandem.recording import files as recording
+from tandem.recording.files import Recorder, read_recording
+from tandem.recording.message_difference import first_difference
+from tandem.recording.proxy import RecordingProxy
+from tandem.recording.replay import PLACES, Mapped
+from tandem.rpc import transport
+from tandem.rpc.aio import AsyncRolloutClient, AsyncTrainerClient
+from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.requests import Prompt, SupervisedSample, submit
+from tandem.rpc.transport import RECORD_VARIABLE
+from tandem.rpc.wire import to_tensor
 
 PROMPT = Prompt([1, 2], seed=7, num_samples=2, sampling={"max_tokens": 5}, request_id="a")
 SAMPLES = [SupervisedSample([5, 6], [7, 8]), SupervisedSample([5], [9])]
@@ -46,7 +48,7 @@ def file(tmp_path, monkeypatch):
     """A new recording, into which the clients of this process record."""
     path = tmp_path / "calls.rec"
     recording.create(path)
-    monkeypatch.setenv(recording.VARIABLE, str(path))
+    monkeypatch.setenv(RECORD_VARIABLE, str(path))
     return path
 
 
@@ -101,7 +103,7 @@ def test_every_kind_of_call_is_recorded_with_its_messages_and_status(
     elif how == "asyncio":
         asyncio.run(one_of_each_async(address, world))
     else:
-        monkeypatch.delenv(recording.VARIABLE)
+        monkeypatch.delenv(RECORD_VARIABLE)
         with proxied(address, file) as port:
             one_of_each(port, world)
     found = entries(file)
@@ -137,7 +139,7 @@ def test_every_kind_of_call_is_recorded_with_its_messages_and_status(
 def test_nothing_is_recorded_without_the_variable_nor_of_health_checks(address, file, monkeypatch):
     with RolloutClient(address) as rollout:
         assert rollout.health() == "SERVING"
-    monkeypatch.delenv(recording.VARIABLE)
+    monkeypatch.delenv(RECORD_VARIABLE)
     with RolloutClient(address) as rollout:
         rollout.info()
     assert entries(file) == []
@@ -218,7 +220,7 @@ def test_processes_record_into_one_file(file):
     script = """
 import sys
 from pathlib import Path
-from tandem.recording import Recorder
+from tandem.recording.files import Recorder
 recorder = Recorder(Path(sys.argv[1]))
 for _ in range(300):
     call = recorder.start("host:1", "/a.B/C", None, ())
@@ -234,8 +236,8 @@ for _ in range(300):
 
 def test_record_runs_a_command_and_leaves_its_exit_code(address, tmp_path):
     file = tmp_path / "calls.rec"
-    script = "import sys; from tandem.client import RolloutClient as R; R(sys.argv[1]).info()"
-    command = [sys.executable, "-m", "tandem.cli", "record", "--out", str(file)]
+    script = "import sys; from tandem.rpc.client import RolloutClient as R; R(sys.argv[1]).info()"
+    command = [sys.executable, "-m", "tandem", "record", "--out", str(file)]
     run = [*command, sys.executable, "-c", f"{script}; sys.exit(7)", address]
     assert subprocess.run(run, timeout=60).returncode == 7
     assert kinds(file)[0] == ("GetServerInfo", "start")
@@ -258,7 +260,7 @@ def test_record_refuses_what_it_cannot_run(tmp_path):
 
 def test_record_forwards_a_port_until_ctrl_c(address, tmp_path):
     file = tmp_path / "calls.rec"
-    command = [sys.executable, "-m", "tandem.cli", "record", "--out", str(file), "--json"]
+    command = [sys.executable, "-m", "tandem", "record", "--out", str(file), "--json"]
     with subprocess.Popen(
         [*command, "--target", address], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -277,7 +279,7 @@ def test_record_forwards_a_port_until_ctrl_c(address, tmp_path):
 
 def test_open_streams_hold_up_no_other_call_of_a_proxy_nor_of_a_client(world, file, monkeypatch):
     """As many streams are open as a connection carries."""
-    monkeypatch.delenv(recording.VARIABLE)
+    monkeypatch.delenv(RECORD_VARIABLE)
     with (
         fakes.serve(world, max_calls=3) as address,
         proxied(address, file) as port,
@@ -297,7 +299,7 @@ def test_open_streams_hold_up_no_other_call_of_a_proxy_nor_of_a_client(world, fi
 def test_the_proxy_passes_metadata_deadlines_cancellations_and_unknown_methods(
     world, address, file, monkeypatch
 ):
-    monkeypatch.delenv(recording.VARIABLE)
+    monkeypatch.delenv(RECORD_VARIABLE)
     seen = []
 
     def on_open(context):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from commands import lines, tandem
 
-from tandem.wire import from_tensor
+from tandem.rpc.wire import from_tensor
 
 KL = "objective.kl_coefficient=0.1"
 

@@ -8,11 +8,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from screens import WIDTHS, Screen
 
-from tandem.render import Output, ResponsePrinter, authored_text
-from tandem.rollout.v1.rollout_pb2 import FinishedEvent, GenerateResponse, TokensEvent
-from tandem.step_display import StepDisplay
-from tandem.text import TextCodec
-from tandem.types.v1.trajectory_pb2 import Trajectory
+from tandem._proto.rollout.v1.rollout_pb2 import FinishedEvent, GenerateResponse, TokensEvent
+from tandem._proto.types.v1.trajectory_pb2 import Trajectory
+from tandem.models.tokenizer import TextCodec
+from tandem.terminal.output import Output, ResponsePrinter, authored_text
+from tandem.terminal.steps import StepDisplay
 
 SERVERS = [
     {

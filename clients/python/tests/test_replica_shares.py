@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tandem.replica_shares import Shares
+from tandem.pool.shares import Shares
 
 
 def shares(units, capacities, windows=None, order=None, on_recall=lambda replica, items: None):

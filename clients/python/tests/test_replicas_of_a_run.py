@@ -10,15 +10,15 @@ import pytest
 from commands import records
 from fake_fleet import FakeReplica, meet, random_delay
 
-from tandem import settings
 from tandem.errors import UnavailableError
 from tandem.evaluation import evaluate
 from tandem.metrics import CLOCK_KEYS
-from tandem.requests import Prompt
-from tandem.run_dir import RunDirectory
-from tandem.session import Session
-from tandem.settings import RunSettings
-from tandem.train import train
+from tandem.rpc.requests import Prompt
+from tandem.run_directory.directory import RunDirectory
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
+from tandem.training.loop import train
 
 STEPS = 3
 
@@ -30,7 +30,7 @@ def load(run_file, tmp_path):
     def load(trainer, replicas, *overrides):
         servers = [f"servers.trainer={trainer}"]
         servers.append(f"servers.rollout=[{', '.join(one.address for one in replicas)}]")
-        return settings.load(RunSettings, run_file, [*servers, *overrides])
+        return loading.load(RunSettings, run_file, [*servers, *overrides])
 
     return load
 

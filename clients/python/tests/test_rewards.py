@@ -14,16 +14,12 @@ import yaml
 from fakes import wait_until
 
 import tandem
-from tandem.data import Example
+from tandem.data.dataset import Example
 from tandem.errors import ConfigError, RewardError, TandemError
-from tandem.judges import coroutines
-from tandem.rewards import Reward, answer_extractor, overlong_punishment
-from tandem.settings import (
-    MAX_REWARD,
-    OverlongBufferSettings,
-    RewardFunctionSettings,
-    RewardSettings,
-)
+from tandem.rewards.judges import coroutines
+from tandem.rewards.reward import Reward, answer_extractor, overlong_punishment
+from tandem.settings.bounds import MAX_REWARD
+from tandem.settings.run import OverlongBufferSettings, RewardFunctionSettings, RewardSettings
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLE = Example({"prompt": "w1", "answer": " w2", "bonus": 0.25}, "w1", [1], "rows.jsonl:7")

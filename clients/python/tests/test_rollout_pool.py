@@ -9,8 +9,8 @@ import pytest
 from fake_fleet import FakeReplica, meet, pool_of, random_delay
 
 from tandem.errors import ConfigError, DeadlineError, InvalidArgumentError, UnavailableError
-from tandem.requests import Prompt
-from tandem.transport import RetryPolicy
+from tandem.rpc.requests import Prompt
+from tandem.rpc.transport import RetryPolicy
 
 SAMPLING = {"max_tokens": 5}
 
@@ -289,7 +289,7 @@ def test_a_replica_that_does_not_end_its_calls_is_not_waited_for_for_ever(replic
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_scores_are_in_order_whoever_computes_them(replicas, monkeypatch, lost):
-    monkeypatch.setattr("tandem.pool_scoring.SCORE_TOKENS", 8)
+    monkeypatch.setattr("tandem.pool.scoring.SCORE_TOKENS", 8)
     replicas[0].world.logprob["senior"] = lambda token: -token
     slow, used = replicas[1], replicas[:2] if lost else replicas
     called = set()

@@ -13,9 +13,9 @@ import yaml
 from commands import contents, lines, tandem
 from commands import records as records_of
 
-from tandem import settings
 from tandem.metrics import CLOCK_KEYS, KEYS
-from tandem.settings import RunSettings
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
 
 
 def without_clock(metrics):
@@ -36,7 +36,7 @@ def test_train_writes_a_complete_run_directory(run_file, tmp_path):
     assert {record["senior_versions"][0][0] for record in records} == {1}
     assert len({record["seed"] for record in records}) == 3
     assert (run / "logs" / "attempt_1.log").exists()
-    assert settings.load(RunSettings, run / "config.yaml") == settings.load(RunSettings, run_file)
+    assert loading.load(RunSettings, run / "config.yaml") == loading.load(RunSettings, run_file)
 
 
 def test_the_same_seed_gives_the_same_run(world, run_file, tmp_path):
@@ -167,7 +167,7 @@ def test_resume_auto_goes_on_where_there_is_something_to_go_on_with(world, run_f
 
 
 def test_a_run_saves_every_so_often_by_default(run_file, tmp_path):
-    every = settings.load(RunSettings, run_file).checkpoint.every
+    every = loading.load(RunSettings, run_file).checkpoint.every
     tandem("train", run_file, f"steps={every + 1}", "checkpoint.at_end=false")
     assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == every
 
@@ -472,7 +472,7 @@ def test_evaluations_in_a_run_are_printed_and_are_events(run_file, tmp_path):
 def test_events_of_steps_that_a_resumed_run_does_again_are_forgotten(run_file, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from tandem.event_file import EventFile
+    from tandem.trackers.event_file import EventFile
 
     tandem("train", run_file, "steps=2", "eval.every=2")
     # The events of a run that was lost in step 5, with its last checkpoint after step 2.

@@ -13,12 +13,15 @@ import pytest
 import yaml
 from commands import contents, lines, tandem
 
-from tandem import run_dir, run_files, settings
-from tandem.checkpoints import SavedState, remove_checkpoint
+from tandem._proto.types.v1 import server_pb2
 from tandem.errors import RunDirectoryError, StorageError
-from tandem.run_dir import RunDirectory
-from tandem.settings import RunSettings
-from tandem.types.v1 import server_pb2
+from tandem.run_directory import directory
+from tandem.run_directory.checkpoints import SavedState, remove_checkpoint
+from tandem.run_directory.directory import RunDirectory
+from tandem.settings import loading
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import RunSettings
+from tandem.utils import atomic_files
 
 
 def test_a_run_directory_can_be_moved(world, run_file, tmp_path):
@@ -35,12 +38,12 @@ def test_a_run_directory_can_be_moved(world, run_file, tmp_path):
 @pytest.mark.parametrize("clean", [False, True])
 @pytest.mark.parametrize("cut_at", ["run.json", "config.yaml"])
 def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch, clean, cut_at):
-    config = settings.load(RunSettings, run_file)
+    config = loading.load(RunSettings, run_file)
     if clean:
         with RunDirectory.open(config, "train") as run:
             run.begin()
         (run.path / "notes.txt").write_text("x")
-    write = run_dir.write_atomically
+    write = directory.write_atomically
 
     def cut_off(path, text):
         if path.name != cut_at:
@@ -48,7 +51,7 @@ def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch,
         path.with_name(f".{path.name}.tmp").write_text(text[:5])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_dir, "write_atomically", cut_off)
+    monkeypatch.setattr(directory, "write_atomically", cut_off)
     with pytest.raises(KeyboardInterrupt), RunDirectory.open(config, "train", clean=clean) as run:
         run.begin()
     monkeypatch.undo()
@@ -72,7 +75,7 @@ def test_a_start_that_was_cut_off_is_no_foreign_directory(run_file, monkeypatch,
     ],
 )
 def test_a_damaged_file_of_a_run_is_named(run_file, name, text, says):
-    config = settings.load(RunSettings, run_file)
+    config = loading.load(RunSettings, run_file)
     with RunDirectory.open(config, "train") as run:
         run.begin()
         run.write_state(SavedState(1, 1, "checkpoints/step_000001"))
@@ -267,7 +270,7 @@ def test_a_resumed_run_keeps_its_configuration(run_file):
 def test_a_resumed_run_keeps_drafts_that_change_responses(run_file):
     def load(*drafts):
         overrides = [f"speculative.{one}" for one in drafts]
-        return settings.load(RunSettings, run_file, overrides)
+        return loading.load(RunSettings, run_file, overrides)
 
     rejection = "acceptance_rule=rejection_sampling"
     opened(load())
@@ -293,7 +296,7 @@ def test_settings_are_compared_as_values(run_file, tmp_path):
     run_file.write_text(text)
 
     def load(*overrides):
-        return settings.load(RunSettings, run_file, overrides)
+        return loading.load(RunSettings, run_file, overrides)
 
     opened(load())
     opened(load(f"{learning_rate}=0.001", "sampling.temperature=1"), resume=True)
@@ -334,8 +337,8 @@ def opened(config, **options):
 def test_a_resumed_run_keeps_what_its_cluster_learns_with(run_file):
     def config(**trainer):
         cluster = {"rollout": {"senior_model": "/m"}, "trainer": {"model": "/m"} | trainer}
-        config = settings.load(RunSettings, run_file)
-        config.cluster = settings.validate(settings.ClusterSettings, cluster, "test")
+        config = loading.load(RunSettings, run_file)
+        config.cluster = loading.validate(ClusterSettings, cluster, "test")
         return config
 
     opened(config(optimizer={"learning_rate": 1e-3}, server={"grpc_port": 7}))
@@ -370,7 +373,7 @@ def test_a_file_that_cannot_be_replaced_keeps_its_text(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match=f"^{file}: No space left on device$"):
-        run_files.write_atomically(file, "after")
+        atomic_files.write_atomically(file, "after")
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
     assert file.read_text() == "before"
 
@@ -392,6 +395,6 @@ def test_a_used_directory_is_refused_and_foreign_files_are_never_removed(run_fil
     (foreign / "thesis.tex").write_text("x")
     tandem("train", run_file, f"run_dir={foreign}", "--clean", check=2)
     assert (foreign / "thesis.tex").exists()
-    config = settings.load(RunSettings, run_file)
+    config = loading.load(RunSettings, run_file)
     with RunDirectory.open(config, "train", clean=True):
         assert "in use" in tandem("train", run_file, "--resume", check=1).stderr

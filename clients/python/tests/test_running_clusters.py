@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from commands import tandem
 
-from tandem import running_clusters
-from tandem.credentials import Credentials
-from tandem.settings import ClusterSettings
+from tandem.cluster import registry
+from tandem.rpc.credentials import Credentials
+from tandem.settings.cluster import ClusterSettings
 
 WHOLE = {
     "directory": "/other",
@@ -56,9 +56,9 @@ def test_a_damaged_record_is_passed_over(folder, damage):
         held(folder / "1.json", DAMAGED[damage]),
         held(folder / "2.json", json.dumps(WHOLE)),
     ):
-        [found] = running_clusters.clusters()
+        [found] = registry.clusters()
         assert found == WHOLE
-        [server] = running_clusters.servers()
+        [server] = registry.servers()
         assert server["address"] == "127.0.0.1:1"
 
 
@@ -69,7 +69,7 @@ def test_commands_without_a_home_find_no_cluster_and_say_so(monkeypatch, command
 
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", no_home)
-    assert running_clusters.clusters() == []
+    assert registry.clusters() == []
     said = tandem(*command, check=2 if "generate" in command else 3)
     assert "home" not in said.stderr
 
@@ -80,7 +80,7 @@ def test_a_record_is_an_offer_that_may_fail(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError))
     notes = []
-    with running_clusters.announced(cluster, notes.append):
+    with registry.announced(cluster, notes.append):
         pass
     assert notes == ["other commands do not find these servers: HOME is not set"]
 
@@ -92,13 +92,13 @@ def test_an_old_record_in_a_folder_that_may_not_be_written_is_passed_over(folder
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr("pathlib.Path.unlink", refuse)
-    assert running_clusters.clusters() == []
+    assert registry.clusters() == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_folder_that_may_not_be_read_holds_no_cluster(folder):
     folder.chmod(stat.S_IWUSR)
     try:
-        assert running_clusters.clusters() == []
+        assert registry.clusters() == []
     finally:
         folder.chmod(stat.S_IRWXU)

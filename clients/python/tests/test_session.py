@@ -9,7 +9,6 @@ import fakes
 import grpc
 import pytest
 
-from tandem import settings
 from tandem.errors import (
     ConfigError,
     DeadlineError,
@@ -19,14 +18,16 @@ from tandem.errors import (
     ServerStartError,
     UnavailableError,
 )
-from tandem.requests import Prompt
-from tandem.session import Session
-from tandem.settings import ClusterSettings, RunSettings
+from tandem.rpc.requests import Prompt
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import DataSettings, RunSettings
 
 
 @pytest.fixture
 def config(run_file):
-    return settings.load(RunSettings, run_file)
+    return loading.load(RunSettings, run_file)
 
 
 def write_rows(path, *rows):
@@ -67,7 +68,7 @@ def test_held_out_rows_are_left_out_whatever_the_formats_say(config, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
     write_rows(held_out, {"prompt": "w2 w3"}, {"prompt": "the words w3 w4"})
     config.data.format = "{prompt} w9"
-    config.eval.data = settings.DataSettings(jsonl=held_out, extract=r"w\d+ w\d+")
+    config.eval.data = DataSettings(jsonl=held_out, extract=r"w\d+ w\d+")
     with Session(config) as session:
         assert [example.text for example in session.eval_data.examples] == ["w2 w3", "w3 w4"]
         assert len(session.data) == 18
@@ -79,9 +80,7 @@ def test_rows_that_share_one_column_with_a_held_out_row_stay(config, tmp_path):
         rows = [{"prompt": "w9", "passage": f"w{i}"} for i in passages]
         write_rows(tmp_path / f"{name}.jsonl", *rows)
     config.data.jsonl, config.data.format = tmp_path / "data.jsonl", "{passage} {prompt}"
-    config.eval.data = settings.DataSettings(
-        jsonl=tmp_path / "held_out.jsonl", format="{prompt} {passage}"
-    )
+    config.eval.data = DataSettings(jsonl=tmp_path / "held_out.jsonl", format="{prompt} {passage}")
     with Session(config) as session:
         assert {example.row["passage"] for example in session.data.examples} == {"w1", "w2"}
 
@@ -93,7 +92,7 @@ def test_held_out_conversations_are_left_out_whatever_the_order_of_their_keys(co
             turns = [[dict(reversed(message.items())) for message in turn] for turn in turns]
         write_rows(tmp_path / f"{name}.jsonl", *({"messages": turn} for turn in turns))
     config.data.jsonl = tmp_path / "data.jsonl"
-    config.eval.data = settings.DataSettings(jsonl=tmp_path / "held_out.jsonl")
+    config.eval.data = DataSettings(jsonl=tmp_path / "held_out.jsonl")
     with Session(config) as session:
         [left] = session.data.examples
     assert left.row["messages"][0]["content"] == "w1"
@@ -205,7 +204,7 @@ def test_a_step_of_more_samples_than_a_queue_holds_travels_in_several_batches(wo
 def test_rows_that_are_held_out_are_counted_and_an_evaluation_keeps_its_own(config, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
     write_rows(held_out, {"prompt": "w2 w3"}, {"prompt": "w3 w4"})
-    config.eval.data = settings.DataSettings(jsonl=held_out)
+    config.eval.data = DataSettings(jsonl=held_out)
     notes = []
     with Session(config, notes.append) as session:
         assert len(session.data) == 18
@@ -292,6 +291,6 @@ def test_a_failed_call_stays_what_it_is_while_all_servers_live(config):
     ],
 )
 def test_a_cluster_that_cannot_serve_a_run_is_refused(config, cluster, says):
-    config.cluster = settings.validate(ClusterSettings, cluster, "test")
+    config.cluster = loading.validate(ClusterSettings, cluster, "test")
     with pytest.raises(ConfigError, match=says), Session(config):
         pass

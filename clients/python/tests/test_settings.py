@@ -5,15 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from tandem import config_values, settings
-from tandem.credentials import FIELDS
+import tandem
+from tandem._proto.rollout.v1.rollout_pb2 import SpeculativeConfig
+from tandem._proto.trainer.v1.objective_pb2 import PolicyObjective
+from tandem._proto.types.v1.sampling_pb2 import SamplingParams, TandemConfig
 from tandem.errors import ConfigError
-from tandem.renamed import NEW_NAMES
-from tandem.rollout.v1.rollout_pb2 import SpeculativeConfig
-from tandem.settings import ClusterSettings, RunSettings
-from tandem.settings_errors import sections_in
-from tandem.trainer.v1.objective_pb2 import PolicyObjective
-from tandem.types.v1.sampling_pb2 import SamplingParams, TandemConfig
+from tandem.rpc.credentials import FIELDS
+from tandem.rpc.renamed import NEW_NAMES
+from tandem.settings import loading
+from tandem.settings import values as config_values
+from tandem.settings.cluster import ClusterSettings, CredentialsSettings
+from tandem.settings.explain import sections_in
+from tandem.settings.run import (
+    ObjectiveSettings,
+    RunSettings,
+    SamplingSettings,
+    SpeculativeSettings,
+    TandemSettings,
+)
 
 BASE = """
 run_dir: /tmp/x
@@ -30,7 +39,7 @@ def file(tmp_path):
 
 
 def load(file, *overrides):
-    return settings.load(RunSettings, file, overrides)
+    return loading.load(RunSettings, file, overrides)
 
 
 def test_later_overrides_win_and_values_are_yaml(file):
@@ -245,7 +254,7 @@ def test_a_rollout_server_may_stand_alone(file):
 
 def test_files_of_another_kind_are_known(file, tmp_path):
     with pytest.raises(ConfigError, match="is a run file, not a cluster file"):
-        settings.load(ClusterSettings, file)
+        loading.load(ClusterSettings, file)
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("trainer: {model: m}\n")
     with pytest.raises(ConfigError, match="is a cluster file, not a run file"):
@@ -277,41 +286,41 @@ def test_a_file_that_is_no_yaml_is_refused(file, text):
 def test_resolved_configuration_reads_back_the_same(file, tmp_path):
     run = load(file, "steps=9")
     again = tmp_path / "again.yaml"
-    again.write_text(settings.dump(run))
+    again.write_text(loading.dump(run))
     assert load(again) == run
 
 
 # Sections that are sent whole, as a message of the contract.
 MESSAGES = {
-    settings.SamplingSettings: SamplingParams,
-    settings.TandemSettings: TandemConfig,
-    settings.ObjectiveSettings: PolicyObjective,
-    settings.SpeculativeSettings: SpeculativeConfig,
+    SamplingSettings: SamplingParams,
+    TandemSettings: TandemConfig,
+    ObjectiveSettings: PolicyObjective,
+    SpeculativeSettings: SpeculativeConfig,
 }
 
 
 def test_every_setting_is_read_somewhere():
     """A setting that no code reads would be ignored silently."""
-    package = Path(settings.__file__).parent
+    package = Path(tandem.__file__).parent
     read = {
         node.attr
         for file in package.rglob("*.py")
-        if file.name not in ("settings.py", "settings_errors.py")
+        if file.parent.name != "settings"
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute)
     }
-    # Settings that settings.py itself reads for the rest of the package.
+    # Settings that the schema itself reads for the rest of the package.
     read |= {"reference", "rewards", "name"}
     # Trackers read the record of the run's settings.
     read |= {
         node.slice.value
-        for node in ast.walk(ast.parse((package / "trackers.py").read_text()))
+        for node in ast.walk(ast.parse((package / "trackers/trackers.py").read_text()))
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
     }
     sections = [RunSettings]
     for section in sections:
         carried = set(MESSAGES[section].DESCRIPTOR.fields_by_name) if section in MESSAGES else set()
-        if section is settings.CredentialsSettings:
+        if section is CredentialsSettings:
             carried = set(FIELDS)
         for name, field in section.model_fields.items():
             assert name in read | carried, f"{section.__name__}.{name}"
@@ -331,7 +340,7 @@ def test_an_objective_has_the_fields_of_the_contract(file):
     assert [*run.objective.model_dump(), "reference_logprobs"] == sorted(
         fields, key=lambda name: name == "reference_logprobs"
     )
-    assert settings.given(run.objective) == {"aggregation": "token_sum", "max_staleness": 2}
+    assert run.objective.given() == {"aggregation": "token_sum", "max_staleness": 2}
 
 
 @pytest.mark.parametrize("source", ["junior", "somewhere:7701", "[::1]:7701"])
@@ -357,7 +366,7 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
         "trainer: {model: m, speculator: {adapter: mlp, path: ../s}}\n"
     )
     monkeypatch.chdir(tmp_path)
-    run = settings.load(
+    run = loading.load(
         RunSettings, Path("configs/run.yaml"), ["tokenizer=other", "cluster.trainer.model=mine"]
     )
     assert run.run_dir == tmp_path / "runs/a"
@@ -413,7 +422,7 @@ def test_a_cluster_without_servers_is_refused(tmp_path, text):
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match="no server: give rollout, trainer or critic"):
-        settings.load(ClusterSettings, path)
+        loading.load(ClusterSettings, path)
 
 
 def test_runs_save_periodically_unless_every_is_0(file):
@@ -424,9 +433,9 @@ def test_runs_save_periodically_unless_every_is_0(file):
 def test_cluster_takes_one_rollout_or_several(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("rollout: {senior_model: m}\n")
-    assert settings.load(ClusterSettings, path).rollout == [{"senior_model": f"{tmp_path}/m"}]
+    assert loading.load(ClusterSettings, path).rollout == [{"senior_model": f"{tmp_path}/m"}]
     path.write_text("rollout: [{senior_model: m}, {senior_model: m}]\n")
-    assert len(settings.load(ClusterSettings, path).rollout) == 2
+    assert len(loading.load(ClusterSettings, path).rollout) == 2
 
 
 @pytest.mark.parametrize(
@@ -482,7 +491,7 @@ def test_held_out_prompts_are_written_as_the_others_unless_they_say_otherwise(tm
 
     def held_out(**values):
         run = {"run_dir": "run", "tokenizer": "t", "data": data, "eval": {"data": values}}
-        return settings.validate(RunSettings, run, "test").eval.data
+        return loading.validate(RunSettings, run, "test").eval.data
 
     test = held_out(jsonl="test.jsonl", system="")
     assert test.columns == {"prompt": "question"}

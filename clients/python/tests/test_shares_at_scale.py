@@ -2,7 +2,7 @@
 
 import time
 
-from tandem.replica_shares import Shares
+from tandem.pool.shares import Shares
 
 ITEMS = 8000
 

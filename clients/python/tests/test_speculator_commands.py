@@ -11,10 +11,10 @@ from commands import records, tandem
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tandem import settings
 from tandem.evaluation.drafts import measure_drafts
-from tandem.session import Session
-from tandem.settings import RunSettings
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
 
 WEIGHTS = np.array([1.0, -2.5, 1e-3], np.float32)
 
@@ -179,7 +179,7 @@ def test_eval_measures_drafts_greedy_and_at_the_temperature_of_the_run(run_file,
 def test_the_speeds_are_tokens_by_the_time_of_their_calls(run_file, drafting):
     # A call takes one second more than the call before.
     times = itertools.accumulate(itertools.count(), lambda now, call: now + call % 2 * (call + 1))
-    config = settings.load(RunSettings, run_file, ["speculative.method=heads", "data.limit=2"])
+    config = loading.load(RunSettings, run_file, ["speculative.method=heads", "data.limit=2"])
     with Session(config, purpose="drafts") as session:
         [greedy, sampled] = measure_drafts(session, clock=lambda: next(times))
     # Greedy: 2 s without and 4 s with drafts for the first prompt, 6 s with and 8 s without next.
@@ -198,7 +198,7 @@ def test_the_speeds_are_tokens_by_the_time_of_their_calls(run_file, drafting):
 
 
 def test_repeats_give_the_speed_up_an_interval(run_file, drafting):
-    config = settings.load(RunSettings, run_file, ["speculative.method=heads", "data.limit=1"])
+    config = loading.load(RunSettings, run_file, ["speculative.method=heads", "data.limit=1"])
     # Without drafts 2 s in every round, with drafts 1 s and 2 s.
     spans = [2, 1, 2, 2] * 2  # plain, drafted; then drafted comes first
     now, times = 0, []

@@ -6,9 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tandem import settings
-from tandem import train as train_module
-from tandem.config.v1 import optimizer_info_pb2, server_config_pb2
+from tandem._proto.config.v1 import optimizer_info_pb2, server_config_pb2
 from tandem.errors import (
     ConfigError,
     FailedPreconditionError,
@@ -16,17 +14,19 @@ from tandem.errors import (
     TandemError,
     UnsavedUpdatesError,
 )
-from tandem.run_dir import RunDirectory
-from tandem.session import Session
-from tandem.settings import RunSettings
-from tandem.start import serve_checkpoint, start_run
-from tandem.train import train
+from tandem.run_directory.directory import RunDirectory
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
+from tandem.training import loop as train_module
+from tandem.training.loop import train
+from tandem.training.start import serve_checkpoint, start_run
 
 
 @pytest.fixture
 def load(run_file):
     def load(*overrides):
-        return settings.load(RunSettings, run_file, ["steps=2", *overrides])
+        return loading.load(RunSettings, run_file, ["steps=2", *overrides])
 
     return load
 

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from tandem.stats import clustered_mean, paired_gain, pass_at_k, wilson_interval
+from tandem.utils.stats import clustered_mean, paired_gain, pass_at_k, wilson_interval
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (5, 3, 5)])

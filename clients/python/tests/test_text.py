@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tandem.errors import ConfigError
-from tandem.text import MAX_STOP_TEXT_BYTES, MAX_STOP_TEXTS, GrowingText, TextCodec
+from tandem.models.tokenizer import MAX_STOP_TEXT_BYTES, MAX_STOP_TEXTS, GrowingText, TextCodec
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tandem import tracing
-from tandem.aio import AsyncRolloutClient, AsyncTrainerClient
-from tandem.client import RolloutClient, TrainerClient
 from tandem.errors import ConfigError, FailedPreconditionError, UnavailableError
-from tandem.requests import Prompt
-from tandem.transport import ONCE, RetryPolicy
+from tandem.rpc.aio import AsyncRolloutClient, AsyncTrainerClient
+from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.requests import Prompt
+from tandem.rpc.transport import ONCE, RetryPolicy
 
 ROLLOUT = "tandem.rollout.v1.RolloutService"
 TRAINER = "tandem.trainer.v1.TrainerService"
@@ -143,7 +143,7 @@ def test_the_page_names_every_span_and_every_attribute():
     span = r'(?:tracing\.spanned|tracing\.span|clock\.phase)\("(\w+)"'
     spans = set(re.findall(span, "".join(code.values())))
     attribute = r'"((?:rpc|server|error|tandem)\.\w+(?:\.\w+)*)"'
-    attributes = set(re.findall(attribute, code["tracing.py"] + code["train.py"]))
+    attributes = set(re.findall(attribute, code["tracing.py"] + code["loop.py"]))
     assert {"step", "generate", "checkpoint"} < spans
     assert {"rpc.grpc.status_code", "tandem.step", "error.type"} < attributes
     page = (Path(__file__).parents[3] / "docs/tracing.md").read_text()
@@ -264,8 +264,8 @@ def test_a_step_that_fails_is_an_error_with_what_was_saved_in_it(exporter, run_f
 def test_without_a_collector_nothing_of_opentelemetry_is_imported(run_file, address):
     program = f"""
 import sys
-from tandem import cli
-from tandem.client import RolloutClient
+from tandem.cli import app as cli
+from tandem.rpc.client import RolloutClient
 with RolloutClient("{address}") as client:
     client.info()
 sys.argv = ["tandem", "train", "{run_file}", "steps=1"]

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from commands import lines, tandem
 
-from tandem import trackers
-from tandem.event_file import EventFile
+from tandem.trackers import trackers
+from tandem.trackers.event_file import EventFile
 
 
 class FakeWandb:

@@ -12,11 +12,12 @@ import pytest
 from commands import lines, records, tandem
 from pyarrow import parquet
 
+from tandem._proto.types.v1 import vision_pb2
 from tandem.errors import RunDirectoryError
-from tandem.requests import Prompt
-from tandem.settings import TrajectorySettings
-from tandem.trajectories import writer as writer_module
-from tandem.trajectories.files import (
+from tandem.rpc.requests import Prompt
+from tandem.rpc.wire import to_tensor
+from tandem.run_directory.trajectories import writer as writer_module
+from tandem.run_directory.trajectories.files import (
     TrajectoryFile,
     evaluation_file,
     open_records,
@@ -24,10 +25,9 @@ from tandem.trajectories.files import (
     step_file,
     trajectory_files,
 )
-from tandem.trajectories.record import Response, trajectory_record
-from tandem.trajectories.writer import TrajectoryWriter, write_parquet
-from tandem.types.v1 import vision_pb2
-from tandem.wire import to_tensor
+from tandem.run_directory.trajectories.record import Response, trajectory_record
+from tandem.run_directory.trajectories.writer import TrajectoryWriter, write_parquet
+from tandem.settings.run import TrajectorySettings
 
 
 def sample(index=0, seed=1, **changes):

@@ -19,7 +19,7 @@ from screens import WIDTHS, Screen
 
 import tandem as package
 from tandem.errors import ConfigError, RunDirectoryError
-from tandem.trajectories.files import STEPS, Head, trajectory_files
+from tandem.run_directory.trajectories.files import STEPS, Head, trajectory_files
 from tandem.view.about import About, about
 from tandem.view.page import page
 from tandem.view.terminal import print_trajectories
@@ -293,7 +293,7 @@ def test_trajectories_are_plain_lines_without_a_terminal():
 def test_a_terminal_that_knows_ascii_alone_gets_escapes(terminal):
     code = (
         "from rich.console import Console\n"
-        "from tandem.render import Output, use_any_encoding\n"
+        "from tandem.terminal.output import Output, use_any_encoding\n"
         "from tandem.view.terminal import print_trajectories\n"
         "from test_view import Letters, trajectory\n"
         "use_any_encoding()\n"

@@ -8,11 +8,11 @@ import pytest
 from fake_fleet import FakeReplica
 from grpc_status import rpc_status
 
-from tandem import settings
 from tandem.errors import ConfigError, FailedPreconditionError
-from tandem.requests import Prompt
-from tandem.session import Session
-from tandem.settings import RunSettings
+from tandem.rpc.requests import Prompt
+from tandem.session.session import Session
+from tandem.settings import loading
+from tandem.settings.run import RunSettings
 
 STALE = "objective.max_staleness=2"
 
@@ -44,7 +44,7 @@ def session_on(run_file):
     def session_on(trainer, replicas, *overrides):
         addresses = ", ".join(one.address for one in replicas)
         servers = [f"servers.trainer={trainer}", f"servers.rollout=[{addresses}]"]
-        return Session(settings.load(RunSettings, run_file, [*servers, *overrides]))
+        return Session(loading.load(RunSettings, run_file, [*servers, *overrides]))
 
     return session_on
 

@@ -7,15 +7,15 @@ import fakes
 import numpy as np
 import pytest
 
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1 import objective_pb2
+from tandem._proto.types.v1 import sampling_pb2, tensor_pb2, trajectory_pb2
 from tandem.errors import ConfigError
-from tandem.logprobs import LogProbs
-from tandem.renamed import NEW_NAMES
-from tandem.requests import PolicySample
-from tandem.rollout.v1 import rollout_pb2
-from tandem.trainer.v1 import objective_pb2
-from tandem.trajectories.record import Response, trajectory_record
-from tandem.types.v1 import sampling_pb2, tensor_pb2, trajectory_pb2
-from tandem.wire import from_tensor, short_floats, to_message, to_tensor
+from tandem.rpc.logprobs import LogProbs
+from tandem.rpc.renamed import NEW_NAMES
+from tandem.rpc.requests import PolicySample
+from tandem.rpc.wire import from_tensor, short_floats, to_message, to_tensor
+from tandem.run_directory.trajectories.record import Response, trajectory_record
 
 KEYS = {
     "place", "row", "scores", "prompt_token_ids", "response_token_ids", "authorship_mask",

@@ -8,7 +8,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from tandem.cluster import find_binary
+from tandem.cluster.local import find_binary
 
 from rollout.bench import Bench
 from rollout.servers import OFF, WORD, RolloutServer, RolloutSide, prompts_of

@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-from tandem.client import RolloutClient
-from tandem.cluster import LocalCluster, Server
+from tandem.cluster.local import LocalCluster, Server
 from tandem.errors import ServerStartError
-from tandem.requests import Prompt
-from tandem.settings import ClusterSettings
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import Prompt
+from tandem.settings.cluster import ClusterSettings
 
 from rollout.turns import Job, Moment, Turn
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from tandem.client import TrainerClient
-from tandem.requests import SupervisedSample
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.requests import SupervisedSample
 
 from rollout.bench import Bench, build_directory
 from rollout.driven import DrivenProgram

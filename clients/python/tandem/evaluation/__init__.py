@@ -9,9 +9,9 @@ from tandem.evaluation.answers import Evaluation, draw
 from tandem.evaluation.handoff import handoff
 from tandem.evaluation.legibility import legibility
 from tandem.evaluation.solo import solo
-from tandem.preflight import check_junior
-from tandem.session import Session
-from tandem.settings import EvalMode
+from tandem.preflight.checks import check_junior
+from tandem.session.session import Session
+from tandem.settings.run import EvalMode
 
 __all__ = ["Evaluation", "evaluate"]
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from tandem.data import Example
-from tandem.judges.responses import Response as JudgedResponse
-from tandem.requests import Prompt
-from tandem.schedule import prompt_seed
-from tandem.session import Session
-from tandem.settings import EvalMode
-from tandem.stats import pass_at_k, wilson_interval
-from tandem.text import TextCodec
-from tandem.trajectories.record import Response
-from tandem.types.v1 import server_pb2, trajectory_pb2
+from tandem._proto.types.v1 import server_pb2, trajectory_pb2
+from tandem.data.dataset import Example
+from tandem.models.tokenizer import TextCodec
+from tandem.rewards.judges.responses import Response as JudgedResponse
+from tandem.rpc.requests import Prompt
+from tandem.rpc.seeds import prompt_seed
+from tandem.run_directory.trajectories.record import Response
+from tandem.session.session import Session
+from tandem.settings.run import EvalMode
+from tandem.utils.stats import pass_at_k, wilson_interval
 
 # The samples of every prompt.
 Answers = list[list[trajectory_pb2.Trajectory]]

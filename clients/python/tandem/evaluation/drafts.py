@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem import tracing
-from tandem.client import RolloutClient
+from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.evaluation.answers import held_out
-from tandem.requests import Prompt
-from tandem.rollout.v1 import rollout_pb2
-from tandem.schedule import prompt_seed
-from tandem.session import Session
-from tandem.stats import mean_half_width
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.requests import Prompt
+from tandem.rpc.seeds import prompt_seed
+from tandem.session.session import Session
+from tandem.utils.stats import mean_half_width
 
 Clock = Callable[[], float]
 

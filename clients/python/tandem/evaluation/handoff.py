@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+from tandem._proto.types.v1 import server_pb2
 from tandem.evaluation.answers import Evaluation, draw, grade
-from tandem.preflight import handoff_boundary_ids
-from tandem.session import Session
-from tandem.types.v1 import server_pb2
+from tandem.preflight.checks import handoff_boundary_ids
+from tandem.session.session import Session
 
 # Turns of an answer that count; tokens after them are cut off.
 MAX_ROUNDS = 150

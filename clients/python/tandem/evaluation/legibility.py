@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from tandem._proto.types.v1 import server_pb2
 from tandem.evaluation.answers import Answers, Evaluation
-from tandem.rollout_pool import response_to_score
-from tandem.session import Session
-from tandem.stats import clustered_mean
-from tandem.types.v1 import server_pb2
-from tandem.wire import from_tensor
+from tandem.pool.rollout_pool import response_to_score
+from tandem.rpc.wire import from_tensor
+from tandem.session.session import Session
+from tandem.utils.stats import clustered_mean
 
 
 def legibility(

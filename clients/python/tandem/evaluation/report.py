@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.evaluation.handoff import MAX_ROUNDS
-from tandem.words import counted
+from tandem.utils.words import counted
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.evaluation.answers import Answers, Evaluation, grade
-from tandem.session import Session
+from tandem.session.session import Session
 
 
 def solo(session: Session, answers: Answers) -> Evaluation:

@@ -22,19 +22,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tandem.aio import AsyncRolloutClient
-from tandem.credentials import Credentials, WatchedFiles
+from tandem._proto.types.v1 import sampling_pb2
 from tandem.errors import REQUEST_ID_KEY, ConfigError, TandemError
-from tandem.images import VisionInput
+from tandem.models.tokenizer import TextCodec
 from tandem.openai_server import limits
 from tandem.openai_server.admission import Admission
-from tandem.openai_server.answers import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    prompt_text,
-    usage,
-)
+from tandem.openai_server.answers import Answer, ChatAnswer, CompletionAnswer, prompt_text, usage
 from tandem.openai_server.choices import Choice, generate, score
 from tandem.openai_server.errors import (
     CLIENT_CLOSED_REQUEST,
@@ -45,12 +38,13 @@ from tandem.openai_server.errors import (
 )
 from tandem.openai_server.fields import ChatRequest, CompletionRequest, Kind, parse_json, texts
 from tandem.openai_server.served import Served, Source
-from tandem.requests import Prompt, ScoredTokens
-from tandem.schedule import prompt_seed
-from tandem.text import TextCodec
-from tandem.transport import CALLER_REQUEST_ID, RetryPolicy
-from tandem.types.v1 import sampling_pb2
-from tandem.wire import to_message
+from tandem.rpc.aio import AsyncRolloutClient
+from tandem.rpc.credentials import Credentials, WatchedFiles
+from tandem.rpc.images import VisionInput
+from tandem.rpc.requests import Prompt, ScoredTokens
+from tandem.rpc.seeds import prompt_seed
+from tandem.rpc.transport import CALLER_REQUEST_ID, RetryPolicy
+from tandem.rpc.wire import to_message
 
 # OpenAI's default for /v1/completions.
 DEFAULT_MAX_TOKENS = 16

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from tandem import requests
-from tandem.aio import AsyncRolloutClient
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.types.v1 import trajectory_pb2
 from tandem.errors import RpcError, from_status
-from tandem.images import BLOB_MISSING, VisionInput
-from tandem.requests import Prompt, ScoredTokens
-from tandem.rollout.v1 import rollout_pb2
-from tandem.text import TextCodec
-from tandem.transport import Retries, RetryPolicy, hides_status
-from tandem.types.v1 import trajectory_pb2
-from tandem.wire import from_tensor, short_floats
+from tandem.models.tokenizer import TextCodec
+from tandem.rpc import requests
+from tandem.rpc.aio import AsyncRolloutClient
+from tandem.rpc.images import BLOB_MISSING, VisionInput
+from tandem.rpc.requests import Prompt, ScoredTokens
+from tandem.rpc.transport import Retries, RetryPolicy, hides_status
+from tandem.rpc.wire import from_tensor, short_floats
 
 # Attempts at a call whose failure grpc.aio hides, or that finds its images gone.
 _ATTEMPTS = 8

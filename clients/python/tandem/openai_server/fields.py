@@ -13,9 +13,9 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 from pydantic_core import PydanticKnownError
 
-from tandem import renamed
 from tandem.openai_server import limits
 from tandem.openai_server.errors import RequestError
+from tandem.rpc import renamed
 
 _log = logging.getLogger(__name__)
 

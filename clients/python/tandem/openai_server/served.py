@@ -9,11 +9,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from tandem.aio import AsyncRolloutClient
 from tandem.errors import ConfigError
+from tandem.models.tokenizer import TextCodec
 from tandem.openai_server.errors import RequestError
-from tandem.preflight import longest_sequence
-from tandem.text import TextCodec
+from tandem.preflight.checks import longest_sequence
+from tandem.rpc.aio import AsyncRolloutClient
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.config_values import read_mapping
 from tandem.errors import RunDirectoryError
 from tandem.metrics import eval_prefix
-from tandem.run_files import IDENTITY, kind_of_run, read_json, step_lines
+from tandem.settings.values import read_mapping
+from tandem.utils.atomic_files import IDENTITY, kind_of_run, read_json, step_lines
 
 # Longer side of an image on a page, and most pixels of one that is read.
 _SIDE = 256

@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from tandem import renamed
 from tandem.errors import ConfigError, RunDirectoryError
 from tandem.metrics import eval_prefix, numbers
-from tandem.run_files import kind_of_run, step_lines, writing
+from tandem.rpc import renamed
+from tandem.utils.atomic_files import kind_of_run, step_lines, writing
 
 # The numbers that are drawn by default, in this order, as far as a run has them (docs/metrics.md).
 DEFAULTS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from tandem.text import TextCodec
+from tandem.models.tokenizer import TextCodec
 from tandem.view.about import About
 from tandem.view.trajectories import Trajectory
 

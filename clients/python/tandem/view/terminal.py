@@ -9,8 +9,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tandem.render import DRAFT_LEGEND, LEGEND, Output, authored_text, cell, tab_separated, visible
-from tandem.text import TextCodec
+from tandem.models.tokenizer import TextCodec
+from tandem.terminal.output import (
+    DRAFT_LEGEND,
+    LEGEND,
+    Output,
+    authored_text,
+    cell,
+    tab_separated,
+    visible,
+)
 from tandem.view.trajectories import Trajectory
 
 # Smallest log-prob gap, in nats, that is written behind its token.

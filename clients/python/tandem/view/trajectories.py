@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tandem.errors import ConfigError, RunDirectoryError
-from tandem.run_files import kind_of_run
-from tandem.trajectories.files import (
+from tandem.run_directory.trajectories.files import (
     EVALUATIONS,
     STEPS,
     Head,
@@ -18,6 +17,7 @@ from tandem.trajectories.files import (
     open_records,
     trajectory_files,
 )
+from tandem.utils.atomic_files import kind_of_run
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The contract, generated from proto/ by generate_protos.py."""

@@ -1,0 +1,1 @@
+"""Certificates and tokens of a cluster: `tandem certs`."""

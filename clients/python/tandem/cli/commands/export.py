@@ -1,0 +1,93 @@
+"""`tandem export`: trained weights as a plain Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tandem.cli.command_line import JsonFlag, command
+from tandem.errors import ConfigError
+from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
+from tandem.terminal.output import Output
+from tandem.utils.number_formats import NAMES
+
+if TYPE_CHECKING:
+    from tandem.utils.byte_progress import OnBytes
+
+# The word of `start_from`, too: what the servers hold.
+_SERVED = "served"
+
+
+@command()
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A run directory (its last checkpoint), a checkpoint, or `served`: what the "
+            "running trainer holds.",
+            metavar="RUN_DIR|CHECKPOINT|served",
+        ),
+    ],
+    destination: Annotated[Path, typer.Argument(help="Directory to write.", metavar="DIR")],
+    dtype: Annotated[str, typer.Option(help=f"Number format: {', '.join(NAMES)}.")] = "fp32",
+    critic: Annotated[
+        bool, typer.Option("--critic", help="Write the critic's weights, not the trainer's.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="With `served`: address of the server. Default: the one of the cluster that "
+            "`tandem up` runs, else 127.0.0.1:7702 (critic: 7703).",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+    credentials: Credentials = NO_CREDENTIALS,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write weights as a directory that transformers opens.
+
+    Config, generation config and tokenizer are written beside them. A
+    checkpoint needs no server; transformers also opens it as it is (in fp32).
+    """
+    from tandem.terminal.progress import work_shown
+    from tandem.utils.number_formats import torch_name
+
+    output = Output(as_json=as_json)
+    wanted = torch_name(dtype, "--dtype")
+    if source != _SERVED and address is not None:
+        raise ConfigError(f"--address: is for `{_SERVED}`; {source} is exported from its files")
+    with work_shown(output, "export") as progress:
+        if source == _SERVED:
+            written = _export_served(destination, dtype, address, credentials, critic=critic)
+        else:
+            told = progress.bytes_done
+            written = _export_files(Path(source), destination, dtype, told, critic=critic)
+    output.result({"path": str(written), "dtype": wanted}, f"{written}: {wanted}")
+
+
+def _export_files(
+    source: Path, destination: Path, dtype: str, progress: OnBytes, *, critic: bool
+) -> Path:
+    from tandem.run_directory.checkpoints import checkpoint_at, require_here
+    from tandem.run_directory.export import export_checkpoint
+
+    found = checkpoint_at(source)
+    require_here(found, "SOURCE")
+    if not critic:
+        return export_checkpoint(found.trainer, destination, dtype, progress)
+    if found.critic is None:
+        raise ConfigError(f"--critic: {source} has no checkpoint of a critic")
+    return export_checkpoint(found.critic, destination, dtype, progress)
+
+
+def _export_served(
+    destination: Path, dtype: str, address: str | None, credentials: Credentials, *, critic: bool
+) -> Path:
+    from tandem.cluster.registry import connect
+    from tandem.rpc.client import CriticClient, TrainerClient
+
+    kind = CriticClient if critic else TrainerClient
+    with connect(kind, address, "--address", credentials) as client:
+        return Path(client.export_model(str(destination), dtype=dtype))

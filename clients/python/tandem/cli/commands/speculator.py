@@ -1,0 +1,187 @@
+"""`tandem speculator`: small models that draft the senior's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tandem.cli.command_line import JsonFlag, app, command
+from tandem.cli.commands.options import DryRun, Overrides, RunFile
+from tandem.cli.commands.training import (
+    CheckpointOption,
+    DiscardUnsaved,
+    add_training,
+    as_overrides,
+    found_checkpoint,
+    show_preflight,
+)
+from tandem.errors import ConfigError
+from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
+from tandem.settings.loading import load
+from tandem.settings.run import RunSettings
+from tandem.terminal.output import Output
+from tandem.terminal.progress import progress_shown, work_shown
+from tandem.utils.number_formats import NAMES
+from tandem.utils.progress import Progress
+from tandem.utils.words import counted
+
+if TYPE_CHECKING:
+    from tandem.session.session import Session
+
+speculator_app = typer.Typer(
+    help="Train, measure and export speculators, which draft the senior's tokens.",
+    no_args_is_help=True,
+)
+app.add_typer(speculator_app, name="speculator")
+
+
+def _require_section(settings: RunSettings) -> None:
+    """Raises ConfigError unless the trainer of the run's own cluster trains a speculator."""
+    if settings.cluster is None or settings.cluster.trainer is None:
+        return
+    section = settings.cluster.trainer.get("speculator")
+    if not isinstance(section, dict) or not section.get("adapter"):
+        raise ConfigError(
+            "cluster.trainer.speculator: the trainer trains no speculator",
+            hint="its `adapter` names the kind: mlp or arctic_lstm",
+        )
+
+
+def _require_speculator(session: Session) -> None:
+    """Raises ConfigError unless the running trainer trains a speculator."""
+    if not session.trainer.info().has_speculator:
+        raise ConfigError(
+            f"servers.trainer: the trainer at {session.trainer.address} trains no speculator",
+            hint="the section `speculator` of its configuration turns it on",
+        )
+
+
+add_training(
+    "sft",
+    "Train a speculator on the senior's own responses.\n\n"
+    "This is `tandem sft` with sft.responses: senior, by a trainer whose\n"
+    "configuration has the section `speculator`. With the override\n"
+    "sft.responses=rows it learns the rows' answers.",
+    group=speculator_app,
+    name="train",
+    implied=("sft.responses=senior",),
+    check=_require_section,
+    check_servers=_require_speculator,
+)
+
+
+@command(speculator_app, name="eval")
+def evaluate(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    checkpoint: CheckpointOption = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Number of prompts that the server answers at a time.")
+    ] = 1,
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="Times that all prompts are answered; the interval is over them."),
+    ] = 5,
+    discard_unsaved: DiscardUnsaved = False,
+    dry_run: DryRun = False,
+    credentials: Credentials = NO_CREDENTIALS,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure drafts on held-out prompts: how many are accepted, and the speed.
+
+    The first rollout server answers every prompt with drafts and without, the
+    senior alone: greedy and at sampling.temperature. Drafts are those of
+    eval.speculative, or of speculative; if neither names a method, heads draft,
+    those of the rollout server's senior_speculator.
+
+    --checkpoint leaves its weights in trainer and rollout servers; the next run
+    begins with the base model all the same.
+    """
+    from tandem.evaluation.drafts import measure_drafts
+    from tandem.evaluation.report import draft_rows
+    from tandem.session.session import Session
+    from tandem.training.start import serve_checkpoint
+
+    output = Output(as_json=as_json)
+    settings = _with_drafts(
+        load(
+            RunSettings,
+            run_file,
+            [*(overrides or []), *as_overrides(credentials)],
+            weights=not dry_run,
+        )
+    )
+    path = found_checkpoint(checkpoint, settings)
+    if dry_run:
+        show_preflight(output, settings, "drafts")
+        return
+    progress = Progress()
+    with (
+        Session(settings, output.note, purpose="drafts", progress=progress) as session,
+        progress_shown(output, progress),
+    ):
+        if checkpoint is not None:
+            serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
+        version = session.weights().version
+        results = [one.summary() for one in measure_drafts(session, concurrency, repeats)]
+    method = settings.eval_speculative.method
+    source = "as served now" if path is None else f"from {path}"
+    title = (
+        f"{counted(results[0]['prompts'], 'prompt')}, {concurrency:,} at a time, "
+        f"{counted(repeats, 'repeat')}, drafts by {method}; senior "
+        f"version {version}, {source}"
+    )
+    columns = ("", *(f"temperature {one['temperature']:g}" for one in results))
+    output.result(
+        {
+            "checkpoint": path and str(path),
+            "method": method,
+            "concurrency": concurrency,
+            "version/senior": version,
+            "results": results,
+        },
+        output.table(title, columns, draft_rows(results)),
+    )
+
+
+def _with_drafts(settings: RunSettings) -> RunSettings:
+    """Returns the settings with drafts of evaluations: of heads where no method is named."""
+    drafts = settings.eval_speculative
+    if drafts.method != "none":
+        return settings
+    heads = drafts.model_copy(update={"method": "heads"})
+    evaluation = settings.eval.model_copy(update={"speculative": heads})
+    return settings.model_copy(update={"eval": evaluation})
+
+
+@command(speculator_app)
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint, or a run directory (its last checkpoint).",
+            metavar="CHECKPOINT|RUN_DIR",
+        ),
+    ],
+    destination: Annotated[Path, typer.Argument(help="Directory to write.", metavar="DIR")],
+    dtype: Annotated[str, typer.Option(help=f"Number format: {', '.join(NAMES)}.")] = "fp32",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a checkpoint's speculator as a directory of its own.
+
+    `senior_speculator` of a rollout server and `speculator.path` of a trainer
+    name such a directory.
+    """
+    from tandem.run_directory.checkpoints import checkpoint_at, require_here
+    from tandem.run_directory.export import export_speculator
+    from tandem.utils.number_formats import torch_name
+
+    output = Output(as_json=as_json)
+    wanted = torch_name(dtype, "--dtype")
+    found = checkpoint_at(Path(source))
+    require_here(found, "SOURCE")
+    with work_shown(output, "export") as progress:
+        written = export_speculator(found.trainer, destination, dtype, progress.bytes_done)
+    output.result({"path": str(written), "dtype": wanted}, f"{written}: {wanted}")

@@ -1,0 +1,333 @@
+"""`tandem train`, `tandem sft`, `tandem eval`: the commands that read a run file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from typer.core import TyperCommand
+
+from tandem.cli.command_line import EXIT_INTERRUPTED, EXIT_UNTRAINED, JsonFlag, app, command
+from tandem.cli.commands.options import DryRun, Overrides, RunFile
+from tandem.errors import ConfigError
+from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
+from tandem.run_directory.log import LOG
+from tandem.settings import loading
+from tandem.settings.run import EvalMode, RunSettings
+from tandem.settings.values import dump_values
+from tandem.terminal.output import Output, lasting_output
+from tandem.terminal.progress import progress_shown
+from tandem.terminal.steps import StepDisplay
+from tandem.utils.interrupt import Interrupt
+from tandem.utils.progress import Progress
+
+if TYPE_CHECKING:
+    from tandem.session.session import Session
+    from tandem.settings.run import Purpose
+
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on after the last checkpoint. `--resume auto` starts if there is none.",
+    ),
+]
+
+ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
+
+Clean = Annotated[bool, typer.Option("--clean", help="Throw an earlier run in run_dir away.")]
+
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--change",
+        help="A setting that a resumed run may change, or a section of settings "
+        "(cluster.trainer); may be repeated.",
+        metavar="KEY",
+    ),
+]
+
+WaitForLock = Annotated[
+    float,
+    typer.Option(
+        "--wait-for-lock",
+        help="Most seconds to wait for another process that still uses run_dir.",
+        metavar="SECONDS",
+        min=0.0,
+    ),
+]
+
+DiscardUnsaved = Annotated[
+    bool,
+    typer.Option("--discard-unsaved", help="Throw away updates that no checkpoint has."),
+]
+
+
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Checkpoint, or run directory (its last one), to load into the trainer and to "
+        "publish first; without it the weights that are served now answer.",
+        metavar="PATH|RUN_DIR",
+    ),
+]
+
+
+class TrainingCommand(TyperCommand):
+    """A command whose flag `--resume` may be followed by `auto`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Joins the two words before the parser reads them."""
+        plain: list[str] = []
+        for word in args:
+            if word == "auto" and plain and plain[-1] == "--resume":
+                plain[-1] = "--resume-auto"
+            else:
+                plain.append("--resume-auto" if word == "--resume=auto" else word)
+        return super().parse_args(ctx, plain)
+
+
+def add_training(
+    kind: Purpose,
+    summary: str,
+    *,
+    group: typer.Typer = app,
+    name: str | None = None,
+    implied: Sequence[str] = (),
+    check: Callable[[RunSettings], None] = lambda settings: None,
+    check_servers: Callable[[Session], None] = lambda session: None,
+) -> None:
+    """Adds the command `name`, by default `kind`, which trains in a run directory of that kind.
+
+    `implied` are overrides that come before the user's. `check` raises ConfigError for settings
+    that the command cannot run, and `check_servers` for servers that the run does not start.
+    """
+
+    @command(group, name=name or kind, help=summary, cls=TrainingCommand)
+    def run_training(
+        run_file: RunFile,
+        overrides: Overrides = None,
+        resume: Resume = False,
+        resume_auto: ResumeAuto = False,
+        clean: Clean = False,
+        change: Changes = None,
+        discard_unsaved: DiscardUnsaved = False,
+        wait_for_lock: WaitForLock = 0.0,
+        dry_run: DryRun = False,
+        credentials: Credentials = NO_CREDENTIALS,
+        as_json: JsonFlag = False,
+    ) -> None:
+        from tandem.run_directory.directory import RunDirectory
+        from tandem.session.session import Session
+        from tandem.training.loop import train, train_supervised
+
+        output = Output(as_json=as_json)
+        settings = loading.load(
+            RunSettings,
+            run_file,
+            [*implied, *(overrides or []), *as_overrides(credentials)],
+            weights=not dry_run,
+        )
+        check(settings)
+        open_run = functools.partial(
+            RunDirectory.open,
+            settings,
+            kind,
+            resume="auto" if resume_auto else resume,
+            clean=clean,
+            changes=change or (),
+            wait_seconds=wait_for_lock,
+            note=output.note,
+        )
+        if dry_run:
+            show_preflight(output, settings, kind, open_run, check_servers)
+            return
+        loop = {"train": train, "sft": train_supervised}[kind]
+        note = "stopping after this step; Ctrl-C again: at once"
+        with lasting_output(), Interrupt(lambda: output.note(note)) as stop, open_run() as run:
+            summary = {"run_dir": str(run.path), "run_id": run.run_id}
+            if run.done:
+                summary["last_step"] = run.first_step - 1
+                text = f"all steps are done already: {run.account}\nrun directory: {run.path}"
+                output.result(summary | run.account.record(), text)
+                if run.account.trained_nothing:
+                    raise typer.Exit(EXIT_UNTRAINED)
+                return
+            progress = Progress()
+            with (
+                Session(settings, output.note, purpose=kind, progress=progress) as session,
+                StepDisplay(
+                    output,
+                    run.first_step,
+                    session.settings.steps,
+                    run.elapsed_seconds,
+                    progress,
+                ) as display,
+            ):
+                settings = session.settings
+                if settings.cluster is None:
+                    check_servers(session)
+                last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
+                summary |= {"last_step": last, **run.account.record()}
+                LOG.info("%s", run.account)
+                text = f"{display.waiting()}\n{run.account}\nrun directory: {run.path}"
+                output.result(summary, text)
+        if stop.requested and last < settings.steps:
+            output.note(f"stopped after step {last}; --resume goes on")
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if run.account.trained_nothing:
+            raise typer.Exit(EXIT_UNTRAINED)
+
+
+add_training("train", "Train with tandem policy gradients.")
+add_training("sft", "Train, supervised, on the rows' answers or the senior's own.")
+
+
+@command(name="eval")
+def evaluate_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    checkpoint: CheckpointOption = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Evaluations, separated by commas: solo, handoff, legibility; may be repeated. "
+            "Default: the run file's eval.modes."
+        ),
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            help="New directory for the answers: a Parquet file for each evaluation, which "
+            "`tandem view FILE --tokenizer DIR` shows.",
+            metavar="DIR",
+        ),
+    ] = None,
+    discard_unsaved: DiscardUnsaved = False,
+    dry_run: DryRun = False,
+    credentials: Credentials = NO_CREDENTIALS,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure the senior on held-out prompts, in three modes.
+
+    solo: accuracy and pass@k of the senior alone. handoff: the same when senior
+    and junior take turns, which end where eval.handoff_boundary says. legibility:
+    the junior's cross-entropy over the senior's solo answers.
+
+    --checkpoint leaves its weights in trainer and rollout servers; the next run
+    begins with the base model all the same.
+    """
+    from tandem.evaluation import evaluate
+    from tandem.evaluation.answers import held_out
+    from tandem.evaluation.report import measures, size
+    from tandem.run_directory.trajectories.writer import write_parquet
+    from tandem.session.session import Session
+    from tandem.training.start import serve_checkpoint
+    from tandem.utils.new_directory import new_directory
+
+    output = Output(as_json=as_json)
+    overrides = [*(overrides or []), *as_overrides(credentials)]
+    if mode:
+        modes = [name.strip() for names in mode for name in names.split(",")]
+        if unknown := next((name for name in modes if name not in get_args(EvalMode)), None):
+            raise ConfigError(f"--mode: must be solo, handoff or legibility, not {unknown!r}")
+        overrides.append(f"eval.modes=[{', '.join(modes)}]")
+    settings = loading.load(RunSettings, run_file, overrides, weights=not dry_run)
+    path = found_checkpoint(checkpoint, settings)
+    if dry_run:
+        show_preflight(output, settings, "eval")
+        return
+    folder = nullcontext() if answers is None else new_directory(answers)
+    progress = Progress()
+    with (
+        folder as place,
+        Session(settings, output.note, purpose="eval", progress=progress) as session,
+        progress_shown(output, progress),
+    ):
+        if checkpoint is not None:
+            with progress.phase("load"):
+                serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
+        results = evaluate(session)
+        summaries = {name: result.summary() for name, result in results.items()}
+        if place is not None:
+            for name, result in results.items():
+                kept = result.responses(held_out(session), session.codec)
+                write_parquet(place / f"{name}.parquet", kept)
+    [first, *_] = summaries.values()
+    source = "as served now" if path is None else f"from {path}"
+    title = f"{size(first)}; senior version {first['version/senior']}, {source}"
+    rows = [
+        (f"{name}: {one.name}", one.value, one.interval)
+        for name, summary in summaries.items()
+        for one in measures(summary)
+    ]
+    output.result(
+        {"checkpoint": path and str(path), "evaluations": summaries},
+        output.table(title, ("", "value", "95 % interval"), rows),
+    )
+
+
+def found_checkpoint(checkpoint: Path | None, settings: RunSettings) -> Path | None:
+    """Returns the trainer's directory that the option --checkpoint names, if it is given.
+
+    Raises ConfigError where the run's own cluster would not find it.
+    """
+    from tandem.run_directory.checkpoints import checkpoint_at, require_here
+
+    if checkpoint is None:
+        return None
+    found = checkpoint_at(checkpoint)
+    if settings.cluster is not None:
+        require_here(found, "--checkpoint")
+    return found.trainer
+
+
+def as_overrides(credentials: Credentials) -> list[str]:
+    """Returns the options as overrides of the run file's `credentials`."""
+    return [
+        f"credentials.{field}={json.dumps(path)}" for field, path in credentials.record().items()
+    ]
+
+
+def show_preflight(
+    output: Output,
+    settings: RunSettings,
+    purpose: Purpose,
+    open_run: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    check_servers: Callable[[Session], None] = lambda session: None,
+) -> None:
+    """Checks all that a run needs; prints the settings in force and the sizes that follow.
+
+    `check_servers` is called for servers that the run does not start.
+    """
+    from tandem.preflight.checks import Problems
+    from tandem.session.session import Session
+
+    problems = Problems()
+    with problems.collect(), open_run():
+        pass
+    config = settings.model_dump(mode="json")
+    config["servers"] = {"timeout_seconds": settings.servers.timeout_seconds}
+    if settings.cluster is None:
+        del config["cluster"]
+    with (
+        problems.collect(),
+        # With the notes as comments the output stays YAML.
+        Session(
+            settings, lambda text: output.note(f"# {text}"), purpose=purpose, dry_run=True
+        ) as session,
+    ):
+        if settings.cluster is None:
+            check_servers(session)
+        config |= session.in_force | {"steps": session.settings.steps}
+        settings = session.settings
+    problems.raise_any()
+    derived = settings.derived()
+    text = dump_values(config) + "# derived\n"
+    text += "".join(f"# {name}: {value}\n" for name, value in derived.items())
+    output.result({"config": config, "derived": derived}, text)

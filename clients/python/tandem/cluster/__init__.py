@@ -1,0 +1,1 @@
+"""Servers on this machine: how they are planned, started, watched and found again."""

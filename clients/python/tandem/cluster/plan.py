@@ -1,0 +1,156 @@
+"""The servers of a cluster that a run starts, and the models that they load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.rpc.certificate_directory import CertificateDirectory
+from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import EvalMode, Purpose, RunSettings, SpeculativeSettings
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Whether each server is used, and each model beside senior and critic.
+
+    The defaults are those of `tandem up`.
+
+    Attributes:
+        rollout: whether the rollout servers are used.
+        critic: whether the critic is.
+        junior: whether the rollout servers' junior is.
+        reference: whether the trainer's reference model is.
+        trainer_junior: whether the trainer's junior is, for a KL towards it.
+    """
+
+    rollout: bool = True
+    critic: bool = True
+    junior: bool = True
+    reference: bool = False
+    trainer_junior: bool = False
+
+
+def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
+    """Returns the servers and models that a run uses."""
+    objective, trains = settings.objective, purpose == "train"
+    draws = draws_responses(settings, purpose)
+    modes = modes_in(settings, purpose)
+    kl_to = settings.reference if trains and objective.kl_coefficient else None
+    junior_kl = trains and bool(objective.junior_kl_coefficient)
+    return Uses(
+        rollout=draws or answers_held_out(settings, purpose),
+        critic=trains and objective.advantage_estimator == "gae",
+        junior=(trains and settings.tandem.enabled)
+        or kl_to == "junior"
+        or any(mode != "solo" for mode in modes)
+        or any(drafts.method == "junior" for drafts in drafts_in(settings, purpose).values()),
+        reference=kl_to == "trainer",
+        trainer_junior=junior_kl and objective.junior_kl_kind != "forward_sampled",
+    )
+
+
+def draws_responses(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether a run trains on responses to the prompts of its data that it draws itself."""
+    own = settings.sft.responses == "senior"
+    return purpose == "train" or (purpose == "sft" and own)
+
+
+def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:
+    """Returns the evaluations that are made on the way; none in a run that does not evaluate."""
+    if purpose == "drafts":
+        return []
+    evaluation = settings.eval
+    on_the_way = evaluation.every or evaluation.at_start or evaluation.at_end
+    return evaluation.modes if purpose == "eval" or on_the_way else []
+
+
+def answers_held_out(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether the held-out prompts are answered."""
+    return purpose == "drafts" or bool(modes_in(settings, purpose))
+
+
+def drafts_in(settings: RunSettings, purpose: Purpose) -> dict[str, SpeculativeSettings]:
+    """Returns the drafts that a run asks for, by the field of the section."""
+    drafts = {"speculative": settings.speculative} if draws_responses(settings, purpose) else {}
+    if answers_held_out(settings, purpose):
+        field = "speculative" if settings.eval.speculative is None else "eval.speculative"
+        drafts[field] = settings.eval_speculative
+    return drafts
+
+
+def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
+    """Returns the cluster to start: without unused servers, and with every used model named.
+
+    `model` stands for the models that a section does not name, but the trainer's frozen copies
+    follow what they are copies of: its reference model the trainer's own model, and its junior that
+    of the rollout servers. Rollout servers without a junior lose the settings of one. `certs`
+    stands for the certificates and tokens in the same way.
+
+    Raises ConfigError for `certs` without certificates.
+    """
+    model = cluster.model
+    senior = (cluster.trainer or {}).get("model") or model
+    rollout = {"senior_model": model, "junior_model": model if uses.junior else None}
+    trainer = {
+        "model": model,
+        "reference_model": senior if uses.reference else None,
+        "junior_model": _junior_of_rollouts(cluster) if uses.trainer_junior else None,
+    }
+    certs = cluster.certs
+    if certs is not None and not (certs / "ca.crt").is_file():
+        raise ConfigError(
+            f"cluster.certs: {certs} is no directory of `tandem certs`",
+            hint=f"`tandem certs {certs}` makes it",
+        )
+    return cluster.model_copy(
+        update={
+            "model": None,
+            "rollout": [
+                _secured(_without_junior_settings(_named(one, model, rollout), uses), certs)
+                for one in (cluster.rollout if uses.rollout else [])
+            ],
+            "trainer": _secured(_named(cluster.trainer, model, trainer), certs),
+            "critic": _secured(
+                _named(cluster.critic if uses.critic else None, model, {"model": model}), certs
+            ),
+        }
+    )
+
+
+def _without_junior_settings(section: dict[str, Any], uses: Uses) -> dict[str, Any]:
+    """Returns the section of a rollout server that needs no junior and names none without junior_*.
+
+    The server would refuse them.
+    """
+    if uses.junior or "junior_model" in section:
+        return section
+    return {key: value for key, value in section.items() if not key.startswith("junior_")}
+
+
+def _secured(section: dict[str, Any] | None, certs: Path | None) -> dict[str, Any] | None:
+    """Returns a section with the certificates and tokens of `certs` where it names none."""
+    if section is None or certs is None:
+        return section
+    named = section.get("server")
+    if not isinstance(named, dict | None):
+        return section  # The start, and the preflight, refuse it.
+    return section | {"server": CertificateDirectory(certs).server() | (named or {})}
+
+
+def _junior_of_rollouts(cluster: ClusterSettings) -> Path | str | None:
+    """The junior of the rollout servers; None if they have different ones."""
+    juniors = {str(one.get("junior_model") or cluster.model) for one in cluster.rollout}
+    return juniors.pop() if len(juniors) == 1 else None
+
+
+def _named(
+    section: dict[str, Any] | None, model: Path | None, fields: Mapping[str, Path | str | None]
+) -> dict[str, Any] | None:
+    """Returns a section with the models of `fields` that it lacks; as it is without a `model`."""
+    if section is None or model is None:
+        return section
+    return {name: str(path) for name, path in fields.items() if path is not None} | section

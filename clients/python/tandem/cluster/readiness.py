@@ -1,0 +1,43 @@
+"""Waiting for servers that other programs start, such as the pods of a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from tandem.errors import ServerStartError
+from tandem.rpc.credentials import Credentials
+from tandem.rpc.transport import Connection
+
+_PAUSE_SECONDS = 0.5
+
+
+def wait_until_serving(
+    addresses: Iterable[str],
+    credentials: Credentials,
+    timeout_seconds: float,
+    note: Callable[[str], None],
+) -> None:
+    """Returns once each server answers SERVING; `note` hears for which one it waits.
+
+    Raises ServerStartError if one does not within `timeout_seconds`, all of them together, and at
+    once if TLS refuses the connection.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    for address in addresses:
+        with Connection(address, credentials=credentials) as connection:
+            noted = False
+            while (health := connection.check_health()).status != "SERVING":
+                state = health.reason or health.status
+                if health.refused:
+                    raise ServerStartError(f"the server at {address}: {health.reason}")
+                if time.monotonic() > deadline:
+                    raise ServerStartError(
+                        f"the server at {address} does not serve after {timeout_seconds:g} s: "
+                        f"{state}",
+                        hint="servers.start_timeout_seconds is the longest wait",
+                    )
+                if not noted:
+                    note(f"waiting for the server at {address}: {state}")
+                    noted = True
+                time.sleep(_PAUSE_SECONDS)

@@ -1,0 +1,1 @@
+"""Rows of prompts: where they come from, and how they become token ids."""

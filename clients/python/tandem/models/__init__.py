@@ -1,0 +1,1 @@
+"""Model directories: import, files, weights, tokenizers, the Hugging Face Hub."""

@@ -1,0 +1,491 @@
+"""The checks before a run begins: they find all mistakes at once and change nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem._proto.types.v1 import server_pb2
+from tandem.cluster.plan import answers_held_out, drafts_in, draws_responses, modes_in
+from tandem.data.dataset import Dataset
+from tandem.data.supervised import require_lengths
+from tandem.errors import ConfigError, ProblemsError, RpcError, TandemError
+from tandem.models.tokenizer import TextCodec
+from tandem.settings.run import EvalMode, Purpose, RunSettings
+
+# Fields of TandemConfig that some strategies alone read.
+_STRATEGIES_WITH = {
+    "prob_senior": ("bernoulli", "word"),
+    "chunk_size": ("chunk",),
+    "max_gap_tokens": ("word",),
+    "boundary_token_ids": ("sentence", "word"),
+}
+
+
+class Problems:
+    """Collects failures, so that a user sees all of them."""
+
+    def __init__(self, models: Iterable[Path] = ()) -> None:
+        """`models` are the directories of models that the settings name.
+
+        One that is not there is one failure, however many settings name it.
+        """
+        self.errors: list[TandemError] = []
+        self._models = list(dict.fromkeys(models))
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keeps a TandemError that its body raises."""
+        try:
+            yield
+        except ProblemsError as several:
+            self.errors.extend(several.problems)
+        except TandemError as error:
+            self.errors.append(error)
+
+    def raise_any(self) -> None:
+        """Raises the collected failures: one as it is, several as a ProblemsError."""
+        errors = self.errors
+        for model in self._models:
+            errors = _merged(errors, model)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ProblemsError(errors)
+
+
+def _merged(errors: Sequence[TandemError], model: Path) -> list[TandemError]:
+    """Returns the failures, with those about one directory of a model that lacks files as one."""
+    # The directory, or a file in it.
+    named = re.compile(re.escape(str(model)) + r"(/[^/\s:]+)?(?=[\s:]|$)")
+    about = [one for one in errors if named.search(one.message)]
+    if len(about) < 2 or any((model / one).exists() for one in ("config.json", "tokenizer.json")):
+        return list(errors)
+    what = "has no model" if model.is_dir() else "does not exist"
+    fields = [_field(one.message, model) for one in about]
+    merged = ConfigError(f"{model} {what}: {', '.join(fields)}", hint=about[0].hint)
+    return [merged if one is about[0] else one for one in errors if one not in about[1:]]
+
+
+def _field(message: str, model: Path) -> str:
+    """Returns the dotted path of the field that a message about a model begins with."""
+    named = re.match(r"((?:[\w.]+: )+)", message.partition(str(model))[0])
+    return named[1].strip(": ").replace(": ", ".") if named else message
+
+
+@dataclass(frozen=True)
+class RolloutFacts:
+    """A rollout server's properties that a run's settings are checked against.
+
+    Attributes:
+        whose: the server's name in an error message.
+        has_speculator: whether it has a `senior_speculator`.
+        tandem: the server's defaults, the fields of TandemConfig.
+    """
+
+    whose: str
+    has_junior: bool
+    has_speculator: bool
+    max_queue: int
+    tandem: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """Properties of all servers of a run, running or still to be started.
+
+    Attributes:
+        max_samples: most samples of a step, the trainer's.
+        max_model_len: longest sequence that every server holds.
+        rollouts: empty if the run uses no rollout server.
+    """
+
+    max_samples: int
+    max_model_len: int
+    rollouts: Sequence[RolloutFacts]
+
+
+def longest_sequence(info: rollout_pb2.GetServerInfoResponse, *, junior: bool) -> int:
+    """Returns the most tokens of a sequence of the senior, or of senior and `junior` together.
+
+    A server without a junior has the senior's limit alone.
+    """
+    senior = info.server.model.max_model_len
+    if not junior or not info.HasField("junior"):
+        return senior
+    return min(senior, info.junior.max_model_len)
+
+
+def check_servers(
+    settings: RunSettings,
+    purpose: Purpose,
+    servers: ServerFacts,
+    data: Mapping[str, Dataset],
+    note: Callable[[str], None],
+    problems: Problems,
+) -> None:
+    """Collects the settings that the servers refuse, and notes those that have no effect.
+
+    `data` has the data sets that could be read, by the field that names them.
+    """
+    with problems.collect():
+        check_sizes(settings, purpose, servers)
+    for rollout in servers.rollouts:
+        with problems.collect():
+            check_junior(modes_in(settings, purpose), rollout.has_junior, rollout.whose)
+        for field, drafts in drafts_in(settings, purpose).items():
+            with problems.collect():
+                require_drafter(
+                    f"{field}.method",
+                    drafts.method,
+                    has_junior=rollout.has_junior,
+                    has_speculator=rollout.has_speculator,
+                    whose=rollout.whose,
+                )
+        if purpose != "train":
+            continue
+        if settings.tandem.enabled:
+            with problems.collect():
+                require_junior(
+                    "tandem.enabled",
+                    rollout.has_junior,
+                    rollout.whose,
+                    "; tandem.enabled: false trains the senior alone",
+                )
+        if settings.reference == "junior":
+            with problems.collect():
+                require_junior("reference: junior", rollout.has_junior, rollout.whose)
+    for field, dataset in data.items():
+        with problems.collect():
+            dataset.require_prompts_below(servers.max_model_len, field)
+            for setting, max_tokens in _lengths_asked(settings, purpose, field, data):
+                _check_max_tokens(setting, max_tokens, field, dataset, servers.max_model_len, note)
+    if purpose == "sft" and not draws_responses(settings, purpose) and "data" in data:
+        with problems.collect():
+            require_lengths(data["data"], servers.max_model_len)
+    if purpose == "train" and servers.rollouts:
+        note_unused_tandem(settings, servers.rollouts[0], note)
+
+
+def tandem_in_force(settings: RunSettings, rollout: RolloutFacts) -> dict[str, Any]:
+    """Returns the fields of TandemConfig that a run's samples are drawn with."""
+    return {**rollout.tandem, **settings.tandem.given()}
+
+
+def note_unused_tandem(
+    settings: RunSettings, rollout: RolloutFacts, note: Callable[[str], None]
+) -> None:
+    """Notes settings of `tandem` that its strategy does not read."""
+    if not settings.tandem.enabled:
+        return
+    strategy = tandem_in_force(settings, rollout)["selection_strategy"]
+    for field in settings.tandem.given():
+        if strategy and strategy not in _STRATEGIES_WITH.get(field, (strategy,)):
+            note(f"warning: tandem.{field} has no effect with selection_strategy: {strategy}")
+
+
+def _lengths_asked(
+    settings: RunSettings, purpose: Purpose, field: str, data: Mapping[str, Dataset]
+) -> Iterator[tuple[str, int]]:
+    """Yields the settings, with their values, that bound the responses to a data set's prompts."""
+    if draws_responses(settings, purpose) and field == "data":
+        yield "sampling.max_tokens", settings.sampling.max_tokens
+    held_out = "eval.data" if "eval.data" in data else "data"
+    if answers_held_out(settings, purpose) and field == held_out:
+        if settings.eval.max_tokens is None:
+            yield "sampling.max_tokens", settings.sampling.max_tokens
+        else:
+            yield "eval.max_tokens", settings.eval.max_tokens
+
+
+def _check_max_tokens(
+    setting: str,
+    max_tokens: int,
+    field: str,
+    dataset: Dataset,
+    max_model_len: int,
+    note: Callable[[str], None],
+) -> None:
+    """Raises ConfigError if no response can reach `max_tokens`; notes that some cannot."""
+    lengths = [len(example.token_ids) for example in dataset.examples]
+    short = sum(length + max_tokens > max_model_len for length in lengths)
+    room = max_model_len - min(lengths)
+    if room < max_tokens:
+        raise ConfigError(
+            f"{setting}: {max_tokens:,}, but the servers' max_model_len of {max_model_len:,} "
+            f"leaves a response to the shortest prompt of {field} {room:,} tokens",
+            hint=f"raise the servers' max_model_len, or lower {setting}",
+        )
+    if short:
+        note(
+            f"warning: {short:,} of {len(lengths):,} prompts of {field} leave a response less than "
+            f"{setting} ({max_tokens:,}) within the servers' max_model_len ({max_model_len:,})"
+        )
+
+
+def check_vocabulary(codec: TextCodec, model: server_pb2.ModelInfo, whose: str) -> None:
+    """Raises ConfigError unless `codec` is the tokenizer of the model of the server `whose`."""
+    if model.vocabulary_digest:
+        same = model.vocabulary_digest == codec.vocabulary_digest
+    else:  # without a tokenizer.json the model may have more rows than this one has tokens
+        same = codec.vocabulary_size <= model.num_token_ids
+    if not same:
+        raise other_tokenizer(codec, f"{whose} ({model.path})", f"{model.num_token_ids:,}")
+
+
+def check_prompt_ids(
+    codec: TextCodec, data: Mapping[str, Dataset], model: server_pb2.ModelInfo, whose: str
+) -> None:
+    """Raises ConfigError for a prompt with a token that has no embedding in the server's model.
+
+    A tokenizer may have more ids than its model has embeddings, as that of Gemma 3 has.
+    """
+    if codec.vocabulary_size <= model.num_token_ids:
+        return
+    for field, dataset in data.items():
+        for example in dataset.examples:
+            highest = max(example.token_ids, default=0)
+            if highest < model.num_token_ids:
+                continue
+            [text] = codec.token_texts([highest])
+            raise ConfigError(
+                f"{field}: {example.place}: the prompt has the token {text!r} ({highest}), and "
+                f"{whose} has embeddings for ids below {model.num_token_ids:,}",
+                hint="the tokenizer has more ids than the model: take the token out of the row",
+            )
+
+
+def other_tokenizer(codec: TextCodec, whose: str, size: str) -> ConfigError:
+    """Returns the error for a model whose tokenizer is not `codec`."""
+    return ConfigError(
+        f"tokenizer: {codec.directory} has {codec.vocabulary_size:,} tokens and is not the "
+        f"tokenizer of {whose}, whose vocabulary has {size}",
+        hint="all models of a run share one tokenizer, and `tokenizer` names its directory",
+    )
+
+
+def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -> None:
+    """Raises ConfigError if a step exceeds the trainer's limit, or samples a rollout server's."""
+    batch, max_samples = settings.batch, servers.max_samples
+    step = {
+        "train": ("batch", batch.samples_per_step),
+        "sft": ("sft.batch_size", settings.sft.batch_size),
+    }
+    field, samples = step.get(purpose, ("", 0))
+    if samples > max_samples:
+        raise ConfigError(
+            f"{field}: a step has {samples:,} samples, the trainer's max_samples is {max_samples:,}"
+        )
+    mini_batches = settings.objective.num_mini_batches or 1
+    if purpose == "train" and mini_batches > samples:
+        raise ConfigError(
+            f"objective.num_mini_batches: {mini_batches:,}, a step has {samples:,} samples"
+        )
+    asked = {} if purpose == "drafts" else {"eval.samples": settings.eval.samples}
+    if purpose == "train":
+        asked["batch.samples_per_prompt"] = batch.samples_per_prompt
+    max_queue = min((rollout.max_queue for rollout in servers.rollouts), default=None)
+    for field, samples in asked.items():
+        if max_queue is not None and samples > max_queue:
+            raise ConfigError(
+                f"{field}: the {samples:,} samples of a prompt are drawn together, a rollout "
+                f"server's max_queue is {max_queue:,}"
+            )
+
+
+def check_overlong_buffer(settings: RunSettings) -> None:
+    """Raises ConfigError for a buffer that is longer than any response."""
+    buffer, longest = settings.reward.overlong_buffer, settings.sampling.max_tokens
+    if buffer is not None and buffer.len > longest:
+        raise ConfigError(
+            f"reward.overlong_buffer.len: {buffer.len:,} tokens, sampling.max_tokens allows a "
+            f"response {longest:,}"
+        )
+
+
+def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
+    """Raises ConfigError for settings of a KL that the objective does not have.
+
+    Also for a horizon below a step, and for a reference among `rollouts`, the addresses of the
+    run's own rollout servers if they run already.
+    """
+    control, batch = settings.kl_control, settings.batch
+    asking = {"kl_control": control is not None, "reference": settings.reference != "trainer"}
+    for field, asks in asking.items():
+        if asks and not settings.objective.kl_coefficient:
+            raise ConfigError(f"{field}: is for a KL, and objective.kl_coefficient is not set or 0")
+    if control is not None and control.horizon < batch.samples_per_step:
+        raise ConfigError(
+            f"kl_control.horizon: {control.horizon:,} responses, a step alone has "
+            f"{batch.samples_per_step:,}"
+        )
+    if settings.reference in rollouts:
+        raise ConfigError(
+            f"reference: {settings.reference} is one of servers.rollout, which get the trainer's "
+            "weights",
+            hint="the reference is a rollout server of its own, or `junior`",
+        )
+
+
+def note_start_and_reference(settings: RunSettings, note: Callable[[str], None]) -> None:
+    """Notes a KL that pulls towards another model than the one that the run starts from."""
+    trainer = (settings.cluster.trainer or {}) if settings.cluster is not None else {}
+    starts_elsewhere = settings.start_from not in (None, "base")
+    to_base = settings.reference == "trainer" and not trainer.get("reference_model")
+    if settings.objective.kl_coefficient and starts_elsewhere and to_base:
+        note(
+            f"warning: the KL pulls towards the trainer's base model, and the run starts from "
+            f"{settings.start_from}: cluster.trainer.reference_model names another reference, for "
+            "example an export of the start (`tandem export`)"
+        )
+
+
+def note_greedy_samples(
+    settings: RunSettings, purpose: Purpose, note: Callable[[str], None]
+) -> None:
+    """Notes evaluations whose answers to a prompt are all the same."""
+    samples = settings.eval.samples
+    if samples > 1 and settings.eval.temperature == 0 and modes_in(settings, purpose):
+        note(
+            f"warning: eval.samples: the {samples:,} answers to a prompt are the same at "
+            "eval.temperature: 0, the default, and pass@k is pass@1; eval.temperature: 1.0 draws "
+            "different ones"
+        )
+
+
+def note_end_token(
+    settings: RunSettings,
+    purpose: Purpose,
+    codec: TextCodec,
+    ending: Collection[int],
+    whose: str,
+    note: Callable[[str], None],
+) -> None:
+    """Notes that the tokenizer's end-of-sequence token ends no response.
+
+    `ending` has the ids that do end the responses of the server or model `whose`.
+    """
+    token = codec.eos_token_id
+    learns = purpose == "sft" and not draws_responses(settings, purpose)
+    ignored = not settings.sft.append_eos if learns else settings.sampling.ignore_eos
+    if token is None or token in ending or ignored:
+        return
+    does = "`tandem sft` teaches it" if learns else "a model that writes it goes on"
+    listed = ", ".join(map(str, sorted(ending)))
+    note(
+        f"warning: the tokenizer's end-of-sequence token {codec.token_texts([token])[0]!r} (id "
+        f"{token}) ends no response of {whose}: {does}, and responses end at "
+        f"{f'the ids {listed}' if listed else 'no token'}; `eos_token_id` in the model's "
+        "generation_config.json lists them"
+    )
+
+
+def check_importance_weights(settings: RunSettings, objective: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the importance weight of every token of a run is 1.
+
+    `objective` is the one in force. The trainer refuses such a step, but only once it has samples.
+    """
+    compared, cap = objective.get("old_logprobs"), objective.get("importance_sampling_cap") or 0
+    floor = objective.get("importance_sampling_floor") or 0
+    if cap < 1 or floor > 1 or compared not in ("senior", "author"):
+        return
+    sampling = settings.sampling
+    cut = sampling.temperature > 0 and (
+        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    )
+    juniors = settings.tandem.enabled and objective.get("junior_token_loss_weight")
+    if not (cut or (juniors and compared == "senior")):
+        raise ConfigError(
+            f"objective.importance_sampling_cap: has no effect with old_logprobs: {compared}: "
+            "every weight compares a recorded log-probability with itself",
+            hint="objective.old_logprobs: recomputed compares it with the trainer's",
+        )
+
+
+def check_same_senior(
+    trainer: trainer_pb2.GetServerInfoResponse,
+    rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse],
+) -> None:
+    """Raises ConfigError if a rollout server was started with another model than the trainer.
+
+    Only weights of version 0 show the model that a server was started with.
+    """
+    ours = trainer.server
+    for whose, info in rollouts.items():
+        served = info.server
+        both_new = ours.weights.version == served.weights.version == 0
+        if both_new and served.weights.digest not in ("", ours.weights.digest):
+            raise ConfigError(
+                f"servers: {whose} ({served.model.path}, digest {served.weights.digest}) and the "
+                f"trainer ({ours.model.path}, digest {ours.weights.digest}) hold different models",
+                hint="senior_model of the one and model of the other must name the same",
+            )
+
+
+def check_same_junior(rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse]) -> None:
+    """Raises ConfigError unless all rollout servers, by their names, have the same junior."""
+    versions = {whose: info.junior_version for whose, info in rollouts.items()}
+    if len(set(versions.values())) > 1:
+        held = ", ".join(f"{whose} has {version}" for whose, version in versions.items())
+        raise ConfigError(f"reference: junior: the rollout servers have different juniors: {held}")
+
+
+def handoff_boundary_ids(settings: RunSettings, codec: TextCodec) -> list[int]:
+    """Returns the ids of the tokens that end a turn of the handoff.
+
+    Raises ConfigError if there is none.
+    """
+    text = settings.eval.handoff_boundary
+    ids = codec.ids_ending_with(text)
+    if not ids:
+        raise ConfigError(
+            f"eval.handoff_boundary: no token of {codec.directory} ends with {text!r}, where the "
+            "author would change",
+            hint='choose a text that single tokens end with, such as "." or "\\n"',
+        )
+    return ids
+
+
+def check_junior(modes: Sequence[EvalMode], has_junior: bool, whose: str) -> None:
+    """Raises ConfigError if evaluations need a junior and the server `whose` has none."""
+    needing = [mode for mode in modes if mode != "solo"]
+    if needing:
+        require_junior(f"eval.modes: {', '.join(needing)}", has_junior, whose)
+
+
+def require_junior(field: str, has_junior: bool, whose: str, or_else: str = "") -> None:
+    """Raises ConfigError for a setting that needs a junior if the server `whose` has none."""
+    if not has_junior:
+        raise ConfigError(
+            f"{field}: {whose} has no junior",
+            hint=f"junior_model among a rollout server's settings names one{or_else}",
+        )
+
+
+def require_drafter(
+    field: str, method: str, *, has_junior: bool, has_speculator: bool, whose: str
+) -> None:
+    """Raises ConfigError for drafts from a model that the server `whose` does not have."""
+    if method == "junior":
+        require_junior(f"{field}: {method}", has_junior, whose)
+    if method == "heads" and not has_speculator:
+        raise ConfigError(
+            f"{field}: {method}: {whose} has no speculator",
+            hint="senior_speculator among a rollout server's settings names one",
+        )
+
+
+def named_objective(error: RpcError) -> TandemError:
+    """Returns the trainer's error about an objective, with the field of the run's settings."""
+    if error.field is None:
+        return error
+    field = f"objective.{error.field.removeprefix('policy.')}"
+    return ConfigError(
+        f"{field}: {error.message.removeprefix(f'{error.field}: ')}", hint=error.hint
+    )

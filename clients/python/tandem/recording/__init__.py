@@ -1,0 +1,1 @@
+"""Calls as files: `tandem record` and `tandem replay`."""

@@ -1,0 +1,95 @@
+"""The events of a Generate call, found by the sample that they are about.
+
+How many tokens an event brings, and in which order the events of different samples come, depends on
+the load of the server: on drafts, for example.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from tandem._proto.rollout.v1.rollout_pb2 import GenerateResponse, TokensEvent
+
+# A request, and its sample or, for the request itself, None.
+_Key = tuple[str, int | None]
+
+
+class GenerateEvents:
+    """Reads events as far as they are asked for.
+
+    Attributes:
+        receive: returns the next event that is no heartbeat, None at the end.
+    """
+
+    def __init__(self, receive: Callable[[], GenerateResponse | None]) -> None:
+        self._receive = receive
+        self._tokens: dict[_Key, TokensEvent] = defaultdict(TokensEvent)  # all so far
+        self._matched: dict[_Key, int] = defaultdict(int)  # number of tokens
+        self._ends: dict[_Key, list[GenerateResponse]] = defaultdict(list)
+        self._gap = False
+
+    def matching(self, event: GenerateResponse) -> GenerateResponse | None:
+        """Returns the event that says the same of this call as `event` says of another.
+
+        For tokens, it has those of the same places in the response, or fewer if the response ended.
+        None: the call ended without the event.
+        """
+        if event.HasField("tokens"):
+            return self._part(event.tokens)
+        key = _key(event)
+        while not self._ends[key]:
+            if not self._read():
+                return None
+        return self._ends[key].pop(0)
+
+    def has_more(self) -> bool:
+        """Awaits the end; returns whether there are events or tokens that were not asked for."""
+        while self._read():
+            pass
+        unmatched = (len(self._tokens[key].token_ids) > self._matched[key] for key in self._tokens)
+        return self._gap or any(self._ends.values()) or any(unmatched)
+
+    def _part(self, wanted: TokensEvent) -> GenerateResponse | None:
+        key = wanted.request_id, wanted.sample_index
+        end = wanted.offset + len(wanted.token_ids)
+        there = self._tokens[key]
+        while len(there.token_ids) < end:
+            if self._ends[key] or self._ends[wanted.request_id, None]:
+                break
+            if not self._read():
+                return None
+        self._matched[key] = max(self._matched[key], end)
+        part = slice(wanted.offset, end)
+        return GenerateResponse(
+            tokens=TokensEvent(
+                request_id=wanted.request_id,
+                sample_index=wanted.sample_index,
+                offset=wanted.offset,
+                token_ids=there.token_ids[part],
+                authorship_mask=there.authorship_mask[part],
+            )
+        )
+
+    def _read(self) -> bool:
+        """Takes one event; returns whether there was one."""
+        event = self._receive()
+        if event is None:
+            return False
+        key = _key(event)
+        if not event.HasField("tokens"):
+            self._ends[key].append(event)
+            return True
+        there = self._tokens[key]
+        self._gap |= event.tokens.offset != len(there.token_ids)
+        there.token_ids.extend(event.tokens.token_ids)
+        there.authorship_mask += event.tokens.authorship_mask
+        return True
+
+
+def _key(event: GenerateResponse) -> _Key:
+    if event.HasField("tokens"):
+        return event.tokens.request_id, event.tokens.sample_index
+    if event.HasField("finished"):
+        return event.finished.request_id, event.finished.trajectory.sample_index
+    return event.failed.request_id, None

@@ -1,0 +1,1 @@
+"""From responses to rewards: built-in and user functions, and where they run."""

@@ -1,0 +1,1 @@
+"""The clients of the three servers: calls, retries, credentials, messages."""

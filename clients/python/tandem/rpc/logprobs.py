@@ -1,0 +1,51 @@
+"""The log-probabilities of a trajectory as arrays, by author and by model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.rpc.wire import from_tensor
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probabilities of the response tokens of a trajectory, in nats; float32 [T] each.
+
+    The contract names them by who wrote the token, run files and `tandem view` by model: where the
+    senior wrote, `senior` is `author` and `junior` is `other`; where the junior wrote, the other
+    way round. NaN stands where nothing was computed: everywhere in `other` unless the prompt asked
+    for `return_other_logprobs`.
+
+    Attributes:
+        is_senior: whether the senior wrote the token; bool [T].
+        author: under the model that wrote the token.
+        other: under the other model.
+    """
+
+    is_senior: np.ndarray
+    author: np.ndarray
+    other: np.ndarray
+
+    @classmethod
+    def of(cls, trajectory: trajectory_pb2.Trajectory) -> LogProbs:
+        """Reads the log-probabilities of a trajectory."""
+        is_senior = np.frombuffer(trajectory.authorship_mask, np.uint8).astype(bool)
+        author = from_tensor(trajectory.author_logprobs)
+        other = np.full_like(author, np.nan)
+        if trajectory.HasField("other_logprobs"):
+            other = from_tensor(trajectory.other_logprobs)
+        return cls(is_senior, author, other)
+
+    @cached_property
+    def senior(self) -> np.ndarray:
+        """Under the senior, whoever wrote the token."""
+        return np.where(self.is_senior, self.author, self.other)
+
+    @cached_property
+    def junior(self) -> np.ndarray:
+        """Under the junior, whoever wrote the token."""
+        return np.where(self.is_senior, self.other, self.author)

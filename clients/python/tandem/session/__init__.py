@@ -1,0 +1,1 @@
+"""The servers of one run, connected and checked."""

@@ -1,0 +1,97 @@
+"""The reference policy of the KL where it is a rollout server's model (`reference` of a run)."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import grpc
+import numpy as np
+
+from tandem._proto.types.v1 import server_pb2, trajectory_pb2
+from tandem.errors import FailedPreconditionError
+from tandem.pool.rollout_pool import RolloutPool, response_to_score
+from tandem.rpc.logprobs import LogProbs
+from tandem.rpc.requests import PolicySample
+
+
+class Reference(ABC):
+    """The source of the log-probabilities that the trainer compares with."""
+
+    @abstractmethod
+    def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
+        """Returns float32 [L] of every response, at the temperature of its log-probabilities."""
+
+    def added_to(self, samples: Sequence[PolicySample]) -> list[PolicySample]:
+        """Returns the samples with their reference_logprobs."""
+        logprobs = self.logprobs([sample.trajectory for sample in samples])
+        return [
+            dataclasses.replace(sample, reference_logprobs=own)
+            for sample, own in zip(samples, logprobs, strict=True)
+        ]
+
+
+class JuniorReference(Reference):
+    """The frozen junior of the run's own rollout servers."""
+
+    def __init__(self, rollouts: RolloutPool) -> None:
+        self._rollouts = rollouts
+
+    def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
+        """Returns what the rollout recorded; a rollout server scores responses that lack it."""
+        if all(one.HasField("other_logprobs") for one in responses):
+            return [LogProbs.of(one).junior for one in responses]
+        scored = self._rollouts.score(
+            [response_to_score(one) for one in responses],
+            junior=True,
+            temperature=_temperature(responses),
+        )
+        return [one.junior for one in scored]
+
+
+class ServerReference(Reference):
+    """The senior of a rollout server that no trainer publishes to.
+
+    Attributes:
+        model: the server's senior.
+        weights: the weights that it must hold as long as the run lasts.
+    """
+
+    def __init__(
+        self,
+        server: RolloutPool,
+        model: server_pb2.ModelInfo,
+        weights: server_pb2.WeightsVersion,
+    ) -> None:
+        self.model = model
+        self.weights = weights
+        self._server = server
+
+    def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
+        """Raises FailedPreconditionError if the server holds other weights than before."""
+        scored = self._server.score(
+            [response_to_score(one) for one in responses],
+            senior=True,
+            temperature=_temperature(responses),
+        )
+        for one in scored:
+            if one.weights != self.weights:
+                raise self._changed(one.weights)
+        return [one.senior for one in scored]
+
+    def _changed(self, held: server_pb2.WeightsVersion) -> FailedPreconditionError:
+        [client] = self._server.clients
+        return FailedPreconditionError(
+            f"reference: {client.address} holds version {held.version} with digest {held.digest}, "
+            f"the run began with version {self.weights.version} with {self.weights.digest}",
+            code=grpc.StatusCode.FAILED_PRECONDITION,
+            reason="WEIGHTS_DIFFER",
+            hint="does a trainer publish to it, or was it started again with another model?",
+        )
+
+
+def _temperature(responses: Sequence[trajectory_pb2.Trajectory]) -> float:
+    """Returns the temperature of a step's log-probabilities; greedy responses have theirs at 1."""
+    [temperature] = {one.sampling.temperature for one in responses}
+    return temperature or 1.0

@@ -1,0 +1,1 @@
+"""What run files and cluster files may say."""

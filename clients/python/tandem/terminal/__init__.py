@@ -1,0 +1,1 @@
+"""What a person sees: text with authors, step lines, progress."""

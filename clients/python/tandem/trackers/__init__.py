@@ -1,0 +1,1 @@
+"""TensorBoard, wandb and MLflow beside metrics.jsonl."""

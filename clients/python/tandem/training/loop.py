@@ -1,0 +1,502 @@
+"""The training loop. Short on purpose: copy it and change it.
+
+One step: prompts → samples of senior and junior together → rewards → one update of the senior →
+its new weights to the rollout servers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from tandem import tracing
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem._proto.types.v1 import server_pb2
+from tandem.cluster.plan import draws_responses
+from tandem.errors import RewardError, TandemError
+from tandem.evaluation import Evaluation, evaluate
+from tandem.evaluation.answers import held_out
+from tandem.evaluation.report import in_words
+from tandem.metrics import StepClock, step_line
+from tandem.preflight.learnability import FlatRewards
+from tandem.rpc.requests import PolicySample, SupervisedSample
+from tandem.run_directory.account import why_untrained
+from tandem.run_directory.checkpoints import SavedState, checkpoint_name
+from tandem.run_directory.directory import RunDirectory
+from tandem.run_directory.log import LOG
+from tandem.run_directory.trajectories.record import Response
+from tandem.session.session import Session
+from tandem.settings.run import EvalMode
+from tandem.training.groups import Drawn, Group, draw_groups
+from tandem.training.kl_control import first_kl_coefficient, next_kl_coefficient
+from tandem.training.own_responses import draw_own_responses
+from tandem.training.start import start_run
+from tandem.utils.interrupt import Interrupt, StopRequested
+
+# Steps in a row without any reward that end a run.
+MOST_UNJUDGED = 3
+
+OnStep = Callable[[dict[str, Any]], None]
+
+
+def train(
+    session: Session,
+    run: RunDirectory,
+    on_step: OnStep,
+    interrupt: Interrupt | None = None,
+    *,
+    discard_unsaved: bool = False,
+) -> int:
+    """Runs tandem policy-gradient training; returns the last step that was done."""
+    settings = session.settings
+    with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
+        flat = FlatRewards(settings)
+        unjudged = 0
+        for step in loop.steps():
+            clock = StepClock(session.progress)
+            try:
+                drawn = draw_groups(session, step, loop.examples_drawn, loop.weights, clock)
+            except StopRequested as stop:
+                loop.give_up(stop)
+                break
+            unjudged = _tell_failures(session, run, step, drawn, unjudged)
+            _tell_missing(session, run, step, drawn)
+            samples, kl_coefficient = _samples(drawn.kept), loop.kl_coefficient
+            if session.reference is not None and samples:
+                with clock.phase("reference"):
+                    samples = session.reference.added_to(samples)
+            with session.train_phase(clock):
+                report = _train_step(
+                    session,
+                    run,
+                    step,
+                    samples,
+                    loop.weights,
+                    kl_coefficient,
+                    all_failed=drawn.all_failed,
+                )
+            loop.require_critic(report)
+            with clock.phase("trajectories"):
+                run.trajectories.write_step(step, _responses(drawn.groups))
+            line = loop.finish(
+                step,
+                report,
+                clock,
+                len(drawn.groups),
+                drawn.metrics()
+                | {"policy/kl_coefficient": kl_coefficient}
+                | session.rollouts.take_counts().metrics(),
+                next_kl_coefficient(settings, kl_coefficient, report, len(samples)),
+            )
+            if warning := flat.add(line):
+                session.note(f"warning: {warning}")
+    return loop.last_step
+
+
+def _samples(groups: Sequence[Group]) -> list[PolicySample]:
+    """Returns the responses to train on: those whose reward did not fail."""
+    return [
+        PolicySample(trajectory, group.id, reward)
+        for group in groups
+        for trajectory, reward in zip(group.trajectories, group.shaped_rewards, strict=True)
+        if reward is not None
+    ]
+
+
+def _train_step(
+    session: Session,
+    run: RunDirectory,
+    step: int,
+    samples: Sequence[PolicySample],
+    weights: server_pb2.WeightsVersion,
+    kl_coefficient: float | None,
+    *,
+    all_failed: bool,
+) -> trainer_pb2.StepReport:
+    """Makes a step of the senior. Returns the report of a skipped step if there is no sample."""
+    if not samples:
+        reason = "no response has a reward" if all_failed else "no group has rewards that differ"
+        return trainer_pb2.StepReport(step=step, weights=weights, skipped=True, skip_reason=reason)
+    reply = session.trainer.train_step(
+        samples,
+        run_id=run.run_id,
+        step=step,
+        expected_version=weights.version,
+        objective=session.settings.policy_objective() | {"kl_coefficient": kl_coefficient},
+        request_id=f"{run.run_id}/{step}",
+    )
+    return reply.report
+
+
+def _responses(groups: Sequence[Group]) -> Iterator[Response]:
+    """Yields all responses, of failed rewards and dropped groups too."""
+    for group in groups:
+        row = group.example.shown_row
+        judged = zip(group.trajectories, group.texts, group.rewards, group.punishments, strict=True)
+        for index, (trajectory, text, reward, punishment) in enumerate(judged):
+            yield Response(
+                trajectory,
+                text=text,
+                reward=reward,
+                scores={name: values[index] for name, values in group.scores.items()},
+                overlong_punishment=punishment,
+                group_id=group.id,
+                place=group.example.shown_place,
+                row=row,
+            )
+
+
+def _tell_failures(
+    session: Session, run: RunDirectory, step: int, drawn: Drawn, unjudged: int
+) -> int:
+    """Tells the rewards of a step that failed.
+
+    Returns the number of the last steps without any reward, of which `unjudged` were before this
+    one. Raises RewardError when there are MOST_UNJUDGED.
+    """
+    for failure in drawn.failures:
+        LOG.warning("step %d: %s", step, failure)
+    rewards = [reward for group in drawn.groups for reward in group.rewards]
+    failed = rewards.count(None)
+    if failed:
+        session.note(
+            f"step {step}: the reward failed for {failed} of {len(rewards)} responses, which are "
+            f"left out; the first: {drawn.failures[0].splitlines()[0]} (all: {run.log})"
+        )
+    if not drawn.all_failed:
+        return 0
+    if unjudged + 1 == MOST_UNJUDGED:
+        raise RewardError(
+            f"step {step}: the reward failed for every response, as in the {unjudged} steps before"
+            f"\n{drawn.failures[0]}",
+            hint="--resume goes on when the judge works again",
+        )
+    return unjudged + 1
+
+
+def _tell_missing(session: Session, run: RunDirectory, step: int, drawn: Drawn) -> None:
+    """Notes that a step has fewer groups than it should."""
+    wanted = session.settings.batch.prompts_per_step
+    if len(drawn.kept) < wanted:
+        text = (
+            f"step {step}: {len(drawn.kept)} of {wanted} groups: the rewards of the other "
+            f"{len(drawn.groups) - len(drawn.kept)} that were drawn do not differ "
+            f"(batch.filter_groups.max_num_gen_batches: {drawn.num_gen_batches})"
+        )
+        session.note(text)
+
+
+def train_supervised(
+    session: Session,
+    run: RunDirectory,
+    on_step: OnStep,
+    interrupt: Interrupt | None = None,
+    *,
+    discard_unsaved: bool = False,
+) -> int:
+    """Runs supervised training; returns the last step that was done.
+
+    The senior learns the rows' answers, or with `sft.responses: senior` responses of its own.
+    """
+    settings = session.settings
+    own = draws_responses(settings, "sft")
+    with Loop(session, run, on_step, interrupt, discard_unsaved=discard_unsaved) as loop:
+        for step in loop.steps():
+            clock = StepClock(session.progress)
+            examples = session.data.batch(loop.examples_drawn, settings.sft.batch_size)
+            drawn = None
+            if own:
+                with clock.phase("generate"):
+                    drawn = draw_own_responses(session, step, examples, loop.weights)
+                samples = drawn.samples()
+            else:
+                samples = [
+                    SupervisedSample(one.token_ids, one.response_ids, one.vision_inputs)
+                    for one in examples
+                ]
+            with session.train_phase(clock):
+                reply = session.trainer.train_step(
+                    samples,
+                    run_id=run.run_id,
+                    step=step,
+                    expected_version=loop.weights.version,
+                    request_id=f"{run.run_id}/{step}",
+                )
+            metrics: dict[str, Any] = {}
+            if drawn is not None:
+                with clock.phase("trajectories"):
+                    run.trajectories.write_step(step, drawn.responses(session.codec))
+                metrics = drawn.metrics() | session.rollouts.take_counts().metrics()
+            loop.finish(step, reply.report, clock, len(examples), metrics)
+    return loop.last_step
+
+
+class Loop:
+    """The work of every training loop around its steps; a context manager.
+
+    Entering it brings the servers to where the run starts and lets the run write, in this order, so
+    that a run loses nothing when that fails or is interrupted. An error after a step saves what the
+    steps before it did, and says so in a note of the error.
+
+    Attributes:
+        weights: the senior's weights that the next step starts from.
+        last_step: the last step that was done.
+        examples_drawn: number of examples of the data that the steps until then took.
+        kl_coefficient: the coefficient that the next step begins with; None without a KL.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        run: RunDirectory,
+        on_step: OnStep,
+        interrupt: Interrupt | None = None,
+        *,
+        discard_unsaved: bool = False,
+    ) -> None:
+        self._session = session
+        self._run = run
+        self._on_step = on_step
+        self._interrupt = interrupt
+        self._discard_unsaved = discard_unsaved
+        self._step = self.last_step = run.first_step - 1
+        # The last step whose line is in metrics.jsonl.
+        self._recorded = self.last_step
+        # The span of the step, while one is done.
+        self._span = ExitStack()
+
+    def __enter__(self) -> Self:
+        session, run = self._session, self._run
+        ids = {"tandem.run_id": run.run_id}
+        with tracing.span("start", ids), session.progress.phase("start"):
+            start = start_run(session, run, discard_unsaved=self._discard_unsaved)
+            session.check_optimizers(self.last_step)
+        # Before the first step, or what an error kept the run from after its last one. Nothing is
+        # written yet, so Ctrl-C still ends the run at once.
+        with session.progress.phase("eval"):
+            evaluations = self._evaluations_due(self.last_step)
+        if self._interrupt is not None:
+            self._interrupt.defer()
+            session.reward.stopping = lambda: self._interrupt.requested
+        run.begin(session.note, session.settings.steps)
+        run.record(start.record(), session.facts())
+        session.note(str(start))
+        self.weights = start.weights
+        self._critic = start.critic
+        self.examples_drawn = _examples_drawn(session, run.state)
+        self.kl_coefficient = first_kl_coefficient(session.settings, run.state)
+        self._begun = time.monotonic() - run.elapsed_seconds
+        self._keep(self.last_step, evaluations)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A second Ctrl-C is no Exception, and ends the run at once.
+        if isinstance(error, Exception):
+            error.add_note(f"in step {self._step}: {self._rescue()}")
+        elif error is None:
+            with self._session.progress.phase("trajectories"):
+                self._run.trajectories.wait()
+        self._span.__exit__(kind, error, trace)
+
+    def steps(self) -> Iterator[int]:
+        """Yields the steps that are left, until the run is asked to stop."""
+        first = self.last_step + 1
+        for step in range(first, self._session.settings.steps + 1):
+            if self._is_asked_to_stop and step > first:
+                if self._unsaved:
+                    self._run.write_state(self._save_on_servers())
+                return
+            self._step = step
+            self._session.progress.begin(f"step {step}")
+            ids = {"tandem.run_id": self._run.run_id, "tandem.step": step}
+            self._span.enter_context(tracing.span("step", ids))
+            # No `with`: an error in the step ends this generator, and __exit__ tells the span.
+            yield step
+            self._span.close()
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        return self._interrupt is not None and self._interrupt.requested
+
+    @property
+    def _unsaved(self) -> bool:
+        """Whether there are steps that no checkpoint of the run holds."""
+        return self.last_step > (self._run.state.step if self._run.state else 0)
+
+    def require_critic(self, report: trainer_pb2.StepReport) -> None:
+        """Raises FailedPreconditionError unless the critic made the step, from the run's weights.
+
+        A restarted critic begins at its base model, and would train from there. The critic may have
+        made a step that the trainer skipped.
+        """
+        if self._critic is not None and "critic/loss" in report.metrics:
+            self._critic = self._session.require_critic(self._critic.version + 1)
+
+    def finish(
+        self,
+        step: int,
+        report: trainer_pb2.StepReport,
+        clock: StepClock,
+        examples: int,
+        metrics: Mapping[str, Any] | None = None,
+        kl_coefficient: float | None = None,
+    ) -> dict[str, Any]:
+        """Publishes the step's weights; evaluates, saves and records.
+
+        `examples` is the number of examples drawn for the step, `metrics` has the metrics that the
+        client computes, and the next step begins with `kl_coefficient`. Returns the line of
+        metrics.jsonl.
+        """
+        run = self._run
+        why = why_untrained(report, self.weights)
+        run.write_version(step, report.weights, self._critic)
+        changed = report.weights != self.weights
+        self.weights, self.last_step = report.weights, step
+        self.examples_drawn += examples
+        self.kl_coefficient = kl_coefficient
+        saved: SavedState | None = None
+        try:
+            with clock.phase("publish"):
+                if changed:
+                    self._session.publish()
+            self._session.check()
+            if run.evaluations_due(step, self._session.settings.steps):
+                with clock.timed("eval"):
+                    self._keep(step, self._evaluations_due(step))
+            if self._is_asked_to_stop or self._is_to_save(step):
+                with clock.phase("checkpoint"):
+                    saved = self._save_on_servers()
+        finally:
+            # The step is done, whether or not it reached the rollout servers and the disk.
+            line = step_line(
+                {
+                    **report.metrics,
+                    **(metrics or {}),
+                    **clock.metrics(),
+                    "step": step,
+                    "step/trained": int(why is None),
+                    "trackers/lines_waiting": run.tracker_lines_waiting,
+                    "time_seconds": time.monotonic() - self._begun,
+                    "trajectories/lost": run.trajectories.take_lost(),
+                    "version/senior": report.weights.version,
+                }
+            )
+            run.write_metrics(line)
+            self._recorded = step
+            run.track(line)
+        # The line is on disk before the checkpoint counts: a resumed run needs it.
+        if saved is not None:
+            run.write_state(saved)
+        self._on_step(line)
+        if why is not None:
+            run.account.why[why] += 1
+            self._session.note(f"step {step} trained nothing: {why}")
+        return line
+
+    def _is_to_save(self, step: int) -> bool:
+        settings = self._session.settings
+        every = settings.checkpoint.every
+        due = every > 0 and step % every == 0
+        return due or (step == settings.steps and settings.checkpoint.at_end)
+
+    def _evaluations_due(self, step: int) -> dict[EvalMode, Evaluation]:
+        """Makes the evaluations after a step that are due and not made yet."""
+        modes = self._run.evaluations_due(step, self._session.settings.steps)
+        try:
+            return evaluate(self._session, modes) if modes else {}
+        except StopRequested as stop:
+            self._session.note(f"the evaluation after step {step} is given up: {stop}")
+            return {}
+
+    def _keep(self, step: int, evaluations: Mapping[EvalMode, Evaluation]) -> None:
+        """Records evaluations, and their answers."""
+        session, run = self._session, self._run
+        for mode, evaluation in evaluations.items():
+            answers = evaluation.responses(held_out(session), session.codec)
+            run.trajectories.write_evaluation(step, mode, answers)
+            summary = evaluation.summary()
+            run.write_eval({"step": step} | summary)
+            session.note(f"step {step}: {in_words(summary)}")
+
+    def give_up(self, stop: StopRequested) -> None:
+        """Saves the steps before the one that was given up, and ends the loop."""
+        self._session.note(f"step {self._step} is given up: {stop}")
+        if self._unsaved:
+            self._run.write_state(self._save_on_servers())
+
+    def _rescue(self) -> str:
+        """Saves the steps that no checkpoint holds yet; returns the outcome in words."""
+        problem = self._save_if_it_can() if self._unsaved else None
+        saved = self._run.state.step if self._run.state else 0
+        failed = f"; what was done since then could not be saved: {problem}" if problem else ""
+        if not saved:
+            return f"there is no checkpoint yet, --clean starts again{failed}"
+        return f"saved after step {saved}, --resume goes on from there{failed}"
+
+    def _save_if_it_can(self) -> str | None:
+        """Saves the last steps; returns the reason if it cannot."""
+        if self._recorded < self.last_step:
+            return f"metrics.jsonl lacks step {self.last_step}"
+        trainer = self._session.trainer
+        health = trainer.check_health()
+        if health.status != "SERVING":
+            return f"the trainer is {health.status} {health.reason}".rstrip()
+        try:
+            with self._session.progress.phase("checkpoint"), tracing.span("checkpoint"):
+                self._run.write_state(self._save_on_servers())
+        except TandemError as error:
+            return error.message
+        return None
+
+    def _save_on_servers(self) -> SavedState:
+        """Saves trainer and critic as they are after the last step that was done.
+
+        Returns what state.json is to hold; the trajectories until then are on disk.
+
+        Raises FailedPreconditionError when the trainer holds other weights than that step left, or
+        the critic another version.
+        """
+        session, run = self._session, self._run
+        session.require_weights(self.weights)
+        if self._critic is not None:
+            session.require_critic(self._critic.version)
+        # Saving prunes older checkpoints before state.json names the new one. With one more to
+        # keep, the checkpoint that it still names survives a crash; the next save prunes it.
+        keep = session.settings.checkpoint.keep
+        keep = keep + 1 if keep else 0
+        name = checkpoint_name(self.last_step)
+        trainer, critic = Path("checkpoints"), None
+        session.trainer.save_checkpoint(
+            str(run.path / trainer), name, keep, expected_version=self.weights.version
+        )
+        if self._critic is not None:
+            critic = trainer / "critic"
+            with session.critic() as client:
+                client.save_checkpoint(
+                    str(run.path / critic), name, keep, expected_version=self._critic.version
+                )
+        with session.progress.phase("trajectories"):
+            run.trajectories.wait()
+        return SavedState(
+            self.last_step,
+            self.weights.version,
+            str(trainer / name),
+            critic and str(critic / name),
+            self.weights.digest,
+            self.examples_drawn,
+            self.kl_coefficient,
+        )
+
+
+def _examples_drawn(session: Session, state: SavedState | None) -> int:
+    """Returns the number of examples of the data that a run had drawn when it saved this state."""
+    if state is None:
+        return 0
+    if state.examples_drawn is not None:
+        return state.examples_drawn
+    settings = session.settings
+    sft = session.purpose == "sft"
+    return state.step * (settings.sft.batch_size if sft else settings.batch.prompts_per_step)
