@@ -3,7 +3,7 @@
 # tandem_install_server(<name>)                          bin/<name> of what `cmake --install` makes
 # tandem_test(<name> SRCS … DEPS …)                      GoogleTest binary registered with CTest
 # tandem_tool(<name> SRCS … DEPS …)                      another binary in <build>/bin, for tests and benchmarks
-# Includes are always written from the repository's root: #include "common/base/status_macros.h".
+# Includes are always written from the repository's root: #include "common/base/errors/status_macros.h".
 
 function(_tandem_configure target)
   target_include_directories(${target} PUBLIC "${CMAKE_SOURCE_DIR}")
@@ -23,7 +23,7 @@ function(tandem_server name)
   cmake_parse_arguments(ARG "" "" "SRCS;DEPS" ${ARGN})
   # The sources speak gRPC, and the engine's dependency libtorch ships old google/ headers: they are
   # compiled on their own, without the include folders of what the binary links.
-  add_library(${name}_main OBJECT ${ARG_SRCS} "${CMAKE_SOURCE_DIR}/common/rpc/early_signals.cc")
+  add_library(${name}_main OBJECT ${ARG_SRCS} "${CMAKE_SOURCE_DIR}/common/rpc/server/early_signals.cc")
   _tandem_configure(${name}_main)
   target_link_libraries(${name}_main PRIVATE tandem::rpc)
   add_executable(${name} $<TARGET_OBJECTS:${name}_main>)

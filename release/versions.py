@@ -25,8 +25,8 @@ PLACES = (
     ("deploy/**/*.yaml", r"\bapp\.kubernetes\.io/version: "),
     ("deploy/**/*.env", r"^TAG="),
     ("README.md", r"^make release VERSION="),
-    ("docs/*.md", r"\btandem-[a-z-]+:"),
-    ("docs/*.md", r'"softwareVersion": "'),
+    ("docs/*/*.md", r"\btandem-[a-z-]+:"),
+    ("docs/*/*.md", r'"softwareVersion": "'),
     ("tests/images/*.py", r"""\bTAG["'], ["']"""),
 )
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/base/logging.h"
 #include "common/base/progress.h"
 #include "common/base/steady_time.h"

@@ -27,7 +27,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "common/base/call_scope.h"
-#include "common/base/catch_exceptions.h"
+#include "common/base/errors/catch_exceptions.h"
 #include "common/base/steady_time.h"
 
 namespace tandem {

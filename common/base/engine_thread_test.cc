@@ -16,7 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/synchronization/notification.h"
-#include "common/base/file_descriptor.h"
+#include "common/base/files/file_descriptor.h"
 #include "common/base/progress.h"
 #include "common/base/steady_time.h"
 

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/atomic_file.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/atomic_file.h"
 
 namespace tandem::checkpoint {
 namespace {

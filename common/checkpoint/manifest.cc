@@ -10,13 +10,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "common/base/atomic_file.h"
 #include "common/base/bounded_json.h"
 #include "common/base/checksum.h"
-#include "common/base/confined_folder.h"
-#include "common/base/error.h"
-#include "common/base/file_descriptor.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/atomic_file.h"
+#include "common/base/files/confined_folder.h"
+#include "common/base/files/file_descriptor.h"
 
 namespace tandem::checkpoint {
 namespace {

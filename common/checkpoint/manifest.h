@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/base/file_writer.h"
+#include "common/base/files/file_writer.h"
 
 namespace tandem::checkpoint {
 

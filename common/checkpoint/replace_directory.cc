@@ -8,10 +8,10 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/atomic_file.h"
-#include "common/base/confined_folder.h"
-#include "common/base/file_descriptor.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/atomic_file.h"
+#include "common/base/files/confined_folder.h"
+#include "common/base/files/file_descriptor.h"
 #include "common/checkpoint/manifest.h"
 #include "common/checkpoint/temporary_directory.h"
 

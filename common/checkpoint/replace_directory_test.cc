@@ -7,9 +7,9 @@
 #include <cerrno>
 #include <filesystem>
 
-#include "common/base/atomic_file.h"
-#include "common/base/file_writer.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/atomic_file.h"
+#include "common/base/files/file_writer.h"
 #include "common/checkpoint/manifest.h"
 
 namespace tandem::checkpoint {

@@ -14,8 +14,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "common/base/confined_folder.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/confined_folder.h"
 
 namespace tandem::checkpoint {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/base/file_descriptor.h"
+#include "common/base/files/file_descriptor.h"
 
 namespace tandem::checkpoint {
 

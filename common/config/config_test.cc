@@ -7,7 +7,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/config/renamed_names.h"
 #include "tandem/config/v1/server_config.pb.h"
 

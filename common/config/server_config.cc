@@ -14,13 +14,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "common/base/error.h"
-#include "common/base/field_check.h"
-#include "common/base/host_port.h"
-#include "common/base/path_check.h"
-#include "common/base/status_macros.h"
-#include "common/base/strategy_name.h"
-#include "common/tandem/tandem_config.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/field_check.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/path_check.h"
+#include "common/base/machine/host_port.h"
+#include "common/coauthoring/tandem_config.h"
+#include "common/parallel/strategy_name.h"
 
 namespace tandem::config {
 namespace {

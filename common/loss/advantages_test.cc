@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 
 namespace tandem::loss {
 namespace {

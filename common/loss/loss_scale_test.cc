@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 
 namespace tandem::loss {
 namespace {

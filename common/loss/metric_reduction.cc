@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
 
 namespace tandem::loss {
 

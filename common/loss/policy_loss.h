@@ -3,11 +3,11 @@
 // The losses read the [N, V] logits only through the log-probability and the entropy of each row.
 // So a loss is described by two numbers per token,
 //   c_t = d loss / d logp_t   and   e_t = d loss / d entropy_t,
-// which common/loss/linear_cross_entropy.h turns into the gradient of the logits, chunk by chunk.
-// Semantics: PPO (arXiv 1707.06347), asymmetric clip (DAPO, 2503.14476), dual clip (1912.09729),
-// GSPO (2507.18071), CISPO (MiniMax-M1, 2506.13585), KL estimators k1-k3 (Schulman, "Approximating
-// KL divergence"), truncated importance sampling (Yao et al. 2025) and its masked and
-// sequence-level forms (richardli.xyz/rl-collapse), off-policy sequence mask (DeepSeek-V3.2,
+// which common/loss/logits/linear_cross_entropy.h turns into the gradient of the logits, chunk by
+// chunk. Semantics: PPO (arXiv 1707.06347), asymmetric clip (DAPO, 2503.14476), dual clip
+// (1912.09729), GSPO (2507.18071), CISPO (MiniMax-M1, 2506.13585), KL estimators k1-k3 (Schulman,
+// "Approximating KL divergence"), truncated importance sampling (Yao et al. 2025) and its masked
+// and sequence-level forms (richardli.xyz/rl-collapse), off-policy sequence mask (DeepSeek-V3.2,
 // 2512.02556).
 #ifndef TANDEM_COMMON_LOSS_POLICY_LOSS_H_
 #define TANDEM_COMMON_LOSS_POLICY_LOSS_H_

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <limits>
 
-#include "common/base/error.h"
-#include "common/base/not_finite.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/not_finite.h"
 
 namespace tandem::loss {
 namespace {

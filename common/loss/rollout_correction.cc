@@ -6,9 +6,9 @@
 #include <numeric>
 
 #include "absl/types/span.h"
-#include "common/base/error.h"
-#include "common/base/field_check.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/field_check.h"
+#include "common/base/errors/status_macros.h"
 
 namespace tandem::loss {
 namespace {

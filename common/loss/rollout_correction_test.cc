@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 
 namespace tandem::loss {
 namespace {

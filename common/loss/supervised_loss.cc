@@ -4,7 +4,7 @@
 #include <cstddef>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/not_finite.h"
+#include "common/base/errors/not_finite.h"
 
 namespace tandem::loss {
 

@@ -5,10 +5,10 @@
 #include <cstddef>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/field_check.h"
-#include "common/base/not_finite.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/field_check.h"
+#include "common/base/errors/not_finite.h"
+#include "common/base/errors/status_macros.h"
 
 namespace tandem::loss {
 

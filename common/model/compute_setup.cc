@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-#include "common/base/machine_resources.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/machine/machine_resources.h"
 #include "common/model/device_check.h"
 #include "common/ops/ops.h"
 

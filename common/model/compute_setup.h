@@ -5,8 +5,8 @@
 #include <c10/core/Device.h>
 
 #include "absl/status/statusor.h"
-#include "common/model/compute_options.h"
-#include "common/model/parameter.h"
+#include "common/model/config/compute_options.h"
+#include "common/model/parameters/parameter.h"
 
 namespace tandem {
 

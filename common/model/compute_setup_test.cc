@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/model/device_check.h"
 
 namespace tandem {

@@ -5,10 +5,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/rank_environment.h"
-#include "common/base/status_macros.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/machine/rank_environment.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 #ifdef TANDEM_CUDA
 #include <c10/cuda/CUDAFunctions.h>

@@ -8,7 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/base/memory_plan.h"
+#include "common/base/machine/memory_plan.h"
 
 namespace tandem {
 

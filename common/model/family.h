@@ -2,7 +2,7 @@
 // rest of the code asks the family and never looks at `model_type` itself. No torch: the memory
 // plan and the checks of a configuration read a family before any tensor exists.
 //
-// To add one, follow "Add a model family" in docs/architecture.md.
+// To add one, follow "Add a model family" in docs/internals/architecture.md.
 #ifndef TANDEM_COMMON_MODEL_FAMILY_H_
 #define TANDEM_COMMON_MODEL_FAMILY_H_
 
@@ -15,9 +15,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/model/layer_cache.h"
-#include "common/model/model_config.h"
-#include "common/model/parameter_spec.h"
+#include "common/model/config/model_config.h"
+#include "common/model/config/parameter_spec.h"
+#include "common/model/passes/layer_cache.h"
 
 namespace tandem {
 

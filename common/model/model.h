@@ -19,10 +19,10 @@
 // With Placement::shard_group every rank holds a shard and makes the same calls on the same batch;
 // hidden states and values are the same on every rank. In the backward pass every rank brings the
 // whole gradient of the values, but only its own summand of the gradient of the hidden states: the
-// contribution of its rows of a vocabulary-parallel head (common/loss/linear_cross_entropy.h). Then
-// the gradients of parameters with a shard axis are whole on the rank that holds the shard; those
-// of all others (norms, biases of maps sharded by input, the value head) are summands, to be added
-// up over the group before they are used.
+// contribution of its rows of a vocabulary-parallel head
+// (common/loss/logits/linear_cross_entropy.h). Then the gradients of parameters with a shard axis
+// are whole on the rank that holds the shard; those of all others (norms, biases of maps sharded by
+// input, the value head) are summands, to be added up over the group before they are used.
 #ifndef TANDEM_COMMON_MODEL_MODEL_H_
 #define TANDEM_COMMON_MODEL_MODEL_H_
 
@@ -42,18 +42,18 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "common/model/attention_context.h"
-#include "common/model/backbone.h"
-#include "common/model/kv_cache.h"
-#include "common/model/layer_cache.h"
-#include "common/model/model_config.h"
+#include "common/model/config/model_config.h"
 #include "common/model/model_summary.h"
-#include "common/model/parameter.h"
-#include "common/model/ragged_batch.h"
+#include "common/model/parameters/parameter.h"
+#include "common/model/passes/attention_context.h"
+#include "common/model/passes/backbone.h"
+#include "common/model/passes/kv_cache.h"
+#include "common/model/passes/layer_cache.h"
+#include "common/model/passes/ragged_batch.h"
 #include "common/model/vision/image_batch.h"
-#include "common/ops/linear_weight.h"
+#include "common/ops/linear/linear_weight.h"
+#include "common/tensor/aten/named_tensors.h"
 #include "common/tensor/dtype.h"
-#include "common/tensor/named_tensors.h"
 #include "common/tensor/weight_spec.h"
 
 namespace tandem {
@@ -82,7 +82,7 @@ struct LoadOptions {
   int64_t num_token_ids = 0;
   // Parameters are float32 leaves that require gradients, but for the frozen ones.
   bool requires_grad = false;
-  // Patterns of the names that do not train (common/model/freeze.h).
+  // Patterns of the names that do not train (common/model/config/freeze.h).
   std::vector<std::string> freeze = {};
   // Freezes every parameter of a model that would otherwise train: float32 values, digests and
   // passes are those of a model in training. `freeze` must be empty.

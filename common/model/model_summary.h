@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "common/model/quantization.h"
+#include "common/model/config/quantization.h"
 #include "common/model/vision/vision_config.h"
 #include "common/tensor/dtype.h"
 

@@ -7,7 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/image_batches.h"
 #include "common/model/testing/models.h"

@@ -8,10 +8,10 @@
 #include <memory>
 
 #include "common/kernels/cpu/cpu_kernels.h"
-#include "common/ops/aten_attention.h"
+#include "common/ops/attention/aten_attention.h"
+#include "common/ops/linear/saved_object.h"
 #include "common/ops/ops.h"
-#include "common/ops/parallel_for.h"
-#include "common/ops/saved_object.h"
+#include "common/ops/threads/parallel_for.h"
 
 namespace tandem::ops {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "common/kernels/gate_activation.h"
-#include "common/ops/attention_scores.h"
+#include "common/ops/attention/attention_scores.h"
 
 namespace tandem::ops {
 

@@ -9,12 +9,12 @@
 #include <mutex>
 
 #include "common/kernels/cpu/cpu_kernels.h"
-#include "common/ops/aten_attention.h"
+#include "common/ops/attention/aten_attention.h"
 #include "common/ops/autograd_functions.h"
-#include "common/ops/linear_function.h"
-#include "common/ops/parallel_for.h"
-#include "common/ops/parallel_linear.h"
-#include "common/ops/pass_memory.h"
+#include "common/ops/linear/linear_function.h"
+#include "common/ops/products/parallel_linear.h"
+#include "common/ops/threads/parallel_for.h"
+#include "common/ops/threads/pass_memory.h"
 
 namespace tandem::ops {
 namespace {

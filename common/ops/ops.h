@@ -2,7 +2,7 @@
 //
 // On the CPU in fp32 they run the batch-invariant kernels of common/kernels/cpu, with the same bits
 // with and without autograd. Everywhere else, on a GPU or in bf16, all of them are ATen, which
-// accumulates in fp32 and rounds each op's result to the type of its input (docs/kernels.md).
+// accumulates in fp32 and rounds each op's result to the type of its input (docs/internals/kernels.md).
 // The operations of this header do not wait for the device. Layers with experts do, once each, to
 // read which expert has how many rows (expert_rows.h).
 // Shapes: T rows (tokens of all sequences), D = head_dim. Tensors must have a contiguous last
@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "common/kernels/gate_activation.h"
-#include "common/ops/attention_scores.h"
-#include "common/ops/paged_sequences.h"
+#include "common/ops/attention/attention_scores.h"
+#include "common/ops/attention/paged_sequences.h"
 
 namespace tandem::ops {
 

@@ -13,8 +13,8 @@
 #include <tuple>
 #include <vector>
 
-#include "common/ops/rotary_growth.h"
-#include "common/ops/rotary_table.h"
+#include "common/ops/attention/rotary_growth.h"
+#include "common/ops/attention/rotary_table.h"
 
 namespace tandem::ops {
 namespace {

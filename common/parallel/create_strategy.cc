@@ -2,11 +2,11 @@
 
 #include <utility>
 
-#include "common/base/status_macros.h"
-#include "common/base/strategy_name.h"
-#include "common/parallel/megatron_strategy.h"
+#include "common/base/errors/status_macros.h"
+#include "common/parallel/megatron/megatron_strategy.h"
 #include "common/parallel/single_strategy.h"
-#include "common/parallel/zero_strategy.h"
+#include "common/parallel/strategy_name.h"
+#include "common/parallel/zero/zero_strategy.h"
 
 namespace tandem::parallel {
 

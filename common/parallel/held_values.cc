@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "common/base/file_descriptor.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/file_descriptor.h"
 #include "common/ranks/rank_agreement.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::parallel {
 namespace {

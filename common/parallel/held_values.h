@@ -7,7 +7,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "common/parallel/strategy.h"
-#include "common/tensor/named_tensors.h"
+#include "common/tensor/aten/named_tensors.h"
 
 namespace tandem::parallel {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "common/model/shard.h"
+#include "common/model/parameters/shard.h"
 
 namespace tandem::parallel {
 

@@ -5,10 +5,10 @@
 
 #include <utility>
 
-#include "common/base/status_macros.h"
-#include "common/parallel/block_pass.h"
+#include "common/base/errors/status_macros.h"
 #include "common/parallel/held_values.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/parallel/zero/block_pass.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::parallel {
 

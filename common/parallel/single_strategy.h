@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/parallel/memory/recompute.h"
 #include "common/parallel/optimizer/sharded_optimizer.h"
-#include "common/parallel/recompute.h"
 #include "common/parallel/strategy.h"
 
 namespace tandem::parallel {

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <limits>
 
-#include "common/base/error.h"
-#include "common/base/not_finite.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/not_finite.h"
 #include "common/model/testing/models.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/create_strategy.h"

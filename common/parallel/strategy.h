@@ -5,7 +5,7 @@
 // A newcomer to this room begins here. create_strategy.cc chooses among single_strategy.h,
 // zero_strategy.h and megatron_strategy.h. All three run a model with block_pass.h and train it
 // with optimizer/sharded_optimizer.h; `megatron` adds parallel_mesh.h, pipeline_schedule.h,
-// stage_pass.h and context/. docs/architecture.md draws the layouts, docs/adr/0019 gives the
+// stage_pass.h and context/. docs/internals/architecture.md draws the layouts, docs/adr/0019 gives the
 // reasons.
 //
 // Every rank of a server makes the same calls with the same arguments, in the same order. The
@@ -27,13 +27,13 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "common/loss/vocabulary_shard.h"
+#include "common/loss/logits/vocabulary_shard.h"
 #include "common/model/model.h"
-#include "common/model/ragged_batch.h"
+#include "common/model/passes/ragged_batch.h"
+#include "common/optim/optimizer_options.h"
 #include "common/parallel/parameter_range.h"
 #include "common/ranks/communicator.h"
-#include "common/tensor/named_tensors.h"
-#include "common/training/optimizer_options.h"
+#include "common/tensor/aten/named_tensors.h"
 
 namespace tandem::parallel {
 

@@ -4,9 +4,9 @@
 
 #include <string>
 
-#include "common/parallel/megatron_options.h"
-#include "common/parallel/recompute.h"
-#include "common/parallel/zero_options.h"
+#include "common/parallel/megatron/megatron_options.h"
+#include "common/parallel/memory/recompute.h"
+#include "common/parallel/zero/zero_options.h"
 
 namespace tandem::parallel {
 

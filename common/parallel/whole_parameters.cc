@@ -5,10 +5,10 @@
 
 #include <vector>
 
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
 #include "common/parallel/held_values.h"
 #include "common/ranks/rank_agreement.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 #include "common/weights/weights_digest.h"
 
 namespace tandem::parallel {

@@ -8,7 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/parallel/strategy.h"
-#include "common/tensor/named_tensors.h"
+#include "common/tensor/aten/named_tensors.h"
 
 namespace tandem::parallel {
 

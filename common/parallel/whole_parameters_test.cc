@@ -8,13 +8,13 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
 #include "common/loss/testing/metered_memory.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/parallel/single_strategy.h"
 #include "common/parallel/testing/strategy_runs.h"
 #include "common/parallel/testing/zero_of_stage.h"
-#include "common/parallel/zero_strategy.h"
+#include "common/parallel/zero/zero_strategy.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "common/weights/weight_snapshot.h"

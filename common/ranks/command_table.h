@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
 #include "common/base/struct_bytes.h"
 
 namespace tandem::ranks {

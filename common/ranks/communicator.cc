@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
 #include "common/base/steady_time.h"
 #include "common/ranks/c10d_transport.h"
 #include "common/ranks/deadline.h"

@@ -18,7 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "common/base/rank_environment.h"
+#include "common/base/machine/rank_environment.h"
 
 namespace tandem::ranks {
 

@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
-#include "common/ops/expert_parallel_group.h"
-#include "common/ops/tensor_parallel_group.h"
+#include "common/ops/experts/expert_parallel_group.h"
+#include "common/ops/shards/tensor_parallel_group.h"
 #include "common/ranks/communicator.h"
 
 namespace tandem::ranks {

@@ -4,8 +4,8 @@
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
-#include "common/ops/expert_exchange.h"
-#include "common/ops/token_shards.h"
+#include "common/ops/experts/expert_exchange.h"
+#include "common/ops/shards/token_shards.h"
 #include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::ranks {

@@ -17,7 +17,7 @@
 #include "absl/time/clock.h"
 #include "common/ranks/testing/counted_communication.h"
 #include "common/ranks/testing/rank_processes.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::ranks {
 namespace {

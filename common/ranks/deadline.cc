@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "common/base/steady_time.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::ranks {
 

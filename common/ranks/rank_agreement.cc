@@ -9,7 +9,7 @@
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::ranks {
 namespace {

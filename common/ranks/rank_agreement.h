@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
 #include "common/base/struct_bytes.h"
 #include "common/ranks/communicator.h"
 

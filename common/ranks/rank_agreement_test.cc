@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::ranks {

@@ -9,8 +9,8 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
-#include "common/base/status_macros.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/base/errors/status_macros.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::ranks {
 namespace {

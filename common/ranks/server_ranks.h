@@ -14,13 +14,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/base/rank_environment.h"
+#include "common/base/machine/rank_environment.h"
 #include "common/base/struct_bytes.h"
 #include "common/ranks/command_table.h"
 #include "common/ranks/communicator.h"
+#include "common/ranks/monitor/rank_monitor.h"
+#include "common/ranks/monitor/rank_timeouts.h"
 #include "common/ranks/rank_agreement.h"
-#include "common/ranks/rank_monitor.h"
-#include "common/ranks/rank_timeouts.h"
 
 namespace tandem::ranks {
 

@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/base/struct_bytes.h"
 #include "common/ranks/testing/rank_processes.h"
 

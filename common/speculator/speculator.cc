@@ -9,12 +9,12 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/field_check.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/field_check.h"
+#include "common/base/errors/status_macros.h"
 #include "common/ops/ops.h"
-#include "common/speculator/argmax_rows.h"
-#include "common/tensor/tensor_memory.h"
+#include "common/speculator/heads/argmax_rows.h"
+#include "common/tensor/aten/tensor_memory.h"
 
 namespace tandem::speculator {
 namespace {

@@ -28,9 +28,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "common/model/parameter_spec.h"
-#include "common/ops/packed_weight.h"
-#include "common/tensor/named_tensors.h"
+#include "common/model/config/parameter_spec.h"
+#include "common/ops/products/packed_weight.h"
+#include "common/tensor/aten/named_tensors.h"
 
 namespace tandem::speculator {
 

@@ -10,13 +10,13 @@
 #include <map>
 #include <set>
 
-#include "common/base/atomic_file.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
+#include "common/base/files/atomic_file.h"
 #include "common/speculator/speculator_memory.h"
 #include "common/speculator/speculator_update.h"
 #include "common/speculator/testing/cases.h"
-#include "common/tensor/aten_bytes.h"
-#include "common/tensor/safetensors.h"
+#include "common/tensor/aten/aten_bytes.h"
+#include "common/tensor/safetensors/safetensors.h"
 
 namespace tandem::speculator {
 namespace {

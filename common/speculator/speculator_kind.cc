@@ -7,11 +7,11 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/model/initial_value.h"
-#include "common/speculator/arctic_lstm_speculator.h"
-#include "common/speculator/mlp_speculator.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/parameters/initial_value.h"
+#include "common/speculator/heads/arctic_lstm_speculator.h"
+#include "common/speculator/heads/mlp_speculator.h"
 
 namespace tandem::speculator {
 namespace {

@@ -3,7 +3,7 @@
 //
 // To add one, write a file like mlp_speculator.cc and put its kind into the table of
 // speculator_kind.cc; then an adapter like mlp_adapter.cc, which trains it, and put that into the
-// table of speculator_adapter.cc. docs/architecture.md has the whole recipe.
+// table of speculator_adapter.cc. docs/internals/architecture.md has the whole recipe.
 #ifndef TANDEM_COMMON_SPECULATOR_SPECULATOR_KIND_H_
 #define TANDEM_COMMON_SPECULATOR_SPECULATOR_KIND_H_
 
@@ -14,7 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/model/config_fields.h"
+#include "common/model/config/config_fields.h"
 #include "common/speculator/speculator.h"
 
 namespace tandem::speculator {

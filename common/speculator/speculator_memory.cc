@@ -5,10 +5,10 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/speculator/speculator_files.h"
-#include "common/tensor/catch_torch_errors.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::speculator {
 

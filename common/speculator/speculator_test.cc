@@ -7,9 +7,9 @@
 
 #include <cmath>
 
-#include "common/base/error.h"
-#include "common/speculator/arctic_lstm_speculator.h"
-#include "common/speculator/mlp_speculator.h"
+#include "common/base/errors/error.h"
+#include "common/speculator/heads/arctic_lstm_speculator.h"
+#include "common/speculator/heads/mlp_speculator.h"
 #include "common/speculator/testing/cases.h"
 #include "common/speculator/testing/oracle.h"
 

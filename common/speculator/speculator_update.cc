@@ -6,11 +6,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/model/config_fields.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/config_fields.h"
 #include "common/speculator/speculator_kind.h"
-#include "common/tensor/tensor_memory.h"
+#include "common/tensor/aten/tensor_memory.h"
 #include "common/weights/weights_digest.h"
 
 namespace tandem::speculator {

@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/speculator/speculator.h"
-#include "common/tensor/named_tensors.h"
+#include "common/tensor/aten/named_tensors.h"
 #include "common/weights/staged_weight_receiver.h"
 #include "common/weights/weight_transfer.h"
 

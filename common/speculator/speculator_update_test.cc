@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/speculator/testing/cases.h"
 #include "common/weights/weights_digest.h"
 

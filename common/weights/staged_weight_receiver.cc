@@ -8,9 +8,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/base/logging.h"
-#include "common/base/status_macros.h"
 #include "common/weights/finite_values.h"
 
 namespace tandem {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "absl/synchronization/notification.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/weights/testing/stream_digest.h"
 #include "common/weights/testing/told_weights.h"
 

@@ -5,7 +5,7 @@
 #include <new>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/catch_exceptions.h"
+#include "common/base/errors/catch_exceptions.h"
 #include "common/weights/packing_thread.h"
 
 namespace tandem {

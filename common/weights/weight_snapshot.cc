@@ -12,8 +12,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "common/base/file_descriptor.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/file_descriptor.h"
 #include "common/weights/weights_digest.h"
 
 namespace tandem {

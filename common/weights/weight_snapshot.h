@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "common/base/weights_version.h"
-#include "common/tensor/named_tensors.h"
+#include "common/tensor/aten/named_tensors.h"
 #include "common/tensor/weight_spec.h"
 #include "common/weights/weight_transfer.h"
+#include "common/weights/weights_version.h"
 
 namespace tandem {
 

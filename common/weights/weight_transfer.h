@@ -24,9 +24,9 @@
 //   weights_digest.h            the same of tensors, wherever they are
 //   staged_weight_receiver.h    the receiver up to the swap, without tensors
 //   tensor_stager.h             cuts the stream into tensors, for a thread that takes them
-//   common/rpc/weight_sender.h, weight_receiver_service.h    the same over tandem.weights.v1
-//   services/trainer/service/publish.h           one snapshot to many receivers
-//   services/rollout/engine/shard_weights.h      from rank 0 of a receiver to its other ranks
+//   common/rpc/transfer/weight_sender.h, weight_receiver_service.h    the same over
+//   tandem.weights.v1 services/trainer/service/publish.h           one snapshot to many receivers
+//   services/rollout/engine/ranks/shard_weights.h      from rank 0 of a receiver to its other ranks
 #ifndef TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
 #define TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
 
@@ -42,8 +42,8 @@
 #include "absl/strings/match.h"
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
-#include "common/base/weights_version.h"
 #include "common/tensor/weight_spec.h"
+#include "common/weights/weights_version.h"
 
 namespace tandem {
 

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <mutex>
 
-#include "common/base/status_macros.h"
-#include "common/tensor/host_copies.h"
+#include "common/base/errors/status_macros.h"
+#include "common/tensor/aten/host_copies.h"
 
 namespace tandem {
 namespace {

@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/tensor/named_tensors.h"
+#include "common/tensor/aten/named_tensors.h"
 #include "common/weights/word_sums.h"
 
 namespace tandem {

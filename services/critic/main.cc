@@ -1,9 +1,9 @@
 // tandem-critic-server
 #include <memory>
 
-#include "common/base/memory_plan.h"
+#include "common/base/machine/memory_plan.h"
 #include "common/model/device_check.h"
-#include "common/rpc/server_main.h"
+#include "common/rpc/server/server_main.h"
 #include "services/critic/engine/engine.h"
 #include "services/critic/service/critic_app.h"
 #include "services/critic/service/memory.h"

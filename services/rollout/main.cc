@@ -1,9 +1,9 @@
 // tandem-rollout-server
 #include <memory>
 
-#include "common/base/memory_plan.h"
+#include "common/base/machine/memory_plan.h"
 #include "common/model/device_check.h"
-#include "common/rpc/server_main.h"
+#include "common/rpc/server/server_main.h"
 #include "common/speculator/speculator_memory.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/memory.h"

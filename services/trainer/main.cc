@@ -2,9 +2,9 @@
 #include <memory>
 #include <string>
 
-#include "common/base/memory_plan.h"
+#include "common/base/machine/memory_plan.h"
 #include "common/model/device_check.h"
-#include "common/rpc/server_main.h"
+#include "common/rpc/server/server_main.h"
 #include "common/speculator/speculator_settings.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/service/memory.h"

@@ -4,9 +4,9 @@
     .venv/bin/python tests/bench/bench_rollout.py --model qwen2.5-0.5b --sections solo
 
 All sides of a line alternate; the table has medians over the rounds, and the lines above it have
-the spread and CPU seconds. docs/benchmarks.md explains every figure. The first run builds llama.cpp
-into .cache (5 minutes). --skip leaves sides out, for example those of bfloat16 on a CPU without
-instructions for it: --skip 'tandem bfloat16' --skip 'transformers bfloat16'.
+the spread and CPU seconds. docs/internals/benchmarks.md explains every figure. The first run builds
+llama.cpp into .cache (5 minutes). --skip leaves sides out, for example those of bfloat16 on a CPU
+without instructions for it: --skip 'tandem bfloat16' --skip 'transformers bfloat16'.
 """
 
 from __future__ import annotations

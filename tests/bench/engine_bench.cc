@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/base/freed_memory.h"
+#include "common/base/machine/freed_memory.h"
 #include "common/config/config.h"
 #include "common/config/server_config.h"
 #include "services/rollout/engine/engine.h"

@@ -24,11 +24,11 @@
 #include <utility>
 #include <vector>
 
-#include "common/base/rank_environment.h"
-#include "common/loss/linear_cross_entropy.h"
+#include "common/base/machine/rank_environment.h"
+#include "common/loss/logits/linear_cross_entropy.h"
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
-#include "services/training/service/testing/resolved_options.h"
+#include "services/training_core/service/testing/resolved_options.h"
 #include "tests/bench/status_bytes.h"
 
 namespace {

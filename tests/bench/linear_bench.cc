@@ -19,9 +19,9 @@
 #include <utility>
 #include <vector>
 
-#include "common/ops/matrix_product.h"
 #include "common/ops/ops.h"
-#include "common/ops/packed_weight.h"
+#include "common/ops/products/matrix_product.h"
+#include "common/ops/products/packed_weight.h"
 
 namespace {
 

@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "common/loss/linear_cross_entropy.h"
-#include "common/loss/linear_divergence.h"
+#include "common/loss/logits/linear_cross_entropy.h"
+#include "common/loss/logits/linear_divergence.h"
 #include "common/loss/supervised_loss.h"
 #include "common/ops/ops.h"
 #include "tests/bench/status_bytes.h"

@@ -39,8 +39,8 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def known_metrics():
-    """The names of docs/metrics.md."""
-    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    """The names of docs/reference/metrics.md."""
+    page = (REPOSITORY / "docs/reference/metrics.md").read_text()
     return set(re.findall(r"(?m)^\| `(\w+)` \| (?:counter|gauge|histogram|summary) \|", page))
 
 

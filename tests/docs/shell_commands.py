@@ -216,7 +216,10 @@ def _run_problems(file: str, overrides: Sequence[str] | None) -> Iterator[str]:
 @functools.cache
 def server_options() -> frozenset[str]:
     """The options of the servers' command lines, from their code."""
-    sources = [REPOSITORY / "common/rpc/server_main.cc", *REPOSITORY.glob("services/*/main.cc")]
+    sources = [
+        REPOSITORY / "common/rpc/server/server_main.cc",
+        *REPOSITORY.glob("services/*/main.cc"),
+    ]
     code = "".join(source.read_text() for source in sources)
     return frozenset(re.findall(r'"(--[a-z-]+)"', code)) | {"--help"}
 
@@ -224,7 +227,7 @@ def server_options() -> frozenset[str]:
 @functools.cache
 def server_settings() -> frozenset[str]:
     """The dotted keys of the servers' settings, from their page."""
-    page = (REPOSITORY / "docs/configuration.md").read_text()
+    page = (REPOSITORY / "docs/reference/configuration.md").read_text()
     return frozenset(re.findall(r"^\| `([a-z_0-9.]+)` \|", page, re.MULTILINE))
 
 

@@ -172,24 +172,29 @@ _REWARD = "def reward(prompt, response, **row):\n    return len(response) % 7\n"
 def prepare(page: str, session: Session) -> None:
     """Makes the files that a page takes for granted."""
     (session.folder / "length.py").write_text(_REWARD)
-    if page == "docs/view.md":
+    if page == "docs/guides/view.md":
         train = "tandem train examples/demo/run.yaml reward.function=length.py:reward"
         session._finish(f"{train} steps=7 run_dir=runs/mine")
         for name in ("a", "b"):
             shutil.copytree(session.folder / "runs/mine", session.folder / "runs" / name)
-    if page == "docs/record.md":
+    if page == "docs/guides/record.md":
         run = yaml.safe_load((session.folder / "examples/demo/run.yaml").read_text())
         run |= {"run_dir": "runs/mine", "cluster": "examples/demo/cluster.yaml"}
         run["reward"] = {"function": "length.py:reward"}
         (session.folder / "run.yaml").write_text(yaml.safe_dump(run))
-    if page == "docs/ranks.md":
+    if page == "docs/operations/ranks.md":
         strategy = {"name": "zero", "stage": 3}
         trainer = {"model": str(SMOLLM2), "max_model_len": 128, "strategy": strategy}
         (session.folder / "trainer.yaml").write_text(yaml.safe_dump(trainer))
 
 
 def test_pages_that_people_copy_from_are_run():
-    assert {"README.md", "docs/cluster.md", "docs/record.md", "docs/view.md"} <= PAGES.keys()
+    assert {
+        "README.md",
+        "docs/operations/cluster.md",
+        "docs/guides/record.md",
+        "docs/guides/view.md",
+    } <= PAGES.keys()
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -45,7 +45,7 @@ def test_the_first_page_is_the_readme_with_its_picture(site):
 
 
 def test_links_to_code_and_folders_lead_to_what_they_name(site):
-    text = (site / "index.html").read_text() + (site / "docs/cuda.html").read_text()
+    text = (site / "index.html").read_text() + (site / "docs/operations/cuda.html").read_text()
     for target in ("examples/demo/run.yaml.txt", "docs/adr/index.html", "../common/ops/index.html"):
         assert f'href="{target}"' in text, target
     assert (site / "common/ops/index.html").is_file()
@@ -63,7 +63,7 @@ def test_a_dead_link_is_found(target, tmp_path):
     """The link stands at the end of a page, put there while the site is built."""
     (tmp_path / "dead_link.py").write_text(
         "def on_page_markdown(markdown, page, **_):\n"
-        "    if page.file.src_uri == 'docs/limits.md':\n"
+        "    if page.file.src_uri == 'docs/reference/limits.md':\n"
         f"        return markdown + '[dead]({target})'\n"
     )
     config = {

@@ -3,8 +3,8 @@
     fuzz_requests.py [--mutations N] [--seed S] [--first I]
 
 Mutation I of seed S is always the same. An error must have a code of REFUSALS and a reason that
-docs/errors.md lists, and name the field if it is INVALID_ARGUMENT; a call with an unreadable
-message must not be answered with OK. In between, the servers must be idle, their memory flat, and
+docs/reference/errors.md lists, and name the field if it is INVALID_ARGUMENT; a call with an
+unreadable message must not be answered with OK. In between, the servers must be idle, their memory flat, and
 the replies to fixed requests the same bits. `make mutate` runs this.
 """
 
@@ -59,7 +59,9 @@ REFUSALS = frozenset(
 # Further codes of a publication whose receiver does not answer.
 UNREACHABLE = frozenset({StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED})
 REASONS = frozenset(
-    re.findall(r"^\| `([A-Z_]+)` \|", (harness.REPOSITORY / "docs/errors.md").read_text(), re.M)
+    re.findall(
+        r"^\| `([A-Z_]+)` \|", (harness.REPOSITORY / "docs/reference/errors.md").read_text(), re.M
+    )
 )
 # Deadline of a call: a damaged request costs little.
 CALL_SECONDS = 60.0

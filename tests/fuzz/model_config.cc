@@ -1,5 +1,5 @@
 // Fuzz target: config.json of a model.
-#include "common/model/model_config.h"
+#include "common/model/config/model_config.h"
 
 #include "absl/strings/string_view.h"
 #include "tests/fuzz/fuzz_target.h"

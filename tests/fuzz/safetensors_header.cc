@@ -1,5 +1,5 @@
 // Fuzz target: the JSON header of a safetensors file.
-#include "common/tensor/safetensors_header.h"
+#include "common/tensor/safetensors/safetensors_header.h"
 
 #include "absl/strings/string_view.h"
 #include "tests/fuzz/fuzz_target.h"

@@ -1,6 +1,6 @@
 // Fuzz target: tokenizer.json of a model.
 #include "absl/strings/string_view.h"
-#include "common/tandem/vocabulary.h"
+#include "common/coauthoring/vocabulary.h"
 #include "tests/fuzz/fuzz_target.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -1,4 +1,4 @@
-"""Checks packed servers on this machine's device, part by part (docs/cuda.md).
+"""Checks packed servers on this machine's device, part by part (docs/operations/cuda.md).
 
     check.py [PART…]    without names: every part, in the order of `stages` (parts.py)
 

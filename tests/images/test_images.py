@@ -18,7 +18,7 @@ from engine import BASE, BILL, PORTS, REPOSITORY, SERVERS, TARGETS, USER, image
 from tandem.rpc.client import RolloutClient
 from tandem.rpc.requests import Prompt
 
-# Most bytes of an image's files: a tenth more than measured (docs/containers.md has the sizes).
+# Most bytes of an image's files: a tenth more than measured, in docs/operations/containers.md.
 LARGEST = {
     "rollout": 530e6,
     "trainer": 530e6,

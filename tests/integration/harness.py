@@ -347,7 +347,7 @@ def batch_metrics(
     rewards: Sequence[float],
     sentence_ends: Collection[int],
 ) -> dict[str, float]:
-    """Metrics of rewards, authorship and sizes of a batch, as docs/metrics.md defines them."""
+    """Metrics of rewards, authorship and sizes of a batch, by docs/reference/metrics.md."""
     masks = [np.array(mask(trajectory)) for trajectory in trajectories]
     responses = [tokens(trajectory) for trajectory in trajectories]
     count = sum(map(len, responses))

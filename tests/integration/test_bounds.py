@@ -20,7 +20,7 @@ from tandem.rpc.client import RolloutClient
 
 SERVICE = "/tandem.rollout.v1.RolloutService/"
 MIB = 1 << 20
-# Bounds of docs/limits.md: bytes of incomplete messages, bytes of unanswered requests.
+# Bounds of docs/reference/limits.md: bytes of incomplete messages, bytes of unanswered requests.
 UNFINISHED_BYTES = 256 * MIB
 REQUEST_BYTES = 256 * MIB
 # Memory of calls, connections and the allocator, beyond the bounded bytes.

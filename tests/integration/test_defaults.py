@@ -1,4 +1,4 @@
-"""docs/configuration.md, the contract and the client name the defaults that the servers fill in."""
+"""The reference page, the contract and the client name the defaults that the servers fill in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.requests import Prompt
 from tandem.settings.run import SamplingSettings
 
-PAGE = (harness.REPOSITORY / "docs/configuration.md").read_text()
+PAGE = (harness.REPOSITORY / "docs/reference/configuration.md").read_text()
 # Overrides to resolve each role with: a strategy's fields have defaults when it is chosen.
 OVERRIDES = {
     "rollout": [[]],

@@ -61,7 +61,7 @@ def test_the_authors_of_a_handoff_follow_from_its_tokens(results, boundary, mode
 
 
 def test_every_key_of_an_evaluation_is_documented(results):
-    document = (harness.REPOSITORY / "docs/metrics.md").read_text()
+    document = (harness.REPOSITORY / "docs/reference/metrics.md").read_text()
     section = document.split("## `evals.jsonl`")[1].split("\n## ")[0]
     listed = re.findall(r"`([a-z_/]+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M)))
     assert {"step"}.union(*(one.summary() for one in results.values())) == set(listed)

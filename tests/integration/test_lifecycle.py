@@ -298,7 +298,7 @@ def test_a_client_of_another_role_is_told_the_role_that_it_needs(pair):
 
 def test_every_metric_that_a_server_exports_is_documented(pair, rollout):
     rollout.generate(prompts(1, {"prob_senior": 0.5}))
-    document = (harness.REPOSITORY / "docs/metrics.md").read_text()
+    document = (harness.REPOSITORY / "docs/reference/metrics.md").read_text()
     documented = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", document, re.MULTILINE))
     for server in pair.servers:
         exported = dict(

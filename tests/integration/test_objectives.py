@@ -1,4 +1,4 @@
-"""Every objective in docs/objectives.md, and in the recipes that it names, trains."""
+"""Every objective in docs/guides/objectives.md, and in the recipes that it names, trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 from tandem.cluster.local import LocalCluster
 
-PAGE = (harness.REPOSITORY / "docs/objectives.md").read_text()
+PAGE = (harness.REPOSITORY / "docs/guides/objectives.md").read_text()
 RECIPES = sorted(re.findall(r"\(\.\./(examples/recipes/\w+)\.yaml\)", PAGE))
 
 

@@ -543,7 +543,7 @@ def test_commands_take_the_credentials_of_the_cluster_that_runs(
 
 
 def test_a_reader_looks_and_a_user_computes(secured, directory, models, tmp_path):
-    """No command needs a larger role than docs/security.md says."""
+    """No command needs a larger role than docs/operations/security.md says."""
     config = harness.run_settings(tmp_path, models, secured, eval={"modes": ["solo"]})
     values = config.model_dump(mode="json", exclude_none=True)
     file = tmp_path / "run.yaml"

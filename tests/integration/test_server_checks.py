@@ -94,7 +94,7 @@ def test_the_help_of_a_server_names_its_options_and_the_page_of_its_settings(rol
     command = [find_binary(f"tandem-{role}-server"), "--help"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "--config" in said
-    assert "docs/configuration.md" in said
+    assert "docs/reference/configuration.md" in said
 
 
 def test_a_family_that_is_not_supported_is_refused_by_name(tmp_path):

@@ -1,4 +1,4 @@
-"""The memory in the table of docs/cluster.md is what the servers' --check-config prints."""
+"""The memory in the table of the page on clusters is what the servers' --check-config prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import harness
 import pytest
 from tandem.cluster.local import find_binary
 
-PAGE = (harness.REPOSITORY / "docs/cluster.md").read_text()
+PAGE = (harness.REPOSITORY / "docs/operations/cluster.md").read_text()
 ROWS = re.findall(
     r"^\| ([\w.-]+) \| (trainer|critic|rollout) \|\s*`?(.*?)`?\s*\| (\d+) \| ([\d.]+) \|$",
     PAGE,

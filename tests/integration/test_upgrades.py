@@ -1,4 +1,4 @@
-"""The promises of docs/upgrade.md about files and calls of other versions."""
+"""The promises of docs/operations/upgrade.md about files and calls of other versions."""
 
 from __future__ import annotations
 

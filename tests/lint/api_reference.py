@@ -65,7 +65,7 @@ Generated from the docstrings of `clients/python/tandem` by `make format`; chang
 
 
 def api_page() -> str:
-    """The text of docs/api.md, before its lines are wrapped."""
+    """The text of docs/reference/api.md, before its lines are wrapped."""
     if str(PACKAGE) not in sys.path:
         sys.path.insert(0, str(PACKAGE))
     return "\n".join([_HEAD, *(_section(module, names) for module, names in SECTIONS.items())])

@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
     "common/tensor": {"common/base"},
     "common/weights": {"common/base", "common/tensor"},
     "common/kernels": {"common/base", "common/tensor"},
-    "common/tandem": {"common/base", "common/tensor", "common/kernels"},
+    "common/coauthoring": {"common/base", "common/tensor", "common/weights", "common/kernels"},
     "common/ops": {"common/base", "common/tensor", "common/kernels"},
     "common/model": {
         "common/base",
@@ -48,7 +48,8 @@ LAYERS: dict[str, set[str]] = {
         "common/loss",
     },
     "common/checkpoint": {"common/base", "common/tensor"},
-    "common/training": {"common/base", "common/tensor", "common/ops", "common/loss"},
+    "common/optim": {"common/base", "common/tensor"},
+    "common/steps": {"common/base", "common/tensor", "common/weights", "common/optim"},
     "common/ranks": {"common/base", "common/tensor", "common/ops"},
     "common/parallel": {
         "common/base",
@@ -59,9 +60,17 @@ LAYERS: dict[str, set[str]] = {
         "common/ops",
         "common/loss",
         "common/model",
-        "common/training",
+        "common/optim",
+        "common/steps",
     },
-    "common/config": {"common/base", "common/tensor", "common/kernels", "common/tandem", "proto"},
+    "common/config": {
+        "common/base",
+        "common/tensor",
+        "common/kernels",
+        "common/coauthoring",
+        "common/parallel",
+        "proto",
+    },
     # Converts between messages and the plain structs of these layers; rule 2 keeps torch out.
     "common/rpc": {
         "common/base",
@@ -69,23 +78,28 @@ LAYERS: dict[str, set[str]] = {
         "common/tensor",
         "common/weights",
         "common/kernels",
-        "common/tandem",
+        "common/coauthoring",
         "common/model",
         "proto",
     },
 }
 _COMMON = {name for name in LAYERS if name.startswith("common/")}
 # The halves of engines and services that trainer and critic share.
-LAYERS["services/training"] = _COMMON - {"common/rpc", "common/config"}
-LAYERS["services/training/service"] = {"services/training", *_COMMON, "proto"}
-_TRAINING = {"services/training", "services/training/service"}
+LAYERS["services/training_core"] = _COMMON - {"common/rpc", "common/config"}
+LAYERS["services/training_core/service"] = {"services/training_core", *_COMMON, "proto"}
+_TRAINING = {"services/training_core", "services/training_core/service"}
 for _server in ("rollout", "trainer", "critic"):
     _engine, _service = f"services/{_server}/engine", f"services/{_server}/service"
-    LAYERS[_engine] = (_COMMON - {"common/rpc", "common/config"}) | {"services/training"}
+    LAYERS[_engine] = (_COMMON - {"common/rpc", "common/config"}) | {"services/training_core"}
     LAYERS[_service] = {_engine, *_TRAINING, *_COMMON, "proto"}
     LAYERS[f"services/{_server}"] = {_engine, _service, *_COMMON, "proto"}
 # A rollout server has ranks but does not train.
-LAYERS["services/rollout/engine"] -= {"common/parallel", "common/training", "services/training"}
+LAYERS["services/rollout/engine"] -= {
+    "common/parallel",
+    "common/optim",
+    "common/steps",
+    "services/training_core",
+}
 
 SOURCE_FOLDERS = ("common", "services")
 SOURCE_SUFFIXES = {".h", ".cc", ".cu", ".cuh"}

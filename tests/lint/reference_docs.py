@@ -3,11 +3,11 @@
     reference_docs.py update    writes them
     reference_docs.py check     fails when a page differs from what would be written
 
-docs/configuration.md: every field of the three server configurations, with its comment in the
-schema. docs/run-file.md and docs/run-file.schema.json: every setting of a run file.
-docs/errors.md: the reasons in common/base/error_reasons.h. docs/api.md: the docstrings of the
-Python client. In the Python client's package, remedies.json: the remedies of the reasons, and
-renamed_names.json: the table in common/config/renamed_names.h.
+In docs/reference: configuration.md has every field of the three server configurations, with its
+comment in the schema; run-file.md and run-file.schema.json every setting of a run file; errors.md
+the reasons in common/base/errors/error_reasons.h; api.md the docstrings of the Python client. In the
+client's package: remedies.json has the remedies of the reasons, and rpc/renamed_names.json the table
+in common/config/renamed_names.h.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from run_file_reference import comments, json_schema, run_file_page
 
 CONFIG_PROTO = "tandem/config/v1/server_config.proto"
 SERVERS = ("Rollout", "Trainer", "Critic")
-REASONS = REPOSITORY / "common/base/error_reasons.h"
+REASONS = REPOSITORY / "common/base/errors/error_reasons.h"
 RENAMED = REPOSITORY / "common/config/renamed_names.h"
 
 FieldProto = descriptor_pb2.FieldDescriptorProto
@@ -152,7 +152,7 @@ class Schema:
 
 
 def configuration_page(schema: Schema) -> str:
-    """The text of docs/configuration.md, before its lines are wrapped."""
+    """The text of docs/reference/configuration.md, before its lines are wrapped."""
     lines = [
         "# Configuration of the servers",
         "",
@@ -217,11 +217,11 @@ def reasons(header: str) -> list[Reason]:
 
 
 def errors_page(header: str) -> str:
-    """The text of docs/errors.md, before its lines are wrapped."""
+    """The text of docs/reference/errors.md, before its lines are wrapped."""
     lines = [
         "# Reasons of errors",
         "",
-        "Generated from `common/base/error_reasons.h` by `make format`; change them there.",
+        "Generated from `common/base/errors/error_reasons.h` by `make format`; change them there.",
         "",
         "An error carries a gRPC code, a message, and where they apply details of `google.rpc`: the"
         " dotted path of the field (`BadRequest`), a delay before the next attempt (`RetryInfo`),"
@@ -258,11 +258,11 @@ def pages() -> dict[Path, str]:
     schema = Schema.compile()
     run_file = comments(), schema.objective_comment
     return {
-        REPOSITORY / "docs/configuration.md": wrapped(configuration_page(schema)),
-        REPOSITORY / "docs/run-file.md": wrapped(run_file_page(*run_file)),
-        REPOSITORY / "docs/run-file.schema.json": json_schema(*run_file),
-        REPOSITORY / "docs/errors.md": wrapped(errors_page(REASONS.read_text())),
-        REPOSITORY / "docs/api.md": wrapped(api_page()),
+        REPOSITORY / "docs/reference/configuration.md": wrapped(configuration_page(schema)),
+        REPOSITORY / "docs/reference/run-file.md": wrapped(run_file_page(*run_file)),
+        REPOSITORY / "docs/reference/run-file.schema.json": json_schema(*run_file),
+        REPOSITORY / "docs/reference/errors.md": wrapped(errors_page(REASONS.read_text())),
+        REPOSITORY / "docs/reference/api.md": wrapped(api_page()),
         REPOSITORY / "clients/python/tandem/remedies.json": remedies(REASONS.read_text()),
         REPOSITORY / "clients/python/tandem/rpc/renamed_names.json": json.dumps(
             renamed_names(RENAMED.read_text()), indent=2

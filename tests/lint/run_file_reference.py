@@ -67,7 +67,7 @@ def _comments_of(source: str) -> dict[tuple[str, str], str]:
 
 
 def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
-    """Returns the text of docs/run-file.md, before its lines are wrapped.
+    """Returns the text of docs/reference/run-file.md, before its lines are wrapped.
 
     `objective` gives the comment of a field of PolicyObjective.
     """
@@ -103,7 +103,7 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
 
 
 def json_schema(comment: Comment, objective: Callable[[str], str]) -> str:
-    """Returns the text of docs/run-file.schema.json."""
+    """Returns the text of docs/reference/run-file.schema.json."""
     schema = RunSettings.model_json_schema()
     classes = {section.__name__: section for _, section in _sections("", RunSettings)}
     for name, body in [("RunSettings", schema), *schema.get("$defs", {}).items()]:

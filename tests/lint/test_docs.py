@@ -9,8 +9,8 @@ import pytest
 from check_layers import REPOSITORY
 from tandem.openai_server import errors, fields
 
-DOCUMENT = (REPOSITORY / "docs/metrics.md").read_text()
-RANKS = (REPOSITORY / "docs/ranks.md").read_text()
+DOCUMENT = (REPOSITORY / "docs/reference/metrics.md").read_text()
+RANKS = (REPOSITORY / "docs/operations/ranks.md").read_text()
 README = (REPOSITORY / "README.md").read_text()
 
 
@@ -65,7 +65,7 @@ def test_example_clusters_are_valid(file: Path):
 
 
 def test_the_variables_of_a_rank_are_those_that_servers_read():
-    code = (REPOSITORY / "common/base/rank_environment.cc").read_text()
+    code = (REPOSITORY / "common/base/machine/rank_environment.cc").read_text()
     table = re.findall(r"^\| `([A-Z_]+)` \|", RANKS, re.MULTILINE)
     assert sorted(table) == sorted(set(re.findall(r'Variable\("(\w+)"', code)))
 
@@ -79,7 +79,7 @@ def test_the_page_of_kernels_names_every_entry_and_every_kernel():
     kernels = re.findall(r'(?:\.name = |SimdKernels\()"(\w+)"', header + sources)
     assert {"linear", "bfloat16_product"} <= set(entries)
     assert {"portable", "aten", "amx"} <= set(kernels)
-    page = set(re.findall(r"`(\w+)`", (REPOSITORY / "docs/kernels.md").read_text()))
+    page = set(re.findall(r"`(\w+)`", (REPOSITORY / "docs/internals/kernels.md").read_text()))
     assert {*entries, *kernels} - page == set()
 
 
@@ -87,12 +87,12 @@ def test_every_field_of_the_objective_is_on_its_page():
     proto = (REPOSITORY / "proto/tandem/trainer/v1/objective.proto").read_text()
     fields = re.findall(r"^  (?:optional )?\w+ (\w+) = \d+;", proto, re.M)
     assert "clip_ratio_low" in fields
-    page = set(re.findall(r"\w+", (REPOSITORY / "docs/objectives.md").read_text()))
+    page = set(re.findall(r"\w+", (REPOSITORY / "docs/guides/objectives.md").read_text()))
     assert set(fields) - page == set()
 
 
 def test_every_recipe_of_the_architecture_names_an_example():
-    document = REPOSITORY / "docs/architecture.md"
+    document = REPOSITORY / "docs/internals/architecture.md"
     _, section = document.read_text().split("\n## Recipes\n")
     _, *recipes = re.split(r"^### ", section, flags=re.M)
     assert len(recipes) == 9
@@ -101,7 +101,7 @@ def test_every_recipe_of_the_architecture_names_an_example():
 
 
 def test_the_page_of_openais_api_names_its_fields_and_statuses():
-    page = (REPOSITORY / "docs/openai.md").read_text()
+    page = (REPOSITORY / "docs/guides/openai.md").read_text()
     ignored, refused = (
         set(re.findall(r"`(\w+)`", re.search(rf"{words}[^:]*: ([^.]*)\.", page)[1]))
         for words in ("These are ignored", "These are refused")

@@ -30,5 +30,5 @@ def test_a_family_stands_in_every_place(model_type, prefix, place):
     text = "".join(file.read_text(encoding="utf-8") for file in REPOSITORY.glob(place))
     assert re.search(pattern, text), (
         f'{TABLE} has the family "{model_type}" ({prefix}): add it to {place}, which needs '
-        f"the text {pattern!r} (docs/architecture.md, Add a model family)"
+        f"the text {pattern!r} (docs/internals/architecture.md, Add a model family)"
     )

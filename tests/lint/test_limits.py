@@ -1,4 +1,4 @@
-"""The bounds and error codes in docs/limits.md are those of the code."""
+"""The bounds and error codes in docs/reference/limits.md are those of the code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 from check_layers import REPOSITORY
 
-DOCUMENT = (REPOSITORY / "docs/limits.md").read_text()
-SETTINGS = (REPOSITORY / "docs/configuration.md").read_text()
+DOCUMENT = (REPOSITORY / "docs/reference/limits.md").read_text()
+SETTINGS = (REPOSITORY / "docs/reference/configuration.md").read_text()
 
 # Units of a bound in the table, in bytes or seconds, and of a duration in the code.
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "s": 1, "h": 3600}

@@ -62,7 +62,7 @@ def test_every_renamed_name_is_read_and_its_new_name_exists():
     contract = {
         field.name for message in Schema.compile().messages.values() for field in message.field
     }
-    reported = (REPOSITORY / "common/rpc/metric_names.h").read_text()
+    reported = (REPOSITORY / "common/rpc/metrics/metric_names.h").read_text()
     for old, new in names.items():
         assert new in contract or f'"{new}"' in reported, (old, new)
         assert old not in contract

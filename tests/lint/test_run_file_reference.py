@@ -9,7 +9,7 @@ import pytest
 import yaml
 from check_layers import REPOSITORY
 
-SCHEMA = json.loads((REPOSITORY / "docs/run-file.schema.json").read_text())
+SCHEMA = json.loads((REPOSITORY / "docs/reference/run-file.schema.json").read_text())
 RUN_FILES = sorted(
     path
     for path in (REPOSITORY / "examples").rglob("*.yaml")

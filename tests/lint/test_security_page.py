@@ -1,4 +1,4 @@
-"""docs/security.md names the roles, settings and variables that the code has."""
+"""docs/operations/security.md names the roles, settings and variables that the code has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from check_layers import REPOSITORY
 from roles import ROLES, methods_of
 from tandem.rpc.credentials import FIELDS, variable
 
-PAGE = (REPOSITORY / "docs/security.md").read_text()
+PAGE = (REPOSITORY / "docs/operations/security.md").read_text()
 
 
 def roles_of_the_contract():
@@ -42,7 +42,7 @@ def test_settings_and_variables_exist():
 
 
 def test_metrics_exist():
-    names = (REPOSITORY / "common/rpc/metric_names.h").read_text()
+    names = (REPOSITORY / "common/rpc/metrics/metric_names.h").read_text()
     mentioned = re.findall(r"`(tandem_\w+)", PAGE)
     assert mentioned
     for name in mentioned:

@@ -3,9 +3,9 @@
 //   tandem-config-probe --keys > keys.json
 //   tandem-config-probe --configs configs.json > resolved.json
 //
-// --keys prints the tables of keys of every family (common/model/config_keys.h) by model_type,
-// object and key. --configs prints what each config.json of an array becomes: its "config", or its
-// "error" and the "field" of the error.
+// --keys prints the tables of keys of every family (common/model/config/config_keys.h) by
+// model_type, object and key. --configs prints what each config.json of an array becomes: its
+// "config", or its "error" and the "field" of the error.
 #include <CLI/CLI.hpp>
 #include <fstream>
 #include <iostream>
@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "common/base/error.h"
-#include "common/model/config_keys.h"
+#include "common/base/errors/error.h"
+#include "common/model/config/config_keys.h"
+#include "common/model/config/model_config.h"
 #include "common/model/family.h"
-#include "common/model/model_config.h"
 
 namespace tandem {
 namespace {

@@ -26,13 +26,13 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
 #include "common/model/model.h"
-#include "common/model/router_losses.h"
+#include "common/model/passes/router_losses.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/ops/ops.h"
-#include "common/tensor/aten_bytes.h"
-#include "common/tensor/safetensors.h"
+#include "common/tensor/aten/aten_bytes.h"
+#include "common/tensor/safetensors/safetensors.h"
 
 namespace tandem {
 namespace {

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
+#include "common/speculator/adapters/speculator_loss.h"
 #include "common/speculator/speculator_files.h"
-#include "common/speculator/speculator_loss.h"
-#include "common/tensor/aten_bytes.h"
-#include "common/tensor/safetensors.h"
+#include "common/tensor/aten/aten_bytes.h"
+#include "common/tensor/safetensors/safetensors.h"
 
 namespace tandem::speculator {
 namespace {

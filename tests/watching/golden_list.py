@@ -1,4 +1,4 @@
-"""The golden list of metrics, from common/rpc/metric_names.h and docs/metrics.md."""
+"""The golden list of metrics, from metric_names.h and docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-METRIC_NAMES = (REPOSITORY / "common/rpc/metric_names.h").read_text()
-DOCUMENT = (REPOSITORY / "docs/metrics.md").read_text()
+METRIC_NAMES = (REPOSITORY / "common/rpc/metrics/metric_names.h").read_text()
+DOCUMENT = (REPOSITORY / "docs/reference/metrics.md").read_text()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def exported_metrics() -> dict[str, Metric]:
 
 
 def documented_metrics() -> dict[str, Metric]:
-    """The table of docs/metrics.md."""
+    """The table of docs/reference/metrics.md."""
     row = r"^\| `((?:grpc_server|process|tandem)_\w+)` \| (\w+) \| (.*?) \| (.*?) \|$"
     return {
         name: Metric(kind, tuple(re.findall(r"`(\w+)`", labels)), meaning)

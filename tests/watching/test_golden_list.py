@@ -1,4 +1,4 @@
-"""The table of metrics in docs/metrics.md is that of the code; names keep to conventions."""
+"""The table of metrics in the reference is that of the code; names keep to conventions."""
 
 from __future__ import annotations
 

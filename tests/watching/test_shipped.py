@@ -226,7 +226,7 @@ def test_alerts_say_what_is_wrong_and_where_the_remedy_is(name):
     assert "for" in rule
     assert rule["annotations"]["summary"].endswith(".")
     assert rule["annotations"]["description"].endswith(".")
-    assert rule["annotations"]["runbook"] == f"docs/metrics.md#{name.lower()}"
+    assert rule["annotations"]["runbook"] == f"docs/reference/metrics.md#{name.lower()}"
     assert f"\n### {name}\n" in DOCUMENT
 
 

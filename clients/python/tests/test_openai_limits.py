@@ -295,7 +295,7 @@ async def test_requests_are_bounded(app, monkeypatch):
 
 
 def test_the_bounds_are_those_of_the_page():
-    """docs/limits.md has every bound; its lint test compares the numbers."""
-    page = (fakes.REPOSITORY / "docs/limits.md").read_text()
+    """docs/reference/limits.md has every bound; its lint test compares the numbers."""
+    page = (fakes.REPOSITORY / "docs/reference/limits.md").read_text()
     names = [name for name in vars(limits) if name.isupper() and name != "RETRY_SECONDS"]
     assert [name for name in names if f"`{name}`" not in page] == []

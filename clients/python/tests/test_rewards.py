@@ -212,7 +212,7 @@ def test_a_reward_that_no_trainer_takes_names_its_row_and_can_be_skipped(tmp_pat
 
 
 def test_the_bound_of_a_reward_is_the_trainers():
-    code = (REPOSITORY / "services/trainer/engine/batch_check.cc").read_text()
+    code = (REPOSITORY / "services/trainer/engine/steps/batch_check.cc").read_text()
     [bound] = re.findall(r"kMaxReward = (\S+);", code)
     assert float(bound) == MAX_REWARD
 

@@ -146,13 +146,13 @@ def test_the_page_names_every_span_and_every_attribute():
     attributes = set(re.findall(attribute, code["tracing.py"] + code["loop.py"]))
     assert {"step", "generate", "checkpoint"} < spans
     assert {"rpc.grpc.status_code", "tandem.step", "error.type"} < attributes
-    page = (Path(__file__).parents[3] / "docs/tracing.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/operations/tracing.md").read_text()
     table = set(re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\|.*", page, re.MULTILINE))))
     assert spans | attributes <= table
 
 
 def test_the_program_of_the_page_traces_its_call_in_its_span(exporter, address):
-    page = (Path(__file__).parents[3] / "docs/tracing.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/operations/tracing.md").read_text()
     [program] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert "127.0.0.1:7701" in program
     exec(program.replace("127.0.0.1:7701", address), {})

@@ -1,5 +1,5 @@
 // Kernels on the CPU: raw pointers, one thread; common/ops and common/loss divide the work among
-// threads. docs/kernels.md says which kernel runs where.
+// threads. docs/internals/kernels.md says which kernel runs where.
 //
 // The float32 kernels are batch-invariant: the bits of a row or an element depend on its own
 // operands only, never on how many others a call computes or how the caller divides them. The same
@@ -273,7 +273,7 @@ struct ProductKernel {
   // libtorch also multiplies where m, n or k is smaller: packing would take longer than that.
   int64_t min_size = 0;
   // Whether a product is computed again faster than its result is kept in main memory: the loss
-  // then recomputes logits (LossMode::kAuto in common/loss/fused_output_loss.h).
+  // then recomputes logits (LossMode::kAuto in common/loss/logits/fused_output_loss.h).
   bool prefers_recompute = false;
 };
 

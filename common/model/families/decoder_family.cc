@@ -8,15 +8,15 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/model/config_fields.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/config_fields.h"
+#include "common/model/config/rope_config.h"
 #include "common/model/families/expert_options.h"
-#include "common/model/families/family_keys.h"
+#include "common/model/families/keys/family_keys.h"
 #include "common/model/families/latent_attention_family.h"
 #include "common/model/families/parameter_list.h"
-#include "common/model/rope_config.h"
-#include "common/model/shard.h"
+#include "common/model/parameters/shard.h"
 #include "common/model/vision/vision_parameters.h"
 
 namespace tandem {

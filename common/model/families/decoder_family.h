@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/model/config_keys.h"
+#include "common/model/config/config_keys.h"
 #include "common/model/family.h"
 
 namespace tandem {

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "common/model/config_fields.h"
-#include "common/model/model_config.h"
+#include "common/model/config/config_fields.h"
+#include "common/model/config/model_config.h"
 
 namespace tandem {
 

@@ -1,23 +1,23 @@
 // The table of families. Each row of it has a row in README.md, a name in
-// clients/python/tandem/models/importing.py and a case in tests/parity/test_transformers_parity.py, which
-// tests/lint/test_families.py compares.
+// clients/python/tandem/models/importing.py and a case in tests/parity/test_transformers_parity.py,
+// which tests/lint/test_families.py compares.
 #include <cmath>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/model/config_fields.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/config_fields.h"
+#include "common/model/config/rope_config.h"
 #include "common/model/families/decoder_family.h"
 #include "common/model/families/expert_options.h"
-#include "common/model/families/family_keys.h"
+#include "common/model/families/keys/family_keys.h"
 #include "common/model/families/latent_attention_family.h"
 #include "common/model/families/layer_windows.h"
 #include "common/model/families/vision_language_family.h"
 #include "common/model/family.h"
-#include "common/model/rope_config.h"
 #include "common/model/vision/read_vision_config.h"
 
 namespace tandem {

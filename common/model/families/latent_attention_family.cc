@@ -3,9 +3,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/model/rope_config.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/rope_config.h"
 
 namespace tandem {
 

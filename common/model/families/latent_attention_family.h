@@ -8,11 +8,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/model/config_fields.h"
+#include "common/model/config/config_fields.h"
+#include "common/model/config/model_config.h"
 #include "common/model/families/parameter_list.h"
 #include "common/model/family.h"
-#include "common/model/layer_cache.h"
-#include "common/model/model_config.h"
+#include "common/model/passes/layer_cache.h"
 
 namespace tandem {
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/kernels/attention_window.h"
 
 namespace tandem {

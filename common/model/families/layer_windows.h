@@ -6,8 +6,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/model/config_fields.h"
-#include "common/model/model_config.h"
+#include "common/model/config/config_fields.h"
+#include "common/model/config/model_config.h"
 
 namespace tandem {
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/model/parameter_spec.h"
+#include "common/model/config/parameter_spec.h"
 
 namespace tandem {
 

@@ -5,10 +5,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/model/config_fields.h"
-#include "common/model/families/family_keys.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/config_fields.h"
+#include "common/model/families/keys/family_keys.h"
 
 namespace tandem {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "common/model/kv_cache.h"
 #include "common/model/model.h"
+#include "common/model/passes/kv_cache.h"
 
 namespace tandem {
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "common/model/config/model_config.h"
 #include "common/model/family.h"
 #include "common/model/model.h"
-#include "common/model/model_config.h"
 
 namespace tandem {
 

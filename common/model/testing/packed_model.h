@@ -7,7 +7,7 @@
 
 #include "common/kernels/weight_format.h"
 #include "common/model/model.h"
-#include "common/model/parameter.h"
+#include "common/model/parameters/parameter.h"
 
 namespace tandem {
 

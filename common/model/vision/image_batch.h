@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "common/model/ragged_batch.h"
+#include "common/model/passes/ragged_batch.h"
 #include "common/model/vision/prompt_images.h"
 
 namespace tandem {

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 
 namespace tandem {
 namespace {

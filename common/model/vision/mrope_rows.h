@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "common/model/ragged_batch.h"
-#include "common/ops/rotary_table.h"
+#include "common/model/passes/ragged_batch.h"
+#include "common/ops/attention/rotary_table.h"
 
 namespace tandem {
 

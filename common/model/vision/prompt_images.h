@@ -9,9 +9,9 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "common/base/vision_reference.h"
 #include "common/model/vision/image_positions.h"
 #include "common/model/vision/vision_config.h"
+#include "common/tensor/vision_reference.h"
 
 namespace tandem {
 

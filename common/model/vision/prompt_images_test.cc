@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 
 namespace tandem {
 namespace {

@@ -4,11 +4,11 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/model/config_keys.h"
-#include "common/model/families/family_keys.h"
-#include "common/model/rope_config.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/config_keys.h"
+#include "common/model/config/rope_config.h"
+#include "common/model/families/keys/family_keys.h"
 
 namespace tandem {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "absl/status/statusor.h"
-#include "common/model/config_fields.h"
+#include "common/model/config/config_fields.h"
 #include "common/model/vision/vision_config.h"
 
 namespace tandem {

@@ -8,7 +8,7 @@
 #include <numbers>
 
 #include "common/ops/ops.h"
-#include "common/ops/parallel_for.h"
+#include "common/ops/threads/parallel_for.h"
 
 namespace tandem {
 namespace {

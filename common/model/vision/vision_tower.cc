@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
-#include "common/model/model_config.h"
-#include "common/model/rope.h"
+#include "common/model/config/model_config.h"
+#include "common/model/passes/rope.h"
 #include "common/model/vision/vision_layout.h"
 #include "common/model/vision/vision_ops.h"
 #include "common/ops/ops.h"

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "common/model/parameter_store.h"
+#include "common/model/parameters/parameter_store.h"
 #include "common/model/vision/vision_config.h"
-#include "common/ops/linear_weight.h"
-#include "common/ops/rotary_table.h"
+#include "common/ops/attention/rotary_table.h"
+#include "common/ops/linear/linear_weight.h"
 
 namespace tandem {
 

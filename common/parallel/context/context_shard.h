@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/model/ragged_batch.h"
+#include "common/model/passes/ragged_batch.h"
 #include "common/ranks/communicator.h"
 
 namespace tandem::parallel {

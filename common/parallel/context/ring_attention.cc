@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "common/ops/partial_attention.h"
-#include "common/ops/saved_object.h"
+#include "common/ops/attention/partial_attention.h"
+#include "common/ops/linear/saved_object.h"
 
 namespace tandem::parallel {
 namespace {

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "common/model/attention_context.h"
+#include "common/model/passes/attention_context.h"
 #include "common/parallel/context/context_shard.h"
 #include "common/ranks/communicator.h"
 

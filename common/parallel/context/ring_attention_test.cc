@@ -13,7 +13,7 @@
 #include "common/model/testing/image_batches.h"
 #include "common/model/testing/models.h"
 #include "common/ops/ops.h"
-#include "common/parallel/block_pass.h"
+#include "common/parallel/zero/block_pass.h"
 #include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::parallel {

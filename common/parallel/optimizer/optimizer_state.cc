@@ -15,13 +15,13 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "common/base/bounded_json.h"
-#include "common/base/confined_folder.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/confined_folder.h"
+#include "common/optim/adamw.h"
 #include "common/parallel/held_values.h"
-#include "common/tensor/aten_bytes.h"
-#include "common/tensor/safetensors.h"
-#include "common/training/adamw.h"
+#include "common/tensor/aten/aten_bytes.h"
+#include "common/tensor/safetensors/safetensors.h"
 
 namespace tandem::parallel {
 namespace {

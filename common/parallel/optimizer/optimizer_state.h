@@ -14,7 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "common/parallel/parameter_range.h"
-#include "common/tensor/named_tensors.h"
+#include "common/tensor/aten/named_tensors.h"
 
 namespace tandem::parallel {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "common/model/parameter.h"
+#include "common/model/parameters/parameter.h"
 
 namespace tandem::parallel {
 

@@ -8,12 +8,12 @@
 #include <utility>
 
 #include "absl/types/span.h"
-#include "common/base/not_finite.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/not_finite.h"
+#include "common/base/errors/status_macros.h"
+#include "common/optim/learning_rate.h"
 #include "common/parallel/optimizer/shard_plan.h"
 #include "common/ranks/rank_agreement.h"
-#include "common/tensor/catch_torch_errors.h"
-#include "common/training/learning_rate.h"
+#include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::parallel {
 

@@ -22,11 +22,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/model/model.h"
+#include "common/optim/adamw.h"
+#include "common/optim/optimizer_options.h"
 #include "common/parallel/optimizer/optimizer_state.h"
 #include "common/parallel/strategy.h"
 #include "common/ranks/communicator.h"
-#include "common/training/adamw.h"
-#include "common/training/optimizer_options.h"
 
 namespace tandem::parallel {
 

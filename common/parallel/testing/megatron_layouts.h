@@ -9,7 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "common/model/testing/tiny_model_dir.h"
-#include "common/parallel/megatron_options.h"
+#include "common/parallel/megatron/megatron_options.h"
 #include "common/parallel/testing/same_training.h"
 #include "common/parallel/testing/tiny_kinds.h"
 #include "common/ranks/communicator.h"

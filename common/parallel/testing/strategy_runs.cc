@@ -10,8 +10,8 @@
 #include <memory>
 #include <utility>
 
-#include "common/loss/linear_cross_entropy.h"
-#include "common/model/router_losses.h"
+#include "common/loss/logits/linear_cross_entropy.h"
+#include "common/model/passes/router_losses.h"
 #include "common/model/testing/image_batches.h"
 
 namespace tandem::parallel {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "common/model/model.h"
+#include "common/optim/optimizer_options.h"
 #include "common/parallel/strategy.h"
-#include "common/training/optimizer_options.h"
 
 namespace tandem::parallel {
 

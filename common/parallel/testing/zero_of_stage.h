@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/parallel/zero_options.h"
+#include "common/parallel/zero/zero_options.h"
 
 namespace tandem::parallel {
 

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "common/base/rank_environment.h"
+#include "common/base/machine/rank_environment.h"
 #include "common/ranks/communicator.h"
 
 namespace tandem::ranks {

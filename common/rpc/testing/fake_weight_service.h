@@ -6,8 +6,8 @@
 #include <functional>
 #include <utility>
 
-#include "common/rpc/server_main.h"
-#include "common/rpc/unary_handler.h"
+#include "common/rpc/calls/unary_handler.h"
+#include "common/rpc/server/server_main.h"
 #include "tandem/weights/v1/weights.grpc.pb.h"
 
 namespace tandem::rpc {

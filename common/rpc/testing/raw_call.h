@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "common/rpc/error_table.h"
+#include "common/rpc/calls/error_table.h"
 
 namespace tandem::rpc {
 

@@ -12,10 +12,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "common/base/steady_time.h"
-#include "common/rpc/call_executor.h"
-#include "common/rpc/channel.h"
-#include "common/rpc/server.h"
-#include "common/rpc/server_main.h"
+#include "common/rpc/calls/call_executor.h"
+#include "common/rpc/client/channel.h"
+#include "common/rpc/server/server.h"
+#include "common/rpc/server/server_main.h"
 
 namespace tandem::rpc {
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "common/kernels/weight_format.h"
-#include "common/ops/packed_weight.h"
+#include "common/ops/products/packed_weight.h"
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_kind.h"
 

@@ -1,7 +1,7 @@
 // For tests: the adapter of the kind "eagle", which registers itself.
 #include <memory>
 
-#include "common/speculator/speculator_adapter.h"
+#include "common/speculator/adapters/speculator_adapter.h"
 #include "common/speculator/testing/eagle_speculator.h"
 
 namespace tandem::speculator {

@@ -4,8 +4,8 @@
 
 #include <utility>
 
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/ops/ops.h"
 
 namespace tandem::speculator {

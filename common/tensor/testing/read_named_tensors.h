@@ -5,8 +5,8 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "common/base/status_macros.h"
-#include "common/tensor/aten_bytes.h"
+#include "common/base/errors/status_macros.h"
+#include "common/tensor/aten/aten_bytes.h"
 
 namespace tandem {
 

@@ -8,8 +8,8 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
-#include "common/base/status_macros.h"
-#include "common/tensor/safetensors_writer.h"
+#include "common/base/errors/status_macros.h"
+#include "common/tensor/safetensors/safetensors_writer.h"
 
 namespace tandem {
 

@@ -13,15 +13,15 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/value_loss.h"
 #include "common/model/model.h"
-#include "common/training/mini_batches.h"
-#include "common/training/sequence_check.h"
+#include "common/steps/mini_batches.h"
+#include "common/steps/sequence_check.h"
 #include "services/critic/engine/value_step.h"
-#include "services/training/training_core.h"
+#include "services/training_core/training_core.h"
 
 namespace tandem::critic {
 namespace {

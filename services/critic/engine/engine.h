@@ -8,7 +8,7 @@
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
 #include "services/critic/engine/types.h"
-#include "services/training/engine.h"
+#include "services/training_core/engine.h"
 
 namespace tandem::critic {
 

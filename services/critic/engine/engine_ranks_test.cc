@@ -12,8 +12,8 @@
 #include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "services/critic/engine/engine.h"
-#include "services/training/service/testing/resolved_options.h"
-#include "services/training/testing/only_result.h"
+#include "services/training_core/service/testing/resolved_options.h"
+#include "services/training_core/testing/only_result.h"
 
 namespace tandem::critic {
 namespace {

@@ -7,10 +7,10 @@
 #include <cmath>
 #include <utility>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/model/testing/tiny_model_dir.h"
-#include "services/training/service/testing/resolved_options.h"
-#include "services/training/testing/only_result.h"
+#include "services/training_core/service/testing/resolved_options.h"
+#include "services/training_core/testing/only_result.h"
 
 namespace tandem::critic {
 namespace {

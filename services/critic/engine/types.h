@@ -7,11 +7,11 @@
 #include <tuple>
 #include <vector>
 
-#include "common/base/vision_reference.h"
-#include "common/base/weights_version.h"
 #include "common/loss/value_loss.h"
-#include "common/training/mini_batches.h"
-#include "services/training/engine.h"
+#include "common/steps/mini_batches.h"
+#include "common/tensor/vision_reference.h"
+#include "common/weights/weights_version.h"
+#include "services/training_core/engine.h"
 
 namespace tandem::critic {
 

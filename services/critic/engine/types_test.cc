@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "services/training/testing/survives_as_bytes.h"
+#include "services/training_core/testing/survives_as_bytes.h"
 
 namespace tandem::critic {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "common/training/sequence_check.h"
+#include "common/steps/sequence_check.h"
 #include "services/critic/engine/types.h"
 
 namespace tandem::critic {

@@ -5,7 +5,7 @@
 #include <functional>
 #include <limits>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 
 namespace tandem::critic {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "common/base/status_macros.h"
-#include "services/training/service/training_config.h"
+#include "common/base/errors/status_macros.h"
+#include "services/training_core/service/training_config.h"
 
 namespace tandem::critic {
 namespace {

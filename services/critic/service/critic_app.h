@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/rpc/server_main.h"
+#include "common/rpc/server/server_main.h"
 #include "services/critic/engine/engine.h"
 #include "services/critic/service/critic_service.h"
 #include "tandem/config/v1/server_config.pb.h"

@@ -5,14 +5,14 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/rpc/phase_timer.h"
-#include "common/rpc/stream_handlers.h"
-#include "common/rpc/train_step_stream.h"
-#include "common/rpc/unary_handler.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/rpc/calls/stream_handlers.h"
+#include "common/rpc/calls/unary_handler.h"
+#include "common/rpc/metrics/phase_timer.h"
 #include "services/critic/service/convert.h"
-#include "services/training/service/sequence_batch_stream.h"
+#include "services/training_core/service/sequence_batch_stream.h"
+#include "services/training_core/service/train_step_stream.h"
 
 namespace tandem::critic {
 

@@ -6,10 +6,10 @@
 #include <cstdint>
 
 #include "absl/status/statusor.h"
-#include "common/rpc/call_executor.h"
-#include "common/rpc/metrics.h"
+#include "common/rpc/calls/call_executor.h"
+#include "common/rpc/metrics/metrics.h"
 #include "services/critic/engine/engine.h"
-#include "services/training/service/training_service.h"
+#include "services/training_core/service/training_service.h"
 #include "tandem/critic/v1/critic.grpc.pb.h"
 
 namespace tandem::critic {

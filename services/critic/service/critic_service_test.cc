@@ -4,9 +4,9 @@
 #include <limits>
 #include <thread>
 
-#include "common/base/error.h"
-#include "common/rpc/error_table.h"
-#include "common/rpc/proto_convert.h"
+#include "common/base/errors/error.h"
+#include "common/rpc/calls/error_table.h"
+#include "common/rpc/convert/proto_convert.h"
 #include "common/rpc/testing/server.h"
 #include "services/critic/service/convert.h"
 #include "services/critic/service/critic_app.h"

@@ -1,9 +1,9 @@
 #include "services/critic/service/memory.h"
 
-#include "common/base/status_macros.h"
-#include "common/model/model_config.h"
-#include "common/rpc/compute_config.h"
-#include "services/training/service/strategy_config.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/model_config.h"
+#include "common/rpc/convert/compute_config.h"
+#include "services/training_core/service/strategy_config.h"
 
 namespace tandem::critic {
 

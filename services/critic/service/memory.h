@@ -3,7 +3,7 @@
 #define TANDEM_SERVICES_CRITIC_SERVICE_MEMORY_H_
 
 #include "absl/status/statusor.h"
-#include "common/base/memory_plan.h"
+#include "common/base/machine/memory_plan.h"
 #include "tandem/config/v1/server_config.pb.h"
 
 namespace tandem::critic {

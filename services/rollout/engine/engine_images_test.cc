@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/model/testing/image_batches.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/testing/engine_calls.h"

@@ -17,13 +17,14 @@
 #include <thread>
 #include <utility>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/base/steady_time.h"
+#include "common/coauthoring/vocabulary.h"
 #include "common/model/testing/padded_model.h"
 #include "common/speculator/speculator_files.h"
 #include "common/speculator/speculator_update.h"
-#include "common/tandem/vocabulary.h"
 #include "common/weights/testing/stream_digest.h"
+#include "services/rollout/engine/models/torch_runner.h"
 #include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/gate.h"
 #include "services/rollout/engine/testing/random_speculator.h"
@@ -31,7 +32,6 @@
 #include "services/rollout/engine/testing/requests.h"
 #include "services/rollout/engine/testing/tiny_options.h"
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
-#include "services/rollout/engine/torch_runner.h"
 
 namespace tandem::rollout {
 namespace {

@@ -8,9 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "services/rollout/engine/lane_storage.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "services/rollout/engine/blocks/lane_storage.h"
 
 namespace tandem::rollout {
 namespace {

@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "services/rollout/engine/testing/tiny_options.h"
 
 namespace tandem::rollout {

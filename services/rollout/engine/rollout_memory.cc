@@ -8,14 +8,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/parameter_spec.h"
+#include "common/model/config/rope_config.h"
 #include "common/model/family.h"
-#include "common/model/layer_cache.h"
-#include "common/model/parameter_spec.h"
-#include "common/model/rope_config.h"
-#include "common/model/shard.h"
-#include "common/model/shard_numel.h"
+#include "common/model/parameters/shard.h"
+#include "common/model/parameters/shard_numel.h"
+#include "common/model/passes/layer_cache.h"
 #include "common/model/vision/vision_activations.h"
 
 namespace tandem::rollout {

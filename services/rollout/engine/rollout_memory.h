@@ -6,12 +6,12 @@
 #include <optional>
 
 #include "absl/status/statusor.h"
-#include "common/base/memory_plan.h"
-#include "common/model/model_config.h"
+#include "common/base/machine/memory_plan.h"
+#include "common/model/config/model_config.h"
 #include "common/speculator/speculator_memory.h"
 #include "common/tensor/dtype.h"
-#include "services/rollout/engine/lane_storage.h"
-#include "services/rollout/engine/rank_layout.h"
+#include "services/rollout/engine/blocks/lane_storage.h"
+#include "services/rollout/engine/ranks/rank_layout.h"
 #include "services/rollout/engine/types.h"
 
 namespace tandem::rollout {

@@ -8,8 +8,8 @@
 #include <string>
 #include <utility>
 
-#include "common/base/error.h"
-#include "common/model/rope_config.h"
+#include "common/base/errors/error.h"
+#include "common/model/config/rope_config.h"
 #include "common/model/testing/models.h"
 
 namespace tandem::rollout {

@@ -12,19 +12,19 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/base/memory_plan.h"
-#include "common/base/rank_environment.h"
+#include "common/base/machine/memory_plan.h"
+#include "common/base/machine/rank_environment.h"
 #include "common/base/steady_time.h"
-#include "common/base/vision_reference.h"
-#include "common/base/weights_version.h"
-#include "common/model/compute_options.h"
+#include "common/coauthoring/tandem_config.h"
+#include "common/coauthoring/trajectory.h"
+#include "common/model/config/compute_options.h"
+#include "common/model/config/quantization.h"
 #include "common/model/model_summary.h"
-#include "common/model/quantization.h"
-#include "common/ranks/rank_timeouts.h"
-#include "common/tandem/tandem_config.h"
-#include "common/tandem/trajectory.h"
+#include "common/ranks/monitor/rank_timeouts.h"
 #include "common/tensor/dtype.h"
-#include "services/rollout/engine/rank_layout.h"
+#include "common/tensor/vision_reference.h"
+#include "common/weights/weights_version.h"
+#include "services/rollout/engine/ranks/rank_layout.h"
 
 namespace tandem::rollout {
 
@@ -36,7 +36,7 @@ enum class OnWeightUpdate {
 // A lane: one of the two models of the server, and how it is held.
 struct LaneOptions {
   std::string model;  // Hugging Face directory; empty: no junior
-  // How linear maps are stored (services/rollout/engine/lane_storage.h).
+  // How linear maps are stored (services/rollout/engine/blocks/lane_storage.h).
   DType dtype;
   Quantization quantization;
   int64_t max_model_len;            // longest sequence; the model's own limit applies, too

@@ -6,12 +6,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/config/config.h"
-#include "common/rpc/compute_config.h"
-#include "common/rpc/error_table.h"
-#include "common/rpc/proto_convert.h"
+#include "common/rpc/calls/error_table.h"
+#include "common/rpc/convert/compute_config.h"
+#include "common/rpc/convert/proto_convert.h"
 
 namespace tandem::rollout {
 

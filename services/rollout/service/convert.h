@@ -3,8 +3,8 @@
 #define TANDEM_SERVICES_ROLLOUT_SERVICE_CONVERT_H_
 
 #include "absl/status/statusor.h"
-#include "common/base/rank_environment.h"
-#include "common/tandem/tandem_config.h"
+#include "common/base/machine/rank_environment.h"
+#include "common/coauthoring/tandem_config.h"
 #include "services/rollout/engine/types.h"
 #include "tandem/config/v1/server_config.pb.h"
 #include "tandem/rollout/v1/rollout.pb.h"

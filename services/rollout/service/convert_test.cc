@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/config/server_config.h"
 
 namespace tandem::rollout {

@@ -3,10 +3,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/base/logging.h"
 #include "common/base/steady_time.h"
-#include "common/rpc/error_table.h"
+#include "common/rpc/calls/error_table.h"
 #include "services/rollout/service/convert.h"
 
 namespace tandem::rollout {

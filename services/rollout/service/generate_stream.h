@@ -15,9 +15,9 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "common/base/steady_time.h"
-#include "common/rpc/blob_store.h"
-#include "common/rpc/byte_budget.h"
-#include "common/rpc/write_queue.h"
+#include "common/rpc/calls/byte_budget.h"
+#include "common/rpc/calls/write_queue.h"
+#include "common/rpc/transfer/blob_store.h"
 #include "services/rollout/engine/engine.h"
 #include "tandem/rollout/v1/rollout.pb.h"
 

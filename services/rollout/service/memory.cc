@@ -4,14 +4,14 @@
 #include <optional>
 #include <string>
 
-#include "common/base/error.h"
-#include "common/base/machine_resources.h"
-#include "common/base/rank_environment.h"
-#include "common/base/status_macros.h"
-#include "common/model/model_config.h"
-#include "common/rpc/compute_config.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/machine/machine_resources.h"
+#include "common/base/machine/rank_environment.h"
+#include "common/model/config/model_config.h"
+#include "common/rpc/convert/compute_config.h"
 #include "services/rollout/engine/options_check.h"
-#include "services/rollout/engine/rank_layout.h"
+#include "services/rollout/engine/ranks/rank_layout.h"
 #include "services/rollout/engine/rollout_memory.h"
 #include "services/rollout/service/convert.h"
 

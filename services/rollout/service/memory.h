@@ -7,7 +7,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "common/base/memory_plan.h"
+#include "common/base/machine/memory_plan.h"
 #include "common/speculator/speculator_memory.h"
 #include "tandem/config/v1/server_config.pb.h"
 

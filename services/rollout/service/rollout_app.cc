@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "common/base/machine_resources.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/machine/machine_resources.h"
 #include "common/base/steady_time.h"
 #include "services/rollout/service/convert.h"
 #include "tandem/blobs/v1/blobs.grpc.pb.h"

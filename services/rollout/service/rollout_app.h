@@ -8,9 +8,9 @@
 
 #include "absl/status/statusor.h"
 #include "common/base/steady_time.h"
-#include "common/rpc/blob_service.h"
-#include "common/rpc/server_main.h"
-#include "common/rpc/weight_receiver_service.h"
+#include "common/rpc/server/server_main.h"
+#include "common/rpc/transfer/blob_service.h"
+#include "common/rpc/transfer/weight_receiver_service.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/rollout_service.h"
 #include "tandem/config/v1/server_config.pb.h"

@@ -5,16 +5,16 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/base/steady_time.h"
-#include "common/rpc/error_table.h"
+#include "common/rpc/calls/error_table.h"
+#include "common/rpc/calls/reactor_call.h"
+#include "common/rpc/calls/stream_message.h"
+#include "common/rpc/calls/unary_handler.h"
+#include "common/rpc/convert/proto_convert.h"
 #include "common/rpc/grpc_time.h"
-#include "common/rpc/proto_convert.h"
-#include "common/rpc/reactor_call.h"
-#include "common/rpc/server_info.h"
-#include "common/rpc/stream_message.h"
-#include "common/rpc/unary_handler.h"
+#include "common/rpc/server/server_info.h"
 #include "services/rollout/service/convert.h"
 
 namespace tandem::rollout {

@@ -10,11 +10,11 @@
 #include <thread>
 
 #include "absl/time/time.h"
-#include "common/rpc/blob_store.h"
-#include "common/rpc/byte_budget.h"
-#include "common/rpc/call_executor.h"
-#include "common/rpc/server_main.h"
-#include "common/tandem/tandem_config.h"
+#include "common/coauthoring/tandem_config.h"
+#include "common/rpc/calls/byte_budget.h"
+#include "common/rpc/calls/call_executor.h"
+#include "common/rpc/server/server_main.h"
+#include "common/rpc/transfer/blob_store.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/generate_stream.h"
 #include "tandem/rollout/v1/rollout.grpc.pb.h"

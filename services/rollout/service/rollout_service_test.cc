@@ -10,11 +10,11 @@
 #include <set>
 #include <string>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/base/steady_time.h"
 #include "common/config/server_config.h"
-#include "common/rpc/error_table.h"
-#include "common/rpc/proto_convert.h"
+#include "common/rpc/calls/error_table.h"
+#include "common/rpc/convert/proto_convert.h"
 #include "common/rpc/testing/raw_call.h"
 #include "common/rpc/testing/server.h"
 #include "services/rollout/service/rollout_app.h"

@@ -7,18 +7,18 @@
 #include <variant>
 #include <vector>
 
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/speculator/speculator_update.h"
 #include "common/weights/weight_snapshot.h"
-#include "services/trainer/engine/batch_check.h"
-#include "services/trainer/engine/policy_step.h"
-#include "services/trainer/engine/row_passes.h"
-#include "services/trainer/engine/supervised_step.h"
-#include "services/trainer/engine/trainer_models.h"
-#include "services/training/training_core.h"
+#include "services/trainer/engine/auxiliary/trainer_models.h"
+#include "services/trainer/engine/steps/batch_check.h"
+#include "services/trainer/engine/steps/policy_step.h"
+#include "services/trainer/engine/steps/row_passes.h"
+#include "services/trainer/engine/steps/supervised_step.h"
+#include "services/training_core/training_core.h"
 
 namespace tandem::trainer {
 namespace {

@@ -9,9 +9,9 @@
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
 #include "common/weights/weight_transfer.h"
-#include "services/trainer/engine/critic_connection.h"
+#include "services/trainer/engine/auxiliary/critic_connection.h"
 #include "services/trainer/engine/types.h"
-#include "services/training/engine.h"
+#include "services/training_core/engine.h"
 
 namespace tandem::trainer {
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
 
 namespace tandem::trainer {

@@ -3,7 +3,7 @@
 
 #include <filesystem>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "services/trainer/engine/testing/speculator_fixture.h"
 
 namespace tandem::trainer {

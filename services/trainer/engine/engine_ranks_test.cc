@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/model/testing/image_batches.h"
 #include "common/model/testing/padded_model.h"
 #include "common/parallel/testing/zero_of_stage.h"

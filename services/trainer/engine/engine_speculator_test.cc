@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/speculator/speculator_files.h"
 #include "common/speculator/speculator_update.h"
-#include "common/tensor/safetensors.h"
-#include "services/trainer/engine/speculator_trainer.h"
+#include "common/tensor/safetensors/safetensors.h"
+#include "services/trainer/engine/auxiliary/speculator_trainer.h"
 #include "services/trainer/engine/testing/speculator_fixture.h"
 
 namespace tandem::trainer {

@@ -10,13 +10,13 @@
 #include <filesystem>
 #include <utility>
 
-#include "common/base/error.h"
-#include "common/base/not_finite.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/not_finite.h"
 #include "common/model/testing/padded_model.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/weights/testing/stream_digest.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
-#include "services/training/testing/only_result.h"
+#include "services/training_core/testing/only_result.h"
 
 namespace tandem::trainer {
 namespace {

@@ -4,7 +4,7 @@
 #include <iterator>
 
 #include "absl/strings/match.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
 
 namespace tandem::trainer {

@@ -10,12 +10,12 @@
 #include <variant>
 #include <vector>
 
-#include "common/base/vision_reference.h"
-#include "common/base/weights_version.h"
+#include "common/coauthoring/trajectory.h"
 #include "common/speculator/speculator_settings.h"
-#include "common/tandem/trajectory.h"
-#include "services/trainer/engine/objective.h"
-#include "services/training/engine.h"
+#include "common/tensor/vision_reference.h"
+#include "common/weights/weights_version.h"
+#include "services/trainer/engine/steps/objective.h"
+#include "services/training_core/engine.h"
 
 namespace tandem::trainer {
 

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "common/base/struct_bytes.h"
-#include "services/training/testing/survives_as_bytes.h"
+#include "services/training_core/testing/survives_as_bytes.h"
 
 namespace tandem::trainer {
 namespace {

@@ -2,14 +2,14 @@
 
 #include <utility>
 
-#include "common/base/error.h"
-#include "common/base/field_check.h"
-#include "common/base/status_macros.h"
-#include "common/rpc/float_field.h"
-#include "common/rpc/proto_convert.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/field_check.h"
+#include "common/base/errors/status_macros.h"
+#include "common/rpc/convert/float_field.h"
+#include "common/rpc/convert/proto_convert.h"
 #include "services/trainer/service/objective_convert.h"
-#include "services/training/service/step_header.h"
-#include "services/training/service/token_fields.h"
+#include "services/training_core/service/step_header.h"
+#include "services/training_core/service/token_fields.h"
 
 namespace tandem::trainer {
 namespace {

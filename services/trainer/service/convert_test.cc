@@ -12,8 +12,8 @@
 #include <string>
 #include <utility>
 
-#include "common/base/error.h"
-#include "common/rpc/proto_convert.h"
+#include "common/base/errors/error.h"
+#include "common/rpc/convert/proto_convert.h"
 #include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/testing/messages.h"
 

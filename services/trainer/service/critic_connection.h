@@ -6,8 +6,8 @@
 
 #include <memory>
 
-#include "common/rpc/retry.h"
-#include "services/trainer/engine/critic_connection.h"
+#include "common/rpc/client/retry.h"
+#include "services/trainer/engine/auxiliary/critic_connection.h"
 
 namespace tandem::trainer {
 

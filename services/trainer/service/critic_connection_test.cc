@@ -5,8 +5,8 @@
 #include <stop_token>
 #include <thread>
 
-#include "common/base/error.h"
-#include "common/base/not_finite.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/not_finite.h"
 #include "common/base/steady_time.h"
 #include "common/rpc/testing/server.h"
 #include "services/critic/service/critic_app.h"

@@ -3,15 +3,15 @@
 #include <string>
 #include <vector>
 
-#include "common/base/error.h"
-#include "common/base/status_macros.h"
-#include "common/model/model_config.h"
-#include "common/model/parameter_spec.h"
-#include "common/model/rope_config.h"
-#include "common/rpc/compute_config.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/model_config.h"
+#include "common/model/config/parameter_spec.h"
+#include "common/model/config/rope_config.h"
+#include "common/rpc/convert/compute_config.h"
 #include "services/trainer/engine/types.h"
 #include "services/trainer/service/speculator_config.h"
-#include "services/training/service/strategy_config.h"
+#include "services/training_core/service/strategy_config.h"
 
 namespace tandem::trainer {
 namespace {

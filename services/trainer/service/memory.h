@@ -6,7 +6,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
-#include "common/base/memory_plan.h"
+#include "common/base/machine/memory_plan.h"
 #include "common/speculator/speculator_settings.h"
 #include "tandem/config/v1/server_config.pb.h"
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "services/trainer/engine/objective.h"
+#include "services/trainer/engine/steps/objective.h"
 #include "tandem/config/v1/server_config.pb.h"
 #include "tandem/trainer/v1/objective.pb.h"
 

@@ -6,11 +6,11 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/catch_exceptions.h"
-#include "common/base/error.h"
-#include "common/base/host_port.h"
+#include "common/base/errors/catch_exceptions.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/base/logging.h"
-#include "common/base/status_macros.h"
+#include "common/base/machine/host_port.h"
 
 namespace tandem::trainer {
 namespace {

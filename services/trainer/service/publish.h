@@ -8,8 +8,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
-#include "common/rpc/channel.h"
-#include "common/rpc/weight_sender.h"
+#include "common/rpc/client/channel.h"
+#include "common/rpc/transfer/weight_sender.h"
 #include "common/weights/weight_transfer.h"
 
 namespace tandem::trainer {

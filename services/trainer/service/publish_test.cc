@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/rpc/weight_receiver_service.h"
+#include "common/rpc/transfer/weight_receiver_service.h"
 #include "common/weights/staged_weight_receiver.h"
 #include "common/weights/testing/told_weights.h"
 #include "services/trainer/service/testing/fixture.h"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "common/rpc/stream_handlers.h"
+#include "common/rpc/calls/stream_handlers.h"
 #include "tandem/trainer/v1/trainer.pb.h"
 
 namespace tandem::trainer {

@@ -2,13 +2,13 @@
 
 #include <utility>
 
-#include "common/base/status_macros.h"
+#include "common/base/errors/status_macros.h"
 #include "common/base/steady_time.h"
-#include "common/rpc/channel.h"
+#include "common/rpc/client/channel.h"
 #include "services/trainer/service/critic_connection.h"
 #include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/speculator_config.h"
-#include "services/training/service/training_config.h"
+#include "services/training_core/service/training_config.h"
 
 namespace tandem::trainer {
 namespace {

@@ -10,7 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/steady_time.h"
-#include "common/rpc/server_main.h"
+#include "common/rpc/server/server_main.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/service/trainer_service.h"
 #include "tandem/config/v1/server_config.pb.h"

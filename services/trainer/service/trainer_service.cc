@@ -6,18 +6,18 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
 #include "common/base/logging.h"
-#include "common/base/status_macros.h"
-#include "common/rpc/error_table.h"
-#include "common/rpc/phase_timer.h"
-#include "common/rpc/proto_convert.h"
-#include "common/rpc/train_step_stream.h"
-#include "common/rpc/unary_handler.h"
+#include "common/rpc/calls/error_table.h"
+#include "common/rpc/calls/unary_handler.h"
+#include "common/rpc/convert/proto_convert.h"
+#include "common/rpc/metrics/phase_timer.h"
 #include "services/trainer/service/convert.h"
 #include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/publish.h"
-#include "services/training/service/sequence_batch_stream.h"
+#include "services/training_core/service/sequence_batch_stream.h"
+#include "services/training_core/service/train_step_stream.h"
 
 namespace tandem::trainer {
 namespace {

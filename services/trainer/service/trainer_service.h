@@ -7,12 +7,12 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "common/rpc/call_executor.h"
-#include "common/rpc/channel.h"
-#include "common/rpc/metrics.h"
+#include "common/rpc/calls/call_executor.h"
+#include "common/rpc/client/channel.h"
+#include "common/rpc/metrics/metrics.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/service/step_broadcaster.h"
-#include "services/training/service/training_service.h"
+#include "services/training_core/service/training_service.h"
 #include "tandem/trainer/v1/trainer.grpc.pb.h"
 
 namespace tandem::trainer {

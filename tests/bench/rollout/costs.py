@@ -1,6 +1,6 @@
 """Bytes and operations of a model's passes, and the least time of a job by them.
 
-docs/benchmarks.md derives the formulas.
+docs/internals/benchmarks.md derives the formulas.
 """
 
 from __future__ import annotations

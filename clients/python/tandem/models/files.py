@@ -68,7 +68,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _one_rotation(config: dict[str, Any]) -> Any:
     """Returns the most tokens that a model rotates in one way, where longer ones differ.
 
-    As common/model/rope_config.h says: longrope with two lists.
+    As common/model/config/rope_config.h says: longrope with two lists.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) not in _LONGROPE:

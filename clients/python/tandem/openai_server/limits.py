@@ -1,4 +1,7 @@
-"""The bounds of a server, so that no client can take its memory or its time; docs/limits.md."""
+"""The bounds of a server, so that no client can take its memory or its time.
+
+docs/reference/limits.md lists them.
+"""
 
 from __future__ import annotations
 

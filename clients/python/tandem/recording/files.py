@@ -3,7 +3,8 @@
 The first line is a JSON object with `format` and `version`. Entries follow, each a JSON object on a
 line of its own and, where that has `bytes`, as many bytes of a message compressed with zlib and a
 line feed. An entry is one write at the end of the file, so several threads and processes may record
-into one file, and a crash costs at most the last entry. docs/record.md has the table of entries.
+into one file, and a crash costs at most the last entry. docs/guides/record.md has the table of
+entries.
 """
 
 from __future__ import annotations

@@ -386,7 +386,7 @@ class _Function:
         raise ConfigError(
             f"{self._field}.function: {self._settings.function} cannot be called for "
             f"{example.place}: {problem or foreign}",
-            hint=f"{hint}; docs/rewards.md",
+            hint=f"{hint}; docs/guides/rewards.md",
         )
 
     def _foreign(self) -> str | None:

@@ -22,7 +22,7 @@ from tandem.metrics import eval_prefix, numbers
 from tandem.rpc import renamed
 from tandem.utils.atomic_files import kind_of_run, step_lines, writing
 
-# The numbers that are drawn by default, in this order, as far as a run has them (docs/metrics.md).
+# The numbers that are drawn by default, in this order, as far as a run has them.
 DEFAULTS = (
     "reward/mean",
     "eval/solo/accuracy",

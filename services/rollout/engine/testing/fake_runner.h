@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "common/model/layer_cache.h"
-#include "common/tandem/tandem_sampler.h"
-#include "services/rollout/engine/model_runner.h"
+#include "common/coauthoring/tandem_sampler.h"
+#include "common/model/passes/layer_cache.h"
+#include "services/rollout/engine/models/model_runner.h"
 
 namespace tandem::rollout {
 

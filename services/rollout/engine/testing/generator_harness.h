@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "common/tandem/vocabulary.h"
-#include "services/rollout/engine/generator.h"
+#include "common/coauthoring/vocabulary.h"
+#include "services/rollout/engine/schedule/generator.h"
 #include "services/rollout/engine/testing/fake_runner.h"
 #include "services/rollout/engine/testing/recording_listener.h"
 #include "services/rollout/engine/testing/requests.h"

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "common/model/config_fields.h"
+#include "common/model/config/config_fields.h"
 #include "common/model/model.h"
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_kind.h"

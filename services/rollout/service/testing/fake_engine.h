@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "services/rollout/engine/engine.h"
 
 namespace tandem::rollout {

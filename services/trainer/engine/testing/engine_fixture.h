@@ -22,8 +22,8 @@
 #include "common/model/testing/tiny_model_dir.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/engine/testing/batches.h"
-#include "services/training/service/testing/resolved_options.h"
-#include "services/training/testing/only_result.h"
+#include "services/training_core/service/testing/resolved_options.h"
+#include "services/training_core/testing/only_result.h"
 
 namespace tandem::trainer {
 

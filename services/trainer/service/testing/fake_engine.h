@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "common/base/engine_thread.h"
-#include "common/base/error.h"
+#include "common/base/errors/error.h"
 #include "common/weights/testing/stream_digest.h"
 #include "services/trainer/engine/engine.h"
 

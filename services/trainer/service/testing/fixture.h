@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "common/base/error.h"
-#include "common/rpc/error_table.h"
+#include "common/base/errors/error.h"
+#include "common/rpc/calls/error_table.h"
 #include "common/rpc/testing/server.h"
 #include "services/trainer/service/testing/fake_engine.h"
 #include "services/trainer/service/testing/messages.h"

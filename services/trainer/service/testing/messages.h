@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "common/rpc/proto_convert.h"
+#include "common/rpc/convert/proto_convert.h"
 #include "tandem/trainer/v1/trainer.pb.h"
 
 namespace tandem::trainer {

@@ -1,0 +1,70 @@
+#include "common/coauthoring/author_selector.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/base/philox.h"
+
+namespace tandem {
+
+TokenSet::TokenSet(std::span<const int32_t> ids) {
+  for (const int32_t id : ids) {
+    if (id < 0) continue;
+    if (static_cast<size_t>(id) >= bits_.size()) bits_.resize(id + 1);
+    bits_[id] = true;
+  }
+}
+
+std::vector<int32_t> TokenSet::ids() const {
+  std::vector<int32_t> result;
+  for (size_t id = 0; id < bits_.size(); ++id) {
+    if (bits_[id]) result.push_back(static_cast<int32_t>(id));
+  }
+  return result;
+}
+
+AuthorSelector::AuthorSelector(const TandemConfig& config, uint64_t seed, uint64_t sample_index,
+                               std::shared_ptr<const TokenSet> boundaries)
+    : enabled_(config.enabled),
+      strategy_(config.selection_strategy),
+      prob_senior_(config.prob_senior),
+      chunk_size_(std::max(config.chunk_size, 1)),
+      max_gap_tokens_(std::max(config.max_gap_tokens, 1)),
+      seed_(seed),
+      sample_index_(sample_index),
+      boundaries_(boundaries ? std::move(boundaries) : std::make_shared<TokenSet>()) {
+  next_ = Choose(/*after_boundary=*/false);
+}
+
+void AuthorSelector::OnToken(int32_t id) {
+  ++t_;
+  ++since_draw_;
+  next_ = Choose(boundaries_->contains(id));
+}
+
+Author AuthorSelector::Coin() const {
+  const double u = Uniform(seed_, sample_index_, static_cast<uint32_t>(t_), RandomPurpose::kAuthor);
+  return u < prob_senior_ ? Author::kSenior : Author::kJunior;
+}
+
+// The author of token t_; next_ still holds the author of t_ - 1.
+Author AuthorSelector::Choose(bool after_boundary) {
+  if (!enabled_) return Author::kSenior;
+  switch (strategy_) {
+    case SelectionStrategy::kBernoulli:
+      return Coin();
+    case SelectionStrategy::kChunk:
+      return t_ / chunk_size_ % 2 == 0 ? Author::kSenior : Author::kJunior;
+    case SelectionStrategy::kAlternating:
+      return t_ % 2 == 0 ? Author::kSenior : Author::kJunior;
+    case SelectionStrategy::kSentence:
+      return after_boundary ? Other(next_) : next_;
+    case SelectionStrategy::kWord:
+      if (t_ > 0 && !after_boundary && since_draw_ < max_gap_tokens_) return next_;
+      since_draw_ = 0;
+      return Coin();
+  }
+  return Author::kSenior;
+}
+
+}  // namespace tandem

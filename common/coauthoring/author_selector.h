@@ -1,0 +1,75 @@
+// Chooses the author of each token. The state is a pure function of (config, seed, sample_index,
+// emitted tokens), so a replayed sequence continues identically.
+#ifndef TANDEM_COMMON_COAUTHORING_AUTHOR_SELECTOR_H_
+#define TANDEM_COMMON_COAUTHORING_AUTHOR_SELECTOR_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "common/coauthoring/authorship_mask.h"
+#include "common/coauthoring/tandem_config.h"
+
+namespace tandem {
+
+// A set of token ids with constant-time lookup.
+class TokenSet {
+ public:
+  TokenSet() = default;
+  explicit TokenSet(std::span<const int32_t> ids);
+
+  bool contains(int32_t id) const {
+    return id >= 0 && static_cast<size_t>(id) < bits_.size() && bits_[id];
+  }
+  // Returns the members in ascending order.
+  std::vector<int32_t> ids() const;
+
+ private:
+  std::vector<bool> bits_;
+};
+
+// With coin(t) = senior iff Uniform(seed, sample_index, t, kAuthor) < prob_senior:
+//   disabled     senior
+//   bernoulli    coin(t)
+//   chunk        senior iff floor(t / chunk_size) is even
+//   alternating  senior iff t is even
+//   sentence     senior at 0; toggles after every emitted token of the boundary set
+//   word         coin(0); coin(t) after a boundary token or max_gap_tokens tokens without a draw,
+//                else the author of t - 1
+class AuthorSelector {
+ public:
+  // `boundaries` is the boundary set in force (see BoundarySets::Resolve); null is an empty set.
+  AuthorSelector(const TandemConfig& config, uint64_t seed, uint64_t sample_index,
+                 std::shared_ptr<const TokenSet> boundaries);
+
+  // Returns the author of token number size(), and does not advance.
+  Author NextAuthor() const { return next_; }
+
+  // Adds token number size(), which is `id`.
+  void OnToken(int32_t id);
+
+  int64_t size() const { return t_; }
+
+ private:
+  Author Coin() const;
+  Author Choose(bool after_boundary);
+
+  bool enabled_;
+  SelectionStrategy strategy_;
+  double prob_senior_;
+  int32_t chunk_size_;
+  int32_t max_gap_tokens_;
+  uint64_t seed_;
+  uint64_t sample_index_;
+  std::shared_ptr<const TokenSet> boundaries_;
+
+  int64_t t_ = 0;
+  // Number of tokens since the last draw (word).
+  int32_t since_draw_ = 0;
+  Author next_ = Author::kSenior;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_COAUTHORING_AUTHOR_SELECTOR_H_

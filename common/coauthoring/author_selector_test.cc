@@ -1,0 +1,137 @@
+#include "common/coauthoring/author_selector.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "common/base/philox.h"
+
+namespace tandem {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr Author S = Author::kSenior;
+constexpr Author J = Author::kJunior;
+constexpr uint64_t kSeed = 0x1234567890abcdef;
+constexpr uint64_t kSample = 5;
+constexpr int32_t kBoundary = 9;
+
+std::shared_ptr<const TokenSet> Boundaries() {
+  return std::make_shared<TokenSet>(std::vector<int32_t>{kBoundary});
+}
+
+std::vector<Author> Mask(const TandemConfig& config, const std::vector<int32_t>& tokens,
+                         uint64_t seed = kSeed, uint64_t sample = kSample) {
+  AuthorSelector selector(config, seed, sample, Boundaries());
+  std::vector<Author> mask;
+  for (const int32_t token : tokens) {
+    mask.push_back(selector.NextAuthor());
+    selector.OnToken(token);
+  }
+  return mask;
+}
+
+bool Coin(uint32_t t, double prob_senior) {
+  return Uniform(kSeed, kSample, t, RandomPurpose::kAuthor) < prob_senior;
+}
+
+std::vector<int32_t> RandomTokens(int count) {
+  std::mt19937 random(3);
+  std::vector<int32_t> tokens(count);
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 10);
+  return tokens;
+}
+
+TEST(AuthorSelectorTest, BernoulliIsTheCoin) {
+  const auto mask = Mask({.prob_senior = 0.3}, RandomTokens(200));
+  for (uint32_t t = 0; t < 200; ++t) EXPECT_EQ(mask[t] == Author::kSenior, Coin(t, 0.3));
+}
+
+TEST(AuthorSelectorTest, ChunkStartsWithTheSenior) {
+  const auto mask =
+      Mask({.selection_strategy = SelectionStrategy::kChunk, .chunk_size = 3}, RandomTokens(8));
+  EXPECT_THAT(mask, ElementsAre(S, S, S, J, J, J, S, S));
+}
+
+TEST(AuthorSelectorTest, AlternatingStartsWithTheSenior) {
+  const auto mask = Mask({.selection_strategy = SelectionStrategy::kAlternating}, RandomTokens(4));
+  EXPECT_THAT(mask, ElementsAre(S, J, S, J));
+}
+
+TEST(AuthorSelectorTest, SentenceTogglesAfterABoundary) {
+  const auto mask = Mask({.selection_strategy = SelectionStrategy::kSentence},
+                         {1, kBoundary, 2, 3, kBoundary, kBoundary, 4});
+  EXPECT_THAT(mask, ElementsAre(S, S, J, J, J, S, J));
+}
+
+TEST(AuthorSelectorTest, WordDrawsAfterBoundariesAndGaps) {
+  const TandemConfig config = {
+      .selection_strategy = SelectionStrategy::kWord, .prob_senior = 0.5, .max_gap_tokens = 4};
+  std::vector<int32_t> tokens(40, 1);
+  for (const int at : {2, 3, 20}) tokens[at] = kBoundary;
+  // A draw at 0; after the boundaries at 3, 4 and 21; every 4 tokens after the last draw.
+  const std::vector<uint32_t> draws = {0, 3, 4, 8, 12, 16, 20, 21, 25, 29, 33, 37};
+  const auto mask = Mask(config, tokens);
+  bool senior = false;
+  for (uint32_t t = 0; t < 40; ++t) {
+    if (std::find(draws.begin(), draws.end(), t) != draws.end()) senior = Coin(t, 0.5);
+    EXPECT_EQ(mask[t] == Author::kSenior, senior) << t;
+  }
+  EXPECT_GT(CountSwitches(mask), 0);
+}
+
+TEST(AuthorSelectorTest, DisabledIsAllSenior) {
+  const TandemConfig config = {.enabled = false, .prob_senior = 0.0};
+  EXPECT_EQ(Mask(config, RandomTokens(20)), std::vector<Author>(20, Author::kSenior));
+}
+
+TEST(AuthorSelectorTest, ProbabilityOneAndZeroAreSolo) {
+  for (const auto strategy : {SelectionStrategy::kBernoulli, SelectionStrategy::kWord}) {
+    const auto tokens = RandomTokens(100);
+    EXPECT_EQ(Mask({.selection_strategy = strategy, .prob_senior = 1.0}, tokens),
+              std::vector<Author>(100, Author::kSenior));
+    EXPECT_EQ(Mask({.selection_strategy = strategy, .prob_senior = 0.0}, tokens),
+              std::vector<Author>(100, Author::kJunior));
+  }
+}
+
+TEST(AuthorSelectorTest, SamplesAndSeedsHaveTheirOwnCoins) {
+  const auto tokens = RandomTokens(64);
+  EXPECT_NE(Mask({}, tokens, 1, 0), Mask({}, tokens, 1, 1));
+  EXPECT_NE(Mask({}, tokens, 1, 0), Mask({}, tokens, 2, 0));
+  EXPECT_EQ(Mask({}, tokens, 1, 0), Mask({}, tokens, 1, 0));
+}
+
+// Law: replaying a prefix gives the same state.
+TEST(AuthorSelectorTest, ReplayedPrefixGoesOnIdentically) {
+  const auto tokens = RandomTokens(60);
+  for (const auto strategy :
+       {SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
+        SelectionStrategy::kSentence, SelectionStrategy::kWord}) {
+    const TandemConfig config = {
+        .selection_strategy = strategy, .chunk_size = 7, .max_gap_tokens = 5};
+    const auto whole = Mask(config, tokens);
+    for (size_t cut = 0; cut < tokens.size(); ++cut) {
+      AuthorSelector resumed(config, kSeed, kSample, Boundaries());
+      for (size_t i = 0; i < cut; ++i) resumed.OnToken(tokens[i]);
+      for (size_t t = cut; t < tokens.size(); ++t) {
+        ASSERT_EQ(resumed.NextAuthor(), whole[t]);
+        resumed.OnToken(tokens[t]);
+      }
+    }
+  }
+}
+
+TEST(TokenSetTest, HoldsItsIdsOnly) {
+  const TokenSet set(std::vector<int32_t>{5, 2, 5});
+  EXPECT_TRUE(set.contains(2));
+  EXPECT_FALSE(set.contains(3));
+  EXPECT_FALSE(set.contains(-1));
+  EXPECT_FALSE(set.contains(1000));
+  EXPECT_THAT(set.ids(), ElementsAre(2, 5));
+}
+
+}  // namespace
+}  // namespace tandem

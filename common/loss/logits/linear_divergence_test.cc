@@ -1,0 +1,469 @@
+// The divergence against an oracle: whole logits in float64, at::kl_div and autograd.
+#include "common/loss/logits/linear_divergence.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "common/base/errors/error.h"
+#include "common/base/errors/not_finite.h"
+#include "common/loss/testing/metered_memory.h"
+#include "common/ops/ops.h"
+
+namespace tandem::loss {
+namespace {
+
+constexpr int64_t kTokens = 17, kHidden = 7, kJuniorHidden = 5, kVocabulary = 19;
+constexpr double kScale = 0.3;
+constexpr KlDirection kDirections[] = {KlDirection::kReverse, KlDirection::kForward};
+
+at::Tensor Vector(const std::vector<double>& v) { return at::tensor(v, at::kDouble); }
+
+double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
+  return (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
+}
+
+// Makes losses that are created during its life use ATen, as on a GPU.
+class AtenKernels {
+ public:
+  AtenKernels() { ops::SetKernelPath(ops::KernelPath::kAten); }
+  ~AtenKernels() { ops::SetKernelPath(ops::KernelPath::kAuto); }
+  AtenKernels(const AtenKernels&) = delete;
+  AtenKernels& operator=(const AtenKernels&) = delete;
+};
+
+// Some rows of both models, out of order.
+struct Problem {
+  explicit Problem(int64_t vocabulary = kVocabulary) {
+    at::manual_seed(7);
+    hidden = at::randn({kTokens, kHidden}, at::kDouble);
+    junior_hidden = at::randn({kTokens, kJuniorHidden}, at::kDouble);
+    weight = at::randn({vocabulary, kHidden}, at::kDouble);
+    junior_weight = at::randn({vocabulary, kJuniorHidden}, at::kDouble);
+    for (int64_t i = 0; i < 11; ++i) {
+      rows.positions.push_back(5 * i % kTokens);
+      rows.temperatures.push_back(0.5 + 0.1 * static_cast<double>(i));
+    }
+  }
+
+  Problem To(at::ScalarType type, at::Device device = at::kCPU) const {
+    Problem p = *this;
+    for (at::Tensor* x : {&p.hidden, &p.junior_hidden, &p.weight, &p.junior_weight}) {
+      *x = x->to(device, type);
+    }
+    return p;
+  }
+
+  at::Tensor hidden, junior_hidden, weight, junior_weight;
+  std::optional<double> soft_cap, junior_soft_cap;
+  DivergenceRows rows;
+};
+
+// A problem in which the junior is the senior.
+Problem SameModel() {
+  Problem p;
+  p.junior_hidden = p.hidden;
+  p.junior_weight = p.weight;
+  return p;
+}
+
+struct Result {
+  std::vector<double> divergences;
+  at::Tensor hidden, weight;
+};
+
+Result Oracle(const Problem& p, KlDirection direction) {
+  const at::Tensor hidden = p.hidden.clone().requires_grad_();
+  const at::Tensor weight = p.weight.clone().requires_grad_();
+  const auto log_softmax = [&](const at::Tensor& h, const at::Tensor& w,
+                               std::optional<double> cap) {
+    at::Tensor z = h.index_select(0, at::tensor(p.rows.positions)).matmul(w.t());
+    if (cap.has_value()) z = *cap * at::tanh(z / *cap);
+    if (!p.rows.temperatures.empty()) z = z / Vector(p.rows.temperatures).unsqueeze(1);
+    return at::log_softmax(z, 1);
+  };
+  const at::Tensor logp = log_softmax(hidden, weight, p.soft_cap);
+  const at::Tensor logq = log_softmax(p.junior_hidden, p.junior_weight, p.junior_soft_cap);
+  const bool reverse = direction == KlDirection::kReverse;
+  const at::Tensor divergences =
+      at::kl_div(reverse ? logq : logp, reverse ? logp : logq, at::Reduction::None,
+                 /*log_target=*/true)
+          .sum(1);
+  (kScale * divergences.sum()).backward();
+  const at::Tensor numbers = divergences.detach();
+  return {{numbers.data_ptr<double>(), numbers.data_ptr<double>() + numbers.numel()},
+          hidden.grad(),
+          weight.grad()};
+}
+
+std::unique_ptr<LinearDivergenceLoss> Make(const Problem& p, LinearDivergenceOptions options = {}) {
+  options.soft_cap = p.soft_cap;
+  options.junior_soft_cap = p.junior_soft_cap;
+  return LinearDivergenceLoss::Create(p.weight, p.junior_weight, options).value();
+}
+
+// Computes divergences and gradients; the gradients are of `gradient_type` and start at 0.
+Result Compute(const Problem& p, KlDirection direction, LinearDivergenceLoss& loss,
+               at::ScalarType gradient_type) {
+  OutputGradients gradients = {.hidden = at::zeros_like(p.hidden, gradient_type),
+                               .weight = at::zeros_like(p.weight, gradient_type)};
+  auto divergences =
+      loss.ForwardBackward(p.hidden, p.junior_hidden, p.rows, direction, kScale, gradients);
+  EXPECT_TRUE(divergences.ok()) << divergences.status();
+  return {*divergences, gradients.hidden.cpu(), gradients.weight.cpu()};
+}
+
+Result Compute(const Problem& p, KlDirection direction, const LinearDivergenceOptions& options = {},
+               at::ScalarType gradient_type = at::kDouble) {
+  return Compute(p, direction, *Make(p, options), gradient_type);
+}
+
+void ExpectClose(const Result& actual, const Result& expected, double tolerance) {
+  EXPECT_LT(MaxDifference(Vector(actual.divergences), Vector(expected.divergences)), tolerance);
+  EXPECT_LT(MaxDifference(actual.hidden, expected.hidden), tolerance);
+  EXPECT_LT(MaxDifference(actual.weight, expected.weight), tolerance);
+}
+
+TEST(LinearDivergenceTest, EqualsTheOracleInBothDirections) {
+  Problem p;
+  for (const KlDirection direction : kDirections) {
+    ExpectClose(Compute(p, direction), Oracle(p, direction), 1e-12);
+  }
+  p.rows.temperatures.clear();
+  for (const KlDirection direction : kDirections) {
+    ExpectClose(Compute(p, direction), Oracle(p, direction), 1e-12);
+  }
+}
+
+TEST(LinearDivergenceTest, SoftCapsEqualTheOracle) {
+  Problem p;
+  const double uncapped = Oracle(p, KlDirection::kReverse).divergences[0];
+  using Cap = std::optional<double>;
+  for (const auto& [senior, junior] : {std::pair<Cap, Cap>{2.0, {}}, {{}, 3.0}, {2.0, 3.0}}) {
+    p.soft_cap = senior;
+    p.junior_soft_cap = junior;
+    EXPECT_GT(std::abs(Oracle(p, KlDirection::kReverse).divergences[0] - uncapped), 1e-2);
+    for (const KlDirection direction : kDirections) {
+      const Result expected = Oracle(p, direction);
+      ExpectClose(Compute(p, direction), expected, 1e-12);
+      ExpectClose(Compute(p.To(at::kFloat), direction, {}, at::kFloat), expected, 2e-5);
+      const AtenKernels aten;
+      ExpectClose(Compute(p.To(at::kFloat), direction, {}, at::kFloat), expected, 2e-5);
+    }
+  }
+}
+
+// A vocabulary of several blocks of columns and a rest. The largest gradients are about 5.
+TEST(LinearDivergenceTest, Float32EqualsTheOracleOnOwnKernelsAndOnAten) {
+  Problem p(5003);
+  const Problem narrow = p.To(at::kFloat);
+  for (const bool temperatures : {true, false}) {
+    if (!temperatures) p.rows.temperatures.clear();
+    Problem single = narrow;
+    single.rows = p.rows;
+    for (const KlDirection direction : kDirections) {
+      const Result expected = Oracle(p, direction);
+      ExpectClose(Compute(single, direction, {}, at::kFloat), expected, 2e-5);
+      const AtenKernels aten;
+      ExpectClose(Compute(single, direction, {}, at::kFloat), expected, 2e-5);
+    }
+  }
+}
+
+TEST(LinearDivergenceTest, EqualsTheOracleOnAGpu) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no usable GPU";
+  const Problem p;
+  for (const KlDirection direction : kDirections) {
+    const Problem moved = p.To(at::kFloat, at::kCUDA);
+    ExpectClose(Compute(moved, direction, {}, at::kFloat), Oracle(p, direction), 2e-5);
+  }
+}
+
+// Compares with the same numbers in float64. The tolerance covers rounding the gradients of the
+// logits and of the hidden states to bf16.
+TEST(LinearDivergenceTest, HiddenStatesAndWeightsMayBeBfloat16) {
+  const Problem half = Problem().To(at::kBFloat16);
+  const Problem p = half.To(at::kDouble);
+  for (const KlDirection direction : kDirections) {
+    const Result expected = Oracle(p, direction);
+    const auto expect_close = [&](const Problem& problem) {
+      const auto loss = Make(problem);
+      OutputGradients gradients = {.hidden = at::zeros_like(problem.hidden),
+                                   .weight = at::zeros({kVocabulary, kHidden})};
+      const auto found = loss->ForwardBackward(problem.hidden, problem.junior_hidden, problem.rows,
+                                               direction, kScale, gradients);
+      ASSERT_TRUE(found.ok()) << found.status();
+      EXPECT_LT(MaxDifference(Vector(*found), Vector(expected.divergences)), 2e-5);
+      EXPECT_LT(MaxDifference(gradients.hidden, expected.hidden),
+                1e-2 * expected.hidden.abs().max().item<double>());
+      EXPECT_LT(MaxDifference(gradients.weight, expected.weight),
+                1e-2 * expected.weight.abs().max().item<double>());
+    };
+    expect_close(half);
+    Problem wide = half;
+    wide.weight = half.weight.to(at::kFloat);
+    wide.junior_weight = half.junior_weight.to(at::kFloat);
+    expect_close(wide);
+    const AtenKernels aten;
+    expect_close(half);
+  }
+}
+
+TEST(LinearDivergenceTest, GradientEqualsDifferences) {
+  const Problem problem;
+  const double h = 1e-6;
+  const auto total = [&](const Problem& p, KlDirection direction) {
+    const Result result = Compute(p, direction);
+    double sum = 0;
+    for (const double divergence : result.divergences) sum += kScale * divergence;
+    return sum;
+  };
+  for (const KlDirection direction : kDirections) {
+    const Result result = Compute(problem, direction);
+    for (at::Tensor Problem::*const matrix : {&Problem::hidden, &Problem::weight}) {
+      const at::Tensor gradient = matrix == &Problem::hidden ? result.hidden : result.weight;
+      for (int64_t i = 0; i < kHidden; ++i) {
+        const auto moved = [&](double by) {
+          Problem p = problem;
+          p.*matrix = (problem.*matrix).clone();
+          (p.*matrix)[10][i] += by;
+          return total(p, direction);
+        };
+        EXPECT_NEAR(gradient[10][i].item<double>(), (moved(h) - moved(-h)) / (2 * h), 1e-8);
+      }
+    }
+  }
+}
+
+TEST(LinearDivergenceTest, AddsToTheGradients) {
+  const Problem p;
+  const Result alone = Compute(p, KlDirection::kReverse);
+  const at::Tensor hidden = at::randn_like(p.hidden), weight = at::randn_like(p.weight);
+  OutputGradients gradients = {.hidden = hidden.clone(), .weight = weight.clone()};
+  ASSERT_TRUE(Make(p)
+                  ->ForwardBackward(p.hidden, p.junior_hidden, p.rows, KlDirection::kReverse,
+                                    kScale, gradients)
+                  .ok());
+  EXPECT_LT(MaxDifference(gradients.hidden, hidden + alone.hidden), 1e-13);
+  EXPECT_LT(MaxDifference(gradients.weight, weight + alone.weight), 1e-13);
+}
+
+TEST(LinearDivergenceTest, UndefinedGradientsAreNotComputed) {
+  const Problem p;
+  const auto loss = Make(p);
+  for (const KlDirection direction : kDirections) {
+    const Result both = Compute(p, direction);
+    for (const bool of_hidden : {false, true}) {
+      for (const bool of_weight : {false, true}) {
+        OutputGradients gradients;
+        if (of_hidden) gradients.hidden = at::zeros_like(p.hidden);
+        if (of_weight) gradients.weight = at::zeros_like(p.weight);
+        EXPECT_EQ(
+            loss->ForwardBackward(p.hidden, p.junior_hidden, p.rows, direction, kScale, gradients)
+                .value(),
+            both.divergences);
+        EXPECT_EQ(gradients.hidden.defined(), of_hidden);
+        EXPECT_EQ(gradients.weight.defined(), of_weight);
+        EXPECT_TRUE(!of_hidden || at::equal(gradients.hidden, both.hidden));
+        EXPECT_TRUE(!of_weight || at::equal(gradients.weight, both.weight));
+      }
+    }
+  }
+}
+
+TEST(LinearDivergenceTest, TheSameModelHasNoDivergenceAndNoGradient) {
+  const Problem p = SameModel();
+  const auto expect_none = [](const Result& result) {
+    for (const double divergence : result.divergences) EXPECT_NEAR(divergence, 0, 1e-12);
+    EXPECT_LT(result.hidden.abs().max().item<double>(), 1e-12);
+    EXPECT_LT(result.weight.abs().max().item<double>(), 1e-12);
+  };
+  for (const KlDirection direction : kDirections) {
+    expect_none(Compute(p, direction));
+    // The same in float32: both models are rounded alike.
+    expect_none(Compute(p.To(at::kFloat), direction, {}, at::kFloat));
+  }
+}
+
+TEST(LinearDivergenceTest, ChunksDoNotChangeTheResult) {
+  const Problem p;
+  const Problem narrow = p.To(at::kFloat);
+  for (const KlDirection direction : kDirections) {
+    const Result whole = Compute(p, direction);
+    const Result narrow_whole = Compute(narrow, direction, {}, at::kFloat);
+    for (const int64_t rows : {5, 8, 14}) {
+      const auto loss = Make(p, {.logits_chunk_bytes = rows * kVocabulary * 8});
+      const auto narrow_loss = Make(narrow, {.logits_chunk_bytes = rows * kVocabulary * 4});
+      for (const auto* made : {loss.get(), narrow_loss.get()}) EXPECT_LT(made->chunk_rows(), 11);
+      ExpectClose(Compute(p, direction, *loss, at::kDouble), whole, 1e-13);
+      ExpectClose(Compute(narrow, direction, *narrow_loss, at::kFloat), narrow_whole, 1e-5);
+    }
+  }
+}
+
+TEST(LinearDivergenceTest, BitsDoNotDependOnTheNumberOfThreads) {
+  const Problem p = Problem(5003).To(at::kFloat);
+  const int threads_before = at::get_num_threads();
+  at::set_num_threads(1);
+  const Result one = Compute(p, KlDirection::kReverse, {}, at::kFloat);
+  for (const int threads : {2, 3}) {
+    at::set_num_threads(threads);
+    const Result more = Compute(p, KlDirection::kReverse, {}, at::kFloat);
+    EXPECT_EQ(more.divergences, one.divergences);
+    EXPECT_TRUE(at::equal(more.hidden, one.hidden));
+    EXPECT_TRUE(at::equal(more.weight, one.weight));
+  }
+  at::set_num_threads(threads_before);
+}
+
+TEST(LinearDivergenceTest, RowsThatAreNotListedAreNeitherReadNorWritten) {
+  Problem p;
+  const Result before = Compute(p, KlDirection::kForward);
+  std::vector<int64_t> others;
+  for (int64_t t = 0; t < kTokens; ++t) {
+    if (std::count(p.rows.positions.begin(), p.rows.positions.end(), t) == 0) others.push_back(t);
+  }
+  ASSERT_EQ(others.size(), 6);
+  const at::Tensor index = at::tensor(others);
+  EXPECT_EQ(before.hidden.index_select(0, index).abs().max().item<double>(), 0);
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  p.hidden.index_fill_(0, index, nan);
+  p.junior_hidden.index_fill_(0, index, nan);
+  const Result after = Compute(p, KlDirection::kForward);
+  EXPECT_EQ(after.divergences, before.divergences);
+  EXPECT_TRUE(at::equal(after.hidden, before.hidden));
+  EXPECT_TRUE(at::equal(after.weight, before.weight));
+}
+
+TEST(LinearDivergenceTest, WithoutRowsNothingIsComputed) {
+  Problem p;
+  p.rows = {};
+  const Result result = Compute(p, KlDirection::kReverse);
+  EXPECT_TRUE(result.divergences.empty());
+  EXPECT_EQ(result.weight.abs().max().item<double>(), 0);
+}
+
+TEST(LinearDivergenceTest, LargeLogitsStayFinite) {
+  Problem p;
+  p.weight = p.weight * 1e4;
+  p.junior_weight = p.junior_weight * 1e4;
+  const Problem narrow = p.To(at::kFloat);
+  for (const KlDirection direction : kDirections) {
+    const Result result = Compute(narrow, direction, {}, at::kFloat);
+    for (const double divergence : result.divergences) EXPECT_TRUE(std::isfinite(divergence));
+    EXPECT_TRUE(result.weight.isfinite().all().item<bool>());
+  }
+}
+
+TEST(LinearDivergenceTest, TheErrorNamesARowThatIsNotFinite) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const KlDirection direction : kDirections) {
+    for (const double bad : {std::numeric_limits<double>::quiet_NaN(), infinity, -infinity}) {
+      for (at::Tensor Problem::*const hidden : {&Problem::hidden, &Problem::junior_hidden}) {
+        Problem p;
+        (p.*hidden)[p.rows.positions[4]][2] = bad;
+        for (const at::ScalarType type : {at::kDouble, at::kFloat}) {
+          const Problem typed = p.To(type);
+          OutputGradients none;
+          const absl::Status status = Make(typed)
+                                          ->ForwardBackward(typed.hidden, typed.junior_hidden,
+                                                            typed.rows, direction, kScale, none)
+                                          .status();
+          EXPECT_TRUE(IsNotFinite(status)) << status;
+          EXPECT_NE(std::string(status.message()).find("row 4 "), std::string::npos) << status;
+        }
+      }
+    }
+  }
+}
+
+TEST(LinearDivergenceTest, BadInputIsRefused) {
+  const Problem p;
+  const auto create = [](const at::Tensor& weight, const at::Tensor& junior_weight,
+                         const LinearDivergenceOptions& options = {}) {
+    return LinearDivergenceLoss::Create(weight, junior_weight, options).status();
+  };
+  EXPECT_EQ(FieldPath(create({}, p.junior_weight)), "weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.junior_weight.t())), "junior_weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.junior_weight.narrow(0, 0, 18))), "junior_weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.junior_weight.to(at::kFloat))), "junior_weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.junior_weight.to(at::kMeta))), "junior_weight");
+  EXPECT_EQ(
+      FieldPath(create(p.weight, p.junior_weight, {.logits_chunk_bytes = 5 * kVocabulary * 8 - 1})),
+      "logits_chunk_bytes");
+  const absl::Status half = create(p.weight.to(at::kHalf), p.junior_weight.to(at::kHalf));
+  EXPECT_EQ(half.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(FieldPath(half), "weight");
+
+  const auto loss = Make(p);
+  const auto refused = [&](const Problem& bad, double scale = 1) {
+    OutputGradients gradients;
+    const absl::Status status = loss->ForwardBackward(bad.hidden, bad.junior_hidden, bad.rows,
+                                                      KlDirection::kReverse, scale, gradients)
+                                    .status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return FieldPath(status);
+  };
+  Problem bad = p;
+  bad.rows.positions[3] = kTokens;
+  EXPECT_EQ(refused(bad), "positions[3]");
+  bad = p;
+  bad.rows.temperatures.pop_back();
+  EXPECT_EQ(refused(bad), "temperatures");
+  bad = p;
+  bad.rows.temperatures[3] = 0;
+  EXPECT_EQ(refused(bad), "temperatures");
+  bad = p;
+  bad.hidden = p.junior_hidden;
+  EXPECT_EQ(refused(bad), "hidden");
+  bad = p;
+  bad.junior_hidden = p.hidden;
+  EXPECT_EQ(refused(bad), "junior_hidden");
+  bad = p;
+  bad.junior_hidden = p.junior_hidden.narrow(0, 0, kTokens - 1);
+  EXPECT_EQ(refused(bad), "junior_hidden");
+  bad = p;
+  bad.junior_hidden = p.junior_hidden.to(at::kFloat);
+  EXPECT_EQ(refused(bad), "junior_hidden");
+  EXPECT_EQ(refused(p, std::numeric_limits<double>::infinity()), "scale");
+}
+
+// No allocation may grow beyond the budget.
+TEST(LinearDivergenceTest, PeakStaysWithinTheBudget) {
+  constexpr int64_t kRows = 64, kWidth = 16, kWords = 10000, kBudget = 1 << 19;
+  const MeteredMemory meter;
+  at::manual_seed(1);
+  const at::Tensor hidden = at::randn({kRows, kWidth}), weight = at::randn({kWords, kWidth});
+  const at::Tensor junior_weight = at::randn({kWords, kWidth});
+  DivergenceRows rows;
+  for (int64_t row = 0; row < kRows; ++row) rows.positions.push_back(row);
+  rows.temperatures.assign(kRows, 0.7);
+  OutputGradients gradients = {.hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight)};
+  const auto measure = [&] {
+    auto loss = LinearDivergenceLoss::Create(weight, junior_weight, {.logits_chunk_bytes = kBudget})
+                    .value();
+    const int64_t start = meter->live();
+    meter->Restart();
+    for (const KlDirection direction : kDirections) {
+      ASSERT_TRUE(loss->ForwardBackward(hidden, hidden, rows, direction, 1, gradients).ok());
+    }
+    // Beside the logits there are only buffers with H numbers, or a few numbers, per row.
+    constexpr int64_t kSmall = kRows * (2 * kWidth + 16) * 4;
+    EXPECT_LE(meter->peak() - start, kBudget + kSmall);
+    EXPECT_GT(meter->peak() - start, kBudget / 2);
+    EXPECT_LT(kBudget + kSmall, kRows * kWords * 4 / 4);  // far below the logits of one model
+  };
+  measure();
+  const AtenKernels aten;
+  measure();
+}
+
+}  // namespace
+}  // namespace tandem::loss

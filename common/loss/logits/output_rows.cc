@@ -1,0 +1,90 @@
+#include "common/loss/logits/output_rows.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <cstddef>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/errors/error.h"
+
+namespace tandem::loss {
+
+absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight) {
+  if (!weight.defined() || weight.dim() != 2 || !weight.is_contiguous()) {
+    return InvalidField(name, "must be a contiguous [V, H] matrix");
+  }
+  const at::ScalarType type = weight.scalar_type();
+  if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16) {
+    return FieldError(absl::StatusCode::kUnimplemented, name,
+                      "only float32, float64 and bfloat16 output layers are there yet");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
+                         const at::Tensor& weight) {
+  if (hidden.dim() != 2 || hidden.size(1) != weight.size(1)) {
+    return InvalidField(name, "must be [T, H] with the H of the output layer");
+  }
+  if (hidden.scalar_type() != weight.scalar_type() &&
+      !(hidden.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kFloat)) {
+    return InvalidField(name, "must have the type of the output layer, or bfloat16");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckIndices(absl::string_view name, absl::Span<const int64_t> indices, int64_t end,
+                          absl::string_view outside) {
+  for (size_t i = 0; i < indices.size(); ++i) {
+    if (indices[i] < 0 || indices[i] >= end) {
+      return InvalidField(absl::StrCat(name, "[", i, "]"),
+                          absl::StrCat(indices[i], " is outside ", outside));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSoftCap(absl::string_view name, std::optional<double> soft_cap) {
+  if (!soft_cap.has_value() || (*soft_cap > 0 && std::isfinite(*soft_cap))) return absl::OkStatus();
+  return InvalidField(name, "must be positive and finite");
+}
+
+absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t rows) {
+  if (!temperatures.empty() && temperatures.size() != rows) {
+    return InvalidField("temperatures", "must be empty or have one entry per position");
+  }
+  for (const double temperature : temperatures) {
+    if (!(temperature > 0)) return InvalidField("temperatures", "must be positive");
+  }
+  return absl::OkStatus();
+}
+
+// Pageable memory is staged before the call returns, so there is nothing to wait for.
+at::Tensor ToDevice(const std::vector<double>& numbers, const at::TensorOptions& like) {
+  return at::from_blob(const_cast<double*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
+                       at::kDouble)
+      .to(like, /*non_blocking=*/true, /*copy=*/true);
+}
+
+at::Tensor ToDevice(const std::vector<int64_t>& numbers, at::Device device) {
+  return at::from_blob(const_cast<int64_t*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
+                       at::kLong)
+      .to(device, at::kLong, /*non_blocking=*/true, /*copy=*/true);
+}
+
+at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positions,
+                      const at::Tensor& indices) {
+  bool all = static_cast<int64_t>(positions.size()) == hidden.size(0);
+  for (size_t i = 0; i < positions.size() && all; ++i) {
+    all = positions[i] == static_cast<int64_t>(i);
+  }
+  return all ? hidden : hidden.index_select(0, indices);
+}
+
+int64_t EqualChunkRows(int64_t count, int64_t max_rows) {
+  const int64_t chunks = (count + max_rows - 1) / max_rows;
+  return (count + chunks - 1) / chunks;
+}
+
+}  // namespace tandem::loss

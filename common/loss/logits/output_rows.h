@@ -1,0 +1,49 @@
+// Functions on the inputs of an output layer's loss: checks, copies to the device, division into
+// chunks.
+#ifndef TANDEM_COMMON_LOSS_LOGITS_OUTPUT_ROWS_H_
+#define TANDEM_COMMON_LOSS_LOGITS_OUTPUT_ROWS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
+namespace tandem::loss {
+
+// Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H];
+// UNIMPLEMENTED unless it is float32, float64 or bfloat16.
+absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight);
+
+// The following four return INVALID_ARGUMENT.
+
+// Checks hidden states: [T, H], in the type of the weight, or bfloat16 if that is float32.
+absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
+                         const at::Tensor& weight);
+// Checks that the indices are in [0, end). The error says that an index is outside `outside`.
+absl::Status CheckIndices(absl::string_view name, absl::Span<const int64_t> indices, int64_t end,
+                          absl::string_view outside);
+// Checks that a soft cap, if there is one, is positive and finite.
+absl::Status CheckSoftCap(absl::string_view name, std::optional<double> soft_cap);
+// Checks that there are no temperatures, or one for each of `rows`, all positive.
+absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t rows);
+
+// Copies numbers of the host to the device, without a wait for it.
+at::Tensor ToDevice(const std::vector<double>& numbers, const at::TensorOptions& like);
+at::Tensor ToDevice(const std::vector<int64_t>& numbers, at::Device device);
+
+// Returns the rows `positions` of `hidden` [T, H] as [N, H]; `hidden` itself if the positions are
+// 0 to T - 1. `indices` are the positions on its device.
+at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positions,
+                      const at::Tensor& indices);
+
+// Rows of each chunk when `count` rows are divided into equal chunks of at most `max_rows`.
+int64_t EqualChunkRows(int64_t count, int64_t max_rows);
+
+}  // namespace tandem::loss
+
+#endif  // TANDEM_COMMON_LOSS_LOGITS_OUTPUT_ROWS_H_

@@ -1,0 +1,25 @@
+// The section `compute` of a configuration. Plain data, no torch.
+#ifndef TANDEM_COMMON_MODEL_CONFIG_COMPUTE_OPTIONS_H_
+#define TANDEM_COMMON_MODEL_CONFIG_COMPUTE_OPTIONS_H_
+
+#include <string>
+
+namespace tandem {
+
+// Values are the texts that the configuration accepts.
+struct ComputeOptions {
+  std::string device;   // "cpu" or "cuda"
+  std::string dtype;    // "float32" or "bfloat16"
+  std::string kernels;  // "auto" or "aten"
+  // "float32" or "bfloat16" for trainer and critic (Placement::weight_dtype); empty: float32.
+  std::string weight_dtype;
+  int num_threads;  // 0: the physical cores, divided by local_world_size
+  // The rank of this process on its machine, which selects its device, and the number of ranks
+  // there.
+  int local_rank = 0;
+  int local_world_size = 1;
+};
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_MODEL_CONFIG_COMPUTE_OPTIONS_H_

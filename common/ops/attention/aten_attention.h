@@ -1,0 +1,34 @@
+// Attention in ATen operations: all of it on a GPU, and its gradient on every device.
+#ifndef TANDEM_COMMON_OPS_ATTENTION_ATEN_ATTENTION_H_
+#define TANDEM_COMMON_OPS_ATTENTION_ATEN_ATTENTION_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "common/ops/attention/attention_scores.h"
+#include "common/ops/attention/capped_attention.h"
+#include "common/ops/attention/paged_sequences.h"
+
+namespace tandem::ops {
+
+// CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
+at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::vector<int64_t>& offsets, const AttentionScores& scores);
+at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const std::vector<int64_t>& offsets, const PagedSequences& sequences,
+                               const at::Tensor& key_cache, const at::Tensor& value_cache,
+                               const AttentionScores& scores);
+
+// Returns the gradients of causal attention for the gradient dy [T, heads * Dv] of its result: on
+// the CPU in float32, with a soft cap on any device and in any floating-point type. They do not
+// depend on the number of threads.
+AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
+                                               const at::Tensor& k, const at::Tensor& v,
+                                               const std::vector<int64_t>& offsets,
+                                               const AttentionScores& scores);
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_ATTENTION_ATEN_ATTENTION_H_

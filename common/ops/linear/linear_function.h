@@ -1,0 +1,20 @@
+// Linear maps with gradients.
+#ifndef TANDEM_COMMON_OPS_LINEAR_LINEAR_FUNCTION_H_
+#define TANDEM_COMMON_OPS_LINEAR_LINEAR_FUNCTION_H_
+
+#include <ATen/core/Tensor.h>
+
+namespace tandem::ops {
+
+// Returns x weight^T + bias [T, sum of outs] for several maps of one input x [T, in]. `weight`
+// [sum of outs, in] and `bias` [sum of outs] (or undefined) are the stacked maps in x's type.
+// Gradients, in float32, flow into the `masters` [outs[i], in] and `bias_masters` (empty, or
+// [outs[i]]), the parameters that were stacked or copied. The forward pass has the bits of
+// inference; gradients do not depend on the number of threads.
+at::Tensor DifferentiableLinear(const at::Tensor& x, at::TensorList masters,
+                                at::TensorList bias_masters, const at::Tensor& weight,
+                                const at::Tensor& bias);
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_LINEAR_LINEAR_FUNCTION_H_

@@ -1,0 +1,154 @@
+#include "common/ops/linear/linear_weight.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/linear/linear_function.h"
+#include "common/ops/ops.h"
+#include "common/ops/products/bfloat16_rounding.h"
+#include "common/ops/products/matrix_product.h"
+#include "common/ops/shards/rank_sum.h"
+#include "common/ops/shards/token_shards.h"
+
+namespace tandem::ops {
+
+LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
+                           std::vector<at::Tensor> biases, at::ScalarType compute_dtype,
+                           bool rounds)
+    : stacked_(std::move(stacked)),
+      bias_(std::move(bias)),
+      weights_(std::move(weights)),
+      biases_(std::move(biases)),
+      rounds_(rounds) {
+  const at::NoGradGuard no_grad;
+  // If the types are the same, these are the stack itself.
+  compute_weight_ = stacked_.detach().to(compute_dtype, /*non_blocking=*/false, /*copy=*/rounds);
+  if (bias_.defined()) compute_bias_ = bias_.detach().to(compute_dtype);
+  has_copy_ = !compute_weight_.is_alias_of(stacked_);
+  if (has_copy_) RefreshCopy();
+}
+
+LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
+                           std::vector<at::Tensor> biases, at::Tensor compute_weight,
+                           at::Tensor compute_bias)
+    : stacked_(std::move(stacked)),
+      bias_(std::move(bias)),
+      weights_(std::move(weights)),
+      biases_(std::move(biases)),
+      compute_weight_(std::move(compute_weight)),
+      compute_bias_(std::move(compute_bias)) {}
+
+LinearWeight::LinearWeight(std::shared_ptr<const PackedWeight> packed, at::Tensor bias,
+                           std::vector<at::Tensor> biases)
+    : bias_(std::move(bias)),
+      biases_(std::move(biases)),
+      packed_(std::move(packed)),
+      compute_bias_(bias_) {}
+
+void LinearWeight::OnWeightsChanged() {
+  if (has_copy_) RefreshCopy();
+}
+
+void LinearWeight::RefreshCopy() {
+  const at::NoGradGuard no_grad;
+  if (rounds_) {
+    CopyRounded(stacked_, compute_weight_);
+  } else {
+    compute_weight_.copy_(stacked_);
+    if (bias_.defined()) compute_bias_.copy_(bias_);
+  }
+  copied_version_ = stacked_._version();
+}
+
+void LinearWeight::CheckFresh() const {
+  TORCH_CHECK(!has_copy_ || copied_version_ == stacked_._version(),
+              "the weights have changed, but OnWeightsChanged() was not called");
+}
+
+const at::Tensor& LinearWeight::compute_weight() const {
+  TORCH_CHECK(packed_ == nullptr, "the weight is packed: there is no matrix in its place");
+  CheckFresh();
+  return compute_weight_;
+}
+
+at::Tensor LinearWeight::Infer(const at::Tensor& x, const at::Tensor& bias) const {
+  CheckFresh();
+  if (packed_ != nullptr) return packed_->Linear(x, bias, packed_->out());
+  return Linear(x, compute_weight_, bias);
+}
+
+void LinearWeight::MultiplyTile(const LinearTile& tile, const float* x, float* y) const {
+  if (packed_ != nullptr) return packed_->MultiplyTile(tile, x, y);
+  kernels::GetCpuKernels().linear({.x = x + tile.row_begin * in(),
+                                   .x_stride = in(),
+                                   .w = compute_weight().const_data_ptr<float>(),
+                                   .bias = nullptr,
+                                   .y = y + tile.row_begin * out(),
+                                   .y_stride = out(),
+                                   .rows = tile.row_end - tile.row_begin,
+                                   .in = in(),
+                                   .out_begin = tile.panel_begin * kernels::kPanelOuts,
+                                   .out_end = std::min(tile.panel_end * kernels::kPanelOuts, out()),
+                                   .accumulate = false});
+}
+
+at::Tensor LinearWeight::ForwardFirst(const at::Tensor& x, int64_t outs) const {
+  TORCH_CHECK(!at::GradMode::is_enabled(), "some columns of a map have no gradient");
+  CheckFresh();
+  if (packed_ != nullptr) return packed_->Linear(x, compute_bias_, outs);
+  if (outs == compute_weight_.size(0)) return Linear(x, compute_weight_, compute_bias_);
+  const at::Tensor bias = bias_.defined() ? compute_bias_.narrow(0, 0, outs) : at::Tensor();
+  return Linear(x, compute_weight_.narrow(0, 0, outs), bias);
+}
+
+at::Tensor LinearWeight::Forward(const at::Tensor& x) const {
+  if (packed_ == nullptr && at::GradMode::is_enabled()) {
+    CheckFresh();
+    return DifferentiableLinear(x, weights_, biases_, compute_weight_, compute_bias_);
+  }
+  return Infer(x, compute_bias_);
+}
+
+at::Tensor LinearWeight::ForwardFloat32(const at::Tensor& x) const {
+  if (packed_ != nullptr || compute_weight_.scalar_type() == at::kFloat) return Forward(x);
+  CheckFresh();
+  const at::Tensor wide = x.to(at::kFloat), weight = compute_weight_.to(at::kFloat);
+  const at::Tensor bias = bias_.defined() ? compute_bias_.to(at::kFloat) : at::Tensor();
+  if (!at::GradMode::is_enabled()) return Linear(wide, weight, bias);
+  return DifferentiableLinear(wide, weights_, biases_, weight, bias);
+}
+
+at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const {
+  if (at::GradMode::is_enabled()) return residual + Forward(x);
+  CheckFresh();
+  if (packed_ != nullptr) return packed_->LinearAdd(residual, x, compute_bias_);
+  return LinearAdd(residual, x, compute_weight_, compute_bias_);
+}
+
+at::Tensor LinearWeight::ForwardShard(const at::Tensor& x,
+                                      const std::shared_ptr<TensorParallelGroup>& group) const {
+  CheckFresh();
+  const at::Tensor partial = packed_ == nullptr && at::GradMode::is_enabled()
+                                 ? DifferentiableLinear(x, weights_, {}, compute_weight_, {})
+                                 : Infer(x, /*bias=*/{});
+  return WithBias(ScatterSum(partial, group));
+}
+
+at::Tensor LinearWeight::ForwardSum(const at::Tensor& x,
+                                    const std::shared_ptr<TensorParallelGroup>& group) const {
+  TORCH_CHECK(!at::GradMode::is_enabled(), "a map that every rank sums has no gradient");
+  return WithBias(SumInRankOrder(Infer(x, /*bias=*/{}), group));
+}
+
+at::Tensor LinearWeight::WithBias(const at::Tensor& sum) const {
+  if (!bias_.defined()) return sum;
+  // In the type of the master, so that the gradient of the bias is summed in float32.
+  const at::Tensor& bias = biases_.front();
+  return (sum.to(bias.scalar_type()) + bias).to(sum.scalar_type());
+}
+
+}  // namespace tandem::ops

@@ -1,0 +1,64 @@
+// A matrix in a packed format: the weight of linear maps, or an embedding, of a model that infers.
+#ifndef TANDEM_COMMON_OPS_PRODUCTS_PACKED_WEIGHT_H_
+#define TANDEM_COMMON_OPS_PRODUCTS_PACKED_WEIGHT_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "common/kernels/cpu/packed_weight.h"
+#include "common/ops/products/linear_tile.h"
+
+namespace tandem::ops {
+
+// The threads that pack rows.
+enum class PackThreads {
+  kAll,  // as many as the caller computes with (at::get_num_threads)
+  kOne,  // the caller's alone, so that it can pack beside a thread that computes
+};
+
+class PackedWeight {
+ public:
+  // Whether this process has kernels for packed weights: with `compute.kernels: aten` it has none.
+  static bool IsSupported();
+
+  // Takes the memory (packed_memory.h) of a matrix [out, in] of zeros. `format` is packed. Throws
+  // std::bad_alloc.
+  PackedWeight(kernels::WeightFormat format, int64_t out, int64_t in);
+
+  kernels::WeightFormat format() const { return matrix_.format; }
+  int64_t out() const { return matrix_.out; }
+  int64_t in() const { return matrix_.in; }
+
+  // Packs `values` [n, in], of any floating-point type and device, as the rows from `first` on.
+  // They are converted a few rows at a time.
+  void SetRows(int64_t first, const at::Tensor& values,
+               PackThreads threads = PackThreads::kAll) const;
+  // Exchanges the memory of two matrices of the same format and shape. No value is read.
+  void Swap(PackedWeight& other);
+  // rows [T] int64 -> [T, in] float32, the values that products use. Throws c10::Error for an index
+  // that is no row.
+  at::Tensor Rows(const at::Tensor& rows) const;
+
+  // Returns the first `outs` outputs of x weight^T + bias, [T, outs], for x [T, in] float32 and
+  // bias [outs] or undefined. Has the bits of ops::Linear with the values of Rows(). No autograd.
+  at::Tensor Linear(const at::Tensor& x, const at::Tensor& bias, int64_t outs) const;
+  // Writes the tile's outputs of x weight^T to y, on the calling thread alone; row r is at
+  // x + r * in() and y + r * out().
+  void MultiplyTile(const LinearTile& tile, const float* x, float* y) const;
+  // Adds all outputs to `residual` [T, out] in place, and returns that.
+  at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x,
+                       const at::Tensor& bias) const;
+
+ private:
+  void Multiply(const at::Tensor& x, const at::Tensor& bias, int64_t outs, const at::Tensor& y,
+                bool accumulate) const;
+
+  std::shared_ptr<void> memory_;
+  kernels::PackedMatrix matrix_;
+};
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_PRODUCTS_PACKED_WEIGHT_H_

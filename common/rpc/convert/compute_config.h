@@ -1,0 +1,47 @@
+// Converts sections of a resolved configuration into the plain values that engines and plans take.
+#ifndef TANDEM_COMMON_RPC_CONVERT_COMPUTE_CONFIG_H_
+#define TANDEM_COMMON_RPC_CONVERT_COMPUTE_CONFIG_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/model/config/compute_options.h"
+#include "common/model/config/model_config.h"
+#include "common/model/loading/weight_files_check.h"
+#include "common/tensor/dtype.h"
+#include "tandem/config/v1/server_config.pb.h"
+
+namespace tandem::rpc {
+
+inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config) {
+  return {.device = config.device(),
+          .dtype = config.dtype(),
+          .kernels = config.kernels(),
+          .weight_dtype = config.weight_dtype(),
+          .num_threads = config.num_threads()};
+}
+
+inline DType ComputeType(const config::v1::ComputeOptions& config) {
+  return config.dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+inline DType WeightType(const config::v1::ComputeOptions& config) {
+  return config.weight_dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+// Returns the model config of the directory in the configuration's `field`, checked against its
+// weight files. Errors name the field.
+inline absl::StatusOr<ModelConfig> ConfiguredModel(absl::string_view field,
+                                                   const std::string& directory) {
+  absl::StatusOr<ModelConfig> model = LoadModelConfig(directory);
+  if (!model.ok()) return PrependFieldPath(field, model.status());
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath(field, CheckSizes(*model, directory)));
+  return model;
+}
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_CONVERT_COMPUTE_CONFIG_H_

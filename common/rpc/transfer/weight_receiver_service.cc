@@ -1,0 +1,162 @@
+#include "common/rpc/transfer/weight_receiver_service.h"
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "common/base/checksum.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/logging.h"
+#include "common/rpc/calls/stream_handlers.h"
+#include "common/rpc/calls/unary_handler.h"
+#include "common/rpc/convert/proto_convert.h"
+
+namespace tandem::rpc {
+namespace {
+
+using weights::v1::AbortUpdateRequest;
+using weights::v1::AbortUpdateResponse;
+using weights::v1::BeginUpdateRequest;
+using weights::v1::BeginUpdateResponse;
+using weights::v1::CommitUpdateRequest;
+using weights::v1::CommitUpdateResponse;
+using weights::v1::GetVersionRequest;
+using weights::v1::GetVersionResponse;
+using weights::v1::UploadWeightsRequest;
+using weights::v1::UploadWeightsResponse;
+
+constexpr size_t kMaxUpdateIdBytes = 128;
+
+absl::Status CheckUpdateId(const std::string& id) {
+  if (id.empty()) return InvalidField("update_id", "is required");
+  if (id.size() > kMaxUpdateIdBytes) {
+    return InvalidField("update_id", absl::StrCat("has ", id.size(), " bytes, at most ",
+                                                  kMaxUpdateIdBytes, " are allowed"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+// Checks chunks as they come; they are small, and the receiver only copies them.
+class WeightReceiverService::Upload final
+    : public ClientStreamHandler<UploadWeightsRequest, UploadWeightsResponse> {
+ public:
+  explicit Upload(WeightReceiverService* service) : service_(service) {}
+
+  absl::Status OnMessage(const UploadWeightsRequest& chunk) override {
+    const std::string& data = chunk.data();
+    if (Xxh3_64(data.data(), data.size()) != chunk.checksum()) {
+      return WithReason(FieldError(absl::StatusCode::kDataLoss, "data",
+                                   absl::StrCat("chunk ", chunk.chunk_index(),
+                                                " does not match its checksum; send it again")),
+                        reason::kChunkDamaged);
+    }
+    TANDEM_ASSIGN_OR_RETURN(
+        next_chunk_,
+        service_->receiver_.load()->Append(
+            chunk.update_id(), chunk.chunk_index(),
+            absl::MakeConstSpan(reinterpret_cast<const std::byte*>(data.data()), data.size())));
+    service_->metrics_.Counter(metric::kWeightBytesReceived)
+        .Increment(static_cast<double>(data.size()));
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<UploadWeightsResponse> OnEnd(const CallScope&) override {
+    if (!next_chunk_.has_value()) return InvalidField("chunk_index", "no chunk came");
+    UploadWeightsResponse response;
+    response.set_next_chunk(*next_chunk_);
+    return response;
+  }
+
+ private:
+  WeightReceiverService* const service_;
+  std::optional<int64_t> next_chunk_;
+};
+
+grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServerContext* context,
+                                                             const grpc::ByteBuffer* request,
+                                                             grpc::ByteBuffer* response) {
+  return HandleUnary<BeginUpdateRequest, BeginUpdateResponse>(
+      executor_, context, request, response,
+      [this](const BeginUpdateRequest& request,
+             const CallScope&) -> absl::StatusOr<BeginUpdateResponse> {
+        TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
+        absl::StatusOr<WeightManifest> manifest = WeightManifestFromProto(request.manifest());
+        if (!manifest.ok()) return PrependFieldPath("manifest", manifest.status());
+        TANDEM_ASSIGN_OR_RETURN(
+            const int64_t next_chunk,
+            receiver_.load()->Begin(request.update_id(), *manifest, request.allow_rollback()));
+        Log(LogLevel::kInfo, "weight_update_begun",
+            {{"update_id", request.update_id()},
+             {"version", manifest->version},
+             {"next_chunk", next_chunk}});
+        BeginUpdateResponse response;
+        response.set_next_chunk(next_chunk);
+        return response;
+      });
+}
+
+grpc::ServerReadReactor<grpc::ByteBuffer>* WeightReceiverService::UploadWeights(
+    grpc::CallbackServerContext* context, grpc::ByteBuffer* response) {
+  return HandleClientStream<UploadWeightsRequest, UploadWeightsResponse>(
+      executor_, context, response, std::make_unique<Upload>(this));
+}
+
+grpc::ServerUnaryReactor* WeightReceiverService::CommitUpdate(grpc::CallbackServerContext* context,
+                                                              const grpc::ByteBuffer* request,
+                                                              grpc::ByteBuffer* response) {
+  return HandleUnary<CommitUpdateRequest, CommitUpdateResponse>(
+      executor_, context, request, response,
+      [this](const CommitUpdateRequest& request,
+             const CallScope& context) -> absl::StatusOr<CommitUpdateResponse> {
+        TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
+        const absl::StatusOr<WeightsVersion> version =
+            receiver_.load()->Commit(request.update_id(), context);
+        metrics_.Counter(metric::kWeightUpdates, {version.ok() ? "committed" : "failed"})
+            .Increment();
+        if (!version.ok()) return version.status();
+        metrics_.Gauge(metric::kWeightsVersion).Set(static_cast<double>(version->version));
+        Log(LogLevel::kInfo, "weights_committed",
+            {{"update_id", request.update_id()},
+             {"version", version->version},
+             {"digest", version->digest}});
+        CommitUpdateResponse response;
+        WeightsVersionToProto(*version, response.mutable_weights());
+        return response;
+      });
+}
+
+grpc::ServerUnaryReactor* WeightReceiverService::AbortUpdate(grpc::CallbackServerContext* context,
+                                                             const grpc::ByteBuffer* request,
+                                                             grpc::ByteBuffer* response) {
+  return HandleUnary<AbortUpdateRequest, AbortUpdateResponse>(
+      executor_, context, request, response,
+      [this](const AbortUpdateRequest& request,
+             const CallScope&) -> absl::StatusOr<AbortUpdateResponse> {
+        TANDEM_RETURN_IF_ERROR(CheckUpdateId(request.update_id()));
+        TANDEM_RETURN_IF_ERROR(receiver_.load()->Abort(request.update_id()));
+        return AbortUpdateResponse();
+      });
+}
+
+grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServerContext* context,
+                                                            const grpc::ByteBuffer* request,
+                                                            grpc::ByteBuffer* response) {
+  return AnswerAtOnce<GetVersionRequest, GetVersionResponse>(
+      executor_, context, request, response,
+      [this](const GetVersionRequest&) -> absl::StatusOr<GetVersionResponse> {
+        GetVersionResponse response;
+        WeightsVersionToProto(receiver_.load()->Version(), response.mutable_weights());
+        response.set_open_update_id(receiver_.load()->OpenUpdateId());
+        if (const auto speculator = receiver_.load()->SpeculatorVersion()) {
+          WeightsVersionToProto(*speculator, response.mutable_speculator());
+        }
+        return response;
+      });
+}
+
+}  // namespace tandem::rpc

@@ -1,0 +1,48 @@
+// The sending side of tandem.weights.v1.
+#ifndef TANDEM_COMMON_RPC_TRANSFER_WEIGHT_SENDER_H_
+#define TANDEM_COMMON_RPC_TRANSFER_WEIGHT_SENDER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "common/base/call_scope.h"
+#include "common/weights/weight_transfer.h"
+#include "tandem/weights/v1/weights.grpc.pb.h"
+
+namespace tandem::rpc {
+
+struct WeightSenderOptions {
+  // Attempts since a chunk last arrived: as long as some do, the sender goes on. Between two
+  // attempts it waits `backoff`, doubled each time.
+  int max_attempts = 5;
+  absl::Duration backoff = absl::Milliseconds(200);
+  absl::Duration rpc_timeout = absl::Seconds(120);     // of one call
+  absl::Duration version_timeout = absl::Seconds(10);  // of the question what is served
+  // Whether the receiver takes a version that is not above the one that it serves.
+  bool allow_rollback = false;
+  CallScope call;  // that the weights are sent for
+};
+
+struct SentWeights {
+  WeightsVersion weights;       // that the receiver serves now
+  bool has_speculator = false;  // whether the receiver takes a speculator
+  int64_t bytes = 0;            // of the update; 0 if the receiver served it already
+};
+
+// Sends the weights to one receiver and commits them; blocks. A receiver without a speculator is
+// sent the model alone, and one that serves the weights already nothing. `update_id` names the
+// update: reuse it to go on, at the receiver's next chunk, with one that was interrupted. Retries
+// UNAVAILABLE, DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or CANCELLED
+// as soon as `options.call` is over, and then the update stays open, so that the caller can go on
+// with it; after any other error it is aborted. The answer's digest is the receiver's own and
+// equals the manifest's; another one is DATA_LOSS. INTERNAL if `source` cannot be read.
+absl::StatusOr<SentWeights> SendWeights(weights::v1::WeightService::StubInterface& receiver,
+                                        const std::string& update_id, const WeightSource& source,
+                                        const WeightSenderOptions& options = {});
+
+}  // namespace tandem::rpc
+
+#endif  // TANDEM_COMMON_RPC_TRANSFER_WEIGHT_SENDER_H_

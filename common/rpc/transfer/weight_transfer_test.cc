@@ -1,0 +1,424 @@
+// Sender and receiver over a real connection.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <stop_token>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/base/checksum.h"
+#include "common/base/errors/error.h"
+#include "common/base/steady_time.h"
+#include "common/rpc/calls/error_table.h"
+#include "common/rpc/convert/proto_convert.h"
+#include "common/rpc/testing/server.h"
+#include "common/rpc/transfer/weight_receiver_service.h"
+#include "common/rpc/transfer/weight_sender.h"
+#include "common/weights/staged_weight_receiver.h"
+#include "common/weights/testing/stream_digest.h"
+#include "common/weights/testing/told_weights.h"
+
+namespace tandem::rpc {
+namespace {
+
+// The receiver of the engines, behind a connection that breaks.
+class FlakyReceiver final : public WeightReceiver {
+ public:
+  explicit FlakyReceiver(int64_t elements,
+                         std::optional<ReceivedSpeculator> speculator = std::nullopt)
+      : receiver_({{.name = "w", .shape = {elements}}}, std::nullopt, /*num_token_ids=*/7, {},
+                  Tell(told_), std::move(speculator), /*allow_not_finite=*/true) {}
+
+  absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest,
+                                bool allow_rollback) override {
+    return receiver_.Begin(id, manifest, allow_rollback);
+  }
+  absl::StatusOr<int64_t> Append(const std::string& id, int64_t chunk_index,
+                                 absl::Span<const std::byte> data) override {
+    if (chunks_until_break_ == 0) {
+      chunks_until_break_ = chunks_between_breaks_.load();
+      return absl::UnavailableError("the connection broke");
+    }
+    if (chunks_until_break_ > 0) --chunks_until_break_;
+    absl::StatusOr<int64_t> next = receiver_.Append(id, chunk_index, data);
+    chunks_appended_ += next.ok();
+    return next;
+  }
+  absl::StatusOr<WeightsVersion> Commit(const std::string& id, const CallScope& call) override {
+    absl::StatusOr<WeightsVersion> version = receiver_.Commit(id, call);
+    if (version.ok() && lie_) version->digest = std::string(32, '0');
+    return version;
+  }
+  absl::Status Abort(const std::string& id) override { return receiver_.Abort(id); }
+  WeightsVersion Version() const override { return receiver_.Version(); }
+  std::optional<WeightsVersion> SpeculatorVersion() const override {
+    return receiver_.SpeculatorVersion();
+  }
+  std::string OpenUpdateId() const override { return receiver_.OpenUpdateId(); }
+  void DropAbandoned(TimePoint now) override { receiver_.DropAbandoned(now); }
+
+  // The bytes of the update in force.
+  std::string applied() const {
+    return {reinterpret_cast<const char*>(told_.applied.data()), told_.applied.size()};
+  }
+
+  Told told_;
+  StagedWeightReceiver receiver_;
+  std::atomic<int> chunks_appended_ = 0;
+  // The connection breaks after this many chunks, and then again and again; negative: never.
+  std::atomic<int> chunks_until_break_ = -1;
+  std::atomic<int> chunks_between_breaks_ = -1;
+  bool lie_ = false;
+};
+
+class BytesSource final : public WeightSource {
+ public:
+  static constexpr int64_t kElements = 2620;  // 10,480 bytes: the last of 11 chunks is shorter
+  static constexpr int64_t kChunk = 1000;
+  explicit BytesSource(int64_t version = 1, int64_t elements = kElements,
+                       int64_t chunk_bytes = kChunk) {
+    for (int64_t i = 0; i < elements * 4; ++i) {
+      bytes_.push_back(static_cast<char>(i * 31 + version));
+    }
+    manifest_.version = version;
+    manifest_.tensors = {{"w", DType::kFloat32, {elements}}};
+    manifest_.total_bytes = elements * 4;
+    manifest_.chunk_bytes = chunk_bytes;
+    SetDigests();
+    manifest_.num_token_ids = 7;
+  }
+  // The last of the elements become a speculator's.
+  void CutSpeculator(int64_t elements) {
+    const int64_t rest = manifest_.tensors[0].shape[0] - elements;
+    manifest_.tensors = {{"w", DType::kFloat32, {rest}},
+                         {"speculator.h", DType::kFloat32, {elements}}};
+    manifest_.speculator = {.config = "{}", .digest = {}};
+    SetDigests();
+  }
+  const WeightManifest& manifest() const override { return manifest_; }
+  absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
+    std::memcpy(out.data(), bytes_.data() + offset, out.size());
+    return absl::OkStatus();
+  }
+  // Makes the digests those of the bytes.
+  void SetDigests() {
+    const auto* const data = reinterpret_cast<const std::byte*>(bytes_.data());
+    const absl::Span<const std::byte> stream(data, bytes_.size());
+    manifest_.digest = StreamDigest({manifest_.tensors[0]}, stream);
+    if (!manifest_.speculator.has_value()) return;
+    manifest_.speculator->digest = StreamDigest(
+        {manifest_.tensors[1]}, stream.subspan(static_cast<size_t>(manifest_.tensors[0].bytes())));
+  }
+  std::string bytes_;
+  WeightManifest manifest_;
+};
+
+class ReceiverApp final : public ServerApp {
+ public:
+  ReceiverApp(ServerRuntime& runtime, WeightReceiver* receiver)
+      : service_(runtime.executor, runtime.metrics) {
+    service_.SetReceiver(receiver);
+  }
+  std::vector<NamedService> services() override {
+    return {{weights::v1::WeightService::service_full_name(), &service_}};
+  }
+  absl::Status Load() override { return absl::OkStatus(); }
+
+ private:
+  WeightReceiverService service_;
+};
+
+class WeightTransferTest : public testing::Test {
+ protected:
+  WeightSenderOptions Options() {
+    WeightSenderOptions options;
+    options.backoff = absl::Milliseconds(1);
+    return options;
+  }
+  absl::Status Begin(const std::string& id, const BytesSource& source) {
+    grpc::ClientContext context;
+    weights::v1::BeginUpdateRequest request;
+    request.set_update_id(id);
+    WeightManifestToProto(source.manifest(), request.mutable_manifest());
+    weights::v1::BeginUpdateResponse response;
+    return FromGrpcStatus(stub_->BeginUpdate(&context, request, &response));
+  }
+  absl::Status UploadChunk(const std::string& id, int64_t index, const std::string& data,
+                           uint64_t checksum) {
+    grpc::ClientContext context;
+    weights::v1::UploadWeightsResponse response;
+    auto stream = stub_->UploadWeights(&context, &response);
+    weights::v1::UploadWeightsRequest chunk;
+    chunk.set_update_id(id);
+    chunk.set_chunk_index(index);
+    chunk.set_data(data);
+    chunk.set_checksum(checksum);
+    stream->Write(chunk);
+    stream->WritesDone();
+    return FromGrpcStatus(stream->Finish());
+  }
+
+  FlakyReceiver receiver_{BytesSource::kElements};
+  TestServer server_{[this](ServerRuntime& runtime) {
+    return std::make_unique<ReceiverApp>(runtime, &receiver_);
+  }};
+  std::unique_ptr<weights::v1::WeightService::Stub> stub_ =
+      weights::v1::WeightService::NewStub(server_.channel());
+};
+
+TEST_F(WeightTransferTest, EveryByteArrivesAndIsCommitted) {
+  const BytesSource source;
+  const auto version = SendWeights(*stub_, "u1", source, Options());
+  ASSERT_TRUE(version.ok()) << version.status();
+  EXPECT_EQ(version->weights.version, 1);
+  EXPECT_EQ(version->weights.digest, source.manifest().digest);
+  EXPECT_EQ(version->bytes, 10480);
+  EXPECT_FALSE(version->has_speculator);
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
+  EXPECT_NE(server_.metrics().Text().find("tandem_weight_bytes_received_total 10480"),
+            std::string::npos);
+}
+
+TEST(WeightTransferSpeculatorTest, AReceiverIsSentTheSpeculatorThatItHasAUseFor) {
+  BytesSource source;
+  source.CutSpeculator(20);
+  const int64_t elements = BytesSource::kElements - 20;
+  const ReceivedSpeculator speculator = {.config = "{}",
+                                         .parameters = {{.name = "speculator.h", .shape = {20}}},
+                                         .initial = {.version = 0, .digest = std::string(32, '0')}};
+  FlakyReceiver with(elements, speculator), without(elements);
+  for (FlakyReceiver* receiver : {&with, &without}) {
+    receiver->chunks_until_break_ = 4;
+    TestServer server(
+        [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, receiver); });
+    const auto stub = weights::v1::WeightService::NewStub(server.channel());
+    WeightSenderOptions options;
+    options.backoff = absl::Milliseconds(1);
+    const auto sent = SendWeights(*stub, "u1", source, options);
+    ASSERT_TRUE(sent.ok()) << sent.status();
+    EXPECT_EQ(sent->weights.digest, source.manifest().digest);
+    EXPECT_EQ(sent->has_speculator, receiver == &with);
+    EXPECT_EQ(sent->bytes, receiver == &with ? 10480 : 10400);
+    EXPECT_EQ(receiver->applied(), source.bytes_.substr(0, sent->bytes));
+    const auto repeat = SendWeights(*stub, "u2", source, options);
+    ASSERT_TRUE(repeat.ok()) << repeat.status();
+    EXPECT_EQ(repeat->bytes, 0) << "it is served already";
+    EXPECT_EQ(repeat->has_speculator, receiver == &with);
+  }
+  EXPECT_EQ(*with.SpeculatorVersion(), (WeightsVersion{1, source.manifest().speculator->digest}));
+  // The same model with another speculator is another update.
+  BytesSource other;
+  other.bytes_.back() ^= 1;
+  other.CutSpeculator(20);
+  EXPECT_EQ(other.manifest().digest, source.manifest().digest);
+  TestServer server(
+      [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, &with); });
+  const auto stub = weights::v1::WeightService::NewStub(server.channel());
+  with.chunks_until_break_ = -1;
+  const auto heads_alone = SendWeights(*stub, "u3", other);
+  ASSERT_TRUE(heads_alone.ok()) << heads_alone.status();
+  EXPECT_EQ(heads_alone->bytes, 80) << "the model is served already";
+  EXPECT_EQ(with.applied(), other.bytes_.substr(10400));
+  EXPECT_EQ(with.SpeculatorVersion()->digest, other.manifest().speculator->digest);
+}
+
+TEST(WeightTransferLimitsTest, TheLargestChunksPassTheMessageLimit) {
+  FlakyReceiver receiver(1 << 20);
+  TestServer server(
+      [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, &receiver); });
+  const auto stub = weights::v1::WeightService::NewStub(server.channel());
+  EXPECT_TRUE(SendWeights(*stub, "u1", BytesSource(1, 1 << 20, kMaxChunkBytes)).ok());
+}
+
+// Once: the receiver can do nothing about it.
+TEST_F(WeightTransferTest, WeightsThatCannotBeReadAreAnErrorOfTheSender) {
+  class BrokenSource final : public WeightSource {
+   public:
+    const WeightManifest& manifest() const override { return whole_.manifest(); }
+    absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
+      if (offset < 3 * BytesSource::kChunk) return whole_.Read(offset, out);
+      ++failed_;
+      return absl::DataLossError("the disk is broken");
+    }
+    const BytesSource whole_;
+    mutable int failed_ = 0;
+  } broken;
+  const absl::Status status = SendWeights(*stub_, "u1", broken, Options()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  EXPECT_EQ(status.message(), "weights to send: the disk is broken");
+  EXPECT_EQ(broken.failed_, 1);
+  EXPECT_EQ(receiver_.Version().version, 0);
+  ASSERT_TRUE(SendWeights(*stub_, "u1", broken.whole_, Options()).ok());
+  EXPECT_EQ(receiver_.applied(), broken.whole_.bytes_);
+}
+
+TEST_F(WeightTransferTest, ARepeatOfACommittedUpdateIsTheSameAnswer) {
+  const BytesSource source;
+  ASSERT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
+  grpc::ClientContext context;
+  weights::v1::CommitUpdateRequest request;
+  request.set_update_id("u1");
+  weights::v1::CommitUpdateResponse response;
+  ASSERT_TRUE(stub_->CommitUpdate(&context, request, &response).ok());
+  EXPECT_EQ(response.weights().digest(), source.manifest().digest);
+}
+
+TEST_F(WeightTransferTest, AnInterruptedUploadGoesOnWhereItStopped) {
+  receiver_.chunks_until_break_ = 3;
+  const BytesSource source;
+  ASSERT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
+  EXPECT_EQ(receiver_.chunks_appended_, 11) << "nothing was sent twice";
+}
+
+TEST_F(WeightTransferTest, AttemptsCountOnlyWithoutProgress) {
+  receiver_.chunks_until_break_ = 1;
+  receiver_.chunks_between_breaks_ = 1;
+  WeightSenderOptions options = Options();
+  options.max_attempts = 2;
+  const BytesSource source;
+  ASSERT_TRUE(SendWeights(*stub_, "u1", source, options).ok());
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
+
+  receiver_.chunks_until_break_ = 0;
+  receiver_.chunks_between_breaks_ = 0;
+  EXPECT_EQ(SendWeights(*stub_, "u2", BytesSource(2), options).status().code(),
+            absl::StatusCode::kUnavailable);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "") << "a sender that gives up leaves nothing behind";
+}
+
+// The caller may repeat its call, and the update then goes on.
+TEST_F(WeightTransferTest, AnUpdateWhoseCallerIsGoneStaysOpen) {
+  const BytesSource source;
+  ASSERT_TRUE(Begin("u1", source).ok());
+  std::stop_source gone;
+  WeightSenderOptions options = Options();
+  options.call.cancellation = gone.get_token();
+  options.backoff = absl::InfiniteDuration();
+  receiver_.chunks_until_break_ = 3;
+  std::thread sender([&] {
+    EXPECT_EQ(SendWeights(*stub_, "u1", source, options).status().code(),
+              absl::StatusCode::kCancelled);
+  });
+  while (receiver_.chunks_appended_ < 3) std::this_thread::yield();
+  gone.request_stop();
+  sender.join();
+  EXPECT_EQ(receiver_.OpenUpdateId(), "u1");
+  ASSERT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
+}
+
+TEST_F(WeightTransferTest, TwoSendersLearnOfEachOther) {
+  const BytesSource ours(1), theirs(2);
+  ASSERT_TRUE(Begin("ours", ours).ok());
+  ASSERT_TRUE(Begin("theirs", theirs).ok());
+  const std::string chunk = ours.bytes_.substr(0, BytesSource::kChunk);
+  const absl::Status replaced = UploadChunk("ours", 0, chunk, Xxh3_64(chunk.data(), chunk.size()));
+  EXPECT_EQ(replaced.code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(Reason(replaced), "UPDATE_REPLACED");
+  EXPECT_TRUE(SendWeights(*stub_, "theirs", theirs, Options()).ok());
+}
+
+TEST_F(WeightTransferTest, ADamagedChunkIsDataLossAndLeavesTheUpdateOpen) {
+  const BytesSource source;
+  ASSERT_TRUE(Begin("u1", source).ok());
+  const std::string good = source.bytes_.substr(0, BytesSource::kChunk);
+  std::string bad = good;
+  bad[17] ^= 1;
+  const absl::Status status = UploadChunk("u1", 0, bad, Xxh3_64(good.data(), good.size()));
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(Reason(status), "CHUNK_DAMAGED");
+  EXPECT_EQ(receiver_.chunks_appended_, 0);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "u1");
+  EXPECT_TRUE(SendWeights(*stub_, "u1", source, Options()).ok());
+}
+
+TEST_F(WeightTransferTest, ChunksOutOfOrderOrOfTheWrongSizeAreRefused) {
+  const BytesSource source;
+  ASSERT_TRUE(Begin("u1", source).ok());
+  const std::string chunk = source.bytes_.substr(0, BytesSource::kChunk);
+  const uint64_t checksum = Xxh3_64(chunk.data(), chunk.size());
+  const absl::Status early = UploadChunk("u1", 1, chunk, checksum);
+  EXPECT_EQ(FieldPath(early), "chunk_index");
+  EXPECT_EQ(Reason(early), "CHUNK_OUT_OF_ORDER");
+  const std::string shorter = chunk.substr(1);
+  EXPECT_EQ(FieldPath(UploadChunk("u1", 0, shorter, Xxh3_64(shorter.data(), shorter.size()))),
+            "data");
+  EXPECT_EQ(UploadChunk("u9", 0, chunk, checksum).code(), absl::StatusCode::kNotFound);
+  EXPECT_TRUE(UploadChunk("u1", 0, chunk, checksum).ok());
+  EXPECT_EQ(FieldPath(UploadChunk("u1", 0, chunk, checksum)), "chunk_index") << "a repeat";
+}
+
+TEST_F(WeightTransferTest, AStaleVersionIsNotRetried) {
+  ASSERT_TRUE(SendWeights(*stub_, "u1", BytesSource(5), Options()).ok());
+  const auto result = SendWeights(*stub_, "u2", BytesSource(4), Options());
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(Reason(result.status()), "STALE_WEIGHT_VERSION");
+}
+
+TEST_F(WeightTransferTest, AWrongDigestInTheAnswerIsDataLoss) {
+  receiver_.lie_ = true;
+  const auto result = SendWeights(*stub_, "u1", BytesSource(), Options());
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(Reason(result.status()), "DIGEST_MISMATCH");
+}
+
+TEST_F(WeightTransferTest, AReceiverThatIsAwayBoundsTheWait) {
+  server_.Stop();
+  WeightSenderOptions options = Options();
+  options.max_attempts = 3;
+  options.rpc_timeout = absl::Seconds(5);
+  EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(), options).status().code(),
+            absl::StatusCode::kUnavailable);
+}
+
+TEST_F(WeightTransferTest, TheWaitBetweenAttemptsEndsWithTheCall) {
+  server_.Stop();
+  WeightSenderOptions options = Options();
+  options.backoff = absl::Hours(1);
+  std::stop_source caller;
+  options.call.cancellation = caller.get_token();
+  std::thread hangs_up([&] { caller.request_stop(); });
+  EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(), options).status().code(),
+            absl::StatusCode::kCancelled);
+  hangs_up.join();
+
+  options.call = CallScope();
+  options.call.deadline = SteadyTime::Now() + absl::Milliseconds(1);
+  EXPECT_EQ(SendWeights(*stub_, "u1", BytesSource(), options).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_F(WeightTransferTest, BadManifestsNameTheField) {
+  grpc::ClientContext context;
+  weights::v1::BeginUpdateRequest request;
+  request.set_update_id("u1");
+  WeightManifestToProto(BytesSource().manifest(), request.mutable_manifest());
+  request.mutable_manifest()->set_chunk_bytes(kMaxChunkBytes + 1);
+  weights::v1::BeginUpdateResponse response;
+  EXPECT_EQ(FieldPath(FromGrpcStatus(stub_->BeginUpdate(&context, request, &response))),
+            "manifest.chunk_bytes");
+  request.mutable_manifest()->set_chunk_bytes(10);
+  request.mutable_manifest()->set_total_bytes(7);
+  grpc::ClientContext second;
+  EXPECT_EQ(FieldPath(FromGrpcStatus(stub_->BeginUpdate(&second, request, &response))),
+            "manifest.total_bytes");
+}
+
+TEST_F(WeightTransferTest, AbortDropsTheUpdate) {
+  ASSERT_TRUE(Begin("u1", BytesSource()).ok());
+  weights::v1::AbortUpdateRequest request;
+  request.set_update_id("u1");
+  weights::v1::AbortUpdateResponse response;
+  grpc::ClientContext first, second;
+  EXPECT_TRUE(stub_->AbortUpdate(&first, request, &response).ok());
+  EXPECT_EQ(stub_->AbortUpdate(&second, request, &response).error_code(),
+            grpc::StatusCode::NOT_FOUND);
+}
+
+}  // namespace
+}  // namespace tandem::rpc

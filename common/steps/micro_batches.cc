@@ -1,0 +1,42 @@
+#include "common/steps/micro_batches.h"
+
+#include <algorithm>
+
+namespace tandem::training {
+namespace {
+
+std::vector<MicroBatch> Pack(absl::Span<const int64_t> lengths, int64_t token_budget) {
+  std::vector<MicroBatch> plan;
+  MicroBatch current;
+  int64_t tokens = 0;
+  const auto close = [&](size_t end) {
+    current.end = end;
+    if (tokens > 0) plan.push_back(current);
+    current.begin = end;
+    tokens = 0;
+  };
+  for (size_t s = 0; s < lengths.size(); ++s) {
+    if (tokens > 0 && tokens + lengths[s] > token_budget) close(s);
+    tokens += lengths[s];
+  }
+  close(lengths.size());
+  return plan;
+}
+
+}  // namespace
+
+std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget,
+                                         int64_t ranks) {
+  std::vector<MicroBatch> plan = Pack(lengths, token_budget);
+  if (ranks == 1 || plan.empty()) return plan;
+  const auto count = static_cast<int64_t>(plan.size());
+  const int64_t limit = (count + ranks - 1) / ranks * ranks;
+  int64_t enough = token_budget, too_little = 0;
+  while (enough - too_little > 1) {
+    const int64_t middle = too_little + (enough - too_little) / 2;
+    (static_cast<int64_t>(Pack(lengths, middle).size()) <= limit ? enough : too_little) = middle;
+  }
+  return Pack(lengths, enough);
+}
+
+}  // namespace tandem::training

@@ -1,0 +1,60 @@
+#include "services/rollout/engine/blocks/block_pool.h"
+
+namespace tandem::rollout {
+
+BlockPool::BlockPool(const BlockRange& range) : first_block_(range.first), blocks_(range.count) {
+  for (int64_t i = 0; i < range.count; ++i) {
+    blocks_[i].place = idle_.insert(idle_.end(), static_cast<int32_t>(range.first + i));
+    blocks_[i].known = known_.end();
+  }
+}
+
+void BlockPool::Hold(int32_t block) {
+  Block& state = at(block);
+  if (state.holders++ == 0) held_.splice(held_.end(), idle_, state.place);
+}
+
+std::optional<int32_t> BlockPool::Allocate() {
+  if (idle_.empty()) return std::nullopt;
+  const int32_t block = idle_.front();
+  Block& state = at(block);
+  if (state.known != known_.end()) {
+    known_.erase(state.known);
+    state.known = known_.end();
+  }
+  Hold(block);
+  return block;
+}
+
+void BlockPool::Release(int32_t block) {
+  Block& state = at(block);
+  if (--state.holders > 0) return;
+  const bool is_known = state.known != known_.end();
+  idle_.splice(is_known ? idle_.end() : idle_.begin(), held_, state.place);
+}
+
+std::optional<BlockPool::Known> BlockPool::Find(PrefixId before, std::span<const int32_t> tokens,
+                                                const std::string& images) {
+  const auto found = known_.find({before, {tokens.begin(), tokens.end()}, images});
+  if (found == known_.end()) return std::nullopt;
+  Hold(found->second.block);
+  return found->second;
+}
+
+PrefixId BlockPool::Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens,
+                             const std::string& images) {
+  const auto [entry, is_new] = known_.try_emplace({before, {tokens.begin(), tokens.end()}, images},
+                                                  Known{block, last_prefix_ + 1});
+  if (is_new) {
+    ++last_prefix_;
+    at(block).known = entry;
+  }
+  return entry->second.prefix;
+}
+
+void BlockPool::Forget() {
+  known_.clear();
+  for (Block& block : blocks_) block.known = known_.end();
+}
+
+}  // namespace tandem::rollout

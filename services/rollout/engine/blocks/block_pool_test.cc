@@ -1,0 +1,133 @@
+#include "services/rollout/engine/blocks/block_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "common/model/passes/layer_cache.h"
+#include "services/rollout/engine/blocks/block_table.h"
+
+namespace tandem::rollout {
+namespace {
+
+const std::vector<int32_t> kTokens = {1, 2, 3}, kOther = {1, 2, 4};
+
+TEST(BlockPoolTest, EveryBlockIsGivenOutOnce) {
+  BlockPool pool({.first = 5, .count = 2});
+  EXPECT_EQ(pool.Allocate(), 5);
+  EXPECT_EQ(pool.Allocate(), 6);
+  EXPECT_EQ(pool.Allocate(), std::nullopt);
+  EXPECT_EQ(pool.num_held(), 2);
+  pool.Release(6);
+  EXPECT_EQ(pool.num_idle(), 1);
+  EXPECT_EQ(pool.Allocate(), 6);
+}
+
+TEST(BlockPoolTest, ContentsAreFoundAfterTheirPrefixAlone) {
+  BlockPool pool({.count = 4});
+  const int32_t first = *pool.Allocate(), second = *pool.Allocate();
+  const PrefixId prefix = pool.Remember(first, kNoPrefix, kTokens);
+  pool.Remember(second, prefix, kTokens);
+  EXPECT_EQ(pool.Find(kNoPrefix, kOther), std::nullopt);
+  const auto found = pool.Find(kNoPrefix, kTokens);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->block, first);
+  EXPECT_EQ(found->prefix, prefix);
+  EXPECT_EQ(pool.Find(found->prefix, kTokens)->block, second);
+}
+
+TEST(BlockTableTest, BlocksOfOneImageAreNotThoseOfAnother) {
+  BlockPool pool({.count = 4});
+  const std::vector<int32_t> tokens(2 * kKvBlockTokens, 9);
+  // The image lies in both blocks.
+  const auto image = [](const char* identity) {
+    return std::vector<ImageTokens>{{.begin = 1, .end = kKvBlockTokens + 1, .identity = identity}};
+  };
+  BlockTable table;
+  table.Grow(pool);
+  table.Grow(pool);
+  table.Remember(pool, tokens, image("a"));
+  const auto known = [&](const std::vector<ImageTokens>& images) {
+    BlockTable other;
+    const int64_t tokens_known = other.TakeKnown(pool, tokens, images);
+    other.Release(pool);
+    return tokens_known;
+  };
+  EXPECT_EQ(known(image("a")), 2 * kKvBlockTokens);
+  EXPECT_EQ(known(image("b")), 0);
+  EXPECT_EQ(known({}), 0);
+  // An image that ends in the first block has no part in the second.
+  std::vector<ImageTokens> shorter = image("a");
+  shorter[0].end = kKvBlockTokens;
+  EXPECT_EQ(known(shorter), kKvBlockTokens);
+}
+
+TEST(BlockPoolTest, ABlockIsIdleWhenItsLastHolderReleasesIt) {
+  BlockPool pool({.count = 1});
+  const int32_t block = *pool.Allocate();
+  pool.Remember(block, kNoPrefix, kTokens);
+  pool.Find(kNoPrefix, kTokens);
+  pool.Release(block);
+  EXPECT_EQ(pool.Allocate(), std::nullopt);
+  pool.Release(block);
+  EXPECT_EQ(pool.Allocate(), block);
+  EXPECT_EQ(pool.Find(kNoPrefix, kTokens), std::nullopt) << "its contents are about to change";
+}
+
+TEST(BlockPoolTest, EmptyBlocksAreGivenOutBeforeKnownOnesAndThoseByAge) {
+  BlockPool pool({.count = 3});
+  const int32_t a = *pool.Allocate(), b = *pool.Allocate(), c = *pool.Allocate();
+  pool.Remember(a, kNoPrefix, kTokens);
+  pool.Remember(b, kNoPrefix, kOther);
+  for (const int32_t block : {b, a, c}) pool.Release(block);
+  EXPECT_EQ(pool.Allocate(), c);
+  EXPECT_EQ(pool.Allocate(), b);
+  EXPECT_EQ(pool.Find(kNoPrefix, kTokens)->block, a);
+}
+
+TEST(BlockPoolTest, TheFirstBlockWithSomeContentsStaysTheOneThatIsFound) {
+  BlockPool pool({.count = 2});
+  const int32_t a = *pool.Allocate(), b = *pool.Allocate();
+  const PrefixId prefix = pool.Remember(a, kNoPrefix, kTokens);
+  EXPECT_EQ(pool.Remember(b, kNoPrefix, kTokens), prefix);
+  pool.Release(b);
+  EXPECT_EQ(pool.Allocate(), b);
+  EXPECT_EQ(pool.Find(kNoPrefix, kTokens)->block, a);
+}
+
+TEST(BlockTableTest, FirstBlocksAreGivenBackOnceAndStayKnown) {
+  BlockPool pool({.count = 4});
+  BlockTable table;
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(table.Grow(pool));
+  const std::vector<int32_t> tokens(2 * kKvBlockTokens, 5);
+  table.Remember(pool, tokens);
+  table.DropFirst(pool, 2);
+  table.DropFirst(pool, 1);
+  EXPECT_EQ(pool.num_held(), 2);
+  EXPECT_EQ(table.size(), 4) << "entries stay at their positions";
+  BlockTable other;
+  EXPECT_EQ(other.TakeKnown(pool, tokens), 2 * kKvBlockTokens);
+  EXPECT_EQ(pool.num_held(), 4);
+  table.Release(pool);
+  EXPECT_EQ(pool.num_held(), 2) << "what the other holds";
+  other.Release(pool);
+  EXPECT_EQ(pool.num_idle(), 4);
+  EXPECT_TRUE(table.Grow(pool));
+  table.Release(pool);
+  EXPECT_EQ(pool.num_held(), 0) << "a table that is used again holds all of its blocks";
+}
+
+TEST(BlockPoolTest, ForgottenContentsAreNotFoundAndPrefixesDoNotReturn) {
+  BlockPool pool({.count = 2});
+  const int32_t block = *pool.Allocate();
+  const PrefixId before = pool.Remember(block, kNoPrefix, kTokens);
+  pool.Forget();
+  EXPECT_EQ(pool.Find(kNoPrefix, kTokens), std::nullopt);
+  EXPECT_EQ(pool.num_held(), 1);
+  pool.Release(block);
+  const int32_t again = *pool.Allocate();
+  EXPECT_NE(pool.Remember(again, kNoPrefix, kTokens), before);
+}
+
+}  // namespace
+}  // namespace tandem::rollout

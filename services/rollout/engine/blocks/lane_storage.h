@@ -1,0 +1,45 @@
+// The types in which a lane holds its model and computes. No torch.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_
+
+#include "common/kernels/weight_format.h"
+#include "common/model/config/compute_options.h"
+#include "common/tensor/dtype.h"
+#include "services/rollout/engine/types.h"
+
+namespace tandem::rollout {
+
+struct LaneStorage {
+  // The type of activations, norms and biases; and of linear maps in the format kDense.
+  DType dtype;
+  kernels::WeightFormat weight_format;
+  DType cache_dtype;  // of keys and values
+};
+
+// Whether linear maps are packed: with the CPU's own kernels.
+inline bool HasPackedLanes(const ComputeOptions& compute) {
+  return compute.device == "cpu" && compute.kernels == "auto";
+}
+
+// The CPU's own kernels multiply packed maps with float32 activations; packed in float32 they give
+// the bits of dense ones. Operations of ATen, which a GPU runs, compute in the lane's dtype. A
+// quantised lane needs the own kernels.
+inline LaneStorage StorageOf(const LaneOptions& lane, const EngineOptions& options) {
+  using kernels::WeightFormat;
+  if (!HasPackedLanes(options.compute)) {
+    return {.dtype = lane.dtype,
+            .weight_format = WeightFormat::kDense,
+            .cache_dtype = options.kv_cache_dtype.value_or(lane.dtype)};
+  }
+  WeightFormat format =
+      lane.dtype == DType::kBFloat16 ? WeightFormat::kBfloat16 : WeightFormat::kFloat32;
+  if (lane.quantization == Quantization::kInt8) format = WeightFormat::kInt8;
+  if (lane.quantization == Quantization::kInt4) format = WeightFormat::kInt4;
+  return {.dtype = DType::kFloat32,
+          .weight_format = format,
+          .cache_dtype = options.kv_cache_dtype.value_or(DType::kFloat32)};
+}
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_

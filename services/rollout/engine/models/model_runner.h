@@ -1,0 +1,96 @@
+// The generator's interface to a model: a pass over sequences whose keys and values lie in blocks
+// of a cache. No tensors, so that tests of the generator use a fake.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_MODEL_RUNNER_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_MODEL_RUNNER_H_
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/coauthoring/tandem_config.h"
+#include "common/coauthoring/tandem_sampler.h"
+#include "common/coauthoring/trajectory.h"
+#include "common/model/vision/prompt_images.h"
+
+namespace tandem::rollout {
+
+// A row of a pass whose logits are wanted: a token is drawn from them, or the log-prob of a given
+// token is read.
+struct OutputRow {
+  static constexpr int32_t kDraw = -1;
+  int64_t index = 0;      // of the row's token in PassSequence::tokens
+  int32_t token = kDraw;  // whose log-prob is wanted
+  double u = 0;           // kDraw: the uniform number that chooses the token
+  const SamplingParams* sampling =
+      nullptr;  // not null; for a log-prob the temperature alone counts
+  // kDraw: as in TandemSampler::Sample.
+  DraftProposal proposal = {};
+  std::vector<float>* distribution = nullptr;
+};
+
+// One sequence of a pass.
+struct PassSequence {
+  // The block table: blocks[i] holds the positions from i * kKvBlockTokens on.
+  std::span<const int32_t> blocks;
+  int64_t start = 0;  // position of the first token; the blocks hold those before
+  // Consumed by the pass. They need not be tokens that the sequence keeps: a draft is verified by
+  // drawing from the rows before it.
+  std::span<const int32_t> tokens;
+  std::span<const OutputRow> rows;       // ascending indices
+  bool records_routing = false;          // whether ReadRouting is wanted of the tokens
+  const PromptImages* images = nullptr;  // of the sequence's prompt; nullptr: text alone
+};
+
+// A whole block that is copied before the pass, in the order of the list.
+struct BlockCopy {
+  int32_t from = 0;
+  int32_t to = 0;
+};
+
+struct Pass {
+  std::span<const BlockCopy> copies;
+  std::span<const PassSequence> sequences;
+};
+
+// The results of a pass, in the order of its sequences and of their rows. For a log-prob `token` is
+// the given one and log_keep_mass is 0. A row whose logits are not numbers has an error of its own.
+using PassResults = std::vector<absl::StatusOr<SampledToken>>;
+
+// A row of the last pass after which drafts are wanted.
+struct DraftRequest {
+  int64_t row = 0;    // index in the pass's PassResults
+  int32_t token = 0;  // drawn from the row
+};
+
+// The caller knows which blocks there are and what they contain (block_pool.h); the runner
+// only has their memory.
+class ModelRunner {
+ public:
+  virtual ~ModelRunner() = default;
+
+  // Runs one pass and overwrites `results`. Logits do not leave the runner. After an error the
+  // blocks that the pass writes hold nothing of use.
+  virtual absl::Status Run(const Pass& pass, PassResults& results) = 0;
+
+  // Overwrites `drafts` with the `count` tokens that the heads of a speculator propose behind each
+  // request, one request after the other: [number of requests, count]. The rows are those of the
+  // last Run, which succeeded. Hidden states do not leave the runner. INVALID_ARGUMENT for a row
+  // that the pass did not have, or a count beyond the heads; UNIMPLEMENTED without a speculator.
+  virtual absl::Status Draft(std::span<const DraftRequest> /*requests*/, int64_t /*count*/,
+                             std::vector<int32_t>& /*drafts*/) {
+    return absl::UnimplementedError("the model has no speculator");
+  }
+
+  // Overwrites `experts` with those that the first `count` tokens in `blocks` took, all of which
+  // passes with PassSequence::records_routing have consumed. UNIMPLEMENTED without experts.
+  virtual absl::Status ReadRouting(std::span<const int32_t> /*blocks*/, int64_t /*count*/,
+                                   TokenExperts& /*experts*/) {
+    return absl::UnimplementedError("the model has no experts");
+  }
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_MODEL_RUNNER_H_

@@ -1,0 +1,63 @@
+// One update of the weights of the senior, and of its speculator, on rank 0: the engine's part of a
+// weight transfer (common/weights/staged_weight_receiver.h).
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_SENIOR_UPDATE_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_SENIOR_UPDATE_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "common/model/model.h"
+#include "common/model/parameters/prepared_weights.h"
+#include "common/speculator/speculator.h"
+#include "common/speculator/speculator_update.h"
+#include "common/tensor/aten/named_tensors.h"
+#include "common/weights/staged_weight_receiver.h"
+
+namespace tandem::rollout {
+
+// Checks and packs tensors while the stream brings them, on the thread that adds them, without a
+// hand of the engine thread. The swap is the engine's.
+class SeniorUpdate : public NextWeights {
+ public:
+  // Puts the update in force; blocks.
+  using Swap = std::function<absl::Status(SeniorUpdate& update, const WeightManifest& manifest,
+                                          const CallScope& call)>;
+
+  // `senior` and its `speculator`, which may be null, outlive the update. `keeps_tensors`: for a
+  // swap that sends the senior's whole tensors to other ranks.
+  SeniorUpdate(const Model& senior, const speculator::Speculator* speculator, bool keeps_tensors,
+               Swap swap);
+
+  // INVALID_ARGUMENT names a tensor that does not fit; RESOURCE_EXHAUSTED if memory runs out.
+  absl::Status Add(const WeightSpec& spec, TensorBytes bytes) override;
+  // Errors of PreparedWeights::CheckComplete and of the swap.
+  absl::Status Apply(const WeightManifest& manifest, const CallScope& call) override;
+
+  // For Model::Adopt. Complete when the swap is called; null if the update leaves the senior as it
+  // is.
+  PreparedWeights* weights() { return weights_.get(); }
+  // The speculator's; null if the update has none. Complete as the manifest is checked.
+  const speculator::PreparedSpeculator* speculator() const { return next_speculator_.get(); }
+  // The senior's that were added; empty unless they are kept, and after DropTensors.
+  const NamedTensors& tensors() const { return tensors_; }
+  void DropTensors() { tensors_.clear(); }
+
+ private:
+  absl::Status AddToSpeculator(const std::string& name, const at::Tensor& tensor);
+
+  const Model& senior_;
+  const speculator::Speculator* const speculator_;
+  const bool keeps_tensors_;
+  const Swap swap_;
+  std::unique_ptr<PreparedWeights> weights_;  // nullptr before the first tensor of the senior
+  NamedTensors tensors_;
+  std::unique_ptr<speculator::PreparedSpeculator> next_speculator_;
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_SENIOR_UPDATE_H_

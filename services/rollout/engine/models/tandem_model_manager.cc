@@ -1,0 +1,156 @@
+#include "services/rollout/engine/models/tandem_model_manager.h"
+
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/error_reasons.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/logging.h"
+#include "common/model/passes/layer_cache.h"
+#include "common/speculator/speculator_files.h"
+#include "common/speculator/speculator_update.h"
+#include "services/rollout/engine/blocks/lane_storage.h"
+
+namespace tandem::rollout {
+namespace {
+
+struct ModelAndVocabulary {
+  std::unique_ptr<Model> model;
+  absl::StatusOr<Vocabulary> vocabulary;  // NOT_FOUND without a tokenizer.json
+};
+
+absl::StatusOr<ModelAndVocabulary> LoadOne(const std::string& directory,
+                                           const Placement& placement) {
+  ModelAndVocabulary loaded = {.model = nullptr, .vocabulary = Vocabulary::Load(directory)};
+  int64_t num_token_ids = 0;
+  if (loaded.vocabulary.ok()) {
+    num_token_ids = loaded.vocabulary->size();
+  } else if (!absl::IsNotFound(loaded.vocabulary.status())) {
+    return loaded.vocabulary.status();
+  }
+  TANDEM_ASSIGN_OR_RETURN(loaded.model, Model::Load(directory, {.num_token_ids = num_token_ids,
+                                                                .placement = placement}));
+  return loaded;
+}
+
+// Returns the model as the server reports it. The lane's type is not that of the activations where
+// maps are packed.
+ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& options) {
+  const int64_t longest = loaded.model->config().LongestSequence(options.max_model_len);
+  ModelSummary summary = loaded.model->Summary(longest);
+  if (loaded.vocabulary.ok()) summary.vocabulary_digest = loaded.vocabulary->Digest();
+  summary.dtype = options.dtype;
+  summary.quantization = options.quantization;
+  return summary;
+}
+
+// A tokenizer may have more ids than one of the models has embeddings.
+absl::Status CheckSameTokenIds(const Model& senior, const Model& junior) {
+  if (senior.num_token_ids() == junior.num_token_ids()) return absl::OkStatus();
+  return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                        "has embeddings for ", junior.num_token_ids(),
+                        " ids of the tokenizer, and the senior for ", senior.num_token_ids(),
+                        ": the two write the same tokens alone")),
+                    reason::kVocabularyMismatch);
+}
+
+// Loads the speculator onto the senior's device.
+absl::StatusOr<std::unique_ptr<const speculator::Speculator>> LoadSpeculatorOf(
+    const Model& senior, const EngineOptions& options) {
+  auto loaded = speculator::LoadSpeculator(options.senior_speculator,
+                                           {.num_token_ids = senior.num_token_ids(),
+                                            .device = senior.device(),
+                                            .packs_heads = HasPackedLanes(options.compute)});
+  if (!loaded.ok()) return PrependFieldPath("senior_speculator", loaded.status());
+  return loaded;
+}
+
+TandemModelManager::Lane MakeLane(Author author, const LaneRanks& ranks,
+                                  std::unique_ptr<Model> model, const LaneBlocks& blocks,
+                                  DType cache_dtype, ranks::ServerRanks* server,
+                                  std::unique_ptr<const speculator::Speculator> speculator) {
+  TandemModelManager::Lane lane{
+      .ranks = ranks, .shard = nullptr, .ranked = nullptr, .digest = model->weights_digest()};
+  if (!ranks.holds()) return lane;
+  lane.shard = std::make_unique<TorchRunner>(std::move(model), blocks.total(), cache_dtype,
+                                             std::move(speculator));
+  if (ranks.sharded() && server->leads()) {
+    lane.ranked = std::make_unique<RankedRunner>(author, server, lane.shard.get());
+  }
+  return lane;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
+    const EngineOptions& options, const EngineRanks& ranks) {
+  auto manager = std::unique_ptr<TandemModelManager>(new TandemModelManager);
+  EngineInfo& info = manager->info_;
+  absl::StatusOr<ModelAndVocabulary> senior = LoadOne(options.senior.model, ranks.senior.placement);
+  if (!senior.ok()) return PrependFieldPath("senior_model", senior.status());
+  info.senior = SummaryOf(*senior, options.senior);
+  const ModelConfig& config = senior->model->config();
+  std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
+
+  std::unique_ptr<Model> junior_model;
+  if (!options.junior.model.empty()) {
+    if (!senior->vocabulary.ok()) {
+      return PrependFieldPath("senior_model", senior->vocabulary.status());
+    }
+    absl::StatusOr<ModelAndVocabulary> junior =
+        LoadOne(options.junior.model, ranks.junior.placement);
+    absl::Status status = junior.status();
+    if (status.ok()) status = junior->vocabulary.status();
+    if (status.ok()) status = Vocabulary::CheckSame(*senior->vocabulary, *junior->vocabulary);
+    if (status.ok()) status = CheckSameTokenIds(*senior->model, *junior->model);
+    if (!status.ok()) return PrependFieldPath("junior_model", status);
+    const std::vector<int64_t>& junior_eos = junior->model->config().eos_token_ids;
+    eos_token_ids.insert(junior_eos.begin(), junior_eos.end());
+    info.junior = SummaryOf(*junior, options.junior);
+    info.junior_version = junior->model->weights_digest();
+    junior_model = std::move(junior->model);
+  }
+  manager->eos_token_ids_.assign(eos_token_ids.begin(), eos_token_ids.end());
+  if (senior->vocabulary.ok()) manager->vocabulary_ = *std::move(senior->vocabulary);
+  manager->boundaries_ = std::make_unique<BoundarySets>(manager->vocabulary_.value_or(Vocabulary()),
+                                                        manager->eos_token_ids_);
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("tandem", tandem::Validate(options.tandem, info.senior.num_token_ids)));
+
+  info.sentence_boundary_token_ids = manager->boundaries_->sentence().ids();
+  info.word_boundary_token_ids =
+      manager->boundaries_->Resolve({.selection_strategy = SelectionStrategy::kWord})->ids();
+  info.max_num_seqs = options.max_num_seqs;
+  manager->senior_parameters_ = senior->model->WeightSpecs(DType::kFloat32);
+  if (senior->model->tied()) {
+    manager->tied_head_ = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
+  }
+  std::unique_ptr<const speculator::Speculator> speculator;
+  if (!options.senior_speculator.empty() && ranks.server->leads()) {
+    TANDEM_ASSIGN_OR_RETURN(speculator, LoadSpeculatorOf(*senior->model, options));
+    info.speculator_heads = speculator->sizes().n_predict;
+    manager->speculator_ = speculator::ReceivedBy(*speculator);
+  }
+  manager->blocks_ = ranks.blocks;
+  if (ranks.server->leads()) {
+    Log(LogLevel::kInfo, "kv_cache",
+        {{"senior_tokens", ranks.blocks.senior.generator * kKvBlockTokens},
+         {"junior_tokens", ranks.blocks.junior.generator * kKvBlockTokens},
+         {"max_num_seqs", options.max_num_seqs},
+         {"max_model_len", info.senior.max_model_len}});
+  }
+  ranks::ServerRanks* const server = ranks.server.get();
+  if (junior_model != nullptr) {
+    manager->junior_ =
+        MakeLane(Author::kJunior, ranks.junior, std::move(junior_model), ranks.blocks.junior,
+                 StorageOf(options.junior, options).cache_dtype, server, /*speculator=*/nullptr);
+  }
+  manager->senior_ =
+      MakeLane(Author::kSenior, ranks.senior, std::move(senior->model), ranks.blocks.senior,
+               StorageOf(options.senior, options).cache_dtype, server, std::move(speculator));
+  return manager;
+}
+
+}  // namespace tandem::rollout

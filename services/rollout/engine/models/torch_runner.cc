@@ -1,0 +1,161 @@
+#include "services/rollout/engine/models/torch_runner.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/memory_error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/coauthoring/tandem_sampler.h"
+#include "common/ops/threads/parallel_for.h"
+#include "common/tensor/aten/aten_bytes.h"
+#include "common/tensor/aten/catch_torch_errors.h"
+#include "services/rollout/engine/rollout_memory.h"
+
+namespace tandem::rollout {
+namespace {
+
+absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow& row) {
+  thread_local TandemSampler sampler;
+  if (row.token == OutputRow::kDraw) {
+    return sampler.Sample(logits, *row.sampling, row.u, row.proposal, row.distribution);
+  }
+  TANDEM_ASSIGN_OR_RETURN(const float logprob,
+                          sampler.TokenLogProb(logits, row.sampling->temperature, row.token));
+  return SampledToken{.token = row.token, .logprob = logprob};
+}
+
+}  // namespace
+
+TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
+                         std::unique_ptr<const speculator::Speculator> speculator)
+    : model_(std::move(model)),
+      cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype),
+             model_->config().RoutingLayout()),
+      image_rows_(model_.get(), kImageRowBytes),
+      speculator_(std::move(speculator)) {}
+
+absl::Status TorchRunner::Run(const Pass& pass, PassResults& results) {
+  return Compute(pass, &results);
+}
+
+absl::Status TorchRunner::Follow(const Pass& pass) { return Compute(pass, nullptr); }
+
+absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t count,
+                                std::vector<int32_t>& drafts) {
+  if (speculator_ == nullptr) return ModelRunner::Draft(requests, count, drafts);
+  const int64_t num_rows = hidden_.defined() ? hidden_.size(0) : 0;
+  std::vector<int64_t> rows, tokens;
+  for (const DraftRequest& request : requests) {
+    if (request.row < 0 || request.row >= num_rows) {
+      return InvalidField("row", absl::StrCat(request.row, " is none of ", num_rows, " rows"));
+    }
+    rows.push_back(request.row);
+    tokens.push_back(request.token);
+  }
+  return CatchTorchErrors("drafts", [&]() -> absl::Status {
+    const c10::InferenceMode inference_mode;
+    const auto on_device = [&](const std::vector<int64_t>& values) {
+      return at::tensor(values, at::kLong).to(hidden_.device());
+    };
+    TANDEM_ASSIGN_OR_RETURN(
+        const at::Tensor proposed,
+        speculator_->Draft(hidden_.index_select(0, on_device(rows)), on_device(tokens), count));
+    const at::Tensor values = proposed.to(at::kCPU, at::kInt).contiguous();
+    const int32_t* const data = values.const_data_ptr<int32_t>();
+    drafts.assign(data, data + values.numel());
+    return absl::OkStatus();
+  });
+}
+
+absl::Status TorchRunner::ReadRouting(std::span<const int32_t> blocks, int64_t count,
+                                      TokenExperts& experts) {
+  const RoutingCache layout = model_->config().RoutingLayout();
+  if (layout.layers == 0) return ModelRunner::ReadRouting(blocks, count, experts);
+  return CatchTorchErrors("routed experts", [&] {
+    const c10::InferenceMode inference_mode;
+    std::vector<at::Tensor> tokens;
+    for (int64_t begin = 0; begin < count; begin += kKvBlockTokens) {
+      const int64_t block = blocks[static_cast<size_t>(begin / kKvBlockTokens)];
+      tokens.push_back(cache_.routing().narrow(0, block * kKvBlockTokens,
+                                               std::min(kKvBlockTokens, count - begin)));
+    }
+    const at::Tensor ids = at::cat(tokens).to(at::kCPU, at::kInt).contiguous();
+    const int32_t* const data = ids.const_data_ptr<int32_t>();
+    experts.layers = layout.layers;
+    experts.experts_per_token = layout.experts_per_token;
+    experts.ids.assign(data, data + ids.numel());
+    return absl::OkStatus();
+  });
+}
+
+void TorchRunner::AddImageRows(const Pass& pass) {
+  image_rows_of_inputs_.clear();
+  image_rows_of_inputs_.reserve(inputs_.size());  // spans of its items stay valid
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    if (inputs_[i].images == nullptr) continue;
+    inputs_[i].image_rows = image_rows_of_inputs_.emplace_back(image_rows_.Of(pass.sequences[i]));
+  }
+  if (!image_rows_of_inputs_.empty()) image_rows_.Trim();
+}
+
+absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
+  rows_.clear();
+  row_indices_.clear();
+  for (const PassSequence& sequence : pass.sequences) {
+    for (const OutputRow& row : sequence.rows) {
+      rows_.push_back(&row);
+      row_indices_.push_back(row.index);
+    }
+  }
+  inputs_.clear();
+  size_t first_row = 0;
+  for (const PassSequence& sequence : pass.sequences) {
+    inputs_.push_back(
+        {.blocks = sequence.blocks,
+         .start = sequence.start,
+         .tokens = sequence.tokens,
+         .output_rows = absl::MakeConstSpan(row_indices_).subspan(first_row, sequence.rows.size()),
+         .images = sequence.images,
+         .records_routing = sequence.records_routing});
+    first_row += sequence.rows.size();
+  }
+  const auto total = static_cast<int64_t>(rows_.size());
+  if (results != nullptr) results->assign(rows_.size(), SampledToken());
+  hidden_.reset();
+  const absl::Status computed = CatchTorchErrors("forward pass", [&]() -> absl::Status {
+    const c10::InferenceMode inference_mode;
+    AddImageRows(pass);  // whose tensors outlive the pass
+    const ops::PassMemoryScope scope(memory_);
+    for (const BlockCopy& copy : pass.copies) cache_.CopyBlock(copy.from, copy.to);
+    TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, inputs_));
+    if (speculator_ != nullptr) hidden_ = hidden;
+    const int64_t width = model_->num_token_ids();
+    const int64_t chunk =
+        std::max<int64_t>(1, kLogitsBytes / (width * static_cast<int64_t>(sizeof(float))));
+    for (int64_t begin = 0; begin < total; begin += chunk) {
+      const int64_t count = std::min(chunk, total - begin);
+      const at::Tensor rows_of_chunk = model_->ForwardLogits(ops::Narrow(hidden, 0, begin, count));
+      if (results == nullptr) continue;
+      // The host waits for a GPU here: once per pass, unless the pass has very many rows.
+      const at::Tensor logits = rows_of_chunk.to(at::kCPU, at::kFloat).contiguous();
+      const float* const data = logits.const_data_ptr<float>();
+      constexpr int64_t kWorkPerLogit = 16;  // in multiply-adds: about one exponential
+      ops::ParallelFor(count, width * kWorkPerLogit, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+          (*results)[begin + i] =
+              Read({data + i * width, static_cast<size_t>(width)}, *rows_[begin + i]);
+        }
+      });
+    }
+    return absl::OkStatus();
+  });
+  return NameMemorySettings(computed, kMemorySettings);
+}
+
+}  // namespace tandem::rollout

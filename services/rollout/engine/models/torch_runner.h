@@ -1,0 +1,71 @@
+// The ModelRunner of a model, or of this rank's shard of it, with its KV cache, and with the
+// speculator whose heads draft for the model. One per lane; used by one thread.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_TORCH_RUNNER_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_TORCH_RUNNER_H_
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "common/model/model.h"
+#include "common/model/passes/kv_cache.h"
+#include "common/ops/threads/pass_memory.h"
+#include "common/speculator/speculator.h"
+#include "common/speculator/speculator_update.h"
+#include "common/tensor/dtype.h"
+#include "services/rollout/engine/images/image_rows.h"
+#include "services/rollout/engine/models/model_runner.h"
+
+namespace tandem::rollout {
+
+class TorchRunner : public ModelRunner {
+ public:
+  // Keys and values are stored in `cache_dtype`, float32 or bfloat16. `speculator` may be null; it
+  // is on the model's device, reads its hidden states and drafts its token ids.
+  TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
+              std::unique_ptr<const speculator::Speculator> speculator = nullptr);
+
+  const Model& model() const { return *model_; }
+  Model& model() { return *model_; }
+  const speculator::Speculator* speculator() const { return speculator_.get(); }  // may be null
+
+  // INTERNAL if libtorch throws; RESOURCE_EXHAUSTED if memory runs out; errors of Model::Decode.
+  absl::Status Run(const Pass& pass, PassResults& results) override;
+  // All ranks of a sharded model have the same hidden states, so one of them drafts alone. INTERNAL
+  // if libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
+  absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
+                     std::vector<int32_t>& drafts) override;
+  // All ranks of a sharded model choose the same experts, so one of them answers alone. INTERNAL if
+  // libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
+  absl::Status ReadRouting(std::span<const int32_t> blocks, int64_t count,
+                           TokenExperts& experts) override;
+  // Exchanges the weights of the speculator, which there is, with new ones, between two passes.
+  void SwapSpeculator(const speculator::PreparedSpeculator& next) { next.SwapWith(*speculator_); }
+  // Tells that the model's weights were replaced, between two passes.
+  void OnNewWeights() { image_rows_.Forget(); }
+  // Run on a rank whose logits another rank gathers: of the rows only the indices are read.
+  absl::Status Follow(const Pass& pass);
+
+ private:
+  // Adds to inputs_ what the vision tower gives the images of the pass.
+  void AddImageRows(const Pass& pass);
+  absl::Status Compute(const Pass& pass, PassResults* results);
+
+  std::unique_ptr<Model> model_;
+  KvCache cache_;
+  ImageRows image_rows_;
+  const std::unique_ptr<const speculator::Speculator> speculator_;
+  ops::PassMemory memory_;
+  // Vectors of the pass that runs, which keep their memory for the next.
+  std::vector<const OutputRow*> rows_;
+  std::vector<int64_t> row_indices_;
+  std::vector<DecodeInput> inputs_;
+  std::vector<std::vector<at::Tensor>> image_rows_of_inputs_;
+  at::Tensor hidden_;  // with a speculator: of the last pass, [number of its rows, H]
+};
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_TORCH_RUNNER_H_

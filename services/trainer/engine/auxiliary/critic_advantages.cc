@@ -1,0 +1,42 @@
+#include "services/trainer/engine/auxiliary/critic_advantages.h"
+
+#include <utility>
+
+#include "common/base/errors/status_macros.h"
+
+namespace tandem::trainer {
+
+absl::StatusOr<Advantages> CriticAdvantages(training::TrainingCore& core, CriticConnection& critic,
+                                            const CallScope& call, const TrainStepRequest& request,
+                                            const PolicyBatch& batch, const TokenNumbers& penalties,
+                                            Metrics& metrics) {
+  const CriticConnection::Call critic_call{
+      .scope = call, .progress = [&core] { core.NoteProgress(); }, .blobs = request.blobs};
+  CriticConnection::TrainRequest train;
+  train.step = {.run_id = request.run_id, .step = request.step, .request_id = request.request_id};
+  for (const PolicySample& sample : batch.samples) {
+    train.sequences.push_back({sample.trajectory.prompt_token_ids,
+                               sample.trajectory.response_token_ids,
+                               sample.trajectory.vision_inputs});
+    if (SkipsJuniorTokens(batch.objective)) {
+      train.loss_masks.push_back(sample.trajectory.authorship_mask);
+    }
+  }
+  TANDEM_ASSIGN_OR_RETURN(CriticConnection::Values values,
+                          core.FromRankZero<CriticConnection::Values>([&] {
+                            return critic.ComputeValues(critic_call, train.step, train.sequences);
+                          }));
+  TANDEM_ASSIGN_OR_RETURN(Advantages advantages, PolicyAdvantages(batch, &values, penalties));
+  train.expected_version = values.weights.version;
+  train.value_clip = batch.objective.value_clip;
+  train.updates = batch.objective.updates;
+  train.old_values = std::move(values.values);
+  train.returns = advantages.returns;
+  TANDEM_ASSIGN_OR_RETURN(const Metrics critic_metrics, core.FromRankZero<Metrics>([&] {
+    return critic.TrainStep(critic_call, train);
+  }));
+  metrics.insert(critic_metrics.begin(), critic_metrics.end());
+  return advantages;
+}
+
+}  // namespace tandem::trainer

@@ -1,0 +1,54 @@
+#include "services/trainer/engine/steps/supervised_step.h"
+
+#include "common/base/errors/error.h"
+#include "common/base/errors/status_macros.h"
+#include "common/loss/supervised_loss.h"
+#include "services/trainer/engine/auxiliary/sample_images.h"
+#include "services/trainer/engine/steps/row_passes.h"
+#include "services/trainer/engine/steps/step_metrics.h"
+
+namespace tandem::trainer {
+namespace {
+
+constexpr char kNoTargetReason[] =
+    "every sequence of the batch is too short for the speculator, the only model that trains";
+
+}  // namespace
+
+absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> SupervisedStep::Prepare(
+    StepReport& report) {
+  TANDEM_RETURN_IF_ERROR(CheckSupervisedBatch(batch_, limits_));
+  TANDEM_ASSIGN_OR_RETURN(const SampleImages images, ImagesOf(models_.core, batch_, blobs_));
+  absl::StatusOr<loss::LossScales> scales = SupervisedScales(batch_);
+  if (!scales.ok()) return PrependFieldPath("supervised", scales.status());
+  AddBatchMetrics(batch_, report.metrics);
+  rows_ = SupervisedRows(batch_, *scales);
+  rows_.sequences.SetImages(images);
+  std::vector<training::TrainingCore::UpdateGradients> updates;
+  if (models_.core.frozen() && !models_.speculator->HasTargets(rows_, rows_.sequences.all())) {
+    report.skipped = true;
+    report.skip_reason = kNoTargetReason;
+    return updates;
+  }
+  updates.emplace_back([this](StepReport& of_update) { return AddUpdate(of_update); });
+  return updates;
+}
+
+absl::Status SupervisedStep::AddUpdate(StepReport& report) {
+  if (models_.core.frozen()) return AddSpeculatorGradients(models_, rows_, report);
+  loss::SupervisedLossEvaluator evaluator(rows_.tokens.scales);
+  TANDEM_ASSIGN_OR_RETURN(
+      const training::RouterSums routers,
+      AddGradients(
+          models_, rows_, rows_.sequences.all(),
+          {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }},
+          report));
+  TANDEM_RETURN_IF_ERROR(evaluator.Reduce(models_.core.reduction()));
+  report.metrics["loss/total"] = evaluator.loss();
+  report.metrics["policy/entropy"] = evaluator.mean_entropy();
+  report.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
+  AddRouterMetrics(routers, routers.Loss(models_.core.router_losses()), report.metrics);
+  return absl::OkStatus();
+}
+
+}  // namespace tandem::trainer

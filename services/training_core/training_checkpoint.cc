@@ -1,0 +1,274 @@
+#include "services/training_core/training_checkpoint.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <deque>
+#include <filesystem>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
+#include "common/base/bounded_json.h"
+#include "common/base/errors/error.h"
+#include "common/base/errors/field_check.h"
+#include "common/base/errors/status_macros.h"
+#include "common/base/files/atomic_file.h"
+#include "common/base/files/file_writer.h"
+#include "common/base/files/path_check.h"
+#include "common/base/struct_bytes.h"
+#include "common/checkpoint/replace_directory.h"
+#include "common/checkpoint/temporary_directory.h"
+#include "common/model/family.h"
+#include "common/model/loading/stacked_tensors.h"
+#include "common/parallel/held_values.h"
+#include "common/parallel/whole_parameters.h"
+#include "common/ranks/rank_agreement.h"
+#include "common/tensor/aten/aten_bytes.h"
+#include "common/tensor/aten/catch_torch_errors.h"
+#include "common/tensor/safetensors/safetensors.h"
+
+namespace tandem::training {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr char kStateFile[] = "tandem_state.json";
+// The values that a critic keeps for repeats of steps; absent without any.
+constexpr char kKeptValuesFile[] = "kept_values.bin";
+
+absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::string& kind) {
+  const std::string file = absl::StrCat(path, "/", kStateFile);
+  TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadFile(file));
+  const absl::StatusOr<json> parsed = ParseBoundedJson(text, file);
+  if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
+  absl::StatusOr<std::string> kept = ReadFile(absl::StrCat(path, "/", kKeptValuesFile));
+  if (!kept.ok() && !absl::IsNotFound(kept.status())) return kept.status();
+  absl::StatusOr<TrainingState> state = TrainingStateFromJson(*parsed, kept.ok() ? *kept : "");
+  if (!state.ok()) {
+    return absl::DataLossError(absl::StrCat(file, ": ", state.status().message()));
+  }
+  if (state->kind != kind) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, " is a checkpoint of a ", state->kind, ", not of a ", kind));
+  }
+  return state;
+}
+
+// Opens the weights, which must be exactly the parameters of the model, but for the tensors that it
+// keeps; of those that this rank loads, the numbers must be finite. Others are not read.
+absl::StatusOr<SourceParameters> ReadWeights(const std::string& path,
+                                             parallel::Strategy& strategy) {
+  const Model& model = strategy.model();
+  TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsDirectory> opened,
+                          SafetensorsDirectory::Open(path));
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config().model_type));
+  const auto fail = [&](absl::string_view why) {
+    return InvalidField("path", absl::StrCat(path, " holds another model: ", why));
+  };
+  std::vector<const TensorView*> tensors;
+  for (const TensorView& tensor : opened->tensors()) tensors.push_back(&tensor);
+  std::deque<TensorView> unstacked;
+  if (const absl::Status status = Unstack(model.StackedTensors(), path, tensors, unstacked);
+      !status.ok()) {
+    return fail(status.message());
+  }
+  std::map<std::string, const TensorView*> by_name;
+  for (const TensorView* tensor : tensors) by_name[tensor->name] = tensor;
+  SourceParameters weights{.files = opened, .tensors = {}};
+  for (const Parameter& parameter : model.DeclaredParameters()) {
+    const std::string& name = parameter.spec.name;
+    const auto found = by_name.extract(name);
+    if (found.empty() || found.mapped()->shape != parameter.spec.shape ||
+        !c10::isFloatingType(ToScalarType(found.mapped()->dtype))) {
+      return fail(absl::StrCat("tensor '", name, "' is missing or has another shape or type"));
+    }
+    weights.tensors.emplace_back(name, AliasAsAten(*found.mapped()));
+    const at::Tensor part = strategy.PartOf(weights.tensors.back().second, parameter);
+    if (part.defined() && !parallel::AllFinite(part)) {
+      return absl::DataLossError(absl::StrCat(found.mapped()->file, ": tensor '", name,
+                                              "' holds a number that is not finite"));
+    }
+  }
+  for (const auto& [name, tensor] : by_name) {
+    if (family->KeepsTensor(model.config(), name)) continue;
+    return fail(absl::StrCat("tensor '", name, "' is not expected"));
+  }
+  return weights;
+}
+
+// Runs `body` on rank 0 alone, and returns its result on every rank.
+absl::Status OnRankZero(ranks::Communicator& ranks, absl::FunctionRef<absl::Status()> body) {
+  return ranks::FromRankZero<std::string>(ranks,
+                                          [&]() -> absl::StatusOr<std::string> {
+                                            TANDEM_RETURN_IF_ERROR(body());
+                                            return std::string();
+                                          })
+      .status();
+}
+
+absl::Status WriteState(const std::string& directory, int64_t optimizer_steps,
+                        const TrainingState& state) {
+  json text = ToJson(state);
+  text["optimizer_steps"] = optimizer_steps;
+  if (const std::string kept = state.kept_values.Bytes(); !kept.empty()) {
+    TANDEM_RETURN_IF_ERROR(WriteFileDurably(absl::StrCat(directory, "/", kKeptValuesFile), kept));
+  }
+  return WriteFileDurably(
+      absl::StrCat(directory, "/", kStateFile),
+      text.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n");
+}
+
+// Every rank writes a file of the weights, rank 0 also what else a model directory has.
+absl::Status SaveModel(parallel::Strategy& strategy, const std::string& directory, DType dtype) {
+  const Model& model = strategy.model();
+  const int rank = strategy.ranks().rank();
+  const Model::ExportPlan plan = model.PlanExport(dtype, strategy.ranks().size());
+  return parallel::UseParametersOn(
+      strategy,
+      [&](const Parameter& parameter) { return plan.file_of_parameter.at(parameter.spec.name); },
+      [&](TensorSource parameters) -> absl::Status {
+        if (rank < plan.count) {
+          TANDEM_RETURN_IF_ERROR(model.SaveFile(directory, plan, rank, parameters));
+        }
+        return rank == 0 ? model.SaveCompanionFiles(directory, plan) : absl::OkStatus();
+      });
+}
+
+// Enters the folder on every rank; `field` is that of the request.
+absl::Status EnterOnAllRanks(ranks::Communicator& ranks, absl::string_view field,
+                             const ConfinedPath& path, ConfinedFolder::Missing missing,
+                             std::optional<ConfinedFolder>& folder) {
+  const auto enter = [&](ConfinedFolder::Missing how) -> absl::Status {
+    absl::StatusOr<ConfinedFolder> entered = ConfinedFolder::Enter(path, how);
+    if (!entered.ok()) return PrependFieldPath(field, entered.status());
+    folder.emplace(*std::move(entered));
+    return absl::OkStatus();
+  };
+  TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&] { return enter(missing); }));
+  return ranks::Agree(
+      ranks, ranks.rank() == 0 ? absl::OkStatus() : enter(ConfinedFolder::Missing::kIsError));
+}
+
+// Returns the files that all ranks have written.
+absl::StatusOr<std::vector<WrittenFile>> FilesOfAllRanks(ranks::Communicator& ranks,
+                                                         WrittenFiles& written) {
+  std::vector<WrittenFile> all;
+  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(written.Take()))) {
+    TANDEM_ASSIGN_OR_RETURN(auto files, FromBytes<std::vector<WrittenFile>>(bytes));
+    std::move(files.begin(), files.end(), std::back_inserter(all));
+  }
+  return all;
+}
+
+}  // namespace
+
+absl::StatusOr<checkpoint::Saved> SaveTraining(const ConfinedPath& directory,
+                                               const std::string& name, int64_t keep,
+                                               parallel::Strategy& strategy,
+                                               const TrainingState& state, Companion* companion,
+                                               const std::vector<std::string>& in_use) {
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
+  TANDEM_RETURN_IF_ERROR(CheckGiven("directory", directory.path));
+  TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(name));
+  const checkpoint::Identity identity = {.kind = state.kind,
+                                         .step = state.version,
+                                         .run_id = std::string(state.ledger.newest_run_id())};
+  ranks::Communicator& ranks = *strategy.ranks().patient();
+  std::optional<ConfinedFolder> folder;
+  TANDEM_RETURN_IF_ERROR(
+      EnterOnAllRanks(ranks, "directory", directory, ConfinedFolder::Missing::kIsCreated, folder));
+  std::optional<checkpoint::PendingCheckpoint> pending;  // on rank 0 alone
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::string target,
+      ranks::FromRankZero<std::string>(ranks, [&]() -> absl::StatusOr<std::string> {
+        TANDEM_ASSIGN_OR_RETURN(
+            checkpoint::PendingCheckpoint begun,
+            checkpoint::PendingCheckpoint::Begin(directory.path, name, identity));
+        return pending.emplace(std::move(begun)).directory();
+      }));
+  // Every rank writes its files, with their digests, and syncs them. Then all meet.
+  WrittenFiles written;
+  TANDEM_RETURN_IF_ERROR(SaveModel(strategy, target, DType::kFloat32));
+  const bool trains = strategy.model().num_trainable_parameters() > 0;
+  if (trains) TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, strategy.SaveOptimizer(target)));
+  TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&]() -> absl::Status {
+    const int64_t optimizer_steps = trains                 ? strategy.optimizer_steps()
+                                    : companion != nullptr ? companion->updates()
+                                                           : 0;
+    TANDEM_RETURN_IF_ERROR(WriteState(target, optimizer_steps, state));
+    return companion != nullptr ? companion->Save(target) : absl::OkStatus();
+  }));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<WrittenFile> files, FilesOfAllRanks(ranks, written));
+  return ranks::FromRankZero<checkpoint::Saved>(ranks, [&]() -> absl::StatusOr<checkpoint::Saved> {
+    TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed, (*std::move(pending)).Commit(files));
+    TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity, keep, in_use));
+    return committed;
+  });
+}
+
+absl::StatusOr<TrainingCheckpoint> ReadTraining(const ConfinedPath& path,
+                                                parallel::Strategy& strategy,
+                                                const std::string& kind) {
+  ranks::Communicator& ranks = *strategy.ranks().patient();
+  // Rank 0 alone: it may put a checkpoint back that a crash has left aside.
+  TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&]() -> absl::Status {
+    const absl::StatusOr<ConfinedFolder> parent =
+        ConfinedFolder::Enter(path.parent(), ConfinedFolder::Missing::kIsError);
+    return parent.ok() ? checkpoint::RecoverDirectory(path.path) : absl::OkStatus();
+  }));
+  TrainingCheckpoint read;
+  const absl::Status status = CatchTorchErrors("checkpoint", [&]() -> absl::Status {
+    TANDEM_ASSIGN_OR_RETURN(ConfinedFolder folder, checkpoint::OpenToVerify(path));
+    read.folder = std::make_shared<ConfinedFolder>(std::move(folder));
+    TANDEM_RETURN_IF_ERROR(checkpoint::VerifyShare(path.path, ranks.rank(), ranks.size()));
+    TANDEM_ASSIGN_OR_RETURN(read.state, ReadState(path.path, kind));
+    TANDEM_ASSIGN_OR_RETURN(read.weights, ReadWeights(path.path, strategy));
+    return absl::OkStatus();
+  });
+  TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, status));
+  return read;
+}
+
+absl::Status ExportModel(parallel::Strategy& strategy, const ConfinedPath& path, DType dtype) {
+  TANDEM_RETURN_IF_ERROR(CheckPath("path", path.path));
+  std::error_code error;
+  fs::path target = fs::absolute(path.path, error).lexically_normal();
+  if (!target.has_filename()) target = target.parent_path();  // "model/" is "model"
+  const ConfinedPath parent = ConfinedPath(target.string(), path.root).parent();
+  ranks::Communicator& ranks = *strategy.ranks().patient();
+  std::optional<ConfinedFolder> folder;
+  std::optional<checkpoint::TemporaryDirectory> temporary;  // on rank 0 alone
+  const auto create = [&]() -> absl::StatusOr<std::string> {
+    TANDEM_ASSIGN_OR_RETURN(
+        checkpoint::TemporaryDirectory created,
+        checkpoint::TemporaryDirectory::Create(parent.path, target.filename().string()));
+    return temporary.emplace(std::move(created)).path();
+  };
+  TANDEM_RETURN_IF_ERROR(
+      EnterOnAllRanks(ranks, "path", parent, ConfinedFolder::Missing::kIsCreated, folder));
+  TANDEM_ASSIGN_OR_RETURN(
+      const std::string directory,
+      ranks::FromRankZero<std::string>(ranks, [&]() -> absl::StatusOr<std::string> {
+        if (fs::exists(fs::symlink_status(SystemPath(target.string()), error))) {
+          return FieldError(absl::StatusCode::kAlreadyExists, "path",
+                            absl::StrCat(path.path, " exists"));
+        }
+        absl::StatusOr<std::string> created = create();
+        return created.ok() ? created : PrependFieldPath("path", created.status());
+      }));
+  absl::Status status = SaveModel(strategy, directory, dtype);
+  if (status.ok()) {
+    status = OnRankZero(ranks, [&] { return RenameDurably(directory, target.string()); });
+  }
+  return PrependFieldPath("path", status);
+}
+
+}  // namespace tandem::training
