@@ -15,5 +15,5 @@ ctest --preset cuda -j "${JOBS:-$(setup/jobs.sh)}" --no-tests=error
 for dtype in float32 bfloat16; do
   printf '\n==> parity and laws on the GPU, %s\n' "$dtype"
   TANDEM_BUILD_DIR=$PWD/build/cuda TANDEM_TEST_DEVICE=cuda TANDEM_TEST_DTYPE=$dtype \
-    .venv/bin/python -m pytest -q tests/parity tests/integration/test_tandem_laws.py tests/integration/test_training_laws.py
+    .venv/bin/python -m pytest -q tests/parity tests/integration/laws/test_tandem_laws.py tests/integration/laws/test_training_laws.py
 done

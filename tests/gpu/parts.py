@@ -13,7 +13,7 @@ from pathlib import Path
 from runner import Part, gtest_summary, last_line, last_row, pytest_summary
 
 HERE = Path(__file__).resolve().parent
-LAWS = ("tests/integration/test_tandem_laws.py", "tests/integration/test_training_laws.py")
+LAWS = tuple(f"tests/integration/laws/test_{name}_laws.py" for name in ("tandem", "training"))
 DTYPES = ("float32", "bfloat16")
 
 

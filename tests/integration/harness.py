@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.types.v1 import trajectory_pb2
-from tandem.cluster.local import LocalCluster, Server
+from tandem.cluster.local import LocalCluster, Server, find_binary
 from tandem.metrics import CLOCK_KEYS
 from tandem.rpc.author_schedule import authorship_mask
 from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
 from tandem.rpc.requests import Prompt
+from tandem.rpc.transport import Connection
 from tandem.rpc.wire import from_tensor, tandem_record
 from tandem.run_directory.directory import RunDirectory
 from tandem.run_directory.trajectories.files import read_records, step_file
@@ -388,6 +390,21 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30, pause: float 
     while not condition():
         assert time.monotonic() < deadline, f"the condition does not hold after {seconds} s"
         time.sleep(pause)
+
+
+def restart(server: Server) -> None:
+    """Kills a server and starts its command again at its address, as a supervisor does."""
+    server.process.kill()
+    server.process.wait()
+    port = server.address.rpartition(":")[2]
+    binary = find_binary(f"tandem-{server.role}-server")
+    server.process = subprocess.Popen(
+        [binary, "--config", server.log.with_suffix(".yaml"), f"server.grpc_port={port}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with Connection(server.address) as connection:
+        wait_until(lambda: connection.health() == "SERVING")
 
 
 def metrics_text(server: Server) -> str:

@@ -21,11 +21,11 @@ import harness
 import numpy as np
 import pytest
 import shipped
+from drafts import write_speculator
 from monitor import INTERVAL, Monitor, has_data, wait_until
 from tandem.cluster.local import LocalCluster
 from tandem.errors import DataLossError, DeadlineError, UnavailableError
 from tandem.rpc.requests import PolicySample
-from test_speculative import write_speculator
 
 # Panels that have data only after a fault, and those of runs with a critic.
 AFTER_A_FAULT = {"Calls that failed"}

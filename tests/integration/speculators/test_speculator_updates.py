@@ -9,15 +9,15 @@ from typing import Any
 
 import harness
 import pytest
-from harness import flat
+from drafts import ACCEPTED, DRAFTS, HEADS, batch, total, write_speculator
+from harness import assert_same_bits, flat
+from lanes import section
+from layouts import ranked
 from safetensors.torch import load_file
 from tandem._proto.trainer.v1 import trainer_pb2
 from tandem.errors import from_status
 from tandem.rpc.client import RolloutClient
 from tandem.rpc.requests import SupervisedSample
-from test_lane_laws import assert_same_bits, section
-from test_ranks import ranked
-from test_speculative import ACCEPTED, DRAFTS, HEADS, batch, total, write_speculator
 
 # The lanes of the rollout server, and the section of the trainer.
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

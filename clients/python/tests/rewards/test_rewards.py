@@ -21,7 +21,7 @@ from tandem.rewards.reward import Reward, answer_extractor, overlong_punishment
 from tandem.settings.bounds import MAX_REWARD
 from tandem.settings.run import OverlongBufferSettings, RewardFunctionSettings, RewardSettings
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[4]
 EXAMPLE = Example({"prompt": "w1", "answer": " w2", "bonus": 0.25}, "w1", [1], "rows.jsonl:7")
 
 

@@ -27,7 +27,7 @@ def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
         if "objective" in values:
             yield Path(recipe).name, {"objective": values["objective"]}
     # A paragraph and the YAML block below it that says that it is tested here.
-    tested = r"<!-- tested by tests/integration/test_objectives\.py -->"
+    tested = r"<!-- tested by tests/integration/runs/test_objectives\.py -->"
     pattern = rf"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n{tested}\n\n```yaml\n(.*?)```"
     for name, block in re.findall(pattern, PAGE, re.S):
         yield name, yaml.safe_load(block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem._proto.rollout.v1.rollout_pb2 import GenerateResponse
-from tandem.recording.generate_events import GenerateEvents
+from tandem.recording.matching_events import GenerateEvents
 from tandem.recording.message_difference import first_difference
 
 RESPONSES = {0: [5, 6, 7, 8], 1: [9, 10]}

@@ -11,39 +11,16 @@ import harness
 import pytest
 import yaml
 from harness import gauge, run_on, wait_until
+from layouts import HEARTBEAT_SECONDS, STRATEGIES, ranked, ranked_rollout
 from tandem.cluster.local import LocalCluster, find_binary, rank_environment
 from tandem.errors import ServerStartError, TandemError
 from tandem.rpc.client import TrainerClient
 from tandem.rpc.requests import SupervisedSample
 from tandem.rpc.transport import Connection
 
-HEARTBEAT_SECONDS = 4
-STRATEGIES = {
-    "zero": {"name": "zero", "stage": 3},
-    "tensor": {"name": "megatron", "tensor_model_parallel_size": 2},
-    "pipeline": {"name": "megatron", "pipeline_model_parallel_size": 2},
-}
 PPO = {"objective": {"advantage_estimator": "gae"}}
 # A run of which a checkpoint is saved after every step.
 SAVING = PPO | {"checkpoint": {"every": 1}, "steps": 3}
-
-
-def ranked(strategy="zero", ranks=2):
-    """The section of a multi-rank trainer or critic."""
-    return {
-        "ranks": ranks,
-        "strategy": STRATEGIES[strategy] | {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS},
-    }
-
-
-def ranked_rollout(senior=2, junior=1):
-    """The section of a rollout server, with the tensor-parallel size of each model."""
-    return {
-        "ranks": max(senior, junior),
-        "tensor_parallel_size": senior,
-        "junior_tensor_parallel_size": junior,
-        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
-    }
 
 
 @pytest.mark.parametrize(

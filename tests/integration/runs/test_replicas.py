@@ -9,12 +9,11 @@ from typing import Any
 
 import harness
 import pytest
-from harness import metrics_without_clock, wait_until
+from harness import metrics_without_clock, restart, wait_until
 from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool, response_to_score
 from tandem.rpc.requests import PolicySample, Prompt
 from tandem.session.session import Session
-from test_runs import restart
 
 # Fewer sequences at a time than a server's share has, so that prompts wait.
 ROLLOUT = {"max_num_seqs": 4}

@@ -18,7 +18,8 @@ def programs(models, fresh_pair):
         "127.0.0.1:7701": fresh_pair.rollouts[0].address,
         "127.0.0.1:7702": fresh_pair.trainer.address,
     }
-    marked = r"^<!-- tested by tests/integration/test_client_page\.py -->\n\n```python\n(.*?)^```$"
+    marker = r"<!-- tested by tests/integration/clients/test_client_page\.py -->"
+    marked = rf"^{marker}\n\n```python\n(.*?)^```$"
     found = re.findall(marked, PAGE, re.MULTILINE | re.DOTALL)
     for place, here in places.items():
         found = [program.replace(place, here) for program in found]

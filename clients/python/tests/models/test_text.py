@@ -117,7 +117,7 @@ def test_stop_texts_that_no_server_takes_are_refused(codec, texts, says):
 
 
 def test_the_bounds_of_stop_texts_are_the_servers():
-    code = (Path(__file__).resolve().parents[3] / "common/coauthoring/tandem_config.h").read_text()
+    code = (Path(__file__).resolve().parents[4] / "common/coauthoring/tandem_config.h").read_text()
     for name, bound in (("Texts", MAX_STOP_TEXTS), ("TextBytes", MAX_STOP_TEXT_BYTES)):
         assert re.findall(rf"kMaxStop{name} = (\d+);", code) == [str(bound)]
 

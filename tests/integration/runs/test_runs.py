@@ -11,7 +11,7 @@ import sys
 import harness
 import numpy as np
 import pytest
-from harness import metrics_without_clock, run_on, wait_until
+from harness import metrics_without_clock, restart, run_on, wait_until
 from tandem.cluster.local import find_binary
 from tandem.errors import ConfigError, FailedPreconditionError, TandemError, UnsavedUpdatesError
 from tandem.evaluation import evaluate
@@ -25,21 +25,6 @@ from tandem.settings.run import RunSettings
 from tandem.settings.values import apply_override
 from tandem.training.loop import train
 from tandem.training.start import serve_checkpoint
-
-
-def restart(server):
-    """Kills a server and starts its command again at its address, as a supervisor does."""
-    server.process.kill()
-    server.process.wait()
-    port = server.address.rpartition(":")[2]
-    binary = find_binary(f"tandem-{server.role}-server")
-    server.process = subprocess.Popen(
-        [binary, "--config", server.log.with_suffix(".yaml"), f"server.grpc_port={port}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    with Connection(server.address) as connection:
-        wait_until(lambda: connection.health() == "SERVING")
 
 
 def test_every_run_on_running_servers_begins_with_the_base_model(fresh_pair, models, tmp_path):

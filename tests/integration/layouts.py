@@ -1,0 +1,30 @@
+"""Layouts of the ranks of a server: sections of a cluster file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HEARTBEAT_SECONDS = 4
+STRATEGIES = {
+    "zero": {"name": "zero", "stage": 3},
+    "tensor": {"name": "megatron", "tensor_model_parallel_size": 2},
+    "pipeline": {"name": "megatron", "pipeline_model_parallel_size": 2},
+}
+
+
+def ranked(strategy: str = "zero", ranks: int = 2) -> dict[str, Any]:
+    """The section of a multi-rank trainer or critic."""
+    return {
+        "ranks": ranks,
+        "strategy": STRATEGIES[strategy] | {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS},
+    }
+
+
+def ranked_rollout(senior: int = 2, junior: int = 1) -> dict[str, Any]:
+    """The section of a rollout server, with the tensor-parallel size of each model."""
+    return {
+        "ranks": max(senior, junior),
+        "tensor_parallel_size": senior,
+        "junior_tensor_parallel_size": junior,
+        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
+    }
