@@ -12,10 +12,11 @@ import grpc
 
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.types.v1 import trajectory_pb2
-from tandem.errors import RpcError, from_status
+from tandem.errors import RpcError
 from tandem.models.tokenizer import TextCodec
 from tandem.rpc import requests
 from tandem.rpc.aio import AsyncRolloutClient
+from tandem.rpc.generate_events import PromptFailed, TokensCame, read_event
 from tandem.rpc.images import BLOB_MISSING, VisionInput
 from tandem.rpc.requests import Prompt, ScoredTokens
 from tandem.rpc.transport import Retries, RetryPolicy, hides_status
@@ -184,24 +185,23 @@ async def _generate(
     events = client.stream(messages())
     try:
         async for event in events:
-            kind = event.WhichOneof("event")
-            told = getattr(event, kind)
+            told = read_event(event)
             # A prompt that was cancelled may still send events.
-            if kind == "heartbeat" or told.request_id not in growing:
+            if told is None or told.request_id not in growing:
                 continue
             choice = by_id[told.request_id]
-            if kind == "failed":
-                failure = from_status(told.status, request_id=told.request_id, method="Generate")
+            if isinstance(told, PromptFailed):
+                failure = told.error
                 cancelled.put_nowait([name for name in growing if name != told.request_id])
                 growing.clear()
                 break
-            if kind == "tokens":
+            if isinstance(told, TokensCame):
                 choice.add(told.token_ids)
             else:
                 choice.finish(told.trajectory)
             if choice.finish_reason:
                 growing.remove(told.request_id)
-                if kind == "tokens":
+                if isinstance(told, TokensCame):
                     cancelled.put_nowait([told.request_id])
             yield choice
             if not growing:

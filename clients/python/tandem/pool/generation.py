@@ -10,10 +10,11 @@ import grpc
 
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.types.v1 import trajectory_pb2
-from tandem.errors import DeadlineError, RpcError, from_status
+from tandem.errors import DeadlineError, RpcError
 from tandem.pool.replicas import Replica
 from tandem.pool.request import Admit, PoolRequest, PoolState
 from tandem.rpc.client import GenerateStream
+from tandem.rpc.generate_events import PromptFailed, SampleFinished, read_event
 from tandem.rpc.requests import Prompt
 
 
@@ -153,22 +154,18 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
             stream.half_closed = True
 
     def _take_event(self, index: int, stream: _Stream, event: rollout_pb2.GenerateResponse) -> None:
-        kind = event.WhichOneof("event")
-        if kind not in ("finished", "failed"):
+        told = read_event(event)
+        if not isinstance(told, SampleFinished | PromptFailed):
             return
-        told = getattr(event, kind)
         item = stream.items.get(told.request_id)
         if item is None:  # It was recalled.
             return
-        if kind == "failed":
-            failure: RpcError = from_status(
-                told.status, request_id=told.request_id, method="Generate"
-            )
-            raise failure
+        if isinstance(told, PromptFailed):
+            raise told.error
         samples = self._samples[item]
         tokens = len(told.trajectory.response_token_ids)
         self._state.progress.advance(1, tokens)
-        samples[told.trajectory.sample_index] = told.trajectory
+        samples[told.sample_index] = told.trajectory
         if self.shares.answer(index, item):
             del stream.items[told.request_id]
             stream.answered = True

@@ -34,7 +34,7 @@ from tandem.errors import (
     from_status,
 )
 from tandem.recording.files import Entry, RecordedCall, Status, read_recording
-from tandem.recording.generate_events import GenerateEvents
+from tandem.recording.matching_events import GenerateEvents
 from tandem.recording.message_difference import Difference, first_difference
 
 # Importing them makes the contract's services and messages known to the descriptor pool.

@@ -20,6 +20,7 @@ from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.errors import RpcError
 from tandem.rpc import requests
 from tandem.rpc.calls import CriticCalls, Event, RolloutCalls, TrainerCalls
+from tandem.rpc.generate_events import PromptFailed, SampleFinished, read_event
 from tandem.rpc.requests import Prompt
 from tandem.rpc.transport import Connection, blocking
 
@@ -113,11 +114,11 @@ class GenerateStream:
 def _counted(events: Iterator[Event], left: dict[str, int]) -> Iterator[Event]:
     """Yields the events, and takes samples that are finished or have failed out of `left`."""
     for event in events:
-        kind = event.WhichOneof("event")
-        if kind in ("finished", "failed"):
-            name = getattr(event, kind).request_id
+        told = read_event(event)
+        if isinstance(told, SampleFinished | PromptFailed):
+            name = told.request_id
             left[name] = left.get(name, 1) - 1
-            if kind == "failed" or left[name] <= 0:
+            if isinstance(told, PromptFailed) or left[name] <= 0:
                 del left[name]
         yield event
 

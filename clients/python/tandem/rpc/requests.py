@@ -15,7 +15,8 @@ from tandem._proto.critic.v1 import critic_pb2
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.trainer.v1 import trainer_pb2
 from tandem._proto.types.v1 import trajectory_pb2
-from tandem.errors import ConfigError, RpcError, from_status
+from tandem.errors import ConfigError, RpcError
+from tandem.rpc.generate_events import PromptFailed, SampleFinished, read_event
 from tandem.rpc.images import VisionInput, VisionInputs, messages
 from tandem.rpc.transport import MAX_SEND_BYTES
 from tandem.rpc.wire import to_message, to_tensor
@@ -157,15 +158,12 @@ class Collector:
 
         If none are, the call ends by itself, and require_complete() raises the error.
         """
-        kind = event.WhichOneof("event")
-        if kind == "finished":
-            trajectory = event.finished.trajectory
-            self._samples[event.finished.request_id][trajectory.sample_index] = trajectory
+        told = read_event(event)
+        if isinstance(told, SampleFinished):
+            self._samples[told.request_id][told.sample_index] = told.trajectory
             self.num_samples += 1
-        elif kind == "failed":
-            name = event.failed.request_id
-            failure: RpcError = from_status(event.failed.status, request_id=name, method="Generate")
-            self._failures[name] = failure
+        elif isinstance(told, PromptFailed):
+            self._failures[told.request_id] = told.error
             if any(prompt.request_id not in self._failures for prompt in self.missing()):
                 raise self._first_failure()
             return

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.models.tokenizer import GrowingText, TextCodec
+from tandem.rpc.generate_events import SampleFinished, TokensCame, read_event
 from tandem.run_directory.log import LOG
 
 SENIOR_STYLE = "bold cyan"
@@ -281,14 +282,13 @@ class ResponsePrinter:
 
     def on_event(self, event: rollout_pb2.GenerateResponse) -> None:
         """Takes an event of Generate."""
-        kind = event.WhichOneof("event")
-        if kind == "tokens":
-            tokens = event.tokens
-            response = self._responses[tokens.request_id, tokens.sample_index]
-            response.add(tokens.token_ids, tokens.authorship_mask, tokens.offset)
-        elif kind == "finished":
-            trajectory = event.finished.trajectory
-            response = self._responses[event.finished.request_id, trajectory.sample_index]
+        told = read_event(event)
+        if isinstance(told, TokensCame):
+            response = self._responses[told.request_id, told.sample_index]
+            response.add(told.token_ids, told.authorship_mask, told.offset)
+        elif isinstance(told, SampleFinished):
+            trajectory = told.trajectory
+            response = self._responses[told.request_id, told.sample_index]
             response.add(trajectory.response_token_ids, trajectory.authorship_mask, 0)
             response.end()
         self._print()

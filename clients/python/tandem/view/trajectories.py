@@ -26,7 +26,7 @@ class Trajectory:
 
     Attributes:
         step: the step.
-        record: what the file has of it, with the keys of docs/guides/client.md.
+        record: what the file has of it, with the keys of docs/guides/run-directory.md.
         advantage: the reward minus the mean reward of the responses to the same prompt: the
             group-relative advantage before any scaling. None where the reward failed.
     """

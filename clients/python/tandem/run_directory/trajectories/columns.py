@@ -1,4 +1,4 @@
-"""The columns of a Parquet file of trajectories, as docs/guides/client.md lists them."""
+"""The columns of a Parquet file of trajectories, as docs/guides/run-directory.md lists them."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def json_value(value: Any) -> Any:
 
 
 def trajectory_record(response: Response) -> dict[str, Any]:
-    """Returns a response as JSON, with exactly the keys of docs/guides/client.md."""
+    """Returns a response as JSON, with exactly the keys of docs/guides/run-directory.md."""
     trajectory = response.trajectory
     mask = list(trajectory.authorship_mask)
     senior, junior = response.logprobs_by_model()
