@@ -6,7 +6,7 @@
 All sides train the same random Llama on the same batch, in fp32, in turns; with --experts a
 Qwen3-MoE of as many experts, two for a token. Every rank has one thread. Efficiency is the rate of
 two ranks divided by twice the rate of one process. Memory is anonymous resident memory beyond that
-of the process without a model, compared with the formulas of docs/internals/architecture.md; the
+of the process without a model, compared with the formulas of docs/internals/layouts.md; the
 process groups count the bytes that they send.
 """
 

@@ -12,7 +12,7 @@ import yaml
 from page_blocks import REPOSITORY, pages
 
 # A dead link to a page, to an anchor and to a file.
-DEAD = ("nowhere.md", "client.md#nowhere", "../common/nowhere.h", "../tests/nowhere/")
+DEAD = ("nowhere.md", "metrics.md#nowhere", "../../common/nowhere.h", "../../tests/nowhere/")
 
 
 def build(folder, *options):
@@ -39,7 +39,7 @@ def test_every_page_is_in_the_site(site):
 
 def test_the_first_page_is_the_readme_with_its_picture(site):
     text = (site / "index.html").read_text()
-    assert "Tandem Reinforcement Learning (TRL) trains" in text
+    assert "Tandem Reinforcement Learning trains" in text
     assert 'src="docs/images/trajectories.svg"' in text
     assert (site / "docs/images/trajectories.svg").is_file()
 

@@ -60,7 +60,7 @@ _COLUMNS = 120
 _HEAD = """# The Python API
 
 Generated from the docstrings of `clients/python/tandem` by `make format`; change them there.
-[client.md](client.md) shows how the parts are used together.
+[your-own-loop.md](../guides/your-own-loop.md) shows how the parts are used together.
 """
 
 

@@ -81,8 +81,8 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
         " override `dotted.key=value` on the command line comes after it, and the later one wins;"
         " an unknown key is an error with a suggestion, and a name of TRL, verl or prime-rl is"
         " answered with ours. `--dry-run` prints every setting in force. A relative path starts at"
-        " the file's folder, one in an override at the working directory. [client.md](client.md)"
-        " says how the settings act together.",
+        " the file's folder, one in an override at the working directory."
+        " [runs.md](../guides/runs.md) says how the settings act together.",
         "",
         "[run-file.schema.json](run-file.schema.json) is the JSON schema of the file, for an editor"
         " that completes and checks YAML: with the YAML language server, put"

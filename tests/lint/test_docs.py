@@ -11,7 +11,7 @@ from tandem.openai_server import errors, fields
 
 DOCUMENT = (REPOSITORY / "docs/reference/metrics.md").read_text()
 RANKS = (REPOSITORY / "docs/operations/ranks.md").read_text()
-README = (REPOSITORY / "README.md").read_text()
+COMMANDS = (REPOSITORY / "docs/getting-started/where-things-are.md").read_text()
 
 
 def test_every_key_of_metrics_jsonl_is_documented():
@@ -25,8 +25,8 @@ def test_every_key_of_metrics_jsonl_is_documented():
     )
 
 
-def test_make_help_lists_the_commands_of_the_readme():
-    commands = set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE))
+def test_make_help_lists_the_commands_of_the_page():
+    commands = set(re.findall(r"^make ([a-z-]+)", COMMANDS, re.MULTILINE))
     described = set(
         re.findall(r"^([a-z-]+):.*## ", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     )
@@ -83,21 +83,28 @@ def test_the_page_of_kernels_names_every_entry_and_every_kernel():
     assert {*entries, *kernels} - page == set()
 
 
-def test_every_field_of_the_objective_is_on_its_page():
+def test_every_field_of_the_objective_is_on_a_page():
     proto = (REPOSITORY / "proto/tandem/trainer/v1/objective.proto").read_text()
     fields = re.findall(r"^  (?:optional )?\w+ (\w+) = \d+;", proto, re.M)
     assert "clip_ratio_low" in fields
-    page = set(re.findall(r"\w+", (REPOSITORY / "docs/guides/objectives.md").read_text()))
-    assert set(fields) - page == set()
+    guides = [f"guides/{name}" for name in ("objectives", "kl", "ppo", "off-policy", "experts")]
+    pages = (REPOSITORY / f"docs/{page}.md" for page in [*guides, "reference/trl-and-verl"])
+    text = "".join(page.read_text() for page in pages)
+    assert set(fields) - set(re.findall(r"\w+", text)) == set()
 
 
-def test_every_recipe_of_the_architecture_names_an_example():
-    document = REPOSITORY / "docs/internals/architecture.md"
-    _, section = document.read_text().split("\n## Recipes\n")
-    _, *recipes = re.split(r"^### ", section, flags=re.M)
+def test_every_recipe_names_an_example_and_stands_in_the_architecture():
+    folder = REPOSITORY / "docs/internals"
+    recipes = {"adding-a-family.md": (folder / "adding-a-family.md").read_text()}
+    _, *others = re.split(r"^## ", (folder / "adding-things.md").read_text(), flags=re.M)
+    for recipe in others:
+        title = recipe.splitlines()[0]
+        recipes[f"adding-things.md#{title.lower().replace(' ', '-')}"] = recipe
     assert len(recipes) == 9
-    for recipe in recipes:
-        assert "Example:" in recipe, recipe.splitlines()[0]
+    architecture = (folder / "architecture.md").read_text()
+    for link, recipe in recipes.items():
+        assert "Example:" in recipe, link
+        assert f"({link})" in architecture
 
 
 def test_the_page_of_openais_api_names_its_fields_and_statuses():

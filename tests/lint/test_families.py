@@ -15,7 +15,7 @@ FAMILIES = re.findall(
 PLACES = {
     "clients/python/tandem/models/importing.py": r"SERVED_FAMILIES = \([^)]*\"{model_type}\"",
     "tests/parity/test_*_parity.py": r"Case\(\s*\"[^\"]*\",\s*\"{prefix}\"",
-    "README.md": r"(?m)^\| [^|]*\b{prefix}\b[^|]* from Hugging Face directories",
+    "docs/status.md": r"(?m)^\| [^|]*\b{prefix}\b[^|]* from Hugging Face directories",
 }
 
 
@@ -30,5 +30,5 @@ def test_a_family_stands_in_every_place(model_type, prefix, place):
     text = "".join(file.read_text(encoding="utf-8") for file in REPOSITORY.glob(place))
     assert re.search(pattern, text), (
         f'{TABLE} has the family "{model_type}" ({prefix}): add it to {place}, which needs '
-        f"the text {pattern!r} (docs/internals/architecture.md, Add a model family)"
+        f"the text {pattern!r} (docs/internals/adding-a-family.md)"
     )

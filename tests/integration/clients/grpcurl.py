@@ -1,4 +1,4 @@
-"""grpcurl's command line over `buf curl`, for the commands of docs/guides/grpcurl.md.
+"""grpcurl's command line over `buf curl`, for the commands of docs/reference/grpcurl.md.
 
 grpcurl is on neither Debian nor PyPI, buf is: it makes the same calls by the same reflection, with
 other flags. The flags, the output and the exit codes here are those of grpcurl as far as the page

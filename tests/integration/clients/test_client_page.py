@@ -1,4 +1,4 @@
-"""The programs of docs/guides/client.md do on real servers what the page says."""
+"""The programs of docs/guides/your-own-loop.md do on real servers what the page says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import harness
 import pytest
 
-PAGE = (harness.REPOSITORY / "docs/guides/client.md").read_text()
+PAGE = (harness.REPOSITORY / "docs/guides/your-own-loop.md").read_text()
 
 
 @pytest.fixture

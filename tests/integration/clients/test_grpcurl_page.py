@@ -1,4 +1,4 @@
-"""The commands of docs/guides/grpcurl.md, run in the page's order on real servers with tiny models.
+"""The commands of docs/reference/grpcurl.md, run in the page's order on real servers with tiny models.
 
 grpcurl.py stands for grpcurl. Addresses, paths and the token ids of SmolLM2 are replaced.
 """
@@ -21,7 +21,7 @@ import secured_server
 from tandem.rpc.client import TrainerClient
 from tandem.rpc.requests import SupervisedSample
 
-PAGE = harness.REPOSITORY / "docs/guides/grpcurl.md"
+PAGE = harness.REPOSITORY / "docs/reference/grpcurl.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOKENS = {"6403": "5", "1980": "17", "253": "260", "655": "40"}
 

@@ -1,4 +1,4 @@
-"""Every objective in docs/guides/objectives.md, and in the recipes that it names, trains."""
+"""Every objective on the pages of objectives, and in the recipes that they name, trains."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 import yaml
 from tandem.cluster.local import LocalCluster
 
-PAGE = (harness.REPOSITORY / "docs/guides/objectives.md").read_text()
-RECIPES = sorted(re.findall(r"\(\.\./(examples/recipes/\w+)\.yaml\)", PAGE))
+GUIDES = harness.REPOSITORY / "docs/guides"
+PAGES = ("objectives.md", "ppo.md", "kl.md", "off-policy.md", "experts.md")
+TEXT = "".join((GUIDES / page).read_text() for page in PAGES)
+RECIPES = sorted(set(re.findall(r"\((?:\.\./)+(examples/recipes/\w+)\.yaml\)", TEXT)))
 
 
 def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
     """The objectives as sections of a run, each with a name.
 
-    A recipe is named by its file, a YAML block of the page by the first word of its paragraph.
+    A recipe is named by its file, a YAML block of a page by the first word of its paragraph.
     """
     for recipe in RECIPES:
         values = yaml.safe_load((harness.REPOSITORY / f"{recipe}.yaml").read_text())
@@ -29,7 +31,7 @@ def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
     # A paragraph and the YAML block below it that says that it is tested here.
     tested = r"<!-- tested by tests/integration/runs/test_objectives\.py -->"
     pattern = rf"\n\n([\w.+]+)(?:(?!\n\n).)*\n\n{tested}\n\n```yaml\n(.*?)```"
-    for name, block in re.findall(pattern, PAGE, re.S):
+    for name, block in re.findall(pattern, TEXT, re.S):
         yield name, yaml.safe_load(block)
 
 
@@ -53,20 +55,20 @@ def trio(
         yield running
 
 
-def test_the_page_names_every_recipe() -> None:
+def test_the_pages_name_every_recipe() -> None:
     files = (harness.REPOSITORY / "examples/recipes").glob("*.yaml")
     assert [Path(recipe).name for recipe in RECIPES] == sorted(
         {file.stem for file in files} - {"cluster"}
     )
-    blocks = ["PPO", "MIS", "RLHF", "Distillation", "Rejection"]
+    blocks = ["PPO", "RLHF", "Distillation", "MIS", "Rejection"]
     assert [name for name, _ in OBJECTIVES[len(RECIPES) - 1 :]] == blocks
-    of_clusters = PAGE.count("<!-- part of a cluster file -->")
-    of_experts = PAGE.count("test_experts.py -->\n\n```yaml")
-    assert PAGE.count("```yaml") == len(blocks) + of_clusters + of_experts
+    of_clusters = TEXT.count("<!-- part of a cluster file -->")
+    of_experts = TEXT.count("test_experts.py -->\n\n```yaml")
+    assert TEXT.count("```yaml") == len(blocks) + of_clusters + of_experts
 
 
 @pytest.mark.parametrize(("name", "sections"), OBJECTIVES, ids=[name for name, _ in OBJECTIVES])
-def test_an_objective_of_the_page_trains(
+def test_an_objective_of_the_pages_trains(
     trio: LocalCluster,
     models: harness.Models,
     tmp_path: Path,
