@@ -24,7 +24,7 @@ PLACES = (
     ("deploy/**/*.yaml", r"\bimage: tandem-[a-z-]+:"),
     ("deploy/**/*.yaml", r"\bapp\.kubernetes\.io/version: "),
     ("deploy/**/*.env", r"^TAG="),
-    ("README.md", r"^make release VERSION="),
+    ("docs/*/*.md", r"^make release VERSION="),
     ("docs/*/*.md", r"\btandem-[a-z-]+:"),
     ("docs/*/*.md", r'"softwareVersion": "'),
     ("tests/images/*.py", r"""\bTAG["'], ["']"""),

@@ -191,6 +191,7 @@ def prepare(page: str, session: Session) -> None:
 def test_pages_that_people_copy_from_are_run():
     assert {
         "README.md",
+        "docs/getting-started/quickstart.md",
         "docs/operations/cluster.md",
         "docs/guides/record.md",
         "docs/guides/view.md",

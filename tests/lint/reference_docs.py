@@ -5,9 +5,9 @@
 
 In docs/reference: configuration.md has every field of the three server configurations, with its
 comment in the schema; run-file.md and run-file.schema.json every setting of a run file; errors.md
-the reasons in common/base/errors/error_reasons.h; api.md the docstrings of the Python client. In the
-client's package: remedies.json has the remedies of the reasons, and rpc/renamed_names.json the table
-in common/config/renamed_names.h.
+the reasons in common/base/errors/error_reasons.h; api.md the docstrings of the Python client. In
+the client's package: remedies.json has the remedies of the reasons, and rpc/renamed_names.json the
+table in common/config/renamed_names.h.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def configuration_page(schema: Schema) -> str:
         " as comments, the memory that it needs. `tandem up` hides `TANDEM__` variables from the"
         " servers that it starts: their cluster file has all settings.",
         "",
-        "[ranks.md](ranks.md) explains servers of several processes (`ranks` in a cluster file):"
+        "[ranks.md](../operations/ranks.md) explains servers of several processes (`ranks` in a cluster file):"
         " which layout to choose, and the environment variables that they read.",
     ]
     # One table for the servers that have the same settings.
