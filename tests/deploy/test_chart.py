@@ -205,9 +205,8 @@ def test_every_value_is_documented_and_in_the_schema():
     compare(defaults, schema["properties"], "")
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_the_schema_refuses_unknown_and_wrong_values(subtests):
+    for change, says in [
         ({"rolout": {}}, "rolout"),
         ({"rollout": {"replica": 2}}, "replica"),
         ({"rollout": {"replicas": 0}}, "replicas"),
@@ -221,16 +220,14 @@ def test_every_value_is_documented_and_in_the_schema():
         ({"ranks": {"mode": "deployment"}}, "mode"),
         ({"run": {"command": "eval"}}, "command"),
         ({"models": {"import": {"steps": [{"comand": ["a"]}]}}}, "comand"),
-    ],
-)
-def test_the_schema_refuses_unknown_and_wrong_values(change, says):
-    with pytest.raises(helm_python.HelmValuesError, match=says):
-        manifests.render(example_values("tls") | change)
+    ]:
+        refused = pytest.raises(helm_python.HelmValuesError, match=says)
+        with subtests.test(change=change, says=says), refused:
+            manifests.render(example_values("tls") | change)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_values_that_contradict_each_other_are_refused(subtests):
+    for change, says in [
         ({"tls": {}}, "tls.secretName: name a Secret"),
         ({"trainer": {}}, "trainer.config.model: required"),
         ({"trainer": {"ranks": 2, "config": {"model": "/models/a"}}}, "ranks.privateNetwork: true"),
@@ -240,11 +237,10 @@ def test_the_schema_refuses_unknown_and_wrong_values(change, says):
             {"run": {"enabled": True, "config": {"run_dir": "/runs/a", "servers": {}}}},
             "run.config.servers: the chart sets the servers",
         ),
-    ],
-)
-def test_values_that_contradict_each_other_are_refused(change, says):
-    with pytest.raises(helm_python.HelmRenderError, match=says):
-        manifests.render(example_values("tls") | change)
+    ]:
+        refused = pytest.raises(helm_python.HelmRenderError, match=says)
+        with subtests.test(change=change, says=says), refused:
+            manifests.render(example_values("tls") | change)
 
 
 def test_a_changed_configuration_restarts_the_pods_of_its_role_alone():
@@ -287,34 +283,34 @@ def rendered(values, **options):
     return manifests.manifests(manifests.render(values, **options))
 
 
-@pytest.mark.parametrize("name", ["a.b", "7b-run", "tandem.", "Tandem"])
-def test_a_release_name_that_no_service_can_have_is_refused(name):
-    with pytest.raises(helm_python.HelmError, match=r"name of the release|invalid release name"):
-        manifests.render(example_values("tls"), release=name)
+def test_a_release_name_that_no_service_can_have_is_refused(subtests):
+    for name in ["a.b", "7b-run", "tandem.", "Tandem"]:
+        with (
+            subtests.test(name=name),
+            pytest.raises(helm_python.HelmError, match=r"name of the release|invalid release name"),
+        ):
+            manifests.render(example_values("tls"), release=name)
 
 
-@pytest.mark.parametrize(
-    ("image", "full"),
-    [
+def test_an_image_without_a_tag_gets_the_charts(subtests):
+    for image, full in [
         ("tandem-trainer", "tandem-trainer:{version}"),
         ("team/tandem-trainer", "team/tandem-trainer:{version}"),
         ("reg:5000/team/tandem-trainer", "reg:5000/team/tandem-trainer:{version}"),
         ("reg:5000/team/tandem-trainer:v1", "reg:5000/team/tandem-trainer:v1"),
         ("tandem-trainer:v1", "tandem-trainer:v1"),
         ("team/tandem-trainer@sha256:ab", "team/tandem-trainer@sha256:ab"),
-    ],
-)
-def test_an_image_without_a_tag_gets_the_charts(image, full):
-    values = example_values("tls")
-    values["trainer"]["image"] = image
-    pod = k8s.of_kind(rendered(values), "StatefulSet")["tandem-trainer"]["spec"]["template"]
-    version = yaml.safe_load((manifests.CHART / "Chart.yaml").read_text())["appVersion"]
-    assert pod["spec"]["containers"][0]["image"] == full.format(version=version)
+    ]:
+        with subtests.test(image=image, full=full):
+            values = example_values("tls")
+            values["trainer"]["image"] = image
+            pod = k8s.of_kind(rendered(values), "StatefulSet")["tandem-trainer"]["spec"]["template"]
+            version = yaml.safe_load((manifests.CHART / "Chart.yaml").read_text())["appVersion"]
+            assert pod["spec"]["containers"][0]["image"] == full.format(version=version)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_file_of_the_run_arrives_as_it_is(subtests):
+    for text in [
         "    indented = 1\nplain = 2\n",
         "dos\r\nlines\r\n",
         "no line end",
@@ -323,13 +319,12 @@ def test_an_image_without_a_tag_gets_the_charts(image, full):
         "\ttab: {{ not a template }}\n",
         "",
         "é ☃ \u2028 \\ \" '",
-    ],
-)
-def test_a_file_of_the_run_arrives_as_it_is(text):
-    values = example_values("cpu-small")
-    values["run"]["files"] = {"rows.jsonl": text}
-    found = k8s.of_kind(rendered(values), "ConfigMap")["tandem-run"]["data"]["rows.jsonl"]
-    assert found == text
+    ]:
+        with subtests.test(text=text):
+            values = example_values("cpu-small")
+            values["run"]["files"] = {"rows.jsonl": text}
+            found = k8s.of_kind(rendered(values), "ConfigMap")["tandem-run"]["data"]["rows.jsonl"]
+            assert found == text
 
 
 def test_settings_of_pods_reach_them():
@@ -450,9 +445,8 @@ POD = "spec/template/spec"
 SERVER = f"{POD}/containers/0"
 
 
-@pytest.mark.parametrize(
-    ("check", "kind", "name", "path", "value", "says"),
-    [
+def test_a_wrong_object_is_found(examples, subtests):
+    for check, kind, name, path, value, says in [
         (checks.schema_problems, "StatefulSet", "tandem-rollout", f"{SERVER}/prts", [], "prts"),
         (
             checks.schema_problems,
@@ -606,14 +600,13 @@ SERVER = f"{POD}/containers/0"
             None,
             "has no livenessProbe",
         ),
-    ],
-)
-def test_a_wrong_object_is_found(examples, check, kind, name, path, value, says):
-    good = examples["tls"]
-    given = [GIVEN] if check is checks.volume_problems else []
-    assert check(good, *given) == []
-    bad = k8s.changed(good, kind, name, path, value)
-    assert any(says in problem for problem in check(bad, *given)), check(bad, *given)
+    ]:
+        with subtests.test(check=check, kind=kind, name=name, path=path, value=value, says=says):
+            good = examples["tls"]
+            given = [GIVEN] if check is checks.volume_problems else []
+            assert check(good, *given) == []
+            bad = k8s.changed(good, kind, name, path, value)
+            assert any(says in problem for problem in check(bad, *given)), check(bad, *given)
 
 
 @pytest.mark.parametrize(

@@ -17,21 +17,43 @@ from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import RunSettings
 
 BLOCKS = blocks()
-CODE = [block for block in BLOCKS if block.language not in TEXT]
 # A part of a run or cluster file is read together with a file that is whole.
 WHOLE_RUN = REPOSITORY / "examples/own_data/run.yaml"
 WHOLE_CLUSTER = REPOSITORY / "examples/recipes/cluster.yaml"
 
 
-def of(languages) -> list[Block]:
-    return [block for block in BLOCKS if block.language in languages]
+@pytest.mark.parametrize("page", dict.fromkeys(block.page for block in BLOCKS))
+def test_the_blocks_of_a_page_name_what_exists(page, subtests):
+    for block in BLOCKS:
+        if block.page == page:
+            with subtests.test(str(block)):
+                check(block)
 
 
-@pytest.mark.parametrize("block", CODE, ids=str)
-def test_a_block_is_run_or_says_why_not(block):
-    assert block.kind, (
-        f"{block} needs a marker above it (tests/docs/page_blocks.py), not {block.marker!r}"
-    )
+def check(block: Block):
+    """Fails unless a block says how it is tested, and names what exists."""
+    if block.language in TEXT:
+        starts = ("tandem ", "make ", "$ ", ".venv/bin/", "build/release/bin/")
+        commands = [line for line in block.text.splitlines() if line.startswith(starts)]
+        assert commands == [], "commands stand in a block of the shell"
+        return
+    check_marker(block)
+    if block.language in SHELL:
+        assert problems(block.text) == []
+    elif block.language == "python":
+        ast.parse(block.text)
+    elif block.language == "yaml":
+        assert list(yaml.safe_load_all(block.text))
+    elif block.language == "json":
+        check_json(block.text)
+    if block.kind == "part of":
+        # The models need not be there.
+        values = yaml.safe_load(re.sub(r"\bmodels/[\w.-]+", str(REPOSITORY), block.text))
+        (check_run if block.what == "a run file" else check_cluster)(values)
+
+
+def check_marker(block: Block):
+    assert block.kind, f"needs a marker above it (tests/docs/page_blocks.py), not {block.marker!r}"
     if block.kind == "run":
         assert not block.what
         assert block.language in (*SHELL, "python")
@@ -43,41 +65,11 @@ def test_a_block_is_run_or_says_why_not(block):
         assert len(block.what.split()) > 1, "a reason has words"
 
 
-@pytest.mark.parametrize("block", of(TEXT), ids=str)
-def test_commands_stand_in_shell_blocks(block):
-    starts = ("tandem ", "make ", "$ ", ".venv/bin/", "build/release/bin/")
-    assert [line for line in block.text.splitlines() if line.startswith(starts)] == []
-
-
-@pytest.mark.parametrize("block", of(SHELL), ids=str)
-def test_the_commands_of_a_block_exist_with_their_options(block):
-    assert problems(block.text) == []
-
-
-@pytest.mark.parametrize("block", of(["python"]), ids=str)
-def test_python_parses(block):
-    ast.parse(block.text)
-
-
-@pytest.mark.parametrize("block", of(["json", "yaml"]), ids=str)
-def test_json_and_yaml_parse(block):
-    if block.language == "yaml":
-        assert list(yaml.safe_load_all(block.text))
-        return
-    rest = block.text.strip()
+def check_json(text: str):
+    rest = text.strip()
     while rest:  # one value, or several
         _, end = json.JSONDecoder().raw_decode(rest)
         rest = rest[end:].lstrip()
-
-
-@pytest.mark.parametrize("block", [b for b in CODE if b.kind == "part of"], ids=str)
-def test_the_keys_of_a_file_are_settings(block):
-    # The models need not be there.
-    values = yaml.safe_load(re.sub(r"\bmodels/[\w.-]+", str(REPOSITORY), block.text))
-    if block.what == "a run file":
-        check_run(values)
-    else:
-        check_cluster(values)
 
 
 def check_run(values):
@@ -99,9 +91,8 @@ def overrides(values) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-@pytest.mark.parametrize(
-    ("command", "problem"),
-    [
+def test_a_wrong_command_is_found(subtests):
+    for command, problem in [
         ("tandem trian examples/demo/run.yaml", "no command trian"),
         ("tandem train examples/demo/run.yaml --resum", "No such option"),
         ("tandem train examples/demo/run.yaml stepz=3", "stepz"),
@@ -116,11 +107,10 @@ def overrides(values) -> list[str]:
         ("if true; do", "syntax error"),
         ("for i in 1 2; do\n  make $i demos\ndone", "no target demos"),
         ("cat >a.json <<EOF\n{'tadem'}\nEOF\ntadem up", "no program"),
-    ],
-)  # fmt: skip
-def test_a_wrong_command_is_found(command, problem):
-    [found] = problems(command)
-    assert problem in found
+    ]:
+        with subtests.test(command=command, problem=problem):
+            [found] = problems(command)
+            assert problem in found
 
 
 def test_here_documents_quotes_and_loops_are_one_statement():

@@ -22,9 +22,10 @@ def problems(values: dict) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in errors]
 
 
-@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_an_example_fits_the_schema(path):
-    assert problems(yaml.safe_load(path.read_text())) == []
+def test_an_example_fits_the_schema(subtests):
+    for path in RUN_FILES:
+        with subtests.test(path=path):
+            assert problems(yaml.safe_load(path.read_text())) == []
 
 
 def test_there_are_examples():

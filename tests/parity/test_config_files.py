@@ -202,12 +202,13 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "field"), CONTRADICTIONS)
 def test_what_cannot_be_obeyed_is_refused_by_name(
-    family: str, changes: dict, field: str, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path, subtests: pytest.Subtests
 ) -> None:
-    (read,) = config_files.read_all([config_files.tiny(family, **changes)], tmp_path)
-    assert read.get("field") == f"config.json.{field}", read
+    for family, changes, field in CONTRADICTIONS:
+        with subtests.test(family=family, changes=changes, field=field):
+            (read,) = config_files.read_all([config_files.tiny(family, **changes)], tmp_path)
+            assert read.get("field") == f"config.json.{field}", read
 
 
 def test_the_prefix_of_a_model_without_its_head_is_added(tmp_path: pathlib.Path) -> None:

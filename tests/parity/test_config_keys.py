@@ -36,21 +36,23 @@ def keys_of_class(one: type) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-@EVERY_SECTION
-def test_every_key_of_a_class_has_a_fate(section: Section) -> None:
-    for one in section.classes:
-        missing = keys_of_class(one) - set(section.rows)
-        assert not missing, (
-            f"{one.__name__} has keys that {section.family}'s table lacks: {missing}"
-        )
+def test_every_key_of_a_class_has_a_fate(subtests: pytest.Subtests) -> None:
+    for section in SECTIONS:
+        with subtests.test(section=section):
+            for one in section.classes:
+                missing = keys_of_class(one) - set(section.rows)
+                assert not missing, (
+                    f"{one.__name__} has keys that {section.family}'s table lacks: {missing}"
+                )
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
-def test_every_key_of_a_rotation_has_a_fate(family: str) -> None:
-    known = set(RopeParameters.__annotations__)
-    assert "rope_theta" in known
-    tables = config_files.key_tables()[family]
-    assert known <= set(tables["rope_parameters"])
+def test_every_key_of_a_rotation_has_a_fate(subtests: pytest.Subtests) -> None:
+    for family in TEXT_FAMILIES:
+        with subtests.test(family=family):
+            known = set(RopeParameters.__annotations__)
+            assert "rope_theta" in known
+            tables = config_files.key_tables()[family]
+            assert known <= set(tables["rope_parameters"])
 
 
 def class_default(one: type, key: str) -> object:
@@ -65,31 +67,37 @@ def class_default(one: type, key: str) -> object:
     return found.default_factory()
 
 
-@EVERY_SECTION
-def test_defaults_are_those_of_the_classes(section: Section) -> None:
-    for one in section.classes:
-        for key, row in section.rows.items():
-            if row["fate"] == "no effect" or "other_name_of" in row:
-                continue
-            expected = class_default(one, key)
-            if expected is ... or (key == "vision_config" and expected is None):
-                continue  # no field; an object without keys
-            if row["fate"] == "only default" and not expected:
-                assert not row["value"], f"{one.__name__}.{key}"  # None is false there
-                continue
-            assert row["value"] == expected, f"{one.__name__}.{key}"
-            if row["fate"] == "obeyed" and row["nullable"]:
-                assert "None" in str(fields(one)[key].type) if key in fields(one) else True, key
+def test_defaults_are_those_of_the_classes(subtests: pytest.Subtests) -> None:
+    for section in SECTIONS:
+        with subtests.test(section=section):
+            for one in section.classes:
+                for key, row in section.rows.items():
+                    if row["fate"] == "no effect" or "other_name_of" in row:
+                        continue
+                    expected = class_default(one, key)
+                    if expected is ... or (key == "vision_config" and expected is None):
+                        continue  # no field; an object without keys
+                    if row["fate"] == "only default" and not expected:
+                        assert not row["value"], f"{one.__name__}.{key}"  # None is false there
+                        continue
+                    assert row["value"] == expected, f"{one.__name__}.{key}"
+                    if row["fate"] == "obeyed" and row["nullable"]:
+                        assert (
+                            "None" in str(fields(one)[key].type) if key in fields(one) else True
+                        ), key
 
 
-@EVERY_SECTION
-def test_other_names_are_those_of_the_classes(section: Section) -> None:
-    rows = {
-        key: row["other_name_of"] for key, row in section.rows.items() if "other_name_of" in row
-    }
-    for one in section.classes:
-        pairs = {frozenset(pair) for pair in one.attribute_map.items()}
-        assert {frozenset(pair) for pair in rows.items()} == pairs, one.__name__
+def test_other_names_are_those_of_the_classes(subtests: pytest.Subtests) -> None:
+    for section in SECTIONS:
+        with subtests.test(section=section):
+            rows = {
+                key: row["other_name_of"]
+                for key, row in section.rows.items()
+                if "other_name_of" in row
+            }
+            for one in section.classes:
+                pairs = {frozenset(pair) for pair in one.attribute_map.items()}
+                assert {frozenset(pair) for pair in rows.items()} == pairs, one.__name__
 
 
 def another(value: object) -> object:
@@ -101,22 +109,23 @@ def another(value: object) -> object:
     return "another" if isinstance(value, str) else {"0": {"intermediate_size": 8}}
 
 
-@EVERY_SECTION
 def test_what_a_class_would_compute_otherwise_is_refused(
-    section: Section, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path, subtests: pytest.Subtests
 ) -> None:
-    values = {
-        key: another(row["value"])
-        for key, row in section.rows.items()
-        if row["fate"] == "only default"
-    }
-    read = config_files.read_all(
-        [section.config(**{key: value}) for key, value in values.items()], tmp_path
-    )
-    assert len(values) >= 5  # those of every class
-    for key, result in zip(values, read, strict=True):
-        assert result.get("field") == section.path(key), (key, result)
-        assert "not supported" in result["error"]
+    for section in SECTIONS:
+        with subtests.test(section=section):
+            values = {
+                key: another(row["value"])
+                for key, row in section.rows.items()
+                if row["fate"] == "only default"
+            }
+            read = config_files.read_all(
+                [section.config(**{key: value}) for key, value in values.items()], tmp_path
+            )
+            assert len(values) >= 5  # those of every class
+            for key, result in zip(values, read, strict=True):
+                assert result.get("field") == section.path(key), (key, result)
+                assert "not supported" in result["error"]
 
 
 # Another value for each key that a family obeys, where one more than the default will not do.
@@ -197,20 +206,21 @@ def trial(section: Section, key: str) -> tuple[dict, dict]:
     return beside, {**beside, key: values.get(key, another(section.rows[key]["value"]))}
 
 
-@EVERY_SECTION
 def test_a_key_that_a_family_obeys_acts_or_is_refused_by_name(
-    section: Section, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path, subtests: pytest.Subtests
 ) -> None:
-    keys = [key for key, row in section.rows.items() if row["fate"] == "obeyed"]
-    configs = [section.config(**changes) for key in keys for changes in trial(section, key)]
-    read = config_files.read_all(configs, tmp_path)
-    for key, before, after in zip(keys, read[::2], read[1::2], strict=True):
-        if "error" in after:
-            names = key in after["field"] or key in after["error"]
-            assert names or SAYS.get(key, key) in after["error"], (key, after)
-        else:
-            assert "config" in before or "other_name_of" in section.rows[key], (key, before)
-            assert after != before, f"{key} changes nothing"
+    for section in SECTIONS:
+        with subtests.test(section=section):
+            keys = [key for key, row in section.rows.items() if row["fate"] == "obeyed"]
+            configs = [section.config(**changes) for key in keys for changes in trial(section, key)]
+            read = config_files.read_all(configs, tmp_path)
+            for key, before, after in zip(keys, read[::2], read[1::2], strict=True):
+                if "error" in after:
+                    names = key in after["field"] or key in after["error"]
+                    assert names or SAYS.get(key, key) in after["error"], (key, after)
+                else:
+                    assert "config" in before or "other_name_of" in section.rows[key], (key, before)
+                    assert after != before, f"{key} changes nothing"
 
 
 # Values of keys without effect that the classes take.
@@ -263,9 +273,16 @@ def tiny_model(family: str, **changes: object) -> torch.nn.Module:
 DECODERS = [family for family in TEXT_FAMILIES if not family.endswith("_vl")]
 
 
-@pytest.mark.parametrize("family", DECODERS)
-def test_keys_without_effect_change_nothing(family: str, tmp_path: pathlib.Path) -> None:
+def test_keys_without_effect_change_nothing(
+    tmp_path: pathlib.Path, subtests: pytest.Subtests
+) -> None:
     """Neither in `transformers`, for all of them together, nor here."""
+    for family in DECODERS:
+        with subtests.test(family=family):
+            check_keys_without_effect(family, tmp_path)
+
+
+def check_keys_without_effect(family: str, tmp_path: pathlib.Path) -> None:
     rows = config_files.key_tables()[family][""]
     idle = {key for key, row in rows.items() if row["fate"] == "no effect"} - NOT_TRIED
     changes = {key: NO_EFFECT[key] for key in idle}
@@ -287,11 +304,16 @@ def test_keys_without_effect_change_nothing(family: str, tmp_path: pathlib.Path)
     assert "config" in read[0] and read[0] == read[1]
 
 
-@pytest.mark.parametrize("family", DECODERS)
 def test_every_key_that_the_model_reads_has_a_fate(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """Keys that no class declares, too: the modelling code looks for `is_causal` in any config."""
+    for family in DECODERS:
+        with subtests.test(family=family):
+            check_keys_that_the_model_reads(family, monkeypatch)
+
+
+def check_keys_that_the_model_reads(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read: set[str] = set()
     original = PreTrainedConfig.__getattribute__
     places = re.compile(r"transformers/(models/\w+/modeling_|masking_utils|modeling_rope_utils)")
@@ -337,27 +359,28 @@ def resolved_by_transformers(family: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("family", DECODERS)
 def test_an_empty_config_is_the_class_without_arguments(
-    family: str, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path, subtests: pytest.Subtests
 ) -> None:
-    read = config_files.read_all([{"model_type": family}], tmp_path)[0]["config"]
-    expected = resolved_by_transformers(family)
-    assert {key: read[key] for key in expected} == expected
-    config = transformers.AutoConfig.for_model(family)
-    ropes = config.rope_parameters
-    assert read["rope"]["theta"] == ropes.get("full_attention", ropes)["rope_theta"]
-    if "window_rope" in read:
-        assert read["window_rope"]["theta"] == ropes["sliding_attention"]["rope_theta"]
-    has_window = [window < 2**30 for window in read["decoder"]["windows"]]
-    windowed = getattr(config, "sliding_window", None) not in (None, 0)
-    types = getattr(config, "layer_types", None)
-    assert has_window == [
-        windowed and (types is None or types[i] == "sliding_attention")
-        for i in range(config.num_hidden_layers)
-    ]
-    experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
-    assert read["decoder"]["num_experts"] == experts
-    if experts:
-        assert read["decoder"]["num_experts_per_tok"] == config.num_experts_per_tok
-        assert read["decoder"]["norm_topk_prob"] == getattr(config, "norm_topk_prob", True)
+    for family in DECODERS:
+        with subtests.test(family=family):
+            read = config_files.read_all([{"model_type": family}], tmp_path)[0]["config"]
+            expected = resolved_by_transformers(family)
+            assert {key: read[key] for key in expected} == expected
+            config = transformers.AutoConfig.for_model(family)
+            ropes = config.rope_parameters
+            assert read["rope"]["theta"] == ropes.get("full_attention", ropes)["rope_theta"]
+            if "window_rope" in read:
+                assert read["window_rope"]["theta"] == ropes["sliding_attention"]["rope_theta"]
+            has_window = [window < 2**30 for window in read["decoder"]["windows"]]
+            windowed = getattr(config, "sliding_window", None) not in (None, 0)
+            types = getattr(config, "layer_types", None)
+            assert has_window == [
+                windowed and (types is None or types[i] == "sliding_attention")
+                for i in range(config.num_hidden_layers)
+            ]
+            experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
+            assert read["decoder"]["num_experts"] == experts
+            if experts:
+                assert read["decoder"]["num_experts_per_tok"] == config.num_experts_per_tok
+                assert read["decoder"]["norm_topk_prob"] == getattr(config, "norm_topk_prob", True)

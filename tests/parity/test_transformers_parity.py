@@ -509,30 +509,38 @@ def assert_gradients_close(actual: dict, model: torch.nn.Module, numerics: Numer
         assert error <= limit, f"gradient of {name}: {error:.2e} > {limit:.2e}"
 
 
-@EVERY_CONFIGURATION
-@pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_outputs_and_gradients_are_those_of_transformers(
-    case: Case, head: str, numerics: Numerics, tmp_path: pathlib.Path
+    case: Case, tmp_path: pathlib.Path, subtests: pytest.Subtests
 ) -> None:
-    model = build(case, head)
-    if numerics.bfloat16 and chooses_experts(model):
-        pytest.skip("rounding decides which experts a token takes")
-    model.save_pretrained(tmp_path / "model")
-    tokens = sequences(model.config.vocab_size)
-    expected = reference(model, tokens, head)
-    loss = reference_loss(expected, tokens, head)
-    loss.backward()
+    for head in ("lm", "value"):
+        folder = tmp_path / head
+        model = build(case, head)
+        model.save_pretrained(folder / "model")
+        tokens = sequences(model.config.vocab_size)
+        expected = reference(model, tokens, head)
+        loss = reference_loss(expected, tokens, head)
+        loss.backward()
+        for numerics in CONFIGURATIONS:
+            if numerics.bfloat16 and chooses_experts(model):
+                continue  # rounding decides which experts a token takes
+            with subtests.test(head=head, numerics=numerics):
+                outputs = probe_three_ways(folder, {"sequences": tokens, "head": head}, numerics)
+                assert_outputs_close(outputs, expected, loss.item(), numerics)
+                assert_gradients_close(outputs["trained"], model, numerics)
 
-    outputs = probe_three_ways(tmp_path, {"sequences": tokens, "head": head}, numerics)
+
+def assert_outputs_close(
+    outputs: dict[str, dict], expected: dict, loss: float, numerics: Numerics
+) -> None:
+    """Fails unless loss, logits, values and hidden states of the three ways are `expected`."""
     trained, inferred, cached = outputs["trained"], outputs["inferred"], outputs["cached"]
-    assert_gradients_close(trained, model, numerics)
     if numerics.bfloat16:
-        assert abs(trained["loss"].item() - loss.item()) <= BFLOAT16_TOLERANCE * loss.item()
+        assert abs(trained["loss"].item() - loss) <= BFLOAT16_TOLERANCE * loss
         for actual in (trained, inferred, cached):
             assert_close_in_bfloat16(actual, expected, BFLOAT16_TOLERANCE)
         return
-    assert abs(trained["loss"].item() - loss.item()) <= 1e-5
+    assert abs(trained["loss"].item() - loss) <= 1e-5
     for actual in (trained, inferred, cached):
         assert_close(actual, expected, TINY_TOLERANCE)
     if numerics.exact:

@@ -229,9 +229,8 @@ def test_a_data_set_of_the_hub_with_several_configurations_is_read(folder, monke
     assert config.reward.function == "gsm8k"
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
+def test_the_final_number_of_a_text(subtests):
+    for text, number in [
         ("#### 1,234.50", "1234.5"),
         ("It costs $-5.", "-5"),
         ("-$7", "-7"),
@@ -244,10 +243,9 @@ def test_a_data_set_of_the_hub_with_several_configurations_is_read(folder, monke
         ("#### none, 3 before", "3"),
         ("none", None),
         ("####", None),
-    ],
-)
-def test_the_final_number_of_a_text(text, number):
-    assert final_number(text) == (None if number is None else Decimal(number))
+    ]:
+        with subtests.test(text=text, number=number):
+            assert final_number(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize(

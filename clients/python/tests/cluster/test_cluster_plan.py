@@ -49,9 +49,8 @@ def test_a_cluster_without_a_model_is_what_its_sections_say():
     assert planned(cluster) == cluster
 
 
-@pytest.mark.parametrize(
-    ("overrides", "purpose", "uses"),
-    [
+def test_a_run_uses_what_its_settings_need(load, subtests):
+    for overrides, purpose, uses in [
         ([], "train", Uses(critic=False)),
         (["tandem.enabled=false"], "train", Uses(critic=False, junior=False)),
         (["objective.advantage_estimator=gae"], "train", Uses()),
@@ -82,10 +81,9 @@ def test_a_cluster_without_a_model_is_what_its_sections_say():
             "train",
             Uses(critic=False),
         ),
-    ],
-)
-def test_a_run_uses_what_its_settings_need(load, overrides, purpose, uses):
-    assert uses_of(load(*overrides), purpose) == uses
+    ]:
+        with subtests.test(overrides=overrides, purpose=purpose, uses=uses):
+            assert uses_of(load(*overrides), purpose) == uses
 
 
 def test_what_a_run_does_not_use_is_not_started(load):

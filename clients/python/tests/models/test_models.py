@@ -163,9 +163,8 @@ def without(*missing):
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path, subtests):
+    for change, says in [
         (without(MATRIX), f"'{MATRIX}': missing, config.json asks for it"),
         (without("lm_head.weight"), "'lm_head.weight': missing"),
         (without("model.norm.weight", MATRIX), f"2 tensors '{MATRIX}', 'model.norm.weight': mis"),
@@ -193,15 +192,14 @@ MATRIX = "model.layers.1.mlp.up_proj.weight"
             lambda tensors: tensors | {MATRIX: tensors[MATRIX] * float("nan")},
             f"the tensor '{MATRIX}' holds numbers that are not finite",
         ),
-    ],
-)
-def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path, change, says):
-    _, source = make(tmp_path / "source", tie_word_embeddings=False)
-    rewrite(source, change)
-    with pytest.raises(ConfigError) as caught:
-        import_model(str(source), tmp_path / "model")
-    assert says in caught.value.message
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    ]:
+        with subtests.test(change=change, says=says):
+            _, source = make(tmp_path / "source", tie_word_embeddings=False)
+            rewrite(source, change)
+            with pytest.raises(ConfigError) as caught:
+                import_model(str(source), tmp_path / "model")
+            assert says in caught.value.message
+            assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path):

@@ -153,22 +153,22 @@ def write_config(directory, **config):
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"} | config))
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
+def test_a_token_that_tokenizer_json_lacks_is_refused(directory, subtests):
+    for file, content in [
         ("tokenizer_config.json", {"additional_special_tokens": ["<|x|>"]}),
         ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<|x|>"}}),
         ("tokenizer_config.json", {"bos_token": {"content": "<|x|>"}}),
         ("tokenizer_config.json", {"added_tokens_decoder": {"64": {"content": "<|x|>"}}}),
         ("special_tokens_map.json", {"eos_token": "<|x|>"}),
         ("added_tokens.json", {"<|x|>": 64}),
-    ],
-)
-def test_a_token_that_tokenizer_json_lacks_is_refused(directory, file, content):
-    (directory / file).write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"lacks '<\|x\|>', which its other files name") as caught:
-        TextCodec(directory)
-    assert "tandem model import" in caught.value.hint
+    ]:
+        with subtests.test(file=file, content=content):
+            (directory / file).write_text(json.dumps(content))
+            with pytest.raises(
+                ConfigError, match=r"lacks '<\|x\|>', which its other files name"
+            ) as caught:
+                TextCodec(directory)
+            assert "tandem model import" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -192,21 +192,26 @@ def test_a_special_token_is_whole_wherever_a_text_has_it(directory, config):
     assert wanted("w6w5w7", add_special_tokens=False).input_ids == [6, 5, 7]
 
 
-@pytest.mark.parametrize("asked", [{}, {"add_bos_token": True, "add_eos_token": True}])
-@pytest.mark.parametrize("single", [None, "$A", "w1 $A", "$A <eos>", "w1 $A w2 <eos>"])
-def test_the_tokens_around_a_text_are_those_of_transformers(directory, asked, single):
-    transformers = pytest.importorskip("transformers")
-    write_config(directory, tokenizer_class="PreTrainedTokenizerFast", bos_token="w1", **asked)
-    if single is not None:
-        file = str(directory / "tokenizer.json")
-        tokenizer = Tokenizer.from_file(file)
-        numbers = [("w1", 1), ("w2", 2), ("<eos>", 0)]
-        tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=numbers)
-        tokenizer.save(file)
-    wanted = transformers.AutoTokenizer.from_pretrained(directory)("w5 w6").input_ids
-    codec = TextCodec(directory)
-    assert codec.encode("w5 w6") == wanted
-    assert [*codec.frame.before, 5, 6, *codec.frame.after] == wanted
+def test_the_tokens_around_a_text_are_those_of_transformers(directory, subtests):
+    for single in [None, "$A", "w1 $A", "$A <eos>", "w1 $A w2 <eos>"]:
+        for asked in [{}, {"add_bos_token": True, "add_eos_token": True}]:
+            with subtests.test(asked=asked, single=single):
+                transformers = pytest.importorskip("transformers")
+                write_config(
+                    directory, tokenizer_class="PreTrainedTokenizerFast", bos_token="w1", **asked
+                )
+                if single is not None:
+                    file = str(directory / "tokenizer.json")
+                    tokenizer = Tokenizer.from_file(file)
+                    numbers = [("w1", 1), ("w2", 2), ("<eos>", 0)]
+                    tokenizer.post_processor = TemplateProcessing(
+                        single=single, special_tokens=numbers
+                    )
+                    tokenizer.save(file)
+                wanted = transformers.AutoTokenizer.from_pretrained(directory)("w5 w6").input_ids
+                codec = TextCodec(directory)
+                assert codec.encode("w5 w6") == wanted
+                assert [*codec.frame.before, 5, 6, *codec.frame.after] == wanted
 
 
 def test_ids_of_added_tokens_are_those_of_the_tokenizers_library(directory):

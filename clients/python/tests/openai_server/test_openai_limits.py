@@ -55,9 +55,8 @@ def nothing_may_be_built(monkeypatch):
         monkeypatch.setattr(TextCodec, name, fail)
 
 
-@pytest.mark.parametrize(
-    ("send", "fields", "param", "says"),
-    [
+def test_what_is_too_large_is_refused_before_it_is_built(http, world, monkeypatch, subtests):
+    for send, fields, param, says in [
         (complete, {"prompt": ["w1"] * 40, "n": 128}, "n", "40 prompts times 128 are 5,120"),
         (complete, {"prompt": [[1]] * 4097}, "prompt", "has 4097 prompts, at most 4096"),
         (complete, {"prompt": "w" * 4097}, "prompt", "4,097 bytes of text; a prompt of 128 tokens"),
@@ -93,19 +92,16 @@ def nothing_may_be_built(monkeypatch):
             "messages",
             "bytes of text",
         ),
-    ],
-)
-def test_what_is_too_large_is_refused_before_it_is_built(
-    http, world, monkeypatch, send, fields, param, says
-):
-    if param != "prompt" or "max_model_len is" not in says:
-        nothing_may_be_built(monkeypatch)
-    response = send(http, **fields)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param)
-    assert says in error["message"]
-    assert len(error["message"]) < 300
-    assert not world.batches
+    ]:
+        with subtests.test(send=send, fields=fields, param=param, says=says):
+            if param != "prompt" or "max_model_len is" not in says:
+                nothing_may_be_built(monkeypatch)
+            response = send(http, **fields)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert says in error["message"]
+            assert len(error["message"]) < 300
+            assert not world.batches
 
 
 def test_what_just_fits_is_answered(http, codec):
@@ -133,9 +129,8 @@ def test_tokens_of_all_prompts_times_n_are_bounded(http, monkeypatch):
         assert "more than 50 tokens" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("send", "fields", "param"),
-    [
+def test_half_a_surrogate_pair_is_named(http, subtests):
+    for send, fields, param in [
         (complete, {"stop": "\udfff"}, "stop"),
         (complete, {"stop": ["w", "\ud800x"]}, "stop[1]"),
         (complete, {"prompt": "a \udfff"}, "prompt"),
@@ -144,14 +139,13 @@ def test_tokens_of_all_prompts_times_n_are_bounded(http, monkeypatch):
         (chat, {"messages": [{"role": "user", "content": "\udfff"}]}, "messages[0].content"),
         (chat, {"messages": [{"role": "\udfff", "content": ""}]}, "messages[0].role"),
         (chat, {"messages": [*MESSAGES, {"role": "user", "content": "", "x": ["\udfff"]}]}, None),
-    ],
-)
-def test_half_a_surrogate_pair_is_named(http, send, fields, param):
-    answer = send(http, **fields)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == (param or "messages[1].x[0]")
-    assert "is not Unicode text" in error["message"]
+    ]:
+        with subtests.test(send=send, fields=fields, param=param):
+            answer = send(http, **fields)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["param"] == (param or "messages[1].x[0]")
+            assert "is not Unicode text" in error["message"]
 
 
 def test_a_whole_surrogate_pair_is_a_character(http):

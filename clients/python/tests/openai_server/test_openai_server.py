@@ -160,9 +160,8 @@ def events(response):
 PNG = "data:image/png;base64,"
 
 
-@pytest.mark.parametrize(
-    ("part", "param", "says"),
-    [
+def test_a_part_that_is_no_text_and_no_image_is_refused_by_name(http, subtests):
+    for part, param, says in [
         ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, ".image_url.url", "no URL"),
         ({"type": "image_url", "image_url": {"url": PNG + "%"}}, ".image_url.url", "not base64"),
         (
@@ -173,15 +172,14 @@ PNG = "data:image/png;base64,"
         ({"type": "image_url", "text": "w1"}, "", "has the field image_url"),
         ({"type": "text"}, "", "has the field text"),
         ({"type": "video_url"}, ".type", "'image_url'"),
-    ],
-)
-def test_a_part_that_is_no_text_and_no_image_is_refused_by_name(http, part, param, says):
-    messages = [{"role": "user", "content": [{"type": "text", "text": "w1"}, part]}]
-    answer = chat(http, messages=messages)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == f"messages[0].content[1]{param}"
-    assert says in error["message"]
+    ]:
+        with subtests.test(part=part, param=param, says=says):
+            messages = [{"role": "user", "content": [{"type": "text", "text": "w1"}, part]}]
+            answer = chat(http, messages=messages)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["param"] == f"messages[0].content[1]{param}"
+            assert says in error["message"]
 
 
 def test_a_text_model_is_shown_no_image(http, codec):
@@ -267,23 +265,23 @@ def test_weights_that_change_between_two_scores_are_a_conflict(http, world):
     assert response.json()["error"]["code"] == "WEIGHTS_CHANGED"
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_cannot_be_done_is_refused_unless_it_asks_for_nothing(http, name):
-    for value in (*REFUSED[name], None):
-        assert chat(http, **{name: value}).is_success
-    response = chat(http, **{name: "something"})
-    assert response.status_code == 400
-    assert response.json()["error"] == {
-        "message": f"{name}: a rollout server cannot do this",
-        "type": "invalid_request_error",
-        "param": name,
-        "code": "unsupported_parameter",
-    }
+def test_what_cannot_be_done_is_refused_unless_it_asks_for_nothing(http, subtests):
+    for name in sorted(REFUSED):
+        with subtests.test(name=name):
+            for value in (*REFUSED[name], None):
+                assert chat(http, **{name: value}).is_success
+            response = chat(http, **{name: "something"})
+            assert response.status_code == 400
+            assert response.json()["error"] == {
+                "message": f"{name}: a rollout server cannot do this",
+                "type": "invalid_request_error",
+                "param": name,
+                "code": "unsupported_parameter",
+            }
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+def test_a_wrong_field_is_named(http, subtests):
+    for fields, param in [
         ({"colour": 1}, "colour"),
         ({"model": None}, "model"),
         ({"n": 0}, "n"),
@@ -299,12 +297,11 @@ def test_what_cannot_be_done_is_refused_unless_it_asks_for_nothing(http, name):
         ({"top_k": 2**40}, "top_k"),
         ({"priority": -(2**31)}, "priority"),
         ({"priority": "high"}, "priority"),
-    ],
-)
-def test_a_wrong_field_is_named(http, fields, param):
-    response = complete(http, **fields)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+    ]:
+        with subtests.test(fields=fields, param=param):
+            response = complete(http, **fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -451,9 +448,8 @@ def test_a_request_needs_one_of_the_keys(address, codec, keys):
         assert refused.status_code == 401
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_options_that_would_not_be_safe(address, keys, monkeypatch, subtests):
+    for arguments, message in [
         (["--host", "0.0.0.0"], "--host 0.0.0.0: is not a loopback address"),
         (["--host", "0.0.0.0", "--api-key-file", "keys"], "--https-certificate-file, or --insec"),
         (["--host", "", "--insecure", "--api-key-file", "none"], "--api-key-file: .*No such file"),
@@ -463,12 +459,11 @@ def test_a_request_needs_one_of_the_keys(address, codec, keys):
             ["--https-certificate-file", "keys", "--https-private-key-file", "keys"],
             "--https-certificate-file: keys and keys are no certificate",
         ),
-    ],
-)
-def test_options_that_would_not_be_safe(address, keys, monkeypatch, arguments, message):
-    monkeypatch.chdir(keys.parent)
-    printed = commands.tandem("serve-openai", "--rollout", address, *arguments, check=2)
-    assert re.search(message, printed.stderr)
+    ]:
+        with subtests.test(arguments=arguments, message=message):
+            monkeypatch.chdir(keys.parent)
+            printed = commands.tandem("serve-openai", "--rollout", address, *arguments, check=2)
+            assert re.search(message, printed.stderr)
 
 
 def test_https_with_a_key_towards_a_rollout_server_with_tls(world, tmp_path, keys):

@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from tandem.pool.shares import Shares
 
 
@@ -148,8 +146,14 @@ def test_a_replica_that_is_updated_finishes_what_it_has_begun():
     assert divided.take(0)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_every_item_is_answered_once_whatever_happens(seed):
+def test_every_item_is_answered_once_whatever_happens(subtests):
+    for seed in range(200):
+        with subtests.test(seed=seed):
+            answer_every_item(seed)
+
+
+def answer_every_item(seed):
+    """Replicas leave, join, take and answer at random until nothing is left."""
     generator = random.Random(seed)
     units = [generator.randint(1, 4) for _ in range(generator.randint(0, 30))]
     capacities = [generator.randint(1, 6) for _ in range(generator.randint(1, 4))]

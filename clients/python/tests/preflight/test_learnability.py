@@ -14,9 +14,8 @@ def settings(**sections):
     )
 
 
-@pytest.mark.parametrize(
-    ("sections", "named"),
-    [
+def test_settings_that_cannot_learn_are_named(subtests):
+    for sections, named in [
         ({"sampling": {"temperature": 0}, "tandem": {"enabled": False}}, "sampling.temperature"),
         (
             {"sampling": {"temperature": 0}, "tandem": {"selection_strategy": "sentence"}},
@@ -32,16 +31,14 @@ def settings(**sections):
             "batch.samples_per_prompt",
         ),
         ({"tandem": {"prob_senior": 0}}, "tandem.prob_senior"),
-    ],
-)
-def test_settings_that_cannot_learn_are_named(sections, named):
-    [obstacle] = obstacles(settings(**sections))
-    assert obstacle.startswith(f"{named}: ")
+    ]:
+        with subtests.test(sections=sections, named=named):
+            [obstacle] = obstacles(settings(**sections))
+            assert obstacle.startswith(f"{named}: ")
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
+def test_settings_that_can_learn_are_left_alone(subtests):
+    for sections in [
         {},
         # The authors are drawn: the responses to a prompt differ.
         {"sampling": {"temperature": 0}},
@@ -59,10 +56,9 @@ def test_settings_that_cannot_learn_are_named(sections, named):
         {"tandem": {"prob_senior": 0}, "objective": {"junior_token_loss_weight": 0.5}},
         {"tandem": {"prob_senior": 0, "selection_strategy": "alternating"}},
         {"tandem": {"prob_senior": 0, "enabled": False}},
-    ],
-)
-def test_settings_that_can_learn_are_left_alone(sections):
-    assert obstacles(settings(**sections)) == []
+    ]:
+        with subtests.test(sections=sections):
+            assert obstacles(settings(**sections)) == []
 
 
 def line(zero_std, low=0.0, high=1.0):

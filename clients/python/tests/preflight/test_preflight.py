@@ -215,9 +215,8 @@ def test_a_kl_that_the_objective_does_not_have_is_refused(load, overrides, says)
         pass  # Supervised training has no KL, so its settings do not matter.
 
 
-@pytest.mark.parametrize(
-    ("overrides", "refused"),
-    [
+def test_importance_weights_that_are_all_1_are_refused(load, cluster, subtests):
+    for overrides, refused in [
         (["tandem.enabled=false"], True),
         (["tandem.enabled=false", "objective.old_logprobs=author"], True),
         (["objective.junior_token_loss_weight=0"], True),
@@ -227,17 +226,18 @@ def test_a_kl_that_the_objective_does_not_have_is_refused(load, overrides, says)
         (["tandem.enabled=false", "sampling.top_p=0.9", "sampling.temperature=0"], True),
         (["tandem.enabled=false", "objective.old_logprobs=recomputed"], False),
         (["tandem.enabled=false", "objective.importance_sampling_floor=2"], False),
-    ],
-)
-def test_importance_weights_that_are_all_1_are_refused(load, cluster, overrides, refused):
-    cap = ["objective.importance_sampling_cap=3", "objective.old_logprobs=senior"]
-    for where in ([], [cluster]):
-        run = load(*where, *cap, *overrides)
-        if refused:
-            assert "objective.importance_sampling_cap: has no effect" in problems(run, dry_run=True)
-        else:
-            with Session(run, dry_run=True):
-                pass
+    ]:
+        with subtests.test(overrides=overrides, refused=refused):
+            cap = ["objective.importance_sampling_cap=3", "objective.old_logprobs=senior"]
+            for where in ([], [cluster]):
+                run = load(*where, *cap, *overrides)
+                if refused:
+                    assert "objective.importance_sampling_cap: has no effect" in problems(
+                        run, dry_run=True
+                    )
+                else:
+                    with Session(run, dry_run=True):
+                        pass
 
 
 def test_a_reference_that_the_trainer_publishes_to_is_refused(load):
@@ -530,36 +530,34 @@ def test_running_servers_of_two_models_are_refused(load, world):
         pass
 
 
-@pytest.mark.parametrize(
-    ("row", "overrides", "says"),
-    [
-        ('"reply": "w3"', [], "the row has no 'answer'; its columns are prompt, reply"),
-        ('"answer": null', [], "'answer' is null, not a text to learn"),
-        ('"answer": ["w3"]', [], "'answer' is a list, not a text to learn"),
-        ('"answer": {}', [], "'answer' is a mapping, not a text to learn"),
-        ('"answer": ""', ["sft.append_eos=false"], "the text to learn is empty"),
-        ('"answer": 3', ["sft.response='{answer:%Y}'"], "'{answer:%Y}' does not fit the row"),
-        (
-            f'"answer": "{"w3 " * 126}"',
-            [],
-            "prompt and response have 129 tokens, the servers' max_model_len allows 128",
-        ),
-    ],
-)
-@pytest.mark.parametrize("local", [False, True])
 def test_a_text_to_learn_is_checked_before_a_server_starts(
-    run_file, cluster, world, tmp_path, local, row, overrides, says
+    run_file, cluster, world, tmp_path, subtests
 ):
-    world.max_model_len = 128
-    rows = tmp_path / "rows.jsonl"
-    first = '{"prompt": "w1", "answer": "2000-01-01"}\n' if "%Y" not in says else ""
-    rows.write_text(first + '{"prompt": "w1 w2", ' + row + "}\n")
-    where = f"sft.response: {rows}:{1 + bool(first)}: "
-    arguments = [run_file, "--dry-run", *overrides, *([cluster] if local else [])]
-    done = tandem("sft", *arguments, check=2)
-    assert where + says in done.stderr
-    assert done.stderr.count(str(rows)) == 1
-    assert not (tmp_path / "run").exists()
+    for local in [False, True]:
+        for row, overrides, says in [
+            ('"reply": "w3"', [], "the row has no 'answer'; its columns are prompt, reply"),
+            ('"answer": null', [], "'answer' is null, not a text to learn"),
+            ('"answer": ["w3"]', [], "'answer' is a list, not a text to learn"),
+            ('"answer": {}', [], "'answer' is a mapping, not a text to learn"),
+            ('"answer": ""', ["sft.append_eos=false"], "the text to learn is empty"),
+            ('"answer": 3', ["sft.response='{answer:%Y}'"], "'{answer:%Y}' does not fit the row"),
+            (
+                f'"answer": "{"w3 " * 126}"',
+                [],
+                "prompt and response have 129 tokens, the servers' max_model_len allows 128",
+            ),
+        ]:
+            with subtests.test(row=row, overrides=overrides, says=says, local=local):
+                world.max_model_len = 128
+                rows = tmp_path / "rows.jsonl"
+                first = '{"prompt": "w1", "answer": "2000-01-01"}\n' if "%Y" not in says else ""
+                rows.write_text(first + '{"prompt": "w1 w2", ' + row + "}\n")
+                where = f"sft.response: {rows}:{1 + bool(first)}: "
+                arguments = [run_file, "--dry-run", *overrides, *([cluster] if local else [])]
+                done = tandem("sft", *arguments, check=2)
+                assert where + says in done.stderr
+                assert done.stderr.count(str(rows)) == 1
+                assert not (tmp_path / "run").exists()
 
 
 def test_texts_to_learn_that_are_bad_in_one_way_are_named_once(run_file, tmp_path):

@@ -616,21 +616,37 @@ START = {
 END = {"kind": "end", "call": "1-1", "code": "OK", "details": "", "trailing_metadata": []}
 
 
-@pytest.mark.parametrize("entry", [START, END], ids=["start", "end"])
-@pytest.mark.parametrize(
-    "bad", [None, 1, -1.5, 10**400, "x", [], [[]], [[1, 2]], [["a-bin", "é"]], {}, {"a": []}, True]
-)
-def test_no_value_of_an_entry_breaks_the_reader(file, entry, bad):
-    for key in entry:
-        changed = [replaced(one, key, by=bad) if one is entry else one for one in (START, END)]
-        write_entries(file, *changed)
-        try:
-            printed = tandem("replay", file, "--print")
-        except AssertionError:
-            said = tandem("replay", file, "--print", check=2).stderr
-            assert said.startswith(f"tandem: {file}: ") or said.startswith("tandem: call ")
-        else:
-            assert all(map(json.loads, printed.stdout.splitlines()))
+def test_no_value_of_an_entry_breaks_the_reader(file, subtests):
+    for bad in [
+        None,
+        1,
+        -1.5,
+        10**400,
+        "x",
+        [],
+        [[]],
+        [[1, 2]],
+        [["a-bin", "é"]],
+        {},
+        {"a": []},
+        True,
+    ]:
+        for entry in [START, END]:
+            with subtests.test(entry=entry, bad=bad):
+                for key in entry:
+                    changed = [
+                        replaced(one, key, by=bad) if one is entry else one for one in (START, END)
+                    ]
+                    write_entries(file, *changed)
+                    try:
+                        printed = tandem("replay", file, "--print")
+                    except AssertionError:
+                        said = tandem("replay", file, "--print", check=2).stderr
+                        assert said.startswith(f"tandem: {file}: ") or said.startswith(
+                            "tandem: call "
+                        )
+                    else:
+                        assert all(map(json.loads, printed.stdout.splitlines()))
 
 
 def test_bytes_that_are_no_status_and_no_message_are_named(file):
@@ -698,19 +714,17 @@ def test_print_shows_a_recording_as_json_lines(world, address, file):
     assert score["message"]["sequences"] == [{"token_ids": [1, 2], "first_scored_token": 1}]
 
 
-@pytest.mark.parametrize(
-    ("text", "mapped"),
-    [
+def test_a_text_is_mapped_where_it_stands_alone(subtests):
+    for text, mapped in [
         ("host:77", "new:1"),
         ("connect to host:77: refused", "connect to new:1: refused"),
         ("host:770", "host:770"),
         ("my.host:77", "my.host:77"),
         ("/runs/a/checkpoints", "/tmp/b/checkpoints"),
         ("/runs/ab", "/runs/ab"),
-    ],
-)
-def test_a_text_is_mapped_where_it_stands_alone(text, mapped):
-    assert Mapped.parse(["host:77=new:1", "/runs/a=/tmp/b"]).text(text) == mapped
+    ]:
+        with subtests.test(text=text, mapped=mapped):
+            assert Mapped.parse(["host:77=new:1", "/runs/a=/tmp/b"]).text(text) == mapped
 
 
 def test_a_wrong_map_is_refused():
@@ -737,9 +751,8 @@ def scores(*values):
     return reply
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "difference"),
-    [
+def test_a_difference_is_named_by_its_path_and_both_values(subtests):
+    for one, other, difference in [
         (report(step=1), report(step=2), ("report.step", "1", "2")),
         (report(metrics={"a": 1.0}), report(), ('report.metrics["a"]', "1.0", "absent")),
         (
@@ -769,12 +782,11 @@ def scores(*values):
             failure("b"),
             ("failed.status.details[0].field_violations[0].field", "'a'", "'b'"),
         ),
-    ],
-)  # fmt: skip
-def test_a_difference_is_named_by_its_path_and_both_values(one, other, difference):
-    found = first_difference(one, other)
-    assert (found.path, found.recorded, found.replayed) == difference
-    assert first_difference(one, one) is None
+    ]:
+        with subtests.test(one=one, other=other, difference=difference):
+            found = first_difference(one, other)
+            assert (found.path, found.recorded, found.replayed) == difference
+            assert first_difference(one, one) is None
 
 
 def test_equal_bits_are_equal_and_fields_of_the_machine_are_not_compared():

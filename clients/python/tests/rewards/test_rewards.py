@@ -134,12 +134,17 @@ def test_a_file_may_define_dataclasses_and_hides_no_module(tmp_path, judge):
     assert "judge" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    "name", ["nothing", "no.such.module:f", ":f", "no/such/file.py:f", "math:no_such", "math:pi"]
-)
-def test_a_function_that_is_not_there_is_refused(name):
-    with pytest.raises(ConfigError, match=r"^reward\.function: "):
-        Reward(RewardSettings(function=name))
+def test_a_function_that_is_not_there_is_refused(subtests):
+    for name in [
+        "nothing",
+        "no.such.module:f",
+        ":f",
+        "no/such/file.py:f",
+        "math:no_such",
+        "math:pi",
+    ]:
+        with subtests.test(name=name), pytest.raises(ConfigError, match=r"^reward\.function: "):
+            Reward(RewardSettings(function=name))
 
 
 def test_a_missing_file_and_a_missing_function_are_named(tmp_path):
@@ -413,21 +418,19 @@ def test_a_batch_of_another_length_is_refused(tmp_path, judge):
         judge(written(tmp_path, text, batch=True), "a", "b")
 
 
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        ("dict.fromkeys(responses, 1.0)", "must be a list of numbers, not dict"),
-        ("{1.0, 2.0}", "must be a list of numbers, not set"),
-        ("'12'", "must be a list of numbers, not str"),
-        ("None", "must be a list of numbers, not NoneType"),
-        ("['1', '2']", "'1' is not a finite number"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_batch_that_is_no_list_of_numbers_is_refused(tmp_path, judge, kind, returned, says):
-    text = f"{kind} reward(prompts, responses, rows):\n    return {returned}\n"
-    with pytest.raises(RewardError, match=says):
-        judge(written(tmp_path, text, batch=True), "a", "b")
+def test_a_batch_that_is_no_list_of_numbers_is_refused(tmp_path, judge, subtests):
+    for kind in ["def", "async def"]:
+        for returned, says in [
+            ("dict.fromkeys(responses, 1.0)", "must be a list of numbers, not dict"),
+            ("{1.0, 2.0}", "must be a list of numbers, not set"),
+            ("'12'", "must be a list of numbers, not str"),
+            ("None", "must be a list of numbers, not NoneType"),
+            ("['1', '2']", "'1' is not a finite number"),
+        ]:
+            with subtests.test(returned=returned, says=says, kind=kind):
+                text = f"{kind} reward(prompts, responses, rows):\n    return {returned}\n"
+                with pytest.raises(RewardError, match=says):
+                    judge(written(tmp_path, text, batch=True), "a", "b")
 
 
 def test_a_batch_may_be_an_array(tmp_path, judge):
@@ -489,9 +492,8 @@ def test_modules_are_looked_up_in_the_folder_of_the_run_file(tmp_path, judge):
 DEMO = REPOSITORY / "examples/demo/run.yaml"
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
+def test_the_demo_counts_an_answer_where_one_is_given(subtests):
+    for response, answer in [
         ("7", "7"),
         ("7.", "7"),
         ("**7**", "7"),
@@ -511,23 +513,27 @@ DEMO = REPOSITORY / "examples/demo/run.yaml"
         ("The answer is 8 - 4", ""),
         ("4, 3", ""),
         ("= 3.5", ""),
-    ],
-)
-def test_the_demo_counts_an_answer_where_one_is_given(response, answer):
-    pattern = yaml.safe_load(DEMO.read_text())["reward"]["answer_pattern"]
-    assert answer_extractor(pattern)(response) == answer
+    ]:
+        with subtests.test(response=response, answer=answer):
+            pattern = yaml.safe_load(DEMO.read_text())["reward"]["answer_pattern"]
+            assert answer_extractor(pattern)(response) == answer
 
 
-@pytest.mark.parametrize(
-    ("length", "punishment"),
-    [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (20481, -1.0)],
-)
-def test_the_soft_overlong_punishment_is_that_of_the_paper(length, punishment):
+def test_the_soft_overlong_punishment_is_that_of_the_paper(subtests):
     """With L_max = 20480 and L_cache = 4096, as in DAPO's experiments."""
-    buffer = OverlongBufferSettings(len=4096)
-    assert overlong_punishment(length, 20480, buffer) == punishment
-    half = OverlongBufferSettings(len=4096, penalty_factor=0.5)
-    assert overlong_punishment(length, 20480, half) == punishment / 2
+    for length, punishment in [
+        (1, 0.0),
+        (16384, 0.0),
+        (16385, -1 / 4096),
+        (18432, -0.5),
+        (20480, -1.0),
+        (20481, -1.0),
+    ]:
+        with subtests.test(length=length, punishment=punishment):
+            buffer = OverlongBufferSettings(len=4096)
+            assert overlong_punishment(length, 20480, buffer) == punishment
+            half = OverlongBufferSettings(len=4096, penalty_factor=0.5)
+            assert overlong_punishment(length, 20480, half) == punishment / 2
 
 
 def test_a_buffer_may_hold_the_whole_response():

@@ -59,9 +59,8 @@ def test_enums_go_by_short_name_and_unknown_ones_are_explained():
         to_message({"selection_strategy": "wrd"}, sampling_pb2.TandemConfig(), "tandem")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_a_value_that_does_not_fit_its_field_is_named(subtests):
+    for values, message in [
         ({"prob": 1}, "tandem: TandemConfig has no field 'prob'"),
         (
             {"prob_primary": 1},
@@ -73,23 +72,23 @@ def test_enums_go_by_short_name_and_unknown_ones_are_explained():
         ({"chunk_size": 2**31}, "tandem.chunk_size: Value out of range"),
         ({"boundary_token_ids": 7}, "tandem.boundary_token_ids: "),
         ({"boundary_token_ids": ["a"]}, "tandem.boundary_token_ids: "),
-    ],
-)
-def test_a_value_that_does_not_fit_its_field_is_named(values, message):
-    with pytest.raises(ConfigError) as caught:
-        to_message(values, sampling_pb2.TandemConfig(), "tandem")
-    assert str(caught.value).startswith(message)
+    ]:
+        with subtests.test(values=values, message=message):
+            with pytest.raises(ConfigError) as caught:
+                to_message(values, sampling_pb2.TandemConfig(), "tandem")
+            assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("old", NEW_NAMES)
-@pytest.mark.parametrize(
-    "message",
-    [sampling_pb2.TandemConfig(), objective_pb2.PolicyObjective(), trajectory_pb2.Trajectory()],
-    ids=lambda message: message.DESCRIPTOR.name,
-)
-def test_an_old_name_is_refused_with_the_new_one(message, old):
-    with pytest.raises(ConfigError, match=f"; {old} is now {NEW_NAMES[old]}$"):
-        to_message({old: 1}, message, "request")
+def test_an_old_name_is_refused_with_the_new_one(subtests):
+    for message in [
+        sampling_pb2.TandemConfig(),
+        objective_pb2.PolicyObjective(),
+        trajectory_pb2.Trajectory(),
+    ]:
+        for old in NEW_NAMES:
+            said = f"; {old} is now {NEW_NAMES[old]}$"
+            with subtests.test(old=old, message=message), pytest.raises(ConfigError, match=said):
+                to_message({old: 1}, message, "request")
 
 
 def test_record_sorts_log_probs_by_model():

@@ -142,9 +142,8 @@ def changed(file, name, values, kind=None):
     parquet.write_table(table, file)
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "kind", "says"),
-    [
+def test_damage_is_named_by_file_record_and_column(tmp_path, subtests):
+    for name, values, kind, says in [
         ("text", None, None, ": text: the column is missing"),
         ("reward", ["high"], pyarrow.string(), ": reward: has type string, not double"),
         ("group_id", [None], None, ":1: group_id: is null"),
@@ -155,15 +154,14 @@ def changed(file, name, values, kind=None):
         ("reward", [math.inf], None, ":1: reward: "),
         ("row", ["[]"], None, ":1: row: "),
         ("row", ["{"], None, ":1: row: "),
-    ],
-)
-def test_damage_is_named_by_file_record_and_column(tmp_path, name, values, kind, says):
-    file = tmp_path / "a.parquet"
-    write_parquet(file, [Response(sample(), "x", 0.5)])
-    changed(file, name, values, kind)
-    with pytest.raises(RunDirectoryError) as caught:
-        read_records(file)
-    assert str(caught.value).startswith(f"{file}{says}")
+    ]:
+        with subtests.test(name=name, values=values, kind=kind, says=says):
+            file = tmp_path / "a.parquet"
+            write_parquet(file, [Response(sample(), "x", 0.5)])
+            changed(file, name, values, kind)
+            with pytest.raises(RunDirectoryError) as caught:
+                read_records(file)
+            assert str(caught.value).startswith(f"{file}{says}")
 
 
 @pytest.mark.parametrize("size", [0, 3, 100, 2000])

@@ -31,10 +31,11 @@ def exists(key: str) -> bool:
     return name in fields_at(RunSettings, [int(one) if one.isdigit() else one for one in section])
 
 
-@pytest.mark.parametrize(("theirs", "ours"), foreign_names.KEYS.items())
-def test_a_foreign_key_leads_to_a_setting(theirs: str, ours: str) -> None:
-    assert exists(ours)
-    assert theirs not in RunSettings.model_fields
+def test_a_foreign_key_leads_to_a_setting(subtests: pytest.Subtests) -> None:
+    for theirs, ours in foreign_names.KEYS.items():
+        with subtests.test(theirs=theirs, ours=ours):
+            assert exists(ours)
+            assert theirs not in RunSettings.model_fields
 
 
 def test_a_key_that_does_not_exist_is_noticed() -> None:
@@ -55,9 +56,8 @@ def test_a_foreign_choice_leads_to_one_of_ours(section: str) -> None:
                 assert theirs not in known
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
+def test_a_foreign_name_is_answered_with_ours(run_file, subtests: pytest.Subtests) -> None:
+    for override, said in [
         ("num_generations=8", "num_generations is batch.samples_per_prompt here"),
         ("batch.num_generations=8", "num_generations is batch.samples_per_prompt here"),
         ("optimizer.lr=1e-6", "lr is learning_rate here"),
@@ -69,12 +69,11 @@ def test_a_foreign_choice_leads_to_one_of_ours(section: str) -> None:
         ("objective.advantage_estimator=grpo", "grpo is group_relative here"),
         ("objective.advantage_estimator=GRPO", "GRPO is group_relative here"),
         ("objective.kl_estimator=low_var_kl", "low_var_kl is k3 here"),
-    ],
-)
-def test_a_foreign_name_is_answered_with_ours(run_file, override: str, said: str) -> None:
-    with pytest.raises(ConfigError) as failed:
-        loading.load(RunSettings, run_file, [override])
-    assert said in str(failed.value)
+    ]:
+        with subtests.test(override=override, said=said):
+            with pytest.raises(ConfigError) as failed:
+                loading.load(RunSettings, run_file, [override])
+            assert said in str(failed.value)
 
 
 def test_literals_of_settings_are_seen_by_this_test() -> None:

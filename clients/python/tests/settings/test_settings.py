@@ -49,9 +49,8 @@ def test_later_overrides_win_and_values_are_yaml(file):
     assert run.servers.rollout == ["a:1", "b:2"]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_mistakes_are_named_by_path(file, subtests):
+    for override, message in [
         ("batch.prompts_per_stp=3", "batch.prompts_per_stp: unknown key; did you mean 'prompts_pe"),
         ("stepz=3", "stepz: unknown key; did you mean 'steps'"),
         ("data.reasoning_gym.sead=1", "did you mean 'seed'"),
@@ -121,43 +120,41 @@ def test_later_overrides_win_and_values_are_yaml(file):
         ),
         ("run_dir=!!bool x", "the value is not YAML"),
         ("run_dir=" + "[" * 1000, "the value is not YAML"),
-    ],
-)
-def test_mistakes_are_named_by_path(file, override, message):
-    with pytest.raises(ConfigError) as caught:
-        load(file, override)
-    assert message in str(caught.value)
+    ]:
+        with subtests.test(override=override, message=message):
+            with pytest.raises(ConfigError) as caught:
+                load(file, override)
+            assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_mistakes_inside_lists_are_named_by_path(file, subtests):
+    for override, message in [
         ("servers.rollout.0.x=1", "servers.rollout.0: must be text"),
         ("eval.k.0.a.b=1", "eval.k.0: must be an integer"),
         ("eval.k.1=1", "override 'eval.k.1=1': no item 1 in a list of 1"),
         ("eval.k.²=1", "override 'eval.k.²=1': no item ² in a list of 1"),
         ("eval.k.x.y=1", "override 'eval.k.x.y=1': no item x in a list of 1"),
-    ],
-)
-def test_mistakes_inside_lists_are_named_by_path(file, override, message):
-    file.write_text(BASE + "servers: {rollout: [a:1]}\neval: {k: [1]}\n")
-    with pytest.raises(ConfigError) as caught:
-        load(file, override)
-    assert message in str(caught.value)
+    ]:
+        with subtests.test(override=override, message=message):
+            file.write_text(BASE + "servers: {rollout: [a:1]}\neval: {k: [1]}\n")
+            with pytest.raises(ConfigError) as caught:
+                load(file, override)
+            assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("old", NEW_NAMES)
-def test_an_old_name_is_refused_with_the_new_one(file, old):
-    said = f"unknown key; {old} is now "
-    for override in (f"{old}=1", f"tandem.{old}=1", f"+actor_rollout_ref.actor.{old}=1"):
-        with pytest.raises(ConfigError) as caught:
-            load(file, override)
-        assert said in str(caught.value)
-        assert NEW_NAMES[old] in str(caught.value)
-    file.write_text(BASE + f"objective: {{{old}: 1}}\n")
-    with pytest.raises(ConfigError) as caught:
-        load(file)
-    assert f"objective.{old}: {said}" in str(caught.value)
+def test_an_old_name_is_refused_with_the_new_one(file, subtests):
+    for old in NEW_NAMES:
+        with subtests.test(old=old):
+            said = f"unknown key; {old} is now "
+            for override in (f"{old}=1", f"tandem.{old}=1", f"+actor_rollout_ref.actor.{old}=1"):
+                with pytest.raises(ConfigError) as caught:
+                    load(file, override)
+                assert said in str(caught.value)
+                assert NEW_NAMES[old] in str(caught.value)
+            file.write_text(BASE + f"objective: {{{old}: 1}}\n")
+            with pytest.raises(ConfigError) as caught:
+                load(file)
+            assert f"objective.{old}: {said}" in str(caught.value)
 
 
 def test_a_new_name_stands_with_its_section(file):

@@ -3,7 +3,6 @@
 import json
 
 import grpc
-import pytest
 from commands import lines, records, tandem
 
 from tandem.errors import RpcError
@@ -17,9 +16,8 @@ def evaluated(run):
     return [(line["step"], line["mode"]) for line in lines(run / "evals.jsonl")]
 
 
-@pytest.mark.parametrize(
-    ("settings", "steps"),
-    [
+def test_settings_say_after_which_steps(subtests):
+    for settings, steps in [
         ({"every": 2}, [0, 2, 4, 5]),
         ({"every": 5}, [0, 5]),
         ({"every": 2, "at_start": False, "at_end": False}, [2, 4]),
@@ -27,11 +25,10 @@ def evaluated(run):
         ({"at_start": True}, [0]),
         ({"at_end": True}, [5]),
         ({}, []),
-    ],
-)
-def test_settings_say_after_which_steps(settings, steps):
-    found = EvalSettings(**settings)
-    assert [step for step in range(6) if evaluates_after(found, step, 5)] == steps
+    ]:
+        with subtests.test(settings=settings, steps=steps):
+            found = EvalSettings(**settings)
+            assert [step for step in range(6) if evaluates_after(found, step, 5)] == steps
 
 
 def test_a_run_keeps_the_answers_of_its_evaluations(run_file, tmp_path):

@@ -73,9 +73,8 @@ class FakeJudging:
         return Judged(rewards, dict.fromkeys(self.drawing.names, rewards), failures)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "differ"),
-    [
+def test_rewards_that_differ_by_rounding_are_equal(subtests):
+    for rewards, differ in [
         ([], False),
         ([0.5], False),
         ([0.1 + 0.2, 0.3], False),
@@ -83,10 +82,9 @@ class FakeJudging:
         ([1e6, 1e6 * (1 + 1e-15)], False),
         ([0.5, 0.5 + 1e-8], True),
         ([-1.0, 1.0], True),
-    ],
-)
-def test_rewards_that_differ_by_rounding_are_equal(rewards, differ):
-    assert rewards_differ(rewards) is differ
+    ]:
+        with subtests.test(rewards=rewards, differ=differ):
+            assert rewards_differ(rewards) is differ
 
 
 def by_thirds(n):

@@ -8,10 +8,11 @@ import pytest
 from tandem.utils.stats import clustered_mean, paired_gain, pass_at_k, wilson_interval
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (5, 3, 5)])
-def test_pass_at_k_is_the_fraction_of_subsets_with_a_success(n, c, k):
-    subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_success(subtests):
+    for n, c, k in [(5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (5, 3, 5)]:
+        with subtests.test(n=n, c=c, k=k):
+            subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
 def test_wilson_interval_of_a_known_case():

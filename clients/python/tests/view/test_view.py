@@ -72,27 +72,26 @@ def read_step(run, step):
     return list(Chosen(file).read())
 
 
-@pytest.mark.parametrize(
-    ("text", "inside", "outside"),
-    [
+def test_a_range_holds_its_bounds(subtests):
+    for text, inside, outside in [
         ("3", [3], [2.9, 3.1]),
         ("3:7", [3, 7], [2, 8]),
         (":-0.5", [-0.5, -100], [0]),
         ("-1:", [-1, 1e9], [-1.1]),
         (":", [-1e9, 1e9], []),
-    ],
-)
-def test_a_range_holds_its_bounds(text, inside, outside):
-    numbers = Range.parse(text, "--reward")
-    assert all(one in numbers for one in inside)
-    assert not any(one in numbers for one in outside)
+    ]:
+        with subtests.test(text=text, inside=inside, outside=outside):
+            numbers = Range.parse(text, "--reward")
+            assert all(one in numbers for one in inside)
+            assert not any(one in numbers for one in outside)
 
 
-@pytest.mark.parametrize("text", ["", "x", "1:2:3", "nan", "nan:", "2:1"])
-def test_what_is_no_range_is_named(text):
-    with pytest.raises(ConfigError, match=r"^--reward: ") as error:
-        Range.parse(text, "--reward")
-    assert repr(text) in str(error.value)
+def test_what_is_no_range_is_named(subtests):
+    for text in ["", "x", "1:2:3", "nan", "nan:", "2:1"]:
+        with subtests.test(text=text):
+            with pytest.raises(ConfigError, match=r"^--reward: ") as error:
+                Range.parse(text, "--reward")
+            assert repr(text) in str(error.value)
 
 
 def test_filters_are_by_reward_and_text():
@@ -167,14 +166,15 @@ def test_steps_are_in_the_order_of_their_numbers(tmp_path):
     assert [one.step for one in found] == [1, 9, 10]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("text", ["吾輩は猫である。" * 30, "https://example.org/" + "a1b2/" * 50])
-def test_texts_without_spaces_are_shown_to_their_end(width, text):
-    screen = Screen(width)
-    print_trajectories(screen.output, Letters(), [trajectory(text, text)], "Step 1")
-    assert max(map(cell_len, screen.lines)) <= width
-    shown = "".join("".join(screen.lines).split())
-    assert shown.count(text) == 3  # the group's name, the prompt and the response
+def test_texts_without_spaces_are_shown_to_their_end(subtests):
+    for text in ["吾輩は猫である。" * 30, "https://example.org/" + "a1b2/" * 50]:
+        for width in WIDTHS:
+            with subtests.test(width=width, text=text):
+                screen = Screen(width)
+                print_trajectories(screen.output, Letters(), [trajectory(text, text)], "Step 1")
+                assert max(map(cell_len, screen.lines)) <= width
+                shown = "".join("".join(screen.lines).split())
+                assert shown.count(text) == 3  # the group's name, the prompt and the response
 
 
 def test_responses_stand_below_their_prompt():
