@@ -718,25 +718,34 @@ def test_stacked_experts_are_read(case: Case, tmp_path: pathlib.Path) -> None:
     ),
     ids=lambda case: case.name,
 )
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.Path) -> None:
+def test_exports_load_in_transformers(
+    case: Case, tmp_path: pathlib.Path, subtests: pytest.Subtests
+) -> None:
     build(case, "lm").save_pretrained(tmp_path / "model")
+    for head in ("lm", "value"):
+        with subtests.test(head=head):
+            require_export(case, head, tmp_path / "model", tmp_path / head)
+
+
+def require_export(case: Case, head: str, source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Fails unless an export of `source` loads, and is exported again with the same bytes."""
+    folder.mkdir()
     tokens = sequences(97, [13])
     actual = probe(
-        tmp_path,
-        tmp_path / "model",
+        folder,
+        source,
         sequences=tokens,
         head=head,
         seed=11,
         untie_embeddings=head == "value",
-        save=str(tmp_path / "exported"),
+        save=str(folder / "exported"),
     )
     exported = getattr(transformers, class_name(case, head))
-    assert json.loads((tmp_path / "exported" / "config.json").read_text())["architectures"] == [
+    assert json.loads((folder / "exported" / "config.json").read_text())["architectures"] == [
         exported.__name__
     ]
     model, info = exported.from_pretrained(
-        tmp_path / "exported",
+        folder / "exported",
         dtype=torch.float32,
         output_loading_info=True,
         experts_implementation="eager",
@@ -744,15 +753,10 @@ def test_exports_load_in_transformers(case: Case, head: str, tmp_path: pathlib.P
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert_close(actual, reference(model.eval(), tokens, head), TINY_TOLERANCE)
     # A directory that `transformers` saves is read and exported with the same bytes.
-    model.save_pretrained(tmp_path / "again")
-    probe(
-        tmp_path,
-        tmp_path / "again",
-        sequences=tokens,
-        head=head,
-        save=str(tmp_path / "second"),
-    )
-    weights = [tmp_path / folder / "model.safetensors" for folder in ("exported", "second")]
+    model.save_pretrained(folder / "again")
+    again = {"sequences": tokens, "head": head, "save": str(folder / "second")}
+    probe(folder, folder / "again", **again)
+    weights = [folder / name / "model.safetensors" for name in ("exported", "second")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
