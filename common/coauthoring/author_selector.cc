@@ -58,7 +58,8 @@ Author AuthorSelector::Choose(bool after_boundary) {
     case SelectionStrategy::kAlternating:
       return t_ % 2 == 0 ? Author::kSenior : Author::kJunior;
     case SelectionStrategy::kSentence:
-      return after_boundary ? Other(next_) : next_;
+      if (!after_boundary) return next_;
+      return next_ == Author::kSenior ? Author::kJunior : Author::kSenior;
     case SelectionStrategy::kWord:
       if (t_ > 0 && !after_boundary && since_draw_ < max_gap_tokens_) return next_;
       since_draw_ = 0;

@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "common/coauthoring/authorship_mask.h"
+#include "common/coauthoring/author.h"
 #include "common/coauthoring/tandem_config.h"
 
 namespace tandem {

@@ -7,16 +7,9 @@
 #include <span>
 #include <vector>
 
-#include "absl/status/statusor.h"
+#include "common/coauthoring/author.h"
 
 namespace tandem {
-
-// The values of authorship_mask.
-enum class Author : uint8_t { kJunior = 0, kSenior = 1 };
-
-inline Author Other(Author author) {
-  return author == Author::kSenior ? Author::kJunior : Author::kSenior;
-}
 
 // Returns the number of t >= 1 with a_t != a_{t-1}.
 int64_t CountSwitches(std::span<const Author> mask);

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "common/coauthoring/author.h"
 #include "common/coauthoring/tandem_config.h"
 #include "common/tensor/vision_reference.h"
 #include "common/weights/weights_version.h"
@@ -44,7 +45,7 @@ struct TokenExperts {
 struct Trajectory {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
-  std::vector<uint8_t> authorship_mask;  // 1 = senior, 0 = junior
+  std::vector<Author> authorship_mask;
   // log-softmax(logits / temperature) of the emitted token, before any cut.
   std::vector<float> author_logprobs;       // under the token's author
   std::vector<float> other_logprobs;        // under the other model; empty when not computed

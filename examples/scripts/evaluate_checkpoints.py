@@ -9,7 +9,7 @@ change them. One checkpoint alone: `tandem eval RUN.yaml --checkpoint PATH`.
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 from pathlib import Path
 
 from tandem import RunSettings
@@ -26,7 +26,9 @@ def main(run_dir: str, *overrides: str) -> None:
     run = Path(run_dir)
     config = loading.load(RunSettings, run / "config.yaml", overrides)
     checkpoints = sorted(path for path in (run / "checkpoints").glob("step_*") if path.is_dir())
-    with Session(config, lambda text: print(text, file=sys.stderr), purpose="eval") as session:
+    # What the session tells goes to the error stream.
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with Session(config, purpose="eval") as session:
         for checkpoint in checkpoints:
             session.trainer.load_checkpoint(str(checkpoint))
             # The rollout servers may hold a newer version, of the checkpoint before.

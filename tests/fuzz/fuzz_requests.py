@@ -4,8 +4,8 @@
 
 Mutation I of seed S is always the same. An error must have a code of REFUSALS and a reason that
 docs/reference/errors.md lists, and name the field if it is INVALID_ARGUMENT; a call with an
-unreadable message must not be answered with OK. In between, the servers must be idle, their memory flat, and
-the replies to fixed requests the same bits. `make mutate` runs this.
+unreadable message must not be answered with OK. In between, the servers must be idle, their memory
+flat, and the replies to fixed requests the same bits. `make mutate` runs this.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ def configuration_page(schema: Schema) -> str:
         " as comments, the memory that it needs. `tandem up` hides `TANDEM__` variables from the"
         " servers that it starts: their cluster file has all settings.",
         "",
-        "[ranks.md](../operations/ranks.md) explains servers of several processes (`ranks` in a cluster file):"
-        " which layout to choose, and the environment variables that they read.",
+        "[ranks.md](../operations/ranks.md) explains servers of several processes (`ranks` in a"
+        " cluster file): which layout to choose, and the environment variables that they read.",
     ]
     # One table for the servers that have the same settings.
     tables: dict[tuple[str, tuple[Row, ...]], dict[str, list[str]]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from typing import TYPE_CHECKING, Any
 
 if importlib.util.find_spec("tandem._proto.types") is None:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from tandem.rpc.wire import from_tensor
     from tandem.settings.cluster import ClusterSettings
     from tandem.settings.run import RunSettings
+
+# A library prints nothing by itself; without a handler, Python would print warnings.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
 

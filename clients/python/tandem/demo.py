@@ -77,15 +77,16 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         what = "already imported" if model.already_there else "imported"
         output.note(f"model: {model.path} ({model.parameters / 1e6:.0f} M parameters, {what})")
     with (
+        output.shows_log(),
         open_run(settings) as run,
         Interrupt(lambda: output.note("stopping after this step")) as stop,
-        Session(settings, output.note, progress=progress) as session,
+        Session(settings, progress=progress) as session,
     ):
         with progress_shown(output, progress):
             before = evaluate(session)
         _say(output, "before training", before)
         stop.defer()
-        run.begin(output.note)
+        run.begin()
         _record(run, session, 0, before)
         lines: list[dict[str, Any]] = []
         with StepDisplay(output, 1, settings.steps, work=progress) as display:

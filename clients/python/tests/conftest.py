@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import fakes
 import pytest
 import yaml
+
+from tandem.run_directory.log import handled_by
+
+
+class Notes(list):
+    """Messages; `on_note` is called with each."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_note = lambda text: None
+        self.handler = logging.Handler()
+        self.handler.emit = self._take
+
+    def _take(self, record):
+        if not getattr(record, "file_only", False):
+            prefix = "warning: " if record.levelno >= logging.WARNING else ""
+            self.append(prefix + record.getMessage())
+            self.on_note(self[-1])
+
+
+@pytest.fixture
+def notes():
+    """What the package tells people during the test, as the command line would print it."""
+    told = Notes()
+    with handled_by(told.handler):
+        yield told
 
 
 @pytest.fixture

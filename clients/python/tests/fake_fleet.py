@@ -204,12 +204,12 @@ def serve(replicas, world=None):
 
 
 @contextmanager
-def pool_of(replicas, capacity=2, note=lambda text: None, retry=RETRY):
+def pool_of(replicas, capacity=2, retry=RETRY):
     """A pool of served replicas, which retries quickly."""
     with serve(replicas):
         clients = [RolloutClient(replica.address, retry=ONCE) for replica in replicas]
         members = [Replica(client, capacity, 4096, has_junior=True) for client in clients]
-        pool = RolloutPool(members, note, retry=retry)
+        pool = RolloutPool(members, retry=retry)
         try:
             yield pool
         finally:

@@ -449,10 +449,10 @@ def serve(
         server.stop(None)
 
 
-def pool(*addresses, capacity=64, note=lambda text: None, progress=None):
+def pool(*addresses, capacity=64, progress=None):
     """A pool of the rollout servers at the addresses, which the caller closes."""
     replicas = [Replica(RolloutClient(one), capacity, 4096, has_junior=True) for one in addresses]
-    return RolloutPool(replicas, note, progress)
+    return RolloutPool(replicas, progress)
 
 
 def write_tokenizer(directory: Path) -> Path:

@@ -336,11 +336,12 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
                                      " response tokens, has ", mask.size()));
   }
   for (size_t i = 0; i < mask.size(); ++i) {
-    if (mask[i] != 0 && mask[i] != 1) {
+    const std::optional<Author> author = AuthorOf(static_cast<uint8_t>(mask[i]));
+    if (!author.has_value()) {
       return InvalidField(absl::StrCat("authorship_mask[", i, "]"), "must be 0 or 1");
     }
+    trajectory.authorship_mask.push_back(*author);
   }
-  trajectory.authorship_mask.assign(mask.begin(), mask.end());
 
   if (!proto.has_author_logprobs()) return InvalidField("author_logprobs", "is required");
   TANDEM_ASSIGN_OR_RETURN(trajectory.author_logprobs,

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "common/base/errors/error.h"
+#include "common/coauthoring/testing/authors.h"
 
 namespace tandem::rpc {
 namespace {
@@ -21,7 +22,7 @@ Trajectory Example() {
   Trajectory t;
   t.prompt_token_ids = {5, 6};
   t.response_token_ids = {7, 8, 9};
-  t.authorship_mask = {1, 0, 1};
+  t.authorship_mask = Authors("SJS");
   t.author_logprobs = {-0.5f, -1.0f, -1.5f};
   t.other_logprobs = {-2.0f, -2.5f, -3.0f};
   t.log_keep_mass = {0.0f, -0.1f, 0.0f};

@@ -146,7 +146,7 @@ TEST_P(EngineImagesTest, ScoresHaveTheBitsOfTheResponses) {
   ASSERT_TRUE(scores.ok()) << scores.status();
   for (const size_t i : {0, 2}) {
     for (size_t r = 0; r < t.response_token_ids.size(); ++r) {
-      const bool senior = t.authorship_mask[r] != 0;
+      const bool senior = t.authorship_mask[r] == Author::kSenior;
       EXPECT_EQ(scores->sequences[i].senior_logprobs[r],
                 senior ? t.author_logprobs[r] : t.other_logprobs[r]);
       EXPECT_EQ(scores->sequences[i].junior_logprobs[r],

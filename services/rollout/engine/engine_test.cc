@@ -250,7 +250,7 @@ TEST_F(EngineTest, ScoresOfABfloat16CacheHaveTheBitsOfTheResponse) {
   ASSERT_TRUE(scores.ok()) << scores.status();
   const SequenceScores& s = scores->sequences[0];
   for (size_t i = 0; i < t.response_token_ids.size(); ++i) {
-    const bool senior = t.authorship_mask[i] == 1;
+    const bool senior = t.authorship_mask[i] == Author::kSenior;
     EXPECT_EQ(t.author_logprobs[i], senior ? s.senior_logprobs[i] : s.junior_logprobs[i]) << i;
     EXPECT_EQ(t.other_logprobs[i], senior ? s.junior_logprobs[i] : s.senior_logprobs[i]) << i;
   }
@@ -274,7 +274,7 @@ TEST_F(EngineTest, Law5LogProbsEqualRunningBothModelsOnEveryToken) {
     const SequenceScores& s = scores->sequences[0];
     ASSERT_EQ(s.senior_logprobs.size(), t.response_token_ids.size());
     for (size_t i = 0; i < t.response_token_ids.size(); ++i) {
-      const bool senior = t.authorship_mask[i] == 1;
+      const bool senior = t.authorship_mask[i] == Author::kSenior;
       EXPECT_NEAR(t.author_logprobs[i], senior ? s.senior_logprobs[i] : s.junior_logprobs[i], 1e-5);
       EXPECT_NEAR(t.other_logprobs[i], senior ? s.junior_logprobs[i] : s.senior_logprobs[i], 1e-5);
     }

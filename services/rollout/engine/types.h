@@ -119,7 +119,7 @@ struct TokensDelta {
   uint64_t sample_index = 0;
   int64_t offset = 0;  // position of the first of these tokens in the response
   std::vector<int32_t> token_ids;
-  std::vector<uint8_t> authorship_mask;
+  std::vector<Author> authorship_mask;
 };
 
 // Drafts that passes verified, and how many of them were accepted.

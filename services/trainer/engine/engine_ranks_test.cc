@@ -176,18 +176,18 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
   const auto objective = [](const std::function<void(Objective&)>& change) {
     return [change](PolicyBatch& batch) { change(batch.objective); };
   };
-  const auto written_by = [](uint8_t author) {
+  const auto written_by = [](Author author) {
     return [author](PolicyBatch& batch) {
       batch.objective.junior_token_loss_weight = 1;
       for (PolicySample& sample : batch.samples) {
-        std::vector<uint8_t>& mask = sample.trajectory.authorship_mask;
+        std::vector<Author>& mask = sample.trajectory.authorship_mask;
         mask.assign(mask.size(), author);
       }
     };
   };
   return {
-      written_by(1),
-      written_by(0),
+      written_by(Author::kSenior),
+      written_by(Author::kJunior),
       objective([](Objective& o) { o.loss.kind = loss::PolicyLossKind::kGspo; }),
       objective([](Objective& o) { o.loss.kind = loss::PolicyLossKind::kCispo; }),
       objective([](Objective& o) { o.loss.dual_clip = 3; }),
@@ -462,7 +462,7 @@ TEST_P(TrainerRanksTest, WhatIsRefusedOrSkippedLeavesTheRanksInStep) {
              masked.request_id = masked.payload_digest = "masked";
              for (PolicySample& sample : std::get<PolicyBatch>(masked.batch).samples) {
                sample.trajectory.authorship_mask.assign(sample.trajectory.authorship_mask.size(),
-                                                        0);
+                                                        Author::kJunior);
              }
              EXPECT_TRUE(Step(engine, masked).report.skipped);
              request.step = 2;

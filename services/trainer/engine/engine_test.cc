@@ -33,7 +33,8 @@ double TestAdvantage(const PolicySample& sample) {
 
 // Returns weight 1 for the senior's tokens and `junior` for the junior's, [T].
 at::Tensor AuthorWeights(const Trajectory& t, double junior) {
-  const std::vector<float> mask(t.authorship_mask.begin(), t.authorship_mask.end());
+  std::vector<float> mask;
+  for (const Author author : t.authorship_mask) mask.push_back(IsPolicy(author) ? 1 : 0);
   return at::tensor(mask) * (1 - junior) + junior;
 }
 
@@ -45,7 +46,8 @@ TEST_F(TrainerEngineTest, PolicyStepRaisesWhatWasRewarded) {
     const Trajectory& t = batch.samples[sample].trajectory;
     const auto logprobs = LogProbsOf(*engine, t.prompt_token_ids, t.response_token_ids);
     double sum = 0;
-    for (size_t i = 0; i < logprobs.size(); ++i) sum += t.authorship_mask[i] ? logprobs[i] : 0;
+    for (size_t i = 0; i < logprobs.size(); ++i)
+      sum += IsPolicy(t.authorship_mask[i]) ? logprobs[i] : 0;
     return sum;
   };
   const double good = mean(1), bad = mean(0);
@@ -264,7 +266,7 @@ TEST_F(TrainerEngineTest, AllJuniorBatchIsSkippedAndChangesNothing) {
   auto engine = Make();
   PolicyBatch batch = TestBatch();
   for (PolicySample& sample : batch.samples) {
-    for (uint8_t& author : sample.trajectory.authorship_mask) author = 0;
+    for (Author& author : sample.trajectory.authorship_mask) author = Author::kJunior;
   }
   const std::string before = Digest(*engine);
   const StepResult result = Step(*engine, TestRequest(batch));
@@ -295,7 +297,7 @@ TEST_F(TrainerEngineTest, ABatchOfResponsesThatWereCutIsSkippedWhereTheyAreMaske
 TEST_F(TrainerEngineTest, AllSeniorEqualsTandemSwitchedOffBitForBit) {
   PolicyBatch on = TestBatch();
   for (PolicySample& sample : on.samples) {
-    for (uint8_t& author : sample.trajectory.authorship_mask) author = 1;
+    for (Author& author : sample.trajectory.authorship_mask) author = Author::kSenior;
   }
   PolicyBatch off = on;
   for (PolicySample& sample : off.samples) {
@@ -605,7 +607,11 @@ TEST_F(TrainerEngineTest, TheCriticDoesNotLearnOnJuniorTokensThatGaeSkips) {
   request.expected_version = 1;
   Step(*engine, request);
   ASSERT_EQ(critic->last.loss_masks.size(), 4u);
-  EXPECT_EQ(critic->last.loss_masks[1], batch.samples[1].trajectory.authorship_mask);
+  std::vector<uint8_t> mask;
+  for (const Author author : batch.samples[1].trajectory.authorship_mask) {
+    mask.push_back(author == Author::kSenior ? 1 : 0);
+  }
+  EXPECT_EQ(critic->last.loss_masks[1], mask);
 }
 
 // The critic's metrics are in the report where the critic has learnt.

@@ -61,7 +61,7 @@ class EngineUpdatesTest : public TrainerEngineTest {
       const std::vector<float> own =
           LogProbsOf(*model, t.prompt_token_ids, t.response_token_ids, t.sampling.temperature);
       for (size_t i = 0; i < own.size(); ++i) {
-        if (!t.authorship_mask[i]) t.author_logprobs[i] = own[i];
+        if (!IsPolicy(t.authorship_mask[i])) t.author_logprobs[i] = own[i];
       }
     }
     return batch;
@@ -142,7 +142,7 @@ TEST_F(EngineUpdatesTest, UpdatesWithoutTokensOrFiniteNumbersAreLeftOut) {
   RecordLogProbs(*engine, batch);
   batch.objective.updates.num_mini_batches = 4;
   Trajectory& first = batch.samples[0].trajectory;
-  std::fill(first.authorship_mask.begin(), first.authorship_mask.end(), uint8_t{0});
+  std::fill(first.authorship_mask.begin(), first.authorship_mask.end(), Author::kJunior);
   const StepResult result = Step(*engine, TestRequest(batch));
   EXPECT_EQ(result.report.metrics.at("policy/updates"), 3);
   EXPECT_EQ(result.report.metrics.at("policy/updates_not_finite"), 0);
@@ -285,7 +285,7 @@ TEST_F(EngineUpdatesTest, AKlInTheRewardIsTakenFromIt) {
     const PolicySample& sample = batch.samples[i];
     double own = 0;
     for (size_t t = 0; t < sample.reference_logprobs.size(); ++t) {
-      if (!sample.trajectory.authorship_mask[t]) continue;
+      if (!IsPolicy(sample.trajectory.authorship_mask[t])) continue;
       own += sample.trajectory.author_logprobs[t] - sample.reference_logprobs[t];
       ++tokens;
     }
@@ -314,12 +314,12 @@ TEST_F(EngineUpdatesTest, RejectedTokensAreAsWithoutWeight) {
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     Trajectory& t = batch.samples[i].trajectory;
     for (size_t k = 0; k < t.author_logprobs.size(); ++k) {
-      weighted += t.authorship_mask[k];
+      weighted += IsPolicy(t.authorship_mask[k]) ? 1 : 0;
       if (k % 2 == 1) continue;
       // The rollout gave the token e times the trainer's probability.
-      rejected += t.authorship_mask[k];
+      rejected += IsPolicy(t.authorship_mask[k]) ? 1 : 0;
       t.author_logprobs[k] = std::min(0.0f, t.author_logprobs[k] + 1);
-      by_hand.samples[i].trajectory.authorship_mask[k] = 0;
+      by_hand.samples[i].trajectory.authorship_mask[k] = Author::kJunior;
     }
   }
   batch.objective.old_logprobs = by_hand.objective.old_logprobs = OldLogprobs::kRecomputed;
@@ -387,7 +387,8 @@ TEST_P(JuniorKlTest, EqualsAutogradOverWholeLogits) {
     double tokens = 0, junior_tokens = 0;
     for (const PolicySample& sample : batch.samples) {
       const Trajectory& t = sample.trajectory;
-      const std::vector<float> mask(t.authorship_mask.begin(), t.authorship_mask.end());
+      std::vector<float> mask;
+      for (const Author author : t.authorship_mask) mask.push_back(IsPolicy(author) ? 1 : 0);
       const at::Tensor wrote = 1 - at::tensor(mask);
       policy = policy - (oracle.LogProbs(t) * (1 - wrote)).sum() *
                             ((*sample.reward - 0.5) / (std::sqrt(0.5) + 1e-6));
@@ -416,8 +417,8 @@ TEST_F(EngineUpdatesTest, ABatchOfTheJuniorAloneLearnsFromItsKl) {
   const EngineOptions options = WithJunior();
   PolicyBatch batch = WrittenBy(options.junior_model);
   for (PolicySample& sample : batch.samples) {
-    std::vector<uint8_t>& mask = sample.trajectory.authorship_mask;
-    std::fill(mask.begin(), mask.end(), uint8_t{0});
+    std::vector<Author>& mask = sample.trajectory.authorship_mask;
+    std::fill(mask.begin(), mask.end(), Author::kJunior);
   }
   batch.objective.junior_kl_coefficient = 1;
   auto engine = Make(options);

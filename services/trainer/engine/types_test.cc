@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "common/base/struct_bytes.h"
+#include "common/coauthoring/testing/authors.h"
 #include "services/training_core/testing/survives_as_bytes.h"
 
 namespace tandem::trainer {
@@ -15,7 +16,7 @@ using training::SomeImages;
 Trajectory SomeTrajectory() {
   return {.prompt_token_ids = {1, 2},
           .response_token_ids = {3, 4, 5},
-          .authorship_mask = {1, 0, 1},
+          .authorship_mask = Authors("SJS"),
           .author_logprobs = {-0.5f, -1.5f, -2.5f},
           .other_logprobs = {-1, -2, -3},
           .log_keep_mass = {-0.25f, 0, -0.125f},

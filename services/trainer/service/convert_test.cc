@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "common/base/errors/error.h"
+#include "common/coauthoring/testing/authors.h"
 #include "common/rpc/convert/proto_convert.h"
 #include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/testing/messages.h"
@@ -366,7 +367,7 @@ TEST(SampleTest, IsCarried) {
   EXPECT_EQ(sample->group_id, "g");
   EXPECT_EQ(sample->reward, 1.0);
   EXPECT_EQ(sample->trajectory.response_token_ids, (std::vector<int32_t>{3, 4}));
-  EXPECT_EQ(sample->trajectory.authorship_mask, (std::vector<uint8_t>{1, 0}));
+  EXPECT_EQ(sample->trajectory.authorship_mask, Authors("SJ"));
   EXPECT_EQ(sample->advantages, (std::vector<float>{1, -1}));
   EXPECT_TRUE(sample->old_logprobs.empty());
 }

@@ -2,6 +2,7 @@
 
 #include <thread>
 
+#include "common/coauthoring/testing/authors.h"
 #include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/testing/fixture.h"
 
@@ -31,7 +32,7 @@ TEST_F(TrainerServerTest, AStepReachesTheEngineWhole) {
   EXPECT_EQ(request.request_id, "r-1");
   const auto& batch = std::get<PolicyBatch>(request.batch);
   ASSERT_EQ(batch.samples.size(), 2u);
-  EXPECT_EQ(batch.samples[1].trajectory.authorship_mask, (std::vector<uint8_t>{1, 0}));
+  EXPECT_EQ(batch.samples[1].trajectory.authorship_mask, Authors("SJ"));
 }
 
 TEST_F(TrainerServerTest, ASupervisedStepReachesTheEngine) {

@@ -1,4 +1,4 @@
-"""The commands of docs/reference/grpcurl.md, run in the page's order on real servers with tiny models.
+"""The commands of the page on grpcurl, in its order, on real servers with tiny models.
 
 grpcurl.py stands for grpcurl. Addresses, paths and the token ids of SmolLM2 are replaced.
 """

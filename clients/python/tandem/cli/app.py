@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Annotated
 
@@ -45,8 +46,13 @@ def before_the_command(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print every call of a server, too.")
+    ] = False,
 ) -> None:
     """Options that stand before a command."""
+    if verbose:
+        logging.getLogger("tandem").setLevel(logging.DEBUG)
 
 
 def main() -> None:

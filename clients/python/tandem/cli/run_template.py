@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from tandem.rewards.math_answers import final_number
 from tandem.settings.loading import validate
 from tandem.settings.run import DataSettings
 from tandem.settings.values import dump_values
+
+_log = logging.getLogger(__name__)
+
 
 # Usual names of the columns of prompts and answers.
 _PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text")
@@ -66,13 +70,11 @@ class Request:
     answer: str | None = None
 
 
-def write_run_file(
-    request: Request, file: Path, note: Callable[[str], None] = lambda _: None
-) -> list[Path]:
+def write_run_file(request: Request, file: Path) -> list[Path]:
     """Writes a run file and, where no column is an answer, a reward.py beside it; returns both.
 
     Answers that end in `#### 72` are judged by `gsm8k`, those with `\\boxed{}` or other LaTeX by
-    `math`, others by `exact_match`; `note` is told where the file needs a look.
+    `math`, others by `exact_match`; says where the file needs a look.
 
     Raises ConfigError for a model or data that cannot be read, and for a file that exists.
     """
@@ -87,7 +89,7 @@ def write_run_file(
     if row is None:
         judge = "reasoning_gym"
     elif "answer" in {*row, *columns}:
-        judge = _judge([example.row.get("answer") for example in examples], note)
+        judge = _judge([example.row.get("answer") for example in examples])
     if judge in _FORMATS and "messages" not in examples[0].row:
         data["format"] = _FORMATS[judge]
         examples = _examples(data, codec)
@@ -161,7 +163,7 @@ def _examples(data: dict[str, Any], codec: TextCodec) -> list[Example]:
     return load_dataset(settings, codec, field="DATA").examples
 
 
-def _judge(answers: Sequence[Any], note: Callable[[str], None]) -> str:
+def _judge(answers: Sequence[Any]) -> str:
     """Returns the builtin reward that compares such answers."""
     texts = [str(answer) for answer in answers]
     if any("\\boxed" in text or "\\fbox" in text for text in texts):
@@ -172,8 +174,8 @@ def _judge(answers: Sequence[Any], note: Callable[[str], None]) -> str:
     if any(re.search(r"\\[a-zA-Z]|\$", text) for text in texts):
         return "math"
     if several := sum("\n" in text.strip() for text in texts):
-        note(
-            f"warning: {several:,} of the first {len(texts):,} answers span lines, and exact_match "
+        _log.warning(
+            f"{several:,} of the first {len(texts):,} answers span lines, and exact_match "
             "compares them whole: a reward function of yours, or reward.answer_pattern with "
             "data.extract, may suit them better"
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tandem.errors import TandemError
+
+_log = logging.getLogger(__name__)
+
 
 if TYPE_CHECKING:
     from tandem.cluster.local import LocalCluster
@@ -27,11 +30,9 @@ class RolloutKeeper:
         kept: the names of the servers that are started again if they die.
     """
 
-    def __init__(self, cluster: LocalCluster, say: Callable[[str], None]) -> None:
-        """`say` prints a line, in the keeper's thread."""
+    def __init__(self, cluster: LocalCluster) -> None:
         self.kept = frozenset(server.name for server in cluster.rollouts)
         self._cluster = cluster
-        self._say = say
         self._starts: dict[str, list[float]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="rollout-keeper", daemon=True)
@@ -62,14 +63,14 @@ class RolloutKeeper:
         starts = [one for one in self._starts.get(name, ()) if now - one < SPAN_SECONDS]
         if len(starts) >= MOST_STARTS:
             self.kept -= {name}
-            self._say(f"warning: {death}: it died {len(starts) + 1} times, and is left as it is")
+            _log.warning(f"{death}: it died {len(starts) + 1} times, and is left as it is")
             return
         self._starts[name] = [*starts, now]
-        self._say(f"warning: {death}: it is started again")
+        _log.warning(f"{death}: it is started again")
         try:
             self._cluster.restart(name)
         except TandemError as error:
             if not self.stopping:
-                self._say(f"warning: {error}")
+                _log.warning(f"{error}")
         else:
-            self._say(f"{name} serves again")
+            _log.info(f"{name} serves again")

@@ -7,6 +7,7 @@ with LocalCluster(ClusterSettings(rollout=[{...}], trainer={...})) as cluster:
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from tandem.settings.cluster import ClusterSettings
 from tandem.settings.values import dump_values
 from tandem.utils.atomic_files import next_attempt
 from tandem.utils.text_files import encoded
+
+_log = logging.getLogger(__name__)
+
 
 # While servers start, a write of _PROBE_BYTES every _SPACE_SECONDS shows a full disk.
 _SPACE_SECONDS = 1.0
@@ -153,7 +157,6 @@ class LocalCluster:
         settings: ClusterSettings,
         *,
         build_dir: Path | None = None,
-        on_progress: Callable[[str], None] | None = None,
         credentials: Credentials | None = None,
     ) -> None:
         self.settings = settings
@@ -167,7 +170,6 @@ class LocalCluster:
         self._held_ports: list[socket.socket] = []
         # A server dies with the thread that started it, so that thread must live until stop().
         self._parent = ThreadPoolExecutor(1, thread_name_prefix="cluster")
-        self._say = on_progress or (lambda _: None)
         self._space_known_until = 0.0
         self._keeper: RolloutKeeper | None = None
         # By the name of a server, the number of times that it was started again.
@@ -225,7 +227,7 @@ class LocalCluster:
         for server in self.servers:
             self._wait(server, deadline)
             if server.rank == 0:
-                self._say(f"{server.name} serves at {server.address}")
+                _log.info(f"{server.name} serves at {server.address}")
 
     def stop(self) -> None:
         """Asks every server to drain and waits for it; kills a server that does not end."""
@@ -239,7 +241,7 @@ class LocalCluster:
             try:
                 server.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._say(
+                _log.info(
                     f"{server.name} has not ended within "
                     f"{self.settings.stop_timeout_seconds:g} s and is killed"
                 )
@@ -251,7 +253,7 @@ class LocalCluster:
 
     def keep_rollouts(self) -> None:
         """Starts rollout servers again that die, until stop(), at their addresses."""
-        self._keeper = RolloutKeeper(self, self._say)
+        self._keeper = RolloutKeeper(self)
 
     def restart(self, name: str) -> None:
         """Starts a rollout server again that has died, at its address, and waits until it serves.
@@ -360,7 +362,7 @@ class LocalCluster:
         has_tls = isinstance(tls, dict) and bool(tls.get("certificate_file"))
         server = Server(name, section.role, process, log, host, rank, has_tls)
         self.servers.append(server)
-        self._say(f"{name} starts (pid {process.pid}, log {log})")
+        _log.info(f"{name} starts (pid {process.pid}, log {log})")
         return server
 
     def _wait(self, server: Server, deadline: float) -> None:

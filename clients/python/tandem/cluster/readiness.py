@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tandem.errors import ServerStartError
 from tandem.rpc.credentials import Credentials
 from tandem.rpc.transport import Connection
+
+_log = logging.getLogger(__name__)
+
 
 _PAUSE_SECONDS = 0.5
 
@@ -16,9 +20,8 @@ def wait_until_serving(
     addresses: Iterable[str],
     credentials: Credentials,
     timeout_seconds: float,
-    note: Callable[[str], None],
 ) -> None:
-    """Returns once each server answers SERVING; `note` hears for which one it waits.
+    """Returns once each server answers SERVING; says for which one it waits.
 
     Raises ServerStartError if one does not within `timeout_seconds`, all of them together, and at
     once if TLS refuses the connection.
@@ -38,6 +41,6 @@ def wait_until_serving(
                         hint="servers.start_timeout_seconds is the longest wait",
                     )
                 if not noted:
-                    note(f"waiting for the server at {address}: {state}")
+                    _log.info(f"waiting for the server at {address}: {state}")
                     noted = True
                 time.sleep(_PAUSE_SECONDS)

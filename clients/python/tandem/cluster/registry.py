@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,6 +19,9 @@ from tandem.rpc.calls import RolloutCalls, TrainerCalls
 from tandem.rpc.credentials import Credentials
 from tandem.rpc.transport import Connection, RetryPolicy
 from tandem.settings.cluster import ServersSettings
+
+_log = logging.getLogger(__name__)
+
 
 Client = TypeVar("Client", bound=Connection)
 
@@ -40,22 +44,22 @@ class _Record(BaseModel):
 
 
 @contextmanager
-def announced(cluster: LocalCluster, note: Callable[[str], None]) -> Iterator[None]:
+def announced(cluster: LocalCluster) -> Iterator[None]:
     """Lets clusters() find the cluster until the body ends, or the process does.
 
-    Notes with `note` if the record cannot be written.
+    Says so if the record cannot be written.
     """
     folder = _folder()
     with ExitStack() as stack:
         if folder is None:
-            note("other commands do not find these servers: HOME is not set")
+            _log.info("other commands do not find these servers: HOME is not set")
         else:
             record = folder / f"{os.getpid()}.json"
             stack.callback(_remove, record)
             try:
                 _write_locked(record, cluster, stack)
             except OSError as error:
-                note(f"other commands do not find these servers: {record}: {error.strerror}")
+                _log.info(f"other commands do not find these servers: {record}: {error.strerror}")
         yield
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -19,6 +20,9 @@ from tandem.errors import ConfigError, ProblemsError
 from tandem.models.tokenizer import NoChatTemplateError, TextCodec
 from tandem.rpc.images import VisionInput, content_of, images_of
 from tandem.settings.run import DataSettings
+
+_log = logging.getLogger(__name__)
+
 
 # Bad rows that one error names.
 SHOWN_PROBLEMS = 10
@@ -159,10 +163,9 @@ def load_dataset(
     codec: TextCodec,
     seed: int = 0,
     field: str = "data",
-    note: Callable[[str], None] = lambda _: None,
     learnt: LearntRows | None = None,
 ) -> Dataset:
-    """Reads the rows and writes their prompts; tells `note` how many were too long, if any.
+    """Reads the rows and writes their prompts; logs how many were too long, if any.
 
     `field` is where the settings stand in the file ("data", "eval.data"), and `learnt` is for
     supervised training.
@@ -213,13 +216,13 @@ def load_dataset(
     if too_long:
         done = {"drop": "left out", "truncate_left": "cut at the left"}[settings.too_long]
         whole = len(examples) + (too_long if settings.too_long == "drop" else 0)
-        note(
+        _log.info(
             f"{field}: {too_long:,} of {whole:,} prompts have more than "
             f"{settings.max_prompt_tokens:,} tokens: {done}"
         )
     if not examples:
         raise ConfigError(f"{field}: no rows" + (" that are short enough" if too_long else ""))
-    writer.note_frame(note)
+    writer.note_frame()
     return Dataset(examples, seed)
 
 
@@ -313,21 +316,21 @@ class _Writer:
             )
         return example
 
-    def note_frame(self, note: Callable[[str], None]) -> None:
+    def note_frame(self) -> None:
         """Notes what the tokenizer adds to raw prompts, where a model may not expect it."""
         if not self._framed:
             return
         hint = f"{self._field}.add_special_tokens: false leaves them as they are"
         if after := self._codec.frame.after:
             texts = "".join(self._codec.token_texts(after))
-            note(
-                f"warning: {self._field}: the tokenizer ends every prompt with {texts!r}, after "
+            _log.warning(
+                f"{self._field}: the tokenizer ends every prompt with {texts!r}, after "
                 f"which a model may not go on; {hint}"
             )
         if twice := self._begun_twice:
             texts = "".join(self._codec.token_texts(self._codec.frame.before))
-            note(
-                f"warning: {self._field}: {len(twice):,} of {self._framed:,} prompts already begin "
+            _log.warning(
+                f"{self._field}: {len(twice):,} of {self._framed:,} prompts already begin "
                 f"with {texts!r}, which the tokenizer adds, too (the first: {twice[0]}); {hint}"
             )
 

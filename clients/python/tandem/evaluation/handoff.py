@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 from tandem._proto.types.v1 import server_pb2
 from tandem.evaluation.answers import Evaluation, draw, grade
 from tandem.preflight.checks import handoff_boundary_ids
 from tandem.session.session import Session
+
+_log = logging.getLogger(__name__)
+
 
 # Turns of an answer that count; tokens after them are cut off.
 MAX_ROUNDS = 150
@@ -32,7 +36,7 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
     flat = list(itertools.chain(*masks))
     if max(map(rounds, flat)) == 1:
         # Tokenizers that split a blank line into two tokens have hardly a token that ends a turn.
-        session.note(
+        _log.info(
             "handoff: no answer has a token that ends a turn (eval.handoff_boundary: "
             f"{session.settings.eval.handoff_boundary!r}): the senior wrote all of it"
         )

@@ -5,6 +5,7 @@ The replicas share the items of the request as replica_shares.Shares says.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +20,9 @@ from tandem.pool.shares import Shares
 from tandem.rpc.client import RolloutClient
 from tandem.rpc.transport import Retries, RetryPolicy, may_pass
 from tandem.utils.progress import Progress
+
+_log = logging.getLogger(__name__)
+
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -38,7 +42,6 @@ class PoolState:
     Attributes:
         replicas: the pool's replicas.
         retry: how long a request goes on without an answer of any replica.
-        note: prints a line for people.
         changed: guards this state, the replicas and every request; notified after each change.
         counts: what was counted since the counts were last taken.
         running: the requests that are not over.
@@ -47,7 +50,6 @@ class PoolState:
 
     replicas: list[Replica]
     retry: RetryPolicy
-    note: Callable[[str], None]
     changed: threading.Condition = field(default_factory=threading.Condition)
     counts: PoolCounts = field(default_factory=PoolCounts)
     running: list[PoolRequest[Any, Any]] = field(default_factory=list)
@@ -160,7 +162,7 @@ class PoolRequest(ABC, Generic[Item, Answer]):
             back = self.shares.take_back(index)
             self._state.counts.retried += len(back)
         address = self.replicas[index].client.address
-        self._state.note(f"{address}: {error.message}: {len(back)} of its prompts are asked again")
+        _log.info(f"{address}: {error.message}: {len(back)} of its prompts are asked again")
 
     def answer(self, index: int, item: int, answer: Answer) -> None:
         """Keeps the replica's answer to an item. Needs the lock."""
@@ -222,7 +224,7 @@ class PoolRequest(ABC, Generic[Item, Answer]):
             was_lost, replica.lost = replica.lost, False
             self.settle(index)
         if was_lost:
-            self._state.note(f"{replica.client.address} answers again")
+            _log.info(f"{replica.client.address} answers again")
 
     def _end(self, index: int) -> None:
         with self.changed:
@@ -258,5 +260,5 @@ class PoolRequest(ABC, Generic[Item, Answer]):
         elif newly_lost:
             told.append("it is left out until it answers again")
         if told:
-            self._state.note(f"{replica.client.address}: {error.message}: {', '.join(told)}")
+            _log.info(f"{replica.client.address}: {error.message}: {', '.join(told)}")
         return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +18,9 @@ from tandem.rpc.client import RolloutClient
 from tandem.rpc.requests import Collector, Prompt, ScoredTokens, ToScore
 from tandem.rpc.transport import ONCE, RetryPolicy
 from tandem.utils.progress import Progress
+
+_log = logging.getLogger(__name__)
+
 
 # Seconds in which the threads of requests that were given up may notice it.
 _LEAVE_SECONDS = 10.0
@@ -48,21 +52,19 @@ class RolloutPool:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        note: Callable[[str], None] | None = None,
         progress: Progress | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         """Makes a pool that closes the replicas' clients, which make one attempt from now on.
 
-        `note` prints a line about a replica, `progress` is told how much is answered. `retry` says
-        how long a request waits for replicas that fail.
+        `progress` is told how much is answered. `retry` says how long a request waits for replicas
+        that fail.
         """
         for replica in replicas:
             replica.client.retry = ONCE
         self._state = PoolState(
             list(replicas),
             retry or RetryPolicy(),
-            note or (lambda _: None),
             progress=progress or Progress(),
         )
 
@@ -146,9 +148,7 @@ class RolloutPool:
         with self._state.changed:
             for replica in self.replicas:
                 replica.lost |= replica.client is client
-        self._state.note(
-            f"{client.address}: {error.message}: it is left out until it answers again"
-        )
+        _log.info(f"{client.address}: {error.message}: it is left out until it answers again")
 
     def take_counts(self) -> PoolCounts:
         """Returns what was counted since the last time."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from tandem.errors import ConfigError, ProblemsError, RpcError, TandemError
 from tandem.models.tokenizer import TextCodec
 from tandem.settings.run import EvalMode, Purpose, RunSettings
 
+_log = logging.getLogger(__name__)
+
+
 # Fields of TandemConfig that some strategies alone read.
 _STRATEGIES_WITH = {
     "prob_senior": ("bernoulli", "word"),
@@ -29,7 +33,7 @@ _STRATEGIES_WITH = {
 
 
 class Problems:
-    """Collects failures, so that a user sees all of them."""
+    """Collects failures, so that a user sees all of them, and gives each warning once."""
 
     def __init__(self, models: Iterable[Path] = ()) -> None:
         """`models` are the directories of models that the settings name.
@@ -37,6 +41,7 @@ class Problems:
         One that is not there is one failure, however many settings name it.
         """
         self.errors: list[TandemError] = []
+        self._warned: set[str] = set()
         self._models = list(dict.fromkeys(models))
 
     @contextmanager
@@ -48,6 +53,12 @@ class Problems:
             self.errors.extend(several.problems)
         except TandemError as error:
             self.errors.append(error)
+
+    def warn(self, text: str) -> None:
+        """Warns, unless the same text was a warning before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning(text)
 
     def raise_any(self) -> None:
         """Raises the collected failures: one as it is, several as a ProblemsError."""
@@ -127,7 +138,6 @@ def check_servers(
     purpose: Purpose,
     servers: ServerFacts,
     data: Mapping[str, Dataset],
-    note: Callable[[str], None],
     problems: Problems,
 ) -> None:
     """Collects the settings that the servers refuse, and notes those that have no effect.
@@ -165,12 +175,14 @@ def check_servers(
         with problems.collect():
             dataset.require_prompts_below(servers.max_model_len, field)
             for setting, max_tokens in _lengths_asked(settings, purpose, field, data):
-                _check_max_tokens(setting, max_tokens, field, dataset, servers.max_model_len, note)
+                _check_max_tokens(
+                    setting, max_tokens, field, dataset, servers.max_model_len, problems
+                )
     if purpose == "sft" and not draws_responses(settings, purpose) and "data" in data:
         with problems.collect():
             require_lengths(data["data"], servers.max_model_len)
     if purpose == "train" and servers.rollouts:
-        note_unused_tandem(settings, servers.rollouts[0], note)
+        _warn_of_unused_tandem(settings, servers.rollouts[0], problems)
 
 
 def tandem_in_force(settings: RunSettings, rollout: RolloutFacts) -> dict[str, Any]:
@@ -178,16 +190,16 @@ def tandem_in_force(settings: RunSettings, rollout: RolloutFacts) -> dict[str, A
     return {**rollout.tandem, **settings.tandem.given()}
 
 
-def note_unused_tandem(
-    settings: RunSettings, rollout: RolloutFacts, note: Callable[[str], None]
+def _warn_of_unused_tandem(
+    settings: RunSettings, rollout: RolloutFacts, problems: Problems
 ) -> None:
-    """Notes settings of `tandem` that its strategy does not read."""
+    """Warns of settings of `tandem` that its strategy does not read."""
     if not settings.tandem.enabled:
         return
     strategy = tandem_in_force(settings, rollout)["selection_strategy"]
     for field in settings.tandem.given():
         if strategy and strategy not in _STRATEGIES_WITH.get(field, (strategy,)):
-            note(f"warning: tandem.{field} has no effect with selection_strategy: {strategy}")
+            problems.warn(f"tandem.{field} has no effect with selection_strategy: {strategy}")
 
 
 def _lengths_asked(
@@ -210,9 +222,9 @@ def _check_max_tokens(
     field: str,
     dataset: Dataset,
     max_model_len: int,
-    note: Callable[[str], None],
+    problems: Problems,
 ) -> None:
-    """Raises ConfigError if no response can reach `max_tokens`; notes that some cannot."""
+    """Raises ConfigError if no response can reach `max_tokens`; warns if some cannot."""
     lengths = [len(example.token_ids) for example in dataset.examples]
     short = sum(length + max_tokens > max_model_len for length in lengths)
     room = max_model_len - min(lengths)
@@ -223,8 +235,8 @@ def _check_max_tokens(
             hint=f"raise the servers' max_model_len, or lower {setting}",
         )
     if short:
-        note(
-            f"warning: {short:,} of {len(lengths):,} prompts of {field} leave a response less than "
+        problems.warn(
+            f"{short:,} of {len(lengths):,} prompts of {field} leave a response less than "
             f"{setting} ({max_tokens:,}) within the servers' max_model_len ({max_model_len:,})"
         )
 
@@ -333,41 +345,39 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
         )
 
 
-def note_start_and_reference(settings: RunSettings, note: Callable[[str], None]) -> None:
+def note_start_and_reference(settings: RunSettings) -> None:
     """Notes a KL that pulls towards another model than the one that the run starts from."""
     trainer = (settings.cluster.trainer or {}) if settings.cluster is not None else {}
     starts_elsewhere = settings.start_from not in (None, "base")
     to_base = settings.reference == "trainer" and not trainer.get("reference_model")
     if settings.objective.kl_coefficient and starts_elsewhere and to_base:
-        note(
-            f"warning: the KL pulls towards the trainer's base model, and the run starts from "
+        _log.warning(
+            f"the KL pulls towards the trainer's base model, and the run starts from "
             f"{settings.start_from}: cluster.trainer.reference_model names another reference, for "
             "example an export of the start (`tandem export`)"
         )
 
 
-def note_greedy_samples(
-    settings: RunSettings, purpose: Purpose, note: Callable[[str], None]
-) -> None:
+def note_greedy_samples(settings: RunSettings, purpose: Purpose) -> None:
     """Notes evaluations whose answers to a prompt are all the same."""
     samples = settings.eval.samples
     if samples > 1 and settings.eval.temperature == 0 and modes_in(settings, purpose):
-        note(
-            f"warning: eval.samples: the {samples:,} answers to a prompt are the same at "
+        _log.warning(
+            f"eval.samples: the {samples:,} answers to a prompt are the same at "
             "eval.temperature: 0, the default, and pass@k is pass@1; eval.temperature: 1.0 draws "
             "different ones"
         )
 
 
-def note_end_token(
+def warn_of_end_token(
     settings: RunSettings,
     purpose: Purpose,
     codec: TextCodec,
     ending: Collection[int],
     whose: str,
-    note: Callable[[str], None],
+    problems: Problems,
 ) -> None:
-    """Notes that the tokenizer's end-of-sequence token ends no response.
+    """Warns if the tokenizer's end-of-sequence token ends no response.
 
     `ending` has the ids that do end the responses of the server or model `whose`.
     """
@@ -378,8 +388,8 @@ def note_end_token(
         return
     does = "`tandem sft` teaches it" if learns else "a model that writes it goes on"
     listed = ", ".join(map(str, sorted(ending)))
-    note(
-        f"warning: the tokenizer's end-of-sequence token {codec.token_texts([token])[0]!r} (id "
+    problems.warn(
+        f"the tokenizer's end-of-sequence token {codec.token_texts([token])[0]!r} (id "
         f"{token}) ends no response of {whose}: {does}, and responses end at "
         f"{f'the ids {listed}' if listed else 'no token'}; `eos_token_id` in the model's "
         "generation_config.json lists them"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import ConfigError
 from tandem.settings.cluster import ClusterSettings
+
+_log = logging.getLogger(__name__)
+
 
 # Bytes of a process beside its plan: the program and its libraries.
 PROGRAM_BYTES = 300_000_000
@@ -68,9 +72,7 @@ class PlannedMemory:
         return f"{self.field} {_gigabytes(self.total)} ({items})"
 
 
-def fitted(
-    cluster: ClusterSettings, plans: Sequence[PlannedMemory], note: Callable[[str], None]
-) -> ClusterSettings:
+def fitted(cluster: ClusterSettings, plans: Sequence[PlannedMemory]) -> ClusterSettings:
     """Returns the cluster with caches that let all of its servers fit into this machine's memory.
 
     Rollout servers whose section has no kv_cache_bytes share the memory that all else leaves, each
@@ -94,7 +96,7 @@ def fitted(
         size = int(plan.cache * left / wanted)
         index = int(plan.field.partition(".")[2] or 0)
         rollout[index] = rollout[index] | {"kv_cache_bytes": size}
-        note(
+        _log.info(
             f"cluster.{plan.field}: the key-value cache takes {_gigabytes(size)} of the "
             f"{_gigabytes(available)} that the servers share (kv_cache_bytes sets it)"
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,9 @@ from tandem.settings.paths import SERVER_MODELS
 from tandem.settings.values import dump_values, read_yaml
 from tandem.utils.text_files import encoded
 
+_log = logging.getLogger(__name__)
+
+
 # Most seconds of a --check-config, which reads configurations of models but no weights.
 CHECK_SECONDS = 60.0
 
@@ -61,7 +65,6 @@ def check_cluster(
     objective: Mapping[str, Any] | None,
     codec: TextCodec | None,
     problems: Problems,
-    note: Callable[[str], None] = lambda _: None,
     *,
     uses_junior: bool = True,
 ) -> CheckedCluster:
@@ -73,14 +76,14 @@ def check_cluster(
     """
     waiting = _without_weights(cluster)
     for field, directory in waiting.items():
-        note(
+        _log.info(
             f"cluster.{field} is not checked: the Hub's cache lacks the weights of {directory}, "
             "which a run fetches"
         )
     resolved = _check_servers(cluster, objective, problems, waiting)
     with problems.collect():
         plans = [one.memory for ones in resolved.values() for one in ones]
-        fits = fitted(cluster, plans, note)
+        fits = fitted(cluster, plans)
         if fits != cluster:
             # A server refuses a cache that holds no sequence.
             cluster, resolved = fits, _check_servers(fits, objective, problems, waiting)

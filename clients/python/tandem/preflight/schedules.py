@@ -6,14 +6,18 @@ translates the two.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tandem._proto.config.v1 import optimizer_info_pb2, server_config_pb2
 from tandem.errors import ConfigError
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import Purpose, RunSettings
+
+_log = logging.getLogger(__name__)
+
 
 # Schedules that end, at total_steps.
 _ENDING = ("linear", "cosine")
@@ -118,32 +122,30 @@ def check_optimizers(
             )
 
 
-def notes_on_schedules(
-    cluster: ClusterSettings, settings: RunSettings, purpose: Purpose, note: Callable[[str], None]
-) -> None:
+def notes_on_schedules(cluster: ClusterSettings, settings: RunSettings, purpose: Purpose) -> None:
     """Notes the schedules of a cluster that surprise: no peak, or a floor for most of the run."""
     updates = updates_in_run(settings, purpose)
     for field, optimizer in _optimizers(cluster):
         warmup, total = optimizer.get("warmup_steps", 0), optimizer.get("total_steps")
         if _is_count(warmup) and warmup >= updates > 0:
-            note(
-                f"warning: {field}.warmup_steps: {warmup:,}, and the run makes {updates:,} "
+            _log.warning(
+                f"{field}.warmup_steps: {warmup:,}, and the run makes {updates:,} "
                 "updates: it ends before learning_rate is reached"
             )
         if optimizer.get("schedule") in _ENDING and _is_count(total):
             if total < updates and optimizer.get("min_learning_rate", 0):
-                note(
+                _log.info(
                     f"{field}.total_steps: {total:,}, and the run makes {updates:,} updates: the "
                     f"last {updates - total:,} have min_learning_rate"
                 )
             elif total > updates:
-                note(
+                _log.info(
                     f"{field}.total_steps: {total:,}, and the run makes {updates:,} updates: the "
                     "schedule does not reach its end"
                 )
         rate = optimizer.get("learning_rate")
         if rate == 0 and field == "cluster.trainer.optimizer":
-            note(f"warning: {field}.learning_rate: 0: the run changes no weight")
+            _log.warning(f"{field}.learning_rate: 0: the run changes no weight")
 
 
 def ends_early(

@@ -12,11 +12,12 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import logging
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +29,8 @@ from tandem.utils.text_files import json_object
 
 FORMAT = "tandem-recording"
 VERSION = 1
+_log = logging.getLogger(__name__)
+
 # Keys of metadata that may hold secrets; recordings do not have them.
 SECRET_KEYS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key"})
 
@@ -204,10 +207,10 @@ class Entry:
     status: Status | None = None
 
 
-def read_recording(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
+def read_recording(path: Path, *, warns: bool = True) -> Iterator[Entry]:
     """Yields the entries of a recording in order; one at a time is in memory.
 
-    `warn` is told if the last entry is incomplete, which ends the recording before it. Raises
+    If the last entry is incomplete, the recording ends before it, and `warns` says so. Raises
     ConfigError for a file that is no recording, or is damaged.
     """
     calls: dict[str, RecordedCall] = {}
@@ -216,7 +219,7 @@ def read_recording(path: Path, warn: Callable[[str], None]) -> Iterator[Entry]:
     numbers = itertools.count(1)
     with _opened(path) as file:
         _require_header(path, file)
-        for place, size, values, message in _raw_entries(path, file, warn):
+        for place, size, values, message in _raw_entries(path, file, warns=warns):
             try:
                 kind, name = values["kind"], values["call"]
                 status = None
@@ -263,7 +266,7 @@ def _require_header(path: Path, file: BinaryIO) -> None:
 
 
 def _raw_entries(
-    path: Path, file: BinaryIO, warn: Callable[[str], None]
+    path: Path, file: BinaryIO, *, warns: bool
 ) -> Iterator[tuple[str, int, dict[str, Any], bytes]]:
     """Yields place, length of the line, values and message of every complete entry."""
     while True:
@@ -286,7 +289,8 @@ def _raw_entries(
         if len(data) <= size:
             break
         yield place, len(line), values, _decompressed(place, data[:-1])
-    warn(f"{place}: the last entry is incomplete and left out")
+    if warns:
+        _log.warning(f"{place}: the last entry is incomplete and left out")
 
 
 def _decompressed(place: str, data: bytes) -> bytes:

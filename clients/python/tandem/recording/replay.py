@@ -7,12 +7,13 @@ that was sent after an answer is sent after that answer again.
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,9 @@ from tandem.rpc.channel import open_channel
 from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
 from tandem.rpc.transport import CHANNEL_OPTIONS, may_pass
 from tandem.utils.words import counted
+
+_log = logging.getLogger(__name__)
+
 
 _M = TypeVar("_M", bound=Message)
 
@@ -146,10 +150,10 @@ class Contents:
     unended: dict[int, RecordedCall] = field(default_factory=dict)
 
 
-def contents(path: Path, choice: Choice, warn: Callable[[str], None]) -> Contents:
+def contents(path: Path, choice: Choice) -> Contents:
     """Reads the recording once. Raises ConfigError if it is none, or has no chosen call."""
     found = Contents()
-    for entry in chosen(path, choice, warn):
+    for entry in chosen(path, choice):
         call = entry.call
         if entry.kind == "start":
             found.calls += 1
@@ -176,9 +180,9 @@ def _places(request: Message, method: str) -> list[str]:
     return [value] * bool(value) if isinstance(value, str) else list(value)
 
 
-def chosen(path: Path, choice: Choice, warn: Callable[[str], None]) -> Iterator[Entry]:
-    """Yields the entries of the chosen calls."""
-    return (entry for entry in read_recording(path, warn) if entry.call in choice)
+def chosen(path: Path, choice: Choice, *, warns: bool = True) -> Iterator[Entry]:
+    """Yields the entries of the chosen calls; `warns` as for read_recording()."""
+    return (entry for entry in read_recording(path, warns=warns) if entry.call in choice)
 
 
 def decoded(call: RecordedCall, entry: Entry) -> Message | None:
@@ -277,7 +281,6 @@ class Replay:
             mistake; so must the addresses and paths in requests.
         compare: whether answers must be the recorded ones.
         timeout_seconds: longest wait for one answer.
-        note: is told what is not replayed or not compared.
         credentials: those of the calls; a field that is not set is the environment's.
     """
 
@@ -286,7 +289,6 @@ class Replay:
         path: Path,
         choice: Choice,
         mapped: Mapped,
-        note: Callable[[str], None],
         *,
         compare: bool = True,
         timeout_seconds: float = 600.0,
@@ -296,10 +298,9 @@ class Replay:
         self._credentials = credentials.or_else(Credentials.from_environment())
         self._choice = choice
         self._mapped = mapped
-        self._note = note
         self._compare = compare
         self._timeout_seconds = timeout_seconds
-        self._contents = contents(path, choice, note)
+        self._contents = contents(path, choice)
         self._require_mapped()
         self._channels: dict[str, Any] = {}
         self._live: dict[int, _LiveCall] = {}
@@ -313,14 +314,14 @@ class Replay:
             TandemError: an answer did not come in time.
         """
         if passing := len(self._contents.passing):
-            self._note(
+            _log.info(
                 f"not sent, because the server was away or had no room then: "
                 f"{counted(passing, 'call')}"
             )
         for call in self._contents.unended.values():
-            self._note(f"{call} has no end in the recording; it is cancelled at the end")
+            _log.info(f"{call} has no end in the recording; it is cancelled at the end")
         try:
-            for entry in chosen(self._path, self._choice, lambda _: None):
+            for entry in chosen(self._path, self._choice, warns=False):
                 if entry.call.number not in self._contents.passing:
                     self._do(entry)
         except _DiffersError as found:
@@ -447,7 +448,7 @@ class Replay:
             live.cancel()
             return
         if recorded.code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            self._note(f"{call} passed its deadline; how it ends is not compared")
+            _log.info(f"{call} passed its deadline; how it ends is not compared")
             while self._next(live) is not None:
                 pass
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ from tandem.settings.run import OverlongBufferSettings, RewardFunctionSettings, 
 from tandem.utils.interrupt import StopRequested
 from tandem.utils.optional import optional_module
 from tandem.utils.progress import Progress
+
+_log = logging.getLogger(__name__)
+
 
 # The builtins that `answer_pattern` is for.
 READING_PATTERNS = ("exact_match", "reasoning_gym")
@@ -78,10 +82,8 @@ class Reward:
             later are given up.
     """
 
-    def __init__(
-        self, *functions: RewardFunctionSettings, note: Callable[[str], None] | None = None
-    ) -> None:
-        """Loads the functions. `note` prints a line about calls that take long.
+    def __init__(self, *functions: RewardFunctionSettings) -> None:
+        """Loads the functions.
 
         Raises ConfigError for one that cannot be loaded or does not suit its settings.
         """
@@ -92,7 +94,7 @@ class Reward:
             for place, settings in enumerate(functions):
                 single = isinstance(settings, RewardSettings)
                 field = "reward" if single else f"rewards.{place}"
-                make_watch = partial(self._watch, settings, field, note or (lambda _: None))
+                make_watch = partial(self._watch, settings, field)
                 self._functions.append(_Function(settings, field, make_watch))
         except ConfigError:
             self.close()
@@ -133,13 +135,12 @@ class Reward:
         self,
         settings: RewardFunctionSettings,
         field: str,
-        note: Callable[[str], None],
         *,
         stops: bool = False,
     ) -> Watch:
         name = f"{field}.function: {settings.function}"
         stopping = (lambda: self.stopping()) if stops else None
-        return Watch(name, settings.limit_seconds, note, stopping)
+        return Watch(name, settings.limit_seconds, stopping)
 
 
 @dataclass(frozen=True)

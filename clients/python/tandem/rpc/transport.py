@@ -214,6 +214,7 @@ class Call:
 
     def options(self, span: RpcSpan) -> dict[str, Any]:
         """Arguments of the stub for the attempt of this span."""
+        _log.debug("%s: %s (request %s)", self.address, self.method, self.request_id)
         return {
             "timeout": self.timeout_seconds,
             "metadata": ((REQUEST_ID_KEY, self.request_id), *span.metadata),

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -45,7 +46,7 @@ from tandem.run_directory.checkpoints import (
     require_here,
 )
 from tandem.run_directory.lock import LOCK, locked
-from tandem.run_directory.log import LOG, logged_to
+from tandem.run_directory.log import FILE_ONLY, logged_to
 from tandem.run_directory.trajectories.files import EVALUATIONS, STEPS, TrajectoryFile
 from tandem.run_directory.trajectories.writer import TrajectoryWriter
 from tandem.settings import loading
@@ -65,6 +66,9 @@ from tandem.utils.atomic_files import (
     writing,
 )
 from tandem.utils.text_files import encoded
+
+_log = logging.getLogger(__name__)
+
 
 if TYPE_CHECKING:
     from tandem.trackers.trackers import Trackers
@@ -178,7 +182,6 @@ class RunDirectory:
         clean: bool = False,
         changes: Sequence[str] = (),
         wait_seconds: float = 0.0,
-        note: Callable[[str], None] | None = None,
     ) -> Self:
         """Locks `config.run_dir` for a run of `kind`; makes the directory if there is none.
 
@@ -187,7 +190,7 @@ class RunDirectory:
         anything else is always refused. A directory that is made here goes again at the end, unless
         the run began. `changes` are the dotted keys of settings that a resumed run may change; the
         key of a section allows all that is below, and * stands for any name. Where another process
-        uses the directory, this one waits for at most `wait_seconds`, and tells `note`.
+        uses the directory, this one waits for at most `wait_seconds`, and says so.
 
         Raises:
             RunDirectoryError: refused, or not to be created.
@@ -204,7 +207,7 @@ class RunDirectory:
             with _usable(run.path):
                 _admit(run.path, resume, clean)
                 made = _make(run.path)
-                files.enter_context(locked(run.path, wait_seconds, note or (lambda _: None)))
+                files.enter_context(locked(run.path, wait_seconds))
                 files.callback(_remove_unused, made)
                 # A predecessor may have begun the run, or ended it, meanwhile.
                 _admit(run.path, resume, clean)
@@ -237,24 +240,23 @@ class RunDirectory:
             return []
         return [mode for mode in settings.modes if (step, mode) not in self.evaluated]
 
-    def begin(self, note: Callable[[str], None] | None = None, steps: int | None = None) -> None:
+    def begin(self, steps: int | None = None) -> None:
         """Starts to write: removes or truncates the records that `clean` and `resume` throw away.
 
         `steps` is the run's number of steps, where the settings gave `epochs` instead.
-        `note` is told of every directory that has the name of a step's checkpoint and stays,
-        because it is none of the run's. Only the first call does anything.
+        Warns of every directory that has the name of a step's checkpoint and stays, because it is
+        none of the run's. Only the first call does anything.
         """
         if self._begun:
             return
         self._begun = True
-        note = note or (lambda _: None)
         if steps is not None:
             self._config = self._config.model_copy(update={"steps": steps})
         with _usable(self.path):
             if self._clean:
-                _remove_run(self.path, note)
+                _remove_run(self.path)
             elif self.state is not None:
-                _forget_after(self.path, self.state.step, note)
+                _forget_after(self.path, self.state.step)
             self._write_identity()
             for folder in (STEPS, EVALUATIONS, "checkpoints", _LOGS):
                 (self.path / folder).mkdir(exist_ok=True)
@@ -262,12 +264,12 @@ class RunDirectory:
             attempt = next_attempt(self.path / _LOGS)
             self.log = self.path / _LOGS / f"attempt_{attempt}.log"
             # Opened first, and so closed last.
-            self._files.enter_context(logged_to(self.log, note))
+            self._files.enter_context(logged_to(self.log))
             self._metrics = self._append_to("metrics.jsonl")
             self._versions = self._append_to("versions.jsonl")
-            self._trackers = self._files.enter_context(self._open_trackers(note))
+            self._trackers = self._files.enter_context(self._open_trackers())
             self.trajectories = self._files.enter_context(
-                TrajectoryWriter(self.path, self._config.trajectories, note)
+                TrajectoryWriter(self.path, self._config.trajectories)
             )
 
     def __enter__(self) -> Self:
@@ -292,7 +294,7 @@ class RunDirectory:
         text = json.dumps(line)
         with writing(self.path / "metrics.jsonl"):
             self._metrics.write(f"{text}\n")
-        LOG.info("%s", text)
+        _log.info(text, extra=FILE_ONLY)
         self.account.add(line)
 
     def track(self, line: Mapping[str, Any], prefix: str = "") -> None:
@@ -397,13 +399,13 @@ class RunDirectory:
                 hint=f"put the files back, or go on without: {keys}",
             )
 
-    def _open_trackers(self, note: Callable[[str], None]) -> Trackers:
+    def _open_trackers(self) -> Trackers:
         # TensorBoard's package takes a second to import.
         from tandem.trackers.trackers import TrackedRun, Trackers
 
         config = self._config.model_dump(mode="json")
         run = TrackedRun(self.path, self.run_id, self.first_step, config)
-        return Trackers(self._config.trackers, run, note)
+        return Trackers(self._config.trackers, run)
 
     def _require_kind(self) -> None:
         kind = kind_of_run(self.path)
@@ -518,7 +520,7 @@ def _steps(steps: Sequence[int]) -> str:
     return f"step{'s' * (len(steps) > 1)} {shown}{' …' * (len(steps) > 5)}"
 
 
-def _remove_run(path: Path, note: Callable[[str], None]) -> None:
+def _remove_run(path: Path) -> None:
     """Removes the files that a run writes, and no others."""
     # Imported here: it takes a moment, and most commands do without.
     from tandem.trackers import event_file
@@ -526,7 +528,7 @@ def _remove_run(path: Path, note: Callable[[str], None]) -> None:
     for name in _FILES:
         (path / name).unlink(missing_ok=True)
     _remove_trajectories(path, after=-1)
-    _remove_checkpoints(path, 0, note)
+    _remove_checkpoints(path, 0)
     for file in event_file.event_files(path / "tensorboard"):
         file.unlink()
     for folder in ("checkpoints/critic", "checkpoints", STEPS, EVALUATIONS, "tensorboard"):
@@ -545,13 +547,13 @@ def _remove_trajectories(path: Path, after: int) -> None:
             file.unlink()
 
 
-def _remove_checkpoints(path: Path, last: int, note: Callable[[str], None]) -> None:
+def _remove_checkpoints(path: Path, last: int) -> None:
     """Removes the checkpoints of the steps after `last`."""
     for folder in ("checkpoints", "checkpoints/critic"):
         for entry in _entries_after(path / folder, last):
             if kept := remove_checkpoint(entry):
-                note(
-                    f"warning: {entry} stays: {kept}; while it is there, a server refuses to save "
+                _log.warning(
+                    f"{entry} stays: {kept}; while it is there, a server refuses to save "
                     "a checkpoint under this name"
                 )
 
@@ -564,7 +566,7 @@ def _entries_after(folder: Path, last: int) -> list[Path]:
     ]
 
 
-def _forget_after(path: Path, step: int, note: Callable[[str], None]) -> None:
+def _forget_after(path: Path, step: int) -> None:
     # Imported here: it takes a moment, and most commands do without.
     from tandem.trackers import event_file
 
@@ -577,7 +579,7 @@ def _forget_after(path: Path, step: int, note: Callable[[str], None]) -> None:
     # A checkpoint after the one that state.json names would count as the newest when others are
     # pruned, and push out the named one.
     _remove_trajectories(path, step)
-    _remove_checkpoints(path, step, note)
+    _remove_checkpoints(path, step)
 
 
 def _step_files(path: Path) -> tuple[Path, Path, Path]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from tandem.errors import RunDirectoryBusyError, RunDirectoryError, StorageError
+
+_log = logging.getLogger(__name__)
+
 
 # The file that is locked. It names the process that holds the lock.
 LOCK = ".lock"
@@ -27,10 +31,10 @@ _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextmanager
-def locked(folder: Path, wait_seconds: float, note: Callable[[str], None]) -> Iterator[None]:
+def locked(folder: Path, wait_seconds: float) -> Iterator[None]:
     """Holds the lock of a run directory while the body runs.
 
-    Where another process holds it, waits for at most `wait_seconds`, and tells `note`.
+    Where another process holds it, waits for at most `wait_seconds`, and says so.
 
     Raises:
         RunDirectoryBusyError: another process holds the lock, and did so until the end of the wait.
@@ -50,7 +54,7 @@ def locked(folder: Path, wait_seconds: float, note: Callable[[str], None]) -> It
             )
         if waited - told_at >= _NOTE_SECONDS:
             told_at = waited
-            note(
+            _log.info(
                 f"{folder} is in use by another process{by}: waiting for its end, for at most "
                 f"{wait_seconds - waited:.0f} s"
             )

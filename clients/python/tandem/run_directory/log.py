@@ -1,7 +1,7 @@
 """The log of a run: what happened, with the time at which it did.
 
-Everything that a run tells goes to the logger "tandem". A handler writes it to the run's log file;
-a program of yours may add handlers of its own.
+Everything that a run tells goes to the loggers below "tandem". A handler writes it to the run's log
+file; the command line has one that prints it; a program of yours may add handlers of its own.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem.utils.text_files import encoded
 
 LOG = logging.getLogger("tandem")
-# Without a handler, Python would print warnings, which are printed already.
-LOG.addHandler(logging.NullHandler())
+# Marks a message that no handler prints, because people see the same in another form.
+FILE_ONLY = {"file_only": True}
+
+_log = logging.getLogger(__name__)
 
 
 class RunLog(logging.Handler):
@@ -28,12 +30,10 @@ class RunLog(logging.Handler):
         lost: number of messages that could not be written.
     """
 
-    def __init__(self, path: Path, note: Callable[[str], None]) -> None:
-        """`note` is told once that the file cannot be written."""
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         self.lost = 0
-        self._note = note
         self._file: int | None = None
         self._write(b"")
         formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s")
@@ -43,8 +43,9 @@ class RunLog(logging.Handler):
         self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a message with its time."""
-        self._write(encoded(self.format(record) + "\n"))
+        """Writes a message with its time, but for those about this file."""
+        if record.name != __name__:
+            self._write(encoded(self.format(record) + "\n"))
 
     def _write(self, line: bytes) -> None:
         try:
@@ -55,9 +56,9 @@ class RunLog(logging.Handler):
         except OSError as error:
             self.lost += 1
             if self.lost == 1:
-                self._note(
-                    f"warning: {self.path} cannot be written ({error.strerror}): the run goes on, "
-                    "and its log lacks what happens meanwhile"
+                _log.warning(
+                    f"{self.path} cannot be written ({error.strerror}): the run goes on, and its "
+                    "log lacks what happens meanwhile"
                 )
 
     def close(self) -> None:
@@ -70,28 +71,24 @@ class RunLog(logging.Handler):
 
 
 @contextmanager
-def logged_to(path: Path, note: Callable[[str], None]) -> Iterator[RunLog]:
-    """Writes to the file `path` what is logged while the body runs; `note` prints a line."""
-    handler = RunLog(path, note)
+def logged_to(path: Path) -> Iterator[RunLog]:
+    """Writes to the file `path` what is logged while the body runs."""
+    handler = RunLog(path)
+    with handled_by(handler):
+        try:
+            yield handler
+        finally:
+            handler.close()
+
+
+@contextmanager
+def handled_by(handler: logging.Handler) -> Iterator[None]:
+    """Hands what is logged while the body runs to a handler, from INFO on."""
     level = LOG.level
     LOG.setLevel(min(LOG.getEffectiveLevel(), logging.INFO))
     LOG.addHandler(handler)
     try:
-        yield handler
+        yield
     finally:
         LOG.removeHandler(handler)
         LOG.setLevel(level)
-        handler.close()
-
-
-def logged(note: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns a function that logs a text and prints it with `note`."""
-
-    def both(text: str) -> None:
-        is_warning = text.startswith("warning: ")
-        LOG.log(
-            logging.WARNING if is_warning else logging.INFO, "%s", text.removeprefix("warning: ")
-        )
-        note(text)
-
-    return both

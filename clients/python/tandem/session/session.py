@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +53,6 @@ from tandem.rpc.credentials import Credentials
 from tandem.rpc.requests import Prompt
 from tandem.rpc.transport import ONCE, Retries, RetryPolicy, may_pass
 from tandem.rpc.wire import message_record, tandem_record
-from tandem.run_directory.log import logged
 from tandem.session.reference import JuniorReference, Reference, ServerReference
 from tandem.session.step_progress import StepProgress
 from tandem.settings.cluster import ClusterSettings, ServersSettings
@@ -61,6 +61,9 @@ from tandem.settings.run import Purpose, RunSettings, SamplingSettings
 from tandem.trackers.trackers import require_installed
 from tandem.utils.progress import Progress
 from tandem.utils.text_files import read_bytes
+
+_log = logging.getLogger(__name__)
+
 
 # Most times that prompts are sent, or sequences scored, until the trainer's weights answer.
 ATTEMPTS = 3
@@ -79,7 +82,6 @@ class Session:
 
     Attributes:
         settings: those of the run; once it is open, with the number of steps of `epochs`.
-        note: prints and logs a line about the run's progress.
         progress: is told what the run does at the moment.
         sampling: the fields of SamplingParams for the run's responses.
         in_force: sections of the settings with the servers' defaults: every field of objective and
@@ -106,7 +108,6 @@ class Session:
     def __init__(
         self,
         settings: RunSettings,
-        on_progress: Callable[[str], None] | None = None,
         *,
         purpose: Purpose = "train",
         dry_run: bool = False,
@@ -115,9 +116,8 @@ class Session:
         self.progress = progress or Progress()
         self.settings = settings
         self.purpose = purpose
-        self.note = logged(on_progress or (lambda _: None))
         self._dry_run = dry_run
-        self._noted: set[str] = set()
+        self._said: set[str] = set()
         self._stack = ExitStack()
         self._credentials = Credentials()
         # Publications of one version share its update: two at a time would disturb each other. A
@@ -171,7 +171,7 @@ class Session:
         while (failure := self._publish_to_all()) is not None:
             if (seconds := retries.wait_after(failure)) is None:
                 raise failure
-            self._note_once(f"publication: {failure.message}: it is tried again")
+            self._say_once(f"publication: {failure.message}: it is tried again")
             time.sleep(seconds)
 
     def _publish_to_all(self) -> RpcError | None:
@@ -220,7 +220,7 @@ class Session:
                 elif result.digest != reply.weights.digest:
                     raise TandemError(f"{result.target} received other weights than were sent")
                 elif result.speculator == trainer_pb2.SPECULATOR_DELIVERY_UNUSED:
-                    self._note_once(
+                    self._say_once(
                         f"{result.target}: has no senior_speculator, and does not draft with the "
                         "trainer's speculator"
                     )
@@ -274,7 +274,7 @@ class Session:
                 # Another publication may have reached it meanwhile.
                 served = client.weights_version()
                 if served.version < weights.version:
-                    self.note(f"{client.address}: behind, gets version {weights.version}")
+                    _log.info(f"{client.address}: behind, gets version {weights.version}")
                     self.publish([client])
                     return
         held = weights
@@ -368,7 +368,7 @@ class Session:
                 missing = [index for index in missing if not is_by(weights, answers[index])]
             if any_version or not missing:
                 return [answers[index] for index in range(len(asked))]
-            self.note(f"{len(missing)} prompts were answered by other weights: asked again")
+            _log.info(f"{len(missing)} prompts were answered by other weights: asked again")
         raise FailedPreconditionError(
             f"{len(missing)} prompts were answered by other weights than version {weights.version}",
             code=grpc.StatusCode.FAILED_PRECONDITION,
@@ -499,9 +499,9 @@ class Session:
             with problems.collect():
                 checks.check_kl(settings, servers.rollout or ())
             self._connect_reference(problems)
-            checks.note_start_and_reference(settings, self.note)
+            checks.note_start_and_reference(settings)
             for obstacle in obstacles(settings):
-                self.note(f"warning: this run cannot learn: {obstacle}")
+                _log.warning(f"this run cannot learn: {obstacle}")
         self.in_force = {}
         if settings.cluster is not None:
             cluster = self._plan(settings.cluster, problems)
@@ -523,7 +523,6 @@ class Session:
             [address for address in named if address is not None],
             self._credentials,
             servers.start_timeout_seconds,
-            self.note,
         )
 
     def _plan(self, cluster: ClusterSettings, problems: Problems) -> ClusterSettings:
@@ -534,18 +533,18 @@ class Session:
         plan = planned(cluster, uses)
         if self.purpose in ("train", "sft"):
             problems.errors.extend(check_schedules(plan, settings, self.purpose))
-            notes_on_schedules(plan, settings, self.purpose, self.note)
+            notes_on_schedules(plan, settings, self.purpose)
         for role in ("rollout", "trainer", "critic"):
             if getattr(settings.servers, role) is not None:
-                self.note(f"servers.{role} is not used: the run starts the servers of `cluster`")
+                _log.info(f"servers.{role} is not used: the run starts the servers of `cluster`")
         # A server without work in this run is not a mistake: only a dry run notes it.
         if self._dry_run and cluster.critic is not None and not uses.critic:
-            self.note(
+            _log.info(
                 "this run needs no critic (objective.advantage_estimator: gae does), so "
                 "cluster.critic takes no part"
             )
         if self._dry_run and cluster.rollout and not uses.rollout:
-            self.note(
+            _log.info(
                 "this run draws no responses (evaluations and sft.responses: senior do), so "
                 "cluster.rollout takes no part"
             )
@@ -555,12 +554,10 @@ class Session:
                 problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
         objective = settings.policy_objective() if self.purpose == "train" else None
         codec = getattr(self, "codec", None)
-        checked = check_cluster(
-            plan, objective, codec, problems, self._note_once, uses_junior=uses.junior
-        )
+        checked = check_cluster(plan, objective, codec, problems, uses_junior=uses.junior)
         plan = checked.cluster
         with problems.collect():
-            self._note_end_tokens(plan)
+            self._warn_of_end_tokens(plan, problems)
         self.in_force["cluster"] = plan.model_dump(mode="json", exclude_none=True)
         if checked.servers is not None:
             self._check_servers(checked.servers, problems)
@@ -570,14 +567,18 @@ class Session:
 
     def _check_servers(self, servers: ServerFacts, problems: Problems) -> None:
         """Compares the settings with the servers, which are running or checked."""
-        checks.check_servers(
-            self.settings, self.purpose, servers, self._data_sets(), self._note_once, problems
-        )
+        checks.check_servers(self.settings, self.purpose, servers, self._data_sets(), problems)
         if self.purpose == "train" and servers.rollouts:
             self.in_force["tandem"] = checks.tandem_in_force(self.settings, servers.rollouts[0])
 
-    def _note_end_tokens(self, plan: ClusterSettings) -> None:
-        """Notes an end token of the tokenizer that ends no response of a cluster's models."""
+    def _say_once(self, text: str) -> None:
+        """Logs a text, unless the session did before."""
+        if text not in self._said:
+            self._said.add(text)
+            _log.info(text)
+
+    def _warn_of_end_tokens(self, plan: ClusterSettings, problems: Problems) -> None:
+        """Warns of an end token of the tokenizer that ends no response of a cluster's models."""
         models = [((plan.trainer or {}).get("model"), None)]
         models += [(one.get("senior_model"), one.get("junior_model")) for one in plan.rollout]
         for senior, junior in dict.fromkeys(models):
@@ -585,16 +586,16 @@ class Session:
                 ending = end_token_ids(Path(senior))
                 # A server ends a response at the tokens of both.
                 ending |= end_token_ids(Path(junior)) if junior else set()
-                self._note_end_token(ending, str(senior))
+                self._warn_of_end_token(ending, str(senior), problems)
 
-    def _note_end_token(self, ending: Collection[int], whose: str) -> None:
-        """Notes an end token of the tokenizer that is none of a model's, if the run needs it."""
+    def _warn_of_end_token(self, ending: Collection[int], whose: str, problems: Problems) -> None:
+        """Warns of an end token of the tokenizer that is none of a model's, if the run needs it."""
         if not hasattr(self, "sampling"):
             return  # The tokenizer, or a stop text, is refused.
         learns = self.purpose == "sft" and not draws_responses(self.settings, "sft")
         stops = () if learns else self.sampling.get("stop_token_ids", ())
-        checks.note_end_token(
-            self.settings, self.purpose, self.codec, {*ending, *stops}, whose, self._note_once
+        checks.warn_of_end_token(
+            self.settings, self.purpose, self.codec, {*ending, *stops}, whose, problems
         )
 
     def _data_sets(self) -> dict[str, Dataset]:
@@ -603,16 +604,10 @@ class Session:
         read = {field: getattr(self, name, None) for field, name in sets.items()}
         return {field: dataset for field, dataset in read.items() if dataset is not None}
 
-    def _note_once(self, text: str) -> None:
-        """Notes a text, unless it has been noted already."""
-        if text not in self._noted:
-            self._noted.add(text)
-            self.note(text)
-
     def _read(self, problems: Problems) -> None:
         """Reads tokenizer, reward and data, and checks that they go together."""
         self._read_each(problems)
-        checks.note_greedy_samples(self.settings, self.purpose, self.note)
+        checks.note_greedy_samples(self.settings, self.purpose)
         if "handoff" in modes_in(self.settings, self.purpose) and hasattr(self, "codec"):
             with problems.collect():
                 checks.handoff_boundary_ids(self.settings, self.codec)
@@ -631,7 +626,7 @@ class Session:
                 with problems.collect():
                     self.reward.check(dataset.examples)
                     for warning in self.reward.warnings(dataset.examples):
-                        self.note(warning)
+                        _log.info(warning)
 
     def _read_each(self, problems: Problems) -> None:
         settings = self.settings
@@ -642,14 +637,12 @@ class Session:
         for place, one in enumerate(settings.reward_functions):
             if one.answer_pattern is not None and one.function not in READING_PATTERNS:
                 field = f"rewards.{place}" if settings.rewards else "reward"
-                self.note(
-                    f"warning: {field}.answer_pattern has no effect with {one.function}: it is for "
+                _log.warning(
+                    f"{field}.answer_pattern has no effect with {one.function}: it is for "
                     f"{' and '.join(READING_PATTERNS)}"
                 )
         with problems.collect():
-            self.reward = self._stack.enter_context(
-                closing(Reward(*settings.reward_functions, note=self.note))
-            )
+            self.reward = self._stack.enter_context(closing(Reward(*settings.reward_functions)))
             self.reward.progress = self.progress
         with problems.collect():
             self.codec = TextCodec(settings.tokenizer)
@@ -664,9 +657,7 @@ class Session:
         self.eval_data = None
         if settings.eval.data is not None:
             with problems.collect():
-                self.eval_data = load_dataset(
-                    settings.eval.data, self.codec, field="eval.data", note=self.note
-                )
+                self.eval_data = load_dataset(settings.eval.data, self.codec, field="eval.data")
         if not trains and self.eval_data is not None:
             self.data = self.eval_data
             return
@@ -676,7 +667,6 @@ class Session:
                 settings.data,
                 self.codec,
                 settings.seed,
-                note=self.note,
                 learnt=LearntRows(settings.sft) if learns_rows else None,
             )
             if trains and self.eval_data is not None:
@@ -688,7 +678,7 @@ class Session:
         """Returns the data without the held-out prompts, which two seeds of a task may share."""
         left = data.without({key for held in held_out.examples for key in held.keys})
         if removed := len(data) - len(left):
-            self.note(
+            _log.info(
                 f"data: {removed:,} of {len(data):,} rows are left out: eval.data has their prompts"
             )
         return left
@@ -701,7 +691,7 @@ class Session:
         client = self._stack.enter_context(RolloutClient(address, **self._client_options()))
         with problems.collect():
             info = client.info()
-            server = RolloutPool([Replica.of(client, info)], self.note, retry=self._retry)
+            server = RolloutPool([Replica.of(client, info)], retry=self._retry)
             self._stack.callback(server.close)
             model = info.server.model
             self.reference = ServerReference(server, model, client.weights_version())
@@ -709,9 +699,7 @@ class Session:
                 checks.check_vocabulary(self.codec, model, f"the reference at {address}")
 
     def _start(self, settings: ClusterSettings) -> ServersSettings:
-        cluster = LocalCluster(
-            settings, on_progress=self.note, credentials=self.settings.credentials.credentials()
-        )
+        cluster = LocalCluster(settings, credentials=self.settings.credentials.credentials())
         self.cluster = self._stack.enter_context(cluster)
         cluster.keep_rollouts()
         self._credentials = cluster.credentials
@@ -742,7 +730,7 @@ class Session:
             _by_advertised_address(zip(clients, rollouts, strict=True))
         self.trainer.retry = self._retry
         replicas = list(map(Replica.of, clients, rollouts))
-        self.rollouts = RolloutPool(replicas, self.note, self.progress, self._retry)
+        self.rollouts = RolloutPool(replicas, self.progress, self._retry)
         self._stack.callback(self.rollouts.close)
         self.critic_address = servers.critic or trainer.critic_address or None
         named = {
@@ -801,10 +789,10 @@ class Session:
                     checks.check_prompt_ids(self.codec, self._data_sets(), model, whose)
         with problems.collect():
             at = f"the trainer at {self.trainer.address}"
-            self._note_end_token(trainer.server.model.eos_token_ids, at)
+            self._warn_of_end_token(trainer.server.model.eos_token_ids, at, problems)
             for whose, info in named.items():
                 both = (info.server.model.eos_token_ids, info.junior.eos_token_ids)
-                self._note_end_token({token for ids in both for token in ids}, whose)
+                self._warn_of_end_token({token for ids in both for token in ids}, whose, problems)
         if self.purpose == "train":
             with problems.collect():
                 self._take_objective(self._objective_in_force(), problems)

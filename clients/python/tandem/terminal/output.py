@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -20,7 +21,10 @@ from rich.text import Text
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.models.tokenizer import GrowingText, TextCodec
 from tandem.rpc.generate_events import SampleFinished, TokensCame, read_event
-from tandem.run_directory.log import LOG
+from tandem.run_directory.log import FILE_ONLY, handled_by
+
+_log = logging.getLogger(__name__)
+
 
 SENIOR_STYLE = "bold cyan"
 JUNIOR_STYLE = "underline yellow"
@@ -95,7 +99,25 @@ class _LastingStream:
             if not self._failed:
                 self._failed = True
                 name = getattr(self._stream, "name", "the output")
-                LOG.warning("%s cannot be written (%s): the run goes on", name, error.strerror)
+                _log.warning(
+                    f"{name} cannot be written ({error.strerror}): the run goes on", extra=FILE_ONLY
+                )
+
+
+class _Notes(logging.Handler):
+    """Prints log messages as the notes of an output."""
+
+    def __init__(self, output: Output, prefix: str) -> None:
+        super().__init__()
+        self._output = output
+        self._prefix = prefix
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a message, unless it is for the run's log file alone."""
+        if getattr(record, "file_only", False):
+            return
+        kind = "warning: " if record.levelno >= logging.WARNING else ""
+        self._output.note(f"{self._prefix}{kind}{record.getMessage()}")
 
 
 class Output:
@@ -112,6 +134,12 @@ class Output:
     def note(self, message: str) -> None:
         """Prints a line about progress; with --json on the error stream."""
         _print_text(self.notes, message)
+
+    @contextmanager
+    def shows_log(self, prefix: str = "") -> Iterator[None]:
+        """Prints what the package logs while the body runs, as notes that begin with `prefix`."""
+        with handled_by(_Notes(self, prefix)):
+            yield
 
     def error(self, message: str) -> None:
         """Prints a line about a failure on the error stream."""

@@ -7,6 +7,7 @@ not a tracker takes it, so no tracker that fails or is slow holds up a run.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -19,6 +20,9 @@ from typing import Any, Protocol, Self
 from tandem.metrics import numbers
 from tandem.settings.run import TrackerName
 from tandem.utils.optional import optional_module
+
+_log = logging.getLogger(__name__)
+
 
 # Default project of Weights & Biases and experiment of MLflow.
 PROJECT = "tandem"
@@ -70,12 +74,8 @@ class Trackers:
     run the tracker has FLUSH_SECONDS to take what it lacks.
     """
 
-    def __init__(
-        self, names: Sequence[TrackerName], run: TrackedRun, note: Callable[[str], None]
-    ) -> None:
-        """`note` prints a line, in any thread, about a tracker that fails."""
-        self._note = note
-        self._senders = [_Sender(name, run, note) for name in names]
+    def __init__(self, names: Sequence[TrackerName], run: TrackedRun) -> None:
+        self._senders = [_Sender(name, run) for name in names]
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +87,7 @@ class Trackers:
             sender.ask_to_end()
         late = [sender.name for sender in self._senders if not sender.ends_by(_NOTE_SECONDS)]
         if late:
-            self._note(f"waiting for trackers: {', '.join(late)}, for at most {seconds:g} s")
+            _log.info(f"waiting for trackers: {', '.join(late)}, for at most {seconds:g} s")
         for sender in self._senders:
             sender.end(deadline)
 
@@ -112,10 +112,9 @@ def require_installed(names: Sequence[TrackerName]) -> None:
 class _Sender:
     """Hands lines to one tracker, in order, in a thread."""
 
-    def __init__(self, name: TrackerName, run: TrackedRun, note: Callable[[str], None]) -> None:
+    def __init__(self, name: TrackerName, run: TrackedRun) -> None:
         self.name = name
         self._run = run
-        self._note = note
         self._lines: queue.Queue[tuple[dict[str, Any], str] | None] = queue.Queue()
         self._added = self._sent = 0
         self._reason = ""
@@ -156,8 +155,8 @@ class _Sender:
             self._reason = "it does not answer"
         if self.lacks or self._reason:
             lacks = f"it lacks {self.lacks} lines" if self.lacks else "it may lack the last lines"
-            self._note(
-                f"warning: trackers: {self.name}: {self._reason}: {lacks}, which metrics.jsonl "
+            _log.warning(
+                f"trackers: {self.name}: {self._reason}: {lacks}, which metrics.jsonl "
                 "and evals.jsonl have"
             )
 
@@ -181,7 +180,7 @@ class _Sender:
                 self._tell(error)
             else:
                 if self._reason and not self._ended.is_set():
-                    self._note(f"trackers: {self.name}: works again")
+                    _log.info(f"trackers: {self.name}: works again")
                 self._reason = ""
                 return True
             if self._ended.is_set():
@@ -195,8 +194,8 @@ class _Sender:
     def _tell(self, error: BaseException) -> None:
         known, self._reason = self._reason, f"{type(error).__name__}: {error}"
         if not known and not self._ended.is_set():
-            self._note(
-                f"warning: trackers: {self.name}: {self._reason}: the run goes on, and its "
+            _log.warning(
+                f"trackers: {self.name}: {self._reason}: the run goes on, and its "
                 "numbers are sent when the tracker takes them"
             )
 

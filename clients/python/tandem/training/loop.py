@@ -6,6 +6,7 @@ its new weights to the rollout servers.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from tandem.rpc.requests import PolicySample, SupervisedSample
 from tandem.run_directory.account import why_untrained
 from tandem.run_directory.checkpoints import SavedState, checkpoint_name
 from tandem.run_directory.directory import RunDirectory
-from tandem.run_directory.log import LOG
+from tandem.run_directory.log import FILE_ONLY
 from tandem.run_directory.trajectories.record import Response
 from tandem.session.session import Session
 from tandem.settings.run import EvalMode
@@ -35,6 +36,9 @@ from tandem.training.kl_control import first_kl_coefficient, next_kl_coefficient
 from tandem.training.own_responses import draw_own_responses
 from tandem.training.start import start_run
 from tandem.utils.interrupt import Interrupt, StopRequested
+
+_log = logging.getLogger(__name__)
+
 
 # Steps in a row without any reward that end a run.
 MOST_UNJUDGED = 3
@@ -92,7 +96,7 @@ def train(
                 next_kl_coefficient(settings, kl_coefficient, report, len(samples)),
             )
             if warning := flat.add(line):
-                session.note(f"warning: {warning}")
+                _log.warning(f"{warning}")
     return loop.last_step
 
 
@@ -158,11 +162,11 @@ def _tell_failures(
     one. Raises RewardError when there are MOST_UNJUDGED.
     """
     for failure in drawn.failures:
-        LOG.warning("step %d: %s", step, failure)
+        _log.warning(f"step {step}: {failure}", extra=FILE_ONLY)
     rewards = [reward for group in drawn.groups for reward in group.rewards]
     failed = rewards.count(None)
     if failed:
-        session.note(
+        _log.info(
             f"step {step}: the reward failed for {failed} of {len(rewards)} responses, which are "
             f"left out; the first: {drawn.failures[0].splitlines()[0]} (all: {run.log})"
         )
@@ -186,7 +190,7 @@ def _tell_missing(session: Session, run: RunDirectory, step: int, drawn: Drawn) 
             f"{len(drawn.groups) - len(drawn.kept)} that were drawn do not differ "
             f"(batch.filter_groups.max_num_gen_batches: {drawn.num_gen_batches})"
         )
-        session.note(text)
+        _log.info(text)
 
 
 def train_supervised(
@@ -281,9 +285,9 @@ class Loop:
         if self._interrupt is not None:
             self._interrupt.defer()
             session.reward.stopping = lambda: self._interrupt.requested
-        run.begin(session.note, session.settings.steps)
+        run.begin(session.settings.steps)
         run.record(start.record(), session.facts())
-        session.note(str(start))
+        _log.info(str(start))
         self.weights = start.weights
         self._critic = start.critic
         self.examples_drawn = _examples_drawn(session, run.state)
@@ -393,7 +397,7 @@ class Loop:
         self._on_step(line)
         if why is not None:
             run.account.why[why] += 1
-            self._session.note(f"step {step} trained nothing: {why}")
+            _log.info(f"step {step} trained nothing: {why}")
         return line
 
     def _is_to_save(self, step: int) -> bool:
@@ -408,7 +412,7 @@ class Loop:
         try:
             return evaluate(self._session, modes) if modes else {}
         except StopRequested as stop:
-            self._session.note(f"the evaluation after step {step} is given up: {stop}")
+            _log.info(f"the evaluation after step {step} is given up: {stop}")
             return {}
 
     def _keep(self, step: int, evaluations: Mapping[EvalMode, Evaluation]) -> None:
@@ -419,11 +423,11 @@ class Loop:
             run.trajectories.write_evaluation(step, mode, answers)
             summary = evaluation.summary()
             run.write_eval({"step": step} | summary)
-            session.note(f"step {step}: {in_words(summary)}")
+            _log.info(f"step {step}: {in_words(summary)}")
 
     def give_up(self, stop: StopRequested) -> None:
         """Saves the steps before the one that was given up, and ends the loop."""
-        self._session.note(f"step {self._step} is given up: {stop}")
+        _log.info(f"step {self._step} is given up: {stop}")
         if self._unsaved:
             self._run.write_state(self._save_on_servers())
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
@@ -31,9 +32,8 @@ AWAY = errors.ServerStartError("x")
 FULL = errors.StorageError("x")
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
+def test_only_what_the_user_wrote_is_2(subtests):
+    for error, code in [
         (WRITTEN, 2),
         (errors.RunDirectoryError("x"), 2),
         (errors.CredentialsError("x"), 2),
@@ -47,15 +47,13 @@ FULL = errors.StorageError("x")
         (errors.ProblemsError([AWAY, WRITTEN]), 2),
         (errors.ProblemsError([AWAY, FULL]), 1),
         (errors.ProblemsError([AWAY, AWAY]), 3),
-    ],
-)
-def test_only_what_the_user_wrote_is_2(error, code):
-    assert exit_code(error) == code
+    ]:
+        with subtests.test(error=error, code=code):
+            assert exit_code(error) == code
 
 
-@pytest.mark.parametrize(
-    ("number", "is_written"),
-    [
+def test_a_failure_of_storage_is_told_from_a_wrong_path(subtests):
+    for number, is_written in [
         ("ENOENT", True),
         ("ENOTDIR", True),
         ("EACCES", True),
@@ -69,48 +67,41 @@ def test_only_what_the_user_wrote_is_2(error, code):
         ("ENOMEM", False),
         ("ETIMEDOUT", False),
         ("ENOLCK", False),
-    ],
-)
-def test_a_failure_of_storage_is_told_from_a_wrong_path(number, is_written):
-    code = getattr(errno, number)
-    error = errors.file_error("run_dir: x", OSError(code, os.strerror(code)))
-    assert isinstance(error, errors.ConfigError) == is_written
-    assert isinstance(error, errors.StorageError) != is_written
-    assert str(error) == f"run_dir: x: {os.strerror(code)}"
+    ]:
+        with subtests.test(number=number, is_written=is_written):
+            code = getattr(errno, number)
+            error = errors.file_error("run_dir: x", OSError(code, os.strerror(code)))
+            assert isinstance(error, errors.ConfigError) == is_written
+            assert isinstance(error, errors.StorageError) != is_written
+            assert str(error) == f"run_dir: x: {os.strerror(code)}"
 
 
-@pytest.mark.parametrize(
-    ("code", "kind", "says"),
-    [
+def test_each_failure_of_a_lock_has_its_own_words(run_file, monkeypatch, subtests):
+    for code, kind, says in [
         ("EOPNOTSUPP", errors.RunDirectoryError, "its file system has no locks"),
         ("ENOSYS", errors.RunDirectoryError, "its file system has no locks"),
         ("ENOLCK", errors.StorageError, "it cannot be locked now: No locks available"),
         ("EIO", errors.StorageError, "it cannot be locked now"),
         ("EWOULDBLOCK", errors.RunDirectoryBusyError, "is in use by another process"),
-    ],
-)
-def test_each_failure_of_a_lock_has_its_own_words(run_file, monkeypatch, code, kind, says):
-    def flock(*_):
-        number = getattr(errno, code)
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    config = loading.load(RunSettings, run_file)
-    with pytest.raises(kind, match=says), RunDirectory.open(config, "train"):
-        pass
+    ]:
+        with subtests.test(code=code, kind=kind, says=says):
+            number = getattr(errno, code)
+            failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
+            monkeypatch.setattr(fcntl, "flock", failing)
+            config = loading.load(RunSettings, run_file)
+            with pytest.raises(kind, match=says), RunDirectory.open(config, "train"):
+                pass
 
 
 def test_who_waits_for_a_lock_is_told_who_holds_it_and_goes_on_when_it_is_free(
-    run_file, monkeypatch
+    run_file, monkeypatch, notes
 ):
     monkeypatch.setattr(lock, "_RETRY_SECONDS", 0.01)
     config = loading.load(RunSettings, run_file)
-    notes, opened = [], []
+    opened = []
 
     def wait():
-        with RunDirectory.open(
-            config, "train", resume="auto", wait_seconds=600, note=notes.append
-        ) as run:
+        with RunDirectory.open(config, "train", resume="auto", wait_seconds=600) as run:
             opened.append(run.path)
 
     with RunDirectory.open(config, "train") as run:
@@ -172,9 +163,8 @@ def report(version=1, digest="b", **values):
     return trainer_pb2.StepReport(weights=weights, metrics=metrics, **values)
 
 
-@pytest.mark.parametrize(
-    ("of", "why"),
-    [
+def test_a_step_that_changes_no_weight_is_known(subtests):
+    for of, why in [
         (report(), None),
         (report(digest=""), None),
         (report(0, "a", skipped=True, skip_reason="NaN"), "NaN"),
@@ -182,10 +172,9 @@ def report(version=1, digest="b", **values):
         (report(1, "a", metrics={"policy/learning_rate": 0}), "the learning rate was 0"),
         (report(1, "a", metrics={"policy/grad_norm": 0}), "the gradient was 0"),
         (report(1, "b", metrics={"policy/learning_rate": 0}), None),
-    ],
-)
-def test_a_step_that_changes_no_weight_is_known(of, why):
-    assert why_untrained(of, server_pb2.WeightsVersion(version=0, digest="a")) == why
+    ]:
+        with subtests.test(of=of, why=why):
+            assert why_untrained(of, server_pb2.WeightsVersion(version=0, digest="a")) == why
 
 
 def test_a_run_that_trains_nothing_says_so_and_exits_with_4(world, run_file, tmp_path):

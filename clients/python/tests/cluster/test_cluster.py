@@ -282,30 +282,28 @@ def test_a_full_disk_is_named_at_once(build_dir, tmp_path, monkeypatch):
         pass
 
 
-def test_only_rank_zero_of_a_server_is_announced(build_dir, tmp_path):
-    said = []
+def test_only_rank_zero_of_a_server_is_announced(build_dir, tmp_path, notes):
     settings = ClusterSettings(directory=tmp_path / "logs", trainer={"model": "m", "ranks": 2})
-    with LocalCluster(settings, build_dir=build_dir, on_progress=said.append):
+    with LocalCluster(settings, build_dir=build_dir):
         pass
-    assert [line.split(" at ")[0] for line in said if " serves at " in line] == ["trainer serves"]
+    assert [line.split(" at ")[0] for line in notes if " serves at " in line] == ["trainer serves"]
 
 
-def test_a_dead_rollout_server_of_a_run_is_started_again_at_its_address(build_dir, tmp_path):
+def test_a_dead_rollout_server_of_a_run_is_started_again_at_its_address(build_dir, tmp_path, notes):
     settings = ClusterSettings(directory=tmp_path / "logs", rollout=[{}, {"ranks": 2}], trainer={})
-    said = []
-    with LocalCluster(settings, build_dir=build_dir, on_progress=said.append) as cluster:
+    with LocalCluster(settings, build_dir=build_dir) as cluster:
         cluster.keep_rollouts()
         before = list(cluster.servers)
         for dead in (before[0], before[2]):  # The second one is the other rank of its server.
             dead.process.kill()
             # It is about to be started again, so nothing is wrong.
             cluster.check(spare_rollouts=True)
-        wait_until(lambda: sum("serves again" in one for one in said) == 2)
+        wait_until(lambda: sum("serves again" in one for one in notes) == 2)
         after = cluster.servers
         assert [one.name for one in after] == [one.name for one in before]
         assert [one.address for one in cluster.rollouts] == [before[0].address, before[1].address]
         assert all(server.running for server in after)
-        assert any("rollout-0 ended with signal SIGKILL" in one for one in said)
+        assert any("rollout-0 ended with signal SIGKILL" in one for one in notes)
         assert (tmp_path / "logs" / "logs" / "attempt_1" / "rollout-0-again-1.log").exists()
         assert after[-1] is before[-1]
         cluster.trainer.process.kill()
@@ -314,17 +312,18 @@ def test_a_dead_rollout_server_of_a_run_is_started_again_at_its_address(build_di
             cluster.check(spare_rollouts=True)
 
 
-def test_a_rollout_server_that_dies_again_and_again_is_left(build_dir, tmp_path, monkeypatch):
+def test_a_rollout_server_that_dies_again_and_again_is_left(
+    build_dir, tmp_path, monkeypatch, notes
+):
     monkeypatch.setattr(keeper, "_LOOK_SECONDS", 0.01)
     settings = ClusterSettings(directory=tmp_path / "logs", rollout=[{}])
-    said = []
-    with LocalCluster(settings, build_dir=build_dir, on_progress=said.append) as cluster:
+    with LocalCluster(settings, build_dir=build_dir) as cluster:
         cluster.keep_rollouts()
         for count in range(1, keeper.MOST_STARTS + 1):
             cluster.rollouts[0].process.kill()
-            wait_until(lambda count=count: sum("serves again" in one for one in said) == count)
+            wait_until(lambda count=count: sum("serves again" in one for one in notes) == count)
         cluster.rollouts[0].process.kill()
-        wait_until(lambda: "it died 4 times, and is left as it is" in said[-1])
+        wait_until(lambda: "it died 4 times, and is left as it is" in notes[-1])
         with pytest.raises(ServerStartError, match="rollout-0 ended with signal SIGKILL"):
             cluster.check(spare_rollouts=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 
 import pytest
 from fakes import FakeWorld, serve
@@ -14,23 +13,19 @@ from tandem.errors import ServerStartError
 from tandem.rpc.credentials import Credentials
 
 
-def test_servers_that_serve_are_not_waited_for():
-    notes: list[str] = []
+def test_servers_that_serve_are_not_waited_for(notes):
     with serve(FakeWorld()) as address:
-        wait_until_serving([address, address], Credentials(), 60, notes.append)
+        wait_until_serving([address, address], Credentials(), 60)
     assert notes == []
 
 
-def test_a_server_that_comes_later_is_waited_for():
+def test_a_server_that_comes_later_is_waited_for(notes):
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{place.getsockname()[1]}"
     noted = threading.Event()
-    notes: list[str] = []
 
-    def note(text: str) -> None:
-        notes.append(text)
-        noted.set()
+    notes.on_note = lambda _: noted.set()
 
     done = threading.Event()
 
@@ -42,7 +37,7 @@ def test_a_server_that_comes_later_is_waited_for():
     server = threading.Thread(target=late)
     server.start()
     try:
-        wait_until_serving([address], Credentials(), 60, note)
+        wait_until_serving([address], Credentials(), 60)
     finally:
         noted.set()
         done.set()
@@ -52,9 +47,7 @@ def test_a_server_that_comes_later_is_waited_for():
 
 
 def test_the_wait_has_an_end():
-    before = time.monotonic()
     with pytest.raises(ServerStartError) as caught:
-        wait_until_serving(["127.0.0.1:1"], Credentials(), 1, lambda _: None)
+        wait_until_serving(["127.0.0.1:1"], Credentials(), 1)
     assert "127.0.0.1:1 does not serve after 1 s" in str(caught.value)
     assert "servers.start_timeout_seconds" in caught.value.hint
-    assert time.monotonic() - before < 30

@@ -50,16 +50,17 @@ def held(record, content):
         yield
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_record_is_passed_over(folder, damage):
-    with (
-        held(folder / "1.json", DAMAGED[damage]),
-        held(folder / "2.json", json.dumps(WHOLE)),
-    ):
-        [found] = registry.clusters()
-        assert found == WHOLE
-        [server] = registry.servers()
-        assert server["address"] == "127.0.0.1:1"
+def test_a_damaged_record_is_passed_over(folder, subtests):
+    for damage in DAMAGED:
+        with (
+            subtests.test(damage=damage),
+            held(folder / "1.json", DAMAGED[damage]),
+            held(folder / "2.json", json.dumps(WHOLE)),
+        ):
+            [found] = registry.clusters()
+            assert found == WHOLE
+            [server] = registry.servers()
+            assert server["address"] == "127.0.0.1:1"
 
 
 @pytest.mark.parametrize("command", [["status"], ["generate", "w1", "--tokenizer", "/none"]])
@@ -74,13 +75,12 @@ def test_commands_without_a_home_find_no_cluster_and_say_so(monkeypatch, command
     assert "home" not in said.stderr
 
 
-def test_a_record_is_an_offer_that_may_fail(tmp_path, monkeypatch):
+def test_a_record_is_an_offer_that_may_fail(tmp_path, monkeypatch, notes):
     settings = ClusterSettings(trainer={}, directory=tmp_path)
     cluster = SimpleNamespace(settings=settings, credentials=Credentials(), servers=[])
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError))
-    notes = []
-    with registry.announced(cluster, notes.append):
+    with registry.announced(cluster):
         pass
     assert notes == ["other commands do not find these servers: HOME is not set"]
 

@@ -85,25 +85,25 @@ def test_a_mistake_of_many_rows_is_named_once_and_counted(tmp_path, codec):
         assert f"{rows.jsonl}:1: {says}" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("row", "changes"),
-    [
+def test_a_prompt_without_tokens_names_its_row(tmp_path, codec, subtests):
+    for row, changes in [
         ({"prompt": ""}, {}),
         ({"prompt": "  "}, {}),
         ({"prompt": "w1", "extra": ""}, {"format": "{extra}"}),
         ({"prompt": "w1 -> "}, {"extract": "-> (.*)"}),
         ({"messages": [{"role": "user", "content": ""}]}, {}),
         ({"prompt": ""}, {"template": "chat"}),
-    ],
-)
-def test_a_prompt_without_tokens_names_its_row(tmp_path, codec, row, changes):
-    (codec.directory / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    )
-    good = {"prompt": "w1 -> w2", "extra": "w3"}
-    settings = jsonl(tmp_path, good, row).model_copy(update=changes)
-    with pytest.raises(ConfigError, match=rf"^eval.data: {settings.jsonl}:2: the prompt has no"):
-        load_dataset(settings, codec, field="eval.data")
+    ]:
+        with subtests.test(row=row, changes=changes):
+            (codec.directory / "chat_template.jinja").write_text(
+                "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+            )
+            good = {"prompt": "w1 -> w2", "extra": "w3"}
+            settings = jsonl(tmp_path, good, row).model_copy(update=changes)
+            with pytest.raises(
+                ConfigError, match=rf"^eval.data: {settings.jsonl}:2: the prompt has no"
+            ):
+                load_dataset(settings, codec, field="eval.data")
 
 
 def test_tokens_around_a_text_are_no_prompt(tmp_path):
@@ -123,11 +123,10 @@ def framing_tokenizer(directory):
     return directory
 
 
-def test_what_the_tokenizer_adds_to_prompts_is_said_and_can_be_left_out(tmp_path):
+def test_what_the_tokenizer_adds_to_prompts_is_said_and_can_be_left_out(tmp_path, notes):
     codec = TextCodec(framing_tokenizer(tmp_path / "framing"))
     rows = jsonl(tmp_path, {"prompt": "w5"}, {"prompt": "w1 w6"})
-    notes = []
-    data = load_dataset(rows, codec, note=notes.append)
+    data = load_dataset(rows, codec)
     assert [one.token_ids for one in data.examples] == [[1, 5, 0], [1, 1, 6, 0]]
     [ends, begins] = notes
     assert ends.startswith("warning: data: the tokenizer ends every prompt with '<eos>'")
@@ -136,11 +135,11 @@ def test_what_the_tokenizer_adds_to_prompts_is_said_and_can_be_left_out(tmp_path
     assert all("data.add_special_tokens: false" in note for note in notes)
     notes.clear()
     plain = rows.model_copy(update={"add_special_tokens": False})
-    data = load_dataset(plain, codec, note=notes.append)
+    data = load_dataset(plain, codec)
     assert [one.token_ids for one in data.examples] == [[5], [1, 6]]
     # A chat template writes its own.
     chat = rows.model_copy(update={"template": "chat"})
-    data = load_dataset(chat, codec, note=notes.append)
+    data = load_dataset(chat, codec)
     assert [one.token_ids for one in data.examples] == [[5, 63], [1, 6, 63]]
     assert notes == []
 
@@ -357,13 +356,12 @@ def test_unique_drops_repeated_prompts_and_limit_keeps_the_first_rows(tmp_path, 
     ],
 )
 def test_prompts_that_are_too_long_follow_the_rule_and_are_counted(
-    tmp_path, codec, rule, kept, note
+    tmp_path, codec, rule, kept, note, notes
 ):
     prompts = ["w1", "w1 w2 w3 w4", "w1 w2 w3", "w1 w2 w3 w4 w5"]
     settings = jsonl(tmp_path, *({"prompt": prompt} for prompt in prompts))
     settings = settings.model_copy(update={"max_prompt_tokens": 3, "too_long": rule})
-    notes = []
-    examples = load_dataset(settings, codec, note=notes.append).examples
+    examples = load_dataset(settings, codec).examples
     assert [example.token_ids for example in examples] == kept
     assert notes == [note]
 
@@ -404,9 +402,8 @@ def test_rows_end_at_line_feeds_alone(tmp_path, codec):
     assert [example.row["answer"] for example in examples] == [separators, "ä"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_bad_file_is_named_with_its_field_and_line(tmp_path, codec, subtests):
+    for content, message in [
         (None, "eval.data.jsonl: {path}: No such file"),
         (b"", "eval.data: no rows"),
         (b'{"prompt": "w1"}\n{"prompt": "\xff"}\n', "eval.data.jsonl: {path}:2: not UTF-8"),
@@ -417,32 +414,29 @@ def test_rows_end_at_line_feeds_alone(tmp_path, codec):
         (b'{"messages": "w1"}', "eval.data.jsonl: {path}:1: `messages` must be a list"),
         (b'{"messages": [{"content": 3}]}', "eval.data.jsonl: {path}:1: `messages` must be a list"),
         (b'{"prompt": "\\ud800"}', "eval.data.jsonl: {path}:1: not Unicode text: '\\ud800'"),
-    ],
-)
-def test_a_bad_file_is_named_with_its_field_and_line(tmp_path, codec, content, message):
-    path = tmp_path / "rows.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        load_dataset(DataSettings(jsonl=path), codec, field="eval.data")
-    assert str(caught.value).startswith(message.format(path=path))
+    ]:
+        with subtests.test(content=content, message=message):
+            path = tmp_path / "rows.jsonl"
+            if content is not None:
+                path.write_bytes(content)
+            with pytest.raises(ConfigError) as caught:
+                load_dataset(DataSettings(jsonl=path), codec, field="eval.data")
+            assert str(caught.value).startswith(message.format(path=path))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_prompt_that_cannot_be_written_is_named(tmp_path, codec, subtests):
+    for change, message in [
         ({"format": "{question}"}, "data.format: '{question}' does not fit a row"),
         ({"format": "{prompt.x}"}, "data.format: '{prompt.x}' does not fit a row"),
         ({"format": "{prompt"}, "data.format: '{prompt' does not fit a row"),
         ({"extract": "w(9)"}, "data.extract: no match in the prompt 'w1'"),
         ({"extract": "w1(9)?"}, "data.extract: no match in the prompt 'w1'"),
-    ],
-)
-def test_a_prompt_that_cannot_be_written_is_named(tmp_path, codec, change, message):
-    settings = jsonl(tmp_path, {"prompt": "w1"}).model_copy(update=change)
-    with pytest.raises(ConfigError) as caught:
-        load_dataset(settings, codec)
-    assert str(caught.value).startswith(message)
+    ]:
+        with subtests.test(change=change, message=message):
+            settings = jsonl(tmp_path, {"prompt": "w1"}).model_copy(update=change)
+            with pytest.raises(ConfigError) as caught:
+                load_dataset(settings, codec)
+            assert str(caught.value).startswith(message)
 
 
 def test_a_reasoning_gym_task_that_does_not_exist_is_named(codec):

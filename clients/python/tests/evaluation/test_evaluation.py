@@ -102,10 +102,9 @@ def test_a_handoff_changes_the_author_after_every_boundary(load):
 
 
 @pytest.mark.parametrize(("max_tokens", "told"), [(1, True), (30, False)])
-def test_a_handoff_that_never_happened_is_told(load, max_tokens, told):
-    notes = []
+def test_a_handoff_that_never_happened_is_told(load, max_tokens, told, notes):
     config = load("eval.modes=[handoff]", f"sampling.max_tokens={max_tokens}")
-    with Session(config, notes.append, purpose="eval") as session:
+    with Session(config, purpose="eval") as session:
         rounds_mean = evaluate(session)["handoff"].summary()["rounds/mean"]
     assert (rounds_mean == 1) == told
     assert any(note.startswith("handoff: no answer has a token") for note in notes) == told
@@ -190,7 +189,7 @@ def test_scores_are_asked_for_in_calls_that_fit_into_a_message(world, load):
     assert world.scores == 2
 
 
-def test_a_server_that_restarts_while_it_scores_is_asked_again(world, load):
+def test_a_server_that_restarts_while_it_scores_is_asked_again(world, load, notes):
     world.version = world.published = 3
 
     def restart():
@@ -198,8 +197,7 @@ def test_a_server_that_restarts_while_it_scores_is_asked_again(world, load):
             world.published = 0
 
     world.on_batch = restart
-    notes = []
-    with Session(load("eval.modes=[legibility]"), notes.append, purpose="eval") as session:
+    with Session(load("eval.modes=[legibility]"), purpose="eval") as session:
         result = evaluate(session)["legibility"]
     assert result.summary()["junior/nats_per_token"] == 2.0
     assert world.scores == 2

@@ -90,7 +90,7 @@ def test_a_model_that_is_overridden_is_not_looked_up(cache, tmp_path, monkeypatc
     assert [name for name, _ in asked] == ["acme/tiny"]
 
 
-def test_a_dry_run_fetches_no_weights(cache, monkeypatch):
+def test_a_dry_run_fetches_no_weights(cache, monkeypatch, notes):
     patterns = []
 
     def look_up(name, kind, field, files, *arguments):
@@ -104,8 +104,8 @@ def test_a_dry_run_fetches_no_weights(cache, monkeypatch):
     assert len(patterns) == 2
     assert not any("*.safetensors" in files for files in patterns)
     # Servers of models without weights cannot check themselves.
-    notes, problems = [], Problems()
-    checked = check_cluster(plan, None, None, problems, notes.append)
+    problems = Problems()
+    checked = check_cluster(plan, None, None, problems)
     assert checked.servers is None
     assert problems.errors == []
     assert [note.partition(" is")[0] for note in notes] == ["cluster.rollout", "cluster.trainer"]

@@ -47,22 +47,23 @@ def bring_up(replicas, version):
     return admit
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_delays_losses_and_lags_change_nothing(world, seed):
-    generator = random.Random(seed)
-    replicas = [FakeReplica(world) for _ in range(generator.randint(1, 4))]
-    for i, replica in enumerate(replicas):
-        replica.delay = random_delay(seed + i, generator.choice((0.0, 0.0005, 0.003)))
-        replica.version = generator.choice((0, 3))
-        # The last one is never lost: a request without any replica fails.
-        if replica is not replicas[-1]:
-            replica.losses = sorted(generator.choices(range(30), k=generator.randint(0, 2)))
-            replica.down_seconds = None if generator.random() < 0.3 else 0.03
-    prompts = prompts_of(generator.randint(0, 24), generator.randint(1, 4))
-    with pool_of(replicas, capacity=generator.randint(1, 4)) as pool:
-        for _ in range(2):
-            drawn = pool.generate(prompts, bring_up(replicas, version=3))
-            assert drawn == undisturbed(prompts, version=3)
+def test_delays_losses_and_lags_change_nothing(world, subtests):
+    for seed in range(25):
+        with subtests.test(seed=seed):
+            generator = random.Random(seed)
+            replicas = [FakeReplica(world) for _ in range(generator.randint(1, 4))]
+            for i, replica in enumerate(replicas):
+                replica.delay = random_delay(seed + i, generator.choice((0.0, 0.0005, 0.003)))
+                replica.version = generator.choice((0, 3))
+                # The last one is never lost: a request without any replica fails.
+                if replica is not replicas[-1]:
+                    replica.losses = sorted(generator.choices(range(30), k=generator.randint(0, 2)))
+                    replica.down_seconds = None if generator.random() < 0.3 else 0.03
+            prompts = prompts_of(generator.randint(0, 24), generator.randint(1, 4))
+            with pool_of(replicas, capacity=generator.randint(1, 4)) as pool:
+                for _ in range(2):
+                    drawn = pool.generate(prompts, bring_up(replicas, version=3))
+                    assert drawn == undisturbed(prompts, version=3)
 
 
 def test_one_two_and_three_replicas_draw_the_same(world):
@@ -123,15 +124,15 @@ def test_what_a_slow_replica_has_not_begun_goes_to_the_others(replicas):
     assert counts.retried == 0
 
 
-def test_the_prompts_of_a_lost_replica_are_asked_again_once(replicas):
+def test_the_prompts_of_a_lost_replica_are_asked_again_once(replicas, notes):
     lost, *others = replicas
-    prompts, notes = prompts_of(12), []
+    prompts = prompts_of(12)
     lost.losses, lost.down_seconds = [3], None
     # It gets the third prompt when the pool has the samples of the first one.
     lost.delay = lambda: fakes.wait_until(lambda: len(lost.drawn) < 3 or len(lost.submitted) == 3)
     for replica in others:
         replica.delay = lambda: fakes.wait_until(lambda: notes)
-    with pool_of(replicas, note=notes.append) as pool:
+    with pool_of(replicas) as pool:
         assert pool.generate(prompts) == undisturbed(prompts)
         counts = pool.take_counts()
         # Its window had the second prompt, of which it had drawn one sample, and the third one.
@@ -143,19 +144,19 @@ def test_the_prompts_of_a_lost_replica_are_asked_again_once(replicas):
         assert f"{lost.address}: is down" in notes[0]
 
 
-def test_a_replica_that_is_back_is_used_again(replicas):
+def test_a_replica_that_is_back_is_used_again(replicas, notes):
     lost, *others = replicas
     lost.losses, lost.down_seconds = [0], None
     for replica in others:
         replica.delay = lambda: fakes.wait_until(lambda: lost.drawn)
-    prompts, notes = prompts_of(40), []
+    prompts = prompts_of(40)
 
     def note(text):
-        notes.append(text)
         if "it is left out until it answers again" in text:
             lost.come_back()
 
-    with pool_of(replicas, note=note) as pool:
+    notes.on_note = note
+    with pool_of(replicas) as pool:
         assert pool.generate(prompts) == undisturbed(prompts)
     assert any("it is left out until it answers again" in note for note in notes)
     assert f"{lost.address} answers again" in notes
@@ -171,18 +172,18 @@ def test_a_pool_whose_replicas_are_all_lost_fails_with_the_last_error(replicas):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_replicas_that_are_all_lost_for_a_while_do_not_end_the_request(world, count):
-    replicas, prompts, notes = [FakeReplica(world) for _ in range(count)], prompts_of(12), []
+def test_replicas_that_are_all_lost_for_a_while_do_not_end_the_request(world, count, notes):
+    replicas, prompts = [FakeReplica(world) for _ in range(count)], prompts_of(12)
     for replica in replicas:
         replica.losses, replica.down_seconds = [1, 4], None
 
     def note(text):
-        notes.append(text)
         if all(replica.is_down for replica in replicas):
             for replica in replicas:
                 replica.come_back()
 
-    with pool_of(replicas, note=note) as pool:
+    notes.on_note = note
+    with pool_of(replicas) as pool:
         assert pool.generate(prompts) == undisturbed(prompts)
         assert pool.take_counts().retried > 0
     assert any("is down" in text for text in notes)

@@ -39,23 +39,21 @@ def test_ranks_multiply_the_plan() -> None:
     assert read.available == 32e9
 
 
-def test_servers_that_fit_stay_as_they_are() -> None:
-    notes: list[str] = []
+def test_servers_that_fit_stay_as_they_are(notes) -> None:
     plans = [
         plan("rollout", sizes_cache=True, senior_kv_cache=6e9, senior_weights=1e9),
         plan("trainer", masters=7e9),
     ]
-    assert fitted(cluster(), plans, notes.append) == cluster()
+    assert fitted(cluster(), plans) == cluster()
     assert not notes
 
 
-def test_a_cache_gets_what_all_else_leaves() -> None:
-    notes: list[str] = []
+def test_a_cache_gets_what_all_else_leaves(notes) -> None:
     plans = [
         plan("rollout", sizes_cache=True, senior_kv_cache=12e9, senior_weights=1.5e9),
         plan("trainer", masters=8.9e9),
     ]
-    got = fitted(cluster(), plans, notes.append)
+    got = fitted(cluster(), plans)
     assert got.rollout[0]["kv_cache_bytes"] == 16e9 - 1.5e9 - 8.9e9 - 2 * PROGRAM_BYTES
     assert "cluster.rollout: the key-value cache takes 5.0 GB of the 16.0 GB" in notes[0]
 
@@ -66,7 +64,7 @@ def test_two_caches_share_it_by_their_size() -> None:
         plan("rollout.1", sizes_cache=True, senior_kv_cache=4e9),
         plan("trainer", masters=7.1e9),
     ]
-    got = fitted(cluster(2), plans, print)
+    got = fitted(cluster(2), plans)
     assert [one["kv_cache_bytes"] for one in got.rollout] == [6e9, 2e9]
 
 
@@ -76,7 +74,7 @@ def test_a_cache_with_a_size_of_its_own_keeps_it() -> None:
         plan("trainer", masters=8.9e9),
     ]
     with pytest.raises(ConfigError, match=r"need 21\.5 GB of memory together") as failed:
-        fitted(cluster(), plans, print)
+        fitted(cluster(), plans)
     assert "rollout 12.3 GB (senior_kv_cache 12.0 GB)" in failed.value.message
     assert "16.0 GB are available" in failed.value.message
 
@@ -87,9 +85,9 @@ def test_models_that_leave_nothing_for_a_cache_are_refused() -> None:
         plan("trainer", masters=8.9e9),
     ]
     with pytest.raises(ConfigError, match="together"):
-        fitted(cluster(), plans, print)
+        fitted(cluster(), plans)
 
 
 def test_a_machine_that_does_not_say_its_memory_is_not_asked() -> None:
     plans = [PlannedMemory("trainer", {"masters": 1e15}, None)]
-    assert fitted(cluster(), plans, print) == cluster()
+    assert fitted(cluster(), plans) == cluster()

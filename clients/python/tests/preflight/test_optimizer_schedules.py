@@ -95,14 +95,13 @@ def test_the_error_names_the_step_in_which_the_rate_is_zero() -> None:
     assert "24 (6 steps of 4)" in error.message
 
 
-def test_a_floor_is_noted_instead() -> None:
+def test_a_floor_is_noted_instead(notes) -> None:
     settings = run(
         steps=8,
         cluster=optimizer(schedule="linear", total_steps=6, min_learning_rate=1e-7),
     )
-    notes: list[str] = []
     assert not list(check_schedules(planned_of(settings), settings, "train"))
-    notes_on_schedules(planned_of(settings), settings, "train", notes.append)
+    notes_on_schedules(planned_of(settings), settings, "train")
     assert "the last 2 have min_learning_rate" in notes[0]
 
 
@@ -114,10 +113,9 @@ def test_a_floor_is_noted_instead() -> None:
         ({"learning_rate": 0}, "the run changes no weight"),
     ],
 )
-def test_schedules_that_surprise_are_noted(fields, said) -> None:
+def test_schedules_that_surprise_are_noted(fields, said, notes) -> None:
     settings = run(steps=10, cluster=optimizer(**fields))
-    notes: list[str] = []
-    notes_on_schedules(planned_of(settings), settings, "train", notes.append)
+    notes_on_schedules(planned_of(settings), settings, "train")
     assert said in notes[0]
 
 
@@ -158,9 +156,8 @@ def test_running_servers_have_their_own_rate() -> None:
         run(learning_rate=1e-5, cluster=None)
 
 
-@pytest.mark.parametrize(
-    ("values", "rows", "steps"),
-    [
+def test_epochs_become_steps(subtests) -> None:
+    for values, rows, steps in [
         ({}, 100, 10),
         ({"steps": 3}, 100, 3),
         ({"epochs": 2}, 100, 25),
@@ -168,11 +165,10 @@ def test_running_servers_have_their_own_rate() -> None:
         ({"epochs": 1}, 3, 1),
         ({"epochs": 2, "steps": 5}, 100, 5),
         ({"epochs": 1, "steps": 50}, 100, 13),
-    ],
-)
-def test_epochs_become_steps(values, rows, steps) -> None:
-    settings = run(batch={"prompts_per_step": 8}, **values)
-    assert settings.with_steps_of(rows, "train").steps == steps
+    ]:
+        with subtests.test(values=values, rows=rows, steps=steps):
+            settings = run(batch={"prompts_per_step": 8}, **values)
+            assert settings.with_steps_of(rows, "train").steps == steps
 
 
 def test_epochs_of_supervised_training_count_its_batches() -> None:

@@ -457,11 +457,12 @@ def test_the_limit_of_the_junior_bounds_a_run_that_uses_it(load, world):
         pass
 
 
-def test_prompts_that_leave_too_little_room_for_a_response_are_counted_in_a_warning(load, tmp_path):
+def test_prompts_that_leave_too_little_room_for_a_response_are_counted_in_a_warning(
+    load, tmp_path, notes
+):
     rows = [{"prompt": "w1 " * count, "answer": "w1"} for count in (1, 2, 10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    notes = []
-    with Session(load("sampling.max_tokens=120"), notes.append):
+    with Session(load("sampling.max_tokens=120")):
         pass
     assert notes == [
         "warning: 1 of 3 prompts of data leave a response less than sampling.max_tokens (120) "
@@ -593,10 +594,9 @@ def test_what_the_senior_s_own_responses_need_is_checked_before_a_server_starts(
         assert "hold different models" in problems(load(*own), purpose="sft")
 
 
-def test_a_run_starts_the_servers_that_it_uses(load, cluster):
-    notes = []
+def test_a_run_starts_the_servers_that_it_uses(load, cluster, notes):
     run = load(cluster, "cluster.critic={model: m}")
-    with Session(run, notes.append, purpose="sft", dry_run=True) as session:
+    with Session(run, purpose="sft", dry_run=True) as session:
         started = session.in_force["cluster"]
     assert "critic" not in started
     assert started["rollout"] == []
@@ -606,23 +606,22 @@ def test_a_run_starts_the_servers_that_it_uses(load, cluster):
     assert any(note.startswith("servers.rollout is not used") for note in notes)
 
 
-def test_settings_of_tandem_without_an_effect_are_warned_of(load, cluster):
+def test_settings_of_tandem_without_an_effect_are_warned_of(load, cluster, notes):
     for where in ([], [cluster]):
-        notes = []
+        notes.clear()
         run = load(*where, "tandem.selection_strategy=sentence", "tandem.prob_senior=0.3")
-        with Session(run, notes.append, dry_run=True):
+        with Session(run, dry_run=True):
             pass
         warning = "warning: tandem.prob_senior has no effect with selection_strategy: sentence"
         assert notes.count(warning) == 1
 
 
-def test_an_answer_pattern_without_an_effect_is_warned_of(load, tmp_path):
+def test_an_answer_pattern_without_an_effect_is_warned_of(load, tmp_path, notes):
     (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return 1\n")
-    notes = []
     function = f"reward.function={tmp_path / 'judge.py'}:reward"
-    with Session(load(function, "reward.answer_pattern=w."), notes.append, dry_run=True):
+    with Session(load(function, "reward.answer_pattern=w."), dry_run=True):
         pass
-    with Session(load("reward.answer_pattern=w."), notes.append, dry_run=True):
+    with Session(load("reward.answer_pattern=w."), dry_run=True):
         pass
     [note] = notes
     assert note.startswith(
@@ -665,26 +664,26 @@ def test_drafts_of_a_model_that_no_server_has_are_refused(load, world, cluster, 
 
 
 @pytest.mark.parametrize("purpose", ["train", "sft"])
-def test_an_end_token_that_ends_no_response_is_noted(load, world, purpose):
+def test_an_end_token_that_ends_no_response_is_noted(load, world, purpose, notes):
     """Once, for all servers with the same ids."""
 
-    def notes(*overrides):
-        noted = []
+    def told(*overrides):
+        notes.clear()
         overrides = ["sft.response='{prompt}'", "tandem.enabled=false", *overrides]
-        with Session(load(*overrides), noted.append, purpose=purpose, dry_run=True):
-            return [text for text in noted if "end-of-sequence" in text]
+        with Session(load(*overrides), purpose=purpose, dry_run=True):
+            return [text for text in notes if "end-of-sequence" in text]
 
-    assert notes() == []
+    assert told() == []
     world.eos_token_ids = [7, 5]
-    noted = notes()
+    noted = told()
     assert noted
     assert all("token '<eos>' (id 0) ends no response of the " in text for text in noted)
     assert all("end at the ids 5, 7;" in text for text in noted)
     world.eos_token_ids = []
-    assert "responses end at no token" in notes()[0]
+    assert "responses end at no token" in told()[0]
     asked = {"train": "sampling.stop=['<eos>']", "sft": "sft.append_eos=false"}
     ignored = {"train": "sampling.ignore_eos=true", "sft": "sft.append_eos=false"}
-    assert notes(asked[purpose]) == notes(ignored[purpose]) == []
+    assert told(asked[purpose]) == told(ignored[purpose]) == []
 
 
 @pytest.mark.parametrize(
@@ -698,28 +697,27 @@ def test_an_end_token_that_ends_no_response_is_noted(load, world, purpose):
     ],
 )
 def test_the_end_tokens_of_a_clusters_models_are_those_of_their_files(
-    load, cluster, tmp_path, config, generation, noted
+    load, cluster, tmp_path, config, generation, noted, notes
 ):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
-    told = []
-    with Session(load(cluster), told.append, dry_run=True):
+    with Session(load(cluster), dry_run=True):
         pass
-    assert any("ends no response" in text for text in told) == noted
+    assert any("ends no response" in text for text in notes) == noted
 
 
-def test_greedy_samples_of_an_evaluation_are_noted(load):
-    def notes(purpose, *overrides):
-        told = []
-        with Session(load(*overrides), told.append, purpose=purpose, dry_run=True):
-            return [text for text in told if "eval.samples" in text]
+def test_greedy_samples_of_an_evaluation_are_noted(load, notes):
+    def told(purpose, *overrides):
+        notes.clear()
+        with Session(load(*overrides), purpose=purpose, dry_run=True):
+            return [text for text in notes if "eval.samples" in text]
 
     several = ("eval.samples=4", "eval.k=[1, 4]")
-    [note] = notes("eval", *several)
+    [note] = told("eval", *several)
     assert note.startswith("warning: eval.samples: the 4 answers to a prompt are the same")
-    assert len(notes("train", *several, "eval.every=2")) == 1
-    assert notes("train", *several, "eval.every=0") == []
-    assert notes("eval") == notes("eval", *several, "eval.temperature=0.5") == []
+    assert len(told("train", *several, "eval.every=2")) == 1
+    assert told("train", *several, "eval.every=0") == []
+    assert told("eval") == told("eval", *several, "eval.temperature=0.5") == []
 
 
 def test_a_directory_that_is_not_there_is_one_problem(tmp_path):

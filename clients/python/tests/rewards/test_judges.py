@@ -35,10 +35,10 @@ def opened(tmp_path):
     """A function that opens a reward, which the test's end closes."""
     rewards = []
 
-    def make(text, note=None, name="judge.py", **settings):
+    def make(text, name="judge.py", **settings):
         (tmp_path / name).write_text(text)
         settings = RewardSettings(function=f"{name}:reward", python_path=tmp_path, **settings)
-        rewards.append(Reward(settings, note=note))
+        rewards.append(Reward(settings))
         return rewards[-1]
 
     yield make
@@ -120,12 +120,11 @@ def test_threads_that_never_return_are_bounded(opened, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_long_call_is_told_with_its_row(opened, way, monkeypatch):
+def test_a_long_call_is_told_with_its_row(opened, way, monkeypatch, notes):
     monkeypatch.setattr(watch, "NOTE_SECONDS", 0.1)
     kind, settings = WAYS[way]
     waits = "await asyncio.sleep" if kind == "async def" else "time.sleep"
-    notes = []
-    reward = opened(HANGS.format(kind=kind, hangs=f"{waits}(0.6)"), note=notes.append, **settings)
+    reward = opened(HANGS.format(kind=kind, hangs=f"{waits}(0.6)"), **settings)
     assert reward([EXAMPLE], [["hang"]]).rewards == [[4.0]]
     told = "reward.function: judge.py:reward has run for "
     assert notes[0].startswith(told)

@@ -111,10 +111,9 @@ def test_a_server_that_is_behind_is_caught_up_and_another_is_left_alone(world, c
 
 
 @pytest.mark.parametrize("version", [None, 0])
-def test_a_run_says_once_that_a_server_does_not_use_the_speculator(world, config, version):
+def test_a_run_says_once_that_a_server_does_not_use_the_speculator(world, config, version, notes):
     world.has_speculator, world.speculator_version = True, version
-    notes = []
-    with Session(config, on_progress=notes.append) as session:
+    with Session(config) as session:
         for _ in range(2):
             world.version += 1
             session.publish()
@@ -201,12 +200,13 @@ def test_a_step_of_more_samples_than_a_queue_holds_travels_in_several_batches(wo
     ]
 
 
-def test_rows_that_are_held_out_are_counted_and_an_evaluation_keeps_its_own(config, tmp_path):
+def test_rows_that_are_held_out_are_counted_and_an_evaluation_keeps_its_own(
+    config, tmp_path, notes
+):
     held_out = tmp_path / "held_out.jsonl"
     write_rows(held_out, {"prompt": "w2 w3"}, {"prompt": "w3 w4"})
     config.eval.data = DataSettings(jsonl=held_out)
-    notes = []
-    with Session(config, notes.append) as session:
+    with Session(config) as session:
         assert len(session.data) == 18
     assert notes == ["data: 2 of 20 rows are left out: eval.data has their prompts"]
     # In an evaluation, the training data may be held out as a whole.

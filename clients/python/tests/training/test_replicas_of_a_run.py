@@ -45,10 +45,9 @@ def three(world):
     return replicas
 
 
-def run_results(config, *, on_step=lambda line: None, notes=None):
+def run_results(config, *, on_step=lambda line: None):
     """The metrics of a run that do not depend on the clock, and its trajectories."""
-    on_progress = None if notes is None else notes.append
-    with RunDirectory.open(config, "train") as run, Session(config, on_progress) as session:
+    with RunDirectory.open(config, "train") as run, Session(config) as session:
         train(session, run, on_step)
     path = run.path
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -92,12 +91,11 @@ def versions_of(trajectories):
 @pytest.mark.parametrize("losses", [[], [3], [3, 9], [0, 1, 2]])
 @pytest.mark.parametrize("down_seconds", [0.05, None])
 def test_a_run_is_the_same_on_any_number_of_replicas(
-    world, three, load, tmp_path, count, losses, down_seconds
+    world, three, load, tmp_path, count, losses, down_seconds, notes
 ):
     alone = run_on([FakeReplica(world)], load, tmp_path, "alone")
     replicas = three[:count]
     replicas[0].losses, replicas[0].down_seconds = list(losses), down_seconds
-    notes = []
     if losses:
         wait_for_loss(replicas[1:], notes)
     several = run_on(
@@ -106,7 +104,6 @@ def test_a_run_is_the_same_on_any_number_of_replicas(
         tmp_path,
         "several",
         on_step=lambda line: forget_prompts(replicas),
-        notes=notes,
     )
     assert several[:2] == alone[:2]
     assert versions_of(several[1]) == [{0}, {1}, {2}]
@@ -119,9 +116,11 @@ def test_a_run_is_the_same_on_any_number_of_replicas(
         assert several[2][-1]["rollout/replicas"] == count - 1
 
 
-def test_a_replica_that_missed_publications_gets_the_weights_before_it_draws(three, load, tmp_path):
+def test_a_replica_that_missed_publications_gets_the_weights_before_it_draws(
+    three, load, tmp_path, notes
+):
     lost, *others = three
-    lost.losses, lost.down_seconds, notes = [2], None, []
+    lost.losses, lost.down_seconds = [2], None
     wait_for_loss(others, notes)
     # It gets the third prompt when the pool has the samples of the first one.
     lost.delay = lambda: fakes.wait_until(lambda: len(lost.drawn) < 2 or len(lost.submitted) == 3)
@@ -138,9 +137,7 @@ def test_a_replica_that_missed_publications_gets_the_weights_before_it_draws(thr
                     before(),
                 )
 
-    _, trajectories, lines = run_on(
-        three, load, tmp_path, "run", prompts=9, on_step=on_step, notes=notes
-    )
+    _, trajectories, lines = run_on(three, load, tmp_path, "run", prompts=9, on_step=on_step)
     assert versions_of(trajectories) == [{0}, {1}, {2}]
     assert [line["rollout/replicas"] for line in lines] == [3, 2, 3]
     assert any("it is left out until it answers again" in note for note in notes)
@@ -223,9 +220,8 @@ def test_a_publication_that_no_replica_gets_fails(three, load):
         assert [replica.lost for replica in session.rollouts.replicas] == [False, True, True]
 
 
-def test_a_publication_is_tried_again_until_a_replica_gets_it(three, load):
-    notes = []
-    with fake_fleet.serve(three) as trainer, Session(load(trainer, three), notes.append) as session:
+def test_a_publication_is_tried_again_until_a_replica_gets_it(three, load, notes):
+    with fake_fleet.serve(three) as trainer, Session(load(trainer, three)) as session:
         for replica in three:
             replica.refuses_updates = True
         work = threading.Thread(target=session.publish)

@@ -31,10 +31,10 @@ def load(run_file):
     return load
 
 
-def run_training(config, *, resume=False, notes=None, on_step=lambda line: None, **options):
+def run_training(config, *, resume=False, on_step=lambda line: None, **options):
     with (
         RunDirectory.open(config, "train", resume=resume) as run,
-        Session(config, None if notes is None else notes.append) as session,
+        Session(config) as session,
     ):
         train(session, run, on_step, **options)
     return run
@@ -44,12 +44,11 @@ def recorded(run):
     return json.loads((run.path / "run.json").read_text())["start"]
 
 
-def test_every_run_begins_with_the_base_model_and_says_so(world, load, tmp_path):
+def test_every_run_begins_with_the_base_model_and_says_so(world, load, tmp_path, notes):
     run_training(load())
     assert world.version == 2
     world.headers.clear()
-    notes = []
-    second = run_training(load(f"run_dir={tmp_path / 'second'}"), notes=notes)
+    second = run_training(load(f"run_dir={tmp_path / 'second'}"))
     assert [header.expected_version for header in world.headers] == [0, 1]
     assert any(note.startswith("starting from the base model") for note in notes)
     assert recorded(second)["version"] == 0

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "common/coauthoring/authorship_mask.h"
+#include "common/coauthoring/author.h"
 #include "common/model/vision/prompt_images.h"
 #include "common/ranks/server_ranks.h"
 #include "services/rollout/engine/models/model_runner.h"

@@ -34,9 +34,7 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   result.prompt_token_ids = request.prompt_token_ids;
   result.response_token_ids.assign(sequence.tokens.begin() + sequence.prompt_length(),
                                    sequence.tokens.end());
-  for (const Author author : sequence.authors) {
-    result.authorship_mask.push_back(static_cast<uint8_t>(author));
-  }
+  result.authorship_mask.assign(sequence.authors.begin(), sequence.authors.end());
   result.author_logprobs = sequence.author_logprobs;
   if (sequence.wants_other) result.other_logprobs = sequence.other_logprobs;
   if (HasCut(request.sampling)) result.log_keep_mass = sequence.log_keep_mass;
@@ -418,7 +416,7 @@ void Generator::StreamTokens(const Sequence& sequence, int64_t first) {
                                      sequence.tokens.end()},
                        .authorship_mask = {}};
   for (int64_t r = first; r < sequence.response_length(); ++r) {
-    delta.authorship_mask.push_back(static_cast<uint8_t>(sequence.authors[r]));
+    delta.authorship_mask.push_back(sequence.authors[r]);
   }
   sequence.prompt->listener->OnTokens(std::move(delta));
 }

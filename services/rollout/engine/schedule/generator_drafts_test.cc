@@ -345,7 +345,7 @@ TEST(GeneratorDraftsTest, TokensOfAPassAreStreamedInOneEvent) {
     EXPECT_EQ(delta.offset, std::ssize(tokens));
     EXPECT_EQ(delta.token_ids.size(), 3u) << "the chunk of one author";
     EXPECT_EQ(delta.authorship_mask,
-              std::vector<uint8_t>(3, expected.authorship_mask[delta.offset]));
+              std::vector<Author>(3, expected.authorship_mask[delta.offset]));
     tokens.insert(tokens.end(), delta.token_ids.begin(), delta.token_ids.end());
   }
   EXPECT_EQ(tokens, expected.response_token_ids);

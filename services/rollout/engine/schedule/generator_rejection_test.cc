@@ -255,7 +255,7 @@ TEST(GeneratorRejectionTest, LogProbabilitiesAreTheModelsOwn) {
   std::vector<int32_t> text = t.prompt_token_ids;
   TandemSampler sampler;
   for (size_t i = 0; i < t.response_token_ids.size(); ++i) {
-    const bool senior = t.authorship_mask[i] == 1;
+    const bool senior = t.authorship_mask[i] == Author::kSenior;
     const FakeRunner& author = senior ? harness.senior : harness.junior;
     const FakeRunner& other = senior ? harness.junior : harness.senior;
     const int32_t token = t.response_token_ids[i];

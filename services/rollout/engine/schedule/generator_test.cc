@@ -19,7 +19,7 @@ namespace {
 using ::testing::ElementsAre;
 
 // Law 4's function, written from the rules and not from AuthorSelector.
-std::vector<uint8_t> DeriveMask(const Trajectory& t) {
+std::vector<Author> DeriveMask(const Trajectory& t) {
   const TandemConfig& c = t.tandem;
   const auto coin = [&](size_t i) -> uint8_t {
     return Uniform(t.seed, t.sample_index, static_cast<uint32_t>(i), RandomPurpose::kAuthor) <
@@ -54,7 +54,11 @@ std::vector<uint8_t> DeriveMask(const Trajectory& t) {
         break;
     }
   }
-  return mask;
+  std::vector<Author> authors;
+  for (const uint8_t senior : mask) {
+    authors.push_back(senior != 0 ? Author::kSenior : Author::kJunior);
+  }
+  return authors;
 }
 
 TEST(GeneratorTest, Law1EqualModelsGreedyGiveTheSoloTokens) {
@@ -86,7 +90,8 @@ TEST(GeneratorTest, Law2CertainJuniorIsTheJuniorAlone) {
   const Trajectory junior = Harness().Run(Request(Tandem(SelectionStrategy::kBernoulli, 0.0)));
   EXPECT_EQ(junior.response_token_ids, alone.response_token_ids);
   EXPECT_EQ(junior.author_logprobs, alone.author_logprobs);
-  EXPECT_EQ(junior.authorship_mask, std::vector<uint8_t>(junior.response_token_ids.size(), 0));
+  EXPECT_EQ(junior.authorship_mask,
+            std::vector<Author>(junior.response_token_ids.size(), Author::kJunior));
 }
 
 TEST(GeneratorTest, Law3NeighboursBudgetsAndOrderDoNotMatter) {
@@ -165,7 +170,7 @@ TEST(GeneratorTest, Law5LazyLanesEqualRunningBothModelsOnEveryToken) {
     for (size_t i = 0; i < t.response_token_ids.size(); ++i) {
       const auto senior = harness.senior.Logits(tokens);
       const auto junior = harness.junior.Logits(tokens);
-      const bool by_senior = t.authorship_mask[i] == 1;
+      const bool by_senior = t.authorship_mask[i] == Author::kSenior;
       const auto drawn = *sampler.Sample(
           by_senior ? senior : junior, request.sampling,
           Uniform(request.seed, 0, static_cast<uint32_t>(i), RandomPurpose::kToken));
@@ -482,7 +487,7 @@ TEST(GeneratorTest, ARecomputedLaneWritesUnderTheNewWeights) {
   std::vector<int32_t> tokens = request.prompt_token_ids;
   for (int64_t i = 0; i < 30; ++i) {
     const FakeRunner senior(i < t.senior_versions[0].count ? 1 : 9, kVocab, /*num_blocks=*/0);
-    const bool by_senior = t.authorship_mask[i] == 1;
+    const bool by_senior = t.authorship_mask[i] == Author::kSenior;
     const auto logprob = [&](const FakeRunner& model) {
       return *sampler.TokenLogProb(model.Logits(tokens), 1.0, t.response_token_ids[i]);
     };

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "common/base/philox.h"
+#include "common/coauthoring/author.h"
 #include "common/coauthoring/author_selector.h"
-#include "common/coauthoring/authorship_mask.h"
 #include "common/coauthoring/stop_text.h"
 #include "common/coauthoring/trajectory.h"
 #include "services/rollout/engine/blocks/block_table.h"
@@ -26,8 +26,8 @@ namespace tandem::rollout {
 
 inline constexpr Author kAuthors[] = {Author::kSenior, Author::kJunior};
 
-// Index of an author in arrays of two.
-inline size_t LaneIndex(Author author) { return author == Author::kSenior ? 0 : 1; }
+// Index of an author in arrays of lanes; std::bad_optional_access for one without a lane.
+inline size_t LaneIndex(Author author) { return TraitsOf(author).lane.value(); }
 
 // One model's view of a sequence. The model has consumed the first `cursor` tokens; their keys and
 // values lie in the blocks of `table`. A lane lags until its model has to write.

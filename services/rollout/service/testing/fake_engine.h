@@ -173,7 +173,7 @@ class FakeEngine final : public Engine {
     t.prompt_token_ids = request.prompt_token_ids;
     for (int32_t i = 0; i < request.sampling.max_tokens; ++i) {
       t.response_token_ids.push_back(100 + i % 800);
-      t.authorship_mask.push_back(i % 2 == 0);
+      t.authorship_mask.push_back(i % 2 == 0 ? Author::kSenior : Author::kJunior);
       t.author_logprobs.push_back(-0.5f);
     }
     t.senior_versions = {{{5, "weights-digest"}, request.sampling.max_tokens}};
@@ -234,7 +234,7 @@ class FakeEngine final : public Engine {
         prompt.submission.listener->OnTokens({static_cast<uint64_t>(sample),
                                               t,
                                               {static_cast<int32_t>(100 + t % 800)},
-                                              {static_cast<uint8_t>(t % 2 == 0)}});
+                                              {t % 2 == 0 ? Author::kSenior : Author::kJunior}});
       }
       if (t + 1 == request.sampling.max_tokens) {
         prompt.submission.listener->OnFinished(

@@ -19,7 +19,10 @@ absl::StatusOr<Advantages> CriticAdvantages(training::TrainingCore& core, Critic
                                sample.trajectory.response_token_ids,
                                sample.trajectory.vision_inputs});
     if (SkipsJuniorTokens(batch.objective)) {
-      train.loss_masks.push_back(sample.trajectory.authorship_mask);
+      std::vector<uint8_t>& mask = train.loss_masks.emplace_back();
+      for (const Author author : sample.trajectory.authorship_mask) {
+        mask.push_back(IsPolicy(author) ? 1 : 0);
+      }
     }
   }
   TANDEM_ASSIGN_OR_RETURN(CriticConnection::Values values,

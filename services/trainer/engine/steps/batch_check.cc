@@ -88,19 +88,17 @@ absl::Status CheckVersions(const std::vector<VersionRun>& runs, int64_t length,
 
 absl::Status CheckMask(const Trajectory& trajectory) {
   const size_t length = trajectory.response_token_ids.size();
-  const std::vector<uint8_t>& mask = trajectory.authorship_mask;
+  const std::vector<Author>& mask = trajectory.authorship_mask;
   if (mask.size() != length) {
     return InvalidField("authorship_mask", absl::StrCat("has ", mask.size(), " entries for ",
                                                         length, " response tokens"));
   }
-  bool junior = false;
   for (size_t i = 0; i < length; ++i) {
-    if (mask[i] > 1) {
-      return InvalidField(absl::StrCat("authorship_mask[", i, "]"),
-                          "must be 1 (senior) or 0 (junior)");
-    }
-    junior |= mask[i] == 0;
+    if (AuthorOf(static_cast<uint8_t>(mask[i])).has_value()) continue;
+    return InvalidField(absl::StrCat("authorship_mask[", i, "]"),
+                        "must be 1 (senior) or 0 (junior)");
   }
+  const bool junior = std::ranges::count(mask, Author::kJunior) > 0;
   if (junior && !trajectory.tandem.enabled) {
     return InvalidField("authorship_mask", "names the junior although tandem was off");
   }
@@ -167,9 +165,8 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
   if (objective.routing_replay) {
     TANDEM_RETURN_IF_ERROR(CheckRoutedExperts(trajectory, limits.routing));
   }
-  const bool junior_counts =
-      objective.junior_token_loss_weight > 0 &&
-      std::count(trajectory.authorship_mask.begin(), trajectory.authorship_mask.end(), 0) > 0;
+  const bool junior_counts = objective.junior_token_loss_weight > 0 &&
+                             std::ranges::count(trajectory.authorship_mask, Author::kJunior) > 0;
   if (junior_counts && objective.old_logprobs == OldLogprobs::kSenior &&
       trajectory.other_logprobs.empty()) {
     return InvalidField("other_logprobs",

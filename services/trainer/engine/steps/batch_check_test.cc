@@ -51,7 +51,7 @@ const std::vector<Case>& Cases() {
        "samples[2].trajectory.authorship_mask"},
       {"short mask", [](auto& b) { T(b).authorship_mask.pop_back(); }, kInvalid,
        "samples[2].trajectory.authorship_mask"},
-      {"author 2", [](auto& b) { T(b).authorship_mask[1] = 2; }, kInvalid,
+      {"author 2", [](auto& b) { T(b).authorship_mask[1] = static_cast<Author>(2); }, kInvalid,
        "samples[2].trajectory.authorship_mask[1]"},
       {"junior with tandem off", [](auto& b) { T(b).tandem.enabled = false; }, kInvalid,
        "samples[2].trajectory.authorship_mask"},
@@ -291,7 +291,7 @@ TEST(BatchCheckTest, ImportanceWeightsThatAreAllOneAreRefused) {
   for (PolicySample& sample : batch.samples) {
     Trajectory& t = sample.trajectory;
     t.tandem.enabled = false;
-    t.authorship_mask.assign(t.authorship_mask.size(), 1);
+    t.authorship_mask.assign(t.authorship_mask.size(), Author::kSenior);
   }
   EXPECT_TRUE(refused());
   objective.loss.importance_sampling_cap = 0.5;  // every weight is the cap

@@ -37,14 +37,12 @@ void AddBatchMetrics(const PolicyBatch& batch, const TokenSet* sentence_ends, Me
   for (const PolicySample& sample : batch.samples) {
     const Trajectory& trajectory = sample.trajectory;
     const size_t length = trajectory.response_token_ids.size();
-    std::vector<Author> mask;
     const auto ends = std::make_unique<bool[]>(length);
     for (size_t t = 0; t < length; ++t) {
-      mask.push_back(trajectory.authorship_mask[t] ? Author::kSenior : Author::kJunior);
       ends[t] =
           sentence_ends != nullptr && sentence_ends->contains(trajectory.response_token_ids[t]);
     }
-    stats.Add(mask, std::span<const bool>(ends.get(), length));
+    stats.Add(trajectory.authorship_mask, std::span<const bool>(ends.get(), length));
     prompt_tokens += static_cast<double>(trajectory.prompt_token_ids.size());
   }
   metrics["tandem/senior_token_fraction"] = stats.senior_token_fraction();

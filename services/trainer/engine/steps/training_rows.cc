@@ -67,7 +67,9 @@ absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch,
 std::vector<size_t> StepsOf(const PolicyObjective& objective, const Trajectory& trajectory) {
   std::vector<size_t> steps;
   for (size_t t = 0; t < trajectory.response_token_ids.size(); ++t) {
-    if (trajectory.authorship_mask[t] || !SkipsJuniorTokens(objective)) steps.push_back(t);
+    if (IsPolicy(trajectory.authorship_mask[t]) || !SkipsJuniorTokens(objective)) {
+      steps.push_back(t);
+    }
   }
   return steps;
 }
@@ -159,7 +161,7 @@ void AddJuniorRows(const PolicySample& sample, const PolicyObjective& objective,
                    training::SequenceRows& own, JuniorRows& junior) {
   const Trajectory& trajectory = sample.trajectory;
   training::SequenceRows rows = RowsOfTokens(trajectory, [&](size_t t) {
-    return !IsMasked(sample, objective) && !trajectory.authorship_mask[t];
+    return !IsMasked(sample, objective) && trajectory.authorship_mask[t] == Author::kJunior;
   });
   if (rows.input.size() > own.input.size()) own.input = rows.input;
   rows.input = own.input;
@@ -204,9 +206,9 @@ absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch, const To
     for (size_t i = range.begin; i < range.end; ++i) {
       const PolicySample& sample = batch.samples[i];
       const bool counts = !IsMasked(sample, batch.objective);
-      const std::vector<uint8_t>& authors = sample.trajectory.authorship_mask;
+      const std::vector<Author>& authors = sample.trajectory.authorship_mask;
       for (size_t t = 0; t < authors.size(); ++t) {
-        const double weight = authors[t] ? 1.0 : batch.objective.junior_token_loss_weight;
+        const double weight = IsPolicy(authors[t]) ? 1.0 : batch.objective.junior_token_loss_weight;
         weights.push_back(counts && (kept.empty() || kept[i][t] != 0) ? weight : 0.0);
       }
       lengths.push_back(static_cast<int64_t>(sample.trajectory.authorship_mask.size()));
@@ -295,7 +297,7 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
     rows.texts.push_back(TextOf(trajectory.prompt_token_ids, trajectory.response_token_ids));
     for (size_t t = 0; t < length; ++t) {
       if (!(own[t] > 0)) continue;
-      const bool senior = trajectory.authorship_mask[t] != 0;
+      const bool senior = IsPolicy(trajectory.authorship_mask[t]);
       switch (batch.objective.old_logprobs) {
         case OldLogprobs::kSenior:
           tokens.old_logprobs.push_back(senior ? trajectory.author_logprobs[t]

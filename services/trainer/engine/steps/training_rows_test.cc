@@ -23,7 +23,7 @@ TEST(TrainingRowsTest, OldLogProbsFollowTheChoice) {
     return PolicyRows(batch, scales).tokens;
   };
   // The junior wrote token 1, so its senior log-prob is other_logprobs[1].
-  ASSERT_EQ(t.authorship_mask[1], 0);
+  ASSERT_EQ(t.authorship_mask[1], Author::kJunior);
   EXPECT_FLOAT_EQ(old(OldLogprobs::kSenior).old_logprobs[0], t.author_logprobs[0]);
   EXPECT_FLOAT_EQ(old(OldLogprobs::kSenior).old_logprobs[1], t.other_logprobs[1]);
   EXPECT_FLOAT_EQ(old(OldLogprobs::kAuthor).old_logprobs[1], t.author_logprobs[1]);
@@ -40,8 +40,9 @@ TEST(TrainingRowsTest, ResponsesThatWereCutHaveNoWeightButStayInTheirGroup) {
   // token_mean over the 5 + 7 tokens of the other two samples.
   size_t row = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
-    for (const uint8_t author : batch.samples[i].trajectory.authorship_mask) {
-      EXPECT_DOUBLE_EQ(scales.scales[row++], i % 2 == 1 ? 0 : (author ? 1.0 : 0.5) / 12) << i;
+    for (const Author author : batch.samples[i].trajectory.authorship_mask) {
+      EXPECT_DOUBLE_EQ(scales.scales[row++], i % 2 == 1 ? 0 : (IsPolicy(author) ? 1.0 : 0.5) / 12)
+          << i;
     }
   }
   // A group of one would have the advantage 0.
@@ -68,7 +69,7 @@ TEST(TrainingRowsTest, ScalesAreThoseOfTheMiniBatch) {
 
 TEST(TrainingRowsTest, TheRowsOfTheJuniorKlAreWhatItWrote) {
   PolicyBatch batch = TestBatch();
-  batch.samples[2].trajectory.authorship_mask.back() = 0;
+  batch.samples[2].trajectory.authorship_mask.back() = Author::kJunior;
   batch.samples[3].trajectory.finish_reason = FinishReason::kLength;
   batch.objective.mask_truncated_completions = true;
   EXPECT_THAT(PolicyRows(batch, PolicyScales(batch).value()).junior.sequences.sequences(),
@@ -87,7 +88,7 @@ TEST(TrainingRowsTest, TheRowsOfTheJuniorKlAreWhatItWrote) {
     }
     size_t own = 0;
     for (size_t k = 0; k < t.authorship_mask.size(); ++k) {
-      if (t.authorship_mask[k]) continue;
+      if (IsPolicy(t.authorship_mask[k])) continue;
       EXPECT_EQ(rows.junior.sequences.sequences()[i].positions[own], static_cast<int64_t>(k) + 2);
       EXPECT_EQ(rows.junior.sequences.sequences()[i].labels[own], t.response_token_ids[k]);
       EXPECT_EQ(rows.junior.logprobs[row], t.author_logprobs[k]);
@@ -170,7 +171,8 @@ TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
     }
     values.final_values.push_back(0.7f);
   }
-  batch.samples[2].trajectory.authorship_mask.back() = 0;  // the junior wrote its last token
+  batch.samples[2].trajectory.authorship_mask.back() =
+      Author::kJunior;  // the junior wrote its last token
   std::vector<std::vector<double>> expected;
   std::vector<double> counted;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
@@ -180,7 +182,7 @@ TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
     double next_value = cut ? values.final_values[i] : 0, advantage = 0;
     double reward = *batch.samples[i].reward;
     for (size_t k = own.size(); k-- > 0;) {
-      if (!t.authorship_mask[k]) continue;
+      if (!IsPolicy(t.authorship_mask[k])) continue;
       const double value = values.values[i][k];
       advantage = reward + 0.9 * next_value - value + 0.9 * 0.8 * advantage;
       reward = 0;
@@ -203,7 +205,7 @@ TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
   size_t next = 0;
   for (size_t i = 0; i < expected.size(); ++i) {
     for (size_t k = expected[i].size(); k-- > 0;) {
-      const bool senior = batch.samples[i].trajectory.authorship_mask[k] != 0;
+      const bool senior = batch.samples[i].trajectory.authorship_mask[k] == Author::kSenior;
       EXPECT_NEAR(white.advantages[i][k], senior ? counted[next++] : 0, 1e-9);
     }
   }

@@ -22,7 +22,7 @@ inline PolicyBatch TestBatch() {
     t.prompt_token_ids = {1, 5 + i, 7};
     for (int k = 0; k < 5 + i; ++k) {
       t.response_token_ids.push_back(3 + (11 * i + 7 * k) % 58);
-      t.authorship_mask.push_back((k + i) % 3 != 1);
+      t.authorship_mask.push_back((k + i) % 3 != 1 ? Author::kSenior : Author::kJunior);
       t.author_logprobs.push_back(-1.0f - 0.1f * static_cast<float>(k));
       t.other_logprobs.push_back(-1.5f - 0.1f * static_cast<float>(k));
     }

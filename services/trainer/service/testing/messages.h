@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "common/coauthoring/testing/authors.h"
 #include "common/rpc/convert/proto_convert.h"
 #include "tandem/trainer/v1/trainer.pb.h"
 
@@ -26,7 +27,7 @@ inline v1::PolicySample Sample() {
   Trajectory trajectory;
   trajectory.prompt_token_ids = {1, 2};
   trajectory.response_token_ids = {3, 4};
-  trajectory.authorship_mask = {1, 0};
+  trajectory.authorship_mask = Authors("SJ");
   trajectory.author_logprobs = {-0.5f, -1.5f};
   trajectory.other_logprobs = {-0.75f, -1.25f};
   trajectory.senior_versions = {{{0, "digest"}, 2}};

@@ -41,7 +41,8 @@ def init(
     from tandem.cli.run_template import Request, write_run_file
 
     output = Output(as_json=as_json)
-    written = write_run_file(Request(model, data, junior, prompt, answer), output_file, output.note)
+    with output.shows_log():
+        written = write_run_file(Request(model, data, junior, prompt, answer), output_file)
     output.result(
         {"files": [str(path) for path in written]},
         "\n".join([*map(str, written), f"next: tandem train {output_file} --dry-run"]),

@@ -124,19 +124,20 @@ def replay(
     output = Output(as_json=as_json or print_it)
     choice = Choice(frozenset(only or ()), call)
     if print_it:
-        for entry in chosen(file, choice, output.note):
-            output.json_line(record_of(entry))
+        with output.shows_log():
+            for entry in chosen(file, choice):
+                output.json_line(record_of(entry))
         return
     mapped = Mapped.parse(text_map or [])
-    outcome = Replay(
-        file,
-        choice,
-        mapped,
-        output.note,
-        compare=compare,
-        timeout_seconds=timeout,
-        credentials=credentials,
-    ).run()
+    with output.shows_log():
+        outcome = Replay(
+            file,
+            choice,
+            mapped,
+            compare=compare,
+            timeout_seconds=timeout,
+            credentials=credentials,
+        ).run()
     found = outcome.difference
     value = {"calls": outcome.calls, "answers": outcome.answers, "difference": None}
     if found is None or outcome.call is None:

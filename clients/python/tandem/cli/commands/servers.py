@@ -45,12 +45,14 @@ def up(
     output = Output(as_json=as_json)
     settings = loading.load(ClusterSettings, cluster_file, overrides or [])
     problems = Problems()
-    settings = check_cluster(planned(settings), None, None, problems, output.note).cluster
+    with output.shows_log():
+        settings = check_cluster(planned(settings), None, None, problems).cluster
     problems.raise_any()
     with (
+        output.shows_log(),
         Interrupt(lambda: output.note("stopping the servers")) as interrupt,
-        LocalCluster(settings, on_progress=output.note, credentials=credentials) as cluster,
-        announced(cluster, output.note),
+        LocalCluster(settings, credentials=credentials) as cluster,
+        announced(cluster),
     ):
         interrupt.defer()
         servers = [server.describe() for server in cluster.servers]

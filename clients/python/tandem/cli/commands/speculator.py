@@ -119,7 +119,8 @@ def evaluate(
         return
     progress = Progress()
     with (
-        Session(settings, output.note, purpose="drafts", progress=progress) as session,
+        output.shows_log(),
+        Session(settings, purpose="drafts", progress=progress) as session,
         progress_shown(output, progress),
     ):
         if checkpoint is not None:

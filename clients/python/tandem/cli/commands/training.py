@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from tandem.cli.command_line import EXIT_INTERRUPTED, EXIT_UNTRAINED, JsonFlag, 
 from tandem.cli.commands.options import DryRun, Overrides, RunFile
 from tandem.errors import ConfigError
 from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
-from tandem.run_directory.log import LOG
+from tandem.run_directory.log import FILE_ONLY
 from tandem.settings import loading
 from tandem.settings.run import EvalMode, RunSettings
 from tandem.settings.values import dump_values
@@ -25,6 +26,9 @@ from tandem.terminal.progress import progress_shown
 from tandem.terminal.steps import StepDisplay
 from tandem.utils.interrupt import Interrupt
 from tandem.utils.progress import Progress
+
+_log = logging.getLogger(__name__)
+
 
 if TYPE_CHECKING:
     from tandem.session.session import Session
@@ -142,14 +146,18 @@ def add_training(
             clean=clean,
             changes=change or (),
             wait_seconds=wait_for_lock,
-            note=output.note,
         )
         if dry_run:
             show_preflight(output, settings, kind, open_run, check_servers)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; Ctrl-C again: at once"
-        with lasting_output(), Interrupt(lambda: output.note(note)) as stop, open_run() as run:
+        with (
+            lasting_output(),
+            output.shows_log(),
+            Interrupt(lambda: output.note(note)) as stop,
+            open_run() as run,
+        ):
             summary = {"run_dir": str(run.path), "run_id": run.run_id}
             if run.done:
                 summary["last_step"] = run.first_step - 1
@@ -160,7 +168,7 @@ def add_training(
                 return
             progress = Progress()
             with (
-                Session(settings, output.note, purpose=kind, progress=progress) as session,
+                Session(settings, purpose=kind, progress=progress) as session,
                 StepDisplay(
                     output,
                     run.first_step,
@@ -174,7 +182,7 @@ def add_training(
                     check_servers(session)
                 last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
                 summary |= {"last_step": last, **run.account.record()}
-                LOG.info("%s", run.account)
+                _log.info(f"{run.account}", extra=FILE_ONLY)
                 text = f"{display.waiting()}\n{run.account}\nrun directory: {run.path}"
                 output.result(summary, text)
         if stop.requested and last < settings.steps:
@@ -245,8 +253,9 @@ def evaluate_command(
     folder = nullcontext() if answers is None else new_directory(answers)
     progress = Progress()
     with (
+        output.shows_log(),
         folder as place,
-        Session(settings, output.note, purpose="eval", progress=progress) as session,
+        Session(settings, purpose="eval", progress=progress) as session,
         progress_shown(output, progress),
     ):
         if checkpoint is not None:
@@ -318,9 +327,8 @@ def show_preflight(
     with (
         problems.collect(),
         # With the notes as comments the output stays YAML.
-        Session(
-            settings, lambda text: output.note(f"# {text}"), purpose=purpose, dry_run=True
-        ) as session,
+        output.shows_log("# "),
+        Session(settings, purpose=purpose, dry_run=True) as session,
     ):
         if settings.cluster is None:
             check_servers(session)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+_log = logging.getLogger(__name__)
+
 
 # Seconds after which a call that runs is told, and between two notes.
 NOTE_SECONDS = 30.0
@@ -46,17 +50,15 @@ class Watch:
         self,
         name: str,
         limit: float,
-        note: Callable[[str], None],
         stopping: Callable[[], bool] | None = None,
     ) -> None:
-        """`name` begins the notes, which `note` prints.
+        """`name` begins the messages about long calls.
 
         With `stopping`, which says whether the run was asked to stop, calls are given up for that,
         too.
         """
         self.limit = limit
         self._name = name
-        self._note = note
         self._stopping = stopping
         self._asked_to_stop_at: float | None = None
         self._changed = threading.Condition()
@@ -136,4 +138,4 @@ class Watch:
             f"{self._name} has run for {seconds:.0f} s for {oldest.place}{others}; it is given up "
             f"after {self.limit:g} s (timeout_seconds)"
         )
-        return lambda: self._note(text)
+        return lambda: _log.info(text)

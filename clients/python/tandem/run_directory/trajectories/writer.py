@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +19,9 @@ from tandem.run_directory.trajectories.files import (
 from tandem.run_directory.trajectories.record import Response
 from tandem.settings.run import TrajectorySettings
 from tandem.utils.atomic_files import replacing
+
+_log = logging.getLogger(__name__)
+
 
 # Tokens of a row group, prompts included, by which the memory of writer and readers is bounded:
 # about 100 MB.
@@ -39,14 +43,10 @@ class TrajectoryWriter:
         lost: number of files that could not be written.
     """
 
-    def __init__(
-        self, run_dir: Path, settings: TrajectorySettings, note: Callable[[str], None]
-    ) -> None:
-        """`note` prints a line for people; it is called in the thread of the run alone."""
+    def __init__(self, run_dir: Path, settings: TrajectorySettings) -> None:
         self.lost = self._told = 0
         self._run_dir = run_dir
         self._settings = settings
-        self._note = note
         self._thread: threading.Thread | None = None
         self._path = run_dir
         self._problem: str | None = None
@@ -61,7 +61,7 @@ class TrajectoryWriter:
             self._abandoned.set()
         self.wait()
         if self.lost > 1:
-            self._note(f"warning: {self.lost:,} files of trajectories could not be written")
+            _log.warning(f"{self.lost:,} files of trajectories could not be written")
 
     def write_step(self, step: int, responses: Iterable[Response]) -> None:
         """Writes a step's responses, if the settings keep those of this step.
@@ -86,12 +86,12 @@ class TrajectoryWriter:
         if problem is not None:
             self.lost += 1
             if not self._failing:
-                self._note(
-                    f"warning: {self._path} could not be written: {problem}; the run goes on, and "
+                _log.warning(
+                    f"{self._path} could not be written: {problem}; the run goes on, and "
                     "trajectories/lost in metrics.jsonl counts such files"
                 )
         elif self._failing:
-            self._note(f"{self._path}: trajectories can be written again")
+            _log.info(f"{self._path}: trajectories can be written again")
         self._failing = problem is not None
 
     def take_lost(self) -> int:

@@ -1,0 +1,43 @@
+// Who wrote a token, and what each author means to whoever reads the token.
+#ifndef TANDEM_COMMON_COAUTHORING_AUTHOR_H_
+#define TANDEM_COMMON_COAUTHORING_AUTHOR_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+namespace tandem {
+
+// The values of authorship_mask.
+enum class Author : uint8_t { kJunior = 0, kSenior = 1 };
+
+// A new author is a new row of kAuthorTraits: nobody asks for an author's number.
+struct AuthorTraits {
+  // A model draws the author's tokens, in a lane of its own: the index of that lane.
+  std::optional<size_t> lane;
+  // The model in training wrote the token: it has weight 1 in the policy's loss, and it is a step
+  // of the critic's. Other tokens have junior_token_loss_weight.
+  bool is_policy = false;
+};
+
+inline constexpr std::array<AuthorTraits, 2> kAuthorTraits = {{
+    {.lane = 1, .is_policy = false},  // kJunior
+    {.lane = 0, .is_policy = true},   // kSenior
+}};
+
+constexpr const AuthorTraits& TraitsOf(Author author) {
+  return kAuthorTraits.at(static_cast<size_t>(author));
+}
+
+constexpr bool IsPolicy(Author author) { return TraitsOf(author).is_policy; }
+
+// Returns the author of a byte of authorship_mask; nullopt for a byte that names none.
+constexpr std::optional<Author> AuthorOf(uint8_t byte) {
+  if (byte >= kAuthorTraits.size()) return std::nullopt;
+  return static_cast<Author>(byte);
+}
+
+}  // namespace tandem
+
+#endif  // TANDEM_COMMON_COAUTHORING_AUTHOR_H_
