@@ -6,6 +6,7 @@
 #include <random>
 
 #include "common/base/philox.h"
+#include "common/coauthoring/authorship_mask.h"
 
 namespace tandem {
 namespace {
