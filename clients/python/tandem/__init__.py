@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from tandem.rpc.images import ImageProcessor, VisionInput
     from tandem.rpc.logprobs import LogProbs
     from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample
+    from tandem.rpc.retry import RetryPolicy
     from tandem.rpc.seeds import prompt_seed
-    from tandem.rpc.transport import RetryPolicy
     from tandem.rpc.wire import from_tensor
     from tandem.settings.cluster import ClusterSettings
     from tandem.settings.run import RunSettings
@@ -48,7 +48,7 @@ _HOMES = {
     "LogProbs": "rpc.logprobs",
     "PolicySample": "rpc.requests",
     "Prompt": "rpc.requests",
-    "RetryPolicy": "rpc.transport",
+    "RetryPolicy": "rpc.retry",
     "RolloutClient": "rpc.client",
     "RunSettings": "settings.run",
     "SupervisedSample": "rpc.requests",

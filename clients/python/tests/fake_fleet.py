@@ -18,7 +18,7 @@ from tandem._proto.weights.v1 import weights_pb2
 from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool
 from tandem.rpc.client import RolloutClient
-from tandem.rpc.transport import ONCE, RetryPolicy
+from tandem.rpc.retry import ONCE, RetryPolicy
 
 RETRY = RetryPolicy(initial_seconds=0.01, maximum_seconds=0.05)
 

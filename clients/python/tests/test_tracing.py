@@ -28,7 +28,7 @@ from tandem.errors import ConfigError, FailedPreconditionError, UnavailableError
 from tandem.rpc.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.requests import Prompt
-from tandem.rpc.transport import ONCE, RetryPolicy
+from tandem.rpc.retry import ONCE, RetryPolicy
 
 ROLLOUT = "tandem.rollout.v1.RolloutService"
 TRAINER = "tandem.trainer.v1.TrainerService"

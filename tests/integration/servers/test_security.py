@@ -36,7 +36,8 @@ from tandem.errors import (
 )
 from tandem.rpc.channel import open_channel
 from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
-from tandem.rpc.transport import ONCE, Connection
+from tandem.rpc.retry import ONCE
+from tandem.rpc.transport import Connection
 from tandem.settings.cluster import ClusterSettings
 
 CLIENTS = {"rollout": RolloutClient, "trainer": TrainerClient, "critic": CriticClient}

@@ -17,7 +17,8 @@ from tandem.cluster.local import LocalCluster
 from tandem.errors import ConfigError
 from tandem.rpc.calls import RolloutCalls, TrainerCalls
 from tandem.rpc.credentials import Credentials
-from tandem.rpc.transport import Connection, RetryPolicy
+from tandem.rpc.retry import RetryPolicy
+from tandem.rpc.transport import Connection
 from tandem.settings.cluster import ServersSettings
 
 _log = logging.getLogger(__name__)

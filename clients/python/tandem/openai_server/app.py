@@ -42,8 +42,9 @@ from tandem.rpc.aio import AsyncRolloutClient
 from tandem.rpc.credentials import Credentials, WatchedFiles
 from tandem.rpc.images import VisionInput
 from tandem.rpc.requests import Prompt, ScoredTokens
+from tandem.rpc.retry import RetryPolicy
 from tandem.rpc.seeds import prompt_seed
-from tandem.rpc.transport import CALLER_REQUEST_ID, RetryPolicy
+from tandem.rpc.transport import CALLER_REQUEST_ID
 from tandem.rpc.wire import to_message
 
 # OpenAI's default for /v1/completions.

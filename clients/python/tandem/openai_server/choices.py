@@ -19,7 +19,7 @@ from tandem.rpc.aio import AsyncRolloutClient
 from tandem.rpc.generate_events import PromptFailed, TokensCame, read_event
 from tandem.rpc.images import BLOB_MISSING, VisionInput
 from tandem.rpc.requests import Prompt, ScoredTokens
-from tandem.rpc.transport import Retries, RetryPolicy, hides_status
+from tandem.rpc.retry import Retries, RetryPolicy, hides_status
 from tandem.rpc.wire import from_tensor, short_floats
 
 # Attempts at a call whose failure grpc.aio hides, or that finds its images gone.

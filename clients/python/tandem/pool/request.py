@@ -18,7 +18,7 @@ from tandem.errors import RpcError
 from tandem.pool.replicas import PoolCounts, Replica
 from tandem.pool.shares import Shares
 from tandem.rpc.client import RolloutClient
-from tandem.rpc.transport import Retries, RetryPolicy, may_pass
+from tandem.rpc.retry import Retries, RetryPolicy, may_pass
 from tandem.utils.progress import Progress
 
 _log = logging.getLogger(__name__)

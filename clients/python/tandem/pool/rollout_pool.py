@@ -16,7 +16,7 @@ from tandem.pool.request import Admit, PoolState
 from tandem.pool.scoring import PoolScoring, Scored, ScoreOptions
 from tandem.rpc.client import RolloutClient
 from tandem.rpc.requests import Collector, Prompt, ScoredTokens, ToScore
-from tandem.rpc.transport import ONCE, RetryPolicy
+from tandem.rpc.retry import ONCE, RetryPolicy
 from tandem.utils.progress import Progress
 
 _log = logging.getLogger(__name__)

@@ -42,7 +42,8 @@ from tandem.recording.message_difference import Difference, first_difference
 from tandem.rpc import calls as _calls  # noqa: F401
 from tandem.rpc.channel import open_channel
 from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
-from tandem.rpc.transport import CHANNEL_OPTIONS, may_pass
+from tandem.rpc.retry import may_pass
+from tandem.rpc.transport import CHANNEL_OPTIONS
 from tandem.utils.words import counted
 
 _log = logging.getLogger(__name__)

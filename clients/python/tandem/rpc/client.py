@@ -5,7 +5,7 @@
 
 Every client is a context manager and may be shared by threads. A call carries a deadline and a
 request id. A call whose error may pass by itself is tried again, a bounded number of times with the
-same ids (see transport.RetryPolicy). Failures are the exceptions of tandem.errors. Replies are the
+same ids (see retry.RetryPolicy). Failures are the exceptions of tandem.errors. Replies are the
 messages of the contract. The methods are described in tandem.rpc.calls.
 """
 

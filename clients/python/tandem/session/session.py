@@ -51,7 +51,7 @@ from tandem.rewards.reward import READING_PATTERNS, Reward
 from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
 from tandem.rpc.credentials import Credentials
 from tandem.rpc.requests import Prompt
-from tandem.rpc.transport import ONCE, Retries, RetryPolicy, may_pass
+from tandem.rpc.retry import ONCE, Retries, RetryPolicy, may_pass
 from tandem.rpc.wire import message_record, tandem_record
 from tandem.session.reference import JuniorReference, Reference, ServerReference
 from tandem.session.step_progress import StepProgress

@@ -33,8 +33,8 @@ from tandem.openai_server.fields import REFUSED
 from tandem.rpc.credentials import watched_tokens
 from tandem.rpc.renamed import NEW_NAMES
 from tandem.rpc.requests import Prompt
+from tandem.rpc.retry import RetryPolicy
 from tandem.rpc.seeds import prompt_seed
-from tandem.rpc.transport import RetryPolicy
 
 MESSAGES = [{"role": "user", "content": "w2 w3"}]
 RETRY = RetryPolicy(seconds=0.2, initial_seconds=0.01)

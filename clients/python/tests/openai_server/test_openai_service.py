@@ -22,7 +22,7 @@ from tandem.certs import authority
 from tandem.models.tokenizer import TextCodec
 from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
-from tandem.rpc.transport import ONCE, RetryPolicy
+from tandem.rpc.retry import ONCE, RetryPolicy
 
 BODY = {"model": "senior", "prompt": "w2 w3", "seed": 1}
 CHAT = {"model": "senior", "messages": [{"role": "user", "content": "w2"}], "max_tokens": 4}

@@ -10,7 +10,7 @@ from fake_fleet import FakeReplica, meet, pool_of, random_delay
 
 from tandem.errors import ConfigError, DeadlineError, InvalidArgumentError, UnavailableError
 from tandem.rpc.requests import Prompt
-from tandem.rpc.transport import RetryPolicy
+from tandem.rpc.retry import RetryPolicy
 
 SAMPLING = {"max_tokens": 5}
 

@@ -27,9 +27,10 @@ from tandem.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from tandem.rpc import requests, transport
+from tandem.rpc import requests, retry, transport
 from tandem.rpc.requests import Prompt, SupervisedSample
-from tandem.rpc.transport import MAX_SEND_BYTES, ONCE, Retries
+from tandem.rpc.retry import ONCE, Retries
+from tandem.rpc.transport import MAX_SEND_BYTES
 
 QUICK = RetryPolicy(initial_seconds=0.01)
 SAMPLES = [SupervisedSample([1], [2, 3])]
@@ -53,7 +54,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(transport, "time", clock)
+    for module in (retry, transport):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

@@ -51,7 +51,8 @@ from tandem.rpc.channel import open_channel
 from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.credentials import NO_CREDENTIALS, is_loopback, watched_tokens
 from tandem.rpc.requests import Prompt, SupervisedSample
-from tandem.rpc.transport import ONCE, RECORD_VARIABLE, Connection
+from tandem.rpc.retry import ONCE
+from tandem.rpc.transport import RECORD_VARIABLE, Connection
 from tandem.session.session import Session
 from tandem.settings import loading
 from tandem.settings.cluster import ClusterSettings

@@ -81,7 +81,7 @@ def status(
     """
     from tandem.cluster import registry
     from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
-    from tandem.rpc.transport import ONCE
+    from tandem.rpc.retry import ONCE
 
     output = Output(as_json=as_json)
     kinds = {kind.role: kind for kind in (RolloutClient, TrainerClient, CriticClient)}
