@@ -198,6 +198,8 @@ def test_pages_that_people_copy_from_are_run():
     } <= PAGES.keys()
 
 
+# test_page_blocks.py notices a command, an option or a file that does not exist.
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_succeed(page, session):
     prepare(page, session)

@@ -27,6 +27,9 @@ from tandem.cluster.local import LocalCluster
 from tandem.errors import DataLossError, DeadlineError, UnavailableError
 from tandem.rpc.requests import PolicySample
 
+# Mostly waiting; test_shipped.py reads the same panels and alerts.
+pytestmark = pytest.mark.slow
+
 # Panels that have data only after a fault, and those of runs with a critic.
 AFTER_A_FAULT = {"Calls that failed"}
 WITH_A_CRITIC = {query.panel for query in shipped.queries() if "tandem_critic_" in query.text}

@@ -99,7 +99,17 @@ def name_of(file: Path) -> str:
     return folder if file.stem == "run" else f"{folder}/{file.stem}"
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=name_of)
+# Those of `make test`: an estimator, a critic, ranks and supervised steps each.
+QUICK = {"demo", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero"}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=name_of(file), marks=[pytest.mark.slow][name_of(file) in QUICK :])
+        for file in EXAMPLES
+    ],
+)
 def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
     file, model_of, squares, tmp_path, monkeypatch
 ):
@@ -142,6 +152,7 @@ def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
     assert ranks == {f"{role}-rank-1" for role in WITH_RANKS.get(name, ())}
 
 
+@pytest.mark.slow
 def test_the_comparison_of_tandem_with_solo_shows_what_its_runs_recorded(
     model_of, tmp_path, capsys
 ):
@@ -187,6 +198,7 @@ def test_the_comparison_of_tandem_with_solo_shows_what_its_runs_recorded(
     )
 
 
+@pytest.mark.slow
 def test_the_acceptance_of_drafts_is_measured_before_and_after_and_during_grpo(
     model_of, tmp_path, capsys
 ):

@@ -71,6 +71,7 @@ def test_an_exported_speculator_drafts_in_a_rollout_server(trained, models, tmp_
         assert sum(event.finished.draft_tokens for event in events) > 0
 
 
+@pytest.mark.slow
 def test_an_exported_speculator_is_where_another_trainer_goes_on(trained, run_file, tmp_path):
     heads = tmp_path / "heads"
     tandem("speculator", "export", trained, heads)
@@ -88,6 +89,7 @@ def test_an_exported_speculator_is_where_another_trainer_goes_on(trained, run_fi
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_eval_measures_the_drafts_of_a_trained_speculator(trained, run_file, tmp_path):
     untrained = tmp_path / "untrained"
     # A speculator that learnt nothing: one step with a rate of nearly nothing.
