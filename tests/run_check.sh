@@ -43,5 +43,5 @@ cpp_tests() {
 
 stage "lint of ${#changed[@]} changed files" lint
 stage "C++ tests of changed files" cpp_tests
-stage "the client's tests (pytest)" env WORKERS="$JOBS" tests/run_pytest.sh -m "not slow" clients/python/tests
+stage "the client's tests (pytest)" tests/run_pytest.sh -m "not slow" clients/python/tests
 finish

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs pytest, in WORKERS processes: by default in one per two cores, which a test of servers keeps busy.
+# Runs pytest, in a process for each core: a test and its servers mostly wait for each other.
 #   tests/run_pytest.sh [ARGUMENT…]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-workers=${WORKERS:-$((${JOBS:-$(setup/jobs.sh)} / 2))}
+workers=${JOBS:-$(setup/jobs.sh)}
 # Tests of a file share servers, so all of them run in one process.
 parallel=()
 if [ "$workers" -ge 2 ]; then parallel=(-n "$workers" --dist loadfile); fi

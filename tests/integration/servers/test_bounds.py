@@ -279,6 +279,8 @@ def test_a_client_that_abandons_calls_is_refused_for_a_while(server: Server, att
     assert closed_because({refused.goaway}, "from this address"), refused.goaway
 
 
+# The soaks watch the memory of abused servers, too.
+@pytest.mark.slow
 def test_memory_is_given_back_after_an_attack(server: Server, attacker: str):
     base = resident_bytes(server)
     hold_unfinished_messages(server, attacker, SERVICE + "Score")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -215,9 +216,15 @@ def test_an_impossible_layout_is_refused_with_the_numbers(models, tmp_path, stra
     check_config("tandem-trainer-server", section, tmp_path / "trainer.yaml", ranks, says)
 
 
-@pytest.mark.parametrize("role", ["trainer", "critic"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+# `make test` loses the first rank and the last one, in both ways, in one server of each role.
+QUICK_LOSSES = {("SIGKILL", 1, "trainer"), ("SIGSTOP", 0, "critic")}
+LOSSES = [
+    pytest.param(*loss, marks=[pytest.mark.slow][loss in QUICK_LOSSES :])
+    for loss in itertools.product(("SIGKILL", "SIGSTOP"), (0, 1), ("trainer", "critic"))
+]
+
+
+@pytest.mark.parametrize(("how", "rank", "role"), LOSSES)
 def test_a_lost_rank_ends_its_server_and_the_run_resumes(
     servers, undisturbed, models, tmp_path, role, rank, how
 ):

@@ -533,7 +533,7 @@ def test_commands_take_the_credentials_of_the_cluster_that_runs(
     secured, directory, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    with registry.announced(secured, pytest.fail):
+    with registry.announced(secured):
         shown = json.loads(tandem("status", "--json").stdout)["servers"]
         assert [one["health"] for one in shown] == ["SERVING"] * 3
         assert all("version" in one for one in shown)

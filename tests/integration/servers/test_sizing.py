@@ -68,32 +68,33 @@ def make_model(directory, name, tokenizer):
     return directory
 
 
-@pytest.mark.parametrize(("model", "role", "settings", "ranks", "gigabytes"), ROWS)
-def test_a_row_of_the_table_is_what_check_config_prints(
-    directories, model, role, settings, ranks, gigabytes
-):
-    fields = ("senior_model", "junior_model") if role == "rollout" else ("model",)
-    models = [f"{field}={directories[model]}" for field in fields]
-    # The figures do not depend on this machine's memory.
-    if role == "rollout":
-        models.append("kv_cache_bytes=1000000000000000")
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
-    command = [find_binary(f"tandem-{role}-server"), "--check-config", "max_model_len=1024"]
-    done = subprocess.run(
-        [*map(str, command), *models, *settings.split()],
-        env=dict(os.environ) | (variables if ranks != "1" else {}),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    # It prints the figures of a configuration that this machine cannot hold, too.
-    [total] = re.findall(r"^# +([\d.]+) GB +in all$", done.stdout, re.MULTILINE)
-    assert float(total) == pytest.approx(float(gigabytes), abs=0.06), done.stdout
+def test_a_row_of_the_table_is_what_check_config_prints(directories, subtests):
+    for model, role, settings, ranks, gigabytes in ROWS:
+        with subtests.test(
+            model=model, role=role, settings=settings, ranks=ranks, gigabytes=gigabytes
+        ):
+            fields = ("senior_model", "junior_model") if role == "rollout" else ("model",)
+            models = [f"{field}={directories[model]}" for field in fields]
+            # The figures do not depend on this machine's memory.
+            if role == "rollout":
+                models.append("kv_cache_bytes=1000000000000000")
+            variables = {
+                "RANK": "0",
+                "WORLD_SIZE": ranks,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+            }
+            command = [find_binary(f"tandem-{role}-server"), "--check-config", "max_model_len=1024"]
+            done = subprocess.run(
+                [*map(str, command), *models, *settings.split()],
+                env=dict(os.environ) | (variables if ranks != "1" else {}),
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            # It prints the figures of a configuration that this machine cannot hold, too.
+            [total] = re.findall(r"^# +([\d.]+) GB +in all$", done.stdout, re.MULTILINE)
+            assert float(total) == pytest.approx(float(gigabytes), abs=0.06), done.stdout
 
 
 def test_a_cache_that_nobody_sized_fits_into_the_memory(directories):
