@@ -242,7 +242,10 @@ def test_sigterm_in_mid_stream_exits_with_0_within_the_drain_time(models, tmp_pa
         assert server.process.wait(30) == 0
 
 
-@pytest.mark.parametrize("role", ROLES)
+# A critic reads its settings and its model as a trainer does.
+@pytest.mark.parametrize(
+    "role", ["rollout", "trainer", pytest.param("critic", marks=pytest.mark.slow)]
+)
 def test_a_server_exits_with_2_for_bad_settings_and_1_for_a_bad_model(models, tmp_path, role):
     binary = find_binary(f"tandem-{role}-server")
     key = "senior_model" if role == "rollout" else "model"
