@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if importlib.util.find_spec("tandem._proto.types") is None:
     raise ImportError(
-        "the modules of the contract are not generated: run clients/python/generate_protos.py"
+        "the contract's modules have not been generated: run clients/python/generate_protos.py"
     )
 
 if TYPE_CHECKING:

@@ -130,8 +130,8 @@ def open_run(settings: RunSettings) -> RunDirectory:
     kind = kind_of_run(settings.run_dir)
     if kind not in (None, KIND):
         raise RunDirectoryError(
-            f"{settings.run_dir} holds a run of kind {kind}: the demo replaces its own alone",
-            hint="run_dir=OTHER names another directory; or remove this one",
+            f"{settings.run_dir} holds a run of kind {kind}: the demo replaces only its own runs",
+            hint="choose another directory with run_dir=OTHER, or remove this one",
         )
     return RunDirectory.open(settings, KIND, clean=True)
 

@@ -24,7 +24,7 @@ class TandemError(Exception):
         self.hint = hint
 
     def describe(self) -> dict[str, Any]:
-        """Returns what is known of the error, for `--json`."""
+        """Returns what is known about the error, for `--json`."""
         return {
             "error": type(self).__name__,
             "message": self.message,
@@ -173,7 +173,7 @@ class RpcError(TandemError):
         return f"{where}{self.message} [{self.code.name}{', ' if known else ''}{known}]"
 
     def describe(self) -> dict[str, Any]:
-        """Returns what is known of the error, for `--json`."""
+        """Returns what is known about the error, for `--json`."""
         return super().describe() | {
             "code": self.code.name,
             "field": self.field,
@@ -192,7 +192,7 @@ class NotFoundError(RpcError):
 
 
 class AlreadyExistsError(RpcError):
-    """The name, or the request_id with another payload, is taken."""
+    """The name, or the request_id with another payload, is already in use."""
 
 
 class FailedPreconditionError(RpcError):
@@ -224,7 +224,7 @@ class DataLossError(RpcError):
 
 
 class NotImplementedByServerError(RpcError):
-    """The server does not offer this: it is of another kind, or cannot do it yet."""
+    """The server does not offer this: it is another kind of server, or does not support it yet."""
 
 
 class PermissionDeniedError(RpcError):
@@ -232,7 +232,7 @@ class PermissionDeniedError(RpcError):
 
 
 class UnauthenticatedError(PermissionDeniedError):
-    """The server does not know the caller: the token is missing, or none of the server's."""
+    """The server does not know the caller: the token is missing, or not one of the server's."""
 
 
 class ServerError(RpcError):
@@ -307,13 +307,13 @@ def from_rpc(error: Any, *, request_id: str, method: str, address: str, role: st
 
 def _hint_about_server(error: RpcError, address: str, role: str) -> str | None:
     if isinstance(error, UnauthenticatedError):
-        return "the client's token_file (TANDEM_TOKEN_FILE) must begin with a token of the server"
+        return "token_file (TANDEM_TOKEN_FILE) must begin with a token that the server accepts"
     if isinstance(error, UnavailableError):
         return f"is a server running at {address}? `tandem up CLUSTER.yaml` starts one"
     # Tandem's servers name a method that they lack; gRPC itself sends no message.
     unknown = not error.message or error.message.startswith("no such method: ")
     if isinstance(error, NotImplementedByServerError) and role and unknown:
-        return f"is this a {role} server? `tandem status` says what is at {address}"
+        return f"is this a {role} server? `tandem status` shows what is at {address}"
     return None
 
 

@@ -116,7 +116,7 @@ def test_a_run_resumed_by_the_command_equals_an_uninterrupted_one(files, run):
     assert harness.metrics_without_clock(run) == harness.metrics_without_clock(whole)
     # The client knows the checkpoints that servers wrote as the run's own.
     done = tandem("train", files / "run.yaml", f"run_dir={whole}", "steps=1", "--clean")
-    assert " stays: " not in done.stdout
+    assert " is kept: " not in done.stdout
     assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step_000001"]
 
 
@@ -241,7 +241,8 @@ def test_a_server_that_dies_in_a_run_is_reported_with_its_signal_and_log(files):
         )  # fmt: skip
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["step"] == 1
-        [(pid, log)] = re.findall(r"trainer starts \(pid (\d+), log (\S+)\)", errors.read_text())
+        pattern = r"trainer is starting \(pid (\d+), log (\S+)\)"
+        [(pid, log)] = re.findall(pattern, errors.read_text())
         os.kill(int(pid), signal.SIGKILL)
         process.communicate(timeout=120)
     assert process.returncode == 3
@@ -301,7 +302,7 @@ def test_ctrl_c_while_the_servers_start_stops_them_and_leaves_the_earlier_run(fi
     assert process.returncode == 130
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     for line in started:
-        [pid] = re.findall(r"starts \(pid (\d+)", line)
+        [pid] = re.findall(r"is starting \(pid (\d+)", line)
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
 
@@ -335,7 +336,7 @@ def test_watch_prints_the_steps_of_other_clients(fresh_pair):
         subprocess.Popen(command, **pipes) as watch,
         harness.trainer_client(fresh_pair) as trainer,
     ):
-        assert watch.stderr.readline() == f"watching {address}; Ctrl-C ends\n"
+        assert watch.stderr.readline() == f"watching {address}; Ctrl-C stops\n"
         try:
             # The trainer may do its first steps before it knows the watcher.
             while watch.poll() is None:

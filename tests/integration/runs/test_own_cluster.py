@@ -37,4 +37,4 @@ def test_a_run_goes_on_with_a_rollout_server_that_it_started_again(models, tmp_p
     assert disturbed == undisturbed
     log = (tmp_path / "second" / "run" / "logs" / "attempt_1.log").read_text()
     assert "WARNING rollout-0 ended with signal SIGKILL" in log
-    assert "INFO rollout-0 serves again" in log
+    assert "INFO rollout-0 is serving again" in log

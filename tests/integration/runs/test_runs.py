@@ -200,7 +200,9 @@ def test_a_run_that_failed_goes_on_as_if_it_had_not(fresh_pair, models, tmp_path
 
     with pytest.raises(ConfigError) as caught:
         run_on(fresh_pair, models, tmp_path / "second", on_step=on_step)
-    assert caught.value.__notes__ == ["in step 2: saved after step 2, --resume goes on from there"]
+    assert caught.value.__notes__ == [
+        "in step 2: saved after step 2, --resume continues from there"
+    ]
     assert run_on(fresh_pair, models, tmp_path / "second", resume=True) == undisturbed
 
 

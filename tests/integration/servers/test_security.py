@@ -134,12 +134,12 @@ class Refused:
 
     @staticmethod
     def plain_bytes(own, foreign):
-        return Credentials(), "may ask for TLS, and ca_file is not set", "not_tls"
+        return Credentials(), "may require TLS, but ca_file is not set", "not_tls"
 
     @staticmethod
     def plain_bytes_with_a_token(own, foreign):
         credentials = Credentials(token_file=own.file("admin.token"))
-        return credentials, "may ask for TLS, and ca_file is not set", "not_tls"
+        return credentials, "may require TLS, but ca_file is not set", "not_tls"
 
 
 @pytest.mark.parametrize("case", [name for name in vars(Refused) if name[0] != "_"])

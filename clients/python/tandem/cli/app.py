@@ -47,7 +47,7 @@ def before_the_command(
         ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print every call of a server, too.")
+        bool, typer.Option("--verbose", help="Also print every call to a server.")
     ] = False,
 ) -> None:
     """Options that stand before a command."""

@@ -29,8 +29,8 @@ EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_UNTRAINED, EXIT_INTERRUPTED = 1,
 app = typer.Typer(
     name="tandem",
     help="Tandem Reinforcement Learning: start servers, train, generate, evaluate.\n\n"
-    "Exit codes: 0 success; 1 failed by what may pass; 2 wrong usage, configuration or data; "
-    "3 server unreachable or not started; 4 all steps done, and none trained; "
+    "Exit codes: 0 success; 1 a failure that may be transient; 2 wrong usage, configuration "
+    "or data; 3 server unreachable or not started; 4 all steps done, but none trained; "
     "130 stopped by Ctrl-C.",
     no_args_is_help=True,
     add_completion=True,
@@ -42,9 +42,9 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of te
 
 _CREDENTIAL_HELP = {
     "ca_file": "Authorities (PEM) that sign the servers' certificates; turns TLS on.",
-    "certificate_file": "This client's certificate (PEM), for servers that demand one.",
+    "certificate_file": "This client's certificate (PEM), for servers that require one.",
     "private_key_file": "The private key (PEM) of --certificate-file.",
-    "token_file": "Tokens, one a line; the first one is sent.",
+    "token_file": "Tokens, one per line; the first one is sent.",
 }
 
 

@@ -121,8 +121,8 @@ def _source(request: Request) -> tuple[dict[str, Any], dict[str, Any] | None]:
         source = {"hub": hub_source(kind, task or None, "DATA")}
     else:
         raise ConfigError(
-            f"DATA: {request.data} is no .jsonl or .parquet file, no folder, no ORG/NAME[:CONFIG] "
-            "of the Hugging Face Hub, and no reasoning_gym:TASK"
+            f"DATA: {request.data} is not a .jsonl or .parquet file, a folder, ORG/NAME[:CONFIG] "
+            "of the Hugging Face Hub, or reasoning_gym:TASK"
         )
     return source, first_row(validate(DataSettings, dict(source), "DATA"), "DATA")
 
@@ -144,7 +144,7 @@ def _columns(request: Request, row: dict[str, Any] | None) -> dict[str, str]:
             found[name] = column
         elif column is None and name == "prompt" and "messages" not in row:
             raise ConfigError(
-                f"DATA: none of the columns {', '.join(row)} is known to hold the prompt",
+                f"DATA: none of the columns {', '.join(row)} is known to contain the prompt",
                 hint="--prompt COLUMN names it",
             )
     return found
@@ -175,9 +175,9 @@ def _judge(answers: Sequence[Any]) -> str:
         return "math"
     if several := sum("\n" in text.strip() for text in texts):
         _log.warning(
-            f"{several:,} of the first {len(texts):,} answers span lines, and exact_match "
-            "compares them whole: a reward function of yours, or reward.answer_pattern with "
-            "data.extract, may suit them better"
+            f"{several:,} of the first {len(texts):,} answers span several lines, and exact_match "
+            "compares them as a whole: a reward function of your own, or reward.answer_pattern "
+            "with data.extract, may work better"
         )
     return "exact_match"
 

@@ -63,14 +63,14 @@ class RolloutKeeper:
         starts = [one for one in self._starts.get(name, ()) if now - one < SPAN_SECONDS]
         if len(starts) >= MOST_STARTS:
             self.kept -= {name}
-            _log.warning(f"{death}: it died {len(starts) + 1} times, and is left as it is")
+            _log.warning(f"{death}: it died {len(starts) + 1} times and is not started again")
             return
         self._starts[name] = [*starts, now]
-        _log.warning(f"{death}: it is started again")
+        _log.warning(f"{death}: restarting it")
         try:
             self._cluster.restart(name)
         except TandemError as error:
             if not self.stopping:
                 _log.warning(f"{error}")
         else:
-            _log.info(f"{name} serves again")
+            _log.info(f"{name} is serving again")

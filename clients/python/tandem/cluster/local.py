@@ -242,8 +242,8 @@ class LocalCluster:
                 server.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _log.info(
-                    f"{server.name} has not ended within "
-                    f"{self.settings.stop_timeout_seconds:g} s and is killed"
+                    f"{server.name} has not ended within {self.settings.stop_timeout_seconds:g} s "
+                    "and is being killed"
                 )
                 server.process.kill()
                 server.process.wait()
@@ -252,11 +252,11 @@ class LocalCluster:
             port.close()
 
     def keep_rollouts(self) -> None:
-        """Starts rollout servers again that die, until stop(), at their addresses."""
+        """Restarts rollout servers that die, at their addresses, until stop()."""
         self._keeper = RolloutKeeper(self)
 
     def restart(self, name: str) -> None:
-        """Starts a rollout server again that has died, at its address, and waits until it serves.
+        """Restarts a rollout server that has died, at its address, and waits until it serves.
 
         Raises ServerStartError if it does not.
         """
@@ -287,8 +287,8 @@ class LocalCluster:
     def check(self, *, spare_rollouts: bool = False) -> None:
         """Raises ServerStartError if a server has died.
 
-        With `spare_rollouts` a rollout server may have died, as long as another one runs, or the
-        server is about to be started again.
+        With `spare_rollouts` a rollout server may have died, as long as another one runs, or
+        the server is about to be restarted.
         """
         kept = self._keeper.kept if self._keeper is not None else frozenset()
         dead = [
@@ -362,7 +362,7 @@ class LocalCluster:
         has_tls = isinstance(tls, dict) and bool(tls.get("certificate_file"))
         server = Server(name, section.role, process, log, host, rank, has_tls)
         self.servers.append(server)
-        _log.info(f"{name} starts (pid {process.pid}, log {log})")
+        _log.info(f"{name} is starting (pid {process.pid}, log {log})")
         return server
 
     def _wait(self, server: Server, deadline: float) -> None:
@@ -383,11 +383,13 @@ class LocalCluster:
         if not server.running:
             raise self._died(server)
         if self._keeper is not None and self._keeper.stopping:
-            raise ServerStartError(f"{server.name} is not waited for: the cluster stops")
+            raise ServerStartError(
+                f"{server.name} is no longer waited for: the cluster is stopping"
+            )
         self._require_space(server)
         if time.monotonic() > deadline:
             raise ServerStartError(
-                f"{server.name} does not serve after {self.settings.start_timeout_seconds:.0f} s",
+                f"{server.name} is not serving after {self.settings.start_timeout_seconds:.0f} s",
                 hint=f"its log: {server.log}",
             )
         time.sleep(0.05)
@@ -508,7 +510,7 @@ def find_binary(name: str, build_dir: Path | None = None) -> Path:
         return Path(found)
     raise ServerStartError(
         f"{name} is neither under {root} nor on PATH",
-        hint=f"`make build` makes it; ${BUILD_DIR_VARIABLE} names another build",
+        hint=f"`make build` builds it; ${BUILD_DIR_VARIABLE} names another build",
     )
 
 

@@ -103,8 +103,8 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
     certs = cluster.certs
     if certs is not None and not (certs / "ca.crt").is_file():
         raise ConfigError(
-            f"cluster.certs: {certs} is no directory of `tandem certs`",
-            hint=f"`tandem certs {certs}` makes it",
+            f"cluster.certs: {certs} is not a directory made by `tandem certs`",
+            hint=f"`tandem certs {certs}` creates it",
         )
     return cluster.model_copy(
         update={

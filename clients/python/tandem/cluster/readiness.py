@@ -36,9 +36,9 @@ def wait_until_serving(
                     raise ServerStartError(f"the server at {address}: {health.reason}")
                 if time.monotonic() > deadline:
                     raise ServerStartError(
-                        f"the server at {address} does not serve after {timeout_seconds:g} s: "
+                        f"the server at {address} is not serving after {timeout_seconds:g} s: "
                         f"{state}",
-                        hint="servers.start_timeout_seconds is the longest wait",
+                        hint="servers.start_timeout_seconds sets the longest wait",
                     )
                 if not noted:
                     _log.info(f"waiting for the server at {address}: {state}")

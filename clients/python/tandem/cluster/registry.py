@@ -53,14 +53,14 @@ def announced(cluster: LocalCluster) -> Iterator[None]:
     folder = _folder()
     with ExitStack() as stack:
         if folder is None:
-            _log.info("other commands do not find these servers: HOME is not set")
+            _log.info("other commands cannot find these servers: HOME is not set")
         else:
             record = folder / f"{os.getpid()}.json"
             stack.callback(_remove, record)
             try:
                 _write_locked(record, cluster, stack)
             except OSError as error:
-                _log.info(f"other commands do not find these servers: {record}: {error.strerror}")
+                _log.info(f"other commands cannot find these servers: {record}: {error.strerror}")
         yield
 
 
@@ -130,8 +130,8 @@ def _only() -> dict[str, Any]:
     if len(found) > 1:
         directories = ", ".join(one["directory"] for one in found)
         raise ConfigError(
-            f"{len(found)} clusters run: {directories}",
-            hint="name a server by its address; `tandem up` printed them",
+            f"{len(found)} clusters are running: {directories}",
+            hint="give the address of a server; `tandem up` printed them",
         )
     return found[0] if found else {}
 
@@ -149,7 +149,7 @@ def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSet
         found[server["role"]].append(server["address"])
     for role in ("rollout", "trainer") if any_rollout else ("trainer",):
         if known and not found[role]:
-            raise ConfigError(f"servers.{role}: the cluster that runs has no {role} server")
+            raise ConfigError(f"servers.{role}: the running cluster has no {role} server")
     rollout = named.rollout or found["rollout"]
     if not rollout and any_rollout:
         rollout = [RolloutCalls.default_address]
@@ -173,7 +173,7 @@ def connect(
     if address is None and (known := servers()):
         address = next((one["address"] for one in known if one["role"] == kind.role), None)
         if address is None:
-            raise ConfigError(f"{option}: the cluster that runs has no {kind.role} server")
+            raise ConfigError(f"{option}: the running cluster has no {kind.role} server")
         found = True
     # Somebody waits for the command: a server that is not there is said at once.
     options = {"retry": RetryPolicy(seconds=1.0)} | options

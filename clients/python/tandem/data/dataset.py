@@ -129,7 +129,7 @@ class Dataset:
         """
         left = [example for example in self.examples if example.keys.isdisjoint(keys)]
         if not left:
-            raise ConfigError("data: every prompt occurs in the evaluation data as well")
+            raise ConfigError("data: every prompt also occurs in the evaluation data")
         return self.with_examples(left)
 
     def _order(self, epoch: int) -> list[int]:
@@ -275,8 +275,8 @@ def _fill(template: str, row: Mapping[str, Any], field: str) -> str:
 
 def _too_long(example: Example, limit: int, whose: str, field: str) -> ConfigError:
     return ConfigError(
-        f"{field}: {example.place}: the prompt has {len(example.token_ids):,} tokens, "
-        f"{whose} allows {limit:,}",
+        f"{field}: {example.place}: the prompt has {len(example.token_ids):,} tokens, but {whose} "
+        f"allows {limit:,}",
         hint=f"{field}.max_prompt_tokens with {field}.too_long: drop leaves such rows out, "
         "with truncate_left it keeps the end of their prompts",
     )
@@ -312,7 +312,7 @@ class _Writer:
         if not example.token_ids:
             raise ConfigError(
                 f"{self._field}: {place}: the prompt has no tokens",
-                hint="a row needs text to answer: remove it, or fill its prompt",
+                hint="every row needs a prompt: fill it in, or remove the row",
             )
         return example
 
@@ -320,18 +320,18 @@ class _Writer:
         """Notes what the tokenizer adds to raw prompts, where a model may not expect it."""
         if not self._framed:
             return
-        hint = f"{self._field}.add_special_tokens: false leaves them as they are"
+        hint = f"{self._field}.add_special_tokens: false leaves the prompts as they are"
         if after := self._codec.frame.after:
             texts = "".join(self._codec.token_texts(after))
             _log.warning(
-                f"{self._field}: the tokenizer ends every prompt with {texts!r}, after "
-                f"which a model may not go on; {hint}"
+                f"{self._field}: the tokenizer ends every prompt with {texts!r}, after which a "
+                f"model may write nothing; {hint}"
             )
         if twice := self._begun_twice:
             texts = "".join(self._codec.token_texts(self._codec.frame.before))
             _log.warning(
-                f"{self._field}: {len(twice):,} of {self._framed:,} prompts already begin "
-                f"with {texts!r}, which the tokenizer adds, too (the first: {twice[0]}); {hint}"
+                f"{self._field}: {len(twice):,} of {self._framed:,} prompts already begin with "
+                f"{texts!r}, which the tokenizer adds again (the first: {twice[0]}); {hint}"
             )
 
     def _text(self, row: dict[str, Any], place: str) -> Example:
@@ -365,8 +365,9 @@ class _Writer:
         if settings.template == "raw":
             if settings.system is not None:
                 raise ConfigError(
-                    f"{field}.system: rows with a `prompt` take none with {field}.template: raw",
-                    hint=f"{field}.template: chat writes the prompt through the chat template",
+                    f"{field}.system: does not apply to rows with a `prompt` under "
+                    f"{field}.template: raw",
+                    hint=f"{field}.template: chat applies the chat template to the prompt",
                 )
             with _named_by_row(place, field):
                 ids = self._encoded(text, place)
@@ -410,8 +411,8 @@ def _require_prompt(settings: DataSettings, place: str, field: str) -> None:
     ):
         if given:
             raise ConfigError(
-                f"{field}.{name}: {place}: the row has `messages`, which go through the chat "
-                "template as they are, and not a `prompt`"
+                f"{field}.{name}: {place}: only applies to a `prompt`; the row has `messages`, to "
+                "which the chat template is applied unchanged"
             )
 
 

@@ -68,7 +68,7 @@ def _source_in(
             if config is None:
                 raise ConfigError(
                     f"{field}: {spec.name} has the configurations {', '.join(configs)}",
-                    hint=f"{spec.name}:CONFIG names one",
+                    hint=f"{spec.name}:CONFIG chooses one",
                 )
         builder = datasets.load_dataset_builder(str(folder), config)
     except ConfigError:
@@ -122,8 +122,7 @@ def _files_of_split(
         splits = _splits(spec.split, files)
         if unknown := [split for split in splits if split not in files]:
             raise ConfigError(
-                f"{field}.split: {spec.name} has no split {unknown[0]!r}; "
-                f"there are {', '.join(files)}"
+                f"{field}.split: {spec.name} has no split {unknown[0]!r}; it has {', '.join(files)}"
             )
         return {
             split: [str(Path(file).relative_to(folder)) for file in files[split]]

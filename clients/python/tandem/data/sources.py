@@ -75,9 +75,9 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dic
     for source in columns.values():
         if source not in row:
             raise ConfigError(
-                f"{place}: there is no column {source!r}, which `columns` names; "
-                f"there are {', '.join(row)}",
-                hint="eval.data takes over data.columns; eval.data.columns: {} does not rename"
+                f"{place}: there is no column {source!r}, which `columns` names; the columns are "
+                f"{', '.join(row)}",
+                hint="eval.data inherits data.columns; eval.data.columns: {} turns the renaming off"
                 if place.startswith("eval.")
                 else None,
             )
@@ -150,7 +150,7 @@ def _json_row(line: bytes, place: str) -> dict[str, Any]:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end]
-        raise ConfigError(f"{place}: not Unicode text: {half!r} stands alone") from None
+        raise ConfigError(f"{place}: not Unicode text: {half!r} is half a surrogate pair") from None
     return row
 
 
@@ -164,7 +164,7 @@ def _parquet_rows(path: Path, field: str) -> Iterator[PlacedRow]:
 
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files:
-        raise ConfigError(f"{field}: {path} holds no file *.parquet")
+        raise ConfigError(f"{field}: {path} has no *.parquet file")
     for file in files:
         require_no_lfs_pointer(file, f"{field}: {file}")
         try:

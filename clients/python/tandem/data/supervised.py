@@ -108,8 +108,8 @@ def require_lengths(data: Dataset, max_model_len: int) -> None:
         # Prompts that are too long by themselves are Dataset.require_prompts_below's to name.
         if len(example.token_ids) < max_model_len < length:
             raise ConfigError(
-                f"sft.response: {example.place}: prompt and response have {length:,} tokens, the "
-                f"servers' max_model_len allows {max_model_len:,}"
+                f"sft.response: {example.place}: prompt and response have {length:,} tokens, but "
+                f"the servers' max_model_len allows {max_model_len:,}"
             )
 
 
@@ -119,8 +119,8 @@ def _end(settings: SftSettings, codec: TextCodec) -> list[int]:
         return []
     if codec.eos_token_id is None:
         raise ConfigError(
-            f"sft.append_eos: {codec.directory} names no end-of-sequence token",
-            hint="eos_token in tokenizer_config.json names it; sft.append_eos=false does without",
+            f"sft.append_eos: {codec.directory} does not name an end-of-sequence token",
+            hint="set eos_token in tokenizer_config.json, or sft.append_eos=false to do without",
         )
     return [codec.eos_token_id]
 
@@ -141,7 +141,7 @@ def _require_text(name: str, row: Mapping[str, Any], where: str) -> None:
     except (KeyError, IndexError, AttributeError, TypeError, ValueError):
         raise ConfigError(
             f"{where}: the row has no {name!r}; its columns are {', '.join(row)}",
-            hint="sft.response: '{COLUMN}' names the column of the text to learn",
+            hint="sft.response: '{COLUMN}' names the column with the text to learn",
         ) from None
     if value is None or isinstance(value, dict | list):
         kind = "null" if value is None else f"a {'list' if isinstance(value, list) else 'mapping'}"

@@ -27,7 +27,7 @@ def evaluate(
     for all modes.
 
     Raises:
-        ConfigError: a mode needs a junior that a rollout server has not, or no token ends a turn.
+        ConfigError: a mode needs a junior and a rollout server has none, or no token ends a turn.
     """
     modes = list(modes or session.settings.eval.modes)
     for replica in session.rollouts.replicas:

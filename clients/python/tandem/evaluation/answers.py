@@ -74,7 +74,7 @@ class Evaluation:
         mode: the mode.
         answers: the trajectories that were evaluated.
         grades: None where the answers are not judged (legibility).
-        numbers: the keys of evals.jsonl that this mode alone has.
+        numbers: the keys of evals.jsonl that only this mode has.
         junior_logprobs: of the answers' tokens by prompt and sample, where the junior read them.
     """
 

@@ -38,7 +38,7 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
         # Tokenizers that split a blank line into two tokens have hardly a token that ends a turn.
         _log.info(
             "handoff: no answer has a token that ends a turn (eval.handoff_boundary: "
-            f"{session.settings.eval.handoff_boundary!r}): the senior wrote all of it"
+            f"{session.settings.eval.handoff_boundary!r}): the senior wrote every answer in full"
         )
     whole = [len(one.authorship_mask) for group in answers for one in group]
     return Evaluation(

@@ -54,8 +54,8 @@ def measures(summary: Mapping[str, Any]) -> list[Measure]:
 def draft_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Returns the lines of a table of drafts, with a cell for each of the results."""
     forms = {
-        "tokens a second, without drafts": ("tokens_per_second_without", "{:.1f}"),
-        "tokens a second, with drafts": ("tokens_per_second", "{:.1f}"),
+        "tokens per second, without drafts": ("tokens_per_second_without", "{:.1f}"),
+        "tokens per second, with drafts": ("tokens_per_second", "{:.1f}"),
         "times as fast": ("speed_up", "{:.2f}"),
         "… at least (95 % interval)": ("speed_up_low", "{:.2f}"),
         "… at most": ("speed_up_high", "{:.2f}"),
@@ -64,7 +64,7 @@ def draft_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         "drafts accepted": ("accepted_draft_tokens", "{:,}"),
         "share accepted": ("acceptance_rate", "{:.1%}"),
         "mean accepted length": ("mean_accepted_length", "{:.2f}"),
-        "tokens that cost no pass": ("free_fraction", "{:.1%}"),
+        "tokens that needed no pass": ("free_fraction", "{:.1%}"),
         "responses that differ": ("responses_that_differ", "{:,}"),
     }
     return [

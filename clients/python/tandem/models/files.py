@@ -94,7 +94,7 @@ def difference(first: Path, second: Path) -> str | None:
         if name not in one or name not in other:
             if name == _HEAD:
                 continue
-            return f"{first if name in one else second} alone has {name}"
+            return f"only {first if name in one else second} has {name}"
         if one[name].shape != other[name].shape:
             return f"{name} has the shapes {list(one[name].shape)} and {list(other[name].shape)}"
     # The smallest tensors come first: they already differ between two models.

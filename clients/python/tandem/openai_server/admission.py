@@ -34,7 +34,7 @@ class Admission:
     def request(self) -> Iterator[None]:
         """Counts a request while it is worked on; raises RequestError if there are too many."""
         if self._requests >= limits.MAX_REQUESTS:
-            raise _busy(f"the server works on {self._requests} requests")
+            raise _busy(f"the server is working on {self._requests} requests")
         self._requests += 1
         try:
             yield
@@ -65,7 +65,7 @@ class Admission:
                     if len(body) + len(part) > limits.MAX_BODY_BYTES:
                         raise _too_large()
                     if self._bytes + len(part) > limits.MAX_BODIES_BYTES:
-                        raise _busy(f"the server holds {self._bytes} bytes of bodies")
+                        raise _busy(f"the server holds {self._bytes} bytes of request bodies")
                     self._bytes += len(part)
                     body += part
         except TimeoutError:

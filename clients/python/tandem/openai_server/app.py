@@ -197,7 +197,7 @@ async def _no_such_page(request: Request, error: Exception) -> Response:
 
 async def _failure(request: Request, error: Exception) -> Response:
     # The error itself is in the server's log.
-    problem = TandemError("the server failed; its log says why")
+    problem = TandemError("the server failed; see its log")
     return _Json(error_object(problem), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
@@ -313,7 +313,7 @@ class _Server:
             if working.done():
                 return working.result()
             raise RequestError(
-                "the server stops",
+                "the server is stopping",
                 status=HTTPStatus.SERVICE_UNAVAILABLE,
                 code="server_stops",
                 retry_after_seconds=limits.RETRY_SECONDS,
@@ -384,7 +384,7 @@ class _Server:
                     except ConfigError as error:
                         raise RequestError(error.message, "prompt") from None
             if not one:
-                raise RequestError("prompt: a prompt must have a token", "prompt")
+                raise RequestError("prompt: a prompt must have at least one token", "prompt")
             tokens += len(one) * (asked.n or 1)
             if tokens > limits.MAX_PROMPT_TOKENS:
                 raise RequestError(
@@ -556,7 +556,7 @@ def _check_choices(prompts: int, asked: CompletionRequest | ChatRequest, served:
     most = min(limits.MAX_CHOICES, served.max_samples)
     if (choices := prompts * (asked.n or 1)) > most:
         raise RequestError(
-            f"n: {prompts} prompts times {asked.n or 1} are {choices:,} choices, at most {most:,}",
+            f"n: {prompts} prompts times {asked.n or 1} are {choices:,} choices; at most {most:,}",
             "n",
         )
 

@@ -76,7 +76,9 @@ def _prompt(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise ValueError("is no text, list of texts, list of token ids, or list of such lists")
+        raise ValueError(
+            "must be text, a list of texts, a list of token ids, or a list of such lists"
+        )
     if not value or isinstance(value[0], int):
         _check_ids(value, "prompt")
         return value
@@ -88,8 +90,8 @@ def _prompt(value: Any) -> Any:
     for index, one in enumerate(value):
         place = f"prompt[{index}]"
         if texts != isinstance(one, str) or not isinstance(one, str | list):
-            kind = "text" if texts else "list of token ids"
-            raise RequestError(f"{place}: is no {kind}", place)
+            kind = "text" if texts else "a list of token ids"
+            raise RequestError(f"{place}: must be {kind}", place)
         if not texts:
             _check_ids(one, place)
     return value
@@ -103,19 +105,19 @@ def _check_ids(ids: list[Any], place: str) -> None:
     for index, token in enumerate(ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
             where = f"{place}[{index}]"
-            raise RequestError(f"{where}: {_shown(token)} is no token id", where)
+            raise RequestError(f"{where}: {_shown(token)} is not a token id", where)
 
 
 def _stop(value: Any) -> Any:
     """Checks the texts of `stop`; names the first mistake alone."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
-        raise ValueError("is no text and no list of texts")
+        raise ValueError("must be text or a list of texts")
     if len(texts) > limits.MAX_STOPS:
         raise ValueError(f"has {len(texts)} texts, at most {limits.MAX_STOPS}")
     for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise ValueError(f"[{index}]: {_shown(text)} is no text")
+            raise ValueError(f"[{index}]: {_shown(text)} is not text")
         if len(text) > limits.MAX_STOP_LENGTH:
             raise ValueError(
                 f"[{index}]: has {len(text)} characters, at most {limits.MAX_STOP_LENGTH}"
@@ -181,7 +183,9 @@ class CompletionRequest(Request):
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise RequestError("max_tokens: 0 needs echo: a response has a token", "max_tokens")
+            raise RequestError(
+                "max_tokens: 0 needs echo: a response has at least one token", "max_tokens"
+            )
         _check_top(self.logprobs, "logprobs")
         return self
 
@@ -193,7 +197,7 @@ def _image_bytes(url: Any) -> bytes:
     # Fetching what a caller names would let it reach whatever this machine reaches.
     start = re.match(r"data:image/[^,]*;base64,", url)
     if start is None:
-        raise ValueError("an image is sent as data:image/...;base64,...; no URL is fetched")
+        raise ValueError("send an image as data:image/...;base64,...; URLs are not fetched")
     try:
         return base64.b64decode(url[start.end() :], validate=True)
     except ValueError as error:
@@ -258,7 +262,7 @@ class Part(_Fields):
 def _checked_content(value: Any) -> Any:
     if isinstance(value, str | list):
         return value
-    raise ValueError("is no text and no list of parts")
+    raise ValueError("must be text or a list of parts")
 
 
 class ChatMessage(_Fields):
@@ -337,7 +341,7 @@ _NO_VARIABLES = frozenset(
 def _template_variables(value: Any) -> Any:
     for name in value if isinstance(value, Mapping) else ():
         if name in _NO_VARIABLES:
-            raise ValueError(f"{name}: is no variable of a chat template")
+            raise ValueError(f"{name}: is not a variable of a chat template")
     return value
 
 
@@ -365,7 +369,7 @@ class ChatRequest(Request):
             raise RequestError("top_logprobs: needs logprobs", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RequestError(
-                "max_tokens: max_completion_tokens says the same; give one of them", "max_tokens"
+                "max_tokens: max_completion_tokens means the same; give one of them", "max_tokens"
             )
         _check_top(self.top_logprobs, "top_logprobs")
         return self
@@ -398,7 +402,7 @@ def parse(kind: type[Kind], body: Any) -> Kind:
         nothing = value is None or value in ("", [])
         if not nothing and value not in REFUSED[name]:
             raise RequestError(
-                f"{name}: a rollout server cannot do this", name, code="unsupported_parameter"
+                f"{name}: not supported by rollout servers", name, code="unsupported_parameter"
             )
     _check_sizes(fields.get("messages"))
     try:
@@ -460,8 +464,8 @@ def texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 def _check_top(number: int | None, field: str) -> None:
     if number is not None and number > 1:
         raise RequestError(
-            f"{field}: {number} is more than 1: a rollout server tells a token's log-probability "
-            "and that of the likeliest token, no others",
+            f"{field}: {number} is more than 1: a rollout server reports only the "
+            "log-probabilities of the token itself and of the likeliest one",
             field,
             code="unsupported_parameter",
         )

@@ -10,7 +10,7 @@ from tandem.rpc.client import RolloutClient
 
 @dataclass(eq=False)
 class Replica:
-    """A rollout server of a pool, and what the pool knows of it.
+    """A rollout server of a pool, and what the pool knows about it.
 
     Attributes:
         client: its client, which the pool closes.
@@ -48,7 +48,7 @@ class PoolCounts:
     Attributes:
         replicas: addresses of the replicas that answered.
         moved: prompts and sequences that a replica took over from a slower one.
-        retried: prompts and sequences that were asked again, because their replica failed or its
+        retried: prompts and sequences that were retried because their replica failed or its
             call reached the deadline.
     """
 

@@ -162,7 +162,7 @@ class PoolRequest(ABC, Generic[Item, Answer]):
             back = self.shares.take_back(index)
             self._state.counts.retried += len(back)
         address = self.replicas[index].client.address
-        _log.info(f"{address}: {error.message}: {len(back)} of its prompts are asked again")
+        _log.info(f"{address}: {error.message}: {len(back)} of its prompts are retried")
 
     def answer(self, index: int, item: int, answer: Answer) -> None:
         """Keeps the replica's answer to an item. Needs the lock."""
@@ -254,9 +254,9 @@ class PoolRequest(ABC, Generic[Item, Answer]):
             if len(self._given_up) == len(self.replicas):
                 raise error
             self.changed.notify_all()
-        told = [f"{len(back)} of its prompts are asked again"] if back else []
+        told = [f"{len(back)} of its prompts are retried"] if back else []
         if newly_lost and len(self.replicas) == 1:
-            told.append(f"it is waited for, up to {policy.seconds:g} s")
+            told.append(f"waiting for it, up to {policy.seconds:g} s")
         elif newly_lost:
             told.append("it is left out until it answers again")
         if told:

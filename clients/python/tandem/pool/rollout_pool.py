@@ -112,7 +112,7 @@ class RolloutPool:
     ) -> list[Scored]:
         """Scores every (token ids, index of the first scored token), in order.
 
-        `senior` and `junior` say under which models. `admit` and failures are as in generate(); a
+        `senior` and `junior` choose the models. `admit` and failures are as in generate(); a
         server without a junior raises FailedPreconditionError (NO_JUNIOR).
         """
         options = ScoreOptions(senior, junior, temperature)
@@ -121,9 +121,9 @@ class RolloutPool:
 
     @contextmanager
     def drained(self, replica: Replica) -> Iterator[None]:
-        """Keeps the replica free of the pool's calls, from when it has ended those that run.
+        """Waits for the replica's running calls, then keeps it free of the pool's calls.
 
-        The others go on, and get what it has not begun.
+        The other replicas continue, and get what it has not begun.
 
         Raises DeadlineError if its calls take longer than a call of its client may.
         """
@@ -144,7 +144,7 @@ class RolloutPool:
                 self._settle(replica)
 
     def leave_out(self, client: RolloutClient, error: RpcError) -> None:
-        """Takes a replica for lost: the next request tries whether it answers again."""
+        """Marks a replica as lost: the next request tries whether it answers again."""
         with self._state.changed:
             for replica in self.replicas:
                 replica.lost |= replica.client is client

@@ -166,7 +166,7 @@ def check_servers(
                     "tandem.enabled",
                     rollout.has_junior,
                     rollout.whose,
-                    "; tandem.enabled: false trains the senior alone",
+                    "; tandem.enabled: false trains only the senior",
                 )
         if settings.reference == "junior":
             with problems.collect():
@@ -267,9 +267,9 @@ def check_prompt_ids(
                 continue
             [text] = codec.token_texts([highest])
             raise ConfigError(
-                f"{field}: {example.place}: the prompt has the token {text!r} ({highest}), and "
-                f"{whose} has embeddings for ids below {model.num_token_ids:,}",
-                hint="the tokenizer has more ids than the model: take the token out of the row",
+                f"{field}: {example.place}: the prompt has the token {text!r} ({highest}), but "
+                f"{whose} only has embeddings for ids below {model.num_token_ids:,}",
+                hint="the tokenizer has more ids than the model: remove the token from the row",
             )
 
 
@@ -292,12 +292,13 @@ def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -
     field, samples = step.get(purpose, ("", 0))
     if samples > max_samples:
         raise ConfigError(
-            f"{field}: a step has {samples:,} samples, the trainer's max_samples is {max_samples:,}"
+            f"{field}: a step has {samples:,} samples, but the trainer's max_samples is "
+            f"{max_samples:,}"
         )
     mini_batches = settings.objective.num_mini_batches or 1
     if purpose == "train" and mini_batches > samples:
         raise ConfigError(
-            f"objective.num_mini_batches: {mini_batches:,}, a step has {samples:,} samples"
+            f"objective.num_mini_batches: {mini_batches:,}, but a step has {samples:,} samples"
         )
     asked = {} if purpose == "drafts" else {"eval.samples": settings.eval.samples}
     if purpose == "train":
@@ -306,7 +307,7 @@ def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -
     for field, samples in asked.items():
         if max_queue is not None and samples > max_queue:
             raise ConfigError(
-                f"{field}: the {samples:,} samples of a prompt are drawn together, a rollout "
+                f"{field}: the {samples:,} samples of a prompt are drawn together, but a rollout "
                 f"server's max_queue is {max_queue:,}"
             )
 
@@ -316,8 +317,8 @@ def check_overlong_buffer(settings: RunSettings) -> None:
     buffer, longest = settings.reward.overlong_buffer, settings.sampling.max_tokens
     if buffer is not None and buffer.len > longest:
         raise ConfigError(
-            f"reward.overlong_buffer.len: {buffer.len:,} tokens, sampling.max_tokens allows a "
-            f"response {longest:,}"
+            f"reward.overlong_buffer.len: {buffer.len:,} tokens, but sampling.max_tokens allows a "
+            f"response only {longest:,}"
         )
 
 
@@ -331,10 +332,12 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
     asking = {"kl_control": control is not None, "reference": settings.reference != "trainer"}
     for field, asks in asking.items():
         if asks and not settings.objective.kl_coefficient:
-            raise ConfigError(f"{field}: is for a KL, and objective.kl_coefficient is not set or 0")
+            raise ConfigError(
+                f"{field}: only applies to a KL, but objective.kl_coefficient is not set or 0"
+            )
     if control is not None and control.horizon < batch.samples_per_step:
         raise ConfigError(
-            f"kl_control.horizon: {control.horizon:,} responses, a step alone has "
+            f"kl_control.horizon: {control.horizon:,} responses, but a single step has "
             f"{batch.samples_per_step:,}"
         )
     if settings.reference in rollouts:
@@ -352,7 +355,7 @@ def note_start_and_reference(settings: RunSettings) -> None:
     to_base = settings.reference == "trainer" and not trainer.get("reference_model")
     if settings.objective.kl_coefficient and starts_elsewhere and to_base:
         _log.warning(
-            f"the KL pulls towards the trainer's base model, and the run starts from "
+            "the KL pulls towards the trainer's base model, but the run starts from "
             f"{settings.start_from}: cluster.trainer.reference_model names another reference, for "
             "example an export of the start (`tandem export`)"
         )
@@ -386,11 +389,11 @@ def warn_of_end_token(
     ignored = not settings.sft.append_eos if learns else settings.sampling.ignore_eos
     if token is None or token in ending or ignored:
         return
-    does = "`tandem sft` teaches it" if learns else "a model that writes it goes on"
+    does = "`tandem sft` teaches it" if learns else "a model that writes it continues"
     listed = ", ".join(map(str, sorted(ending)))
     problems.warn(
         f"the tokenizer's end-of-sequence token {codec.token_texts([token])[0]!r} (id "
-        f"{token}) ends no response of {whose}: {does}, and responses end at "
+        f"{token}) does not end responses of {whose}: {does}, and responses end at "
         f"{f'the ids {listed}' if listed else 'no token'}; `eos_token_id` in the model's "
         "generation_config.json lists them"
     )
@@ -434,7 +437,8 @@ def check_same_senior(
             raise ConfigError(
                 f"servers: {whose} ({served.model.path}, digest {served.weights.digest}) and the "
                 f"trainer ({ours.model.path}, digest {ours.weights.digest}) hold different models",
-                hint="senior_model of the one and model of the other must name the same",
+                hint="senior_model of the rollout server and model of the trainer must name the "
+                "same model",
             )
 
 
@@ -474,7 +478,7 @@ def require_junior(field: str, has_junior: bool, whose: str, or_else: str = "") 
     if not has_junior:
         raise ConfigError(
             f"{field}: {whose} has no junior",
-            hint=f"junior_model among a rollout server's settings names one{or_else}",
+            hint=f"set junior_model in the rollout server's settings{or_else}",
         )
 
 
@@ -487,7 +491,7 @@ def require_drafter(
     if method == "heads" and not has_speculator:
         raise ConfigError(
             f"{field}: {method}: {whose} has no speculator",
-            hint="senior_speculator among a rollout server's settings names one",
+            hint="set senior_speculator in the rollout server's settings",
         )
 
 

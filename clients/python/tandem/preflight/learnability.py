@@ -32,8 +32,8 @@ def obstacles(settings: RunSettings) -> list[str]:
         )
     if coins and tandem.prob_senior == 0 and not settings.objective.junior_token_loss_weight:
         found.append(
-            "tandem.prob_senior: 0: the junior writes every token, and "
-            "objective.junior_token_loss_weight gives none of them a weight"
+            "tandem.prob_senior: 0: the junior writes every token, but "
+            "objective.junior_token_loss_weight gives them no weight"
         )
     return found
 

@@ -107,7 +107,7 @@ def too_large(plans: Sequence[PlannedMemory], available: float) -> ConfigError:
     """Returns the error for servers that this machine cannot hold together."""
     needed = sum(plan.total for plan in plans)
     return ConfigError(
-        f"cluster: the servers need {_gigabytes(needed)} of memory together, and "
+        f"cluster: the servers need {_gigabytes(needed)} of memory together, but "
         f"{_gigabytes(available)} are available: {'; '.join(map(str, plans))}",
         hint="each server's `--check-config` lists all items; a shorter max_model_len, fewer "
         "max_num_seqs, a smaller batch.micro_batch_tokens, strategy.recompute_granularity: full or "

@@ -78,7 +78,7 @@ def check_cluster(
     for field, directory in waiting.items():
         _log.info(
             f"cluster.{field} is not checked: the Hub's cache lacks the weights of {directory}, "
-            "which a run fetches"
+            "which a run downloads"
         )
     resolved = _check_servers(cluster, objective, problems, waiting)
     with problems.collect():
@@ -203,7 +203,7 @@ def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Che
             )
         except subprocess.TimeoutExpired:
             raise ServerStartError(
-                f"cluster.{section.field}: {binary} --check-config takes more than "
+                f"cluster.{section.field}: {binary} --check-config took more than "
                 f"{CHECK_SECONDS:.0f} s"
             ) from None
         if done.returncode:

@@ -117,8 +117,8 @@ def check_optimizers(
                 f"{name}: total_steps: the schedule ends after {options.total_steps:,} optimizer "
                 f"updates, of which {optimizer.updates:,} are done, with learning rate 0; the run "
                 f"makes {left:,} more",
-                hint="a longer total_steps, or min_learning_rate, among the server's settings; in "
-                "a run with `cluster` total_steps may be left out",
+                hint="set a longer total_steps, or min_learning_rate, in the server's settings; "
+                "in a run with `cluster` total_steps may be left out",
             )
 
 
@@ -129,13 +129,13 @@ def notes_on_schedules(cluster: ClusterSettings, settings: RunSettings, purpose:
         warmup, total = optimizer.get("warmup_steps", 0), optimizer.get("total_steps")
         if _is_count(warmup) and warmup >= updates > 0:
             _log.warning(
-                f"{field}.warmup_steps: {warmup:,}, and the run makes {updates:,} "
+                f"{field}.warmup_steps: {warmup:,}, but the run makes {updates:,} "
                 "updates: it ends before learning_rate is reached"
             )
         if optimizer.get("schedule") in _ENDING and _is_count(total):
             if total < updates and optimizer.get("min_learning_rate", 0):
                 _log.info(
-                    f"{field}.total_steps: {total:,}, and the run makes {updates:,} updates: the "
+                    f"{field}.total_steps: {total:,}, but the run makes {updates:,} updates: the "
                     f"last {updates - total:,} have min_learning_rate"
                 )
             elif total > updates:
@@ -145,7 +145,7 @@ def notes_on_schedules(cluster: ClusterSettings, settings: RunSettings, purpose:
                 )
         rate = optimizer.get("learning_rate")
         if rate == 0 and field == "cluster.trainer.optimizer":
-            _log.warning(f"{field}.learning_rate: 0: the run changes no weight")
+            _log.warning(f"{field}.learning_rate: 0: the run changes no weights")
 
 
 def ends_early(

@@ -57,7 +57,7 @@ def create(path: Path) -> None:
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
             file.write(line.encode())
     except FileExistsError:
-        raise ConfigError(f"{path}: exists already") from None
+        raise ConfigError(f"{path}: already exists") from None
     except OSError as error:
         raise file_error(path, error) from None
 
@@ -101,7 +101,7 @@ class Recorder:
             raise StorageError(f"{self._path}: {error.strerror}") from None
         if written < len(entry):
             raise StorageError(
-                f"{self._path}: an entry of the recording was cut: is the disk full?"
+                f"{self._path}: an entry of the recording was cut off: is the disk full?"
             )
 
 
@@ -241,7 +241,7 @@ def read_recording(path: Path, *, warns: bool = True) -> Iterator[Entry]:
             except (KeyError, TypeError, ValueError, OverflowError):
                 raise ConfigError(f"{place}: not an entry of a recording") from None
             if open_bytes > _MAX_OPEN_BYTES:
-                raise ConfigError(f"{place}: too many calls of the recording have no end")
+                raise ConfigError(f"{place}: too many calls in the recording are unfinished")
             yield Entry(kind, call, message, status)
 
 
@@ -260,7 +260,7 @@ def _require_header(path: Path, file: BinaryIO) -> None:
     except ValueError:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ConfigError(f"{path}: not a recording of `tandem record`")
+        raise ConfigError(f"{path}: not a recording made by `tandem record`")
     if header.get("version") != VERSION:
         raise ConfigError(f"{path}: version {header.get('version')} of the format, not {VERSION}")
 
@@ -290,7 +290,7 @@ def _raw_entries(
             break
         yield place, len(line), values, _decompressed(place, data[:-1])
     if warns:
-        _log.warning(f"{place}: the last entry is incomplete and left out")
+        _log.warning(f"{place}: the last entry is incomplete and was left out")
 
 
 def _decompressed(place: str, data: bytes) -> bytes:

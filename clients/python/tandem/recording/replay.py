@@ -316,11 +316,11 @@ class Replay:
         """
         if passing := len(self._contents.passing):
             _log.info(
-                f"not sent, because the server was away or had no room then: "
+                "not sent, because the server was down or full at the time: "
                 f"{counted(passing, 'call')}"
             )
         for call in self._contents.unended.values():
-            _log.info(f"{call} has no end in the recording; it is cancelled at the end")
+            _log.info(f"{call} is unfinished in the recording; it is cancelled at the end")
         try:
             for entry in chosen(self._path, self._choice, warns=False):
                 if entry.call.number not in self._contents.passing:
@@ -344,7 +344,7 @@ class Replay:
             names = ", ".join(f"{target} ({services})" for target, services in missing.items())
             problems.append(
                 ConfigError(
-                    f"{self._path}: calls {names}: no --map says which server answers now",
+                    f"{self._path}: calls {names}: no --map names the server that answers them now",
                     hint=" ".join(f"--map {target}=HOST:PORT" for target in missing),
                 )
             )
@@ -355,7 +355,7 @@ class Replay:
                 continue
             problems.append(
                 ConfigError(
-                    f"{call} {does} {place}: no --map says which place that is now",
+                    f"{call} {does} {place}: no --map names the place to use now",
                     hint=f"--map {place}={new}",
                 )
             )
@@ -551,8 +551,8 @@ class _LiveCall:
 
     def _too_late(self) -> TandemError:
         return TandemError(
-            f"{self.call}: the server did not go on within {self._timeout_seconds:g} s",
-            hint="--timeout waits longer",
+            f"{self.call}: the server did not continue within {self._timeout_seconds:g} s",
+            hint="a larger --timeout waits longer",
         )
 
 

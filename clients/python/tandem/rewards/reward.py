@@ -236,7 +236,7 @@ class Judging:
         if abs(total) <= MAX_REWARD:
             return total
         message = (
-            f"rewards: the weighted sum {total:g} is out of range: a trainer takes "
+            f"rewards: the weighted sum {total:g} is out of range: a trainer accepts "
             f"{-MAX_REWARD:g} to {MAX_REWARD:g}\n{_shown(*asked)}"
         )
         if not all(one.skips for one in self._functions):
@@ -383,7 +383,7 @@ class _Function:
             return
         hint = _SIGNATURES
         if foreign:
-            hint = f"it is called in another way than by TRL or verl: {hint}"
+            hint = f"it is called differently than in TRL or verl: {hint}"
         raise ConfigError(
             f"{self._field}.function: {self._settings.function} cannot be called for "
             f"{example.place}: {problem or foreign}",
@@ -399,7 +399,7 @@ class _Function:
         except (TypeError, ValueError):
             return None
         first = [name for name in list(names)[:2] if name in _FOREIGN]
-        return f"its parameter {first[0]!r} is none of `prompt` and `response`" if first else None
+        return f"its parameter {first[0]!r} is neither `prompt` nor `response`" if first else None
 
     def _case(self, example: Example, response: Response) -> Case:
         details = {name: response.detail(name) for name in self._details}

@@ -172,9 +172,9 @@ class CheckpointCalls(Transport):
     ) -> server_pb2.WeightsVersion:
         """Loads a checkpoint and returns its weights.
 
-        A relative path starts at the client's working directory. A run that goes on needs the
-        checkpoint's optimizer; with `fresh_optimizer` moments and learning-rate schedule begin
-        again, as a new run from the weights wants them.
+        A relative path starts at the client's working directory. A run that continues
+        needs the checkpoint's optimizer; with `fresh_optimizer` moments and learning-rate schedule
+        start over, as for a new run from these weights.
         """
         request = self._messages.LoadCheckpointRequest(
             path=requests.server_path(path),

@@ -204,7 +204,7 @@ class AsyncSecuredChannel(_Channel):
 
 # Parts of gRPC's texts for handshakes that failed, and what they say; the first that occurs counts.
 _HANDSHAKES = (
-    ("WRONG_VERSION_NUMBER", "the server does not speak TLS, and ca_file ({ca_file}) asks for it"),
+    ("WRONG_VERSION_NUMBER", "the server does not speak TLS, but ca_file ({ca_file}) asks for it"),
     ("certificate has expired", "the server's certificate has expired"),
     ("certificate is not yet valid", "the server's certificate is not valid yet"),
     ("Hostname Verification", "the server's certificate does not name the host of {address}"),
@@ -227,10 +227,10 @@ def why_refused(details: str, credentials: Credentials, address: str) -> str | N
     # handshake is done by then, and gRPC does not show the server's alert.
     if not re.search("Socket closed|Connection reset by peer|Unwrap failed", details):
         return None
-    ended = "the server ended the connection"
+    ended = "the server closed the connection"
     if not credentials.ca_file:
-        return f"{ended}: it may ask for TLS, and ca_file is not set"
+        return f"{ended}: it may require TLS, but ca_file is not set"
     if not credentials.certificate_file:
-        return f"{ended}: it may ask for a client's certificate, and certificate_file is not set"
+        return f"{ended}: it may require a client certificate, but certificate_file is not set"
     certificate = f"certificate_file ({names['certificate_file']})"
-    return f"{ended}: it may refuse {certificate} as expired or foreign"
+    return f"{ended}: it may refuse {certificate} as expired or from an unknown authority"

@@ -34,17 +34,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Credentials:
-    """The files with which a client shows who it is, and recognises a server. All are optional.
+    """The files with which a client identifies itself and verifies a server. All are optional.
 
-    A client that is given none takes those of the environment. The files are read again when they
-    change: calls that run go on, new ones take the new contents.
+    A client without credentials uses those of the environment. Files that change are read
+    again: running calls continue, new ones use the new contents.
 
     Attributes:
         ca_file: certificates (PEM) of the authorities that sign servers' certificates. With it the
             connection uses TLS, without it no encryption.
-        certificate_file: the client's own certificate (PEM), for servers that demand one.
+        certificate_file: the client's own certificate (PEM), for servers that require one.
         private_key_file: the private key (PEM) of certificate_file.
-        token_file: tokens, one a line; the client sends the first with every call.
+        token_file: tokens, one per line; the client sends the first with every call.
     """
 
     ca_file: str | os.PathLike[str] | None = None
@@ -118,7 +118,7 @@ class WatchedFiles(Generic[Contents]):
                 try:
                     self._contents = self._read()
                 except CredentialsError as error:
-                    _log.warning("%s; what was read before is used", error)
+                    _log.warning("%s; the contents read before stay in use", error)
                 self._stamp = stamp
             return self._contents
 
@@ -180,7 +180,7 @@ def _tokens(path: Path, field: str) -> tuple[str, ...]:
         if not _TOKEN.fullmatch(token):
             raise CredentialsError(
                 f"{field}: {path}: token {number} has characters that are not visible ASCII",
-                hint="each token has a line of its own, without spaces",
+                hint="write one token per line, without spaces",
             )
     return tokens
 
@@ -223,7 +223,8 @@ class CredentialFiles:
         ca, token = paths.get("ca_file"), paths.get("token_file")
         if token is not None and ca is None and not is_loopback(address):
             raise CredentialsError(
-                f"token_file: {token}: without TLS the token would travel to {address} in clear",
+                f"token_file: {token}: without TLS the token would travel to {address} in clear "
+                "text",
                 hint="ca_file turns TLS on",
             )
         if ca is not None:
@@ -239,7 +240,7 @@ class CredentialFiles:
             contents = {name: _bytes(path, name) for name, path in named.items()}
             _require_certificates(named, contents)
             if {name: _bytes(path, name) for name, path in named.items()} != contents:
-                raise CredentialsError("certificates: the files change while they are read")
+                raise CredentialsError("certificates: the files are changing while they are read")
             return Certificates(
                 contents["ca_file"],
                 contents.get("certificate_file"),
@@ -257,7 +258,7 @@ def require_key_pair(certificate: Path, key: Path, field: str) -> None:
         context.load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
         raise CredentialsError(
-            f"{field}: {certificate} and {key} are no certificate (PEM) with its unencrypted "
+            f"{field}: {certificate} and {key} are not a certificate (PEM) and its unencrypted "
             f"private key: {_reason(error)}"
         ) from None
 
@@ -284,7 +285,7 @@ def _bytes(path: Path, field: str) -> bytes:
     try:
         # A pipe would be waited for, and a device has no end.
         if not stat.S_ISREG(path.stat().st_mode):
-            raise CredentialsError(f"{field}: {path}: is no regular file")
+            raise CredentialsError(f"{field}: {path}: is not a regular file")
         with path.open("rb") as file:
             contents = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:

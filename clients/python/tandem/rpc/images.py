@@ -59,7 +59,7 @@ class VisionInput:
         pixels = np.ascontiguousarray(self.pixels, "<f4")
         time, height, width = (int(size) for size in self.grid)
         if self.kind not in _KINDS:
-            raise ConfigError(f"kind: {self.kind!r} is none of {', '.join(_KINDS)}")
+            raise ConfigError(f"kind: {self.kind!r} is not one of {', '.join(_KINDS)}")
         if pixels.ndim != 2 or len(pixels) != time * height * width:
             raise ConfigError(
                 f"pixels: {list(pixels.shape)} are not {time} x {height} x {width} patches"
@@ -116,8 +116,8 @@ def pixels_of(digest: str) -> memoryview | None:
 class ImageProcessor:
     """The image processor of a Hugging Face directory, and the tokens that stand for images.
 
-    Raises ConfigError, which names the directory, for a model that takes no images, and for files
-    that are damaged.
+    Raises ConfigError, which names the directory, for a model that does not accept images, and for
+    files that are damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -127,7 +127,7 @@ class ImageProcessor:
         config = json_object(read_text(file, place), place)
         vision = config.get("vision_config")
         if not isinstance(vision, dict):
-            raise ConfigError(f"{place}: the model takes no images: it has no vision_config")
+            raise ConfigError(f"{place}: the model does not accept images: it has no vision_config")
         self.merge_size = int(vision.get("spatial_merge_size", 2))
         # The defaults of transformers, for files that leave them out.
         self.image_token_id = int(config.get("image_token_id", 151655))
@@ -149,14 +149,14 @@ class ImageProcessor:
         """Returns the pixels of images, as image() does.
 
         Raises ConfigError, before any pixels are read, for images that have more than `most_tokens`
-        tokens together.
+        tokens in total.
         """
         if most_tokens is not None and images:
             tokens = sum(self._tokens_of(image, folder) for image in images)
             if tokens > most_tokens:
                 raise ConfigError(
-                    f"images: {len(images)} of them have {tokens:,} tokens, and the model's length "
-                    f"leaves {max(0, most_tokens):,}"
+                    f"images: {len(images)} of them have {tokens:,} tokens, but the model's "
+                    f"length leaves {max(0, most_tokens):,}"
                 )
         return [self.image(image, folder) for image in images]
 
@@ -167,7 +167,7 @@ class ImageProcessor:
         return patches // self.merge_size**2
 
     def expand(self, ids: Sequence[int], inputs: Sequence[VisionInput]) -> list[int]:
-        """Returns the ids with as many tokens in the place of each image's one as it has rows.
+        """Returns the ids with each image's one token repeated for every row of the image.
 
         Raises ConfigError unless there is one such token for each image.
         """
@@ -180,13 +180,14 @@ class ImageProcessor:
             kind = "image" if token == self.image_token_id else "video"
             if not left or left[0].kind != kind:
                 raise ConfigError(
-                    f"images: token {len(expanded)} of the prompt stands for {_ONE[kind]}, and "
+                    f"images: token {len(expanded)} of the prompt stands for {_ONE[kind]}, but "
                     + (f"{_ONE[left[0].kind]} comes next" if left else "there is none left")
                 )
             expanded += [token] * left.pop(0).rows(self.merge_size)
         if left:
             raise ConfigError(
-                f"images: the prompt has tokens for {len(inputs) - len(left)} of {len(inputs)}",
+                f"images: the prompt has tokens for only {len(inputs) - len(left)} of "
+                f"{len(inputs)}",
                 hint="the chat template writes them, or a raw prompt contains them",
             )
         return expanded
@@ -219,7 +220,7 @@ def images_of(conversation: Sequence[Mapping[str, Any]]) -> list[Any]:
                 images.append(part["image"])
             elif kind == "video":
                 raise ConfigError(
-                    "messages: videos are not processed here",
+                    "messages: videos are not supported here",
                     hint='make a VisionInput(kind="video") of `pixel_values_videos`',
                 )
     return images
@@ -239,7 +240,7 @@ def _reading(image: Any, folder: str | Path) -> Iterator[Any]:
         if isinstance(image, str | Path):
             image = Path(folder) / image
             if not image.is_file():
-                raise ConfigError(f"image: {image} is no file")
+                raise ConfigError(f"image: {image} is not a file")
         if not isinstance(image, Path | io.BytesIO):
             yield image
             return

@@ -15,10 +15,10 @@ from tandem.rpc.wire import from_tensor
 class LogProbs:
     """Log-probabilities of the response tokens of a trajectory, in nats; float32 [T] each.
 
-    The contract names them by who wrote the token, run files and `tandem view` by model: where the
-    senior wrote, `senior` is `author` and `junior` is `other`; where the junior wrote, the other
-    way round. NaN stands where nothing was computed: everywhere in `other` unless the prompt asked
-    for `return_other_logprobs`.
+    The gRPC messages name them by who wrote the token, run files and `tandem view` by model: where
+    the senior wrote, `senior` is `author` and `junior` is `other`; where the junior wrote, the
+    other way round. NaN stands where nothing was computed: everywhere in `other` unless the prompt
+    asked for `return_other_logprobs`.
 
     Attributes:
         is_senior: whether the senior wrote the token; bool [T].

@@ -40,12 +40,12 @@ class Prompt:
         num_samples: number of responses; 0 means 1.
         sampling: fields of SamplingParams.
         tandem: fields of TandemConfig; the server has defaults for the others.
-        return_other_logprobs: also compute the log-probability under the model that did not write.
+        return_other_logprobs: also compute the log-probability under the other model.
         stream_tokens: send tokens while they are written.
         request_id: unique in the stream; an empty one is replaced.
         priority: a 32-bit integer; prompts of a higher one come first. The response is the same.
         speculative: fields of SpeculativeConfig. The response is the same, but for the
-            acceptance_rule rejection_sampling, which keeps its distribution alone.
+            acceptance_rule rejection_sampling, which preserves only its distribution.
         return_routed_experts: also record the experts that the senior's routers chose.
         vision_inputs: images and videos, in the order of their tokens.
     """
@@ -107,7 +107,8 @@ def submit(prompts: Iterable[Prompt]) -> list[rollout_pb2.GenerateRequest]:
         size = message.ByteSize() + _TAG_BYTES
         if size > _PROMPT_BYTES:
             raise ConfigError(
-                f"prompt {prompt.request_id!r}: {size} bytes, a message holds {_PROMPT_BYTES}"
+                f"prompt {prompt.request_id!r}: {size} bytes, but a message holds at most "
+                f"{_PROMPT_BYTES}"
             )
         if size > free:
             messages.append([])

@@ -17,20 +17,20 @@ NOT_REPEATABLE = frozenset({"ExportModel"})
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long a client waits for a server that fails, and for how long between two attempts.
+    """How long a client waits for a server that fails, and how long it pauses between attempts.
 
     Only errors that may pass by themselves are retried: UNAVAILABLE, CANCELLED by the server, and
     RESOURCE_EXHAUSTED if it says how long to wait (it does when waiting helps). A retry is safe
     because a second success leaves the same state as the first: a train step is known by its
-    request_id, a sample is a function of its seed, and weights that are published, saved or loaded
-    stay so. ExportModel and open streams are never retried.
+    request_id, a sample is a function of its seed, and publishing, saving or loading
+    weights a second time changes nothing. ExportModel and open streams are never retried.
 
     Attributes:
         seconds: longest time without progress, from the first failure on. 0: no second attempt.
         initial_seconds: the first wait at most; each one may be twice as long as the one before. A
             wait is a random part of that, at least a half.
         maximum_seconds: the longest wait that the server does not ask for.
-        check: called before every wait; raises if waiting is in vain.
+        check: called before every wait; raises if waiting is pointless.
     """
 
     seconds: float = 120.0

@@ -92,7 +92,7 @@ def _set_field(message: Message, field: FieldDescriptor, value: Any, path: str) 
 def _enum_number(enum: EnumDescriptor, name: str, path: str) -> int:
     names = enum_names(enum)
     if name not in names:
-        raise ConfigError(f"{path}: {name!r} is none of {', '.join(names)}")
+        raise ConfigError(f"{path}: {name!r} is not one of {', '.join(names)}")
     return names[name]
 
 

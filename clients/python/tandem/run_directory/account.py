@@ -14,8 +14,8 @@ _LOSSES = {
     "reward/failed": "responses without a reward",
     "reward/timed_out": "of them because a judge took too long",
     "policy/updates_not_finite": "updates that were not finite",
-    "rollout/prompts_retried": "prompts asked again after a rollout server failed",
-    "trajectories/lost": "files of trajectories that could not be written",
+    "rollout/prompts_retried": "prompts retried after a rollout server failed",
+    "trajectories/lost": "trajectory files that could not be written",
 }
 
 

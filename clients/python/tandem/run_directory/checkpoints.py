@@ -112,7 +112,7 @@ def remove_checkpoint(path: Path) -> str | None:
     """
     file = path / MANIFEST
     if path.is_symlink() or not file.is_file():
-        return "it is no checkpoint"
+        return "it is not a checkpoint"
     try:
         manifest = _Manifest.model_validate(read_json(file))
     except (RunDirectoryError, ValidationError):

@@ -134,15 +134,15 @@ class RunDirectory:
     Attributes:
         path: the directory, absolute.
         run_id: names the run to the servers; a resumed run keeps it.
-        state: the checkpoint to go on from, None at the start of a run.
+        state: the checkpoint to continue from, None at the start of a run.
         start: what the run started from, as recorded; None before that.
         versions: (version, digest) of the weights after the steps that an earlier start did.
-        critic_versions: the same of the critic.
+        critic_versions: the same for the critic.
         elapsed_seconds: run time until `state`, 0 at the start of a run.
         evaluated: (step, mode) of the evaluations that evals.jsonl has.
         log: logs/attempt_N.log, from begin() on.
         trajectories: writes responses and answers, from begin() on.
-        account: what the steps until now trained and lost, those of earlier starts included.
+        account: what the steps so far trained and lost, including those of earlier starts.
     """
 
     log: Path
@@ -185,12 +185,12 @@ class RunDirectory:
     ) -> Self:
         """Locks `config.run_dir` for a run of `kind`; makes the directory if there is none.
 
-        A directory that already holds a run is refused without `resume` (go on after its last
-        checkpoint; "auto": if it has one, else start) or `clean` (throw it away); one that holds
-        anything else is always refused. A directory that is made here goes again at the end, unless
+        A directory that already holds a run is refused without `resume` (continue after its last
+        checkpoint; "auto": if it has one, else start) or `clean` (discard it); one that holds
+        anything else is always refused. A directory created here is removed at the end, unless
         the run began. `changes` are the dotted keys of settings that a resumed run may change; the
-        key of a section allows all that is below, and * stands for any name. Where another process
-        uses the directory, this one waits for at most `wait_seconds`, and says so.
+        key of a section allows all that is below, and * stands for any name. While another process
+        uses the directory, this one waits for at most `wait_seconds`, and logs it.
 
         Raises:
             RunDirectoryError: refused, or not to be created.
@@ -199,9 +199,9 @@ class RunDirectory:
             ConfigError: start_from names no checkpoint, and the servers are to run on this machine.
         """
         if resume and clean:
-            raise RunDirectoryError("--resume and --clean exclude each other")
+            raise RunDirectoryError("--resume and --clean cannot be combined")
         if changes and not resume:
-            raise RunDirectoryError("--change is for a run that --resume goes on with")
+            raise RunDirectoryError("--change only applies with --resume")
         run = cls(config, kind, clean=clean, changes=changes)
         with ExitStack() as files:
             with _usable(run.path):
@@ -241,11 +241,11 @@ class RunDirectory:
         return [mode for mode in settings.modes if (step, mode) not in self.evaluated]
 
     def begin(self, steps: int | None = None) -> None:
-        """Starts to write: removes or truncates the records that `clean` and `resume` throw away.
+        """Starts to write: removes or truncates the records that `clean` and `resume` discard.
 
-        `steps` is the run's number of steps, where the settings gave `epochs` instead.
-        Warns of every directory that has the name of a step's checkpoint and stays, because it is
-        none of the run's. Only the first call does anything.
+        `steps` is the run's number of steps, where the settings gave `epochs` instead. Warns of
+        every directory that has the name of a step's checkpoint and is kept, because it does not
+        belong to the run. Only the first call does anything.
         """
         if self._begun:
             return
@@ -396,7 +396,7 @@ class RunDirectory:
             keys = " ".join(f"--change {key}" for key in damaged)
             raise RunDirectoryError(
                 f"{self.path}: {'; '.join(problems)}",
-                hint=f"put the files back, or go on without: {keys}",
+                hint=f"put the files back, or continue without: {keys}",
             )
 
     def _open_trackers(self) -> Trackers:
@@ -448,7 +448,7 @@ def _admit(path: Path, resume: bool | str, clean: bool) -> None:
     if holds_run and not (resume or clean):
         raise RunDirectoryError(
             f"{path} already holds a run",
-            hint="--resume goes on after its last checkpoint, --clean throws it away",
+            hint="--resume continues after its last checkpoint, --clean discards it",
         )
     # Files of a start that was cut off before it became a run, or of a run removed by hand.
     left = {LOCK, _LOGS, temporary_name(IDENTITY)}
@@ -553,8 +553,8 @@ def _remove_checkpoints(path: Path, last: int) -> None:
         for entry in _entries_after(path / folder, last):
             if kept := remove_checkpoint(entry):
                 _log.warning(
-                    f"{entry} stays: {kept}; while it is there, a server refuses to save "
-                    "a checkpoint under this name"
+                    f"{entry} is kept: {kept}; while it is there, a server refuses to save a "
+                    "checkpoint under this name"
                 )
 
 

@@ -99,7 +99,9 @@ def _export(
     with new_directory(destination) as folder:
         for name, file in files.items():
             if _digest(file, count) != digests[name]:
-                raise ConfigError(f"{file}: its digest is not the manifest's: the file is damaged")
+                raise ConfigError(
+                    f"{file}: its digest differs from the manifest's: the file is damaged"
+                )
         for file in files.values():
             _export_file(file, folder / file.name, wanted, count)
     return destination.absolute()

@@ -50,12 +50,12 @@ def locked(folder: Path, wait_seconds: float) -> Iterator[None]:
             after = f" after {waited:.0f} s" if wait_seconds else ""
             raise RunDirectoryBusyError(
                 f"{folder} is in use by another process{by}{after}",
-                hint="--wait-for-lock SECONDS waits for its end",
+                hint="--wait-for-lock SECONDS waits for it to end",
             )
         if waited - told_at >= _NOTE_SECONDS:
             told_at = waited
             _log.info(
-                f"{folder} is in use by another process{by}: waiting for its end, for at most "
+                f"{folder} is in use by another process{by}: waiting for it to end, for at most "
                 f"{wait_seconds - waited:.0f} s"
             )
         time.sleep(min(_RETRY_SECONDS, max(0.0, wait_seconds - waited)))
@@ -95,7 +95,7 @@ def _failed(folder: Path, error: OSError) -> RunDirectoryError | StorageError:
     if error.errno in _UNSUPPORTED:
         return RunDirectoryError(
             f"run_dir: {folder}: its file system has no locks (flock: {error.strerror}), which "
-            "keep two processes from writing one run",
+            "keep two processes from writing the same run",
             hint="mount it with locks (Lustre: the option `flock`), or choose another run_dir",
         )
     return StorageError(f"run_dir: {folder}: it cannot be locked now: {error.strerror or error}")

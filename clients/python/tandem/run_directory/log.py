@@ -57,8 +57,8 @@ class RunLog(logging.Handler):
             self.lost += 1
             if self.lost == 1:
                 _log.warning(
-                    f"{self.path} cannot be written ({error.strerror}): the run goes on, and its "
-                    "log lacks what happens meanwhile"
+                    f"{self.path} cannot be written ({error.strerror}): the run continues, and "
+                    "its log lacks what happens meanwhile"
                 )
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ class ServerReference(Reference):
             f"the run began with version {self.weights.version} with {self.weights.digest}",
             code=grpc.StatusCode.FAILED_PRECONDITION,
             reason="WEIGHTS_DIFFER",
-            hint="does a trainer publish to it, or was it started again with another model?",
+            hint="does a trainer publish to it, or was it restarted with another model?",
         )
 
 

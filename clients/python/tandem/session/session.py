@@ -82,7 +82,7 @@ class Session:
 
     Attributes:
         settings: those of the run; once it is open, with the number of steps of `epochs`.
-        progress: is told what the run does at the moment.
+        progress: is told what the run is doing.
         sampling: the fields of SamplingParams for the run's responses.
         in_force: sections of the settings with the servers' defaults: every field of objective and
             tandem (for "train"), the models of a cluster, the addresses of running servers.
@@ -143,7 +143,8 @@ class Session:
     def check(self) -> None:
         """Raises ServerStartError if a server of the run's own cluster has died.
 
-        A rollout server may, as long as another one runs: the run goes on with that.
+        A rollout server may have died, as long as another one runs: the run continues with that
+        one.
         """
         if self.cluster is not None:
             self.cluster.check(spare_rollouts=True)
@@ -155,10 +156,10 @@ class Session:
 
         The trainer reaches them at the addresses that they advertise. By default, a server that
         does not answer is left out as long as another one gets the weights; without any, it is
-        tried again for servers.retry_seconds. With
-        objective.max_staleness above 0 this may be called while samples are drawn: one server after
-        the other then ends its calls and gets the weights, while the others go on. A single server
-        gets them at once, and its samples go on under them.
+        tried again for servers.retry_seconds. With objective.max_staleness above 0 this may be
+        called while samples are drawn: one server after the other then ends its calls and gets the
+        weights, while the others continue. A single server gets them at once, and its samples
+        continue under them.
 
         Raises ConfigError if two servers advertise one address.
         """
@@ -171,7 +172,7 @@ class Session:
         while (failure := self._publish_to_all()) is not None:
             if (seconds := retries.wait_after(failure)) is None:
                 raise failure
-            self._say_once(f"publication: {failure.message}: it is tried again")
+            self._say_once(f"publication: {failure.message}: trying again")
             time.sleep(seconds)
 
     def _publish_to_all(self) -> RpcError | None:
@@ -218,7 +219,7 @@ class Session:
                     failure.message = f"{result.target}: {failure.message}"
                     failures.append((targets[result.target], failure))
                 elif result.digest != reply.weights.digest:
-                    raise TandemError(f"{result.target} received other weights than were sent")
+                    raise TandemError(f"{result.target} received weights other than those sent")
                 elif result.speculator == trainer_pb2.SPECULATOR_DELIVERY_UNUSED:
                     self._say_once(
                         f"{result.target}: has no senior_speculator, and does not draft with the "
@@ -274,7 +275,7 @@ class Session:
                 # Another publication may have reached it meanwhile.
                 served = client.weights_version()
                 if served.version < weights.version:
-                    _log.info(f"{client.address}: behind, gets version {weights.version}")
+                    _log.info(f"{client.address} is behind: publishing version {weights.version}")
                     self.publish([client])
                     return
         held = weights
@@ -295,8 +296,8 @@ class Session:
     ) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order, all written by the trainer's weights.
 
-        `on_answer` is called with the number of a prompt and its samples as soon as they are there,
-        in any thread and order; it must return at once.
+        `on_answer` is called with the number of a prompt and its samples as soon as they have
+        arrived, in any thread and order; it must return at once.
 
         A rollout server that is behind is brought there before it draws any. Samples of a server
         that got other weights in the middle are drawn again, unless `any_version` will do.
@@ -368,7 +369,7 @@ class Session:
                 missing = [index for index in missing if not is_by(weights, answers[index])]
             if any_version or not missing:
                 return [answers[index] for index in range(len(asked))]
-            _log.info(f"{len(missing)} prompts were answered by other weights: asked again")
+            _log.info(f"{len(missing)} prompts were answered by other weights: retrying them")
         raise FailedPreconditionError(
             f"{len(missing)} prompts were answered by other weights than version {weights.version}",
             code=grpc.StatusCode.FAILED_PRECONDITION,
@@ -379,7 +380,7 @@ class Session:
     def check_optimizers(self, steps_done: int) -> None:
         """Raises ConfigError if a server's schedule ends before the run does, at learning rate 0.
 
-        The servers hold what the run goes on from, `steps_done` steps after its start.
+        The servers hold what the run continues from, `steps_done` steps after its start.
         """
         trainer = self.trainer.info()
         optimizers = {}
@@ -430,7 +431,7 @@ class Session:
             yield
 
     def facts(self) -> dict[str, Any]:
-        """Returns what results depend on beside the settings; a resumed run needs the same."""
+        """Returns what results depend on besides the settings; a resumed run needs the same."""
         return {"servers": self._servers(), "inputs": self._inputs()}
 
     def _inputs(self) -> dict[str, Any]:
@@ -541,12 +542,12 @@ class Session:
         if self._dry_run and cluster.critic is not None and not uses.critic:
             _log.info(
                 "this run needs no critic (objective.advantage_estimator: gae does), so "
-                "cluster.critic takes no part"
+                "cluster.critic is not used"
             )
         if self._dry_run and cluster.rollout and not uses.rollout:
             _log.info(
                 "this run draws no responses (evaluations and sft.responses: senior do), so "
-                "cluster.rollout takes no part"
+                "cluster.rollout is not used"
             )
         needed = ["rollout", "trainer"] if uses.rollout else ["trainer"]
         for role in needed:
@@ -638,7 +639,7 @@ class Session:
             if one.answer_pattern is not None and one.function not in READING_PATTERNS:
                 field = f"rewards.{place}" if settings.rewards else "reward"
                 _log.warning(
-                    f"{field}.answer_pattern has no effect with {one.function}: it is for "
+                    f"{field}.answer_pattern has no effect with {one.function}: it only applies to "
                     f"{' and '.join(READING_PATTERNS)}"
                 )
         with problems.collect():
@@ -854,7 +855,7 @@ def _by_advertised_address(
             raise ConfigError(
                 f"the rollout servers at {clients[address].address} and {client.address} advertise "
                 f"the same address, {address}",
-                hint="set server.advertised_address of each to an address that is its own",
+                hint="give each server its own server.advertised_address",
             )
         clients[address] = client
     return clients
@@ -867,7 +868,7 @@ def other_weights(
     if served.version == trainer.version == 0:
         hint = (
             "they were started with different models: senior_model of a rollout server and model "
-            "of the trainer must name the same (cluster.model names it for all)"
+            "of the trainer must name the same model (cluster.model names it for all)"
         )
     else:
         hint = (
@@ -891,7 +892,7 @@ def _changed(
         f"the {server.role} at {server.address} holds {holds}, not the run's {left}",
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="STALE_POLICY_VERSION",
-        hint="it was restarted, or another run trains it: --resume goes on from the last "
+        hint="it was restarted, or another run trains it: --resume continues from the last "
         "checkpoint",
     )
 

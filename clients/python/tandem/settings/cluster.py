@@ -31,7 +31,7 @@ class CredentialsSettings(Settings):
     # The client's certificate and its key, for servers that demand them.
     certificate_file: NonEmptyPath | None = None
     private_key_file: NonEmptyPath | None = None
-    # Tokens, one a line; the first one is sent.
+    # Tokens, one per line; the first one is sent.
     token_file: NonEmptyPath | None = None
 
     def credentials(self) -> Credentials:
@@ -69,8 +69,8 @@ class ServersSettings(Settings):
 class ClusterSettings(Settings):
     """Servers of one machine (`tandem up`). Each section is the server's own configuration.
 
-    `ranks` in a section is the number of the server's processes (default 1) and no setting of the
-    server. Ports are picked freely unless a section names them.
+    `ranks` in a section is the number of the server's processes (default 1); it is not a setting of
+    the server. Free ports are picked unless a section names them.
     """
 
     # Hugging Face directory, or model of the Hub, for every model that a section does not name: the

@@ -29,7 +29,7 @@ _PHRASES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "string_too_short": lambda _: "must not be empty",
     "path_type": lambda _: "must be a path",
     "list_type": lambda _: "must be a list",
-    "too_short": lambda context: f"must have {context['min_length']} entry or more",
+    "too_short": lambda context: f"must have at least {context['min_length']} entry",
     "dict_type": lambda _: "must be a mapping",
     "model_type": lambda _: "must be a mapping",
     "finite_number": lambda _: "must be finite",
@@ -88,7 +88,7 @@ def _message(schema: type[BaseModel], problem: Any, listed: set[Any]) -> str:
         return f"{phrase}, not {value!r}{_foreign_value(problem['loc'], value)}"
     if kind == "string_type" and isinstance(value, dict):
         # data.format={question}, for example.
-        return f"{phrase}; YAML reads braces as a mapping, quotes keep them: '\"{{...}}\"'"
+        return f"{phrase}; YAML reads braces as a mapping; quote them: '\"{{...}}\"'"
     return phrase if kind in _VALUELESS else f"{phrase}, not {value!r}"
 
 

@@ -139,7 +139,7 @@ class DataSettings(Settings):
         if sum(source is not None for source in sources) != 1:
             raise ValueError("give exactly one of jsonl, parquet, hub and reasoning_gym")
         if self.columns and self.reasoning_gym is not None:
-            raise ValueError("columns is not for reasoning_gym")
+            raise ValueError("columns does not apply to reasoning_gym")
         if self.max_prompt_tokens is None and self.too_long != "fail":
             raise ValueError(f"too_long: {self.too_long} needs max_prompt_tokens")
         return self
@@ -205,7 +205,7 @@ class RewardFunctionSettings(Settings):
         # math has processes of its own, of which `workers` is the number.
         many_of_builtin = self.executor == "process" if self.function == "math" else many
         if self.is_builtin and (many_of_builtin or self.batch):
-            raise ValueError(f"batch, executor and workers are not for {self.function}")
+            raise ValueError(f"batch, executor and workers do not apply to {self.function}")
         if self.batch and many:
             raise ValueError("batch is one call: executor: process and workers do not apply")
         return self
@@ -522,7 +522,7 @@ class RunSettings(Settings):
         default = RewardSettings(python_path=self.reward.python_path)
         for field in RewardFunctionSettings.model_fields:
             if getattr(self.reward, field) != getattr(default, field):
-                raise ValueError(f"rewards: reward.{field} is for a run without `rewards`")
+                raise ValueError(f"rewards: reward.{field} only applies to a run without `rewards`")
         names = [one.shown_name for one in self.rewards]
         for place, name in enumerate(names):
             if name in names[:place]:
@@ -542,7 +542,7 @@ class RunSettings(Settings):
         for field in ("learning_rate", "max_model_len"):
             if getattr(self, field) is not None and self.cluster is None:
                 raise ValueError(
-                    f"{field}: is for the servers of `cluster`; running servers have their own"
+                    f"{field}: only applies to servers of `cluster`; running servers have their own"
                 )
         return self
 

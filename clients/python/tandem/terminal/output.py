@@ -100,7 +100,8 @@ class _LastingStream:
                 self._failed = True
                 name = getattr(self._stream, "name", "the output")
                 _log.warning(
-                    f"{name} cannot be written ({error.strerror}): the run goes on", extra=FILE_ONLY
+                    f"{name} cannot be written ({error.strerror}): the run continues",
+                    extra=FILE_ONLY,
                 )
 
 

@@ -71,22 +71,22 @@ _COLUMNS = (
     _Column("step", "", "{:.0f}", 0, _value("step")),
     _Column("reward", "mean reward", "{:.3f}", 0, _value("reward/mean")),
     _Column(
-        "flat", "prompts whose rewards are all alike", "{:.0%}", 8, _value("reward/frac_zero_std")
+        "flat", "prompts whose rewards are all equal", "{:.0%}", 8, _value("reward/frac_zero_std")
     ),
     _Column("loss", "total loss", "{:+.4f}", 1, _value("loss/total")),
     _Column("value", "the critic's loss", "{:.3f}", 2, _value("critic/loss")),
     _Column("heads", "the speculator's loss", "{:.3f}", 1, _value("speculator/loss")),
-    _Column("kl", "KL to the reference, nats a token", "{:.4f}", 3, _kl),
-    _Column("grad", "norm of the gradient", "{:.3g}", 2, _value("policy/grad_norm")),
+    _Column("kl", "KL to the reference, nats per token", "{:.4f}", 3, _kl),
+    _Column("grad", "gradient norm", "{:.3g}", 2, _value("policy/grad_norm")),
     _Column("rate", "learning rate", "{:.1e}", 5, _value("policy/learning_rate")),
-    _Column("entropy", "mean entropy, nats a token", "{:.3g}", 10, _value("policy/entropy")),
-    _Column("mismatch", "KL of rollout and trainer (k3)", "{:.1e}", 9, _value("mismatch/k3")),
-    _Column("senior", "tokens that the senior wrote", "{:.0%}", 3, _senior),
-    _Column("switches", "changes of author in a response", "{:.2f}", 7, _switches),
-    _Column("tokens", "response tokens of the step", "{:,.0f}", 6, _value("tokens/response")),
+    _Column("entropy", "mean entropy, nats per token", "{:.3g}", 10, _value("policy/entropy")),
+    _Column("mismatch", "KL between rollout and trainer (k3)", "{:.1e}", 9, _value("mismatch/k3")),
+    _Column("senior", "tokens written by the senior", "{:.0%}", 3, _senior),
+    _Column("switches", "changes of author per response", "{:.2f}", 7, _switches),
+    _Column("tokens", "response tokens in the step", "{:,.0f}", 6, _value("tokens/response")),
     _Column(
         "tok/s",
-        "response tokens a second of generation, else of training",
+        "response tokens per second of generation, else of training",
         "{:,.0f}",
         6,
         _tokens_per_second,
@@ -98,9 +98,9 @@ _COLUMNS = (
         11,
         _value("response/truncated_fraction"),
     ),
-    _Column("generate", "seconds of generation", "{:.1f}s", 4, _value("time/generate_seconds")),
-    _Column("judge", "seconds of the rewards", "{:.1f}s", 12, _value("time/reward_seconds")),
-    _Column("train", "seconds of the update", "{:.1f}s", 4, _value("time/train_seconds")),
+    _Column("generate", "seconds for generation", "{:.1f}s", 4, _value("time/generate_seconds")),
+    _Column("judge", "seconds for the rewards", "{:.1f}s", 12, _value("time/reward_seconds")),
+    _Column("train", "seconds for the update", "{:.1f}s", 4, _value("time/train_seconds")),
     _Column(
         "publish",
         "seconds until the rollout servers had the weights",
@@ -109,7 +109,7 @@ _COLUMNS = (
         _value("time/publish_seconds"),
     ),
 )
-_LEGEND_LEFT = "left: time that the rest of the run takes at this rate"
+_LEGEND_LEFT = "left: time left at this rate"
 # Phases of a step, with who waits in them.
 _PHASES = {
     "generate": "the trainer waits",

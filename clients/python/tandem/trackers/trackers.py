@@ -156,8 +156,8 @@ class _Sender:
         if self.lacks or self._reason:
             lacks = f"it lacks {self.lacks} lines" if self.lacks else "it may lack the last lines"
             _log.warning(
-                f"trackers: {self.name}: {self._reason}: {lacks}, which metrics.jsonl "
-                "and evals.jsonl have"
+                f"trackers: {self.name}: {self._reason}: {lacks}, which are in metrics.jsonl and "
+                "evals.jsonl"
             )
 
     def _work(self) -> None:
@@ -195,8 +195,8 @@ class _Sender:
         known, self._reason = self._reason, f"{type(error).__name__}: {error}"
         if not known and not self._ended.is_set():
             _log.warning(
-                f"trackers: {self.name}: {self._reason}: the run goes on, and its "
-                "numbers are sent when the tracker takes them"
+                f"trackers: {self.name}: {self._reason}: the run continues, and its numbers are "
+                "sent when the tracker accepts them"
             )
 
     def _open(self) -> None:

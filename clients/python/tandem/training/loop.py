@@ -176,7 +176,7 @@ def _tell_failures(
         raise RewardError(
             f"step {step}: the reward failed for every response, as in the {unjudged} steps before"
             f"\n{drawn.failures[0]}",
-            hint="--resume goes on when the judge works again",
+            hint="--resume continues when the judge works again",
         )
     return unjudged + 1
 
@@ -248,7 +248,7 @@ class Loop:
     Attributes:
         weights: the senior's weights that the next step starts from.
         last_step: the last step that was done.
-        examples_drawn: number of examples of the data that the steps until then took.
+        examples_drawn: number of examples of the data that the steps so far used.
         kl_coefficient: the coefficient that the next step begins with; None without a KL.
     """
 
@@ -438,7 +438,7 @@ class Loop:
         failed = f"; what was done since then could not be saved: {problem}" if problem else ""
         if not saved:
             return f"there is no checkpoint yet, --clean starts again{failed}"
-        return f"saved after step {saved}, --resume goes on from there{failed}"
+        return f"saved after step {saved}, --resume continues from there{failed}"
 
     def _save_if_it_can(self) -> str | None:
         """Saves the last steps; returns the reason if it cannot."""

@@ -54,7 +54,7 @@ def start_run(session: Session, run: RunDirectory, *, discard_unsaved: bool = Fa
     """Brings the servers to where the run begins, or goes on from.
 
     Raises:
-        UnsavedUpdatesError: a server holds updates that no checkpoint has, and neither
+        UnsavedUpdatesError: a server holds updates that are in no checkpoint, and neither
             `discard_unsaved` nor start_from gives them up.
         FailedPreconditionError: a rollout server was started with another model than the trainer,
             or a checkpoint holds other weights than the run saved (reason WEIGHTS_DIFFER).
@@ -106,9 +106,9 @@ def require_saved(
         made = client.role == "critic" and _made_by(our_critics, info.server.weights)
         if info.unsaved and not made:
             raise UnsavedUpdatesError(
-                f"the {client.role} at {client.address} holds updates that no checkpoint has "
+                f"the {client.role} at {client.address} holds updates that are in no checkpoint "
                 f"(version {info.server.weights.version})",
-                hint="start_from=served begins a run with them, --discard-unsaved throws them away",
+                hint="start_from=served begins a run with them, --discard-unsaved discards them",
             )
 
 
@@ -156,7 +156,7 @@ def _load(
             f"{checkpoint.digest}",
             code=grpc.StatusCode.FAILED_PRECONDITION,
             reason="WEIGHTS_DIFFER",
-            hint="something else was written to its place",
+            hint="something else was written in its place",
         )
     critic_held = None
     if session.uses_critic and checkpoint.critic is None:

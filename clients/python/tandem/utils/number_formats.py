@@ -16,7 +16,7 @@ def torch_name(name: str, field: str) -> str:
     """
     long = _LONG_NAMES.get(name, name)
     if long not in _LONG_NAMES.values():
-        raise ConfigError(f"{field}: {name!r} is none of {', '.join(NAMES)}")
+        raise ConfigError(f"{field}: {name!r} is not one of {', '.join(NAMES)}")
     return long
 
 

@@ -79,7 +79,7 @@ def read_curves(run_dir: Path) -> dict[str, Curve]:
             curve.steps.append(line["step"])
             curve.values.append(value)
     if not curves:
-        raise RunDirectoryError(f"{run_dir}: no step is done yet")
+        raise RunDirectoryError(f"{run_dir}: no step has finished yet")
     return curves
 
 
@@ -101,7 +101,7 @@ def choose(wanted: Sequence[str], known: Iterable[str]) -> list[str]:
             advice = renamed.advice(pattern) or (
                 f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
             )
-            raise ConfigError(f"--metric {pattern!r}: these runs have no such number{advice}")
+            raise ConfigError(f"--metric {pattern!r}: these runs have no such metric{advice}")
         chosen += found
     return list(dict.fromkeys(chosen))
 

@@ -128,14 +128,18 @@ def recorded(run_dir: Path, mode: str = "") -> list[TrajectoryFile]:
         files = [one for one in evaluations if one.mode == mode]
         if not files:
             known = sorted({one.mode for one in evaluations})
-            there = f"it has {', '.join(known)}" if known else "eval.every makes evaluations"
-            raise RunDirectoryError(f"{run_dir} holds no answers of evaluations {mode}: {there}")
+            there = (
+                f"it has {', '.join(known)}"
+                if known
+                else "eval.every sets how often a run evaluates"
+            )
+            raise RunDirectoryError(f"{run_dir} holds no answers of {mode} evaluations: {there}")
         return files
     files = [one for one in trajectory_files(run_dir / STEPS) if not one.mode and one.step]
     if not files:
-        why = "no step is done yet, or trajectories.every is 0"
+        why = "no step has finished yet, or trajectories.every is 0"
         if kind == "sft":
-            why = "supervised training writes them with sft.responses: senior alone"
+            why = "supervised training writes them only with sft.responses: senior"
         raise RunDirectoryError(f"{run_dir} holds no trajectories: {why}")
     return files
 

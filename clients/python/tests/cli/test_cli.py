@@ -78,7 +78,7 @@ def test_eval_of_a_checkpoint_and_of_the_last_one_of_a_run(world, run_file, tmp_
     path = run / "checkpoints" / "step_000002"
     shown = tandem("eval", run_file, "--checkpoint", path).stdout
     assert f"senior version 2, from {path}" in shown
-    assert "senior version 2, as served now" in tandem("eval", run_file).stdout
+    assert "senior version 2, as currently served" in tandem("eval", run_file).stdout
     (run / "state.json").unlink()
     assert "has no checkpoint" in tandem("eval", run_file, "--checkpoint", run, check=2).stderr
 
@@ -151,14 +151,16 @@ def test_generate_separates_responses_and_passes_its_options_on(world, address, 
     sampling = record["sampling"]
     assert [sampling[key] for key in ("top_p", "top_k", "min_p")] == [0.5, 7, 0.25]
     done = tandem("generate", "w1", *common, "--strategy", "chnk", check=2)
-    assert done.stderr.startswith("tandem: --strategy: 'chnk' is none of bernoulli, chunk,")
+    assert done.stderr.startswith("tandem: --strategy: 'chnk' is not one of bernoulli, chunk,")
     world.on_prompt = lambda prompt: asked.append(prompt.speculative.acceptance_rule)
     drafts = ["--speculative", "ngram", "--acceptance-rule", "rejection_sampling"]
     drafted = tandem("generate", "w1", *common, *options, *drafts)
     assert json.loads(drafted.stdout) == record
     assert asked == [rollout_pb2.ACCEPTANCE_RULE_REJECTION_SAMPLING]
     done = tandem("generate", "w1", *common, "--acceptance-rule", "all", check=2)
-    assert done.stderr.startswith("tandem: --acceptance-rule: 'all' is none of exact, rejection_s")
+    assert done.stderr.startswith(
+        "tandem: --acceptance-rule: 'all' is not one of exact, rejection_s"
+    )
     done = tandem("generate", "w1", *common, "--image", "a.png", check=2)
     assert "--image: needs --chat" in done.stderr
     done = tandem("generate", " ", *common, check=2)
@@ -173,20 +175,25 @@ def test_generate_separates_responses_and_passes_its_options_on(world, address, 
     done = tandem(*told[:-1], "[1]", "--chat", check=2)
     assert "--chat-template-kwargs: must be a mapping" in done.stderr
     done = tandem("generate", "w1", *common, "--speculative", "eagle", check=2)
-    assert done.stderr.startswith("tandem: --speculative: 'eagle' is none of none, ngram,")
-    for method, says in (("eagle", "'eagle' is none of"), ("heads", "heads: the rollout server")):
+    assert done.stderr.startswith("tandem: --speculative: 'eagle' is not one of none, ngram,")
+    for method, says in (
+        ("eagle", "'eagle' is not one of"),
+        ("heads", "heads: the rollout server"),
+    ):
         where = ["--rollout", address, "--tokenizer", tmp_path / "model"]
         done = tandem("serve-openai", *where, "--speculative", method, check=2)
         assert done.stderr.startswith(f"tandem: --speculative: {says}")
     done = tandem("serve-openai", *where, "--acceptance-rule", "all", check=2)
-    assert done.stderr.startswith("tandem: --acceptance-rule: 'all' is none of exact, rejection_s")
+    assert done.stderr.startswith(
+        "tandem: --acceptance-rule: 'all' is not one of exact, rejection_s"
+    )
     done = tandem("generate", "w1", *common, "--max-tokens", 200)
     assert done.stderr == (
         "warning: --max-tokens 200: the server's max_model_len of 128 leaves 127 tokens after a "
         "prompt of 1\n"
     )
     done = tandem("generate", "w1", *common, "--stop", "x" * 257, check=2)
-    assert "has 257 bytes, a server takes 1 to 256" in done.stderr
+    assert "has 257 bytes; a server accepts 1 to 256" in done.stderr
     assert "has 257 bytes" in done.stderr
 
 
@@ -291,7 +298,7 @@ def test_commands_find_the_cluster_that_runs(address, run_file, tmp_path, monkey
             other.write_text(json.dumps({"directory": "/other", "servers": []}))
             for command in (["generate", "w1", *model], ["train", unaddressed]):
                 said = tandem(*command, check=2).stderr
-                assert f"2 clusters run: /other, {tmp_path}" in said
+                assert f"2 clusters are running: /other, {tmp_path}" in said
         # The file is no longer locked: its process has ended.
         tandem("generate", "w1", *model)
         assert not other.exists()
@@ -304,7 +311,7 @@ def test_commands_find_the_cluster_that_runs(address, run_file, tmp_path, monkey
     with registry.announced(cluster):
         assert registry.clusters() == []
     [note] = notes
-    assert note.startswith("other commands do not find these servers: ")
+    assert note.startswith("other commands cannot find these servers: ")
 
 
 def test_usage_errors_exit_with_2(run_file):

@@ -235,7 +235,7 @@ def test_one_ctrl_c_ends_a_run_whose_judge_hangs_and_saves_the_steps_before(
         run.kill()
     assert run.returncode == 130, rest
     assert "step 2 is given up: " in rest
-    assert "stopped after step 1; --resume goes on" in rest
+    assert "stopped after step 1; --resume continues" in rest
     assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 1
 
 
@@ -278,7 +278,7 @@ def test_a_full_disk_below_the_output_costs_its_lines_alone(run_file, tmp_path):
     assert done.returncode == 0
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
     log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
-    assert "<stdout> cannot be written (No space left on device): the run goes on" in log
+    assert "<stdout> cannot be written (No space left on device): the run continues" in log
 
 
 def test_a_reader_that_goes_costs_the_output_alone(run_file, tmp_path):
@@ -303,6 +303,6 @@ def test_a_full_disk_below_the_log_costs_its_lines_alone(run_file, tmp_path, mon
     monkeypatch.setattr(os, "write", full)
     done = tandem("train", run_file)
     log = tmp_path / "run" / "logs" / "attempt_1.log"
-    said = f"warning: {log} cannot be written (No space left on device): the run goes on"
+    said = f"warning: {log} cannot be written (No space left on device): the run continues"
     assert done.stdout.count(said) == 1
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 4

@@ -84,7 +84,7 @@ def test_columns_and_a_junior_may_be_named(folder):
     fakes.write_tokenizer(folder / "models" / "other")
     rows("rows.jsonl", {"ask": "w2", "gold": "w3"})
     done = tandem("init", "models/tiny", "rows.jsonl", check=2)
-    assert "none of the columns ask, gold is known to hold the prompt" in done.stderr
+    assert "none of the columns ask, gold is known to contain the prompt" in done.stderr
     assert "--prompt COLUMN" in done.stderr
     config = init("rows.jsonl", "--prompt", "ask", "--answer", "gold", "--junior", "models/other")
     assert config.data.columns == {"prompt": "ask", "answer": "gold"}
@@ -184,7 +184,7 @@ def test_a_missing_math_verify_is_an_error_that_says_what_to_install(folder, mon
 def test_answers_that_span_lines_are_noted(folder):
     rows("rows.jsonl", {"question": "w2", "answer": "w1\nw2"}, {"question": "w4", "answer": "w3"})
     done = tandem("init", "models/tiny", "rows.jsonl", "--output", "run.yaml")
-    assert "warning: 1 of the first 2 answers span lines" in done.stdout
+    assert "warning: 1 of the first 2 answers span several lines" in done.stdout
     config = loading.load(RunSettings, Path("run.yaml"))
     assert config.reward.function == "exact_match"
     examples = load_dataset(config.data, TextCodec(config.tokenizer)).examples

@@ -81,12 +81,12 @@ def test_what_is_no_speculator_is_refused_and_nothing_is_written(tmp_path):
     out = tmp_path / "heads"
     checkpoint = write_checkpoint(tmp_path / "step_000001")
     assert f"SOURCE: {tmp_path} is neither a checkpoint nor a run" in said(tmp_path)
-    assert "'int8' is none of fp32, bf16, fp16" in said(checkpoint, "--dtype", "int8")
+    assert "'int8' is not one of fp32, bf16, fp16" in said(checkpoint, "--dtype", "int8")
     large = write_checkpoint(tmp_path / "large", np.array([1e5], np.float32))
     assert "numbers that float16 cannot hold" in said(large, "--dtype", "fp16")
     config = checkpoint / "speculator" / "config.json"
     config.write_text(config.read_text() + " ")
-    assert "speculator/config.json: its digest is not the manifest's" in said(checkpoint)
+    assert "speculator/config.json: its digest differs from the manifest's" in said(checkpoint)
     config.unlink()
     assert "speculator/config.json: is missing" in said(checkpoint)
     for file in (checkpoint / "speculator").iterdir():
@@ -126,7 +126,7 @@ def test_a_trainer_without_a_speculator_is_refused_before_it_starts(run_file, tm
     override = f"cluster={{rollout: {{}}, model: {model}, trainer: {{{section}}}}}"
     for arguments in ([], ["--dry-run"]):
         done = tandem("speculator", "train", run_file, override, *arguments, check=2)
-        assert "cluster.trainer.speculator: the trainer trains no speculator" in done.stderr
+        assert "cluster.trainer.speculator: the trainer does not train a speculator" in done.stderr
         assert "hint: its `adapter` names the kind" in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -136,7 +136,7 @@ def test_a_running_trainer_without_a_speculator_is_refused_before_a_step(
 ):
     for arguments in ([], ["--dry-run"]):
         done = tandem("speculator", "train", run_file, *arguments, check=2)
-        said = f"servers.trainer: the trainer at {address} trains no speculator"
+        said = f"servers.trainer: the trainer at {address} does not train a speculator"
         assert said in done.stderr
         assert "hint: the section `speculator` of its configuration" in done.stderr
     assert world.headers == []

@@ -235,7 +235,7 @@ def test_the_first_ctrl_c_stops_a_start(build_dir, tmp_path):
         text=True,
     )
     try:
-        [pid] = re.findall(r"trainer starts \(pid (\d+)", process.stderr.readline())
+        [pid] = re.findall(r"trainer is starting \(pid (\d+)", process.stderr.readline())
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     finally:
@@ -298,7 +298,7 @@ def test_a_dead_rollout_server_of_a_run_is_started_again_at_its_address(build_di
             dead.process.kill()
             # It is about to be started again, so nothing is wrong.
             cluster.check(spare_rollouts=True)
-        wait_until(lambda: sum("serves again" in one for one in notes) == 2)
+        wait_until(lambda: sum("is serving again" in one for one in notes) == 2)
         after = cluster.servers
         assert [one.name for one in after] == [one.name for one in before]
         assert [one.address for one in cluster.rollouts] == [before[0].address, before[1].address]
@@ -321,9 +321,9 @@ def test_a_rollout_server_that_dies_again_and_again_is_left(
         cluster.keep_rollouts()
         for count in range(1, keeper.MOST_STARTS + 1):
             cluster.rollouts[0].process.kill()
-            wait_until(lambda count=count: sum("serves again" in one for one in notes) == count)
+            wait_until(lambda count=count: sum("is serving again" in one for one in notes) == count)
         cluster.rollouts[0].process.kill()
-        wait_until(lambda: "it died 4 times, and is left as it is" in notes[-1])
+        wait_until(lambda: "it died 4 times and is not started again" in notes[-1])
         with pytest.raises(ServerStartError, match="rollout-0 ended with signal SIGKILL"):
             cluster.check(spare_rollouts=True)
 

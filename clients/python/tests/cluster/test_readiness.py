@@ -49,5 +49,5 @@ def test_a_server_that_comes_later_is_waited_for(notes):
 def test_the_wait_has_an_end():
     with pytest.raises(ServerStartError) as caught:
         wait_until_serving(["127.0.0.1:1"], Credentials(), 1)
-    assert "127.0.0.1:1 does not serve after 1 s" in str(caught.value)
+    assert "127.0.0.1:1 is not serving after 1 s" in str(caught.value)
     assert "servers.start_timeout_seconds" in caught.value.hint

@@ -82,7 +82,7 @@ def test_a_record_is_an_offer_that_may_fail(tmp_path, monkeypatch, notes):
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError))
     with registry.announced(cluster):
         pass
-    assert notes == ["other commands do not find these servers: HOME is not set"]
+    assert notes == ["other commands cannot find these servers: HOME is not set"]
 
 
 def test_an_old_record_in_a_folder_that_may_not_be_written_is_passed_over(folder, monkeypatch):

@@ -47,14 +47,14 @@ def test_a_system_message_also_reaches_conversations(tmp_path, codec):
     # A conversation that begins with a system message keeps that one.
     assert [one.token_ids for one in examples] == [[9, 8, 63], [5, 8, 63], [9, 8, 63]]
     assert examples[0].row == {"messages": [turn]}
-    with pytest.raises(ConfigError, match=r"^data\.system: rows with a `prompt` take none"):
+    with pytest.raises(ConfigError, match=r"^data\.system: does not apply to rows with a `prompt`"):
         load_dataset(rows.model_copy(update={"system": "w9"}), codec)
 
 
 @pytest.mark.parametrize(("name", "value"), [("format", "w1 {prompt}"), ("extract", "w.")])
 def test_a_setting_that_writes_prompts_is_refused_for_a_conversation(tmp_path, codec, name, value):
     rows = jsonl(tmp_path, {"messages": [{"role": "user", "content": "w8"}]})
-    with pytest.raises(ConfigError, match=rf"^data\.{name}: .*:1: the row has `messages`"):
+    with pytest.raises(ConfigError, match=rf"^data\.{name}: .*:1: only applies to a `prompt`"):
         load_dataset(rows.model_copy(update={name: value}), codec)
 
 
@@ -77,7 +77,10 @@ def test_a_mistake_of_many_rows_is_named_once_and_counted(tmp_path, codec):
     renamed = rows.model_copy(update={"columns": {"prompt": "text"}})
     for settings, says in [
         (rows, "a row needs `prompt` or `messages` (and 11 more rows)"),
-        (renamed, "there is no column 'text', which `columns` names; there are question (and 11"),
+        (
+            renamed,
+            "there is no column 'text', which `columns` names; the columns are question (and 11",
+        ),
     ]:
         with pytest.raises(ConfigError) as caught:
             load_dataset(settings, codec)
@@ -227,7 +230,7 @@ def test_a_conversation_that_the_template_cannot_write_is_named(tmp_path, codec)
     ("changes", "says"),
     [
         ({"format": "{question}"}, "data.format: '{question}' does not fit a row"),
-        ({"system": "w1"}, "data.system: rows with a `prompt` take none"),
+        ({"system": "w1"}, "data.system: does not apply to rows with a `prompt`"),
     ],
 )
 def test_a_setting_that_fits_no_row_is_named_once(tmp_path, codec, changes, says):
@@ -275,7 +278,7 @@ def test_a_bad_parquet_file_is_named_with_its_field(tmp_path, codec):
     parquet.write_table(pyarrow.Table.from_pylist([{"prompt": 3}]), file)
     fails(file, f"{file}[0]: `prompt` must be a string")
     (tmp_path / "empty").mkdir()
-    fails(tmp_path / "empty", f"{tmp_path}/empty holds no file *.parquet")
+    fails(tmp_path / "empty", f"{tmp_path}/empty has no *.parquet file")
 
 
 def test_a_package_that_is_missing_is_named_with_its_command(tmp_path, codec, monkeypatch):
@@ -371,12 +374,12 @@ def test_a_prompt_that_is_too_long_names_its_row(tmp_path, codec):
     place = f"{tmp_path}/rows.jsonl:2: the prompt has 3 tokens"
     with pytest.raises(ConfigError) as caught:
         load_dataset(settings.model_copy(update={"max_prompt_tokens": 2}), codec)
-    assert str(caught.value) == f"data: {place}, data.max_prompt_tokens allows 2"
+    assert str(caught.value) == f"data: {place}, but data.max_prompt_tokens allows 2"
     data = load_dataset(settings, codec)
     data.require_prompts_below(4)
     with pytest.raises(ConfigError) as caught:
         data.require_prompts_below(3, "eval.data")
-    assert str(caught.value) == f"eval.data: {place}, the servers' max_model_len allows 2"
+    assert str(caught.value) == f"eval.data: {place}, but the servers' max_model_len allows 2"
     assert "eval.data.too_long" in caught.value.hint
 
 
@@ -447,7 +450,7 @@ def test_a_reasoning_gym_task_that_does_not_exist_is_named(codec):
 
 def test_training_data_that_is_all_evaluated_is_refused(tmp_path, codec):
     data = load_dataset(jsonl(tmp_path, {"prompt": "w1"}), codec)
-    with pytest.raises(ConfigError, match="every prompt occurs in the evaluation data"):
+    with pytest.raises(ConfigError, match="every prompt also occurs in the evaluation data"):
         data.without({"w1"})
 
 

@@ -201,7 +201,7 @@ def test_a_server_that_restarts_while_it_scores_is_asked_again(world, load, note
         result = evaluate(session)["legibility"]
     assert result.summary()["junior/nats_per_token"] == 2.0
     assert world.scores == 2
-    assert "60 prompts were answered by other weights: asked again" in notes
+    assert "60 prompts were answered by other weights: retrying them" in notes
 
 
 def test_a_server_that_keeps_restarting_while_it_scores_ends_the_evaluation(world, load):

@@ -41,7 +41,7 @@ def test_a_difference_is_named(tmp_path, tensors):
     said = difference(one, write(tmp_path / "a", reshaped))
     assert said == "a has the shapes [4, 3] and [3, 4]"
     more = write(tmp_path / "more", tensors | {"c": tensors["b"]})
-    assert difference(one, more) == f"{more} alone has c"
+    assert difference(one, more) == f"only {more} has c"
     # A file may hold a tied head or not.
     assert (
         difference(one, write(tmp_path / "head", tensors | {"lm_head.weight": tensors["a"]}))

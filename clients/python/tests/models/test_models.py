@@ -165,7 +165,7 @@ MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path, subtests):
     for change, says in [
-        (without(MATRIX), f"'{MATRIX}': missing, config.json asks for it"),
+        (without(MATRIX), f"'{MATRIX}': missing, but config.json asks for it"),
         (without("lm_head.weight"), "'lm_head.weight': missing"),
         (without("model.norm.weight", MATRIX), f"2 tensors '{MATRIX}', 'model.norm.weight': mis"),
         (
@@ -178,7 +178,7 @@ def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path, subtests):
         ),
         (
             lambda tensors: tensors | {MATRIX: tensors[MATRIX][:, :-1].contiguous()},
-            f"tensor '{MATRIX}' has the shape [48, 31], config.json asks for [48, 32]",
+            f"tensor '{MATRIX}' has the shape [48, 31], but config.json asks for [48, 32]",
         ),
         (
             lambda tensors: {name.replace("mlp", "ffn"): one for name, one in tensors.items()},
@@ -305,7 +305,7 @@ def test_a_checkpoint_of_torch_save_is_read(tmp_path):
     after = weights(import_model(str(source), tmp_path / "model", dtype="float32").path)
     assert all(torch.equal(after[name], before[name]) for name in before)
     torch.save({"a": object}, source / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: holds more than tensors"):
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: contains more than tensors"):
         import_model(str(source), tmp_path / "other")
 
 
@@ -334,7 +334,7 @@ def test_shards_are_read_by_their_index_and_other_files_are_not(tmp_path):
     after = weights(imported.path)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert "adapter beside the weights is not merged" in imported.notes[0]
+    assert "adapter next to the weights is not merged" in imported.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_shards_are_read_by_their_index_and_other_files_are_not(tmp_path):
     [
         (lambda places: places | {"x": "model-00001-of-00002.safetensors"}, "'x': missing"),
         (lambda places: without(MATRIX)(places), f"'{MATRIX}': not in model.safetensors.index"),
-        (lambda places: places | {MATRIX: "../up.safetensors"}, "must be one beside the index"),
+        (lambda places: places | {MATRIX: "../up.safetensors"}, "must be one next to the index"),
         (lambda places: places | {MATRIX: "none.safetensors"}, "none.safetensors: No such file"),
     ],
 )

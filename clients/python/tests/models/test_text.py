@@ -105,8 +105,8 @@ def test_a_stop_text_is_found_by_the_server_and_a_special_token_by_its_name(code
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        ([str(i) for i in range(17)], "has 17 texts, a server takes 16"),
-        (["x", "é" * 129], "has 258 bytes, a server takes 1 to 256"),
+        ([str(i) for i in range(17)], "has 17 texts; a server accepts at most 16"),
+        (["x", "é" * 129], "has 258 bytes; a server accepts 1 to 256"),
         ([""], "has 0 bytes"),
         (["\ud800"], "is not Unicode text"),
     ],

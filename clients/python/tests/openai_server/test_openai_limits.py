@@ -62,16 +62,16 @@ def test_what_is_too_large_is_refused_before_it_is_built(http, world, monkeypatc
         (complete, {"prompt": "w" * 4097}, "prompt", "4,097 bytes of text; a prompt of 128 tokens"),
         (complete, {"prompt": ["w1", "é" * 2049]}, "prompt", "4,098 bytes of text"),
         (complete, {"prompt": [1] * 129}, "prompt", "has 129 tokens; max_model_len is 128"),
-        (complete, {"prompt": [[1], [-1] * 10**6]}, "prompt[1][0]", "-1 is no token id"),
-        (complete, {"prompt": [1, "w"]}, "prompt[1]", "'w' is no token id"),
-        (complete, {"prompt": [True]}, "prompt[0]", "True is no token id"),
-        (complete, {"prompt": [1.0]}, "prompt[0]", "is no"),
-        (complete, {"prompt": [2**31]}, "prompt[0]", "is no token id"),
-        (complete, {"prompt": {"text": "w"}}, "prompt", "is no text, list of texts"),
+        (complete, {"prompt": [[1], [-1] * 10**6]}, "prompt[1][0]", "-1 is not a token id"),
+        (complete, {"prompt": [1, "w"]}, "prompt[1]", "'w' is not a token id"),
+        (complete, {"prompt": [True]}, "prompt[0]", "True is not a token id"),
+        (complete, {"prompt": [1.0]}, "prompt[0]", "must be a list of token ids"),
+        (complete, {"prompt": [2**31]}, "prompt[0]", "is not a token id"),
+        (complete, {"prompt": {"text": "w"}}, "prompt", "must be text, a list of texts"),
         (complete, {"stop": ["w"] * 65}, "stop", "has 65 texts, at most 64"),
         (complete, {"stop": ["w" * 1025]}, "stop", "1025 characters, at most 1024"),
-        (complete, {"stop": [1] * 60}, "stop", "1 is no text"),
-        (complete, {"stop": {"a": 1}}, "stop", "is no text and no list of texts"),
+        (complete, {"stop": [1] * 60}, "stop", "1 is not text"),
+        (complete, {"stop": {"a": 1}}, "stop", "must be text or a list of texts"),
         (complete, {"tandem": {"boundary_token_ids": [1] * 4097}}, "tandem", "4097 elements"),
         (chat, {"messages": MESSAGES * 4097}, "messages", "has 4097 messages, at most 4096"),
         (
@@ -116,7 +116,7 @@ def test_choices_are_bounded_by_the_queue_of_the_rollout_server(http, world):
     assert complete(http, prompt=["w1"] * 7).is_success
     answer = complete(http, prompt=["w1"] * 4, n=2)
     assert answer.status_code == 400
-    assert "8 choices, at most 7" in answer.json()["error"]["message"]
+    assert "8 choices; at most 7" in answer.json()["error"]["message"]
 
 
 def test_tokens_of_all_prompts_times_n_are_bounded(http, monkeypatch):

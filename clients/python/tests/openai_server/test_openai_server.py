@@ -162,7 +162,11 @@ PNG = "data:image/png;base64,"
 
 def test_a_part_that_is_no_text_and_no_image_is_refused_by_name(http, subtests):
     for part, param, says in [
-        ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, ".image_url.url", "no URL"),
+        (
+            {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
+            ".image_url.url",
+            "not fetched",
+        ),
         ({"type": "image_url", "image_url": {"url": PNG + "%"}}, ".image_url.url", "not base64"),
         (
             {"type": "image_url", "image_url": {"url": PNG, "detail": "high"}},
@@ -189,7 +193,7 @@ def test_a_text_model_is_shown_no_image(http, codec):
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "messages"
-    assert "takes no images" in error["message"]
+    assert "does not accept images" in error["message"]
 
 
 @pytest.mark.parametrize("send", [complete, chat])
@@ -273,7 +277,7 @@ def test_what_cannot_be_done_is_refused_unless_it_asks_for_nothing(http, subtest
             response = chat(http, **{name: "something"})
             assert response.status_code == 400
             assert response.json()["error"] == {
-                "message": f"{name}: a rollout server cannot do this",
+                "message": f"{name}: not supported by rollout servers",
                 "type": "invalid_request_error",
                 "param": name,
                 "code": "unsupported_parameter",
@@ -453,11 +457,11 @@ def test_options_that_would_not_be_safe(address, keys, monkeypatch, subtests):
         (["--host", "0.0.0.0"], "--host 0.0.0.0: is not a loopback address"),
         (["--host", "0.0.0.0", "--api-key-file", "keys"], "--https-certificate-file, or --insec"),
         (["--host", "", "--insecure", "--api-key-file", "none"], "--api-key-file: .*No such file"),
-        (["--https-certificate-file", "keys"], "need each other"),
-        (["--https-private-key-file", "keys"], "need each other"),
+        (["--https-certificate-file", "keys"], "must be given together"),
+        (["--https-private-key-file", "keys"], "must be given together"),
         (
             ["--https-certificate-file", "keys", "--https-private-key-file", "keys"],
-            "--https-certificate-file: keys and keys are no certificate",
+            "--https-certificate-file: keys and keys are not a certificate",
         ),
     ]:
         with subtests.test(arguments=arguments, message=message):

@@ -189,7 +189,7 @@ def test_variables_of_the_template_come_with_a_request(world, address, codec):
         fields = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
         answer = http.post("/v1/chat/completions", json=CHAT | fields)
         assert answer.status_code == 400
-        assert "chat_template: is no variable" in answer.json()["error"]["message"]
+        assert "chat_template: is not a variable" in answer.json()["error"]["message"]
     assert seen == [[2, 5], [2, 6], [2, 6]]
 
 

@@ -47,7 +47,7 @@ def test_a_share_may_take_longer_than_a_call(replicas, pool, notes):
     assert answers == [
         [fakes.sample(prompt.message(), i, 0) for i in range(2)] for prompt in prompts
     ]
-    assert len([note for note in notes if "of its prompts are asked again" in note]) >= 2
+    assert len([note for note in notes if "of its prompts are retried" in note]) >= 2
     assert not [note for note in notes if "left out" in note]
     assert pool.take_counts().retried >= 2
 

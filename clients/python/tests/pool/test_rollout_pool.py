@@ -140,7 +140,7 @@ def test_the_prompts_of_a_lost_replica_are_asked_again_once(replicas, notes):
         assert counts.retried == 2
         assert pool.generate(prompts) == undisturbed(prompts)
         assert len(pool.take_counts().replicas) == 2
-        assert "2 of its prompts are asked again" in notes[0]
+        assert "2 of its prompts are retried" in notes[0]
         assert f"{lost.address}: is down" in notes[0]
 
 

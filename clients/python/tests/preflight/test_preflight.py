@@ -98,7 +98,7 @@ def test_every_problem_is_named_at_once(load, world, tmp_path):
     assert f"eval.data.jsonl: {tmp_path / 'none.jsonl'}: No such file" in said
     assert "no_such_module" in said
     assert "  - objective.junior_kl_kind: needs the junior" in said
-    assert "batch: a step has 6 samples, the trainer's max_samples is 5" in said
+    assert "batch: a step has 6 samples, but the trainer's max_samples is 5" in said
 
 
 def test_without_a_tokenizer_the_other_problems_are_still_named(load, tmp_path):
@@ -187,7 +187,7 @@ def test_the_digest_of_a_vocabulary_is_that_of_the_contract(tmp_path):
     [
         ("train", "batch.samples_per_prompt=20", "batch.samples_per_prompt: the 20 samples"),
         ("train", "batch.prompts_per_step=40", "batch: a step has 80 samples"),
-        ("train", "objective.num_mini_batches=7", "objective.num_mini_batches: 7, a step has 6 sa"),
+        ("train", "objective.num_mini_batches=7", "objective.num_mini_batches: 7, but a step has "),
         ("sft", "sft.batch_size=65", "sft.batch_size: a step has 65 samples"),
         ("eval", "eval.samples=17", "eval.samples: the 17 samples"),
     ],
@@ -200,12 +200,18 @@ def test_a_step_that_the_servers_cannot_take_is_refused(load, world, purpose, ov
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["kl_control={}"], "kl_control: is for a KL, and objective.kl_coefficient is not set"),
-        (["kl_control={}", "objective.kl_coefficient=0"], "kl_control: is for a KL"),
-        (["reference=junior"], "reference: is for a KL, and objective.kl_coefficient is not set"),
+        (
+            ["kl_control={}"],
+            "kl_control: only applies to a KL, but objective.kl_coef",
+        ),
+        (["kl_control={}", "objective.kl_coefficient=0"], "kl_control: only applies to a KL"),
+        (
+            ["reference=junior"],
+            "reference: only applies to a KL, but objective.kl_coef",
+        ),
         (
             ["kl_control={horizon: 5}", "objective.kl_coefficient=0.1"],
-            "kl_control.horizon: 5 responses, a step alone has 6",
+            "kl_control.horizon: 5 responses, but a single step has 6",
         ),
     ],
 )
@@ -389,7 +395,7 @@ def test_a_run_with_tandem_and_without_a_junior_is_refused_with_the_setting_to_c
     run_file, load, world, cluster, tmp_path
 ):
     alone = "cluster.rollout.junior_model=''"
-    hint = "tandem.enabled: false trains the senior alone"
+    hint = "tandem.enabled: false trains only the senior"
     for arguments in ([], ["--dry-run"]):
         done = tandem("train", run_file, cluster, alone, *arguments, check=2)
         assert "tandem: tandem.enabled: cluster.rollout has no junior" in done.stderr
@@ -423,7 +429,7 @@ def test_a_prompt_that_the_servers_of_a_cluster_cannot_hold_is_known_before_they
         "rollout.junior_max_model_len",
     ):
         said = problems(load(cluster, f"cluster.{length}=50"))
-        assert f"data: {tmp_path / 'rows.jsonl'}:1: the prompt has 50 tokens, the servers'" in said
+        assert f"data: {tmp_path / 'rows.jsonl'}:1: the prompt has 50 tokens, but the ser" in said
     # A run without the junior is not bound by its limit.
     alone = ["tandem.enabled=false", "cluster.rollout.junior_max_model_len=50"]
     with Session(load(cluster, *alone), dry_run=True):
@@ -494,7 +500,7 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_that_of_its_model(tmp_path
     rows = [Example({}, "", [1, 61], place="rows:1"), Example({}, "", [3, 63, 62], place="rows:2")]
     checks.check_prompt_ids(codec, {"data": Dataset(rows[:1])}, model, "trainer")
     with pytest.raises(
-        ConfigError, match=r"data: rows:2: .* 'w63' \(63\), and trainer has"
+        ConfigError, match=r"data: rows:2: .* 'w63' \(63\), but trainer only has"
     ) as said:
         checks.check_prompt_ids(codec, {"data": Dataset(rows)}, model, "trainer")
     assert "below 62" in str(said.value)
@@ -545,7 +551,7 @@ def test_a_text_to_learn_is_checked_before_a_server_starts(
             (
                 f'"answer": "{"w3 " * 126}"',
                 [],
-                "prompt and response have 129 tokens, the servers' max_model_len allows 128",
+                "prompt and response have 129 tokens, but the servers' max_model_len allows 128",
             ),
         ]:
             with subtests.test(row=row, overrides=overrides, says=says, local=local):
@@ -677,7 +683,7 @@ def test_an_end_token_that_ends_no_response_is_noted(load, world, purpose, notes
     world.eos_token_ids = [7, 5]
     noted = told()
     assert noted
-    assert all("token '<eos>' (id 0) ends no response of the " in text for text in noted)
+    assert all("token '<eos>' (id 0) does not end responses of the " in text for text in noted)
     assert all("end at the ids 5, 7;" in text for text in noted)
     world.eos_token_ids = []
     assert "responses end at no token" in told()[0]
@@ -703,7 +709,7 @@ def test_the_end_tokens_of_a_clusters_models_are_those_of_their_files(
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
     with Session(load(cluster), dry_run=True):
         pass
-    assert any("ends no response" in text for text in notes) == noted
+    assert any("does not end responses" in text for text in notes) == noted
 
 
 def test_greedy_samples_of_an_evaluation_are_noted(load, notes):

@@ -181,7 +181,7 @@ def test_a_recording_that_a_crash_cut_loses_its_last_entry_alone(address, file, 
             [warning] = notes
             assert (
                 warning
-                == f"warning: {file}: byte {begin}: the last entry is incomplete and left out"
+                == f"warning: {file}: byte {begin}: the last entry is incomplete and was left out"
             )
 
 
@@ -246,7 +246,7 @@ def test_record_runs_a_command_and_leaves_its_exit_code(address, tmp_path):
     assert kinds(file)[0] == ("GetServerInfo", "start")
     again = subprocess.run(run, timeout=60, capture_output=True, text=True)
     assert again.returncode == 2
-    assert again.stderr == f"tandem: {file}: exists already\n"
+    assert again.stderr == f"tandem: {file}: already exists\n"
 
 
 def test_record_refuses_what_it_cannot_run(tmp_path):
@@ -351,7 +351,7 @@ def test_a_replay_of_equal_answers_ends_with_0(world, address, file):
     # Five calls; 1 + 2 + 1 + 1 messages and five statuses.
     assert replayed(file, address) == {"calls": 5, "answers": 10, "difference": None}
     shown = tandem("replay", file, "--map", f"{address}={address}", "--only", "Score").stdout
-    assert shown == "1 call replayed; 1 answer compared, all are those of the recording\n"
+    assert shown == "1 call replayed; 1 answer compared, all as recorded\n"
 
 
 def refusing_scores(world):
@@ -511,7 +511,7 @@ def test_attempts_that_failed_on_the_way_are_not_sent_again(world, address, file
     world.calls.clear()
     printed = tandem("replay", file, "--map", f"{address}={address}")
     assert len(world.calls) == 1
-    assert "not sent, because the server was away or had no room then: 2 calls" in printed.stdout
+    assert "not sent, because the server was down or full at the time: 2 calls" in printed.stdout
 
 
 def test_a_call_without_an_end_is_replayed_as_far_as_it_goes(world, address, file):
@@ -520,7 +520,7 @@ def test_a_call_without_an_end_is_replayed_as_far_as_it_goes(world, address, fil
     data = file.read_bytes()
     file.write_bytes(data[: data.rindex(b'{"kind":"end"')])
     printed = tandem("replay", file, "--map", f"{address}={address}").stdout
-    assert f"call 1 (Generate at {address}) has no end in the recording" in printed
+    assert f"call 1 (Generate at {address}) is unfinished in the recording" in printed
     assert "2 answers compared" in printed
 
 
@@ -529,7 +529,7 @@ def test_a_replay_calls_no_server_and_writes_nowhere_unless_told(world, address,
         trainer.save_checkpoint(str(tmp_path / "run"), "step_1")
         trainer.publish_weights([address])
     said = tandem("replay", file, check=2).stderr
-    assert f"calls {address} (TrainerService): no --map says which server" in said
+    assert f"calls {address} (TrainerService): no --map names the server" in said
     assert f"hint: --map {address}=HOST:PORT" in said
     assert f"call 1 (SaveCheckpoint at {address}) writes files at {tmp_path / 'run'}" in said
     said = tandem("replay", file, "--map", f"{address}={address}", check=2).stderr
@@ -682,7 +682,7 @@ def test_calls_without_an_end_do_not_fill_the_memory(file, monkeypatch):
     assert len(tandem("replay", file, "--print").stdout.splitlines()) == 20
     write_entries(file, *(replaced(START, "call", by=f"1-{i}") for i in range(100)))
     said = tandem("replay", file, "--print", check=2).stderr
-    assert "too many calls of the recording have no end" in said
+    assert "too many calls in the recording are unfinished" in said
     ended = [one for i in range(100) for one in (START, END)]
     write_entries(file, *ended)
     assert len(tandem("replay", file, "--print").stdout.splitlines()) == 200
@@ -697,7 +697,7 @@ def test_a_replay_says_which_server_is_away_and_which_is_silent(world, address, 
     world.on_batch = lambda: threading.Event().wait(2)
     silent = ["--map", f"{address}={address}", "--timeout", "0.2"]
     said = tandem("replay", file, *silent, check=1).stderr
-    assert "the server did not go on within 0.2 s" in said
+    assert "the server did not continue within 0.2 s" in said
     said = tandem("replay", file, "--call", 9, check=2).stderr
     assert said == f"tandem: {file}: has no such call\n"
 

@@ -347,7 +347,7 @@ def test_a_prompt_that_no_message_holds_is_refused():
     [message] = requests.submit([Prompt([1] * (MAX_SEND_BYTES - 64))])
     assert message.ByteSize() <= MAX_SEND_BYTES
     too_long = Prompt([1] * MAX_SEND_BYTES, request_id="long")
-    with pytest.raises(ConfigError, match=r"^prompt 'long': \d+ bytes, a message holds"):
+    with pytest.raises(ConfigError, match=r"^prompt 'long': \d+ bytes, but a message holds"):
         requests.submit([too_long])
 
 

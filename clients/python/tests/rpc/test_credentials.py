@@ -201,12 +201,12 @@ class Refusals:
 
     @staticmethod
     def client_without_tls(own, foreign):
-        return server_tls(own), Credentials(), "may ask for TLS, and ca_file is not set"
+        return server_tls(own), Credentials(), "may require TLS, but ca_file is not set"
 
     @staticmethod
     def client_without_tls_with_a_token(own, foreign):
         credentials = Credentials(token_file=own.file("admin.token"))
-        return server_tls(own), credentials, "may ask for TLS, and ca_file is not set"
+        return server_tls(own), credentials, "may require TLS, but ca_file is not set"
 
     @staticmethod
     def client_without_certificate(own, foreign):
@@ -218,12 +218,20 @@ class Refusals:
         key, certificate = (own.file(name) for name in expired(own, "client"))
         paths = own.client().record()
         credentials = Credentials(paths["ca_file"], certificate, key, paths["token_file"])
-        return server_tls(own), credentials, "may refuse certificate_file .* expired or foreign"
+        return (
+            server_tls(own),
+            credentials,
+            "may refuse certificate_file .* from an unknown authority",
+        )
 
     @staticmethod
     def foreign_client(own, foreign):
         credentials = with_ca(foreign, own)
-        return server_tls(own), credentials, "may refuse certificate_file .* expired or foreign"
+        return (
+            server_tls(own),
+            credentials,
+            "may refuse certificate_file .* from an unknown authority",
+        )
 
 
 @pytest.mark.parametrize("how", ["synchronous", "asyncio"])
@@ -317,7 +325,7 @@ def test_wrong_tokens_are_typed_errors(shared, world):
 
 BAD = {
     "missing": ("ca_file", "absent.crt", "No such file"),
-    "directory": ("ca_file", ".", "is no regular file"),
+    "directory": ("ca_file", ".", "is not a regular file"),
     "no certificate": ("ca_file", "admin.token", "holds no certificate"),
     "other key": ("private_key_file", "server.key", "certificate_file: .*KEY_VALUES_MISMATCH"),
     "no key": ("private_key_file", None, "certificate_file: .* needs private_key_file"),
@@ -679,14 +687,14 @@ def test_what_is_no_file_of_tokens_is_not_read(tmp_path, kind):
         path.write_bytes(b"token\n" * (1 << 20))
     else:
         path.symlink_to("/dev/zero")
-    says = "has more than 1048576 bytes" if kind == "large" else "is no regular file"
+    says = "has more than 1048576 bytes" if kind == "large" else "is not a regular file"
     with pytest.raises(CredentialsError, match=f"token_file: {path}: {says}"):
         watched_tokens(path, "token_file")
 
 
 def test_files_that_stay_damaged_are_refused(own):
     Path(own.client().private_key_file).write_text("half of a k")
-    with pytest.raises(CredentialsError, match="no certificate"):
+    with pytest.raises(CredentialsError, match="not a certificate"):
         RolloutClient("127.0.0.1:1", credentials=own.client())
 
 
@@ -747,9 +755,9 @@ def test_a_cluster_takes_certificates_and_tokens_from_a_directory(shared, tmp_pa
 
 def test_a_cluster_whose_directory_has_no_certificates_does_not_start(tmp_path):
     cluster = ClusterSettings(certs=tmp_path, trainer={}, directory=tmp_path / "cluster")
-    with pytest.raises(ConfigError, match=r"cluster\.certs: .* is no directory") as refused:
+    with pytest.raises(ConfigError, match=r"cluster\.certs: .* is not a directory") as refused:
         LocalCluster(cluster).start()
-    assert refused.value.hint == f"`tandem certs {tmp_path}` makes it"
+    assert refused.value.hint == f"`tandem certs {tmp_path}` creates it"
 
 
 def test_the_reference_of_a_run_is_called_with_credentials(shared, world, run_file, tmp_path):

@@ -75,7 +75,7 @@ def test_an_input_has_the_digest_of_its_bytes_and_is_found_by_it():
     [
         ((np.zeros((8, 3)), (1, 2, 3)), "pixels: .8, 3. are not 1 x 2 x 3 patches"),
         ((np.zeros(8), (1, 2, 4)), "pixels"),
-        ((np.zeros((8, 3)), (1, 2, 4), "sound"), "kind: 'sound' is none of image, video"),
+        ((np.zeros((8, 3)), (1, 2, 4), "sound"), "kind: 'sound' is not one of image, video"),
     ],
 )
 def test_pixels_that_do_not_fit_are_refused(arguments, why):
@@ -93,7 +93,7 @@ def test_the_processor_is_that_of_the_model(model, tmp_path):
             made = ImageProcessor(model).image(given)
             np.testing.assert_array_equal(made.pixels, expected["pixel_values"])
             assert made.grid == tuple(expected["image_grid_thw"][0])
-    with pytest.raises(ConfigError, match=r"missing\.png is no file"):
+    with pytest.raises(ConfigError, match=r"missing\.png is not a file"):
         ImageProcessor(model).image("missing.png", tmp_path)
     (tmp_path / "bad.png").write_text("no image")
     with pytest.raises(ConfigError, match="UnidentifiedImageError"):
@@ -155,9 +155,9 @@ def test_every_image_gets_as_many_tokens_as_it_has_rows(model):
         5, IMAGE, IMAGE, 6, VIDEO, VIDEO, VIDEO,
     ]  # fmt: skip
     for ids, inputs, why in (
-        ([IMAGE], [], "stands for an image, and there is none left"),
-        ([IMAGE], [clip], "stands for an image, and a video comes next"),
-        ([5], [small], "tokens for 0 of 1"),
+        ([IMAGE], [], "stands for an image, but there is none left"),
+        ([IMAGE], [clip], "stands for an image, but a video comes next"),
+        ([5], [small], "tokens for only 0 of 1"),
     ):
         with pytest.raises(ConfigError, match=why):
             processor.expand(ids, inputs)
@@ -165,12 +165,12 @@ def test_every_image_gets_as_many_tokens_as_it_has_rows(model):
 
 def test_a_text_model_takes_no_images(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="takes no images: it has no vision_config"):
+    with pytest.raises(ConfigError, match="does not accept images: it has no vision_config"):
         ImageProcessor(tmp_path)
 
 
 def test_videos_are_not_processed():
-    with pytest.raises(ConfigError, match="videos are not processed here"):
+    with pytest.raises(ConfigError, match="videos are not supported here"):
         images_of([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
 
 
@@ -225,7 +225,7 @@ def test_bad_images_of_rows_are_named_with_their_row(model, tmp_path):
     settings = DataSettings(jsonl=rows, template="chat", images="picture")
     with pytest.raises(ConfigError) as caught:
         load_dataset(settings, codec)
-    assert "rows.jsonl:1" in str(caught.value) and "gone.png is no file" in str(caught.value)
+    assert "rows.jsonl:1" in str(caught.value) and "gone.png is not a file" in str(caught.value)
     assert "rows.jsonl:2: the row has no 'picture'" in str(caught.value)
     save_image(tmp_path / "gone.png")
     rows.write_text('{"prompt": "w2", "picture": "gone.png"}\n')

@@ -55,7 +55,11 @@ def test_enums_go_by_short_name_and_unknown_ones_are_explained():
     )
     assert objective.aggregation == objective_pb2.AGGREGATION_SEQ_MEAN_TOKEN_SUM
     assert not objective.HasField("dual_clip")
-    with pytest.raises(ConfigError, match=r"^tandem.selection_strategy: 'wrd' is none of bernoul"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^tandem.selection_strategy: 'wrd' is not one of "
+        "bernoul",
+    ):
         to_message({"selection_strategy": "wrd"}, sampling_pb2.TandemConfig(), "tandem")
 
 

@@ -212,9 +212,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_step_does_not_wait_for_its_own_file_and_the_next_one_does(folder):
-    told = []
-    writer = TrajectoryWriter(folder, TrajectorySettings(), told.append)
+def test_a_step_does_not_wait_for_its_own_file_and_the_next_one_does(folder, notes):
+    writer = TrajectoryWriter(folder, TrajectorySettings())
     go, order = threading.Event(), []
 
     def slow():
@@ -234,11 +233,11 @@ def test_a_step_does_not_wait_for_its_own_file_and_the_next_one_does(folder):
         other.join()
     assert order == ["the first is written", "the second begins"]
     assert [record["text"] for step in (1, 2) for record in records(folder, step)] == ["1", "2"]
-    assert (writer.lost, told) == (0, [])
+    assert (writer.lost, notes) == (0, [])
 
 
 def test_settings_choose_the_steps_and_how_many_are_kept(folder):
-    writer = TrajectoryWriter(folder, TrajectorySettings(every=2, keep=3), lambda _: None)
+    writer = TrajectoryWriter(folder, TrajectorySettings(every=2, keep=3))
     (folder / "trajectories" / "step_2.jsonl").touch()
     with writer:
         for step in range(3, 13):
@@ -253,15 +252,14 @@ def test_settings_choose_the_steps_and_how_many_are_kept(folder):
     assert {(one.step, one.mode) for one in trajectory_files(folder / "evaluations")} == {
         (step, mode) for step in (10, 11, 12) for mode in ("solo", "handoff")
     }
-    none = TrajectoryWriter(folder, TrajectorySettings(every=0), lambda _: None)
+    none = TrajectoryWriter(folder, TrajectorySettings(every=0))
     none.write_step(100, [Response(sample(), "x")])
     none.wait()
     assert not step_file(folder, 100).exists()
 
 
-def test_what_cannot_be_written_is_noted_once_and_counted(folder, monkeypatch):
-    told = []
-    writer = TrajectoryWriter(folder, TrajectorySettings(), told.append)
+def test_what_cannot_be_written_is_noted_once_and_counted(folder, monkeypatch, notes):
+    writer = TrajectoryWriter(folder, TrajectorySettings())
     fsync = os.fsync
 
     def full(_):
@@ -280,27 +278,27 @@ def test_what_cannot_be_written_is_noted_once_and_counted(folder, monkeypatch):
         writer.write_step(5, iter([None]))  # not even a response
     assert (writer.lost, writer.take_lost(), writer.take_lost()) == (3, 3, 0)
     second, fifth = step_file(folder, 2), step_file(folder, 5)
-    assert told[0].startswith(f"warning: {second} could not be written: No space left on device;")
-    assert told[1] == f"{step_file(folder, 4)}: trajectories can be written again"
-    assert told[2].startswith(f"warning: {fifth} could not be written: AttributeError(")
-    assert told[3:] == ["warning: 3 files of trajectories could not be written"]
+    assert notes[0].startswith(f"warning: {second} could not be written: No space left on device;")
+    assert notes[1] == f"{step_file(folder, 4)}: trajectories can be written again"
+    assert notes[2].startswith(f"warning: {fifth} could not be written: AttributeError(")
+    assert notes[3:] == ["warning: 3 trajectory files could not be written"]
     assert names(folder / "trajectories") == ["step_1.parquet", "step_4.parquet"]
 
 
-def test_a_file_that_is_given_up_ends_soon_and_is_no_loss(folder):
-    told, begun = [], threading.Event()
+def test_a_file_that_is_given_up_ends_soon_and_is_no_loss(folder, notes):
+    begun = threading.Event()
 
     def endless():
         while True:
             begun.set()
             yield Response(sample(), "x")
 
-    writer = TrajectoryWriter(folder, TrajectorySettings(), told.append)
+    writer = TrajectoryWriter(folder, TrajectorySettings())
     with pytest.raises(KeyboardInterrupt), writer:
         writer.write_step(1, endless())
         begun.wait()
         raise KeyboardInterrupt
-    assert (names(folder / "trajectories"), writer.lost, told) == ([], 0, [])
+    assert (names(folder / "trajectories"), writer.lost, notes) == ([], 0, [])
 
 
 def test_a_run_goes_on_without_its_trajectories(run_file, tmp_path, monkeypatch):
@@ -310,11 +308,11 @@ def test_a_run_goes_on_without_its_trajectories(run_file, tmp_path, monkeypatch)
     monkeypatch.setattr(writer_module, "write_parquet", full)
     shown = tandem("train", run_file, "steps=3").stdout
     assert shown.count("could not be written: OSError(28") == 1
-    assert "warning: 3 files of trajectories could not be written" in shown
+    assert "warning: 3 trajectory files could not be written" in shown
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     # A loss is known when the next file is to be written, or the checkpoint saved.
     assert [line["trajectories/lost"] for line in metrics] == [0, 1, 2]
-    assert "files of trajectories that could not be written: 3" in shown
+    assert "trajectory files that could not be written: 3" in shown
     monkeypatch.undo()
     tandem("train", run_file, "steps=4", "--resume")
     assert [step_file(tmp_path / "run", step).exists() for step in (3, 4)] == [False, True]
@@ -368,7 +366,7 @@ def test_records_are_written_as_json_lines(run_file, tmp_path):
     done = tandem("view", run, "--output", file, "--count", 1, "--json")
     assert json.loads(done.stdout) == {"records": str(file), "count": 1}
     assert lines(file) == records(run, 1)[:1]
-    assert "all.jsonl has the records" in tandem("view", run, "-o", file, "--gap", check=2).stderr
+    assert "all.jsonl contains the rec" in tandem("view", run, "-o", file, "--gap", check=2).stderr
     before = file.read_bytes()
     step_file(run, 2).write_bytes(b"cut")
     tandem("view", run, "--step", ":", "--output", file, check=2)

@@ -74,10 +74,10 @@ def test_mistakes_are_named_by_path(file, subtests):
         ("run_dir=''", "run_dir: must not be empty"),
         ("data.reasoning_gym.name=''", "data.reasoning_gym.name: must not be empty"),
         ("reward.function=''", "reward.function: must not be empty"),
-        ("servers.rollout=[]", "servers.rollout: must have 1 entry or more"),
+        ("servers.rollout=[]", "servers.rollout: must have at least 1 entry"),
         ("servers.rollout=['']", "servers.rollout.0: must not be empty"),
-        ("eval.k=[]", "eval.k: must have 1 entry or more"),
-        ("eval.modes=[]", "eval.modes: must have 1 entry or more"),
+        ("eval.k=[]", "eval.k: must have at least 1 entry"),
+        ("eval.modes=[]", "eval.modes: must have at least 1 entry"),
         ("eval.modes=[duo]", "eval.modes.0: must be solo, handoff or legibility, not 'duo'"),
         ("eval.modes=[solo, solo]", "eval: a mode is listed twice"),
         ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: must be at most"),
@@ -116,7 +116,7 @@ def test_mistakes_are_named_by_path(file, subtests):
         ),
         (
             "data.format={question}",
-            "data.format: must be text; YAML reads braces as a mapping, quotes keep them",
+            "data.format: must be text; YAML reads braces as a mapping; quote them",
         ),
         ("run_dir=!!bool x", "the value is not YAML"),
         ("run_dir=" + "[" * 1000, "the value is not YAML"),
@@ -438,7 +438,10 @@ def test_cluster_takes_one_rollout_or_several(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ("reward: {function: a:b}\nrewards: [{function: c:d}]", "reward.function is for a run"),
+        (
+            "reward: {function: a:b}\nrewards: [{function: c:d}]",
+            "reward.function only applies to",
+        ),
         ("rewards: [{function: a:b}, {function: c:b}]", "rewards.1.name: 'b' is taken"),
         ("rewards: [{function: a:mean}]", "rewards.0.name: reward/mean is a metric already"),
         ("rewards: [{function: a:b, wieght: 2}]", "did you mean 'weight'"),

@@ -269,7 +269,7 @@ def test_steps_are_plain_lines_without_a_terminal():
     legend, header, values = file.getvalue().splitlines()
     # The columns that this run has, no others.
     assert header.split() == ["step", "reward", "generate", "train", "left"]
-    assert legend.startswith("reward: mean reward; generate: seconds of generation; train: ")
+    assert legend.startswith("reward: mean reward; generate: seconds for generation; train: ")
     assert "0.500" in values
     assert "6s" in values
     assert "train 75%" in display.waiting()

@@ -177,7 +177,7 @@ def test_an_outage_of_a_tracker_costs_the_run_nothing(
     monkeypatch.setattr(mlflow, part, fail)
     done = tandem("train", run_file, "trackers=[mlflow]")
     kind = type(failure).__name__
-    assert done.stdout.count(f"trackers: mlflow: {kind}: {failure}: the run goes on") == 1
+    assert done.stdout.count(f"trackers: mlflow: {kind}: {failure}: the run continues") == 1
     assert f"trackers: mlflow: {kind}: {failure}: it lacks 4 lines" in done.stdout
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]

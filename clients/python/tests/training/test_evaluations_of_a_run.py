@@ -68,7 +68,7 @@ def test_view_shows_the_answers_of_an_evaluation(run_file, tmp_path):
     tandem("view", run, "--eval", "solo", "--output", page)
     assert page.read_text().count('class="step"') == 3
     done = tandem("view", run, "--eval", "handoff", check=2)
-    assert "holds no answers of evaluations handoff: it has solo" in done.stderr
+    assert "holds no answers of handoff evaluations: it has solo" in done.stderr
 
 
 def test_the_eval_command_writes_answers_that_view_shows(run_file, tmp_path):
@@ -110,7 +110,7 @@ def test_an_evaluation_that_failed_is_made_by_the_resumed_run(run_file, tmp_path
     monkeypatch.setattr(train_module, "evaluate", failing)
     options = ("steps=2", "eval.at_end=true", "eval.modes=[solo, handoff]")
     done = tandem("train", run_file, *options, check=1)
-    assert "saved after step 2, --resume goes on from there" in done.stderr
+    assert "saved after step 2, --resume continues from there" in done.stderr
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == [1, 2]
     assert not (run / "evals.jsonl").exists()
     tandem("train", run_file, *options, "--resume")

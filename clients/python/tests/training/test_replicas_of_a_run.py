@@ -62,7 +62,7 @@ def wait_for_loss(others, notes):
     for replica in others:
         before = replica.delay
         replica.delay = lambda before=before: (
-            fakes.wait_until(lambda: any("asked again" in note for note in notes)),
+            fakes.wait_until(lambda: any("are retried" in note for note in notes)),
             before(),
         )
 
@@ -141,7 +141,7 @@ def test_a_replica_that_missed_publications_gets_the_weights_before_it_draws(
     assert versions_of(trajectories) == [{0}, {1}, {2}]
     assert [line["rollout/replicas"] for line in lines] == [3, 2, 3]
     assert any("it is left out until it answers again" in note for note in notes)
-    assert f"{lost.address}: behind, gets version 2" in notes
+    assert f"{lost.address} is behind: publishing version 2" in notes
     assert f"{lost.address} answers again" in notes
 
 
@@ -226,7 +226,7 @@ def test_a_publication_is_tried_again_until_a_replica_gets_it(three, load, notes
             replica.refuses_updates = True
         work = threading.Thread(target=session.publish)
         work.start()
-        fakes.wait_until(lambda: any("it is tried again" in note for note in notes))
+        fakes.wait_until(lambda: any("trying again" in note for note in notes))
         three[1].refuses_updates = False
         work.join()
         assert [bool(replica.updates) for replica in three] == [False, True, False]

@@ -187,7 +187,7 @@ def test_a_run_that_fails_saves_the_steps_before_and_says_what_to_do(world, run_
     judge.write_text(JUDGE.format(calls=15))
     done = tandem("train", run_file, f"reward.function={judge}:reward", check=1)
     assert "no more" in done.stderr
-    assert "in step 3: saved after step 2, --resume goes on from there" in done.stderr
+    assert "in step 3: saved after step 2, --resume continues from there" in done.stderr
     assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 2
     judge.write_text(JUDGE.format(calls=100))
     resume = ("train", run_file, f"reward.function={judge}:reward", "--resume")
@@ -250,7 +250,7 @@ def test_sft_sends_answers_with_the_end_of_sequence(world, run_file, tmp_path):
 def test_sft_without_an_end_of_sequence_is_refused_before_anything_is_written(run_file, tmp_path):
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
     done = tandem("sft", run_file, "steps=1", check=2)
-    assert f"sft.append_eos: {tmp_path / 'model'} names no end" in done.stderr
+    assert f"sft.append_eos: {tmp_path / 'model'} does not name an end" in done.stderr
     assert not (tmp_path / "run").exists()
     tandem("sft", run_file, "steps=1", "sft.append_eos=false")
 
@@ -599,7 +599,7 @@ def test_overlong_responses_are_punished_in_training_alone(world, run_file, tmp_
 
 def test_a_buffer_longer_than_any_response_is_refused(run_file):
     done = tandem("train", run_file, "reward.overlong_buffer={len: 7}", check=2)
-    assert "reward.overlong_buffer.len: 7 tokens, sampling.max_tokens allows" in done.stderr
+    assert "reward.overlong_buffer.len: 7 tokens, but sampling.max_tokens allows" in done.stderr
 
 
 def test_responses_are_judged_while_others_are_drawn(world, run_file, tmp_path):

@@ -222,7 +222,7 @@ def test_a_trainer_that_was_restarted_is_not_saved_as_if_it_had_not_been(world, 
     with pytest.raises(FailedPreconditionError, match="not the run's version 2") as caught:
         run_training(config)
     [note] = caught.value.__notes__
-    assert note.startswith("in step 2: saved after step 1, --resume goes on from there; what was")
+    assert note.startswith("in step 2: saved after step 1, --resume continues from there; what was")
     monkeypatch.undo()
     run_training(config, resume=True)
     assert world.loads[-1].endswith("step_000001")

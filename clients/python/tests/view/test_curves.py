@@ -53,7 +53,7 @@ def test_numbers_of_metrics_and_evaluations_are_curves(tmp_path):
 def test_a_directory_without_a_run_or_steps_and_a_damaged_line_are_named(tmp_path):
     with pytest.raises(RunDirectoryError, match="holds no run"):
         read_curves(tmp_path)
-    with pytest.raises(RunDirectoryError, match="no step is done yet"):
+    with pytest.raises(RunDirectoryError, match="no step has finished yet"):
         read_curves(write_run(tmp_path / "empty", []))
     run = write_run(tmp_path / "run", [{"step": 1}, {"steps": 2}])
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: step: not an integer"):

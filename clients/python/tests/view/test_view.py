@@ -154,10 +154,10 @@ def test_runs_without_trajectories_say_why(tmp_path):
     with pytest.raises(RunDirectoryError, match="holds no run"):
         recorded(tmp_path)
     run = write_run(tmp_path / "run", {})
-    with pytest.raises(RunDirectoryError, match="no step is done yet"):
+    with pytest.raises(RunDirectoryError, match="no step has finished yet"):
         recorded(run)
     (run / "run.json").write_text('{"run_id": "run-1", "kind": "sft"}')
-    with pytest.raises(RunDirectoryError, match="supervised training writes them with"):
+    with pytest.raises(RunDirectoryError, match="supervised training writes them only with"):
         recorded(run)
 
 

@@ -19,26 +19,26 @@ def certs(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name or IP address at which servers are called; may be repeated. Those of this "
-            "machine itself (localhost, 127.0.0.1, ::1) are always there.",
+            help="Host name or IP address of the servers; may be repeated. This machine's own "
+            "(localhost, 127.0.0.1, ::1) are always included.",
             metavar="NAME",
         ),
     ] = None,
     days: Annotated[
-        int, typer.Option(min=1, help="Days until the certificates of server and client expire.")
+        int, typer.Option(min=1, help="Days until the server and client certificates expire.")
     ] = 90,
     client: Annotated[
         str | None,
         typer.Option(
-            help="Name of the client in its certificate. Default: tandem-client.", metavar="NAME"
+            help="Name of the client, for its certificate. Default: tandem-client.", metavar="NAME"
         ),
     ] = None,
     renew: Annotated[
         bool,
         typer.Option(
             "--renew",
-            help="Replace the certificates in DIR by new ones of the same authority, with the same "
-            "names unless others are given. Authority and tokens stay.",
+            help="Replace the certificates in DIR with new ones from the same authority, with the "
+            "same names unless others are given. Authority and tokens are kept.",
         ),
     ] = False,
     as_json: JsonFlag = False,
@@ -46,8 +46,8 @@ def certs(
     """Make a certificate authority, certificates and tokens for a trial.
 
     DIR gets ca.crt, server.crt, client.crt with their keys, and reader.token,
-    user.token and admin.token. Whoever reads ca.key can make certificates that
-    the servers trust.
+    user.token and admin.token. Anyone who can read ca.key can make certificates
+    that the servers trust.
     """
     from tandem.certs.authority import Request, make_certificates, renew_certificates
 
@@ -56,7 +56,7 @@ def certs(
     made = (renew_certificates if renew else make_certificates)(directory, request)
     settings = {"server": made.server()}
     environment = {variable(name): path for name, path in made.client().record().items()}
-    text = f"# in the configuration of a server\n{dump_values(settings)}# for clients\n"
+    text = f"# in a server's configuration\n{dump_values(settings)}# for clients\n"
     text += "\n".join(f"export {name}={path}" for name, path in environment.items())
     output.result(
         {"directory": str(made.path), "settings": settings, "environment": environment}, text

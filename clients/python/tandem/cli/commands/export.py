@@ -25,8 +25,8 @@ def export(
     source: Annotated[
         str,
         typer.Argument(
-            help="A run directory (its last checkpoint), a checkpoint, or `served`: what the "
-            "running trainer holds.",
+            help="A run directory (its last checkpoint), a checkpoint, or `served`: the running "
+            "trainer's weights.",
             metavar="RUN_DIR|CHECKPOINT|served",
         ),
     ],
@@ -38,7 +38,7 @@ def export(
     address: Annotated[
         str | None,
         typer.Option(
-            help="With `served`: address of the server. Default: the one of the cluster that "
+            help="With `served`: address of the server. Default: the one in the cluster that "
             "`tandem up` runs, else 127.0.0.1:7702 (critic: 7703).",
             metavar="HOST:PORT",
         ),
@@ -46,10 +46,10 @@ def export(
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write weights as a directory that transformers opens.
+    """Export weights to a directory that transformers can load.
 
-    Config, generation config and tokenizer are written beside them. A
-    checkpoint needs no server; transformers also opens it as it is (in fp32).
+    Config, generation config and tokenizer are included. A checkpoint needs no
+    server; transformers can also load it directly (in fp32).
     """
     from tandem.terminal.progress import work_shown
     from tandem.utils.number_formats import torch_name
@@ -57,7 +57,9 @@ def export(
     output = Output(as_json=as_json)
     wanted = torch_name(dtype, "--dtype")
     if source != _SERVED and address is not None:
-        raise ConfigError(f"--address: is for `{_SERVED}`; {source} is exported from its files")
+        raise ConfigError(
+            f"--address: only applies to `{_SERVED}`; {source} is exported from its files"
+        )
     with work_shown(output, "export") as progress:
         if source == _SERVED:
             written = _export_served(destination, dtype, address, credentials, critic=critic)
@@ -78,7 +80,7 @@ def _export_files(
     if not critic:
         return export_checkpoint(found.trainer, destination, dtype, progress)
     if found.critic is None:
-        raise ConfigError(f"--critic: {source} has no checkpoint of a critic")
+        raise ConfigError(f"--critic: {source} has no critic checkpoint")
     return export_checkpoint(found.critic, destination, dtype, progress)
 
 

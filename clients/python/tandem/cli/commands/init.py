@@ -25,10 +25,10 @@ def init(
         ),
     ],
     junior: Annotated[
-        str | None, typer.Option(help="Model of the junior. Default: MODEL.", metavar="MODEL")
+        str | None, typer.Option(help="Junior model. Default: MODEL.", metavar="MODEL")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Column of the prompt.")] = None,
-    answer: Annotated[str | None, typer.Option(help="Column of the answer.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,
+    answer: Annotated[str | None, typer.Option(help="Column with the answer.")] = None,
     output_file: Annotated[
         Path, typer.Option("--output", "-o", help="File to write.", metavar="RUN.yaml")
     ] = Path("run.yaml"),
@@ -36,7 +36,7 @@ def init(
 ) -> None:
     """Write a commented run file for a model and a data set.
 
-    Where no column of the data is an answer, write a reward.py beside it, too.
+    If no column of the data is an answer, also write a reward.py next to it.
     """
     from tandem.cli.run_template import Request, write_run_file
 

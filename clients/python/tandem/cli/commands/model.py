@@ -27,7 +27,7 @@ def model_import(
     dtype: Annotated[str, typer.Option(help=f"Number format: {', '.join(NAMES)}.")] = "bf16",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a model as a plain Hugging Face directory. Doing it twice changes nothing."""
+    """Write a model as a plain Hugging Face directory. Running it again changes nothing."""
     from tandem.models.importing import import_model
     from tandem.terminal.progress import work_shown
 

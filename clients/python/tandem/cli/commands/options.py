@@ -17,7 +17,8 @@ RunFile = Annotated[Path, typer.Argument(help="Run configuration (YAML).", metav
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Check all that a run needs, print the settings in force, and exit."
+        "--dry-run",
+        help="Check everything that a run needs, print the settings in force, and exit.",
     ),
 ]
 
@@ -25,8 +26,8 @@ RolloutAddress = Annotated[
     str | None,
     typer.Option(
         "--rollout",
-        help="Address of the rollout server. Default: the first one of the cluster that "
-        "`tandem up` runs, else 127.0.0.1:7701.",
+        help="Address of the rollout server. Default: the first one in the cluster that `tandem "
+        "up` runs, else 127.0.0.1:7701.",
     ),
 ]
 
@@ -37,8 +38,8 @@ TokenizerOption = Annotated[
 SpeculativeOption = Annotated[
     str | None,
     typer.Option(
-        help="Source of drafts: none, ngram, junior or heads. By the exact rule responses are the "
-        "same; they may be written faster. Default: none.",
+        help="Source of drafts: none, ngram, junior or heads. With the exact rule the responses "
+        "are the same; only the speed differs. Default: none.",
         metavar="METHOD",
     ),
 ]
@@ -46,8 +47,8 @@ SpeculativeOption = Annotated[
 AcceptanceRuleOption = Annotated[
     str | None,
     typer.Option(
-        help="Condition under which a draft is accepted: exact, or rejection_sampling, which keeps "
-        "the distribution of the responses alone. Default: exact.",
+        help="When to accept a draft: exact, or rejection_sampling, which preserves only the "
+        "distribution of the responses. Default: exact.",
         metavar="RULE",
     ),
 ]

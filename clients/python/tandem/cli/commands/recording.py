@@ -24,27 +24,28 @@ def record(
     out: Annotated[Path, typer.Option(help="File to write; it must not exist.", metavar="FILE")],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="Command whose clients record their calls.", metavar="COMMAND..."),
+        typer.Argument(help="Command whose calls are recorded.", metavar="COMMAND..."),
     ] = None,
     target: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a command: a server, whose calls at --port are forwarded and "
+            help="Instead of a command: a server; calls to --port are forwarded to it and "
             "recorded until Ctrl-C.",
             metavar="HOST:PORT",
         ),
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1 for --target; 0: a free one.")
+        int,
+        typer.Option(min=0, max=65535, help="Port on 127.0.0.1 for --target; 0: any free port."),
     ] = 0,
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Record the calls of a command, or of any client through a port.
+    """Record the calls of a command, or of any client that calls a port.
 
     For example `tandem record --out step.rec -- tandem train run.yaml`. The exit
-    code is the command's. A recording has prompts, responses and paths, but no
-    authorization.
+    code is the command's. A recording contains prompts, responses and paths, but
+    no authorization.
     """
     if (target is None) == (not arguments):
         raise ConfigError("record: give either a command or --target")
@@ -75,7 +76,7 @@ def _record_port(
     ):
         interrupt.defer()
         address = f"127.0.0.1:{proxy.port}"
-        text = f"{address} forwards to {target} and records; Ctrl-C ends"
+        text = f"{address} forwards to {target} and records; Ctrl-C stops it"
         output.result({"address": address, "target": target}, text)
         while not interrupt.requested:
             time.sleep(0.2)
@@ -83,39 +84,43 @@ def _record_port(
 
 @command()
 def replay(
-    file: Annotated[Path, typer.Argument(help="A recording of `tandem record`.", metavar="FILE")],
+    file: Annotated[
+        Path, typer.Argument(help="A recording made by `tandem record`.", metavar="FILE")
+    ],
     text_map: Annotated[
         list[str] | None,
         typer.Option(
             "--map",
-            help="Text to replace in requests and addresses; may be repeated. Every server of "
-            "the recording needs one, and every place to which servers write.",
+            help="Text to replace in requests and addresses; may be repeated. Needed for every "
+            "server in the recording and every path that servers write to.",
             metavar="OLD=NEW",
         ),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Method to replay alone; may be repeated.", metavar="METHOD"),
+        typer.Option(help="Replay only this method; may be repeated.", metavar="METHOD"),
     ] = None,
     call: Annotated[
-        int | None, typer.Option(min=1, help="Number of the only call to replay.")
+        int | None, typer.Option(min=1, help="Replay only the call with this number.")
     ] = None,
     compare: Annotated[
         bool, typer.Option(help="Compare the answers with the recorded ones, bit for bit.")
     ] = True,
     timeout: Annotated[
-        float, typer.Option(min=0.001, help="Most seconds to wait for one answer.")
+        float, typer.Option(min=0.001, help="Longest wait for one answer, in seconds.")
     ] = 600.0,
     print_it: Annotated[
         bool,
-        typer.Option("--print", help="Print the recording as JSON lines; call no server."),
+        typer.Option(
+            "--print", help="Print the recording as JSON lines, without calling a server."
+        ),
     ] = False,
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Send the calls of a recording again and compare the answers.
+    """Replay the calls of a recording and compare the answers.
 
-    Ends at the first difference, with exit code 1. Calls overlap only where they
+    Stops at the first difference, with exit code 1. Calls overlap only where they
     did in the recording.
     """
     from tandem.recording.replay import Choice, Mapped, Replay, chosen
@@ -141,9 +146,9 @@ def replay(
     found = outcome.difference
     value = {"calls": outcome.calls, "answers": outcome.answers, "difference": None}
     if found is None or outcome.call is None:
-        same = "the answers are not compared"
+        same = "the answers were not compared"
         if compare:
-            same = f"{counted(outcome.answers, 'answer')} compared, all are those of the recording"
+            same = f"{counted(outcome.answers, 'answer')} compared, all as recorded"
         output.result(value, f"{counted(outcome.calls, 'call')} replayed; {same}")
         return
     value["difference"] = {

@@ -44,29 +44,31 @@ def serve_openai(
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen at. One that other machines reach needs --api-key-file and "
-            "--https-certificate-file, or --insecure."
+            help="Address to listen on. One that other machines can reach requires --api-key-file "
+            "and --https-certificate-file, or --insecure."
         ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")
     ] = 8000,
     tokenizer: TokenizerOption = None,
     model_name: Annotated[
         str | None,
-        typer.Option(help="Name that requests give. Default: that of the model's directory."),
+        typer.Option(help="Model name in requests. Default: the name of the model's directory."),
     ] = None,
     tandem: Annotated[
         bool,
-        typer.Option("--tandem", help="Let the junior write too where a request does not say."),
+        typer.Option(
+            "--tandem", help="Let the junior write, too, unless a request says otherwise."
+        ),
     ] = False,
     speculative: SpeculativeOption = None,
     acceptance_rule: AcceptanceRuleOption = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="API keys, one a line: a request must show one of them. Default: none is asked "
-            "for.",
+            help="API keys, one per line; a request must send one of them. Default: no key is "
+            "required.",
             metavar="FILE",
         ),
     ] = None,
@@ -93,10 +95,10 @@ def serve_openai(
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Serve the senior, as it is now, to tools that speak OpenAI's HTTP API.
+    """Serve the current senior to tools that use OpenAI's HTTP API.
 
-    Completions, chat completions and models below /v1, streamed or whole, with
-    log-probabilities. Ctrl-C ends it.
+    Completions, chat completions and models under /v1, streamed or not, with
+    log-probabilities. Ctrl-C stops it.
     """
     from tandem.cli.commands.texts import codec_of
     from tandem.cluster.registry import connect
@@ -115,7 +117,7 @@ def serve_openai(
     keys = api_key_file and watched_tokens(api_key_file, "--api-key-file")
     if not is_loopback(host) and not insecure and not (keys and https):
         raise ConfigError(
-            f"--host {host}: is not a loopback address; it needs --api-key-file and "
+            f"--host {host}: is not a loopback address; it requires --api-key-file and "
             "--https-certificate-file, or --insecure"
         )
     with connect(RolloutClient, rollout, "--rollout", credentials) as client:
@@ -198,7 +200,7 @@ def _check_drafts(
     ):
         known = enum_names(kind.DESCRIPTOR)
         if value is not None and value not in known:
-            raise ConfigError(f"{option}: {value!r} is none of {', '.join(known)}")
+            raise ConfigError(f"{option}: {value!r} is not one of {', '.join(known)}")
     require_drafter(
         "--speculative",
         method or "none",
@@ -244,6 +246,6 @@ def _https(certificate: Path | None, key: Path | None) -> _Https | None:
         return None
     if certificate is None or key is None:
         raise CredentialsError(
-            "--https-certificate-file and --https-private-key-file need each other"
+            "--https-certificate-file and --https-private-key-file must be given together"
         )
     return _Https(certificate, key)

@@ -31,9 +31,9 @@ def up(
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Start a local cluster, print its addresses, and keep it until Ctrl-C (exit code 0).
+    """Start a local cluster, print its addresses, and keep it running until Ctrl-C (exit code 0).
 
-    Until then other commands of this user find its servers without being told
+    While it runs, this user's other commands find its servers without being given
     their addresses.
     """
     from tandem.cluster.local import LocalCluster
@@ -74,9 +74,9 @@ def status(
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the model and version of every server, or its problem. Exit code 3 when none answers.
+    """Show every server's model and version, or its problem. Exit code 3 if none answers.
 
-    Without addresses: the servers of the cluster that `tandem up` runs, else
+    Without addresses, asks the servers in the cluster that `tandem up` runs, else
     those at the default addresses.
     """
     from tandem.cluster import registry
@@ -103,7 +103,7 @@ def health(
     address: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Addresses (host:port). Default: the servers of the cluster that `tandem up` runs."
+            help="Addresses (host:port). Default: the servers in the cluster that `tandem up` runs."
         ),
     ] = None,
     service: Annotated[str, typer.Option(help="Service name; empty: the server.")] = "",
@@ -117,7 +117,7 @@ def health(
     output = Output(as_json=as_json)
     addresses = address or [server["address"] for server in registry.servers()]
     if not addresses:
-        raise ConfigError("no address is given, and `tandem up` runs no cluster")
+        raise ConfigError("no address is given, and no cluster of `tandem up` is running")
     own = registry.with_defaults(credentials, found=not address)
     rows = []
     for one in addresses:

@@ -44,7 +44,7 @@ def _require_section(settings: RunSettings) -> None:
     section = settings.cluster.trainer.get("speculator")
     if not isinstance(section, dict) or not section.get("adapter"):
         raise ConfigError(
-            "cluster.trainer.speculator: the trainer trains no speculator",
+            "cluster.trainer.speculator: the trainer does not train a speculator",
             hint="its `adapter` names the kind: mlp or arctic_lstm",
         )
 
@@ -53,7 +53,8 @@ def _require_speculator(session: Session) -> None:
     """Raises ConfigError unless the running trainer trains a speculator."""
     if not session.trainer.info().has_speculator:
         raise ConfigError(
-            f"servers.trainer: the trainer at {session.trainer.address} trains no speculator",
+            f"servers.trainer: the trainer at {session.trainer.address} does not train a "
+            "speculator",
             hint="the section `speculator` of its configuration turns it on",
         )
 
@@ -63,7 +64,7 @@ add_training(
     "Train a speculator on the senior's own responses.\n\n"
     "This is `tandem sft` with sft.responses: senior, by a trainer whose\n"
     "configuration has the section `speculator`. With the override\n"
-    "sft.responses=rows it learns the rows' answers.",
+    "sft.responses=rows it learns from the rows' answers.",
     group=speculator_app,
     name="train",
     implied=("sft.responses=senior",),
@@ -78,11 +79,15 @@ def evaluate(
     overrides: Overrides = None,
     checkpoint: CheckpointOption = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Number of prompts that the server answers at a time.")
+        int, typer.Option(min=1, help="Number of prompts that the server answers concurrently.")
     ] = 1,
     repeats: Annotated[
         int,
-        typer.Option(min=1, help="Times that all prompts are answered; the interval is over them."),
+        typer.Option(
+            min=1,
+            help="Number of times that all prompts are answered; the interval is over these "
+            "repeats.",
+        ),
     ] = 5,
     discard_unsaved: DiscardUnsaved = False,
     dry_run: DryRun = False,
@@ -91,13 +96,13 @@ def evaluate(
 ) -> None:
     """Measure drafts on held-out prompts: how many are accepted, and the speed.
 
-    The first rollout server answers every prompt with drafts and without, the
-    senior alone: greedy and at sampling.temperature. Drafts are those of
-    eval.speculative, or of speculative; if neither names a method, heads draft,
-    those of the rollout server's senior_speculator.
+    The first rollout server answers every prompt with and without drafts, by the
+    senior only, greedily and at sampling.temperature. The method is that of
+    eval.speculative, or of speculative; if neither names one, it is heads, the
+    rollout server's senior_speculator.
 
-    --checkpoint leaves its weights in trainer and rollout servers; the next run
-    begins with the base model all the same.
+    --checkpoint leaves its weights in the trainer and the rollout servers; the
+    next run still begins with the base model.
     """
     from tandem.evaluation.drafts import measure_drafts
     from tandem.evaluation.report import draft_rows
@@ -128,7 +133,7 @@ def evaluate(
         version = session.weights().version
         results = [one.summary() for one in measure_drafts(session, concurrency, repeats)]
     method = settings.eval_speculative.method
-    source = "as served now" if path is None else f"from {path}"
+    source = "as currently served" if path is None else f"from {path}"
     title = (
         f"{counted(results[0]['prompts'], 'prompt')}, {concurrency:,} at a time, "
         f"{counted(repeats, 'repeat')}, drafts by {method}; senior "
@@ -170,10 +175,10 @@ def export(
     dtype: Annotated[str, typer.Option(help=f"Number format: {', '.join(NAMES)}.")] = "fp32",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a checkpoint's speculator as a directory of its own.
+    """Export a checkpoint's speculator to a directory of its own.
 
-    `senior_speculator` of a rollout server and `speculator.path` of a trainer
-    name such a directory.
+    A rollout server's `senior_speculator` and a trainer's `speculator.path`
+    accept such a directory.
     """
     from tandem.run_directory.checkpoints import checkpoint_at, require_here
     from tandem.run_directory.export import export_speculator

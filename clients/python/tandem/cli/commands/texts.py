@@ -54,7 +54,7 @@ def generate(
         list[Path] | None,
         typer.Option(help="Show this image before each prompt, with --chat; may be repeated."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of response tokens.")] = 64,
     temperature: Annotated[
         float | None,
         typer.Option(min=0.0, help="Sampling temperature; 0: greedy. Default: the server's."),
@@ -66,19 +66,20 @@ def generate(
         int | None, typer.Option(help="Number of likeliest tokens to draw from.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Tokens at least this likely, relative to the likeliest.")
+        float | None,
+        typer.Option(help="Draw only from tokens at least this likely, relative to the likeliest."),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End with the token that completes this text; may be repeated."),
+        typer.Option(help="Stop at the token that completes this text; may be repeated."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Responses for each prompt.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Number of responses per prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same responses.")] = 0,
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Rule for the author: bernoulli, chunk, alternating, sentence or word. Default: "
-            "the server's."
+            help="Rule that chooses the author: bernoulli, chunk, alternating, sentence or word. "
+            "Default: the server's."
         ),
     ] = None,
     prob_senior: Annotated[
@@ -92,20 +93,20 @@ def generate(
     chunk_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens in a chunk (strategy chunk).")
     ] = None,
-    solo: Annotated[bool, typer.Option("--solo", help="Let the senior answer alone.")] = False,
+    solo: Annotated[bool, typer.Option("--solo", help="Let only the senior write.")] = False,
     speculative: SpeculativeOption = None,
     acceptance_rule: AcceptanceRuleOption = None,
     stream: Annotated[
         bool | None,
         typer.Option(
             "--stream/--no-stream",
-            help="Print responses while they are written. Default: on a terminal alone.",
+            help="Print responses while they are written. Default: only on a terminal.",
         ),
     ] = None,
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Let senior and junior answer prompts together."""
+    """Let the senior and the junior answer prompts together."""
     from tandem.cluster.registry import connect
     from tandem.preflight.checks import longest_sequence
     from tandem.rpc.client import RolloutClient
@@ -117,7 +118,7 @@ def generate(
     if as_json and stream:
         raise ConfigError("--stream: --json prints whole records")
     if image and not chat:
-        raise ConfigError("--image: needs --chat, whose template says where images are")
+        raise ConfigError("--image: needs --chat, whose template places the images")
     variables = _variables(chat_template_kwargs)
     if variables and not chat:
         raise ConfigError("--chat-template-kwargs: needs --chat")
@@ -200,7 +201,7 @@ def score(
         codec = codec_of(client, tokenizer)
         ids = [codec.encode(one) for one in text]
         if any(len(one) < 2 for one in ids):
-            raise ConfigError("a text must have two tokens or more")
+            raise ConfigError("a text must have at least two tokens")
         reply = client.score(
             [(one, 1) for one in ids], senior=senior, junior=junior, temperature=temperature
         )
@@ -246,7 +247,9 @@ def _variables(text: str | None) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--chat-template-kwargs: not YAML: {error}") from None
     if not isinstance(variables, dict):
-        raise ConfigError("--chat-template-kwargs: must be a mapping, as {enable_thinking: false}")
+        raise ConfigError(
+            "--chat-template-kwargs: must be a mapping, such as {enable_thinking: false}"
+        )
     return variables
 
 

@@ -38,13 +38,14 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Go on after the last checkpoint. `--resume auto` starts if there is none.",
+        help="Continue after the last checkpoint. `--resume auto` starts a new run if there is "
+        "none.",
     ),
 ]
 
 ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
 
-Clean = Annotated[bool, typer.Option("--clean", help="Throw an earlier run in run_dir away.")]
+Clean = Annotated[bool, typer.Option("--clean", help="Discard an earlier run in run_dir.")]
 
 Changes = Annotated[
     list[str] | None,
@@ -60,7 +61,7 @@ WaitForLock = Annotated[
     float,
     typer.Option(
         "--wait-for-lock",
-        help="Most seconds to wait for another process that still uses run_dir.",
+        help="Longest wait, in seconds, for another process that still uses run_dir.",
         metavar="SECONDS",
         min=0.0,
     ),
@@ -68,15 +69,15 @@ WaitForLock = Annotated[
 
 DiscardUnsaved = Annotated[
     bool,
-    typer.Option("--discard-unsaved", help="Throw away updates that no checkpoint has."),
+    typer.Option("--discard-unsaved", help="Discard updates that are in no checkpoint."),
 ]
 
 
 CheckpointOption = Annotated[
     Path | None,
     typer.Option(
-        help="Checkpoint, or run directory (its last one), to load into the trainer and to "
-        "publish first; without it the weights that are served now answer.",
+        help="Checkpoint, or run directory (its last one), to load into the trainer and publish "
+        "first. Default: the weights currently served.",
         metavar="PATH|RUN_DIR",
     ),
 ]
@@ -151,7 +152,7 @@ def add_training(
             show_preflight(output, settings, kind, open_run, check_servers)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
-        note = "stopping after this step; Ctrl-C again: at once"
+        note = "stopping after this step; press Ctrl-C again to stop at once"
         with (
             lasting_output(),
             output.shows_log(),
@@ -186,14 +187,14 @@ def add_training(
                 text = f"{display.waiting()}\n{run.account}\nrun directory: {run.path}"
                 output.result(summary, text)
         if stop.requested and last < settings.steps:
-            output.note(f"stopped after step {last}; --resume goes on")
+            output.note(f"stopped after step {last}; --resume continues")
             raise typer.Exit(EXIT_INTERRUPTED)
         if run.account.trained_nothing:
             raise typer.Exit(EXIT_UNTRAINED)
 
 
 add_training("train", "Train with tandem policy gradients.")
-add_training("sft", "Train, supervised, on the rows' answers or the senior's own.")
+add_training("sft", "Train with supervision, on the rows' answers or the senior's own responses.")
 
 
 @command(name="eval")
@@ -204,7 +205,7 @@ def evaluate_command(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="Evaluations, separated by commas: solo, handoff, legibility; may be repeated. "
+            help="Comma-separated evaluations: solo, handoff, legibility; may be repeated. "
             "Default: the run file's eval.modes."
         ),
     ] = None,
@@ -223,12 +224,12 @@ def evaluate_command(
 ) -> None:
     """Measure the senior on held-out prompts, in three modes.
 
-    solo: accuracy and pass@k of the senior alone. handoff: the same when senior
-    and junior take turns, which end where eval.handoff_boundary says. legibility:
+    solo: accuracy and pass@k of the senior by itself. handoff: the same when
+    senior and junior take turns, as eval.handoff_boundary sets. legibility:
     the junior's cross-entropy over the senior's solo answers.
 
-    --checkpoint leaves its weights in trainer and rollout servers; the next run
-    begins with the base model all the same.
+    --checkpoint leaves its weights in the trainer and the rollout servers; the
+    next run still begins with the base model.
     """
     from tandem.evaluation import evaluate
     from tandem.evaluation.answers import held_out
@@ -268,7 +269,7 @@ def evaluate_command(
                 kept = result.responses(held_out(session), session.codec)
                 write_parquet(place / f"{name}.parquet", kept)
     [first, *_] = summaries.values()
-    source = "as served now" if path is None else f"from {path}"
+    source = "as currently served" if path is None else f"from {path}"
     title = f"{size(first)}; senior version {first['version/senior']}, {source}"
     rows = [
         (f"{name}: {one.name}", one.value, one.interval)

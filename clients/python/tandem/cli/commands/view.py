@@ -39,8 +39,8 @@ def view(
     step: Annotated[
         str | None,
         typer.Option(
-            help="A step, or a range FIRST:LAST whose ends are optional. Default: the last step, "
-            "for a page or JSON lines all.",
+            help="A step, or a range FIRST:LAST whose ends are optional. Default: the last step; "
+            "for a page or JSON lines, all steps.",
             metavar="STEP",
         ),
     ] = None,
@@ -50,32 +50,32 @@ def view(
             help="A reward, or a range LOW:HIGH whose ends are optional.", metavar="REWARD"
         ),
     ] = None,
-    text: Annotated[
-        str, typer.Option(help="Text that the response contains, in upper or lower case.")
-    ] = "",
+    text: Annotated[str, typer.Option(help="Text that the response contains, ignoring case.")] = "",
     count: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Most trajectories. Default: {_FEW}; all for a page and with --json."
+            min=1,
+            help=f"Maximum number of trajectories. Default: {_FEW}; all for a page and with "
+            "--json.",
         ),
     ] = None,
     advantage: Annotated[
-        bool, typer.Option("--advantage", help="Show also the reward minus its group's mean.")
+        bool, typer.Option("--advantage", help="Also show the reward minus its group's mean.")
     ] = False,
     gap: Annotated[
         bool,
-        typer.Option("--gap", help="Show also the log-prob gaps of tokens: senior minus junior."),
+        typer.Option("--gap", help="Also show the tokens' log-prob gaps: senior minus junior."),
     ] = False,
     drafts: Annotated[
-        bool, typer.Option("--drafts", help="Mark and count also the accepted drafts.")
+        bool, typer.Option("--drafts", help="Also mark and count the accepted drafts.")
     ] = False,
     output_file: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="Write a page for browsers, a picture of what a terminal shows (.svg), or the "
-            "records as JSON lines (.jsonl).",
+            help="Write an HTML page, a picture of the terminal output (.svg), or the records as "
+            "JSON lines (.jsonl).",
             metavar="FILE",
         ),
     ] = None,
@@ -102,7 +102,7 @@ def view(
     records_alone = as_lines or (as_json and output_file is None)
     if records_alone and (advantage or gap or drafts):
         which = str(output_file) if as_lines else "--json"
-        raise ConfigError(f"--advantage, --gap, --drafts: {which} has the records as they are")
+        raise ConfigError(f"--advantage, --gap, --drafts: {which} contains the records unchanged")
     wanted = Filter(Range.parse(reward, "--reward") if reward is not None else None, text)
     files = recorded(run_dir, evaluation or "")
     if step is not None:
@@ -129,7 +129,7 @@ def view(
     if tokenizer is None:
         if run_dir.is_file():
             raise ConfigError(
-                f"{run_dir} names no tokenizer", hint="--tokenizer DIR: that of the model"
+                f"{run_dir} names no tokenizer", hint="--tokenizer DIR: the model's directory"
             )
         tokenizer = loading.load(RunSettings, run_dir / "config.yaml").tokenizer
     codec = TextCodec(tokenizer)
@@ -203,7 +203,7 @@ def plot(
     if output_file is None:
         if len(run_dirs) > 1:
             raise ConfigError(
-                "--output: several runs need it", hint="for example --output runs.png"
+                "--output: is required for several runs", hint="for example --output runs.png"
             )
         output_file = run_dirs[0] / "metrics.png"
     runs = {str(run_dir): read_curves(run_dir) for run_dir in run_dirs}

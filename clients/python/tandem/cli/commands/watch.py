@@ -33,20 +33,20 @@ def watch(
     trainer: Annotated[
         str | None,
         typer.Option(
-            help="Address of the trainer. Default: the one of the cluster that `tandem up` runs, "
+            help="Address of the trainer. Default: the one in the cluster that `tandem up` runs, "
             "else 127.0.0.1:7702.",
             metavar="HOST:PORT",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to print. Default: until Ctrl-C.")
+        int | None, typer.Option(min=1, help="Number of steps to print. Default: until Ctrl-C.")
     ] = None,
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print every step that a trainer does from now on, of whichever run.
+    """Print every step that a trainer makes from now on, whichever run it belongs to.
 
-    With --json all metrics of its report, one step per line.
+    With --json, all metrics of its report, one step per line.
     """
     from tandem.cluster.registry import connect
     from tandem.rpc.client import TrainerClient
@@ -55,7 +55,7 @@ def watch(
     options = {"timeout_seconds": _TIMEOUT_SECONDS}
     with connect(TrainerClient, trainer, "--trainer", credentials, **options) as client:
         reports = client.watch_steps()
-        output.note(f"watching {client.address}; Ctrl-C ends")
+        output.note(f"watching {client.address}; Ctrl-C stops")
         for count, response in enumerate(reports, start=1):
             line = _line(response.report)
             if as_json:

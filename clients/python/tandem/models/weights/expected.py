@@ -51,10 +51,10 @@ class Assignment:
         """Returns what a person should know of it."""
         notes = []
         if self.removed:
-            notes.append(f"removed from the names of the tensors: {self.removed}")
+            notes.append(f"removed from the tensor names: {self.removed}")
         if self.left_out:
             notes.append(
-                f"left out, for servers and transformers compute them: {_listed(self.left_out)}"
+                f"left out, because servers and transformers compute them: {_listed(self.left_out)}"
             )
         return notes
 
@@ -147,9 +147,9 @@ class ExpectedTensors:
             return
         missing = self._shapes.keys() - names.values() - self._tied.keys()
         raise ConfigError(
-            f"{where}: {_listed(unknown)}: unexpected: the model of config.json has no such "
-            "parameter",
-            hint="config.json must be that of the weights"
+            f"{where}: {_listed(unknown)}: unexpected: the model that config.json describes has "
+            "no such parameter",
+            hint="config.json must belong to the weights"
             + (f"; the model's names are like {min(missing)!r}" if missing else ""),
         )
 
@@ -160,8 +160,8 @@ class ExpectedTensors:
             wanted = self._shapes.get(name)
             if wanted is not None and wanted != tuple(shapes[one]):
                 raise ConfigError(
-                    f"{where}: tensor {one!r} has the shape {list(shapes[one])}, config.json asks "
-                    f"for {list(wanted)}"
+                    f"{where}: tensor {one!r} has the shape {list(shapes[one])}, but config.json "
+                    f"asks for {list(wanted)}"
                 )
 
     def _given(self, names: Mapping[str, str], where: str) -> dict[str, list[str]]:
@@ -195,10 +195,10 @@ class ExpectedTensors:
                 missing += [name for name in group if name not in present]
         if missing:
             raise ConfigError(
-                f"{where}: {_listed(missing)}: missing, config.json asks for "
+                f"{where}: {_listed(missing)}: missing, but config.json asks for "
                 f"{'it' if len(missing) == 1 else 'them'}",
-                hint="transformers would fill them with random numbers; config.json must be that "
-                "of the weights",
+                hint="transformers would fill them with random numbers; config.json must belong "
+                "to the weights",
             )
 
 

@@ -41,8 +41,8 @@ def weight_map(directory: Path, index: str = INDEX) -> dict[str, str]:
     for tensor, name in names.items():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise ConfigError(
-                f"{file}: weight_map: the file of {tensor!r} must be one beside the index, "
-                f"not {name!r}"
+                f"{file}: weight_map: the file of {tensor!r} must be one next to the index, not "
+                f"{name!r}"
             )
     return names
 

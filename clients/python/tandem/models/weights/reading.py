@@ -59,8 +59,8 @@ class Source:
         if not self.files:
             raise ConfigError(
                 f"{directory}: holds no weights",
-                hint="they are model.safetensors, pytorch_model.bin, or files named by "
-                f"{INDEX} or {PICKLED_INDEX}",
+                hint=f"expected model.safetensors, pytorch_model.bin, or files named by {INDEX} "
+                f"or {PICKLED_INDEX}",
             )
         self.tensors: dict[str, SourceTensor] = {}
         self._directory = directory
@@ -69,9 +69,7 @@ class Source:
             for tensor in self._open_pickled(file) if self._pickled else safetensors_of(file):
                 if tensor.name in self.tensors:
                     other = self.tensors[tensor.name].file
-                    raise ConfigError(
-                        f"{file}: tensor {tensor.name!r}: {other.name} has it as well"
-                    )
+                    raise ConfigError(f"{file}: tensor {tensor.name!r}: {other.name} has it, too")
                 self.tensors[tensor.name] = tensor
         self._require_index()
 
@@ -102,10 +100,10 @@ class Source:
     def _open_pickled(self, file: Path) -> Iterator[SourceTensor]:
         content = _unpickled(file)
         if not isinstance(content, Mapping):
-            raise ConfigError(f"{file}: holds no tensors by their names")
+            raise ConfigError(f"{file}: is not a mapping from names to tensors")
         for name, value in content.items():
             if not hasattr(value, "is_floating_point"):
-                raise ConfigError(f"{file}: {name!r} is no tensor")
+                raise ConfigError(f"{file}: {name!r} is not a tensor")
             if not value.is_floating_point() or value.element_size() < 2:
                 raise _quantised(file, name, str(value.dtype).removeprefix("torch."))
             yield SourceTensor(name, tuple(value.shape), file, lambda value=value: value)
@@ -119,7 +117,8 @@ class Source:
         for name, file in places.items():
             if name not in self.tensors or self.tensors[name].file.name != file:
                 raise ConfigError(
-                    f"{self._directory / file}: tensor {name!r}: missing, {index} places it here"
+                    f"{self._directory / file}: tensor {name!r}: missing, although {index} places "
+                    "it here"
                 )
         for name, tensor in self.tensors.items():
             if name not in places:
@@ -166,7 +165,7 @@ def _read(file: Path, begin: int, shape: tuple[int, ...], dtype: str) -> torch.T
             # One call reads at most 2 GiB.
             count = stream.readinto(rest)
             if not count:
-                raise ConfigError(f"{file}: ends too early: it was changed meanwhile")
+                raise ConfigError(f"{file}: ends too early: it was changed while it was read")
             rest = rest[count:]
     return values
 
@@ -183,8 +182,8 @@ def _unpickled(file: Path) -> Any:
         except pickle.UnpicklingError as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"{file}: holds more than tensors, and would run code: {reason}",
-                hint="a trusted one is converted by transformers' save_pretrained",
+                f"{file}: contains more than tensors and would run code: {reason}",
+                hint="if you trust it, convert it with transformers' save_pretrained",
             ) from None
         except (RuntimeError, OSError, EOFError, ValueError) as error:
             # Files of torch before 1.6 cannot be mapped.
@@ -195,7 +194,7 @@ def _unpickled(file: Path) -> Any:
 
 def _quantised(file: Path, name: str, dtype: str) -> ConfigError:
     return ConfigError(
-        f"{file}: tensor {name!r}: has the type {dtype}, and is not a weight in floating point of "
-        "16 bits or more",
-        hint="quantised checkpoints are not read: import the model that it was made from",
+        f"{file}: tensor {name!r}: has the type {dtype}, which is not floating point of 16 bits "
+        "or more",
+        hint="quantised checkpoints are not supported: import the model that it was made from",
     )

@@ -153,7 +153,7 @@ def number_of(value: Any) -> Outcome:
         return Failure(f"{_shown(value)} is not a finite number")
     if abs(number) > MAX_REWARD:
         return Failure(
-            f"{_shown(value)} is out of range: a trainer takes {-MAX_REWARD:g} to {MAX_REWARD:g}"
+            f"{_shown(value)} is out of range: a trainer accepts {-MAX_REWARD:g} to {MAX_REWARD:g}"
         )
     return number
 

@@ -133,7 +133,7 @@ class Watch:
 
     def _telling(self, oldest: WatchedCall, seconds: float) -> Callable[[], None]:
         late = [one for one in self._running if time.monotonic() - one.started >= NOTE_SECONDS]
-        others = f" ({len(late) - 1} other calls run that long)" if len(late) > 1 else ""
+        others = f" ({len(late) - 1} other calls have run that long)" if len(late) > 1 else ""
         text = (
             f"{self._name} has run for {seconds:.0f} s for {oldest.place}{others}; it is given up "
             f"after {self.limit:g} s (timeout_seconds)"

@@ -61,7 +61,7 @@ class TrajectoryWriter:
             self._abandoned.set()
         self.wait()
         if self.lost > 1:
-            _log.warning(f"{self.lost:,} files of trajectories could not be written")
+            _log.warning(f"{self.lost:,} trajectory files could not be written")
 
     def write_step(self, step: int, responses: Iterable[Response]) -> None:
         """Writes a step's responses, if the settings keep those of this step.
@@ -87,7 +87,7 @@ class TrajectoryWriter:
             self.lost += 1
             if not self._failing:
                 _log.warning(
-                    f"{self._path} could not be written: {problem}; the run goes on, and "
+                    f"{self._path} could not be written: {problem}; the run continues, and "
                     "trajectories/lost in metrics.jsonl counts such files"
                 )
         elif self._failing:
