@@ -1,5 +1,5 @@
 // Defaults and checks of the three server configurations. The defaults stand in server_config.cc
-// and nowhere else, but for the ports (below) and those of TandemConfig (common/tandem).
+// and nowhere else, but for the ports (below) and those of TandemConfig (common/coauthoring).
 #ifndef TANDEM_COMMON_CONFIG_SERVER_CONFIG_H_
 #define TANDEM_COMMON_CONFIG_SERVER_CONFIG_H_
 

@@ -1,6 +1,6 @@
 // The table of families. Each row of it has a row in README.md, a name in
 // clients/python/tandem/models/importing.py and a case in tests/parity/test_transformers_parity.py,
-// which tests/lint/test_families.py compares.
+// which tests/parity/test_families.py compares.
 #include <cmath>
 #include <string>
 #include <vector>

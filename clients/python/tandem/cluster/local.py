@@ -40,7 +40,7 @@ _SPACE_SECONDS = 1.0
 _PROBE_BYTES = 4096
 
 BUILD_DIR_VARIABLE = "TANDEM_BUILD_DIR"
-_REPOSITORY = Path(__file__).resolve().parents[3]
+_REPOSITORY = Path(__file__).resolve().parents[4]
 
 
 @dataclass(frozen=True)

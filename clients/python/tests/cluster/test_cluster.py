@@ -15,7 +15,7 @@ import pytest
 import yaml
 from fakes import wait_until
 
-from tandem.cluster import keeper
+from tandem.cluster import keeper, local
 from tandem.cluster.local import LocalCluster, find_binary, reachable_host
 from tandem.errors import ConfigError, ServerStartError, StorageError
 from tandem.rpc.transport import Connection
@@ -126,6 +126,11 @@ def test_a_server_that_dies_is_reported_with_the_message_of_its_log(build_dir, t
     with pytest.raises(ServerStartError) as caught, LocalCluster(settings, build_dir=build_dir):
         pass
     assert caught.value.message == "trainer ended with code 1: /m: no such model"
+
+
+def test_without_a_variable_the_servers_are_those_that_the_repository_built():
+    built = local._REPOSITORY / "build/release/bin"
+    assert (local._REPOSITORY / "CMakeLists.txt").is_file(), built
 
 
 def test_a_missing_binary_says_how_to_make_it(tmp_path, monkeypatch):
