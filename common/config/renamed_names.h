@@ -1,6 +1,6 @@
 // Names of the code from before the paper's terms, and the names that replaced them. Whoever still
-// writes an old name gets an error with the new one. clients/python/tandem/rpc/renamed_names.json is
-// generated from this file.
+// writes an old name gets an error with the new one. clients/python/tandem/rpc/renamed_names.json
+// is generated from this file.
 #ifndef TANDEM_COMMON_CONFIG_RENAMED_NAMES_H_
 #define TANDEM_COMMON_CONFIG_RENAMED_NAMES_H_
 

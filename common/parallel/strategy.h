@@ -5,8 +5,8 @@
 // A newcomer to this room begins here. create_strategy.cc chooses among single_strategy.h,
 // zero_strategy.h and megatron_strategy.h. All three run a model with block_pass.h and train it
 // with optimizer/sharded_optimizer.h; `megatron` adds parallel_mesh.h, pipeline_schedule.h,
-// stage_pass.h and context/. docs/internals/architecture.md draws the layouts, docs/adr/0019 gives the
-// reasons.
+// stage_pass.h and context/. docs/internals/architecture.md draws the layouts, docs/adr/0019 gives
+// the reasons.
 //
 // Every rank of a server makes the same calls with the same arguments, in the same order. The
 // strategy decides what is computed on which rank; it calls the functions that it is handed on the

@@ -9,9 +9,10 @@
 namespace tandem::ops {
 
 // Returns a b [m, n] for a [m, k] and b [k, n], on any device; either may be transposed. The
-// product of bf16 factors is float32. On the CPU own kernels or MKL multiply (docs/internals/kernels.md). The
-// bits depend on the shape but not on the number of threads; the bits of a row may depend on how
-// many rows there are, unlike those of Linear. No autograd. Throws std::bad_alloc.
+// product of bf16 factors is float32. On the CPU own kernels or MKL multiply
+// (docs/internals/kernels.md). The bits depend on the shape but not on the number of threads; the
+// bits of a row may depend on how many rows there are, unlike those of Linear. No autograd. Throws
+// std::bad_alloc.
 at::Tensor MatrixProduct(const at::Tensor& a, const at::Tensor& b);
 
 // Writes a b into `product`, which is contiguous, or adds a b to it. Two bf16 factors may have a
