@@ -1,4 +1,4 @@
-// Who wrote a token, and what each author means to whoever reads the token.
+// The author of a token, and the meaning of each author for code that reads the token.
 #ifndef TANDEM_COMMON_COAUTHORING_AUTHOR_H_
 #define TANDEM_COMMON_COAUTHORING_AUTHOR_H_
 

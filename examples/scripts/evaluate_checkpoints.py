@@ -26,7 +26,7 @@ def main(run_dir: str, *overrides: str) -> None:
     run = Path(run_dir)
     config = loading.load(RunSettings, run / "config.yaml", overrides)
     checkpoints = sorted(path for path in (run / "checkpoints").glob("step_*") if path.is_dir())
-    # What the session tells goes to the error stream.
+    # The session logs its messages: they go to the error stream.
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with Session(config, purpose="eval") as session:
         for checkpoint in checkpoints:

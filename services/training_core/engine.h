@@ -81,7 +81,7 @@ struct EngineInfo {
   // Updates since the schedule began; those of the companion where the model is frozen.
   int64_t optimizer_steps = 0;
   int64_t companion_updates = 0;  // since its own schedule began; 0 without a companion
-  // Of the pass over a batch that runs; 0 while none does.
+  // Progress of the pass that runs over a batch; 0 while no pass runs.
   int64_t micro_batches = 0, micro_batches_done = 0;
 };
 

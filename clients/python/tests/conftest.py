@@ -9,7 +9,7 @@ import fakes
 import pytest
 import yaml
 
-from tandem.run_directory.log import handled_by
+from tandem.run_directory.log import handled_by, shown
 
 
 class Notes(list):
@@ -22,15 +22,15 @@ class Notes(list):
         self.handler.emit = self._take
 
     def _take(self, record):
-        if not getattr(record, "file_only", False):
-            prefix = "warning: " if record.levelno >= logging.WARNING else ""
-            self.append(prefix + record.getMessage())
-            self.on_note(self[-1])
+        text = shown(record)
+        if text is not None:
+            self.append(text)
+            self.on_note(text)
 
 
 @pytest.fixture
 def notes():
-    """What the package tells people during the test, as the command line would print it."""
+    """The messages of the package during the test, as the command line would print them."""
     told = Notes()
     with handled_by(told.handler):
         yield told

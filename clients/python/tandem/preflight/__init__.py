@@ -1,1 +1,1 @@
-"""What can be known before a run begins: problems of rows, settings, memory and servers."""
+"""Checks before a run begins: problems of rows, settings, memory and servers."""

@@ -1,4 +1,4 @@
-"""What an event of a Generate call says, read in one place."""
+"""The events of a Generate call, read in one place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Event = TokensCame | SampleFinished | PromptFailed
 
 
 def read_event(message: rollout_pb2.GenerateResponse) -> Event | None:
-    """Returns what a message says; None for a heartbeat and for kinds that are not known."""
+    """Returns the event in a message; None for a heartbeat and for kinds that are not known."""
     kind = message.WhichOneof("event")
     if kind == "tokens":
         came = message.tokens

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: state, metrics, trajectories, checkpoints, logs."""
+"""The files that a run leaves on disk: state, metrics, trajectories, checkpoints, logs."""

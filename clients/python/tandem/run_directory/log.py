@@ -22,6 +22,14 @@ FILE_ONLY = {"file_only": True}
 _log = logging.getLogger(__name__)
 
 
+def shown(record: logging.LogRecord) -> str | None:
+    """Returns a message as people see it; None if it is only for the log file."""
+    if getattr(record, "file_only", False):
+        return None
+    kind = "warning: " if record.levelno >= logging.WARNING else ""
+    return kind + record.getMessage()
+
+
 class RunLog(logging.Handler):
     """Appends to a log file, which may fail: that costs lines of the log, and nothing else.
 

@@ -1,1 +1,1 @@
-"""What run files and cluster files may say."""
+"""The settings of run files and cluster files: their schema, and how they are read."""

@@ -22,7 +22,7 @@ def not_empty(value: Any) -> Any:
 
 
 def several(value: Any) -> Any:
-    """Returns the value as a list: text alone becomes its only entry."""
+    """Returns the value as a list: a single text becomes its only entry."""
     return [value] if isinstance(value, str) else value
 
 

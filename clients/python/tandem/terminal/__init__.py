@@ -1,1 +1,1 @@
-"""What a person sees: text with authors, step lines, progress."""
+"""The display for people: text with authors, step lines, progress."""

@@ -21,7 +21,7 @@ from rich.text import Text
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.models.tokenizer import GrowingText, TextCodec
 from tandem.rpc.generate_events import SampleFinished, TokensCame, read_event
-from tandem.run_directory.log import FILE_ONLY, handled_by
+from tandem.run_directory.log import FILE_ONLY, handled_by, shown
 
 _log = logging.getLogger(__name__)
 
@@ -114,11 +114,10 @@ class _Notes(logging.Handler):
         self._prefix = prefix
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints a message, unless it is for the run's log file alone."""
-        if getattr(record, "file_only", False):
-            return
-        kind = "warning: " if record.levelno >= logging.WARNING else ""
-        self._output.note(f"{self._prefix}{kind}{record.getMessage()}")
+        """Prints a message, unless it is only for the run's log file."""
+        text = shown(record)
+        if text is not None:
+            self._output.note(self._prefix + text)
 
 
 class Output:
