@@ -657,24 +657,24 @@ class ConnectionGuard::Relay {
                          [&](const Connection& it) { return !it.closed && it.host == host; });
   }
 
-  // Closes a connection and tells its client why.
+  // Closes a connection and tells its client why. The closing is counted before the client knows.
   void Refuse(Connection& connection, const char* cause, absl::string_view reason) {
+    CountClosed(connection.host, cause, reason);
     const Http2Inspector& inspector = connection.inspector;
     if (connection.server.valid() && connection.to_client.pending.empty() &&
         inspector.between_server_frames()) {
       SayGoAway(connection.client, inspector.server_has_spoken(), reason);
     }
-    CountClosed(connection.host, cause, reason);
     Close(connection);
   }
 
   // Tells the client of a connection that is not accepted why, unless that would take a handshake.
   void Refuse(const std::string& host, Socket client, const char* cause, absl::string_view reason) {
+    CountClosed(host, cause, reason);
     if (tls_ == nullptr) {
       ClientStream stream(std::move(client), {nullptr, nullptr});
       SayGoAway(stream, /*server_has_spoken=*/false, reason);
     }
-    CountClosed(host, cause, reason);
   }
 
   static void SayGoAway(ClientStream& client, bool server_has_spoken, absl::string_view reason) {

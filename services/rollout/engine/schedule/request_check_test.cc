@@ -185,7 +185,7 @@ TEST(CheckPromptTest, StopTextsNeedAVocabulary) {
                 "sampling.stop");
   limits.has_vocabulary = true;
   EXPECT_TRUE(CheckPrompt(prompt, limits).ok());
-  prompt.sampling.stop.push_back("");
+  prompt.sampling.stop.emplace_back();
   ExpectRefused(CheckPrompt(prompt, limits), absl::StatusCode::kInvalidArgument,
                 "sampling.stop[1]");
 }
