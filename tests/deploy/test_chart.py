@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import tarfile
+from pathlib import Path
 
 import harness
 import helm_python
@@ -445,167 +446,19 @@ POD = "spec/template/spec"
 SERVER = f"{POD}/containers/0"
 
 
+WRONG = Path(__file__).with_name("wrong_objects.txt").read_text()
+
+
 def test_a_wrong_object_is_found(examples, subtests):
-    for check, kind, name, path, value, says in [
-        (checks.schema_problems, "StatefulSet", "tandem-rollout", f"{SERVER}/prts", [], "prts"),
-        (
-            checks.schema_problems,
-            "ServiceMonitor",
-            "tandem-rollout",
-            "spec/endpoints/0/path_",
-            "/",
-            "path_",
-        ),
-        (
-            checks.security_problems,
-            "StatefulSet",
-            "tandem-rollout",
-            f"{POD}/securityContext/runAsNonRoot",
-            None,
-            "runAsNonRoot",
-        ),
-        (
-            checks.security_problems,
-            "StatefulSet",
-            "tandem-trainer",
-            f"{SERVER}/securityContext/readOnlyRootFilesystem",
-            False,
-            "readOnlyRootFilesystem",
-        ),
-        (
-            checks.security_problems,
-            "StatefulSet",
-            "tandem-trainer",
-            f"{SERVER}/securityContext/privileged",
-            True,
-            "privileged",
-        ),
-        (
-            checks.security_problems,
-            "StatefulSet",
-            "tandem-trainer",
-            f"{SERVER}/securityContext/capabilities",
-            {"drop": ["ALL"], "add": ["SYS_PTRACE"]},
-            "capabilities",
-        ),
-        (
-            checks.security_problems,
-            "StatefulSet",
-            "tandem-trainer",
-            f"{POD}/volumes/0",
-            {"name": "config", "hostPath": {"path": "/"}},
-            "volumes",
-        ),
-        (
-            checks.volume_problems,
-            "StatefulSet",
-            "tandem-trainer",
-            f"{SERVER}/volumeMounts/1/name",
-            "model",
-            "mount model is no volume",
-        ),
-        (
-            checks.volume_problems,
-            "StatefulSet",
-            "tandem-trainer",
-            f"{POD}/volumes/0/configMap/name",
-            "trainer",
-            "configMap trainer does not exist",
-        ),
-        (
-            checks.selector_problems,
-            "Service",
-            "tandem-trainer",
-            "spec/ports/0/port",
-            7701,
-            "port 7701 is not that of tandem-trainer-0",
-        ),
-        (
-            checks.selector_problems,
-            "Service",
-            "tandem-trainer",
-            "spec/selector/app.kubernetes.io~1component",
-            "x",
-            "selects no pod",
-        ),
-        (
-            checks.selector_problems,
-            "StatefulSet",
-            "tandem-trainer",
-            "spec/serviceName",
-            "trainer",
-            "no Service trainer",
-        ),
-        (
-            checks.selector_problems,
-            "ServiceMonitor",
-            "tandem-trainer",
-            "spec/endpoints/0/port",
-            "http",
-            "no Service has the port http",
-        ),
-        (
-            checks.selector_problems,
-            "PodDisruptionBudget",
-            "tandem-trainer",
-            "spec/selector/matchLabels",
-            {"app": "x"},
-            "selects no pod",
-        ),
-        (
-            checks.address_problems,
-            "StatefulSet",
-            "tandem-rollout",
-            f"{SERVER}/env/1/value",
-            "$(POD_NAME).rollout.tandem.svc:7701",
-            "rollout.tandem.svc is no pod's name",
-        ),
-        (
-            checks.address_problems,
-            "StatefulSet",
-            "tandem-rollout",
-            f"{SERVER}/env/1/value",
-            "$(POD_NAME).tandem-rollout.tandem.svc:7702",
-            "the server is at port 7701",
-        ),
-        (
-            checks.address_problems,
-            "Certificate",
-            "tandem-tls",
-            "spec/dnsNames",
-            ["localhost"],
-            "does not name tandem-rollout-0",
-        ),
-        (
-            checks.address_problems,
-            "ServiceMonitor",
-            "tandem-trainer",
-            "spec/endpoints/0/tlsConfig/serverName",
-            "trainer.tandem.svc",
-            "is no pod's name",
-        ),
-        (
-            checks.probe_problems,
-            "StatefulSet",
-            "tandem-rollout",
-            f"{SERVER}/readinessProbe/exec/command/2",
-            "/etc/tandem.yaml",
-            "readinessProbe asks another",
-        ),
-        (
-            checks.probe_problems,
-            "StatefulSet",
-            "tandem-rollout",
-            f"{SERVER}/livenessProbe",
-            None,
-            "has no livenessProbe",
-        ),
-    ]:
-        with subtests.test(check=check, kind=kind, name=name, path=path, value=value, says=says):
-            good = examples["tls"]
-            given = [GIVEN] if check is checks.volume_problems else []
+    good = examples["tls"]
+    for line in re.findall(r"^\w.*", WRONG, re.M):
+        name, object_, path, value, says = (field.strip() for field in line.split(" | "))
+        check = getattr(checks, f"{name}_problems")
+        given = [GIVEN] if name == "volume" else []
+        path = re.sub(r"^S/", f"{SERVER}/", re.sub(r"^P/", f"{POD}/", path))
+        with subtests.test(line):
             assert check(good, *given) == []
-            bad = k8s.changed(good, kind, name, path, value)
+            bad = k8s.changed(good, *object_.split("/"), path, yaml.safe_load(value))
             assert any(says in problem for problem in check(bad, *given)), check(bad, *given)
 
 

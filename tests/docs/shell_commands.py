@@ -21,65 +21,13 @@ from tandem.settings.run import RunSettings
 # The beginnings of paths that building and running make, and of paths outside of the repository.
 MADE = ("build/", ".venv/", ".venv-peers/", "models/", "runs/", "dist/", "/", "~", "./runs/")
 # Programs whose arguments are not looked at.
-OTHERS = frozenset(
-    [
-        "base64",
-        "bash",
-        "buildah",
-        "cat",
-        "cd",
-        "chmod",
-        "cmake",
-        "cp",
-        "ctest",
-        "cut",
-        "curl",
-        "docker",
-        "echo",
-        "export",
-        "find",
-        "gdb",
-        "git",
-        "grep",
-        "grpcurl",
-        "head",
-        "helm",
-        "jq",
-        "kill",
-        "kubectl",
-        "kustomize",
-        "ln",
-        "lm_eval",
-        "ls",
-        "mkdir",
-        "mv",
-        "od",
-        "openssl",
-        "pip",
-        "pip3",
-        "podman",
-        "podman-compose",
-        "prometheus",
-        "prometheus-alertmanager",
-        "promtool",
-        "rm",
-        "sbatch",
-        "scancel",
-        "sed",
-        "sleep",
-        "sort",
-        "source",
-        "squeue",
-        "srun",
-        "sudo",
-        "tail",
-        "tar",
-        "tee",
-        "torchrun",
-        "tr",
-        "wait",
-    ]
-)
+_OTHERS = """
+    base64 bash buildah cat cd chmod cmake cp ctest cut curl docker echo export find gdb git
+    grep grpcurl head helm jq kill kubectl kustomize ln lm_eval ls mkdir mv od openssl pip
+    pip3 podman podman-compose prometheus prometheus-alertmanager promtool rm sbatch scancel
+    sed sleep sort source squeue srun sudo tail tar tee torchrun tr wait
+"""
+OTHERS = frozenset(_OTHERS.split())
 _KEYWORDS = frozenset(
     ["do", "done", "for", "if", "then", "fi", "else", "in", "while", "!", "{", "}"]
 )
