@@ -444,21 +444,18 @@ def test_a_pod_waits_for_the_import_and_gives_up(tmp_path, there):
 
 POD = "spec/template/spec"
 SERVER = f"{POD}/containers/0"
-
-
-WRONG = Path(__file__).with_name("wrong_objects.txt").read_text()
+WRONG = yaml.safe_load(Path(__file__).with_name("wrong_objects.yaml").read_text())
 
 
 def test_a_wrong_object_is_found(examples, subtests):
     good = examples["tls"]
-    for line in re.findall(r"^\w.*", WRONG, re.M):
-        name, object_, path, value, says = (field.strip() for field in line.split(" | "))
+    for name, changed, path, value, says in WRONG:
         check = getattr(checks, f"{name}_problems")
-        given = [GIVEN] if name == "volume" else []
-        path = re.sub(r"^S/", f"{SERVER}/", re.sub(r"^P/", f"{POD}/", path))
-        with subtests.test(line):
+        given = [GIVEN] if check is checks.volume_problems else []
+        path = path.replace("SERVER", SERVER).replace("POD/", f"{POD}/")
+        with subtests.test(check=name, changed=changed, path=path, value=value, says=says):
             assert check(good, *given) == []
-            bad = k8s.changed(good, *object_.split("/"), path, yaml.safe_load(value))
+            bad = k8s.changed(good, *changed.split("/"), path, value)
             assert any(says in problem for problem in check(bad, *given)), check(bad, *given)
 
 
