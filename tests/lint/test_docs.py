@@ -10,6 +10,7 @@ from check_layers import REPOSITORY
 from tandem.openai_server import errors, fields
 
 DOCUMENT = (REPOSITORY / "docs/reference/metrics.md").read_text()
+RANKS = (REPOSITORY / "docs/operations/ranks.md").read_text()
 COMMANDS = (REPOSITORY / "docs/getting-started/where-things-are.md").read_text()
 
 
@@ -61,6 +62,25 @@ def test_example_clusters_are_valid(file: Path):
     from tandem.settings.cluster import ClusterSettings
 
     loading.load(ClusterSettings, file)
+
+
+def test_the_variables_of_a_rank_are_those_that_servers_read():
+    code = (REPOSITORY / "common/base/machine/rank_environment.cc").read_text()
+    table = re.findall(r"^\| `([A-Z_]+)` \|", RANKS, re.MULTILINE)
+    assert sorted(table) == sorted(set(re.findall(r'Variable\("(\w+)"', code)))
+
+
+def test_the_page_of_kernels_names_every_entry_and_every_kernel():
+    folder = REPOSITORY / "common/kernels/cpu"
+    header = (folder / "cpu_kernels.h").read_text()
+    table = re.search(r"struct CpuKernels \{(.*?)\n\};", header, re.S)[1]
+    entries = re.findall(r"(\w+)(?:\)\(const \w+&\))? = (?:nullptr|\{\})", table)
+    sources = "".join(file.read_text() for file in folder.glob("*.cc") if "_test" not in file.name)
+    kernels = re.findall(r'(?:\.name = |SimdKernels\()"(\w+)"', header + sources)
+    assert {"linear", "bfloat16_product"} <= set(entries)
+    assert {"portable", "aten", "amx"} <= set(kernels)
+    page = set(re.findall(r"`(\w+)`", (REPOSITORY / "docs/internals/kernels.md").read_text()))
+    assert {*entries, *kernels} - page == set()
 
 
 def test_every_field_of_the_objective_is_on_a_page():
