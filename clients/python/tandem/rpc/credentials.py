@@ -250,9 +250,12 @@ class CredentialFiles:
         return WatchedFiles(list(named.values()), read)
 
 
-def require_key_pair(certificate: Path, key: Path, field: str) -> None:
-    """Raises CredentialsError unless the private key is that of the certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+def load_key_pair(certificate: Path, key: Path, field: str) -> ssl.SSLContext:
+    """Returns a server's context that has the certificate and its private key.
+
+    Raises CredentialsError unless the private key is that of the certificate.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # Without a password, OpenSSL would ask for that of an encrypted key on the terminal.
         context.load_cert_chain(certificate, key, password="")
@@ -261,6 +264,7 @@ def require_key_pair(certificate: Path, key: Path, field: str) -> None:
             f"{field}: {certificate} and {key} are not a certificate (PEM) and its unencrypted "
             f"private key: {_reason(error)}"
         ) from None
+    return context
 
 
 def _require_certificates(paths: dict[str, Path], contents: dict[str, bytes]) -> None:
@@ -273,7 +277,7 @@ def _require_certificates(paths: dict[str, Path], contents: dict[str, bytes]) ->
             f"ca_file: {paths['ca_file']}: holds no certificate (PEM): {_reason(error)}"
         ) from None
     if "certificate_file" in paths:
-        require_key_pair(paths["certificate_file"], paths["private_key_file"], "certificate_file")
+        load_key_pair(paths["certificate_file"], paths["private_key_file"], "certificate_file")
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,9 @@ import socket
 import ssl
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 
 import commands
 import fakes
@@ -325,19 +327,41 @@ def test_a_connection_lives_longer_than_clients_reuse_it(world, codec, monkeypat
     assert seen[0].timeout_keep_alive > 90
 
 
-def test_a_renewed_certificate_is_served(world, codec, tmp_path):
+def test_a_renewed_certificate_is_served_from_the_next_connection_on(world, codec, tmp_path):
     made = authority.make_certificates(tmp_path / "certs", authority.Request())
     files = ["--https-certificate-file", made.file("server.crt")]
     files += ["--https-private-key-file", made.file("server.key")]
     with (
         fakes.serve(world) as address,
         served(address, "--tokenizer", codec.directory, *files) as (_, url),
+        ThreadPoolExecutor() as pool,
     ):
         port = int(url.rpartition(":")[2].partition("/")[0])
 
         def shown():
             return ssl.get_server_certificate(("127.0.0.1", port))
 
-        before = shown()
-        authority.renew_certificates(made.path, authority.Request())
-        fakes.wait_until(lambda: shown() != before)
+        for _ in range(10):
+            # No client meets the new certificate without its key.
+            renewed = pool.submit(authority.renew_certificates, made.path, authority.Request())
+            while not renewed.done():
+                shown()
+            assert shown() == Path(made.file("server.crt")).read_text()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("named", [True, False])
+def test_https_is_served_to_clients_of_each_version(world, codec, tmp_path, version, named):
+    made = authority.make_certificates(tmp_path / "certs", authority.Request())
+    files = ["--https-certificate-file", made.file("server.crt")]
+    files += ["--https-private-key-file", made.file("server.key")]
+    context = ssl.create_default_context(cafile=made.file("ca.crt"))
+    context.minimum_version = context.maximum_version = version
+    with (
+        fakes.serve(world) as address,
+        served(address, "--tokenizer", codec.directory, *files) as (_, url),
+    ):
+        port = url.rpartition(":")[2].partition("/")[0]
+        host = "localhost" if named else "127.0.0.1"
+        models = f"https://{host}:{port}/v1/models"
+        assert httpx2.get(models, verify=context, trust_env=False).is_success

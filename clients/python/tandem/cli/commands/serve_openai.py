@@ -6,8 +6,6 @@ import errno
 import os
 import socket
 import ssl
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,16 +24,13 @@ from tandem.rpc.credentials import (
     Credentials,
     WatchedFiles,
     is_loopback,
-    require_key_pair,
+    load_key_pair,
     watched_tokens,
 )
 from tandem.terminal.output import Output
 
 if TYPE_CHECKING:
     from tandem._proto.rollout.v1 import rollout_pb2
-
-# Seconds between two looks at the files for https.
-_RENEWAL_SECONDS = 1.0
 
 
 @command()
@@ -151,11 +146,8 @@ def serve_openai(
         timeout_keep_alive=120,
         # The application ends its answers sooner.
         timeout_graceful_shutdown=int(2 * STOP_SECONDS),
-        **(https.files if https else {}),
+        ssl_context_factory=https and https.context,
     )
-    config.load()
-    if https is not None:
-        https.renew(config.ssl)
 
     class Server(uvicorn.Server):
         def handle_exit(self, *signal: Any) -> None:
@@ -211,30 +203,24 @@ def _check_drafts(
 
 
 class _Https:
-    """A certificate with its key, which are read again when they change."""
+    """A certificate with its key, which each handshake takes as the files are then."""
 
     def __init__(self, certificate: Path, key: Path) -> None:
         """Raises CredentialsError for files that cannot be used."""
-        self.files = {"ssl_certfile": certificate, "ssl_keyfile": key}
-        self._context: ssl.SSLContext | None = None
-        self._watched = WatchedFiles([certificate, key], self._read)
+        self._watched = WatchedFiles(
+            [certificate, key],
+            lambda: load_key_pair(certificate, key, "--https-certificate-file"),
+        )
 
-    def renew(self, context: ssl.SSLContext) -> None:
-        """Lets handshakes of `context` take the files as they are then."""
-        self._context = context
-        looking = threading.Thread(target=self._look, daemon=True)
-        looking.start()
+    def context(self, *uvicorn: Any) -> ssl.SSLContext:
+        """Returns the context of a server; `uvicorn` passes what it would make one of."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A context never changes: a handshake would meet the new certificate without its key.
+        context.sni_callback = self._use_current
+        return context
 
-    def _look(self) -> None:
-        while True:
-            time.sleep(_RENEWAL_SECONDS)
-            self._watched.contents()
-
-    def _read(self) -> None:
-        certificate, key = self.files.values()
-        require_key_pair(certificate, key, "--https-certificate-file")
-        if self._context is not None:
-            self._context.load_cert_chain(certificate, key)
+    def _use_current(self, connection: ssl.SSLObject, *_: Any) -> None:
+        connection.context = self._watched.contents()
 
 
 def _https(certificate: Path | None, key: Path | None) -> _Https | None:
