@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tandem import RunSettings
 from tandem.evaluation import evaluate
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.settings import loading
 
 # Numbers of evals.jsonl; each mode has some of them.
@@ -28,7 +28,7 @@ def main(run_dir: str, *overrides: str) -> None:
     checkpoints = sorted(path for path in (run / "checkpoints").glob("step_*") if path.is_dir())
     # The session logs its messages: they go to the error stream.
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with Session(config, purpose="eval") as session:
+    with open_session(config, purpose="eval") as session:
         for checkpoint in checkpoints:
             session.trainer.load_checkpoint(str(checkpoint))
             # The rollout servers may hold a newer version, of the checkpoint before.

@@ -25,7 +25,8 @@ from tandem.rpc.transport import Connection
 from tandem.rpc.wire import from_tensor, tandem_record
 from tandem.run_directory.directory import RunDirectory
 from tandem.run_directory.trajectories.files import read_records, step_file
-from tandem.session.session import Session, addresses_of
+from tandem.session.connections import addresses_of
+from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import RunSettings
@@ -195,7 +196,7 @@ def run_training(
     resume: bool = False,
 ) -> Path:
     """Does what `tandem train` does, in this process; returns the run directory."""
-    with RunDirectory.open(config, "train", resume=resume) as run, Session(config) as session:
+    with RunDirectory.open(config, "train", resume=resume) as run, open_session(config) as session:
         train(session, run, on_step)
         return run.path
 

@@ -43,6 +43,7 @@ SECTIONS: dict[str, tuple[str, ...] | None] = {
         "UnauthenticatedError",
         "ServerError",
     ),
+    "tandem.session.opening": ("open_session", "check_run", "CheckedRun"),
     "tandem.session.session": ("Session",),
     "tandem.pool.rollout_pool": ("RolloutPool",),
     "tandem.pool.replicas": ("Replica", "PoolCounts"),

@@ -27,6 +27,7 @@ from tandem.evaluation.answers import held_out
 from tandem.evaluation.report import Measure, in_words, measures
 from tandem.models.importing import SMOLLM2_PACKAGE, import_model
 from tandem.run_directory.directory import RunDirectory
+from tandem.session.opening import open_session
 from tandem.session.session import Session
 from tandem.settings import loading
 from tandem.settings.run import EvalMode, RunSettings
@@ -80,7 +81,7 @@ def run_demo(settings: RunSettings, output: Output) -> int:
         output.shows_log(),
         open_run(settings) as run,
         Interrupt(lambda: output.note("stopping after this step")) as stop,
-        Session(settings, progress=progress) as session,
+        open_session(settings, progress=progress) as session,
     ):
         with progress_shown(output, progress):
             before = evaluate(session)

@@ -13,7 +13,7 @@ from harness import flat, mask, tokens
 from tandem.errors import ConfigError
 from tandem.evaluation import evaluate
 from tandem.rpc.author_schedule import authorship_mask
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tokenizers import Tokenizer
 
 MODES = ["solo", "handoff", "legibility"]
@@ -22,7 +22,7 @@ MODES = ["solo", "handoff", "legibility"]
 def evaluated(directory, models, running, **changes):
     options = {"modes": MODES, "samples": 6, "temperature": 1.0, "max_tokens": 100} | changes
     config = harness.run_settings(directory, models, running, eval=options)
-    with Session(config, purpose="eval") as session:
+    with open_session(config, purpose="eval") as session:
         return evaluate(session)
 
 

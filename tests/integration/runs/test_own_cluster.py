@@ -8,7 +8,7 @@ import signal
 import harness
 from harness import metrics_without_clock
 from tandem.run_directory.directory import RunDirectory
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.training.loop import train
 
 
@@ -19,7 +19,7 @@ def run(models, folder, on_step=lambda session, line: None):
     config = harness.run_settings(folder, models, None, steps=4, cluster=cluster)
     with (
         RunDirectory.open(config, "train") as directory,
-        Session(config) as session,
+        open_session(config) as session,
     ):
         train(session, directory, lambda line: on_step(session, line))
     return metrics_without_clock(folder / "run")

@@ -13,7 +13,7 @@ from harness import metrics_without_clock, restart, wait_until
 from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool, response_to_score
 from tandem.rpc.requests import PolicySample, Prompt
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 
 # Fewer sequences at a time than a server's share has, so that prompts wait.
 ROLLOUT = {"max_num_seqs": 4}
@@ -213,7 +213,7 @@ def test_servers_are_updated_in_turn_while_the_others_draw(with_trainer, models,
     config = harness.run_settings(
         tmp_path, models, with_trainer, **RUN, objective={"max_staleness": 1}
     )
-    with Session(config) as session:
+    with open_session(config) as session:
         begin = session.weights()
         groups = session.generate(prompts[:3])
         samples = [

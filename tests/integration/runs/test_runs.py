@@ -19,7 +19,7 @@ from tandem.models.tokenizer import TextCodec
 from tandem.rpc.transport import Connection
 from tandem.run_directory.directory import RunDirectory
 from tandem.run_directory.trajectories.files import read_records
-from tandem.session.session import Session
+from tandem.session.opening import check_run, open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 from tandem.settings.values import apply_override
@@ -118,7 +118,7 @@ def test_checkpoints_can_be_evaluated_in_any_order_and_a_failure_breaks_nothing(
     checkpoints = tmp_path / "a" / "run" / "checkpoints"
 
     def measured(path):
-        with Session(config, purpose="eval") as session:
+        with open_session(config, purpose="eval") as session:
             start = serve_checkpoint(session, path)
             result = evaluate(session)["solo"]
         assert result.version == start.weights.version
@@ -156,7 +156,7 @@ def test_a_rollout_server_that_restarts_changes_nothing(fresh_pair, models, tmp_
     else:
         # The server is back at version 0 when it gets the prompts, which are then asked again.
         config = harness.run_settings(tmp_path / "second", models, fresh_pair)
-        with RunDirectory.open(config, "train") as run, Session(config) as session:
+        with RunDirectory.open(config, "train") as run, open_session(config) as session:
             pool, generated = session.rollouts, session.rollouts.generate
 
             def generate(prompts, admit, on_answer):
@@ -264,7 +264,7 @@ def test_a_step_larger_than_the_queue_is_drawn_in_several_batches(models, tmp_pa
 
 
 def test_a_tokenizer_of_another_model_is_refused(fresh_pair, models, tmp_path):
-    with Session(harness.run_settings(tmp_path / "good", models, fresh_pair)) as session:
+    with open_session(harness.run_settings(tmp_path / "good", models, fresh_pair)) as session:
         digest = session.trainer.info().server.model.vocabulary_digest
     assert digest == TextCodec(models.senior).vocabulary_digest
     config = harness.run_settings(
@@ -272,7 +272,7 @@ def test_a_tokenizer_of_another_model_is_refused(fresh_pair, models, tmp_path):
     )
     with (
         pytest.raises(ConfigError, match="is not the tokenizer of the trainer at"),
-        Session(config),
+        open_session(config),
     ):
         pass
 
@@ -315,8 +315,8 @@ def test_a_dry_run_names_the_mistakes_that_servers_find(
     for override in overrides:
         apply_override(values, override)
     config = loading.validate(RunSettings, values, "test")
-    with pytest.raises(ConfigError, match=says), Session(config, dry_run=True):
-        pass
+    with pytest.raises(ConfigError, match=says):
+        check_run(config)
     assert not (tmp_path / "cluster").exists()
 
 

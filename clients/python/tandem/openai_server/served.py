@@ -12,7 +12,7 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import TextCodec
 from tandem.openai_server.errors import RequestError
-from tandem.preflight.checks import longest_sequence
+from tandem.preflight.server_facts import RolloutFacts
 from tandem.rpc.aio import AsyncRolloutClient
 
 
@@ -56,10 +56,11 @@ class Source:
         """Returns what the server serves now; raises RpcError if it does not answer."""
         info = await client.info()
         model, weights = info.server.model, info.server.weights
+        facts = RolloutFacts.of(client.address, info)
         return Served(
             codec=self._codec or await self._codec_of(model.path, model.vocabulary_digest),
             model=self._name or Path(model.path).name,
-            max_model_len=longest_sequence(info, junior=self._reads_with_junior),
+            max_model_len=facts.longest_sequence(junior=self._reads_with_junior),
             max_samples=info.max_queue,
             fingerprint=f"{weights.version}-{weights.digest}",
         )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.trainer.v1 import trainer_pb2
-from tandem._proto.types.v1 import server_pb2
 from tandem.cluster.plan import answers_held_out, drafts_in, draws_responses, modes_in
 from tandem.data.dataset import Dataset
 from tandem.data.supervised import require_lengths
-from tandem.errors import ConfigError, ProblemsError, RpcError, TandemError
+from tandem.errors import ConfigError, RpcError, TandemError
 from tandem.models.tokenizer import TextCodec
+from tandem.preflight.problems import Problems
+from tandem.preflight.server_facts import RolloutFacts, ServerFacts
 from tandem.settings.run import EvalMode, Purpose, RunSettings
 
 _log = logging.getLogger(__name__)
@@ -30,107 +27,6 @@ _STRATEGIES_WITH = {
     "max_gap_tokens": ("word",),
     "boundary_token_ids": ("sentence", "word"),
 }
-
-
-class Problems:
-    """Collects failures, so that a user sees all of them, and gives each warning once."""
-
-    def __init__(self, models: Iterable[Path] = ()) -> None:
-        """`models` are the directories of models that the settings name.
-
-        One that is not there is one failure, however many settings name it.
-        """
-        self.errors: list[TandemError] = []
-        self._warned: set[str] = set()
-        self._models = list(dict.fromkeys(models))
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Keeps a TandemError that its body raises."""
-        try:
-            yield
-        except ProblemsError as several:
-            self.errors.extend(several.problems)
-        except TandemError as error:
-            self.errors.append(error)
-
-    def warn(self, text: str) -> None:
-        """Warns, unless the same text was a warning before."""
-        if text not in self._warned:
-            self._warned.add(text)
-            _log.warning(text)
-
-    def raise_any(self) -> None:
-        """Raises the collected failures: one as it is, several as a ProblemsError."""
-        errors = self.errors
-        for model in self._models:
-            errors = _merged(errors, model)
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise ProblemsError(errors)
-
-
-def _merged(errors: Sequence[TandemError], model: Path) -> list[TandemError]:
-    """Returns the failures, with those about one directory of a model that lacks files as one."""
-    # The directory, or a file in it.
-    named = re.compile(re.escape(str(model)) + r"(/[^/\s:]+)?(?=[\s:]|$)")
-    about = [one for one in errors if named.search(one.message)]
-    if len(about) < 2 or any((model / one).exists() for one in ("config.json", "tokenizer.json")):
-        return list(errors)
-    what = "has no model" if model.is_dir() else "does not exist"
-    fields = [_field(one.message, model) for one in about]
-    merged = ConfigError(f"{model} {what}: {', '.join(fields)}", hint=about[0].hint)
-    return [merged if one is about[0] else one for one in errors if one not in about[1:]]
-
-
-def _field(message: str, model: Path) -> str:
-    """Returns the dotted path of the field that a message about a model begins with."""
-    named = re.match(r"((?:[\w.]+: )+)", message.partition(str(model))[0])
-    return named[1].strip(": ").replace(": ", ".") if named else message
-
-
-@dataclass(frozen=True)
-class RolloutFacts:
-    """A rollout server's properties that a run's settings are checked against.
-
-    Attributes:
-        whose: the server's name in an error message.
-        has_speculator: whether it has a `senior_speculator`.
-        tandem: the server's defaults, the fields of TandemConfig.
-    """
-
-    whose: str
-    has_junior: bool
-    has_speculator: bool
-    max_queue: int
-    tandem: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class ServerFacts:
-    """Properties of all servers of a run, running or still to be started.
-
-    Attributes:
-        max_samples: most samples of a step, the trainer's.
-        max_model_len: longest sequence that every server holds.
-        rollouts: empty if the run uses no rollout server.
-    """
-
-    max_samples: int
-    max_model_len: int
-    rollouts: Sequence[RolloutFacts]
-
-
-def longest_sequence(info: rollout_pb2.GetServerInfoResponse, *, junior: bool) -> int:
-    """Returns the most tokens of a sequence of the senior, or of senior and `junior` together.
-
-    A server without a junior has the senior's limit alone.
-    """
-    senior = info.server.model.max_model_len
-    if not junior or not info.HasField("junior"):
-        return senior
-    return min(senior, info.junior.max_model_len)
 
 
 def check_servers(
@@ -185,7 +81,20 @@ def check_servers(
         _warn_of_unused_tandem(settings, servers.rollouts[0], problems)
 
 
-def tandem_in_force(settings: RunSettings, rollout: RolloutFacts) -> dict[str, Any]:
+def in_force(
+    settings: RunSettings,
+    purpose: Purpose,
+    servers: ServerFacts | None,
+    objective: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the sections `tandem` and `objective` with the servers' defaults, if known."""
+    sections: dict[str, Any] = {"objective": dict(objective)} if objective else {}
+    if purpose == "train" and servers is not None and servers.rollouts:
+        sections["tandem"] = _tandem_in_force(settings, servers.rollouts[0])
+    return sections
+
+
+def _tandem_in_force(settings: RunSettings, rollout: RolloutFacts) -> dict[str, Any]:
     """Returns the fields of TandemConfig that a run's samples are drawn with."""
     return {**rollout.tandem, **settings.tandem.given()}
 
@@ -196,7 +105,7 @@ def _warn_of_unused_tandem(
     """Warns of settings of `tandem` that its strategy does not read."""
     if not settings.tandem.enabled:
         return
-    strategy = tandem_in_force(settings, rollout)["selection_strategy"]
+    strategy = _tandem_in_force(settings, rollout)["selection_strategy"]
     for field in settings.tandem.given():
         if strategy and strategy not in _STRATEGIES_WITH.get(field, (strategy,)):
             problems.warn(f"tandem.{field} has no effect with selection_strategy: {strategy}")
@@ -239,47 +148,6 @@ def _check_max_tokens(
             f"{short:,} of {len(lengths):,} prompts of {field} leave a response less than "
             f"{setting} ({max_tokens:,}) within the servers' max_model_len ({max_model_len:,})"
         )
-
-
-def check_vocabulary(codec: TextCodec, model: server_pb2.ModelInfo, whose: str) -> None:
-    """Raises ConfigError unless `codec` is the tokenizer of the model of the server `whose`."""
-    if model.vocabulary_digest:
-        same = model.vocabulary_digest == codec.vocabulary_digest
-    else:  # without a tokenizer.json the model may have more rows than this one has tokens
-        same = codec.vocabulary_size <= model.num_token_ids
-    if not same:
-        raise other_tokenizer(codec, f"{whose} ({model.path})", f"{model.num_token_ids:,}")
-
-
-def check_prompt_ids(
-    codec: TextCodec, data: Mapping[str, Dataset], model: server_pb2.ModelInfo, whose: str
-) -> None:
-    """Raises ConfigError for a prompt with a token that has no embedding in the server's model.
-
-    A tokenizer may have more ids than its model has embeddings, as that of Gemma 3 has.
-    """
-    if codec.vocabulary_size <= model.num_token_ids:
-        return
-    for field, dataset in data.items():
-        for example in dataset.examples:
-            highest = max(example.token_ids, default=0)
-            if highest < model.num_token_ids:
-                continue
-            [text] = codec.token_texts([highest])
-            raise ConfigError(
-                f"{field}: {example.place}: the prompt has the token {text!r} ({highest}), but "
-                f"{whose} only has embeddings for ids below {model.num_token_ids:,}",
-                hint="the tokenizer has more ids than the model: remove the token from the row",
-            )
-
-
-def other_tokenizer(codec: TextCodec, whose: str, size: str) -> ConfigError:
-    """Returns the error for a model whose tokenizer is not `codec`."""
-    return ConfigError(
-        f"tokenizer: {codec.directory} has {codec.vocabulary_size:,} tokens and is not the "
-        f"tokenizer of {whose}, whose vocabulary has {size}",
-        hint="all models of a run share one tokenizer, and `tokenizer` names its directory",
-    )
 
 
 def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -> None:
@@ -370,33 +238,6 @@ def note_greedy_samples(settings: RunSettings, purpose: Purpose) -> None:
             "eval.temperature: 0, the default, and pass@k is pass@1; eval.temperature: 1.0 draws "
             "different ones"
         )
-
-
-def warn_of_end_token(
-    settings: RunSettings,
-    purpose: Purpose,
-    codec: TextCodec,
-    ending: Collection[int],
-    whose: str,
-    problems: Problems,
-) -> None:
-    """Warns if the tokenizer's end-of-sequence token ends no response.
-
-    `ending` has the ids that do end the responses of the server or model `whose`.
-    """
-    token = codec.eos_token_id
-    learns = purpose == "sft" and not draws_responses(settings, purpose)
-    ignored = not settings.sft.append_eos if learns else settings.sampling.ignore_eos
-    if token is None or token in ending or ignored:
-        return
-    does = "`tandem sft` teaches it" if learns else "a model that writes it continues"
-    listed = ", ".join(map(str, sorted(ending)))
-    problems.warn(
-        f"the tokenizer's end-of-sequence token {codec.token_texts([token])[0]!r} (id "
-        f"{token}) does not end responses of {whose}: {does}, and responses end at "
-        f"{f'the ids {listed}' if listed else 'no token'}; `eos_token_id` in the model's "
-        "generation_config.json lists them"
-    )
 
 
 def check_importance_weights(settings: RunSettings, objective: Mapping[str, Any]) -> None:

@@ -28,8 +28,10 @@ from tandem.models.files import difference, max_positions
 from tandem.models.hub import is_snapshot
 from tandem.models.tokenizer import TextCodec
 from tandem.models.weights.layout import weight_files
-from tandem.preflight.checks import Problems, RolloutFacts, ServerFacts, other_tokenizer
 from tandem.preflight.memory import PlannedMemory, fitted
+from tandem.preflight.problems import Problems
+from tandem.preflight.server_facts import RolloutFacts, ServerFacts
+from tandem.preflight.vocabulary import other_tokenizer
 from tandem.rpc.calls import CriticCalls
 from tandem.rpc.wire import message_record
 from tandem.settings.cluster import ClusterSettings
@@ -96,28 +98,13 @@ def check_cluster(
     trainer, rollouts = resolved["trainer"], resolved["rollout"]
     if not trainer or len(rollouts) < len(cluster.rollout):
         return CheckedCluster(cluster, None, {})
-    return CheckedCluster(
-        cluster,
-        ServerFacts(
-            max_samples=trainer[0].config["max_samples"],
-            max_model_len=min(
-                one.longest_sequence(junior=role != "rollout" or uses_junior)
-                for role, ones in resolved.items()
-                for one in ones
-            ),
-            rollouts=[
-                RolloutFacts(
-                    f"cluster.{one.field}",
-                    bool(one.config["junior_model"]),
-                    bool(one.config.get("senior_speculator")),
-                    one.config["max_queue"],
-                    one.config.get("tandem", {}),
-                )
-                for one in rollouts
-            ],
-        ),
-        trainer[0].objective,
+    facts = ServerFacts(
+        trainer[0].config["max_samples"],
+        [one.rollout_facts() for one in rollouts],
+        uses_junior,
+        [one.longest_sequence(*SERVER_MODELS) for one in (*trainer, *resolved["critic"])],
     )
+    return CheckedCluster(cluster, facts, trainer[0].objective)
 
 
 def _without_weights(cluster: ClusterSettings) -> dict[str, Path]:
@@ -168,14 +155,28 @@ class _Checked:
     objective: dict[str, Any]
     memory: PlannedMemory
 
-    def longest_sequence(self, *, junior: bool) -> int:
-        """Returns the most tokens of a sequence of the models, its `junior` among them or not."""
-        names = [name for name in SERVER_MODELS if junior or name != "junior_model"]
-        models = (self.config.get(name) for name in names)
-        limits = [max_positions(Path(model)) for model in models if model]
-        if junior:
-            limits.append(self.config.get("junior_max_model_len"))
+    def longest_sequence(self, *models: str) -> int:
+        """Returns the most tokens of a sequence that the models under these keys hold."""
+        named = (self.config.get(key) for key in models)
+        limits = (max_positions(Path(model)) for model in named if model)
         return min([self.config["max_model_len"], *(one for one in limits if one is not None)])
+
+    def rollout_facts(self) -> RolloutFacts:
+        """Returns the facts of the rollout server that it starts."""
+        config, junior_limit = self.config, None
+        if config["junior_model"]:
+            junior_limit = min(
+                self.longest_sequence("junior_model"),
+                config.get("junior_max_model_len", config["max_model_len"]),
+            )
+        return RolloutFacts(
+            f"cluster.{self.field}",
+            self.longest_sequence("senior_model"),
+            junior_limit,
+            bool(config.get("senior_speculator")),
+            config["max_queue"],
+            config.get("tandem", {}),
+        )
 
 
 def _check_server(section: Section, objective: Mapping[str, Any] | None) -> _Checked:

@@ -19,7 +19,8 @@ from tandem.errors import FailedPreconditionError, UnsavedUpdatesError
 from tandem.rpc.client import CriticClient, TrainerClient
 from tandem.run_directory.checkpoints import Checkpoint, checkpoint_at, checkpoint_of
 from tandem.run_directory.directory import RunDirectory
-from tandem.session.session import Session, other_weights
+from tandem.session.session import Session
+from tandem.session.weight_errors import other_weights
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from tandem.evaluation.drafts import measure_drafts
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 
@@ -180,7 +180,7 @@ def test_the_speeds_are_tokens_by_the_time_of_their_calls(run_file, drafting):
     # A call takes one second more than the call before.
     times = itertools.accumulate(itertools.count(), lambda now, call: now + call % 2 * (call + 1))
     config = loading.load(RunSettings, run_file, ["speculative.method=heads", "data.limit=2"])
-    with Session(config, purpose="drafts") as session:
+    with open_session(config, purpose="drafts") as session:
         [greedy, sampled] = measure_drafts(session, clock=lambda: next(times))
     # Greedy: 2 s without and 4 s with drafts for the first prompt, 6 s with and 8 s without next.
     for measured, seconds in ((greedy, 10), (sampled, 26)):
@@ -206,7 +206,7 @@ def test_repeats_give_the_speed_up_an_interval(run_file, drafting):
         times += [now, now + span]
         now += span
     ticks = iter(times)
-    with Session(config, purpose="drafts") as session:
+    with open_session(config, purpose="drafts") as session:
         [greedy, _] = measure_drafts(session, repeats=2, clock=lambda: next(ticks))
     ups = [one.speed_up for one in greedy.rounds]
     assert ups == [2.0, 1.0]

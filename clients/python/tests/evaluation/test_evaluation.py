@@ -9,7 +9,7 @@ from tandem.evaluation.handoff import MAX_ROUNDS, first_rounds, rounds
 from tandem.evaluation.report import in_words, measures
 from tandem.models.tokenizer import TextCodec
 from tandem.pool.scoring import SCORE_TOKENS
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 
@@ -37,7 +37,7 @@ def counted(tmp_path):
 
 
 def evaluated(config):
-    with Session(config, purpose="eval") as session:
+    with open_session(config, purpose="eval") as session:
         return evaluate(session)
 
 
@@ -46,13 +46,13 @@ def tokens(evaluation):
 
 
 def test_batches_are_bounded_and_change_nothing(world, load):
-    with Session(load(ALL)) as session:
+    with open_session(load(ALL)) as session:
         whole = evaluate(session)
     assert len(world.batches) == 2
     world.batches.clear()
     # Two prompts of three samples each fit into a queue of eight.
     world.max_queue = 8
-    with Session(load(ALL)) as session:
+    with open_session(load(ALL)) as session:
         assert evaluate(session) == whole
     assert len(world.batches) == 20
 
@@ -104,7 +104,7 @@ def test_a_handoff_changes_the_author_after_every_boundary(load):
 @pytest.mark.parametrize(("max_tokens", "told"), [(1, True), (30, False)])
 def test_a_handoff_that_never_happened_is_told(load, max_tokens, told, notes):
     config = load("eval.modes=[handoff]", f"sampling.max_tokens={max_tokens}")
-    with Session(config, purpose="eval") as session:
+    with open_session(config, purpose="eval") as session:
         rounds_mean = evaluate(session)["handoff"].summary()["rounds/mean"]
     assert (rounds_mean == 1) == told
     assert any(note.startswith("handoff: no answer has a token") for note in notes) == told
@@ -183,7 +183,7 @@ def test_scores_are_asked_for_in_calls_that_fit_into_a_message(world, load):
     world.max_model_len = SCORE_TOKENS
     # Two of four sequences fit into a call.
     length = SCORE_TOKENS // 2 - 1
-    with Session(load(), purpose="eval") as session:
+    with open_session(load(), purpose="eval") as session:
         scored = session.score([([1] * length, length - n) for n in (1, 2, 3, 4)])
     assert [len(one.junior) for one in scored] == [1, 2, 3, 4]
     assert world.scores == 2
@@ -197,7 +197,7 @@ def test_a_server_that_restarts_while_it_scores_is_asked_again(world, load, note
             world.published = 0
 
     world.on_batch = restart
-    with Session(load("eval.modes=[legibility]"), purpose="eval") as session:
+    with open_session(load("eval.modes=[legibility]"), purpose="eval") as session:
         result = evaluate(session)["legibility"]
     assert result.summary()["junior/nats_per_token"] == 2.0
     assert world.scores == 2
@@ -219,7 +219,7 @@ def test_a_server_without_a_junior_is_named_even_without_a_check_at_the_start(wo
     """The run has no `eval.every`, so nothing checks it, yet it evaluates, as the demo does."""
     world.has_junior = False
     with (
-        Session(load("eval.modes=[legibility]", "tandem.enabled=false")) as session,
+        open_session(load("eval.modes=[legibility]", "tandem.enabled=false")) as session,
         pytest.raises(ConfigError, match=r"eval\.modes: legibility: the rollout server at"),
     ):
         evaluate(session)

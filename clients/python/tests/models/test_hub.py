@@ -13,8 +13,8 @@ from tandem.errors import ConfigError
 from tandem.models.hub import local_model, snapshot
 from tandem.models.importing import import_model
 from tandem.models.tokenizer import TextCodec
-from tandem.preflight.checks import Problems
 from tandem.preflight.planned_cluster import check_cluster
+from tandem.preflight.problems import Problems
 from tandem.settings import loading
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import DataSettings, RunSettings

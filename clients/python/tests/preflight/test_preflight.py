@@ -16,9 +16,9 @@ from tandem._proto.types.v1 import server_pb2
 from tandem.data.dataset import Dataset, Example
 from tandem.errors import ConfigError, ProblemsError, ServerStartError, UnavailableError
 from tandem.models.tokenizer import TextCodec
-from tandem.preflight import checks
-from tandem.preflight.checks import Problems
-from tandem.session.session import Session
+from tandem.preflight.problems import Problems
+from tandem.preflight.vocabulary import check_prompt_ids, check_vocabulary
+from tandem.session.opening import check_run, open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 
@@ -74,10 +74,14 @@ def cluster(tmp_path, monkeypatch):
     return f"cluster={file}"
 
 
-def problems(config, **options):
+def problems(config, *, dry_run=False, **options):
     """The message of the error with which a session of these settings is refused."""
-    with pytest.raises(ConfigError) as caught, Session(config, **options):
-        pass
+    with pytest.raises(ConfigError) as caught:
+        if dry_run:
+            check_run(config, **options)
+        else:
+            with open_session(config, **options):
+                pass
     return str(caught.value)
 
 
@@ -158,7 +162,7 @@ def test_a_dry_run_says_that_the_run_directory_is_taken(run_file):
 def test_a_tokenizer_of_another_model_is_refused(load, world, tmp_path, purpose):
     codec = TextCodec(fakes.write_tokenizer(tmp_path / "model"))
     world.vocabulary_digest = codec.vocabulary_digest
-    with Session(load(), purpose=purpose):
+    with open_session(load(), purpose=purpose):
         pass
     world.vocabulary_digest = "0" * 32
     said = problems(load(), purpose=purpose)
@@ -217,7 +221,7 @@ def test_a_step_that_the_servers_cannot_take_is_refused(load, world, purpose, ov
 )
 def test_a_kl_that_the_objective_does_not_have_is_refused(load, overrides, says):
     assert says in problems(load(*overrides))
-    with Session(load(*overrides), purpose="sft"):
+    with open_session(load(*overrides), purpose="sft"):
         pass  # Supervised training has no KL, so its settings do not matter.
 
 
@@ -242,8 +246,7 @@ def test_importance_weights_that_are_all_1_are_refused(load, cluster, subtests):
                         run, dry_run=True
                     )
                 else:
-                    with Session(run, dry_run=True):
-                        pass
+                    check_run(run)
 
 
 def test_a_reference_that_the_trainer_publishes_to_is_refused(load):
@@ -254,8 +257,8 @@ def test_a_reference_that_the_trainer_publishes_to_is_refused(load):
 
 def test_a_reference_that_does_not_answer_is_named_before_a_cluster_starts(load, cluster):
     run = load(cluster, "reference='127.0.0.1:1'", "objective.kl_coefficient=0.1")
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"), Session(run, dry_run=True):
-        pass
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        check_run(run)
 
 
 def test_a_reference_with_another_vocabulary_is_refused(load):
@@ -268,7 +271,7 @@ def test_a_reference_with_another_vocabulary_is_refused(load):
 
 def test_the_junior_is_a_reference_where_every_rollout_server_has_the_same(load, world, cluster):
     asked = ["reference=junior", "objective.kl_coefficient=0.1"]
-    with Session(load(*asked)):
+    with open_session(load(*asked)):
         pass
     alone = "tandem.enabled=false"
     said = problems(load(cluster, *asked, alone, "cluster.rollout.junior_model=''"))
@@ -324,10 +327,9 @@ def test_evaluations_that_need_a_junior_are_refused_without_one(
     cluster = [cluster, "cluster.rollout.junior_model=''"]
     missing = "eval.modes: handoff, legibility: {} has no junior"
     if not needed:
-        with Session(load(*overrides), purpose=purpose):
+        with open_session(load(*overrides), purpose=purpose):
             pass
-        with Session(load(*cluster, *overrides), purpose=purpose, dry_run=True):
-            pass
+        check_run(load(*cluster, *overrides), purpose=purpose)
         return
     address = load().servers.rollout[0]
     said = problems(load(*overrides), purpose=purpose)
@@ -335,8 +337,7 @@ def test_evaluations_that_need_a_junior_are_refused_without_one(
     said = problems(load(*cluster, *overrides), purpose=purpose)
     assert said == missing.format("cluster.rollout")
     paired = load(*cluster, "cluster.rollout.junior_model=j", *overrides)
-    with Session(paired, purpose=purpose, dry_run=True):
-        pass
+    check_run(paired, purpose=purpose)
 
 
 @pytest.mark.parametrize("text", ["\n\n", "w1 w2"])
@@ -348,24 +349,26 @@ def test_a_handoff_needs_a_token_to_hand_over_at(load, cluster, tmp_path, text):
         assert said.startswith(missing)
         # Without a handoff the boundary does not matter.
         settings = load("eval.modes=[legibility]", *overrides)
-        with Session(settings, purpose="eval", dry_run=True):
-            pass
+        check_run(settings, purpose="eval")
 
 
 def test_answers_that_nobody_judges_need_no_reward(load, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "w1"}\n')
     assert "exact_match needs an `answer`" in problems(load(), purpose="eval")
-    with Session(load("eval.modes=[legibility]"), purpose="eval"):
+    with open_session(load("eval.modes=[legibility]"), purpose="eval"):
         pass
 
 
 def test_a_dry_run_starts_no_server_and_shows_the_objective(load, cluster):
-    with Session(load(cluster, "objective.dual_clip=3"), dry_run=True) as session:
-        objective = session.in_force["objective"]
-        assert (objective["clip_ratio_low"], objective["dual_clip"]) == (0.25, 3)
-        assert session.in_force["tandem"]["prob_senior"] == 0.5
+    checked = check_run(load(cluster, "objective.dual_clip=3"))
+    objective = checked.in_force["objective"]
+    assert (objective["clip_ratio_low"], objective["dual_clip"]) == (0.25, 3)
+    assert checked.in_force["tandem"]["prob_senior"] == 0.5
     # The stand-ins cannot serve.
-    with pytest.raises(ServerStartError, match="this one is not started"), Session(load(cluster)):
+    with (
+        pytest.raises(ServerStartError, match="this one is not started"),
+        open_session(load(cluster)),
+    ):
         pass
 
 
@@ -380,7 +383,7 @@ def test_a_model_of_the_cluster_with_another_tokenizer_is_refused(load, cluster,
 
 
 def test_one_problem_keeps_its_type_and_several_are_joined():
-    collected = checks.Problems()
+    collected = Problems()
     with collected.collect():
         raise ServerStartError("one")
     with pytest.raises(ServerStartError, match="one"):
@@ -401,13 +404,11 @@ def test_a_run_with_tandem_and_without_a_junior_is_refused_with_the_setting_to_c
         assert "tandem: tandem.enabled: cluster.rollout has no junior" in done.stderr
         assert hint in done.stderr
         assert not (tmp_path / "run").exists()
-    with Session(load(cluster, alone, "tandem.enabled=false"), dry_run=True):
-        pass
+    check_run(load(cluster, alone, "tandem.enabled=false"))
     # Supervised training draws no samples, or those of the senior alone.
     for responses in ("rows", "senior"):
         run = load(cluster, alone, f"sft.responses={responses}")
-        with Session(run, purpose="sft", dry_run=True):
-            pass
+        check_run(run, purpose="sft")
     world.has_junior = False
     done = tandem("train", run_file, check=2)
     assert "tandem.enabled: the rollout server at" in done.stderr
@@ -421,8 +422,7 @@ def test_a_prompt_that_the_servers_of_a_cluster_cannot_hold_is_known_before_they
 ):
     row = {"prompt": " ".join(["w1"] * 50), "answer": "w1"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    with Session(load(cluster), dry_run=True):
-        pass
+    check_run(load(cluster))
     for length in (
         "trainer.max_model_len",
         "rollout.max_model_len",
@@ -432,8 +432,7 @@ def test_a_prompt_that_the_servers_of_a_cluster_cannot_hold_is_known_before_they
         assert f"data: {tmp_path / 'rows.jsonl'}:1: the prompt has 50 tokens, but the ser" in said
     # A run without the junior is not bound by its limit.
     alone = ["tandem.enabled=false", "cluster.rollout.junior_max_model_len=50"]
-    with Session(load(cluster, *alone), dry_run=True):
-        pass
+    check_run(load(cluster, *alone))
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}')
     assert "the servers' max_model_len allows 39" in problems(load(cluster))
 
@@ -449,7 +448,7 @@ def test_responses_that_no_prompt_leaves_room_for_are_refused(load, cluster):
     )
     said = problems(load("eval.max_tokens=127", "eval.every=1"))
     assert said.startswith("eval.max_tokens: 127")
-    with Session(load("sampling.max_tokens=126")):
+    with open_session(load("sampling.max_tokens=126")):
         pass
 
 
@@ -457,9 +456,9 @@ def test_the_limit_of_the_junior_bounds_a_run_that_uses_it(load, world):
     world.junior_max_model_len = 50
     said = problems(load("sampling.max_tokens=60"))
     assert said.startswith("sampling.max_tokens: 60, but the servers' max_model_len of 50 leaves")
-    with Session(load("sampling.max_tokens=60", "tandem.enabled=false")):
+    with open_session(load("sampling.max_tokens=60", "tandem.enabled=false")):
         pass
-    with Session(load("sampling.max_tokens=40")):
+    with open_session(load("sampling.max_tokens=40")):
         pass
 
 
@@ -468,7 +467,7 @@ def test_prompts_that_leave_too_little_room_for_a_response_are_counted_in_a_warn
 ):
     rows = [{"prompt": "w1 " * count, "answer": "w1"} for count in (1, 2, 10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with Session(load("sampling.max_tokens=120")):
+    with open_session(load("sampling.max_tokens=120")):
         pass
     assert notes == [
         "warning: 1 of 3 prompts of data leave a response less than sampling.max_tokens (120) "
@@ -487,8 +486,7 @@ def test_a_junior_with_another_tokenizer_is_refused(load, cluster, tmp_path):
     # The tokenizer is the same; the embedding has padding rows.
     shutil.copy(tmp_path / "model" / "tokenizer.json", other)
     (other / "config.json").write_text('{"vocab_size": 128}')
-    with Session(load(cluster, f"cluster.rollout.junior_model={other}"), dry_run=True):
-        pass
+    check_run(load(cluster, f"cluster.rollout.junior_model={other}"))
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_that_of_its_model(tmp_path):
@@ -496,19 +494,19 @@ def test_a_tokenizer_with_more_ids_than_embeddings_is_that_of_its_model(tmp_path
     model = server_pb2.ModelInfo(
         path="m", num_token_ids=62, vocabulary_digest=codec.vocabulary_digest
     )
-    checks.check_vocabulary(codec, model, "trainer")
+    check_vocabulary(codec, model, "trainer")
     rows = [Example({}, "", [1, 61], place="rows:1"), Example({}, "", [3, 63, 62], place="rows:2")]
-    checks.check_prompt_ids(codec, {"data": Dataset(rows[:1])}, model, "trainer")
+    check_prompt_ids(codec, {"data": Dataset(rows[:1])}, model, "trainer")
     with pytest.raises(
         ConfigError, match=r"data: rows:2: .* 'w63' \(63\), but trainer only has"
     ) as said:
-        checks.check_prompt_ids(codec, {"data": Dataset(rows)}, model, "trainer")
+        check_prompt_ids(codec, {"data": Dataset(rows)}, model, "trainer")
     assert "below 62" in str(said.value)
     # Without a digest the number of ids is all there is to compare.
     for digest in ("", "0" * 32):
         model.vocabulary_digest = digest
         with pytest.raises(ConfigError, match="is not the tokenizer of trainer"):
-            checks.check_vocabulary(codec, model, "trainer")
+            check_vocabulary(codec, model, "trainer")
 
 
 def test_trainer_and_rollout_servers_of_two_models_are_refused(load, cluster, tmp_path):
@@ -521,19 +519,18 @@ def test_trainer_and_rollout_servers_of_two_models_are_refused(load, cluster, tm
         "different models: norm differs"
     )
     shutil.copy(model / "model.safetensors", other)
-    with Session(load(cluster, f"cluster.trainer.model={other}"), dry_run=True):
-        pass
+    check_run(load(cluster, f"cluster.trainer.model={other}"))
 
 
 def test_running_servers_of_two_models_are_refused(load, world):
     world.rollout_weights = fakes.weights(0, "other")
     said = problems(load())
     assert "hold different models" in said
-    with Session(load("start_from=served")):
+    with open_session(load("start_from=served")):
         pass
     # The digest of trained weights does not tell the model that training began with.
     world.rollout_weights = fakes.weights(3, "other")
-    with Session(load()):
+    with open_session(load()):
         pass
 
 
@@ -585,8 +582,8 @@ def test_what_the_senior_s_own_responses_need_is_checked_before_a_server_starts(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "w1 w2"}\n')
     where = [cluster] if local else []
     own = [*where, "sft.responses=senior"]
-    with Session(load(*own), purpose="sft", dry_run=True) as session:
-        assert not local or len(session.in_force["cluster"]["rollout"]) == 1
+    checked = check_run(load(*own), purpose="sft")
+    assert not local or len(checked.in_force["cluster"]["rollout"]) == 1
     said = problems(load(*own, "sampling.max_tokens=127"), purpose="sft", dry_run=True)
     assert said.startswith("sampling.max_tokens: 127, but the servers' max_model_len of 128")
     said = problems(load(*own, "speculative.method=heads"), purpose="sft", dry_run=True)
@@ -602,8 +599,8 @@ def test_what_the_senior_s_own_responses_need_is_checked_before_a_server_starts(
 
 def test_a_run_starts_the_servers_that_it_uses(load, cluster, notes):
     run = load(cluster, "cluster.critic={model: m}")
-    with Session(run, purpose="sft", dry_run=True) as session:
-        started = session.in_force["cluster"]
+    checked = check_run(run, purpose="sft")
+    started = checked.in_force["cluster"]
     assert "critic" not in started
     assert started["rollout"] == []
     assert any(note.startswith("this run needs no critic (objective.adv") for note in notes)
@@ -616,8 +613,7 @@ def test_settings_of_tandem_without_an_effect_are_warned_of(load, cluster, notes
     for where in ([], [cluster]):
         notes.clear()
         run = load(*where, "tandem.selection_strategy=sentence", "tandem.prob_senior=0.3")
-        with Session(run, dry_run=True):
-            pass
+        check_run(run)
         warning = "warning: tandem.prob_senior has no effect with selection_strategy: sentence"
         assert notes.count(warning) == 1
 
@@ -625,10 +621,8 @@ def test_settings_of_tandem_without_an_effect_are_warned_of(load, cluster, notes
 def test_an_answer_pattern_without_an_effect_is_warned_of(load, tmp_path, notes):
     (tmp_path / "judge.py").write_text("def reward(prompt, response, **row):\n    return 1\n")
     function = f"reward.function={tmp_path / 'judge.py'}:reward"
-    with Session(load(function, "reward.answer_pattern=w."), dry_run=True):
-        pass
-    with Session(load("reward.answer_pattern=w."), dry_run=True):
-        pass
+    check_run(load(function, "reward.answer_pattern=w."))
+    check_run(load("reward.answer_pattern=w."))
     [note] = notes
     assert note.startswith(
         f"warning: reward.answer_pattern has no effect with {tmp_path}/judge.py:"
@@ -665,7 +659,7 @@ def test_drafts_of_a_model_that_no_server_has_are_refused(load, world, cluster, 
     alone = [cluster, "cluster.rollout.junior_model=''", *overrides]
     said = problems(load(*alone, f"{field}.method=heads"))
     assert said == f"{field}.method: heads: cluster.rollout has no speculator"
-    with Session(load(*overrides, f"{field}.method=ngram")):
+    with open_session(load(*overrides, f"{field}.method=ngram")):
         pass
 
 
@@ -676,8 +670,8 @@ def test_an_end_token_that_ends_no_response_is_noted(load, world, purpose, notes
     def told(*overrides):
         notes.clear()
         overrides = ["sft.response='{prompt}'", "tandem.enabled=false", *overrides]
-        with Session(load(*overrides), purpose=purpose, dry_run=True):
-            return [text for text in notes if "end-of-sequence" in text]
+        check_run(load(*overrides), purpose=purpose)
+        return [text for text in notes if "end-of-sequence" in text]
 
     assert told() == []
     world.eos_token_ids = [7, 5]
@@ -707,16 +701,15 @@ def test_the_end_tokens_of_a_clusters_models_are_those_of_their_files(
 ):
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
-    with Session(load(cluster), dry_run=True):
-        pass
+    check_run(load(cluster))
     assert any("does not end responses" in text for text in notes) == noted
 
 
 def test_greedy_samples_of_an_evaluation_are_noted(load, notes):
     def told(purpose, *overrides):
         notes.clear()
-        with Session(load(*overrides), purpose=purpose, dry_run=True):
-            return [text for text in notes if "eval.samples" in text]
+        check_run(load(*overrides), purpose=purpose)
+        return [text for text in notes if "eval.samples" in text]
 
     several = ("eval.samples=4", "eval.k=[1, 4]")
     [note] = told("eval", *several)

@@ -53,7 +53,7 @@ from tandem.rpc.credentials import NO_CREDENTIALS, is_loopback, watched_tokens
 from tandem.rpc.requests import Prompt, SupervisedSample
 from tandem.rpc.retry import ONCE
 from tandem.rpc.transport import RECORD_VARIABLE, Connection
-from tandem.session.session import Session
+from tandem.session.opening import check_run
 from tandem.settings import loading
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import RunSettings
@@ -774,8 +774,8 @@ def test_the_reference_of_a_run_is_called_with_credentials(shared, world, run_fi
         file.write_text(yaml.safe_dump(values))
         config = loading.load(RunSettings, file)
         # No server program, or no model, is there.
-        with pytest.raises(TandemError), Session(config, dry_run=True):
-            pass
+        with pytest.raises(TandemError):
+            check_run(config)
     assert gate.shown
     assert set(gate.shown) == {f"Bearer {token(shared)}"}
 

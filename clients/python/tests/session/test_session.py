@@ -19,7 +19,7 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.rpc.requests import Prompt
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import DataSettings, RunSettings
@@ -41,14 +41,14 @@ def published(world):
 def test_every_call_may_take_as_long_as_the_settings_say(config, address):
     config.servers.critic = address
     config.servers.timeout_seconds = 77
-    with Session(config) as session, session.critic() as critic:
+    with open_session(config) as session, session.critic() as critic:
         clients = [session.trainer, critic, *session.rollouts.clients]
         assert {client.timeout_seconds for client in clients} == {77}
 
 
 def test_a_generation_that_takes_longer_than_it_may_ends(world, config, monkeypatch):
     done = threading.Event()
-    with Session(config) as session:
+    with open_session(config) as session:
         [client] = session.rollouts.clients
         client.timeout_seconds = 0.1
         monkeypatch.setattr(world, "enter", lambda *_: done.wait(60))
@@ -60,7 +60,10 @@ def test_a_generation_that_takes_longer_than_it_may_ends(world, config, monkeypa
 
 
 def test_a_missing_critic_is_named_by_its_field(config):
-    with Session(config) as session, pytest.raises(ConfigError, match=r"^servers\.critic: not set"):
+    with (
+        open_session(config) as session,
+        pytest.raises(ConfigError, match=r"^servers\.critic: not set"),
+    ):
         session.critic()
 
 
@@ -69,7 +72,7 @@ def test_held_out_rows_are_left_out_whatever_the_formats_say(config, tmp_path):
     write_rows(held_out, {"prompt": "w2 w3"}, {"prompt": "the words w3 w4"})
     config.data.format = "{prompt} w9"
     config.eval.data = DataSettings(jsonl=held_out, extract=r"w\d+ w\d+")
-    with Session(config) as session:
+    with open_session(config) as session:
         assert [example.text for example in session.eval_data.examples] == ["w2 w3", "w3 w4"]
         assert len(session.data) == 18
         assert not {"w2 w3", "w3 w4"} & {example.row["prompt"] for example in session.data.examples}
@@ -81,7 +84,7 @@ def test_rows_that_share_one_column_with_a_held_out_row_stay(config, tmp_path):
         write_rows(tmp_path / f"{name}.jsonl", *rows)
     config.data.jsonl, config.data.format = tmp_path / "data.jsonl", "{passage} {prompt}"
     config.eval.data = DataSettings(jsonl=tmp_path / "held_out.jsonl", format="{prompt} {passage}")
-    with Session(config) as session:
+    with open_session(config) as session:
         assert {example.row["passage"] for example in session.data.examples} == {"w1", "w2"}
 
 
@@ -93,13 +96,13 @@ def test_held_out_conversations_are_left_out_whatever_the_order_of_their_keys(co
         write_rows(tmp_path / f"{name}.jsonl", *({"messages": turn} for turn in turns))
     config.data.jsonl = tmp_path / "data.jsonl"
     config.eval.data = DataSettings(jsonl=tmp_path / "held_out.jsonl")
-    with Session(config) as session:
+    with open_session(config) as session:
         [left] = session.data.examples
     assert left.row["messages"][0]["content"] == "w1"
 
 
 def test_a_server_that_is_behind_is_caught_up_and_another_is_left_alone(world, config):
-    with Session(config) as session:
+    with open_session(config) as session:
         [client] = session.rollouts.clients
         session.bring_up(session.weights(), client)
         assert published(world) == 0
@@ -113,7 +116,7 @@ def test_a_server_that_is_behind_is_caught_up_and_another_is_left_alone(world, c
 @pytest.mark.parametrize("version", [None, 0])
 def test_a_run_says_once_that_a_server_does_not_use_the_speculator(world, config, version, notes):
     world.has_speculator, world.speculator_version = True, version
-    with Session(config) as session:
+    with open_session(config) as session:
         for _ in range(2):
             world.version += 1
             session.publish()
@@ -125,12 +128,12 @@ def test_a_run_says_once_that_a_server_does_not_use_the_speculator(world, config
 
 def test_other_weights_of_the_same_version_are_refused(world, config, address):
     world.served_digest = "other"
-    with Session(config) as session, pytest.raises(FailedPreconditionError) as caught:
+    with open_session(config) as session, pytest.raises(FailedPreconditionError) as caught:
         session.generate([Prompt([1], seed=1)])
     assert caught.value.reason == "WEIGHTS_DIFFER"
     assert "senior_model of a rollout server and model of the trainer" in caught.value.hint
     world.version = world.published = 2
-    with Session(config) as session, pytest.raises(FailedPreconditionError) as later:
+    with open_session(config) as session, pytest.raises(FailedPreconditionError) as later:
         session.generate([Prompt([1], seed=1)])
     assert "--resume" in later.value.hint
     assert address in caught.value.message
@@ -143,7 +146,7 @@ def versions(groups):
 
 def test_a_rollout_server_that_was_restarted_is_caught_up_before_it_generates(world, config):
     world.version, world.published = 3, 0
-    with Session(config) as session:
+    with open_session(config) as session:
         groups = session.generate([Prompt([1], seed=1, num_samples=2)], any_version=True)
     assert versions(groups) == {3}
 
@@ -151,7 +154,7 @@ def test_a_rollout_server_that_was_restarted_is_caught_up_before_it_generates(wo
 def test_samples_of_a_server_restarted_in_the_middle_are_drawn_again(world, config):
     world.version = world.published = 3
     prompts = [Prompt([1], seed=seed, num_samples=2) for seed in range(4)]
-    with Session(config) as session:
+    with open_session(config) as session:
         whole = session.generate(prompts)
 
         def restart():
@@ -171,12 +174,12 @@ def test_a_server_that_keeps_restarting_ends_the_run(world, config):
         world.published = 0
 
     world.on_batch = restart
-    with Session(config) as session, pytest.raises(FailedPreconditionError, match="1 prompts"):
+    with open_session(config) as session, pytest.raises(FailedPreconditionError, match="1 prompts"):
         session.generate([Prompt([1], seed=1)])
 
 
 def test_a_trainer_that_was_restarted_is_noticed_before_a_generation(world, config):
-    with Session(config) as session:
+    with open_session(config) as session:
         held = session.weights()
         world.version = 2
         with pytest.raises(FailedPreconditionError, match="not the run's version 0") as caught:
@@ -187,11 +190,11 @@ def test_a_trainer_that_was_restarted_is_noticed_before_a_generation(world, conf
 
 def test_a_step_of_more_samples_than_a_queue_holds_travels_in_several_batches(world, config):
     prompts = [Prompt([1], seed=seed, num_samples=2) for seed in range(5)]
-    with Session(config) as session:
+    with open_session(config) as session:
         whole = session.generate(prompts)
     world.max_queue = 4
     world.batches.clear()
-    with Session(config) as session:
+    with open_session(config) as session:
         assert session.generate(prompts) == whole
     assert world.batches == [
         ["prompt-0", "prompt-1"],
@@ -206,12 +209,12 @@ def test_rows_that_are_held_out_are_counted_and_an_evaluation_keeps_its_own(
     held_out = tmp_path / "held_out.jsonl"
     write_rows(held_out, {"prompt": "w2 w3"}, {"prompt": "w3 w4"})
     config.eval.data = DataSettings(jsonl=held_out)
-    with Session(config) as session:
+    with open_session(config) as session:
         assert len(session.data) == 18
     assert notes == ["data: 2 of 20 rows are left out: eval.data has their prompts"]
     # In an evaluation, the training data may be held out as a whole.
     config.data.jsonl = held_out
-    with Session(config, purpose="eval") as session:
+    with open_session(config, purpose="eval") as session:
         assert len(session.data) == 2
 
 
@@ -244,7 +247,10 @@ def test_a_reward_function_that_fails_is_named(config, tmp_path, body, says):
     file = tmp_path / "judge.py"
     file.write_text(f"def reward(prompt, response, **row):\n    {body}\n")
     config.reward.function = f"{file}:reward"
-    with Session(config) as session, pytest.raises(RewardError, match=f"reward.function.*{says}"):
+    with (
+        open_session(config) as session,
+        pytest.raises(RewardError, match=f"reward.function.*{says}"),
+    ):
         session.reward(session.data.examples[:1], [["text"]])
 
 
@@ -257,8 +263,8 @@ def test_nobody_waits_for_a_server_of_the_cluster_that_died(world, config):
         "rollout": lambda session: session.generate([Prompt([1])], any_version=True),
     }
     for call in calls.values():
-        with pytest.raises(ServerStartError, match="SIGKILL"), Session(config) as session:
-            session.cluster = SimpleNamespace(check=check)
+        with pytest.raises(ServerStartError, match="SIGKILL"), open_session(config) as session:
+            session.connections.cluster = SimpleNamespace(check=check)
             world.failures = [fakes.error_status(14, "gone")] * 1000
             call(session)
         assert len(world.failures) > 990
@@ -269,16 +275,19 @@ def test_a_failed_call_is_explained_by_the_server_that_died(config):
     def check(**_):
         raise ServerStartError("trainer ended with signal SIGKILL")
 
-    with pytest.raises(ServerStartError, match="SIGKILL") as caught, Session(config) as session:
-        session.cluster = SimpleNamespace(check=check)
+    with (
+        pytest.raises(ServerStartError, match="SIGKILL") as caught,
+        open_session(config) as session,
+    ):
+        session.connections.cluster = SimpleNamespace(check=check)
         raise UnavailableError("no connection", code=grpc.StatusCode.UNAVAILABLE)
     assert isinstance(caught.value.__cause__, UnavailableError)
 
 
 def test_a_failed_call_stays_what_it_is_while_all_servers_live(config):
     asked = []
-    with pytest.raises(UnavailableError), Session(config) as session:
-        session.cluster = SimpleNamespace(check=lambda **options: asked.append(options))
+    with pytest.raises(UnavailableError), open_session(config) as session:
+        session.connections.cluster = SimpleNamespace(check=lambda **options: asked.append(options))
         raise UnavailableError("no connection", code=grpc.StatusCode.UNAVAILABLE)
     assert asked == [{"spare_rollouts": True}]
 
@@ -292,5 +301,5 @@ def test_a_failed_call_stays_what_it_is_while_all_servers_live(config):
 )
 def test_a_cluster_that_cannot_serve_a_run_is_refused(config, cluster, says):
     config.cluster = loading.validate(ClusterSettings, cluster, "test")
-    with pytest.raises(ConfigError, match=says), Session(config):
+    with pytest.raises(ConfigError, match=says), open_session(config):
         pass

@@ -10,7 +10,7 @@ from grpc_status import rpc_status
 
 from tandem.errors import ConfigError, FailedPreconditionError
 from tandem.rpc.requests import Prompt
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 
@@ -44,7 +44,7 @@ def session_on(run_file):
     def session_on(trainer, replicas, *overrides):
         addresses = ", ".join(one.address for one in replicas)
         servers = [f"servers.trainer={trainer}", f"servers.rollout=[{addresses}]"]
-        return Session(loading.load(RunSettings, run_file, [*servers, *overrides]))
+        return open_session(loading.load(RunSettings, run_file, [*servers, *overrides]))
 
     return session_on
 

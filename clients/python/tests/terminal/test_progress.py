@@ -12,7 +12,7 @@ from tandem.evaluation import evaluate
 from tandem.metrics import StepClock
 from tandem.rpc.requests import Prompt
 from tandem.run_directory.directory import RunDirectory
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 from tandem.terminal.progress import progress_shown
@@ -172,7 +172,10 @@ def test_a_run_tells_each_phase_of_a_step(run_file, world):
 
     world.on_prompt = world.on_samples = world.on_save = look
     world.on_batch = look
-    with RunDirectory.open(config, "train") as run, Session(config, progress=progress) as session:
+    with (
+        RunDirectory.open(config, "train") as run,
+        open_session(config, progress=progress) as session,
+    ):
         train(session, run, lambda line: None)
     phases = list(dict.fromkeys(one.split(" ")[-2:][0] if "/" in one else one for one in seen))
     assert "evaluate" in phases[0]
@@ -193,7 +196,10 @@ def test_a_long_step_is_counted_in_the_trainers_micro_batches(run_file, world, m
             time.sleep(0.01)
 
     world.on_samples = until_the_last
-    with RunDirectory.open(config, "train") as run, Session(config, progress=progress) as session:
+    with (
+        RunDirectory.open(config, "train") as run,
+        open_session(config, progress=progress) as session,
+    ):
         train(session, run, lambda line: None)
 
 
@@ -212,7 +218,10 @@ def test_judges_are_counted_as_they_end(run_file, tmp_path):
         RunSettings, run_file, ["steps=1", f"reward.function={tmp_path}/judge.py:reward"]
     )
     progress, seen = Progress(), threading.Event()
-    with RunDirectory.open(config, "train") as run, Session(config, progress=progress) as session:
+    with (
+        RunDirectory.open(config, "train") as run,
+        open_session(config, progress=progress) as session,
+    ):
 
         def let_go():
             fakes.wait_until(lambda: progress.line().startswith("step 1: reward 5/6"))
@@ -231,7 +240,7 @@ def test_an_evaluation_counts_its_answers(run_file, world):
     config = loading.load(RunSettings, run_file, ["eval.modes=[handoff]"])
     progress, seen = Progress(), set()
     world.on_batch = lambda: seen.add(progress.line().split(",")[0])
-    with Session(config, purpose="eval", progress=progress) as session:
+    with open_session(config, purpose="eval", progress=progress) as session:
         evaluate(session)
     assert "evaluate handoff 0/20" in seen
 

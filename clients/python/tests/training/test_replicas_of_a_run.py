@@ -15,7 +15,7 @@ from tandem.evaluation import evaluate
 from tandem.metrics import CLOCK_KEYS
 from tandem.rpc.requests import Prompt
 from tandem.run_directory.directory import RunDirectory
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 from tandem.training.loop import train
@@ -47,7 +47,7 @@ def three(world):
 
 def run_results(config, *, on_step=lambda line: None):
     """The metrics of a run that do not depend on the clock, and its trajectories."""
-    with RunDirectory.open(config, "train") as run, Session(config) as session:
+    with RunDirectory.open(config, "train") as run, open_session(config) as session:
         train(session, run, on_step)
     path = run.path
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -156,7 +156,7 @@ def test_a_run_without_any_replica_left_ends_with_the_error(three, load, tmp_pat
 
 
 def test_an_evaluation_does_without_a_lost_replica(three, load, tmp_path):
-    with fake_fleet.serve(three) as trainer, Session(load(trainer, three)) as session:
+    with fake_fleet.serve(three) as trainer, open_session(load(trainer, three)) as session:
         whole = evaluate(session)["solo"].summary()
         three[1].down_seconds = None
         three[1].lose()
@@ -167,7 +167,7 @@ def test_replicas_are_updated_in_turn_while_the_others_draw(world, three, load, 
     stale = "objective.max_staleness=1"
     prompts = [Prompt([i], seed=i, num_samples=2, sampling={"max_tokens": 4}) for i in range(80)]
     answers, over = [], threading.Event()
-    with fake_fleet.serve(three) as trainer, Session(load(trainer, three, stale)) as session:
+    with fake_fleet.serve(three) as trainer, open_session(load(trainer, three, stale)) as session:
         # Each draws while it is drained, and the rest after the publication.
         for replica, drained in zip(three, session.rollouts.replicas, strict=True):
             replica.delay = lambda drained=drained: fakes.wait_until(
@@ -201,7 +201,7 @@ def test_replicas_are_updated_in_turn_while_the_others_draw(world, three, load, 
 
 
 def test_without_staleness_every_replica_is_updated_at_once(world, three, load):
-    with fake_fleet.serve(three) as trainer, Session(load(trainer, three)) as session:
+    with fake_fleet.serve(three) as trainer, open_session(load(trainer, three)) as session:
         world.version = 1
         session.publish()
     assert [len(targets) for targets in world.targets_of_publications] == [3]
@@ -209,7 +209,10 @@ def test_without_staleness_every_replica_is_updated_at_once(world, three, load):
 
 def test_a_publication_that_no_replica_gets_fails(three, load):
     patience = "servers.retry_seconds=0.2"
-    with fake_fleet.serve(three) as trainer, Session(load(trainer, three, patience)) as session:
+    with (
+        fake_fleet.serve(three) as trainer,
+        open_session(load(trainer, three, patience)) as session,
+    ):
         for replica in three:
             replica.refuses_updates = True
         with pytest.raises(UnavailableError) as caught:
@@ -221,7 +224,7 @@ def test_a_publication_that_no_replica_gets_fails(three, load):
 
 
 def test_a_publication_is_tried_again_until_a_replica_gets_it(three, load, notes):
-    with fake_fleet.serve(three) as trainer, Session(load(trainer, three)) as session:
+    with fake_fleet.serve(three) as trainer, open_session(load(trainer, three)) as session:
         for replica in three:
             replica.refuses_updates = True
         work = threading.Thread(target=session.publish)

@@ -15,7 +15,7 @@ from tandem.errors import (
     UnsavedUpdatesError,
 )
 from tandem.run_directory.directory import RunDirectory
-from tandem.session.session import Session
+from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 from tandem.training import loop as train_module
@@ -34,7 +34,7 @@ def load(run_file):
 def run_training(config, *, resume=False, on_step=lambda line: None, **options):
     with (
         RunDirectory.open(config, "train", resume=resume) as run,
-        Session(config) as session,
+        open_session(config) as session,
     ):
         train(session, run, on_step, **options)
     return run
@@ -168,7 +168,7 @@ def test_an_evaluation_goes_back_to_an_older_checkpoint_and_a_run_to_the_base(
     world, load, tmp_path
 ):
     first = run_training(load("checkpoint.every=1"))
-    with Session(load(), purpose="eval") as session:
+    with open_session(load(), purpose="eval") as session:
         start = serve_checkpoint(session, first.path / "checkpoints/step_000001")
     assert (start.weights.version, world.version, world.published) == (1, 1, 1)
     run_training(load(f"run_dir={tmp_path / 'second'}"))
@@ -178,11 +178,11 @@ def test_an_evaluation_goes_back_to_an_older_checkpoint_and_a_run_to_the_base(
 def test_a_checkpoint_that_cannot_be_loaded_leaves_the_servers_as_they_are(world, load, tmp_path):
     run_training(load())
     world.publications.clear()
-    with Session(load(), purpose="eval") as session, pytest.raises(TandemError):
+    with open_session(load(), purpose="eval") as session, pytest.raises(TandemError):
         serve_checkpoint(session, tmp_path / "nothing")
     assert (world.version, world.published, world.publications) == (2, 2, [])
     world.unsaved = True
-    with Session(load(), purpose="eval") as session, pytest.raises(UnsavedUpdatesError):
+    with open_session(load(), purpose="eval") as session, pytest.raises(UnsavedUpdatesError):
         serve_checkpoint(session, tmp_path / "run")
 
 
@@ -279,7 +279,7 @@ def test_a_new_start_records_models_and_a_resumed_one_must_meet_them(world, load
 
 def test_publications_of_a_run_only_go_forward(world, load):
     config = load()
-    with RunDirectory.open(config, "train") as run, Session(config) as session:
+    with RunDirectory.open(config, "train") as run, open_session(config) as session:
         start_run(session, run)
         world.published = 9
         [client] = session.rollouts.clients

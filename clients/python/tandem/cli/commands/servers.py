@@ -39,8 +39,8 @@ def up(
     from tandem.cluster.local import LocalCluster
     from tandem.cluster.plan import planned
     from tandem.cluster.registry import announced
-    from tandem.preflight.checks import Problems
     from tandem.preflight.planned_cluster import check_cluster
+    from tandem.preflight.problems import Problems
 
     output = Output(as_json=as_json)
     settings = loading.load(ClusterSettings, cluster_file, overrides or [])

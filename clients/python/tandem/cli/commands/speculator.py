@@ -28,7 +28,7 @@ from tandem.utils.progress import Progress
 from tandem.utils.words import counted
 
 if TYPE_CHECKING:
-    from tandem.session.session import Session
+    from tandem.rpc.client import TrainerClient
 
 speculator_app = typer.Typer(
     help="Train, measure and export speculators, which draft the senior's tokens.",
@@ -49,12 +49,11 @@ def _require_section(settings: RunSettings) -> None:
         )
 
 
-def _require_speculator(session: Session) -> None:
+def _require_speculator(trainer: TrainerClient) -> None:
     """Raises ConfigError unless the running trainer trains a speculator."""
-    if not session.trainer.info().has_speculator:
+    if not trainer.info().has_speculator:
         raise ConfigError(
-            f"servers.trainer: the trainer at {session.trainer.address} does not train a "
-            "speculator",
+            f"servers.trainer: the trainer at {trainer.address} does not train a speculator",
             hint="the section `speculator` of its configuration turns it on",
         )
 
@@ -69,7 +68,7 @@ add_training(
     name="train",
     implied=("sft.responses=senior",),
     check=_require_section,
-    check_servers=_require_speculator,
+    check_trainer=_require_speculator,
 )
 
 
@@ -106,7 +105,7 @@ def evaluate(
     """
     from tandem.evaluation.drafts import measure_drafts
     from tandem.evaluation.report import draft_rows
-    from tandem.session.session import Session
+    from tandem.session.opening import open_session
     from tandem.training.start import serve_checkpoint
 
     output = Output(as_json=as_json)
@@ -125,7 +124,7 @@ def evaluate(
     progress = Progress()
     with (
         output.shows_log(),
-        Session(settings, purpose="drafts", progress=progress) as session,
+        open_session(settings, purpose="drafts", progress=progress) as session,
         progress_shown(output, progress),
     ):
         if checkpoint is not None:

@@ -108,7 +108,7 @@ def generate(
 ) -> None:
     """Let the senior and the junior answer prompts together."""
     from tandem.cluster.registry import connect
-    from tandem.preflight.checks import longest_sequence
+    from tandem.preflight.server_facts import RolloutFacts
     from tandem.rpc.client import RolloutClient
     from tandem.rpc.requests import Prompt
     from tandem.rpc.seeds import prompt_seed
@@ -159,7 +159,8 @@ def generate(
         ]
         # The junior reads the prompt to write, and to draft.
         reads = not solo or speculative == "junior"
-        _note_room(output, prompts, max_tokens, longest_sequence(client.info(), junior=reads))
+        facts = RolloutFacts.of(client.address, client.info())
+        _note_room(output, prompts, max_tokens, facts.longest_sequence(junior=reads))
         if not as_json:
             heads = {
                 (f"prompt-{index}", sample): _head(text, sample, samples)

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 if TYPE_CHECKING:
-    from tandem.session.session import Session
+    from tandem.rpc.client import TrainerClient
     from tandem.settings.run import Purpose
 
 Resume = Annotated[
@@ -105,12 +105,12 @@ def add_training(
     name: str | None = None,
     implied: Sequence[str] = (),
     check: Callable[[RunSettings], None] = lambda settings: None,
-    check_servers: Callable[[Session], None] = lambda session: None,
+    check_trainer: Callable[[TrainerClient], None] | None = None,
 ) -> None:
     """Adds the command `name`, by default `kind`, which trains in a run directory of that kind.
 
     `implied` are overrides that come before the user's. `check` raises ConfigError for settings
-    that the command cannot run, and `check_servers` for servers that the run does not start.
+    that the command cannot run, and `check_trainer` for a trainer that the run does not start.
     """
 
     @command(group, name=name or kind, help=summary, cls=TrainingCommand)
@@ -128,7 +128,7 @@ def add_training(
         as_json: JsonFlag = False,
     ) -> None:
         from tandem.run_directory.directory import RunDirectory
-        from tandem.session.session import Session
+        from tandem.session.opening import open_session
         from tandem.training.loop import train, train_supervised
 
         output = Output(as_json=as_json)
@@ -149,7 +149,7 @@ def add_training(
             wait_seconds=wait_for_lock,
         )
         if dry_run:
-            show_preflight(output, settings, kind, open_run, check_servers)
+            show_preflight(output, settings, kind, open_run, check_trainer)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
         note = "stopping after this step; press Ctrl-C again to stop at once"
@@ -169,7 +169,7 @@ def add_training(
                 return
             progress = Progress()
             with (
-                Session(settings, purpose=kind, progress=progress) as session,
+                open_session(settings, purpose=kind, progress=progress) as session,
                 StepDisplay(
                     output,
                     run.first_step,
@@ -179,8 +179,8 @@ def add_training(
                 ) as display,
             ):
                 settings = session.settings
-                if settings.cluster is None:
-                    check_servers(session)
+                if settings.cluster is None and check_trainer is not None:
+                    check_trainer(session.trainer)
                 last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
                 summary |= {"last_step": last, **run.account.record()}
                 _log.info(f"{run.account}", extra=FILE_ONLY)
@@ -235,7 +235,7 @@ def evaluate_command(
     from tandem.evaluation.answers import held_out
     from tandem.evaluation.report import measures, size
     from tandem.run_directory.trajectories.writer import write_parquet
-    from tandem.session.session import Session
+    from tandem.session.opening import open_session
     from tandem.training.start import serve_checkpoint
     from tandem.utils.new_directory import new_directory
 
@@ -256,7 +256,7 @@ def evaluate_command(
     with (
         output.shows_log(),
         folder as place,
-        Session(settings, purpose="eval", progress=progress) as session,
+        open_session(settings, purpose="eval", progress=progress) as session,
         progress_shown(output, progress),
     ):
         if checkpoint is not None:
@@ -309,14 +309,14 @@ def show_preflight(
     settings: RunSettings,
     purpose: Purpose,
     open_run: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    check_servers: Callable[[Session], None] = lambda session: None,
+    check_trainer: Callable[[TrainerClient], None] | None = None,
 ) -> None:
     """Checks all that a run needs; prints the settings in force and the sizes that follow.
 
-    `check_servers` is called for servers that the run does not start.
+    `check_trainer` is called for a trainer that the run does not start.
     """
-    from tandem.preflight.checks import Problems
-    from tandem.session.session import Session
+    from tandem.preflight.problems import Problems
+    from tandem.session.opening import check_run
 
     problems = Problems()
     with problems.collect(), open_run():
@@ -329,12 +329,10 @@ def show_preflight(
         problems.collect(),
         # With the notes as comments the output stays YAML.
         output.shows_log("# "),
-        Session(settings, purpose=purpose, dry_run=True) as session,
     ):
-        if settings.cluster is None:
-            check_servers(session)
-        config |= session.in_force | {"steps": session.settings.steps}
-        settings = session.settings
+        checked = check_run(settings, purpose=purpose, check_trainer=check_trainer)
+        settings = checked.settings
+        config |= checked.in_force | {"steps": settings.steps}
     problems.raise_any()
     derived = settings.derived()
     text = dump_values(config) + "# derived\n"

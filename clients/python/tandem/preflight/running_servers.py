@@ -1,0 +1,102 @@
+"""The check of a run's settings against servers that run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem._proto.types.v1 import server_pb2
+from tandem.cluster.plan import draws_responses, uses_of
+from tandem.errors import RpcError
+from tandem.preflight import checks
+from tandem.preflight.inputs import Inputs
+from tandem.preflight.problems import Problems
+from tandem.preflight.server_facts import RolloutFacts, ServerFacts
+from tandem.preflight.vocabulary import check_prompt_ids, check_vocabulary, warn_of_end_token
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.wire import message_record
+from tandem.settings.run import RunSettings
+
+
+@dataclass(frozen=True)
+class RunningServers:
+    """The servers of a run and their answers to GetServerInfo, by the name of an error message.
+
+    Attributes:
+        trainer: the client of the trainer, which answered `trainer_info`.
+        critics: the model of the critic, if the run has one that answers.
+        reference: the model of the reference, if it is a server of its own.
+    """
+
+    trainer: TrainerClient
+    trainer_info: trainer_pb2.GetServerInfoResponse
+    rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse]
+    critics: Mapping[str, server_pb2.ModelInfo] = field(default_factory=dict)
+    reference: server_pb2.ModelInfo | None = None
+
+
+@dataclass(frozen=True)
+class CheckedServers:
+    """The result of the check of running servers.
+
+    Attributes:
+        longest_sequence: most tokens of a prompt with its response that every server holds.
+        in_force: sections of the settings with the servers' defaults.
+    """
+
+    longest_sequence: int
+    in_force: dict[str, Any]
+
+
+def check_running(servers: RunningServers, inputs: Inputs, problems: Problems) -> CheckedServers:
+    """Checks the settings against the trainer, the rollout servers, the critic and the reference.
+
+    The trainer also checks the objective.
+    """
+    settings, purpose = inputs.settings, inputs.purpose
+    trainer_name, trainer = f"the trainer at {servers.trainer.address}", servers.trainer_info
+    models = {trainer_name: trainer.server.model}
+    models |= {whose: info.server.model for whose, info in servers.rollouts.items()}
+    models |= servers.critics
+    if settings.reference == "junior" and purpose == "train":
+        with problems.collect():
+            checks.check_same_junior(servers.rollouts)
+    if draws_responses(settings, purpose) and settings.start_from in (None, "base"):
+        with problems.collect():
+            checks.check_same_senior(trainer, servers.rollouts)
+    alone = [trainer.server.model, *servers.critics.values()]
+    if servers.reference is not None:
+        alone.append(servers.reference)
+    facts = ServerFacts(
+        trainer.max_samples,
+        [RolloutFacts.of(whose, info) for whose, info in servers.rollouts.items()],
+        uses_of(settings, purpose).junior,
+        [model.max_model_len for model in alone],
+    )
+    checks.check_servers(settings, purpose, facts, inputs.data_sets, problems)
+    if inputs.codec is not None:
+        for whose, model in models.items():
+            with problems.collect():
+                check_vocabulary(inputs.codec, model, whose)
+                check_prompt_ids(inputs.codec, inputs.data_sets, model, whose)
+    with problems.collect():
+        warn_of_end_token(inputs, trainer.server.model.eos_token_ids, trainer_name, problems)
+        for whose, info in servers.rollouts.items():
+            both = {*info.server.model.eos_token_ids, *info.junior.eos_token_ids}
+            warn_of_end_token(inputs, both, whose, problems)
+    objective: dict[str, Any] = {}
+    if purpose == "train":
+        with problems.collect():
+            objective = _objective_in_force(servers.trainer, settings)
+            checks.check_importance_weights(settings, objective)
+    return CheckedServers(facts.max_model_len, checks.in_force(settings, purpose, facts, objective))
+
+
+def _objective_in_force(trainer: TrainerClient, settings: RunSettings) -> dict[str, Any]:
+    try:
+        return message_record(trainer.check_objective(settings.policy_objective()))
+    except RpcError as error:
+        raise checks.named_objective(error) from error

@@ -1,0 +1,177 @@
+"""From the settings of a run to its session, or only to the result of its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tandem._proto.rollout.v1 import rollout_pb2
+from tandem._proto.trainer.v1 import trainer_pb2
+from tandem._proto.types.v1 import server_pb2
+from tandem.cluster.local import LocalCluster
+from tandem.cluster.plan import uses_of
+from tandem.pool.replicas import Replica
+from tandem.pool.rollout_pool import RolloutPool
+from tandem.preflight.running_servers import CheckedServers, RunningServers, check_running
+from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.retry import ONCE
+from tandem.session.preparing import Prepared, prepare
+from tandem.session.publisher import by_advertised_address
+from tandem.session.reference import JuniorReference, Reference
+from tandem.session.session import Session
+from tandem.settings.cluster import ServersSettings
+from tandem.settings.run import Purpose, RunSettings
+from tandem.utils.progress import Progress
+
+# Deadline of a question how far a step is.
+_STATUS_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """The result of check_run().
+
+    Attributes:
+        settings: those of the run, with the number of steps of `epochs`.
+        in_force: sections of the settings with the servers' defaults: every field of objective and
+            tandem (for "train"), the models of a cluster, the addresses of running servers.
+    """
+
+    settings: RunSettings
+    in_force: dict[str, Any]
+
+
+@contextmanager
+def open_session(
+    settings: RunSettings, *, purpose: Purpose = "train", progress: Progress | None = None
+) -> Iterator[Session]:
+    """Opens the session of a run, as a context manager.
+
+    It reads and checks what the run needs, starts its cluster if it has one, and connects.
+    Mistakes in the settings are found before anything is started or changed, all of them at once
+    (preflight). A call of the body that fails because a server of the run's own cluster has died
+    ends with ServerStartError.
+    """
+    with ExitStack() as stack:
+        prepared = prepare(settings, purpose, progress or Progress(), stack, dry_run=False)
+        with prepared.connections.explained():
+            yield _opened(prepared, stack)
+
+
+def check_run(
+    settings: RunSettings,
+    *,
+    purpose: Purpose = "train",
+    check_trainer: Callable[[TrainerClient], None] | None = None,
+) -> CheckedRun:
+    """Checks all that open_session() checks, and starts no server.
+
+    `check_trainer` is called with the client of the trainer, if the run does not start it.
+    """
+    with ExitStack() as stack:
+        prepared = prepare(settings, purpose, Progress(), stack, dry_run=True)
+        if prepared.cluster is not None:
+            return CheckedRun(prepared.inputs.settings, prepared.cluster.in_force)
+        session = _opened(prepared, stack)
+        if check_trainer is not None:
+            check_trainer(session.trainer)
+        return CheckedRun(session.settings, session.in_force)
+
+
+def _opened(prepared: Prepared, stack: ExitStack) -> Session:
+    """Starts the run's cluster, connects, and checks the settings against the servers."""
+    inputs, problems = prepared.inputs, prepared.problems
+    settings, servers = inputs.settings, prepared.servers
+    if prepared.cluster is not None:
+        cluster = stack.enter_context(
+            LocalCluster(prepared.cluster.settings, credentials=settings.credentials.credentials())
+        )
+        cluster.keep_rollouts()
+        servers, in_force = prepared.connections.use(cluster), prepared.cluster.in_force
+    else:
+        in_force = {"servers": servers.model_dump(mode="json", exclude_none=True)}
+    # Without a trainer's address, or an answer of every server, there are problems.
+    connected = None if servers.trainer is None else _connect(servers, prepared, stack)
+    connected = problems.whole(connected)
+    return Session(
+        settings=settings,
+        purpose=inputs.purpose,
+        progress=prepared.progress,
+        codec=problems.whole(inputs.codec),
+        sampling=problems.whole(inputs.sampling),
+        data=problems.whole(inputs.data),
+        eval_data=inputs.eval_data,
+        reward=problems.whole(prepared.reward),
+        connections=prepared.connections,
+        trainer=connected.trainer,
+        status_client=connected.status_client,
+        rollouts=connected.rollouts,
+        critic_address=connected.critic_address,
+        reference=connected.reference,
+        longest_sequence=connected.checked.longest_sequence,
+        in_force=in_force | connected.checked.in_force,
+    )
+
+
+@dataclass(frozen=True)
+class _Connected:
+    """The servers of a run, all of which have answered; the attributes are those of Session."""
+
+    trainer: TrainerClient
+    status_client: TrainerClient
+    rollouts: RolloutPool
+    critic_address: str | None
+    reference: Reference | None
+    checked: CheckedServers
+
+
+def _connect(servers: ServersSettings, prepared: Prepared, stack: ExitStack) -> _Connected | None:
+    """Opens the clients, and checks the settings against the info of every server.
+
+    Returns None if one does not answer, which is a problem then.
+    """
+    inputs, problems, connections = prepared.inputs, prepared.problems, prepared.connections
+    options = connections.options()
+    trainer = stack.enter_context(TrainerClient(servers.trainer, **options))
+    # Opens its connection with the first step that takes long enough to be asked about.
+    status_client = stack.enter_context(
+        TrainerClient(servers.trainer, **options | {"timeout_seconds": _STATUS_SECONDS})
+    )
+    clients = [
+        stack.enter_context(RolloutClient(address, **options)) for address in servers.rollout or ()
+    ]
+    info: trainer_pb2.GetServerInfoResponse | None = None
+    infos: list[rollout_pb2.GetServerInfoResponse] = []
+    with problems.collect():
+        info = trainer.info()
+    for client in clients:
+        with problems.collect():
+            infos.append(client.info())
+    if info is None or len(infos) < len(clients):
+        return None
+    with problems.collect():
+        by_advertised_address(zip(clients, infos, strict=True))
+    trainer.retry = connections.retry
+    rollouts = RolloutPool(
+        list(map(Replica.of, clients, infos)), prepared.progress, connections.retry
+    )
+    stack.callback(rollouts.close)
+    critic_address = servers.critic or info.critic_address or None
+    critics: dict[str, server_pb2.ModelInfo] = {}
+    if uses_of(inputs.settings, inputs.purpose).critic:
+        with problems.collect(), connections.critic(critic_address, ONCE) as critic:
+            critics[f"the critic at {critic.address}"] = critic.info().server.model
+    named = {
+        f"the rollout server at {client.address}": one
+        for client, one in zip(clients, infos, strict=True)
+    }
+    reference: Reference | None = prepared.reference
+    if inputs.settings.reference == "junior" and inputs.purpose == "train":
+        reference = JuniorReference(rollouts)
+    running = RunningServers(
+        trainer, info, named, critics, prepared.reference and prepared.reference.model
+    )
+    checked = check_running(running, inputs, problems)
+    return _Connected(trainer, status_client, rollouts, critic_address, reference, checked)

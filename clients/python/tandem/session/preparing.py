@@ -1,0 +1,178 @@
+"""A run's own side: all that is read and checked before a server starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.cluster import registry
+from tandem.cluster.plan import planned, uses_of
+from tandem.cluster.readiness import wait_until_serving
+from tandem.pool.replicas import Replica
+from tandem.pool.rollout_pool import RolloutPool
+from tandem.preflight import checks
+from tandem.preflight.inputs import Inputs, read_inputs
+from tandem.preflight.learnability import obstacles
+from tandem.preflight.own_cluster import OwnCluster, plan_cluster
+from tandem.preflight.problems import Problems
+from tandem.preflight.vocabulary import check_vocabulary
+from tandem.rewards.reward import READING_PATTERNS, Reward
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.credentials import Credentials
+from tandem.session.connections import Connections
+from tandem.session.reference import ServerReference
+from tandem.settings.cluster import ServersSettings
+from tandem.settings.paths import SERVER_MODELS
+from tandem.settings.run import Purpose, RunSettings
+from tandem.trackers.trackers import require_installed
+from tandem.utils.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is read, and checked as far as that needs no server of its own.
+
+    Attributes:
+        reward: None if it is refused, which is among the problems.
+        servers: the addresses of the servers, unless the run starts them.
+        cluster: the cluster that the run starts, without problems; None if it uses running servers.
+    """
+
+    inputs: Inputs
+    reward: Reward | None
+    problems: Problems
+    progress: Progress
+    connections: Connections
+    servers: ServersSettings
+    reference: ServerReference | None
+    cluster: OwnCluster | None
+
+
+def prepare(
+    settings: RunSettings, purpose: Purpose, progress: Progress, stack: ExitStack, *, dry_run: bool
+) -> Prepared:
+    """Reads and checks a run; opens the reference, if it is a running server.
+
+    The problems of a run that starts its own cluster are raised; those of one that uses running
+    servers are kept for the problems that its servers add.
+    """
+    problems = Problems(_named_models(settings))
+    servers, credentials = settings.servers, Credentials()
+    finds_cluster = settings.cluster is None and not servers.any_named
+    with problems.collect():
+        credentials = registry.with_defaults(
+            settings.credentials.credentials(), found=finds_cluster
+        )
+    if settings.cluster is None:
+        with problems.collect():
+            servers = registry.addresses(servers, any_rollout=uses_of(settings, purpose).rollout)
+    connections = Connections(settings.servers, credentials)
+    reward = _read_reward(settings, purpose, progress, problems, stack)
+    inputs = read_inputs(settings, purpose, problems)
+    _check_reward(reward, inputs, problems)
+    settings = inputs.settings  # now with the steps of `epochs`
+    if settings.cluster is None and servers.start_timeout_seconds > 0:
+        problems.raise_any()
+        _wait_for(servers, credentials, critic=uses_of(settings, purpose).critic)
+    reference = cluster = None
+    if purpose == "train":
+        with problems.collect():
+            checks.check_overlong_buffer(settings)
+        with problems.collect():
+            checks.check_kl(settings, servers.rollout or ())
+        reference = _connect_reference(inputs, connections, problems, stack)
+        checks.note_start_and_reference(settings)
+        for obstacle in obstacles(settings):
+            _log.warning(f"this run cannot learn: {obstacle}")
+    if settings.cluster is not None:
+        cluster = plan_cluster(settings.cluster, inputs, problems, dry_run=dry_run)
+        problems.raise_any()
+    return Prepared(inputs, reward, problems, progress, connections, servers, reference, cluster)
+
+
+def _named_models(settings: RunSettings) -> Iterator[Path]:
+    """Yields the directories of models that the settings name."""
+    yield settings.tokenizer
+    if settings.cluster is not None:
+        plan = planned(settings.cluster)
+        for section in (*plan.rollout, plan.trainer or {}, plan.critic or {}):
+            for key in SERVER_MODELS:
+                if isinstance(section.get(key), str):
+                    yield Path(section[key])
+
+
+def _read_reward(
+    settings: RunSettings,
+    purpose: Purpose,
+    progress: Progress,
+    problems: Problems,
+    stack: ExitStack,
+) -> Reward | None:
+    """Loads the reward; also checks that the trackers of a run that trains are installed."""
+    if purpose in ("train", "sft"):
+        with problems.collect():
+            require_installed(settings.trackers)
+    for place, one in enumerate(settings.reward_functions):
+        if one.answer_pattern is not None and one.function not in READING_PATTERNS:
+            field = f"rewards.{place}" if settings.rewards else "reward"
+            _log.warning(
+                f"{field}.answer_pattern has no effect with {one.function}: it only applies to "
+                f"{' and '.join(READING_PATTERNS)}"
+            )
+    with problems.collect():
+        reward = stack.enter_context(closing(Reward(*settings.reward_functions)))
+        reward.progress = progress
+        return reward
+    return None
+
+
+def _check_reward(reward: Reward | None, inputs: Inputs, problems: Problems) -> None:
+    """Checks that the reward can judge the rows that are judged."""
+    judged = {
+        "train": (inputs.data, inputs.eval_data),
+        "sft": (inputs.eval_data,),
+        "eval": (inputs.data,),
+    }.get(inputs.purpose, ())
+    if inputs.settings.eval.modes == ["legibility"]:
+        # Legibility judges no answer.
+        judged = (inputs.data,) if inputs.purpose == "train" else ()
+    for dataset in judged:
+        if dataset is not None and reward is not None:
+            with problems.collect():
+                reward.check(dataset.examples)
+                for warning in reward.warnings(dataset.examples):
+                    _log.info(warning)
+
+
+def _wait_for(servers: ServersSettings, credentials: Credentials, *, critic: bool) -> None:
+    named = [*(servers.rollout or ()), servers.trainer, servers.critic if critic else None]
+    wait_until_serving(
+        [address for address in named if address is not None],
+        credentials,
+        servers.start_timeout_seconds,
+    )
+
+
+def _connect_reference(
+    inputs: Inputs, connections: Connections, problems: Problems, stack: ExitStack
+) -> ServerReference | None:
+    """Opens the running rollout server that is the reference, if one is."""
+    address = inputs.settings.reference_address
+    if address is None:
+        return None
+    client = stack.enter_context(RolloutClient(address, **connections.options()))
+    reference = None
+    with problems.collect():
+        info = client.info()
+        server = RolloutPool([Replica.of(client, info)], retry=connections.retry)
+        stack.callback(server.close)
+        model = info.server.model
+        reference = ServerReference(server, model, client.weights_version())
+        if inputs.codec is not None:
+            check_vocabulary(inputs.codec, model, f"the reference at {address}")
+    return reference
