@@ -13,6 +13,7 @@ from tandem import tracing
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.evaluation.answers import held_out
 from tandem.rpc.client import RolloutClient
+from tandem.rpc.generate_events import SampleFinished, read_event
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
 from tandem.session.session import Session
@@ -44,10 +45,11 @@ class Answered:
         self.seconds += clock() - begun
         self.responses += [list(group[0].response_token_ids) for group in groups]
 
-    def _count(self, event: rollout_pb2.GenerateResponse) -> None:
-        if event.WhichOneof("event") == "finished":
-            self.drafts += event.finished.draft_tokens
-            self.accepted += event.finished.accepted_draft_tokens
+    def _count(self, message: rollout_pb2.GenerateResponse) -> None:
+        event = read_event(message)
+        if isinstance(event, SampleFinished):
+            self.drafts += event.draft_tokens
+            self.accepted += event.accepted_draft_tokens
 
     @property
     def tokens(self) -> int:

@@ -23,10 +23,17 @@ class TokensCame:
 
 @dataclass(frozen=True)
 class SampleFinished:
-    """A sample that is whole."""
+    """A sample that is whole.
+
+    Attributes:
+        draft_tokens: drafts that passes verified.
+        accepted_draft_tokens: drafts that were accepted.
+    """
 
     request_id: str
     trajectory: trajectory_pb2.Trajectory
+    draft_tokens: int
+    accepted_draft_tokens: int
 
     @property
     def sample_index(self) -> int:
@@ -54,7 +61,13 @@ def read_event(message: rollout_pb2.GenerateResponse) -> Event | None:
             came.request_id, came.sample_index, came.offset, came.token_ids, came.authorship_mask
         )
     if kind == "finished":
-        return SampleFinished(message.finished.request_id, message.finished.trajectory)
+        sample = message.finished
+        return SampleFinished(
+            sample.request_id,
+            sample.trajectory,
+            sample.draft_tokens,
+            sample.accepted_draft_tokens,
+        )
     if kind == "failed":
         name = message.failed.request_id
         error = from_status(message.failed.status, request_id=name, method="Generate")

@@ -13,18 +13,18 @@ from tandem.cli.commands.training import (
     CheckpointOption,
     DiscardUnsaved,
     add_training,
-    as_overrides,
+    evaluated_session,
     found_checkpoint,
+    load_run,
     show_preflight,
+    weights_source,
 )
 from tandem.errors import ConfigError
 from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
-from tandem.settings.loading import load
 from tandem.settings.run import RunSettings
 from tandem.terminal.output import Output
-from tandem.terminal.progress import progress_shown, work_shown
+from tandem.terminal.progress import work_shown
 from tandem.utils.number_formats import NAMES
-from tandem.utils.progress import Progress
 from tandem.utils.words import counted
 
 if TYPE_CHECKING:
@@ -105,38 +105,23 @@ def evaluate(
     """
     from tandem.evaluation.drafts import measure_drafts
     from tandem.evaluation.report import draft_rows
-    from tandem.session.opening import open_session
-    from tandem.training.start import serve_checkpoint
 
     output = Output(as_json=as_json)
-    settings = _with_drafts(
-        load(
-            RunSettings,
-            run_file,
-            [*(overrides or []), *as_overrides(credentials)],
-            weights=not dry_run,
-        )
-    )
+    settings = _with_drafts(load_run(run_file, overrides, credentials, dry_run=dry_run))
     path = found_checkpoint(checkpoint, settings)
     if dry_run:
         show_preflight(output, settings, "drafts")
         return
-    progress = Progress()
-    with (
-        output.shows_log(),
-        open_session(settings, purpose="drafts", progress=progress) as session,
-        progress_shown(output, progress),
-    ):
-        if checkpoint is not None:
-            serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
+    with evaluated_session(
+        output, settings, "drafts", checkpoint, discard_unsaved=discard_unsaved
+    ) as session:
         version = session.weights().version
         results = [one.summary() for one in measure_drafts(session, concurrency, repeats)]
     method = settings.eval_speculative.method
-    source = "as currently served" if path is None else f"from {path}"
     title = (
         f"{counted(results[0]['prompts'], 'prompt')}, {concurrency:,} at a time, "
         f"{counted(repeats, 'repeat')}, drafts by {method}; senior "
-        f"version {version}, {source}"
+        f"version {version}, {weights_source(path)}"
     )
     columns = ("", *(f"temperature {one['temperature']:g}" for one in results))
     output.result(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from tandem.rpc.client import TrainerClient
+    from tandem.session.session import Session
     from tandem.settings.run import Purpose
 
 Resume = Annotated[
@@ -132,12 +133,8 @@ def add_training(
         from tandem.training.loop import train, train_supervised
 
         output = Output(as_json=as_json)
-        settings = loading.load(
-            RunSettings,
-            run_file,
-            [*implied, *(overrides or []), *as_overrides(credentials)],
-            weights=not dry_run,
-        )
+        overrides = [*implied, *(overrides or [])]
+        settings = load_run(run_file, overrides, credentials, dry_run=dry_run)
         check(settings)
         open_run = functools.partial(
             RunDirectory.open,
@@ -235,33 +232,27 @@ def evaluate_command(
     from tandem.evaluation.answers import held_out
     from tandem.evaluation.report import measures, size
     from tandem.run_directory.trajectories.writer import write_parquet
-    from tandem.session.opening import open_session
-    from tandem.training.start import serve_checkpoint
     from tandem.utils.new_directory import new_directory
 
     output = Output(as_json=as_json)
-    overrides = [*(overrides or []), *as_overrides(credentials)]
+    overrides = overrides or []
     if mode:
         modes = [name.strip() for names in mode for name in names.split(",")]
         if unknown := next((name for name in modes if name not in get_args(EvalMode)), None):
             raise ConfigError(f"--mode: must be solo, handoff or legibility, not {unknown!r}")
-        overrides.append(f"eval.modes=[{', '.join(modes)}]")
-    settings = loading.load(RunSettings, run_file, overrides, weights=not dry_run)
+        overrides = [*overrides, f"eval.modes=[{', '.join(modes)}]"]
+    settings = load_run(run_file, overrides, credentials, dry_run=dry_run)
     path = found_checkpoint(checkpoint, settings)
     if dry_run:
         show_preflight(output, settings, "eval")
         return
     folder = nullcontext() if answers is None else new_directory(answers)
-    progress = Progress()
     with (
-        output.shows_log(),
         folder as place,
-        open_session(settings, purpose="eval", progress=progress) as session,
-        progress_shown(output, progress),
+        evaluated_session(
+            output, settings, "eval", checkpoint, discard_unsaved=discard_unsaved
+        ) as session,
     ):
-        if checkpoint is not None:
-            with progress.phase("load"):
-                serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
         results = evaluate(session)
         summaries = {name: result.summary() for name, result in results.items()}
         if place is not None:
@@ -269,8 +260,7 @@ def evaluate_command(
                 kept = result.responses(held_out(session), session.codec)
                 write_parquet(place / f"{name}.parquet", kept)
     [first, *_] = summaries.values()
-    source = "as currently served" if path is None else f"from {path}"
-    title = f"{size(first)}; senior version {first['version/senior']}, {source}"
+    title = f"{size(first)}; senior version {first['version/senior']}, {weights_source(path)}"
     rows = [
         (f"{name}: {one.name}", one.value, one.interval)
         for name, summary in summaries.items()
@@ -280,6 +270,47 @@ def evaluate_command(
         {"checkpoint": path and str(path), "evaluations": summaries},
         output.table(title, ("", "value", "95 % interval"), rows),
     )
+
+
+def load_run(
+    run_file: Path, overrides: Sequence[str] | None, credentials: Credentials, *, dry_run: bool
+) -> RunSettings:
+    """Returns the settings of a run file, with the overrides and the options of credentials.
+
+    A `dry_run` fetches no weights from the Hub.
+    """
+    paths = [f"credentials.{key}={json.dumps(path)}" for key, path in credentials.record().items()]
+    return loading.load(RunSettings, run_file, [*(overrides or []), *paths], weights=not dry_run)
+
+
+@contextmanager
+def evaluated_session(
+    output: Output,
+    settings: RunSettings,
+    purpose: Purpose,
+    checkpoint: Path | None,
+    *,
+    discard_unsaved: bool,
+) -> Iterator[Session]:
+    """Opens the session of an evaluation, with a checkpoint in its servers if one is named."""
+    from tandem.session.opening import open_session
+    from tandem.training.start import serve_checkpoint
+
+    progress = Progress()
+    with (
+        output.shows_log(),
+        open_session(settings, purpose=purpose, progress=progress) as session,
+        progress_shown(output, progress),
+    ):
+        if checkpoint is not None:
+            with progress.phase("load"):
+                serve_checkpoint(session, checkpoint, discard_unsaved=discard_unsaved)
+        yield session
+
+
+def weights_source(checkpoint: Path | None) -> str:
+    """Returns where the weights of an evaluation are from, for its title."""
+    return "as currently served" if checkpoint is None else f"from {checkpoint}"
 
 
 def found_checkpoint(checkpoint: Path | None, settings: RunSettings) -> Path | None:
@@ -295,13 +326,6 @@ def found_checkpoint(checkpoint: Path | None, settings: RunSettings) -> Path | N
     if settings.cluster is not None:
         require_here(found, "--checkpoint")
     return found.trainer
-
-
-def as_overrides(credentials: Credentials) -> list[str]:
-    """Returns the options as overrides of the run file's `credentials`."""
-    return [
-        f"credentials.{field}={json.dumps(path)}" for field, path in credentials.record().items()
-    ]
 
 
 def show_preflight(
