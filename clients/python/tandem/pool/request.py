@@ -1,6 +1,6 @@
 """A request to one or several replicas: a thread for each replica, and the state that they share.
 
-The replicas share the items of the request as replica_shares.Shares says.
+The replicas share the items of the request as Shares says.
 """
 
 from __future__ import annotations

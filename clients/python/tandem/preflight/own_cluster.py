@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,13 @@ from tandem.settings.cluster import ClusterSettings
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OwnCluster:
-    """The cluster that a run starts.
-
-    Attributes:
-        in_force: sections of the settings with the servers' defaults.
-    """
-
-    settings: ClusterSettings
-    in_force: dict[str, Any]
-
-
 def plan_cluster(
     cluster: ClusterSettings, inputs: Inputs, problems: Problems, *, dry_run: bool
-) -> OwnCluster:
-    """Returns the cluster as the run starts it, once its servers have checked themselves."""
+) -> tuple[ClusterSettings, dict[str, Any]]:
+    """Returns the cluster as the run starts it, once its servers have checked themselves.
+
+    Also returns the sections of the settings with the servers' defaults.
+    """
     settings, purpose = inputs.settings, inputs.purpose
     uses = uses_of(settings, purpose)
     with problems.collect():
@@ -73,7 +63,7 @@ def plan_cluster(
         checks.check_importance_weights(settings, checked.objective)
     in_force = {"cluster": plan.model_dump(mode="json", exclude_none=True)}
     in_force |= checks.in_force(settings, purpose, checked.servers, checked.objective)
-    return OwnCluster(plan, in_force)
+    return plan, in_force
 
 
 def _warn_of_end_tokens(plan: ClusterSettings, inputs: Inputs, problems: Problems) -> None:

@@ -38,23 +38,13 @@ class RunningServers:
     reference: server_pb2.ModelInfo | None = None
 
 
-@dataclass(frozen=True)
-class CheckedServers:
-    """The result of the check of running servers.
-
-    Attributes:
-        longest_sequence: most tokens of a prompt with its response that every server holds.
-        in_force: sections of the settings with the servers' defaults.
-    """
-
-    longest_sequence: int
-    in_force: dict[str, Any]
-
-
-def check_running(servers: RunningServers, inputs: Inputs, problems: Problems) -> CheckedServers:
+def check_running(
+    servers: RunningServers, inputs: Inputs, problems: Problems
+) -> tuple[ServerFacts, dict[str, Any]]:
     """Checks the settings against the trainer, the rollout servers, the critic and the reference.
 
-    The trainer also checks the objective.
+    The trainer also checks the objective. Returns the facts of the servers, and the sections of the
+    settings with the servers' defaults.
     """
     settings, purpose = inputs.settings, inputs.purpose
     trainer_name, trainer = f"the trainer at {servers.trainer.address}", servers.trainer_info
@@ -92,7 +82,7 @@ def check_running(servers: RunningServers, inputs: Inputs, problems: Problems) -
         with problems.collect():
             objective = _objective_in_force(servers.trainer, settings)
             checks.check_importance_weights(settings, objective)
-    return CheckedServers(facts.max_model_len, checks.in_force(settings, purpose, facts, objective))
+    return facts, checks.in_force(settings, purpose, facts, objective)
 
 
 def _objective_in_force(trainer: TrainerClient, settings: RunSettings) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from tandem.cluster.local import LocalCluster
 from tandem.cluster.plan import uses_of
 from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool
-from tandem.preflight.running_servers import CheckedServers, RunningServers, check_running
+from tandem.preflight.running_servers import RunningServers, check_running
 from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.retry import ONCE
 from tandem.session.preparing import Prepared, prepare
 from tandem.session.publisher import by_advertised_address
-from tandem.session.reference import JuniorReference, Reference
+from tandem.session.reference import JuniorReference
 from tandem.session.session import Session
 from tandem.settings.cluster import ServersSettings
 from tandem.settings.run import Purpose, RunSettings
@@ -73,7 +73,7 @@ def check_run(
     with ExitStack() as stack:
         prepared = prepare(settings, purpose, Progress(), stack, dry_run=True)
         if prepared.cluster is not None:
-            return CheckedRun(prepared.inputs.settings, prepared.cluster.in_force)
+            return CheckedRun(prepared.inputs.settings, prepared.in_force)
         session = _opened(prepared, stack)
         if check_trainer is not None:
             check_trainer(session.trainer)
@@ -82,55 +82,21 @@ def check_run(
 
 def _opened(prepared: Prepared, stack: ExitStack) -> Session:
     """Starts the run's cluster, connects, and checks the settings against the servers."""
-    inputs, problems = prepared.inputs, prepared.problems
-    settings, servers = inputs.settings, prepared.servers
+    servers = prepared.servers
     if prepared.cluster is not None:
-        cluster = stack.enter_context(
-            LocalCluster(prepared.cluster.settings, credentials=settings.credentials.credentials())
-        )
+        credentials = prepared.inputs.settings.credentials.credentials()
+        cluster = stack.enter_context(LocalCluster(prepared.cluster, credentials=credentials))
         cluster.keep_rollouts()
-        servers, in_force = prepared.connections.use(cluster), prepared.cluster.in_force
-    else:
-        in_force = {"servers": servers.model_dump(mode="json", exclude_none=True)}
+        servers = prepared.connections.use(cluster)
     # Without a trainer's address, or an answer of every server, there are problems.
-    connected = None if servers.trainer is None else _connect(servers, prepared, stack)
-    connected = problems.whole(connected)
-    return Session(
-        settings=settings,
-        purpose=inputs.purpose,
-        progress=prepared.progress,
-        codec=problems.whole(inputs.codec),
-        sampling=problems.whole(inputs.sampling),
-        data=problems.whole(inputs.data),
-        eval_data=inputs.eval_data,
-        reward=problems.whole(prepared.reward),
-        connections=prepared.connections,
-        trainer=connected.trainer,
-        status_client=connected.status_client,
-        rollouts=connected.rollouts,
-        critic_address=connected.critic_address,
-        reference=connected.reference,
-        longest_sequence=connected.checked.longest_sequence,
-        in_force=in_force | connected.checked.in_force,
-    )
+    session = None if servers.trainer is None else _connected(servers, prepared, stack)
+    return prepared.problems.whole(session)
 
 
-@dataclass(frozen=True)
-class _Connected:
-    """The servers of a run, all of which have answered; the attributes are those of Session."""
-
-    trainer: TrainerClient
-    status_client: TrainerClient
-    rollouts: RolloutPool
-    critic_address: str | None
-    reference: Reference | None
-    checked: CheckedServers
-
-
-def _connect(servers: ServersSettings, prepared: Prepared, stack: ExitStack) -> _Connected | None:
+def _connected(servers: ServersSettings, prepared: Prepared, stack: ExitStack) -> Session | None:
     """Opens the clients, and checks the settings against the info of every server.
 
-    Returns None if one does not answer, which is a problem then.
+    Returns None if a server does not answer, which is among the problems then.
     """
     inputs, problems, connections = prepared.inputs, prepared.problems, prepared.connections
     options = connections.options()
@@ -167,11 +133,25 @@ def _connect(servers: ServersSettings, prepared: Prepared, stack: ExitStack) -> 
         f"the rollout server at {client.address}": one
         for client, one in zip(clients, infos, strict=True)
     }
-    reference: Reference | None = prepared.reference
-    if inputs.settings.reference == "junior" and inputs.purpose == "train":
-        reference = JuniorReference(rollouts)
-    running = RunningServers(
-        trainer, info, named, critics, prepared.reference and prepared.reference.model
+    reference = prepared.reference
+    running = RunningServers(trainer, info, named, critics, reference and reference.model)
+    facts, in_force = check_running(running, inputs, problems)
+    to_junior = inputs.settings.reference == "junior" and inputs.purpose == "train"
+    return Session(
+        settings=inputs.settings,
+        purpose=inputs.purpose,
+        progress=prepared.progress,
+        codec=problems.whole(inputs.codec),
+        sampling=problems.whole(inputs.sampling),
+        data=problems.whole(inputs.data),
+        eval_data=inputs.eval_data,
+        reward=problems.whole(prepared.reward),
+        connections=connections,
+        trainer=trainer,
+        status_client=status_client,
+        rollouts=rollouts,
+        critic_address=critic_address,
+        reference=JuniorReference(rollouts) if to_junior else reference,
+        longest_sequence=facts.max_model_len,
+        in_force=prepared.in_force | in_force,
     )
-    checked = check_running(running, inputs, problems)
-    return _Connected(trainer, status_client, rollouts, critic_address, reference, checked)

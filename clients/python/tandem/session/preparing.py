@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.cluster import registry
 from tandem.cluster.plan import planned, uses_of
@@ -16,7 +17,7 @@ from tandem.pool.rollout_pool import RolloutPool
 from tandem.preflight import checks
 from tandem.preflight.inputs import Inputs, read_inputs
 from tandem.preflight.learnability import obstacles
-from tandem.preflight.own_cluster import OwnCluster, plan_cluster
+from tandem.preflight.own_cluster import plan_cluster
 from tandem.preflight.problems import Problems
 from tandem.preflight.vocabulary import check_vocabulary
 from tandem.rewards.reward import READING_PATTERNS, Reward
@@ -24,7 +25,7 @@ from tandem.rpc.client import RolloutClient
 from tandem.rpc.credentials import Credentials
 from tandem.session.connections import Connections
 from tandem.session.reference import ServerReference
-from tandem.settings.cluster import ServersSettings
+from tandem.settings.cluster import ClusterSettings, ServersSettings
 from tandem.settings.paths import SERVER_MODELS
 from tandem.settings.run import Purpose, RunSettings
 from tandem.trackers.trackers import require_installed
@@ -41,6 +42,7 @@ class Prepared:
         reward: None if it is refused, which is among the problems.
         servers: the addresses of the servers, unless the run starts them.
         cluster: the cluster that the run starts, without problems; None if it uses running servers.
+        in_force: sections of the settings with the servers' defaults, as far as they are known.
     """
 
     inputs: Inputs
@@ -50,7 +52,8 @@ class Prepared:
     connections: Connections
     servers: ServersSettings
     reference: ServerReference | None
-    cluster: OwnCluster | None
+    cluster: ClusterSettings | None
+    in_force: dict[str, Any]
 
 
 def prepare(
@@ -90,9 +93,13 @@ def prepare(
         for obstacle in obstacles(settings):
             _log.warning(f"this run cannot learn: {obstacle}")
     if settings.cluster is not None:
-        cluster = plan_cluster(settings.cluster, inputs, problems, dry_run=dry_run)
+        cluster, in_force = plan_cluster(settings.cluster, inputs, problems, dry_run=dry_run)
         problems.raise_any()
-    return Prepared(inputs, reward, problems, progress, connections, servers, reference, cluster)
+    else:
+        in_force = {"servers": servers.model_dump(mode="json", exclude_none=True)}
+    return Prepared(
+        inputs, reward, problems, progress, connections, servers, reference, cluster, in_force
+    )
 
 
 def _named_models(settings: RunSettings) -> Iterator[Path]:
