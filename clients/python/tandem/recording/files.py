@@ -75,7 +75,13 @@ class Recorder:
     def start(
         self, target: str, method: str, timeout: float | None, metadata: Metadata | None
     ) -> CallRecorder:
-        """Records the start of a call of `method`, "/package.Service/Method", at `target`."""
+        """Records the start of a call of `method`, "/package.Service/Method", at `target`.
+
+        Nothing is recorded of gRPC's own services: health checks are repeated until a server
+        answers, and reflection describes the contract.
+        """
+        if method.startswith("/grpc."):
+            return CallRecorder(self, "", ended=True)
         call = CallRecorder(self, f"{os.getpid()}-{next(self._numbers)}")
         call.add(
             "start",
@@ -108,10 +114,10 @@ class Recorder:
 class CallRecorder:
     """Records one call until its end; what comes after the end is not recorded. Thread-safe."""
 
-    def __init__(self, recorder: Recorder, name: str) -> None:
+    def __init__(self, recorder: Recorder, name: str, *, ended: bool = False) -> None:
         self._recorder = recorder
         self._name = name
-        self._ended = False
+        self._ended = ended
         self._lock = threading.Lock()
 
     def request(self, message: bytes) -> None:

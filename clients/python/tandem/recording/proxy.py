@@ -10,7 +10,6 @@ from typing import Self
 import grpc
 
 from tandem.errors import ConfigError
-from tandem.recording.channel import is_recorded
 from tandem.recording.files import MAX_MESSAGE_BYTES, CallRecorder, Recorder
 from tandem.rpc.calls import CriticCalls, RolloutCalls, TrainerCalls
 from tandem.rpc.channel import open_channel
@@ -104,9 +103,7 @@ class RecordingProxy(grpc.GenericRpcHandler):
         timeout = context.time_remaining()
         if timeout is not None and timeout > _NO_DEADLINE_SECONDS:
             timeout = None
-        record = None
-        if is_recorded(method):
-            record = self._recorder.start(self._target, method, timeout, metadata)
+        record = self._recorder.start(self._target, method, timeout, metadata)
         stopped = threading.Event()
         is_stream = method.rpartition("/")[2] in _STREAMING
         call = (self._streams if is_stream else self._channel).stream_stream(method)(
@@ -124,8 +121,7 @@ class RecordingProxy(grpc.GenericRpcHandler):
             try:
                 context.send_initial_metadata(tuple(call.initial_metadata()))
                 for message in call:
-                    if record is not None:
-                        record.response(message)
+                    record.response(message)
                     yield message
             except grpc.RpcError:
                 pass  # The status says it.
@@ -135,24 +131,21 @@ class RecordingProxy(grpc.GenericRpcHandler):
             late = timeout is not None and context.time_remaining() <= 0
             if late and code == grpc.StatusCode.CANCELLED:
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
-            if record is not None:
-                record.end(code, details, trailing)
+            record.end(code, details, trailing)
         context.set_trailing_metadata(tuple(trailing or ()))
         context.set_code(code)
         context.set_details(details or "")
 
 
 def _recorded_requests(
-    requests: Iterator[bytes], record: CallRecorder | None, stopped: threading.Event
+    requests: Iterator[bytes], record: CallRecorder, stopped: threading.Event
 ) -> Iterator[bytes]:
     try:
         for message in requests:
-            if record is not None:
-                record.request(message)
+            record.request(message)
             yield message
     except grpc.RpcError:
         # The client went away. The server must not take that for a half-close.
         stopped.wait()
         return
-    if record is not None:
-        record.half_close()
+    record.half_close()

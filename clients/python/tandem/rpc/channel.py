@@ -30,27 +30,37 @@ Options = Sequence[tuple[str, int]]
 
 
 def open_channel(
-    address: str, credentials: Credentials, options: Options, *, asynchronous: bool = False
+    address: str,
+    credentials: Credentials,
+    options: Options,
+    interceptors: Sequence[Any] = (),
+    *,
+    asynchronous: bool = False,
 ) -> Any:
     """Opens a channel to a server: encrypted if `credentials` name a ca_file.
 
-    No channel uses a proxy. Without credentials it is a grpc.Channel or a grpc.aio.Channel, else it
-    has the functions of one that stubs use, and close().
+    `interceptors` are gRPC's, those of grpc.aio for an asyncio channel. No channel uses a proxy.
+    Without credentials it is a grpc.Channel or a grpc.aio.Channel, else it has the functions of one
+    that stubs use, and close().
 
     Raises CredentialsError, as CredentialFiles does.
     """
     files = CredentialFiles(credentials, address)
     library = grpc.aio if asynchronous else grpc
-    options = [*options, _NO_PROXY]
-    if files.certificates is None and files.tokens is None:
-        return library.insecure_channel(address, options)
+    arguments: dict[str, Any] = {"options": [*options, _NO_PROXY]}
+    if asynchronous:
+        arguments["interceptors"] = interceptors
 
     def connect(held: Certificates | None) -> Any:
         if held is None:
-            return library.insecure_channel(address, options)
-        secret = grpc.ssl_channel_credentials(held.ca, held.private_key, held.certificate)
-        return library.secure_channel(address, secret, options)
+            channel = library.insecure_channel(address, **arguments)
+        else:
+            secret = grpc.ssl_channel_credentials(held.ca, held.private_key, held.certificate)
+            channel = library.secure_channel(address, secret, **arguments)
+        return channel if asynchronous else grpc.intercept_channel(channel, *interceptors)
 
+    if files.certificates is None and files.tokens is None:
+        return connect(None)
     return (AsyncSecuredChannel if asynchronous else SecuredChannel)(files, connect)
 
 

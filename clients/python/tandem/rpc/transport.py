@@ -228,6 +228,7 @@ class Transport:
     default_timeout_seconds: ClassVar[float] = 600.0
     stubs: ClassVar[tuple[type, ...]] = ()
     streaming: ClassVar[frozenset[str]] = frozenset()
+    _asynchronous: ClassVar[bool]
     _response_stream: ClassVar[type]
 
     def __init__(
@@ -247,9 +248,16 @@ class Transport:
         self.timeout_seconds = timeout_seconds or self.default_timeout_seconds
         self.retry = retry or RetryPolicy()
         # A channel connects with its first call.
-        self.channel = self._open_channel(CHANNEL_OPTIONS)
-        self._streams, self._checks = (
-            self._open_channel([*CHANNEL_OPTIONS, OWN_CONNECTION]) for _ in range(2)
+        interceptors = _interceptors(self.address, asynchronous=self._asynchronous)
+        self.channel, self._streams, self._checks = (
+            open_channel(
+                self.address,
+                self.credentials,
+                [*CHANNEL_OPTIONS, *own],
+                interceptors,
+                asynchronous=self._asynchronous,
+            )
+            for own in ((), (OWN_CONNECTION,), (OWN_CONNECTION,))
         )
         self._closed = False
         self._health = health_pb2_grpc.HealthStub(self._checks)
@@ -417,9 +425,6 @@ class Transport:
 
     # The differences between the two kinds of channel.
 
-    def _open_channel(self, options: Sequence[tuple[str, int]]) -> Any:
-        raise NotImplementedError
-
     async def _reply(self, started: Any) -> Any:
         """Returns the reply of a unary call that the stub started."""
         raise NotImplementedError
@@ -462,12 +467,13 @@ def _last_error(details: str) -> str:
     return last.removeprefix("UNKNOWN: ").removeprefix("UNAVAILABLE: ")
 
 
-def _recorded(channel: Any, address: str, *, asynchronous: bool = False) -> Any:
-    """Returns the channel, which records its calls in a process that `tandem record` started."""
-    if not os.environ.get(RECORD_VARIABLE):
-        return channel
-    wrap = pkgutil.resolve_name("tandem.recording.channel:recorded")
-    return wrap(channel, address, asynchronous=asynchronous)
+def _interceptors(address: str, *, asynchronous: bool) -> Sequence[Any]:
+    """Returns the interceptors of a channel: `tandem record` has some, else none."""
+    file = os.environ.get(RECORD_VARIABLE)
+    if not file:
+        return ()
+    recording = pkgutil.resolve_name("tandem.recording.interceptors:interceptors")
+    return recording(file, address, asynchronous=asynchronous)
 
 
 def blocking(
@@ -490,6 +496,7 @@ def blocking(
 class Connection(Transport):
     """A synchronous channel to one server. Thread-safe; a context manager."""
 
+    _asynchronous = False
     _response_stream = ResponseStream
 
     def __enter__(self) -> Self:
@@ -506,10 +513,6 @@ class Connection(Transport):
 
     check_health = blocking(Transport.check_health)
     health = blocking(Transport.health)
-
-    def _open_channel(self, options: Sequence[tuple[str, int]]) -> Any:
-        channel = open_channel(self.address, self.credentials, options)
-        return _recorded(channel, self.address)
 
     async def _reply(self, started: Any) -> Any:
         return started
@@ -528,6 +531,7 @@ class Connection(Transport):
 class AsyncConnection(Transport):
     """An asyncio channel to one server; an async context manager."""
 
+    _asynchronous = True
     _response_stream = AsyncResponseStream
 
     async def __aenter__(self) -> Self:
@@ -541,10 +545,6 @@ class AsyncConnection(Transport):
         self._closed = True
         for channel in (self.channel, self._streams, self._checks):
             await channel.close()
-
-    def _open_channel(self, options: Sequence[tuple[str, int]]) -> Any:
-        channel = open_channel(self.address, self.credentials, options, asynchronous=True)
-        return _recorded(channel, self.address, asynchronous=True)
 
     async def _reply(self, started: Any) -> Any:
         return await started

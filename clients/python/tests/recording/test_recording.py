@@ -30,7 +30,7 @@ from tandem.recording import files as recording
 from tandem.recording.files import Recorder, read_recording
 from tandem.recording.message_difference import first_difference
 from tandem.recording.proxy import RecordingProxy
-from tandem.recording.replay import PLACES, Mapped
+from tandem.recording.replay import PLACES, Mapped, decoded
 from tandem.rpc import transport
 from tandem.rpc.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.rpc.client import RolloutClient, TrainerClient
@@ -145,14 +145,49 @@ def test_nothing_is_recorded_without_the_variable_nor_of_health_checks(address, 
     assert entries(file) == []
 
 
-def test_a_stream_that_the_client_leaves_is_recorded_as_cancelled(world, address, file):
-    with RolloutClient(address) as rollout, rollout.open_stream() as stream:
-        stream.submit([PROMPT])
-        next(iter(stream))
+async def leave_a_stream(address):
+    """Reads the first event of a call and leaves the call."""
+    async with AsyncRolloutClient(address) as rollout:
+        stream = rollout.stream(submit([PROMPT]))
+        await anext(stream)
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("how", ["synchronous", "asyncio"])
+def test_a_stream_that_the_client_leaves_is_recorded_as_cancelled(how, world, address, file):
+    if how == "asyncio":
+        asyncio.run(leave_a_stream(address))
+    else:
+        with RolloutClient(address) as rollout, rollout.open_stream() as stream:
+            stream.submit([PROMPT])
+            next(iter(stream))
     assert kinds(file)[-1] == ("Generate", "end")
     assert entries(file)[-1].status.code == grpc.StatusCode.CANCELLED
     tandem("replay", file, "--map", f"{address}={address}")
     assert world.batches == [["a"], ["a"]]
+
+
+@pytest.mark.parametrize("how", ["synchronous", "asyncio"])
+def test_a_client_records_the_messages_that_a_proxy_sees(how, world, address, file, tmp_path):
+    """Byte for byte, but for the order of a map's entries; also fields unknown to the client."""
+    world.watched = [trainer_pb2.StepReport.FromString(b"\x08\x03\xfa\x7f\x04more")]
+    seen = tmp_path / "seen.rec"
+    recording.create(seen)
+    with proxied(address, seen) as port:
+        if how == "asyncio":
+            asyncio.run(one_of_each_async(port, world))
+        else:
+            one_of_each(port, world)
+
+    def messages(path):
+        return [
+            (one.call.name, one.kind, decoded(one.call, one).SerializeToString(deterministic=True))
+            for one in entries(path)
+            if one.message
+        ]
+
+    assert messages(file) == messages(seen)
+    assert any(b"more" in message for *_, message in messages(file))
 
 
 def test_secrets_of_metadata_are_not_recorded(file):
