@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from tandem._proto.rollout.v1.rollout_pb2 import GenerateResponse, TokensEvent
+from tandem.rpc.generate_events import read_event
 
 # A request, and its sample or, for the request itself, None.
 _Key = tuple[str, int | None]
@@ -88,8 +89,6 @@ class GenerateEvents:
 
 
 def _key(event: GenerateResponse) -> _Key:
-    if event.HasField("tokens"):
-        return event.tokens.request_id, event.tokens.sample_index
-    if event.HasField("finished"):
-        return event.finished.request_id, event.finished.trajectory.sample_index
-    return event.failed.request_id, None
+    told = read_event(event)
+    # An event of a kind that is not known names no request.
+    return ("" if told is None else told.request_id), getattr(told, "sample_index", None)
