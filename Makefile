@@ -43,7 +43,7 @@ servers: configure python-protos ## Builds the three servers only
 
 .PHONY: demo
 demo: servers ## Trains a real small model with tandem GRPO and shows what changed (no GPU, no model hub)
-	@$(PYTHON) -m tandem.demo --build-dir $(BUILD)
+	@$(PYTHON) examples/demo/demo.py --build-dir $(BUILD)
 
 .PHONY: check
 check: configure python-protos ## After an edit: lint and C++ tests of what differs from BASE=HEAD, and the client's tests (3 minutes)

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
+import demo
 import pytest
 from commands import contents, lines, tandem
 
-from tandem import demo
 from tandem.errors import RunDirectoryError
 from tandem.settings import loading
 from tandem.settings.run import RunSettings

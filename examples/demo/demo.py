@@ -1,6 +1,6 @@
 """The demo: a real pretrained model, trained by Tandem Reinforcement Learning, on one machine.
 
-    python -m tandem.demo [--config examples/demo/run.yaml] [dotted.key=value ...]
+    python examples/demo/demo.py [--config examples/demo/run.yaml] [dotted.key=value ...]
 
 It imports the model, starts the servers, evaluates the senior on held-out questions (alone, taking
 turns with the junior, and read by the junior), trains it with the frozen start as its junior,
@@ -50,7 +50,7 @@ KIND = "demo"
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the exit code."""
     use_any_encoding()
-    parser = argparse.ArgumentParser(prog="python -m tandem.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python examples/demo/demo.py", description=__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--build-dir", type=Path, help="where the servers were built")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
