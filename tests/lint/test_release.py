@@ -16,9 +16,8 @@ import pytest
 from check_layers import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "release"))
-import versions
-
 import build
+import versions
 
 CHANGELOG = (REPOSITORY / "CHANGELOG.md").read_text()
 
