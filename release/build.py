@@ -20,6 +20,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
 from versions import REPOSITORY, ReleaseError, version
 
 CLIENT = REPOSITORY / "clients/python"
