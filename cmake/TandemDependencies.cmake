@@ -30,7 +30,10 @@ target_include_directories(torch_cpu SYSTEM INTERFACE
 target_link_directories(torch_cpu INTERFACE "${_torch_dir}/lib")
 # at::parallel_for is a header: without -fopenmp it is a plain call in our files. The runtime is the
 # wheel's own, by its path: a second libgomp in the process would be a second pool of threads.
-target_compile_options(torch_cpu INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-fopenmp>")
+# ThreadSanitizer does not see how that runtime's threads wait for each other: there it stays a plain call.
+if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")
+  target_compile_options(torch_cpu INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-fopenmp>")
+endif()
 target_link_libraries(torch_cpu INTERFACE
   -ltorch_cpu -lc10 "${_torch_dir}/lib/libgomp.so.1" Threads::Threads)
 # The old-style RPATH is needed: libtorch's own dependencies are found through it.

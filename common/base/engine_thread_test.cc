@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <future>
+#include <latch>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -15,7 +16,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/synchronization/notification.h"
 #include "common/base/files/file_descriptor.h"
 #include "common/base/progress.h"
 #include "common/base/steady_time.h"
@@ -31,20 +31,20 @@ class Blocker {
   explicit Blocker(EngineThread& thread) {
     EXPECT_TRUE(thread
                     .Post([state = state_] {
-                      state->entered.Notify();
-                      state->go.WaitForNotification();
+                      state->entered.count_down();
+                      state->go.wait();
                     })
                     .ok());
-    state_->entered.WaitForNotification();
+    state_->entered.wait();
   }
   ~Blocker() { Release(); }
   void Release() {
-    if (!state_->go.HasBeenNotified()) state_->go.Notify();
+    if (!state_->go.try_wait()) state_->go.count_down();
   }
 
  private:
   struct State {
-    absl::Notification entered, go;
+    std::latch entered{1}, go{1};
   };
   const std::shared_ptr<State> state_ = std::make_shared<State>();  // the command may outlive this
 };
@@ -194,31 +194,31 @@ TEST(EngineThreadTest, AroundHoldsTheWholeLoop) {
 TEST(EngineThreadTest, StepsRunWhileThereIsWorkAndCommandsComeBetweenThem) {
   int work = 0;
   std::vector<const char*> events;
-  absl::Notification done;
+  std::latch done(1);
   EngineThread* self = nullptr;
   EngineThread thread({.step = [&] {
     if (work == 0) return SteadyTime::InfiniteFuture();
     events.push_back("step");
     if (work == 3) self->Post([&] { events.push_back("command"); }).IgnoreError();
-    if (--work == 0) done.Notify();
+    if (--work == 0) done.count_down();
     return SteadyTime::InfinitePast();
   }});
   self = &thread;
   ASSERT_TRUE(thread.Post([&] { work = 3; }).ok());
-  done.WaitForNotification();
+  done.wait();
   EXPECT_EQ(events, (std::vector<const char*>{"step", "command", "step", "step"}));
 }
 
 TEST(EngineThreadTest, AStepMayAskForALaterTime) {
-  absl::Notification second;
+  std::latch second(1);
   std::vector<SteadyTime> began;
   const absl::Duration wait = absl::Milliseconds(50);
   EngineThread thread({.step = [&] {
     began.push_back(SteadyTime::Now());
-    if (began.size() == 2) second.Notify();
+    if (began.size() == 2) second.count_down();
     return began.size() < 2 ? SteadyTime::Now() + wait : SteadyTime::InfiniteFuture();
   }});
-  second.WaitForNotification();
+  second.wait();
   EXPECT_GE(began[1], began[0] + wait);
 }
 
@@ -327,18 +327,18 @@ TEST(EngineThreadTest, HealthFailsForStepsThatNeverProgress) {
   std::atomic<int64_t> seconds = 0;
   std::atomic<bool> move = false;
   EngineThread* self = nullptr;
-  absl::Notification ready;
+  std::latch ready(1);
   EngineThread thread({.stall_limit = absl::Seconds(10),
                        .clock = [&] { return SteadyTime() + absl::Seconds(seconds.load()); },
                        .step =
                            [&] {
-                             ready.WaitForNotification();
+                             ready.wait();
                              if (move) self->NoteProgress();
                              std::this_thread::yield();
                              return SteadyTime::InfinitePast();
                            }});
   self = &thread;
-  ready.Notify();
+  ready.count_down();
   EXPECT_TRUE(thread.Run({}, Nothing).ok());
   seconds = 10;
   EXPECT_FALSE(thread.Health().ok());
@@ -383,19 +383,19 @@ TEST(EngineThreadTest, HoldsUnderLoad) {
 
 TEST(EngineThreadTest, WhatACommandHoldsMayCallTheThreadWhenItGoes) {
   EngineThread thread({});
-  absl::Notification gone;
+  std::promise<void> gone;
   struct CallsBack {
-    CallsBack(EngineThread& thread, absl::Notification& gone) : thread(thread), gone(gone) {}
+    CallsBack(EngineThread& thread, std::promise<void>& gone) : thread(thread), gone(gone) {}
     EngineThread& thread;
-    absl::Notification& gone;
+    std::promise<void>& gone;
     ~CallsBack() {
       (void)thread.last_progress();
-      gone.Notify();
+      gone.set_value();
     }
   };
   auto held = std::make_shared<CallsBack>(thread, gone);
   ASSERT_TRUE(thread.Post([held = std::move(held)] {}).ok());
-  EXPECT_TRUE(gone.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_EQ(gone.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <latch>
 #include <memory>
 #include <stop_token>
 #include <string>
@@ -13,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/synchronization/notification.h"
 #include "common/base/errors/error.h"
 #include "common/weights/testing/stream_digest.h"
 #include "common/weights/testing/told_weights.h"
@@ -334,20 +334,20 @@ TEST_F(StagedWeightReceiverTest, WeightsThatAreNotFiniteAreNotServed) {
 // Takes a tensor when it is told to.
 class SlowWeights : public NextWeights {
  public:
-  SlowWeights(absl::Notification& taking, absl::Notification& go) : taking_(taking), go_(go) {}
+  SlowWeights(std::latch& taking, std::latch& go) : taking_(taking), go_(go) {}
   absl::Status Add(const WeightSpec&, TensorBytes) override {
-    taking_.Notify();
-    go_.WaitForNotification();
+    taking_.count_down();
+    go_.wait();
     return absl::OkStatus();
   }
   absl::Status Apply(const WeightManifest&, const CallScope&) override { return absl::OkStatus(); }
 
  private:
-  absl::Notification &taking_, &go_;
+  std::latch &taking_, &go_;
 };
 
 TEST_F(StagedWeightReceiverTest, OtherCallsDoNotWaitForTheTensorOfAnUpdateThatIsReplaced) {
-  absl::Notification taking, go;
+  std::latch taking(1), go(1);
   StagedWeightReceiver receiver({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
                                 std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""},
                                 [&] { return std::make_unique<SlowWeights>(taking, go); });
@@ -355,18 +355,18 @@ TEST_F(StagedWeightReceiverTest, OtherCallsDoNotWaitForTheTensorOfAnUpdateThatIs
   for (const int64_t chunk : {0, 1}) {  // the whole of "a"
     ASSERT_TRUE(receiver.Append("u", chunk, absl::MakeSpan(stream_).subspan(chunk * 12, 12)).ok());
   }
-  taking.WaitForNotification();
+  taking.wait();
   std::thread next([&] { EXPECT_TRUE(receiver.Begin("w", Manifest(6), false).ok()); });
   while (receiver.OpenUpdateId() != "w") std::this_thread::yield();
   EXPECT_EQ(receiver.Version().version, 0);
-  go.Notify();
+  go.count_down();
   next.join();
 }
 
 // A sender whose connection is lost commits again and again: the calls before the last one have no
 // caller any more, and a server has few threads for calls.
 TEST_F(StagedWeightReceiverTest, OfTheRepeatsOfACommitOnlyTheLastWaits) {
-  absl::Notification taking, go;
+  std::latch taking(1), go(1);
   StagedWeightReceiver receiver({{.name = "a", .shape = {2, 3}}}, std::nullopt,
                                 /*num_token_ids=*/7, {.version = 0, .digest = ""},
                                 [&] { return std::make_unique<SlowWeights>(taking, go); });
@@ -382,7 +382,7 @@ TEST_F(StagedWeightReceiverTest, OfTheRepeatsOfACommitOnlyTheLastWaits) {
                          false)
                   .ok());
   ASSERT_TRUE(receiver.Append("u", 0, stream).ok());
-  taking.WaitForNotification();
+  taking.wait();
   std::thread first([&] { EXPECT_EQ(receiver.Commit("u", {})->version, 1); });
   // The first commits as soon as no other call may touch the update.
   while (receiver.Append("u", 1, stream).status().code() != absl::StatusCode::kFailedPrecondition) {
@@ -408,7 +408,7 @@ TEST_F(StagedWeightReceiverTest, OfTheRepeatsOfACommitOnlyTheLastWaits) {
   call.cancellation = gone.get_token();
   gone.request_stop();
   EXPECT_EQ(receiver.Commit("u", call).status().code(), absl::StatusCode::kCancelled);
-  go.Notify();
+  go.count_down();
   first.join();
   for (std::thread& repeat : repeats) repeat.join();
 }

@@ -90,7 +90,7 @@ TEST(TensorStagerTest, AnExceptionIsAnError) {
 
 // The error stays when the tensor that is being taken meanwhile is a good one.
 TEST(TensorStagerTest, TooLittleMemoryIsAnError) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the sanitizer ends a process that asks for so much memory";
 #endif
   std::promise<void> begun, failed;

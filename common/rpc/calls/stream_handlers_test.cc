@@ -12,7 +12,6 @@
 #include <thread>
 #include <vector>
 
-#include "absl/synchronization/notification.h"
 #include "common/base/errors/error.h"
 #include "common/rpc/message_size.h"
 #include "common/rpc/testing/raw_call.h"

@@ -8,13 +8,15 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
+#include <future>
+#include <latch>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "absl/synchronization/notification.h"
 #include "common/base/errors/error.h"
 #include "common/base/steady_time.h"
 #include "common/rpc/calls/error_table.h"
@@ -174,28 +176,28 @@ TEST_F(ServerTest, RequestIdsAreEchoedOrMade) {
 }
 
 TEST_F(ServerTest, TheClientsDeadlineFreesTheCall) {
-  absl::Notification cancelled;
+  std::promise<void> cancelled;
   handler_ = [&](const CallScope& context) -> Result {
     EXPECT_LT(context.deadline, SteadyTime::Now() + absl::Seconds(5));
     EXPECT_TRUE(Eventually([&] { return context.cancelled(); }));
-    cancelled.Notify();
+    cancelled.set_value();
     return GetVersionResponse();
   };
   EXPECT_EQ(Call("", absl::Milliseconds(100)).status.code(), absl::StatusCode::kDeadlineExceeded);
-  EXPECT_TRUE(cancelled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_EQ(cancelled.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
   EXPECT_TRUE(Eventually([&] { return server_.server().live_calls() == 0; }));
 }
 
 TEST_F(ServerTest, AFullQueueIsResourceExhausted) {
   // Queued work may run after this function has returned: it shares what it waits for.
   struct Shared {
-    absl::Notification go;
+    std::latch go{1};
     std::atomic<int> started = 0;
   };
   const auto shared = std::make_shared<Shared>();
   const auto block = [shared] {
     ++shared->started;
-    shared->go.WaitForNotification();
+    shared->go.wait();
   };
   // Occupies the workers, then the queue.
   const int workers = CallExecutorOptions().num_threads;
@@ -206,7 +208,7 @@ TEST_F(ServerTest, AFullQueueIsResourceExhausted) {
   const absl::Status refused = Call().status;
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(RetryAfterMilliseconds(refused).has_value());
-  shared->go.Notify();
+  shared->go.count_down();
   EXPECT_TRUE(Eventually([&] { return Call().status.ok(); }));
 }
 
@@ -323,9 +325,9 @@ TEST_F(ServerTest, APortInUseIsAClearError) {
 }
 
 TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
-  absl::Notification started;
+  std::latch started(1);
   handler_ = [&](const CallScope&) -> Result {
-    started.Notify();
+    started.count_down();
     absl::SleepFor(absl::Milliseconds(300));
     GetVersionResponse response;
     response.mutable_weights()->set_version(7);
@@ -333,7 +335,7 @@ TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
   };
   Answer answer;
   std::thread client([&] { answer = Call(); });
-  started.WaitForNotification();
+  started.wait();
   server_.server().Shutdown(SteadyTime::Now() + absl::Seconds(20));
   client.join();
   EXPECT_TRUE(answer.status.ok()) << answer.status;
@@ -341,21 +343,21 @@ TEST_F(ServerTest, ShutdownWaitsForRunningCallsUntilTheDeadline) {
 }
 
 TEST_F(ServerTest, ShutdownCancelsWhatIsLeftAtTheDeadline) {
-  absl::Notification started;
-  absl::Notification released;
+  std::latch started(1);
+  std::promise<void> released;
   handler_ = [&](const CallScope& context) -> Result {
-    started.Notify();
+    started.count_down();
     EXPECT_TRUE(Eventually([&] { return context.cancelled(); }));
-    released.Notify();
+    released.set_value();
     return GetVersionResponse();
   };
   Answer answer;
   std::thread client([&] { answer = Call(); });
-  started.WaitForNotification();
+  started.wait();
   server_.server().Shutdown(SteadyTime::Now() + absl::Milliseconds(100));
   client.join();
   EXPECT_FALSE(answer.status.ok());
-  EXPECT_TRUE(released.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_EQ(released.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
 }
 
 TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
@@ -364,12 +366,12 @@ TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   CallExecutor executor({.default_deadline = absl::Milliseconds(100),
                          .streams = {.patience = absl::Milliseconds(100)}});
   ServerRuntime runtime{.executor = executor, .metrics = metrics, .start_time = SteadyTime::Now()};
-  absl::Notification go;
+  std::latch go(1);
   FakeApp app(runtime,
               [&](const GetVersionRequest&,
                   const CallScope& context) -> absl::StatusOr<GetVersionResponse> {
                 EXPECT_NE(context.deadline, SteadyTime::InfiniteFuture());
-                go.WaitForNotification();
+                go.wait();
                 return GetVersionResponse();
               });
   config::v1::RolloutServerConfig config;
@@ -386,7 +388,7 @@ TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
   GetVersionResponse response;
   EXPECT_EQ(stub->GetVersion(&context, GetVersionRequest(), &response).error_code(),
             grpc::StatusCode::DEADLINE_EXCEEDED);
-  go.Notify();
+  go.count_down();
 }
 
 }  // namespace

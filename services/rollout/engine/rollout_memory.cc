@@ -277,7 +277,7 @@ absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
   if (options.rank == 0 && lanes.front().config.vision.has_value()) {
     plan.items.push_back({"blob_cache", options.blob_cache_bytes});
   }
-  plan.remedy = kMemorySettings;
+  plan.remedy = std::string(kMemorySettings);
   return plan;
 }
 
