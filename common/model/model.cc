@@ -276,8 +276,7 @@ absl::Status CheckInput(const KvCache& cache, const DecodeInput& input, int64_t 
 }
 
 // Writes the experts [T, layers, k] of the inputs' tokens into their blocks.
-void RecordRouting(KvCache& cache, absl::Span<const DecodeInput> inputs,
-                   const at::Tensor& experts) {
+void RecordRouting(KvCache& cache, std::span<const DecodeInput> inputs, const at::Tensor& experts) {
   std::vector<int64_t> places;
   for (const DecodeInput& input : inputs) {
     const int64_t end = input.start + static_cast<int64_t>(input.tokens.size());
@@ -293,18 +292,21 @@ void RecordRouting(KvCache& cache, absl::Span<const DecodeInput> inputs,
 
 }  // namespace
 
-BatchImages Model::ImagesOf(absl::Span<const DecodeInput> inputs) const {
+BatchImages Model::ImagesOf(std::span<const DecodeInput> inputs,
+                            std::span<const std::vector<at::Tensor>> image_rows) const {
   TORCH_CHECK(config_.vision.has_value(), "the model has no vision tower");
+  TORCH_CHECK(image_rows.size() == inputs.size(), "inputs with images need the tower's rows");
   ImageBatch images(*config_.vision);
-  for (const DecodeInput& input : inputs) {
-    images.AddComputedTokens(input.images, input.image_rows, input.start,
-                             static_cast<int64_t>(input.tokens.size()));
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    images.AddComputedTokens(inputs[i].images, image_rows[i], inputs[i].start,
+                             static_cast<int64_t>(inputs[i].tokens.size()));
   }
   return images.Take(device());
 }
 
-absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
-                                         absl::Span<const DecodeInput> inputs) const {
+absl::StatusOr<at::Tensor> Model::Decode(
+    KvCache& cache, std::span<const DecodeInput> inputs,
+    std::span<const std::vector<at::Tensor>> image_rows) const {
   at::NoGradGuard no_grad;
   if (placement_.shard_count != 1 && placement_.shard_group == nullptr) {
     return absl::UnimplementedError("a shard cannot compute without the others");
@@ -359,7 +361,7 @@ absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache,
   sequences.block_table = tables.to(device());
   if (std::any_of(inputs.begin(), inputs.end(),
                   [](const DecodeInput& input) { return input.images != nullptr; })) {
-    batch.images = ImagesOf(inputs);
+    batch.images = ImagesOf(inputs, image_rows);
   }
   at::Tensor wanted;
   if (num_rows != count) wanted = ops::Narrow(uploaded, 0, 2 * count, num_rows);

@@ -34,6 +34,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -41,12 +42,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "absl/types/span.h"
 #include "common/model/config/model_config.h"
 #include "common/model/model_summary.h"
 #include "common/model/parameters/parameter.h"
 #include "common/model/passes/attention_context.h"
 #include "common/model/passes/backbone.h"
+#include "common/model/passes/decode_input.h"
 #include "common/model/passes/kv_cache.h"
 #include "common/model/passes/layer_cache.h"
 #include "common/model/passes/ragged_batch.h"
@@ -95,22 +96,6 @@ struct LoadOptions {
   // Computes Model::weights_digest, which reads every value of the files. A rank of several that
   // holds a part leaves it out: the ranks add the digest up (parallel::ParametersDigest).
   bool computes_digest = true;
-};
-
-// One sequence of a cached forward.
-struct DecodeInput {
-  // The block table: blocks[i] of the KvCache holds the positions from i * kKvBlockTokens on.
-  // Blocks that are written now are in no other table.
-  absl::Span<const int32_t> blocks;
-  int64_t start = 0;                 // position of the first token; the cache holds those before
-  absl::Span<const int32_t> tokens;  // what the model consumes now, at least one
-  absl::Span<const int64_t> output_rows;  // hidden states wanted: ascending indices into `tokens`
-  // The images of the sequence's prompt, and for each what ImageRows returned; nullptr: text.
-  const PromptImages* images = nullptr;
-  absl::Span<const at::Tensor> image_rows = {};
-  // Whether the experts that the tokens take are recorded (KvCache::routing), for a model that has
-  // experts. The last layer then computes the rows of all tokens of the pass.
-  bool records_routing = false;
 };
 
 // Whole parameters in the mapped memory of their files.
@@ -186,13 +171,16 @@ class Model {
 
   // Consumes every input's tokens in one ragged pass, and writes their keys and values into the
   // cache. Returns the wanted rows, inputs one after the other: [number of output rows, H], after
-  // the final norm; feed them to ForwardLogits. Run it under c10::InferenceMode. A row's numbers do
+  // the final norm; feed them to ForwardLogits. image_rows[i] has what ImageRows returned of each
+  // image of input i, and may be empty where no input has images. Run it under
+  // c10::InferenceMode. A row's numbers do
   // not depend on what it was batched with nor on how the tokens before it were chunked. Of a
   // shard, the cache holds its heads; all ranks get the same bits, and the same error.
   // UNIMPLEMENTED for a shard without the others. INVALID_ARGUMENT for a block that the cache does
   // not have, too few blocks, no tokens, an id that no token has, or rows out of order. On an error
   // the cache has not changed.
-  absl::StatusOr<at::Tensor> Decode(KvCache& cache, absl::Span<const DecodeInput> inputs) const;
+  absl::StatusOr<at::Tensor> Decode(KvCache& cache, std::span<const DecodeInput> inputs,
+                                    std::span<const std::vector<at::Tensor>> image_rows = {}) const;
 
   // Returns the hidden states [rows, H] that the vision tower gives the tokens of an image. They
   // depend on the weights. Throws c10::Error if the model has no tower.
@@ -293,7 +281,8 @@ class Model {
   // Takes one tensor per parameter; nullptr: the parameter is drawn.
   void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);
-  BatchImages ImagesOf(absl::Span<const DecodeInput> inputs) const;
+  BatchImages ImagesOf(std::span<const DecodeInput> inputs,
+                       std::span<const std::vector<at::Tensor>> image_rows) const;
   std::string ExportedConfig(DType dtype) const;
   // Reads those of kept_tensors_ that are in `wanted` from the source.
   absl::Status VisitKeptTensors(const std::set<std::string>& wanted, TensorVisitor visit) const;

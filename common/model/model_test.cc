@@ -266,7 +266,7 @@ TEST(ModelTest, BadDecodeInputsChangeNothing) {
   const std::vector<int32_t> blocks = {1}, unknown = {2};
   const std::vector<int64_t> last = {1}, twice = {1, 1}, too_high = {2};
   const auto path = [&](const DecodeInput& input) {
-    const absl::Status status = model->Decode(cache, {input}).status();
+    const absl::Status status = model->Decode(cache, {&input, 1}).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     return FieldPath(status);
   };

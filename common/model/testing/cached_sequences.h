@@ -83,11 +83,10 @@ class CachedSequences {
                         .start = cursors_[inputs[i].sequence],
                         .tokens = tokens[i],
                         .output_rows = rows[i],
-                        .images = inputs[i].images,
-                        .image_rows = image_rows[i],
-                        .records_routing = inputs[i].records_routing});
+                        .records_routing = inputs[i].records_routing,
+                        .images = inputs[i].images});
     }
-    absl::StatusOr<at::Tensor> hidden = model_.Decode(cache_, decode);
+    absl::StatusOr<at::Tensor> hidden = model_.Decode(cache_, decode, image_rows);
     if (!hidden.ok()) return hidden;
     for (const Input& input : inputs) {
       cursors_[input.sequence] += static_cast<int64_t>(input.tokens.size());

@@ -1179,7 +1179,7 @@ TEST(TorchRunnerTest, WhatLibtorchRefusesIsAStatus) {
   TorchRunner runner(*Model::Load(folder.path()), /*num_blocks=*/2, DType::kFloat32);
   const BlockCopy copy = {.from = 0, .to = 2};
   PassResults results;
-  EXPECT_EQ(runner.Run({.copies = {&copy, 1}, .sequences = {}}, results).code(),
+  EXPECT_EQ(runner.Run({.copies = {&copy, 1}, .sequences = {}, .rows = {}}, results).code(),
             absl::StatusCode::kInternal);
 }
 

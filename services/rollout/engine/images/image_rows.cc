@@ -19,7 +19,7 @@ const at::Tensor& ImageRows::Rows(const VisionInput& input) {
   return entries_.back().rows;
 }
 
-std::vector<at::Tensor> ImageRows::Of(const PassSequence& sequence) {
+std::vector<at::Tensor> ImageRows::Of(const DecodeInput& sequence) {
   const PromptImages& images = *sequence.images;
   std::vector<at::Tensor> rows(images.inputs.size());
   const int64_t end = sequence.start + static_cast<int64_t>(sequence.tokens.size());

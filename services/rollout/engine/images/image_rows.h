@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "common/model/model.h"
-#include "services/rollout/engine/models/model_runner.h"
 
 namespace tandem::rollout {
 
@@ -25,7 +24,7 @@ class ImageRows {
 
   // Returns the rows of each image of the sequence's prompt, undefined for those of which the pass
   // consumes no token. May throw c10::Error.
-  std::vector<at::Tensor> Of(const PassSequence& sequence);
+  std::vector<at::Tensor> Of(const DecodeInput& sequence);
   // Drops what exceeds the capacity: the images that were read least recently.
   void Trim();
   // Drops all rows: they come from weights that are gone.

@@ -12,7 +12,7 @@
 #include "common/coauthoring/tandem_config.h"
 #include "common/coauthoring/tandem_sampler.h"
 #include "common/coauthoring/trajectory.h"
-#include "common/model/vision/prompt_images.h"
+#include "common/model/passes/decode_input.h"
 
 namespace tandem::rollout {
 
@@ -20,7 +20,6 @@ namespace tandem::rollout {
 // token is read.
 struct OutputRow {
   static constexpr int32_t kDraw = -1;
-  int64_t index = 0;      // of the row's token in PassSequence::tokens
   int32_t token = kDraw;  // whose log-prob is wanted
   double u = 0;           // kDraw: the uniform number that chooses the token
   const SamplingParams* sampling =
@@ -28,19 +27,6 @@ struct OutputRow {
   // kDraw: as in TandemSampler::Sample.
   DraftProposal proposal = {};
   std::vector<float>* distribution = nullptr;
-};
-
-// One sequence of a pass.
-struct PassSequence {
-  // The block table: blocks[i] holds the positions from i * kKvBlockTokens on.
-  std::span<const int32_t> blocks;
-  int64_t start = 0;  // position of the first token; the blocks hold those before
-  // Consumed by the pass. They need not be tokens that the sequence keeps: a draft is verified by
-  // drawing from the rows before it.
-  std::span<const int32_t> tokens;
-  std::span<const OutputRow> rows;       // ascending indices
-  bool records_routing = false;          // whether ReadRouting is wanted of the tokens
-  const PromptImages* images = nullptr;  // of the sequence's prompt; nullptr: text alone
 };
 
 // A whole block that is copied before the pass, in the order of the list.
@@ -51,11 +37,12 @@ struct BlockCopy {
 
 struct Pass {
   std::span<const BlockCopy> copies;
-  std::span<const PassSequence> sequences;
+  std::span<const DecodeInput> sequences;
+  std::span<const OutputRow> rows;  // the output rows of the sequences, one after the other
 };
 
-// The results of a pass, in the order of its sequences and of their rows. For a log-prob `token` is
-// the given one and log_keep_mass is 0. A row whose logits are not numbers has an error of its own.
+// The results of a pass, in the order of its rows. For a log-prob `token` is the given one and
+// log_keep_mass is 0. A row whose logits are not numbers has an error of its own.
 using PassResults = std::vector<absl::StatusOr<SampledToken>>;
 
 // A row of the last pass after which drafts are wanted.
@@ -84,7 +71,7 @@ class ModelRunner {
   }
 
   // Overwrites `experts` with those that the first `count` tokens in `blocks` took, all of which
-  // passes with PassSequence::records_routing have consumed. UNIMPLEMENTED without experts.
+  // passes with DecodeInput::records_routing have consumed. UNIMPLEMENTED without experts.
   virtual absl::Status ReadRouting(std::span<const int32_t> /*blocks*/, int64_t /*count*/,
                                    TokenExperts& /*experts*/) {
     return absl::UnimplementedError("the model has no experts");

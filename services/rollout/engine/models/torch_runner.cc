@@ -44,7 +44,10 @@ absl::Status TorchRunner::Run(const Pass& pass, PassResults& results) {
   return Compute(pass, &results);
 }
 
-absl::Status TorchRunner::Follow(const Pass& pass) { return Compute(pass, nullptr); }
+absl::Status TorchRunner::Follow(std::span<const BlockCopy> copies,
+                                 std::span<const DecodeInput> sequences) {
+  return Compute({.copies = copies, .sequences = sequences, .rows = {}}, nullptr);
+}
 
 absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t count,
                                 std::vector<int32_t>& drafts) {
@@ -94,46 +97,29 @@ absl::Status TorchRunner::ReadRouting(std::span<const int32_t> blocks, int64_t c
   });
 }
 
-void TorchRunner::AddImageRows(const Pass& pass) {
+void TorchRunner::ReadImageRows(std::span<const DecodeInput> sequences) {
   image_rows_of_inputs_.clear();
-  image_rows_of_inputs_.reserve(inputs_.size());  // spans of its items stay valid
-  for (size_t i = 0; i < inputs_.size(); ++i) {
-    if (inputs_[i].images == nullptr) continue;
-    inputs_[i].image_rows = image_rows_of_inputs_.emplace_back(image_rows_.Of(pass.sequences[i]));
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    if (sequences[i].images == nullptr) continue;
+    image_rows_of_inputs_.resize(sequences.size());
+    image_rows_of_inputs_[i] = image_rows_.Of(sequences[i]);
   }
   if (!image_rows_of_inputs_.empty()) image_rows_.Trim();
 }
 
 absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
-  rows_.clear();
-  row_indices_.clear();
-  for (const PassSequence& sequence : pass.sequences) {
-    for (const OutputRow& row : sequence.rows) {
-      rows_.push_back(&row);
-      row_indices_.push_back(row.index);
-    }
-  }
-  inputs_.clear();
-  size_t first_row = 0;
-  for (const PassSequence& sequence : pass.sequences) {
-    inputs_.push_back(
-        {.blocks = sequence.blocks,
-         .start = sequence.start,
-         .tokens = sequence.tokens,
-         .output_rows = absl::MakeConstSpan(row_indices_).subspan(first_row, sequence.rows.size()),
-         .images = sequence.images,
-         .records_routing = sequence.records_routing});
-    first_row += sequence.rows.size();
-  }
-  const auto total = static_cast<int64_t>(rows_.size());
-  if (results != nullptr) results->assign(rows_.size(), SampledToken());
+  if (results != nullptr) results->assign(pass.rows.size(), SampledToken());
   hidden_.reset();
   const absl::Status computed = CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
-    AddImageRows(pass);  // whose tensors outlive the pass
+    ReadImageRows(pass.sequences);  // whose tensors outlive the pass
     const ops::PassMemoryScope scope(memory_);
     for (const BlockCopy& copy : pass.copies) cache_.CopyBlock(copy.from, copy.to);
-    TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden, model_->Decode(cache_, inputs_));
+    TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden,
+                            model_->Decode(cache_, pass.sequences, image_rows_of_inputs_));
+    const int64_t total = hidden.size(0);
+    TORCH_CHECK(results == nullptr || total == std::ssize(pass.rows), "the sequences have ", total,
+                " output rows, and the pass has ", pass.rows.size());
     if (speculator_ != nullptr) hidden_ = hidden;
     const int64_t width = model_->num_token_ids();
     const int64_t chunk =
@@ -149,7 +135,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
       ops::ParallelFor(count, width * kWorkPerLogit, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
           (*results)[begin + i] =
-              Read({data + i * width, static_cast<size_t>(width)}, *rows_[begin + i]);
+              Read({data + i * width, static_cast<size_t>(width)}, pass.rows[begin + i]);
         }
       });
     }

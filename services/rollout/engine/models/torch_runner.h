@@ -45,12 +45,12 @@ class TorchRunner : public ModelRunner {
   void SwapSpeculator(const speculator::PreparedSpeculator& next) { next.SwapWith(*speculator_); }
   // Tells that the model's weights were replaced, between two passes.
   void OnNewWeights() { image_rows_.Forget(); }
-  // Run on a rank whose logits another rank gathers: of the rows only the indices are read.
-  absl::Status Follow(const Pass& pass);
+  // Run on a rank whose logits another rank gathers.
+  absl::Status Follow(std::span<const BlockCopy> copies, std::span<const DecodeInput> sequences);
 
  private:
-  // Adds to inputs_ what the vision tower gives the images of the pass.
-  void AddImageRows(const Pass& pass);
+  // Fills image_rows_of_inputs_.
+  void ReadImageRows(std::span<const DecodeInput> sequences);
   absl::Status Compute(const Pass& pass, PassResults* results);
 
   std::unique_ptr<Model> model_;
@@ -58,10 +58,8 @@ class TorchRunner : public ModelRunner {
   ImageRows image_rows_;
   const std::unique_ptr<const speculator::Speculator> speculator_;
   ops::PassMemory memory_;
-  // Vectors of the pass that runs, which keep their memory for the next.
-  std::vector<const OutputRow*> rows_;
-  std::vector<int64_t> row_indices_;
-  std::vector<DecodeInput> inputs_;
+  // Of the pass that runs: what the vision tower gives the images of each sequence. Empty for text
+  // alone.
   std::vector<std::vector<at::Tensor>> image_rows_of_inputs_;
   at::Tensor hidden_;  // with a speculator: of the last pass, [number of its rows, H]
 };

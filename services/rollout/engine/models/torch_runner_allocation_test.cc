@@ -32,18 +32,20 @@ class Sequences {
   // Returns the number of allocations of the pass.
   int64_t Run(int64_t tokens, bool all_rows) {
     const std::vector<int32_t> consumed(tokens, 7);
-    std::vector<OutputRow> rows;
-    for (int64_t i = all_rows ? 0 : tokens - 1; i < tokens; ++i) {
-      rows.push_back({.index = i, .u = 0.3, .sampling = &sampling_});
-    }
-    std::vector<PassSequence> sequences;
+    std::vector<int64_t> wanted;
+    for (int64_t i = all_rows ? 0 : tokens - 1; i < tokens; ++i) wanted.push_back(i);
+    std::vector<DecodeInput> sequences;
     for (const std::vector<int32_t>& blocks : blocks_) {
-      sequences.push_back({.blocks = blocks, .start = length_, .tokens = consumed, .rows = rows});
+      sequences.push_back(
+          {.blocks = blocks, .start = length_, .tokens = consumed, .output_rows = wanted});
     }
+    const std::vector<OutputRow> rows(blocks_.size() * wanted.size(),
+                                      {.u = 0.3, .sampling = &sampling_});
     length_ += tokens;
     absl::Status status;
-    const int64_t count = CountAllocations(
-        [&] { status = runner_.Run({.copies = {}, .sequences = sequences}, results_); });
+    const int64_t count = CountAllocations([&] {
+      status = runner_.Run({.copies = {}, .sequences = sequences, .rows = rows}, results_);
+    });
     EXPECT_TRUE(status.ok()) << status;
     return count;
   }

@@ -39,14 +39,13 @@ TEST(TorchRunnerTest, HeadsDraftFromTheHiddenStatesOfTheRowsThatWereDrawn) {
       const std::vector<int32_t> a = {5, 9, 3, 60, 7, 11, 4}, b = {8, 8, 2};
       const std::vector<int32_t> blocks_a = {1}, blocks_b = {0};
       const SamplingParams sampling;
-      const std::vector<OutputRow> rows_a = {{.index = 2, .sampling = &sampling},
-                                             {.index = 6, .sampling = &sampling}};
-      const std::vector<OutputRow> rows_b = {{.index = 2, .sampling = &sampling}};
-      const std::vector<PassSequence> sequences = {
-          {.blocks = blocks_a, .start = 0, .tokens = a, .rows = rows_a},
-          {.blocks = blocks_b, .start = 0, .tokens = b, .rows = rows_b}};
+      const std::vector<int64_t> rows_a = {2, 6}, rows_b = {2};
+      const std::vector<DecodeInput> sequences = {
+          {.blocks = blocks_a, .start = 0, .tokens = a, .output_rows = rows_a},
+          {.blocks = blocks_b, .start = 0, .tokens = b, .output_rows = rows_b}};
+      const std::vector<OutputRow> rows(3, {.sampling = &sampling});
       PassResults results;
-      ASSERT_TRUE(runner.Run({.copies = {}, .sequences = sequences}, results).ok());
+      ASSERT_TRUE(runner.Run({.copies = {}, .sequences = sequences, .rows = rows}, results).ok());
 
       const at::Tensor hidden =
           at::stack({HiddenOf(*model, b)[2], HiddenOf(*model, a)[2], HiddenOf(*model, a)[6]});
@@ -75,12 +74,13 @@ TEST(TorchRunnerTest, DraftsOfWhatIsNotThereAreRefused) {
   EXPECT_EQ(runner.Draft(requests, 1, drafts).code(), absl::StatusCode::kInvalidArgument)
       << "no pass was computed";
   const std::vector<int32_t> blocks = {0}, tokens = {5};
+  const std::vector<int64_t> first = {0};
   const SamplingParams sampling;
-  const std::vector<OutputRow> rows = {{.index = 0, .sampling = &sampling}};
-  const std::vector<PassSequence> sequences = {
-      {.blocks = blocks, .start = 0, .tokens = tokens, .rows = rows}};
+  const std::vector<OutputRow> rows = {{.sampling = &sampling}};
+  const std::vector<DecodeInput> sequences = {
+      {.blocks = blocks, .start = 0, .tokens = tokens, .output_rows = first}};
   PassResults results;
-  ASSERT_TRUE(runner.Run({.copies = {}, .sequences = sequences}, results).ok());
+  ASSERT_TRUE(runner.Run({.copies = {}, .sequences = sequences, .rows = rows}, results).ok());
   EXPECT_TRUE(runner.Draft(requests, kHeads, drafts).ok());
   EXPECT_EQ(runner.Draft(requests, kHeads + 1, drafts).code(), absl::StatusCode::kInvalidArgument);
   const std::vector<DraftRequest> beyond = {{.row = 1, .token = 1}};

@@ -472,10 +472,13 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     RankedRunner ranked(Author::kSenior, ranks.get(), &shard);
     // The same passes of both runners, and the log-probs of token 3 that they give.
     const SamplingParams sampling;
-    const auto run = [&](ModelRunner& runner, const PassSequence& sequence,
+    const auto run = [&](ModelRunner& runner, const DecodeInput& sequence,
                          const std::vector<BlockCopy>& copies, std::vector<float>& logprobs) {
+      const std::vector<OutputRow> rows(sequence.output_rows.size(),
+                                        {.token = 3, .sampling = &sampling});
       PassResults results;
-      absl::Status status = runner.Run({.copies = copies, .sequences = {&sequence, 1}}, results);
+      absl::Status status =
+          runner.Run({.copies = copies, .sequences = {&sequence, 1}, .rows = rows}, results);
       if (status.ok()) {
         for (const auto& result : results) logprobs.push_back(result->logprob);
       }
@@ -483,8 +486,7 @@ TEST(RankedRunnerTest, AnErrorOfARequestLeavesTheRanksInStep) {
     };
     const std::vector<int32_t> outside = {5, 64}, prompt = {5, 6, 7, 8}, more = {9, 10};
     const std::vector<int32_t> first = {0}, second = {1}, unknown = {2};
-    const std::vector<OutputRow> rows = {{.index = 0, .token = 3, .sampling = &sampling},
-                                         {.index = 1, .token = 3, .sampling = &sampling}};
+    const std::vector<int64_t> rows = {0, 1};
     std::vector<std::vector<float>> logprobs(2);
     size_t which = 0;
     for (ModelRunner* runner :

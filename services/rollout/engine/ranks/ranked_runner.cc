@@ -23,15 +23,14 @@ absl::Status RankedRunner::Run(const Pass& pass, PassResults& results) {
                           .sequences = {},
                           .new_images = {},
                           .dropped_images = {}};
-  for (const PassSequence& sequence : pass.sequences) {
-    RankedPass::Sequence copy = {.blocks = {sequence.blocks.begin(), sequence.blocks.end()},
-                                 .start = sequence.start,
-                                 .tokens = {sequence.tokens.begin(), sequence.tokens.end()},
-                                 .output_rows = {},
-                                 .records_routing = sequence.records_routing,
-                                 .images = sequence.images == nullptr ? 0 : sequence.images->id};
-    for (const OutputRow& row : sequence.rows) copy.output_rows.push_back(row.index);
-    announced.sequences.push_back(std::move(copy));
+  const auto copy = [](const auto& span) { return std::vector(span.begin(), span.end()); };
+  for (const DecodeInput& sequence : pass.sequences) {
+    announced.sequences.push_back({.blocks = copy(sequence.blocks),
+                                   .start = sequence.start,
+                                   .tokens = copy(sequence.tokens),
+                                   .output_rows = copy(sequence.output_rows),
+                                   .records_routing = sequence.records_routing,
+                                   .images = sequence.images == nullptr ? 0 : sequence.images->id});
   }
   AnnounceImages(pass, announced);
   ranks_->Announce(kPassCommand, /*request_id=*/"", announced);
@@ -44,7 +43,7 @@ absl::Status RankedRunner::Run(const Pass& pass, PassResults& results) {
 
 void RankedRunner::AnnounceImages(const Pass& pass, RankedPass& announced) {
   std::set<uint64_t> read;
-  for (const PassSequence& sequence : pass.sequences) {
+  for (const DecodeInput& sequence : pass.sequences) {
     if (sequence.images == nullptr || !read.insert(sequence.images->id).second) continue;
     const PromptImages& images = *sequence.images;
     const auto held = std::ranges::find(held_, images.id, &HeldImages::id);
@@ -70,22 +69,16 @@ absl::Status FollowPass(const RankedPass& pass, TorchRunner& shard,
                         std::map<uint64_t, PromptImages>& images) {
   for (const uint64_t id : pass.dropped_images) images.erase(id);
   for (const PromptImages& one : pass.new_images) images[one.id] = one;
-  std::vector<std::vector<OutputRow>> rows;
+  std::vector<DecodeInput> sequences;
   for (const RankedPass::Sequence& sequence : pass.sequences) {
-    rows.emplace_back();
-    for (const int64_t index : sequence.output_rows) rows.back().push_back({.index = index});
-  }
-  std::vector<PassSequence> sequences;
-  for (size_t i = 0; i < pass.sequences.size(); ++i) {
-    const RankedPass::Sequence& sequence = pass.sequences[i];
     sequences.push_back({.blocks = sequence.blocks,
                          .start = sequence.start,
                          .tokens = sequence.tokens,
-                         .rows = rows[i],
+                         .output_rows = sequence.output_rows,
                          .records_routing = sequence.records_routing,
                          .images = sequence.images == 0 ? nullptr : &images.at(sequence.images)});
   }
-  const absl::Status status = shard.Follow({.copies = pass.copies, .sequences = sequences});
+  const absl::Status status = shard.Follow(pass.copies, sequences);
   return IsOfTheRequest(status) ? absl::OkStatus() : status;
 }
 

@@ -22,8 +22,9 @@ namespace tandem::rollout {
 // The name of the command whose request is a RankedPass.
 inline constexpr char kPassCommand[] = "pass";
 
-// A pass: of each row only its index.
+// A pass without what rank 0 alone does with its rows.
 struct RankedPass {
+  // A DecodeInput that owns its values, and names the images by their id.
   struct Sequence {
     std::vector<int32_t> blocks;
     int64_t start = 0;

@@ -159,7 +159,7 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
   const Sequence& sequence = *entry.sequence;
   const SamplingParams& sampling = sequence.prompt->request.sampling;
   for (int64_t position = entry.begin; position < entry.end; ++position) {
-    OutputRow row = {.index = position - entry.begin, .sampling = &sampling};
+    OutputRow row = {.sampling = &sampling};
     if (position >= entry.end - entry.draws) {
       row.u = sequence.UniformAt(position + 1, RandomPurpose::kToken);
       if (sequence.rejection_sampling()) ProposeDraft(entry, position + 1, row);
@@ -169,6 +169,7 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
       continue;
     }
     rows_.push_back(row);
+    row_indices_.push_back(position - entry.begin);
   }
 }
 
@@ -210,6 +211,7 @@ std::span<const int32_t> Generator::TokensOf(const PassEntry& entry) {
 
 absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
   rows_.clear();
+  row_indices_.clear();
   row_ends_.clear();
   inputs_.clear();
   with_drafts_.clear();
@@ -227,18 +229,19 @@ absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
     inputs_.push_back({.blocks = sequence.lane(lane).table.blocks(),
                        .start = entry.begin,
                        .tokens = TokensOf(entry),
-                       .rows = std::span(rows_).subspan(row, row_ends_[i] - row),
+                       .output_rows = std::span(row_indices_).subspan(row, row_ends_[i] - row),
                        .records_routing = sequence.records_routing(lane),
                        .images = sequence.prompt->images[LaneIndex(lane)].get()});
     row = row_ends_[i];
   }
   ++totals_.forward_passes_total;
-  TANDEM_RETURN_IF_ERROR(runner(lane).Run({.copies = plan.copies, .sequences = inputs_}, results_));
+  TANDEM_RETURN_IF_ERROR(
+      runner(lane).Run({.copies = plan.copies, .sequences = inputs_, .rows = rows_}, results_));
   if (results_.size() == rows_.size()) return absl::OkStatus();
   return absl::InternalError("a pass has another number of rows than was asked for");
 }
 
-absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const PassSequence& input,
+absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const DecodeInput& input,
                                  std::span<const absl::StatusOr<SampledToken>> results) {
   Sequence& sequence = *entry.sequence;
   int64_t& catch_up = lane == Author::kSenior ? totals_.senior_catch_up_tokens_total
@@ -250,7 +253,7 @@ absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const Pass
   const size_t num_logprobs = results.size() - entry.draws;
   for (size_t i = 0; i < num_logprobs; ++i) {
     TANDEM_RETURN_IF_ERROR(results[i].status());
-    const int64_t r = entry.begin + input.rows[i].index + 1 - sequence.prompt_length();
+    const int64_t r = entry.begin + input.output_rows[i] + 1 - sequence.prompt_length();
     sequence.other_logprobs[r] = results[i]->logprob;
     sequence.lane(lane).other_read = r + 1;
     if (lane == Author::kSenior) sequence.senior_weights[r] = senior_weights_;
@@ -354,7 +357,7 @@ bool Generator::RunPass(Author lane, const PassPlan& plan) {
     const PromptId prompt = entry.sequence->prompt->id;
     absl::Status status = computed;
     if (status.ok()) {
-      const size_t count = inputs_[i].rows.size();
+      const size_t count = inputs_[i].output_rows.size();
       if (!failures.contains(prompt)) {
         status = TakeRows(lane, entry, inputs_[i], std::span(results_).subspan(first_row, count));
       }

@@ -84,11 +84,11 @@ class Generator {
   static void ProposeDraft(const PassEntry& entry, int64_t position, OutputRow& row);
   // Returns the tokens that an entry consumes.
   std::span<const int32_t> TokensOf(const PassEntry& entry);
-  // Adds the rows that are wanted of an entry to rows_.
+  // Adds the rows that are wanted of an entry to rows_ and row_indices_.
   void AskForRows(Author lane, const PassEntry& entry);
   // Adds the results of an entry to its sequence, or returns the error of the first row that has
   // one. Rows after a rejected draft count for nothing.
-  absl::Status TakeRows(Author lane, const PassEntry& entry, const PassSequence& input,
+  absl::Status TakeRows(Author lane, const PassEntry& entry, const DecodeInput& input,
                         std::span<const absl::StatusOr<SampledToken>> results);
   // Appends the tokens that were drawn from the entry's last rows, up to the first that differs
   // from the draft in its place, or ends the response. Returns the number of rejected drafts.
@@ -130,9 +130,10 @@ class Generator {
   EngineStats totals_;
   // Belong to the pass that runs; kept so that their memory is.
   std::vector<OutputRow> rows_;
+  std::vector<int64_t> row_indices_;  // of each of rows_: DecodeInput::output_rows
   std::vector<size_t> row_ends_;      // per entry, in rows_
   std::vector<int32_t> with_drafts_;  // the tokens of entries that consume drafts
-  std::vector<PassSequence> inputs_;
+  std::vector<DecodeInput> inputs_;
   PassResults results_;
   std::vector<HeadDrafts> head_drafts_;
   std::vector<DraftRequest> draft_requests_;  // of each of head_drafts_

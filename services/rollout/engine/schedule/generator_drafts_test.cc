@@ -358,8 +358,8 @@ class BrokenBehindDrafts final : public ModelRunner {
   absl::Status Run(const Pass& pass, PassResults& results) override {
     absl::Status status = runner_->Run(pass, results);
     size_t row = 0;
-    for (const PassSequence& sequence : pass.sequences) {
-      for (size_t i = 0; i < sequence.rows.size(); ++i, ++row) {
+    for (const DecodeInput& sequence : pass.sequences) {
+      for (size_t i = 0; i < sequence.output_rows.size(); ++i, ++row) {
         if (i == 0) continue;
         results[row] = absl::InternalError("logits are not numbers");
         ++broken;

@@ -151,8 +151,9 @@ int64_t Scorer::PassTokens(Author lane, absl::Duration limit) const {
 
 absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
   if (job.group.empty()) FillGroup(job);
-  std::vector<std::vector<OutputRow>> rows;
-  std::vector<PassSequence> inputs;
+  std::vector<OutputRow> rows;
+  std::vector<std::vector<int64_t>> output_rows;  // of each input
+  std::vector<DecodeInput> inputs;
   std::vector<Scored*> owners;
   const int64_t most = PassTokens(job.lane, limit);
   int64_t budget = most;
@@ -160,18 +161,17 @@ absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
     const int64_t count = std::min(budget, scored.target() - scored.cursor);
     if (count <= 0) continue;
     const int64_t end = scored.cursor + count;
-    std::vector<OutputRow>& own_rows = rows.emplace_back();
+    std::vector<int64_t>& own_rows = output_rows.emplace_back();
     // The row of a position gives the log-prob of the token after it.
     for (int64_t p = std::max<int64_t>(scored.cursor, scored.unscored().size()); p < end; ++p) {
-      own_rows.push_back({.index = p - scored.cursor,
-                          .token = scored.sequence->token_ids[p + 1],
-                          .sampling = &job.sampling});
+      own_rows.push_back(p - scored.cursor);
+      rows.push_back({.token = scored.sequence->token_ids[p + 1], .sampling = &job.sampling});
     }
     // The rows do not move with the vector that holds them.
     inputs.push_back({.blocks = scored.table.blocks(),
                       .start = scored.cursor,
                       .tokens = std::span(scored.sequence->token_ids).subspan(scored.cursor, count),
-                      .rows = own_rows,
+                      .output_rows = own_rows,
                       .images = scored.images.get()});
     budget -= count;
     owners.push_back(&scored);
@@ -179,7 +179,8 @@ absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
   ++passes_total_;
   PassResults results;
   const SteadyTime begin = clock_();
-  TANDEM_RETURN_IF_ERROR(runner(job.lane).Run({.copies = {}, .sequences = inputs}, results));
+  TANDEM_RETURN_IF_ERROR(
+      runner(job.lane).Run({.copies = {}, .sequences = inputs, .rows = rows}, results));
   const double seconds = absl::ToDoubleSeconds(clock_() - begin);
   if (seconds > 0) {
     tokens_per_second_[LaneIndex(job.lane)] = static_cast<double>(most - budget) / seconds;
@@ -187,9 +188,9 @@ absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
   size_t next = 0;
   for (size_t i = 0; i < owners.size(); ++i) {
     Scored& scored = *owners[i];
-    for (const OutputRow& row : inputs[i].rows) {
+    for (const int64_t row : inputs[i].output_rows) {
       TANDEM_ASSIGN_OR_RETURN(const SampledToken token, results[next++]);
-      (*scored.logprobs)[scored.cursor + row.index - scored.unscored().size()] = token.logprob;
+      (*scored.logprobs)[scored.cursor + row - scored.unscored().size()] = token.logprob;
     }
     scored.cursor += static_cast<int64_t>(inputs[i].tokens.size());
     scored.table.Remember(pool(job.lane),

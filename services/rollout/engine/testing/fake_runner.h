@@ -44,7 +44,7 @@ class FakeRunner : public ModelRunner {
       recorded_.at(copy.to) = recorded_.at(copy.from);
     }
     int64_t pass_tokens = 0;
-    for (const PassSequence& sequence : pass.sequences) {
+    for (const DecodeInput& sequence : pass.sequences) {
       for (size_t i = 0; i < sequence.tokens.size(); ++i) {
         const int64_t position = sequence.start + static_cast<int64_t>(i);
         TokenAt(sequence, position) = sequence.tokens[i];
@@ -59,10 +59,12 @@ class FakeRunner : public ModelRunner {
     results.clear();
     read_.clear();
     TandemSampler sampler;
-    for (const PassSequence& sequence : pass.sequences) {
-      for (const OutputRow& row : sequence.rows) {
+    auto next = pass.rows.begin();
+    for (const DecodeInput& sequence : pass.sequences) {
+      for (const int64_t index : sequence.output_rows) {
+        const OutputRow& row = *next++;
         std::vector<int32_t> held;
-        for (int64_t p = 0; p <= sequence.start + row.index; ++p) {
+        for (int64_t p = 0; p <= sequence.start + index; ++p) {
           held.push_back(TokenAt(sequence, p));
         }
         const std::vector<float> logits = Logits(held);
@@ -128,7 +130,7 @@ class FakeRunner : public ModelRunner {
   absl::Status fail_draft;
 
  private:
-  int32_t& TokenAt(const PassSequence& sequence, int64_t position) {
+  int32_t& TokenAt(const DecodeInput& sequence, int64_t position) {
     return blocks_.at(sequence.blocks[position / kKvBlockTokens])[position % kKvBlockTokens];
   }
 
