@@ -24,9 +24,6 @@ namespace tandem {
 class ConfigFields;
 struct ConfigSection;
 
-// The implementations of Backbone (backbone.h). families/make_backbone.cc constructs them.
-enum class BackboneKind { kDecoder };
-
 // A size of config.json and the axis of a tensor in the weight files that must have it.
 struct WeightFileSize {
   std::string tensor;
@@ -125,8 +122,6 @@ class Family {
   // Whether a tensor of the weight files belongs to a part of the model that the backbone does not
   // have, and that an export must still contain as it was.
   virtual bool KeepsTensor(const ModelConfig& config, absl::string_view name) const = 0;
-
-  virtual BackboneKind backbone() const = 0;
 
  private:
   const std::string model_type_;

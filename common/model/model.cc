@@ -13,7 +13,7 @@
 #include "common/base/errors/status_macros.h"
 #include "common/base/logging.h"
 #include "common/model/config/freeze.h"
-#include "common/model/families/blocks/make_backbone.h"
+#include "common/model/families/blocks/decoder.h"
 #include "common/model/family.h"
 #include "common/model/loading/parameter_intake.h"
 #include "common/model/parameters/initial_value.h"
@@ -153,7 +153,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   }
   TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
                                                                 options.without_memory));
-  model->backbone_ = MakeBackbone(family->backbone(), config, model->placement_, *model->store_);
+  model->backbone_ = std::make_unique<Decoder>(config, model->placement_, *model->store_);
   if (options.placement.Holds(config.LastBlock())) {
     model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
                                                       : head.tied ? "model.embed_tokens"

@@ -77,7 +77,6 @@ class DecoderFamily : public Family {
   int64_t TrainingActivationBytes(const ModelConfig& config, int64_t layer,
                                   int64_t shard_count) const override;
   bool KeepsTensor(const ModelConfig& config, absl::string_view name) const override;
-  BackboneKind backbone() const override { return BackboneKind::kDecoder; }
 
  protected:
   const ConfigKeys& keys() const { return keys_; }

@@ -6,6 +6,9 @@
 
 namespace tandem {
 
+// What an `Only` row of an activation refuses.
+inline constexpr const char* kAnotherActivation = "another activation";
+
 // The keys of every class, and of the code around the classes.
 ConfigKeys EveryClassKeys();
 // EveryClassKeys with what every text model has, and the base of the rotation where config.json

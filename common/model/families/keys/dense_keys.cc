@@ -5,8 +5,6 @@
 namespace tandem {
 namespace {
 
-constexpr const char* kActivation = "another activation";
-
 // What Gemma 2 and Gemma 3 share.
 ConfigKeys GemmaKeys(const char* rope_theta) {
   return Join({TextKeys(rope_theta),
@@ -17,7 +15,7 @@ ConfigKeys GemmaKeys(const char* rope_theta) {
                    Obeyed("num_attention_heads", "8"),
                    Obeyed("num_key_value_heads", "4"),
                    Obeyed("head_dim", "256"),
-                   Only("hidden_activation", R"("gelu_pytorch_tanh")", kActivation),
+                   Only("hidden_activation", R"("gelu_pytorch_tanh")", kAnotherActivation),
                    Obeyed("rms_norm_eps", "1e-06"),
                    OrNull("eos_token_id", "1"),
                    Obeyed("tie_word_embeddings", "true"),
@@ -42,7 +40,7 @@ ConfigKeys LlamaKeys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "2048"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -65,7 +63,7 @@ ConfigKeys MistralKeys() {
                    Obeyed("num_attention_heads", "32"),
                    Obeyed("num_key_value_heads", "8"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "131072"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -88,7 +86,7 @@ ConfigKeys Qwen2Keys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads", "32"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -109,7 +107,7 @@ ConfigKeys Qwen3Keys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads", "32"),
                    Obeyed("head_dim", "128"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -131,7 +129,7 @@ ConfigKeys Olmo2Keys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "2048"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-05"),
@@ -177,7 +175,7 @@ ConfigKeys Phi3Keys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "4096"),
                    Obeyed("original_max_position_embeddings", "4096"),
                    Obeyed("rms_norm_eps", "1e-05"),

@@ -4,11 +4,6 @@
 #include "common/model/families/keys/family_keys.h"
 
 namespace tandem {
-namespace {
-
-constexpr const char* kActivation = "another activation";
-
-}  // namespace
 
 ConfigKeys DeepseekV3Keys() {
   return Join({TextKeys("10000.0"),
@@ -28,7 +23,7 @@ ConfigKeys DeepseekV3Keys() {
                    Obeyed("qk_rope_head_dim", "64"),
                    Obeyed("v_head_dim", "128"),
                    OrNull("rope_interleave", "true"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "4096"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -68,7 +63,7 @@ ConfigKeys MixtralKeys() {
                    Obeyed("num_attention_heads", "32"),
                    Obeyed("num_key_value_heads", "8"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "131072"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-05"),
@@ -94,7 +89,7 @@ ConfigKeys Qwen2MoeKeys() {
                    Obeyed("num_attention_heads", "16"),
                    OrNull("num_key_value_heads", "16"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -124,7 +119,7 @@ ConfigKeys Qwen3MoeKeys() {
                    Obeyed("num_attention_heads", "32"),
                    Obeyed("num_key_value_heads", "4"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kActivation),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),

@@ -33,7 +33,7 @@ ConfigKeys QwenVlTextKeys() {
                    Obeyed("num_attention_heads", "64"),
                    OrNull("num_key_value_heads", "8"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", "another activation"),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-05"),
@@ -71,7 +71,7 @@ ConfigKeys Qwen2VlVisionKeys() {
                    Obeyed("embed_dim", "1280"),
                    Obeyed("hidden_size", "3584"),
                    Obeyed("mlp_ratio", "4"),
-                   Only("hidden_act", R"("quick_gelu")", "another activation"),
+                   Only("hidden_act", R"("quick_gelu")", kAnotherActivation),
                }});
 }
 
@@ -84,7 +84,7 @@ ConfigKeys Qwen25VlVisionKeys() {
                    Obeyed("tokens_per_second", "4"),
                    Obeyed("window_size", "112"),
                    Obeyed("fullatt_block_indexes", "[7, 15, 23, 31]"),
-                   Only("hidden_act", R"("silu")", "another activation"),
+                   Only("hidden_act", R"("silu")", kAnotherActivation),
                }});
 }
 
