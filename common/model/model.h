@@ -103,8 +103,7 @@ struct SourceParameters {
   std::shared_ptr<const void> files;  // the tensors live as long as this
   NamedTensors tensors;               // in the files' types, in the order of Model::Parameters
 
-  // A digest of the beginning of every tensor. It tells two models apart, and not every change.
-  std::string Mark() const;
+  std::string Mark() const;  // as Model::source_mark
 };
 
 class Model {
@@ -141,6 +140,9 @@ class Model {
   // WeightsDigest (common/weights/weights_digest.h) of the values in the files that were loaded,
   // whatever type and shard of them is stored here. Empty without LoadOptions::computes_digest.
   const std::string& weights_digest() const { return weights_digest_; }
+  // A digest of the beginning of every tensor in the files that were loaded. It tells two models
+  // apart, and not every change. Empty for a model that was not loaded.
+  const std::string& source_mark() const { return source_mark_; }
 
   // [T, H]: the hidden states after the final norm, which the fused loss and the heads consume.
   // The batch is on the model's device. A shard without its group cannot compute:
@@ -238,7 +240,7 @@ class Model {
   void Adopt(PreparedWeights& prepared);
 
   // Reads again what Load read, without copying it into the model. A caller that wants exactly what
-  // was loaded compares the digest. Errors as Load.
+  // was loaded compares the mark, and then the digest. Errors as Load.
   absl::StatusOr<SourceParameters> ReadSource() const;
 
   // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
@@ -298,7 +300,7 @@ class Model {
   uint64_t value_head_seed_ = 0;
   bool tied_ = false;
   Placement placement_;
-  std::string weights_digest_;
+  std::string weights_digest_, source_mark_;
   std::unique_ptr<ParameterStore> store_;
   std::unique_ptr<Backbone> backbone_;
   const ops::LinearWeight* head_weight_ = nullptr;  // of the store; nullptr if it is not held

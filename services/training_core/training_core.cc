@@ -148,12 +148,7 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
     strategy_ = *std::move(created);
   }
   TANDEM_RETURN_IF_ERROR(RunAndAgree("model", [&] { return LoadModel(load); }));
-  TANDEM_RETURN_IF_ERROR(RunAndAgree("model", [&]() -> absl::Status {
-    TANDEM_ASSIGN_OR_RETURN(const SourceParameters source, model().ReadSource());
-    base_mark_ = source.Mark();
-    return absl::OkStatus();
-  }));
-  TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("model", base_mark_));
+  TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("model", model().source_mark()));
   TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("tokenizer.json", vocabulary_digest_));
   if (!frozen()) {
     TANDEM_RETURN_IF_ERROR(RunAndAgree("optimizer", [&] {
@@ -626,7 +621,7 @@ absl::Status TrainingCore::ReadBaseModel() {
   TANDEM_RETURN_IF_ERROR(RunAndAgree("base model", [&]() -> absl::Status {
     absl::StatusOr<SourceParameters> read = model().ReadSource();
     if (!read.ok()) return PrependFieldPath("base_model", read.status());
-    if (read->Mark() != base_mark_) return changed;
+    if (read->Mark() != model().source_mark()) return changed;
     base = *std::move(read);
     return companion_ == nullptr ? absl::OkStatus() : companion_->ReadInitial();
   }));

@@ -301,8 +301,7 @@ class TrainingCore {
   Command<ExportRequest, absl::Status> export_model_;
   std::optional<Vocabulary> vocabulary_;
   std::string vocabulary_digest_;  // empty without one
-  std::string base_mark_;          // SourceParameters::Mark of the base model
-  std::string base_digest_;        // of its weights
+  std::string base_digest_;        // of the base model's weights
   std::unique_ptr<parallel::Strategy> strategy_;
   Companion* companion_ = nullptr;
   bool companion_intact_ = true;  // false from an update or a load that broke off, to the next load

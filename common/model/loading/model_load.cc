@@ -4,6 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <deque>
 #include <filesystem>
 #include <map>
@@ -127,6 +128,12 @@ at::Tensor WholeTensor(const ParameterSpec& spec, const TensorView* view, double
   return InitialValue(spec, initializer_range, at::detail::createCPUGenerator(value_head_seed));
 }
 
+// Returns the part of a tensor that Model::source_mark covers.
+at::Tensor Beginning(const at::Tensor& whole) {
+  constexpr int64_t kValues = 256;
+  return whole.reshape(-1).narrow(0, 0, std::min(whole.numel(), kValues));
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
@@ -189,21 +196,19 @@ absl::StatusOr<SourceParameters> Model::ReadSource() const {
 }
 
 std::string SourceParameters::Mark() const {
-  constexpr int64_t kValues = 256;
   WeightsHasher hasher;
-  for (const auto& [name, tensor] : tensors) {
-    hasher.Add(name, tensor.reshape(-1).narrow(0, 0, std::min(tensor.numel(), kValues)));
-  }
+  for (const auto& [name, tensor] : tensors) hasher.Add(name, Beginning(tensor));
   return hasher.Hex();
 }
 
 void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options) {
   const at::NoGradGuard no_grad;
-  WeightsHasher hasher;
+  WeightsHasher hasher, mark;
   for (size_t i = 0; i < assigned.size(); ++i) {
     const auto& parameter = store_->parameters()[i];
     const at::Tensor whole =
         WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
+    mark.Add(parameter.spec.name, Beginning(whole));
     bool exact = false;
     // Else another process holds it, or the caller reads it.
     if (parameter.held() && (!options.without_memory || parameter.has_own_memory())) {
@@ -214,6 +219,7 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
     if (options.computes_digest) hasher.Add(parameter.spec.name, exact ? parameter.value : whole);
   }
   if (options.computes_digest) weights_digest_ = hasher.Hex();
+  source_mark_ = mark.Hex();
   OnWeightsChanged();
 }
 

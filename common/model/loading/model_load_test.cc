@@ -455,6 +455,7 @@ TEST_F(ModelLoadTest, WhatWasLoadedCanBeReadAgain) {
   ASSERT_TRUE(model->LoadParameters(TinyModel("llama", {}, {}, 9)->Parameters()).ok());
   const SourceParameters source = model->ReadSource().value();
   EXPECT_EQ(WeightsDigest(source.tensors), model->weights_digest());
+  EXPECT_EQ(source.Mark(), model->source_mark());
   ASSERT_TRUE(model->LoadParameters(source.tensors).ok());
   for (const auto& [name, tensor] : before) {
     EXPECT_TRUE(at::equal(model->Parameter(name).detach(), tensor)) << name;
