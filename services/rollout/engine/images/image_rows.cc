@@ -14,7 +14,6 @@ const at::Tensor& ImageRows::Rows(const VisionInput& input) {
   }
   entries_.push_back(
       {.digest = input.digest, .grid = input.shape.grid, .rows = model_->ImageRows(input)});
-  ++computed_total_;
   bytes_ += static_cast<int64_t>(entries_.back().rows.nbytes());
   return entries_.back().rows;
 }

@@ -30,8 +30,6 @@ class ImageRows {
   // Drops all rows: they come from weights that are gone.
   void Forget();
 
-  int64_t computed_total() const { return computed_total_; }  // images, since the start
-
  private:
   struct Entry {
     std::string digest;
@@ -45,7 +43,6 @@ class ImageRows {
   const int64_t capacity_bytes_;
   int64_t bytes_ = 0;
   std::list<Entry> entries_;  // the image that was read least recently is at the front
-  int64_t computed_total_ = 0;
 };
 
 }  // namespace tandem::rollout
