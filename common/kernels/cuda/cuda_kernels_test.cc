@@ -1,5 +1,4 @@
-#include "common/kernels/cuda/cuda_kernels.h"
-
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +8,8 @@
 #include <random>
 #include <utility>
 #include <vector>
+
+#include "common/kernels/device_kernels.h"
 
 namespace tandem::kernels {
 namespace {
@@ -65,18 +66,20 @@ TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {
     const DeviceFloats d_logits(logits), d_scales(scales), d_constants(constants), d_slopes(slopes),
         d_at_label(at_label);
     const DeviceFloats max(scales), sum(scales), weighted(scales), label(scales);
-    ASSERT_EQ(LogitStatisticsCuda({d_logits.get(), d_scales.get(), d_labels.get(), first_label,
-                                   rows, width, max.get(), sum.get(), weighted.get(), label.get()},
-                                  nullptr),
-              cudaSuccess);
+    ASSERT_STREQ(kCudaKernels.logit_statistics(
+                     {d_logits.get(), d_scales.get(), d_labels.get(), first_label, rows, width,
+                      max.get(), sum.get(), weighted.get(), label.get()},
+                     nullptr),
+                 nullptr);
     for (const auto& [bfloat16, soft_cap] :
          {std::pair<bool, float>{false, 0.0f}, {true, 0.0f}, {false, 40.0f}, {true, 40.0f}}) {
       const DeviceFloats dz(logits);
-      ASSERT_EQ(LogitGradientCuda(
-                    {dz.get(), d_scales.get(), d_labels.get(), first_label, rows, width, max.get(),
-                     d_constants.get(), d_slopes.get(), d_at_label.get(), bfloat16, soft_cap},
-                    nullptr),
-                cudaSuccess);
+      ASSERT_STREQ(
+          kCudaKernels.logit_gradient(
+              {dz.get(), d_scales.get(), d_labels.get(), first_label, rows, width, max.get(),
+               d_constants.get(), d_slopes.get(), d_at_label.get(), bfloat16, soft_cap},
+              nullptr),
+          nullptr);
       const std::vector<float> gradient = dz.Read();
       for (int64_t row = 0; row < rows; ++row) {
         double highest = -std::numeric_limits<double>::infinity(), total = 0, weights = 0;

@@ -35,7 +35,7 @@ __device__ Statistics Shuffled(const Statistics& s, int offset) {
 }
 
 // Runs one block per row.
-__global__ void LogitStatisticsKernel(LogitStatisticsCudaArgs a) {
+__global__ void LogitStatisticsKernel(DeviceLogitStatisticsArgs a) {
   const int64_t row = blockIdx.x;
   const float* z = a.logits + row * a.width;
   const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
@@ -58,7 +58,7 @@ __global__ void LogitStatisticsKernel(LogitStatisticsCudaArgs a) {
 
 // Runs one block per row. In bf16 the gradient overwrites the first half of the row: every thread
 // has read its logit before any thread writes.
-__global__ void LogitGradientKernel(LogitGradientCudaArgs a) {
+__global__ void LogitGradientKernel(DeviceLogitGradientArgs a) {
   const int64_t row = blockIdx.x;
   float* z = a.logits + row * a.width;
   const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
@@ -84,18 +84,26 @@ __global__ void LogitGradientKernel(LogitGradientCudaArgs a) {
   }
 }
 
-}  // namespace
-
-cudaError_t LogitStatisticsCuda(const LogitStatisticsCudaArgs& args, cudaStream_t stream) {
-  if (args.rows == 0) return cudaSuccess;
-  LogitStatisticsKernel<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+// Returns the error of the launch just before, or nullptr.
+const char* LaunchError() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-cudaError_t LogitGradientCuda(const LogitGradientCudaArgs& args, cudaStream_t stream) {
-  if (args.rows == 0) return cudaSuccess;
-  LogitGradientKernel<<<static_cast<unsigned>(args.rows), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+}  // namespace
+
+const char* LogitStatisticsCuda(const DeviceLogitStatisticsArgs& args, DeviceStream stream) {
+  if (args.rows == 0) return nullptr;
+  LogitStatisticsKernel<<<static_cast<unsigned>(args.rows), kThreads, 0,
+                          static_cast<cudaStream_t>(stream)>>>(args);
+  return LaunchError();
+}
+
+const char* LogitGradientCuda(const DeviceLogitGradientArgs& args, DeviceStream stream) {
+  if (args.rows == 0) return nullptr;
+  LogitGradientKernel<<<static_cast<unsigned>(args.rows), kThreads, 0,
+                        static_cast<cudaStream_t>(stream)>>>(args);
+  return LaunchError();
 }
 
 }  // namespace tandem::kernels

@@ -15,6 +15,7 @@
 #include "common/base/errors/status_macros.h"
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/loss/logits/output_rows.h"
+#include "common/ops/device_kernels.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/matrix_product.h"
 
@@ -56,10 +57,8 @@ bool PrefersRecompute(const at::Tensor& weight, LossImpl impl, ops::TensorParall
 const LogitKernels* OwnKernels(at::Device device, at::ScalarType logits_type) {
   if (logits_type != at::kFloat || ops::GetKernelPath() != ops::KernelPath::kAuto) return nullptr;
   if (device.is_cpu()) return &kCpuLogitKernels;
-#ifdef TANDEM_CUDA
-  if (device.is_cuda()) return &kCudaLogitKernels;
-#endif
-  return nullptr;
+  const kernels::DeviceKernels& of_device = ops::DeviceKernelsOf(device);
+  return of_device.logit_statistics != nullptr ? &kDeviceLogitKernels : nullptr;
 }
 
 }  // namespace

@@ -49,8 +49,8 @@ extern const LogitKernels kAtenLogitKernels;
 // Own kernels of common/kernels/cpu: float32 on the CPU, without scratch memory.
 extern const LogitKernels kCpuLogitKernels;
 
-// Own kernels of common/kernels/cuda, in a CUDA build: float32 on a GPU, without scratch memory.
-extern const LogitKernels kCudaLogitKernels;
+// Own kernels of a GPU (ops::DeviceKernelsOf) that has them: float32, without scratch memory.
+extern const LogitKernels kDeviceLogitKernels;
 
 }  // namespace tandem::loss
 

@@ -1,0 +1,49 @@
+#include <ATen/ATen.h>
+
+#include "common/loss/logits/logit_kernels.h"
+#include "common/ops/device_kernels.h"
+
+namespace tandem::loss {
+namespace {
+
+const float* Data(const at::Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
+
+void Statistics(const LogitTile& tile, const RowStatistics& rows) {
+  const at::Device device = tile.logits.device();
+  ops::Launch("output loss", device, ops::DeviceKernelsOf(device).logit_statistics,
+              {.logits = Data(tile.logits),
+               .scales = Data(tile.scales),
+               .labels = tile.labels.const_data_ptr<int64_t>(),
+               .first_label = tile.first_label,
+               .rows = tile.logits.size(0),
+               .width = tile.logits.size(1),
+               .max = rows.max.mutable_data_ptr<float>(),
+               .sum = rows.sum.mutable_data_ptr<float>(),
+               .weighted = rows.weighted.mutable_data_ptr<float>(),
+               .label = rows.label.mutable_data_ptr<float>()});
+}
+
+void Gradient(const LogitTile& tile, const RowGradients& rows, at::ScalarType type) {
+  const at::Device device = tile.logits.device();
+  ops::Launch("output loss", device, ops::DeviceKernelsOf(device).logit_gradient,
+              {.logits = tile.logits.mutable_data_ptr<float>(),
+               .scales = Data(tile.scales),
+               .labels = tile.labels.const_data_ptr<int64_t>(),
+               .first_label = tile.first_label,
+               .rows = tile.logits.size(0),
+               .width = tile.logits.size(1),
+               .max = Data(rows.max),
+               .constants = Data(rows.constants),
+               .slopes = Data(rows.slopes),
+               .at_label = Data(rows.at_label),
+               .bfloat16 = type == at::kBFloat16,
+               .soft_cap = static_cast<float>(tile.soft_cap.value_or(0))});
+}
+
+int64_t ScratchBytes(int64_t /*tile_bytes*/) { return 0; }
+
+}  // namespace
+
+const LogitKernels kDeviceLogitKernels = {Statistics, Gradient, ScratchBytes};
+
+}  // namespace tandem::loss

@@ -1,0 +1,33 @@
+// How an operation finds its own kernel for the device of its tensors, where that is a GPU. For the
+// CPU it is kernels::GetCpuKernels.
+#ifndef TANDEM_COMMON_OPS_DEVICE_KERNELS_H_
+#define TANDEM_COMMON_OPS_DEVICE_KERNELS_H_
+
+#include <c10/core/Device.h>
+
+#include <type_traits>
+
+#include "common/kernels/device_kernels.h"
+
+namespace tandem::ops {
+
+// Returns the kernels for tensors on `device`. All entries are nullptr for a device for which the
+// build has none, and after SetKernelPath(KernelPath::kAten).
+const kernels::DeviceKernels& DeviceKernelsOf(c10::Device device);
+
+// Returns the stream of torch on which operations of the device run now.
+kernels::DeviceStream CurrentStream(c10::Device device);
+
+// Throws c10::Error that names the operation `what`, if `error` is one.
+void CheckLaunch(const char* what, const char* error);
+
+// Launches a kernel of the table on the current stream. Throws c10::Error if the launch fails.
+template <typename Args>
+void Launch(const char* what, c10::Device device, kernels::DeviceKernel<Args> kernel,
+            const std::type_identity_t<Args>& args) {
+  CheckLaunch(what, kernel(args, CurrentStream(device)));
+}
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_DEVICE_KERNELS_H_
