@@ -129,11 +129,11 @@ class Bench {
               << "), " << loss_->chunk_rows() << " rows a chunk\n";
   }
 
-  // The junior is as large as the senior.
+  // The teacher is as large as the student.
   void MakeDivergence() {
-    junior_hidden_ = at::randn_like(hidden_);
-    junior_weight_ = at::randn_like(weight_).mul_(0.02);
-    divergence_ = LinearDivergenceLoss::Create(weight_, junior_weight_,
+    teacher_hidden_ = at::randn_like(hidden_);
+    teacher_weight_ = at::randn_like(weight_).mul_(0.02);
+    divergence_ = LinearDivergenceLoss::Create(weight_, teacher_weight_,
                                                {.logits_chunk_bytes = options_.logits_chunk_bytes})
                       .value();
     std::cerr << "divergence: " << divergence_->chunk_rows() << " rows a chunk\n";
@@ -150,7 +150,7 @@ class Bench {
     const KlDirection direction =
         options_.loss == "reverse_kl" ? KlDirection::kReverse : KlDirection::kForward;
     return divergence_
-        ->ForwardBackward(hidden_, junior_hidden_, {.positions = rows_.positions}, direction,
+        ->ForwardBackward(hidden_, teacher_hidden_, {.positions = rows_.positions}, direction,
                           scales_[0], gradients_)
         .status();
   }
@@ -158,7 +158,7 @@ class Bench {
   const Options options_;
   const at::ScalarType dtype_;
   const at::Tensor hidden_, weight_;
-  at::Tensor junior_hidden_, junior_weight_;
+  at::Tensor teacher_hidden_, teacher_weight_;
   tandem::loss::OutputGradients gradients_;
   tandem::loss::OutputRows rows_;
   std::vector<double> scales_;

@@ -212,20 +212,20 @@ struct LogitGradientArgs {
 };
 
 // Statistics of `rows` rows of logits of two models, from which their divergence follows. With the
-// scaled logits z_j and z'_j (the junior's), d_j = z_j - max and d'_j = z'_j - junior_max:
-//   sum = sum_j exp(d_j), junior_sum = sum_j exp(d'_j) and
+// scaled logits z_j and z'_j (the teacher's), d_j = z_j - max and d'_j = z'_j - teacher_max:
+//   sum = sum_j exp(d_j), teacher_sum = sum_j exp(d'_j) and
 //   moment = sum_j exp(d_j)(d_j - d'_j), or sum_j exp(d'_j)(d'_j - d_j) if `forward`.
 struct DivergenceStatisticsArgs {
-  const float* logits;         // [rows, width]
-  const float* junior_logits;  // [rows, width]
-  const float* scales;         // [rows], or nullptr for 1
+  const float* logits;          // [rows, width]
+  const float* teacher_logits;  // [rows, width]
+  const float* scales;          // [rows], or nullptr for 1
   int64_t rows;
   int64_t width;
   bool forward;
   double* max;  // [rows]
-  double* junior_max;
+  double* teacher_max;
   double* sum;
-  double* junior_sum;
+  double* teacher_sum;
   double* moment;
 };
 
@@ -233,14 +233,14 @@ struct DivergenceStatisticsArgs {
 // factor (exp(d_j) - exp(d'_j) offset) if `forward`, row by row, times 1 - (logit_j / soft_cap)^2
 // if the logits are those after a soft cap; in bf16 as the first `width` 16-bit numbers of a row.
 struct DivergenceGradientArgs {
-  float* logits;               // [rows, width]
-  const float* junior_logits;  // [rows, width]
+  float* logits;                // [rows, width]
+  const float* teacher_logits;  // [rows, width]
   const float* scales;
   int64_t rows;
   int64_t width;
   bool forward;
   const float* max;  // [rows], at least that of the row
-  const float* junior_max;
+  const float* teacher_max;
   const float* factors;
   const float* offsets;
   bool bfloat16;

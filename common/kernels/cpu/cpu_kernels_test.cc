@@ -477,29 +477,29 @@ TEST_P(CpuKernelsTest, DivergenceMatchesDouble) {
   for (const int64_t width : {1, 5, 16, 77, 2100}) {
     const int64_t rows = 3;
     const Floats scales = {1, 0.5f, 2};
-    const Floats before = RandomFloats(rows * width, 6), junior = RandomFloats(rows * width, 7);
+    const Floats before = RandomFloats(rows * width, 6), teacher = RandomFloats(rows * width, 7);
     for (const bool forward : {false, true}) {
       Floats logits = before, rounded = before, untouched = before;
-      std::vector<double> max(rows), junior_max(rows), sum(rows), junior_sum(rows), moment(rows);
-      kernels_->divergence_statistics({untouched.data(), junior.data(), scales.data(), rows, width,
-                                       forward, max.data(), junior_max.data(), sum.data(),
-                                       junior_sum.data(), moment.data()});
+      std::vector<double> max(rows), teacher_max(rows), sum(rows), teacher_sum(rows), moment(rows);
+      kernels_->divergence_statistics({untouched.data(), teacher.data(), scales.data(), rows, width,
+                                       forward, max.data(), teacher_max.data(), sum.data(),
+                                       teacher_sum.data(), moment.data()});
       EXPECT_EQ(untouched, before);
       std::vector<double> divergences(rows);
       Floats factors(rows), offsets(rows);
       for (int64_t row = 0; row < rows; ++row) {
-        const double ratio = sum[row] / junior_sum[row];
-        const double mean = moment[row] / (forward ? junior_sum[row] : sum[row]);
+        const double ratio = sum[row] / teacher_sum[row];
+        const double mean = moment[row] / (forward ? teacher_sum[row] : sum[row]);
         divergences[row] = mean + (forward ? std::log(ratio) : -std::log(ratio));
         factors[row] = static_cast<float>(0.7 * scales[row] / sum[row]);
         offsets[row] = static_cast<float>(forward ? ratio : mean);
       }
       const Floats float_max(max.begin(), max.end()),
-          float_junior_max(junior_max.begin(), junior_max.end());
+          float_teacher_max(teacher_max.begin(), teacher_max.end());
       const auto run = [&](Floats& z, bool bfloat16) {
-        kernels_->divergence_gradient({z.data(), junior.data(), scales.data(), rows, width, forward,
-                                       float_max.data(), float_junior_max.data(), factors.data(),
-                                       offsets.data(), bfloat16});
+        kernels_->divergence_gradient({z.data(), teacher.data(), scales.data(), rows, width,
+                                       forward, float_max.data(), float_teacher_max.data(),
+                                       factors.data(), offsets.data(), bfloat16});
       };
       run(rounded, true);
       run(logits, false);
@@ -511,9 +511,10 @@ TEST_P(CpuKernelsTest, DivergenceMatchesDouble) {
           }
           return std::log(sum);
         };
-        const double log_p = log_sum(before), log_q = log_sum(junior);
+        const double log_p = log_sum(before), log_q = log_sum(teacher);
         const auto ratio = [&](int64_t j) {  // log p_j - log q_j
-          return (double{before[row * width + j]} - double{junior[row * width + j]}) * scales[row] -
+          return (double{before[row * width + j]} - double{teacher[row * width + j]}) *
+                     scales[row] -
                  log_p + log_q;
         };
         const auto p = [&](int64_t j) {
@@ -541,7 +542,7 @@ TEST_P(CpuKernelsTest, GradientsOfLogitsGoThroughASoftCap) {
   constexpr float kCap = 5;
   for (const int64_t width : {1, 5, 77}) {
     Floats logits = RandomFloats(width, 6);
-    const Floats junior = RandomFloats(width, 7), scales = {0.5f};
+    const Floats teacher = RandomFloats(width, 7), scales = {0.5f};
     kernels_->soft_cap({logits.data(), width, kCap});
     const Floats max = {3}, first = {0.3f}, second = {-0.7f};
     const auto expect_slope = [&](const auto& run) {
@@ -561,7 +562,7 @@ TEST_P(CpuKernelsTest, GradientsOfLogitsGoThroughASoftCap) {
     });
     for (const bool forward : {false, true}) {
       expect_slope([&](Floats& z, bool bfloat16, float soft_cap) {
-        kernels_->divergence_gradient({z.data(), junior.data(), scales.data(), 1, width, forward,
+        kernels_->divergence_gradient({z.data(), teacher.data(), scales.data(), 1, width, forward,
                                        max.data(), max.data(), first.data(), second.data(),
                                        bfloat16, soft_cap});
       });

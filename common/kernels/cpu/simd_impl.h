@@ -647,35 +647,35 @@ void LogitGradient(const LogitGradientArgs& a) {
 template <bool kForward>
 TANDEM_INLINE void DivergenceStatisticsRow(const DivergenceStatisticsArgs& a, int64_t row) {
   const float* const z = a.logits + row * a.width;
-  const float* const junior = a.junior_logits + row * a.width;
+  const float* const teacher = a.teacher_logits + row * a.width;
   const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
-  const float max = MaxOfRow(z, scale, a.width), junior_max = MaxOfRow(junior, scale, a.width);
+  const float max = MaxOfRow(z, scale, a.width), teacher_max = MaxOfRow(teacher, scale, a.width);
   constexpr int64_t kColumns = 2048;  // sums in float32 are kept short
-  double sum = 0, junior_sum = 0, moment = 0;
+  double sum = 0, teacher_sum = 0, moment = 0;
   for (int64_t begin = 0; begin < a.width; begin += kColumns) {
     const int64_t end = Min(begin + kColumns, a.width), whole = end - (end - begin) % kWidth;
-    Vec e = {}, junior_e = {}, weighted = {};
-    const auto add = [&](Vec d, Vec junior_d) TANDEM_INLINE_LAMBDA {
-      const Vec p = Exp(d), q = Exp(junior_d);
+    Vec e = {}, teacher_e = {}, weighted = {};
+    const auto add = [&](Vec d, Vec teacher_d) TANDEM_INLINE_LAMBDA {
+      const Vec p = Exp(d), q = Exp(teacher_d);
       e += p;
-      junior_e += q;
-      weighted += kForward ? q * (junior_d - d) : p * (d - junior_d);
+      teacher_e += q;
+      weighted += kForward ? q * (teacher_d - d) : p * (d - teacher_d);
     };
     for (int64_t j = begin; j < whole; j += kWidth) {
-      add(Load(z + j) * scale - max, Load(junior + j) * scale - junior_max);
+      add(Load(z + j) * scale - max, Load(teacher + j) * scale - teacher_max);
     }
     if (whole < end) {
       add(LastBelow(z + whole, scale, max, end - whole),
-          LastBelow(junior + whole, scale, junior_max, end - whole));
+          LastBelow(teacher + whole, scale, teacher_max, end - whole));
     }
     sum += Sum(e);
-    junior_sum += Sum(junior_e);
+    teacher_sum += Sum(teacher_e);
     moment += Sum(weighted);
   }
   a.max[row] = max;
-  a.junior_max[row] = junior_max;
+  a.teacher_max[row] = teacher_max;
   a.sum[row] = sum;
-  a.junior_sum[row] = junior_sum;
+  a.teacher_sum[row] = teacher_sum;
   a.moment[row] = moment;
 }
 
@@ -688,15 +688,15 @@ void DivergenceStatistics(const DivergenceStatisticsArgs& a) {
 template <bool kForward, bool kBfloat16>
 TANDEM_INLINE void DivergenceGradientRow(const DivergenceGradientArgs& a, int64_t row) {
   float* const z = a.logits + row * a.width;
-  const float* const junior = a.junior_logits + row * a.width;
+  const float* const teacher = a.teacher_logits + row * a.width;
   const float scale = a.scales == nullptr ? 1.0f : a.scales[row];
-  const float max = a.max[row], junior_max = a.junior_max[row];
+  const float max = a.max[row], teacher_max = a.teacher_max[row];
   const float factor = a.factors[row], offset = a.offsets[row];
   for (int64_t j = 0; j < a.width; j += kWidth) {
     const int64_t count = Min(kWidth, a.width - j);
     const Vec logit = LoadSome(z + j, count), d = logit * scale - max;
-    const Vec junior_d = LoadSome(junior + j, count) * scale - junior_max;
-    Vec dz = kForward ? Exp(d) - Exp(junior_d) * offset : Exp(d) * (d - junior_d - offset);
+    const Vec teacher_d = LoadSome(teacher + j, count) * scale - teacher_max;
+    Vec dz = kForward ? Exp(d) - Exp(teacher_d) * offset : Exp(d) * (d - teacher_d - offset);
     if (a.soft_cap > 0) dz *= SoftCapSlope(logit, a.soft_cap);
     StoreGradient<kBfloat16>(z, j, dz * factor, count);
   }

@@ -32,27 +32,27 @@ constexpr int64_t kWorkPerLogit = 40;  // about three exponentials, in multiply-
 
 // Some rows of logits of both models, after their soft caps and not yet divided by the temperature.
 struct Logits {
-  at::Tensor senior, junior;  // [n, V], contiguous
-  at::Tensor scales;          // [n], 1 / temperature; undefined for 1
+  at::Tensor student, teacher;  // [n, V], contiguous
+  at::Tensor scales;            // [n], 1 / temperature; undefined for 1
   KlDirection direction;
-  std::optional<double> soft_cap;  // of the senior
+  std::optional<double> soft_cap;  // of the student
 };
 
 // The statistics of linear_divergence.h: [n], float64, on the device of the logits.
 struct Statistics {
-  at::Tensor max, junior_max, sum, junior_sum, moment;
+  at::Tensor max, teacher_max, sum, teacher_sum, moment;
 };
 
 // The numbers from which the gradient of a row's logits follows:
 //   factor e^d_j (d_j - d'_j - offset), or factor (e^d_j - e^d'_j offset) for forward.
 struct DivergenceGradients {
-  at::Tensor max, junior_max, factors, offsets;  // [n], in the type of the logits
+  at::Tensor max, teacher_max, factors, offsets;  // [n], in the type of the logits
 };
 
 Statistics EmptyStatistics(int64_t rows, const at::TensorOptions& like) {
   const at::Tensor all = at::empty({5, rows}, like.dtype(at::kDouble));
   return {
-      .max = all[0], .junior_max = all[1], .sum = all[2], .junior_sum = all[3], .moment = all[4]};
+      .max = all[0], .teacher_max = all[1], .sum = all[2], .teacher_sum = all[3], .moment = all[4]};
 }
 
 // Returns a copy of the logits of rows [begin, begin + count), each times its row's scale.
@@ -63,54 +63,54 @@ at::Tensor Scaled(const at::Tensor& logits, const at::Tensor& scales, int64_t be
 }
 
 Statistics AtenStatistics(const Logits& logits, int64_t block_rows) {
-  const int64_t rows = logits.senior.size(0);
-  Statistics statistics = EmptyStatistics(rows, logits.senior.options());
+  const int64_t rows = logits.student.size(0);
+  Statistics statistics = EmptyStatistics(rows, logits.student.options());
   const bool forward = logits.direction == KlDirection::kForward;
   for (int64_t row = 0; row < rows; row += block_rows) {
     const int64_t count = std::min(block_rows, rows - row);
     const auto block_of = [&](const at::Tensor& x) { return x.narrow(0, row, count); };
-    at::Tensor d = Scaled(logits.senior, logits.scales, row, count);
-    at::Tensor junior_d = Scaled(logits.junior, logits.scales, row, count);
-    const at::Tensor max = d.amax(1, /*keepdim=*/true), junior_max = junior_d.amax(1, true);
+    at::Tensor d = Scaled(logits.student, logits.scales, row, count);
+    at::Tensor teacher_d = Scaled(logits.teacher, logits.scales, row, count);
+    const at::Tensor max = d.amax(1, /*keepdim=*/true), teacher_max = teacher_d.amax(1, true);
     block_of(statistics.max).copy_(max.squeeze(1));
-    block_of(statistics.junior_max).copy_(junior_max.squeeze(1));
+    block_of(statistics.teacher_max).copy_(teacher_max.squeeze(1));
     d.sub_(max);
-    junior_d.sub_(junior_max);
-    // The divergence is an expectation: under the senior for reverse, the junior for forward.
-    const at::Tensor& own = forward ? junior_d : d;
-    const at::Tensor& other = forward ? d : junior_d;
+    teacher_d.sub_(teacher_max);
+    // The divergence is an expectation: under the student for reverse, the teacher for forward.
+    const at::Tensor& own = forward ? teacher_d : d;
+    const at::Tensor& other = forward ? d : teacher_d;
     at::Tensor e = own.exp();
-    block_of(forward ? statistics.junior_sum : statistics.sum).copy_(e.sum(1));
+    block_of(forward ? statistics.teacher_sum : statistics.sum).copy_(e.sum(1));
     block_of(statistics.moment).copy_(e.mul_(own.sub_(other)).sum(1));
-    block_of(forward ? statistics.sum : statistics.junior_sum)
+    block_of(forward ? statistics.sum : statistics.teacher_sum)
         .copy_(at::Tensor(other).exp_().sum(1));
   }
   return statistics;
 }
 
-// Overwrites the senior's logits with their gradient, in the place of GradientOf(senior, dtype).
+// Overwrites the student's logits with their gradient, in the place of GradientOf(student, dtype).
 void AtenGradient(const Logits& logits, const DivergenceGradients& gradients, at::ScalarType dtype,
                   int64_t block_rows) {
-  const int64_t rows = logits.senior.size(0);
+  const int64_t rows = logits.student.size(0);
   for (int64_t row = 0; row < rows; row += block_rows) {
     const int64_t count = std::min(block_rows, rows - row);
     const auto block_of = [&](const at::Tensor& x) { return x.narrow(0, row, count); };
     const auto column = [&](const at::Tensor& x) { return block_of(x).unsqueeze(1); };
-    at::Tensor d = Scaled(logits.senior, logits.scales, row, count).sub_(column(gradients.max));
-    at::Tensor junior_d =
-        Scaled(logits.junior, logits.scales, row, count).sub_(column(gradients.junior_max));
+    at::Tensor d = Scaled(logits.student, logits.scales, row, count).sub_(column(gradients.max));
+    at::Tensor teacher_d =
+        Scaled(logits.teacher, logits.scales, row, count).sub_(column(gradients.teacher_max));
     at::Tensor dz;
     if (logits.direction == KlDirection::kReverse) {
       dz = d.exp();
-      dz.mul_(d.sub_(junior_d).sub_(column(gradients.offsets)));
+      dz.mul_(d.sub_(teacher_d).sub_(column(gradients.offsets)));
     } else {
-      dz = d.exp_().sub_(junior_d.exp_().mul_(column(gradients.offsets)));
+      dz = d.exp_().sub_(teacher_d.exp_().mul_(column(gradients.offsets)));
     }
     if (logits.soft_cap.has_value()) {
-      const at::Tensor t = junior_d.copy_(block_of(logits.senior)).div_(*logits.soft_cap);
+      const at::Tensor t = teacher_d.copy_(block_of(logits.student)).div_(*logits.soft_cap);
       dz.mul_(t.square_().neg_().add_(1));
     }
-    block_of(GradientOf(logits.senior, dtype)).copy_(dz.mul_(column(gradients.factors)));
+    block_of(GradientOf(logits.student, dtype)).copy_(dz.mul_(column(gradients.factors)));
   }
 }
 
@@ -120,47 +120,47 @@ const float* ScalesOf(const Logits& logits) {
 
 // The same with own kernels: float32 on the CPU, without copies.
 Statistics CpuStatistics(const Logits& logits) {
-  const int64_t rows = logits.senior.size(0), width = logits.senior.size(1);
-  Statistics statistics = EmptyStatistics(rows, logits.senior.options());
-  const auto* const senior = logits.senior.const_data_ptr<float>();
-  const auto* const junior = logits.junior.const_data_ptr<float>();
+  const int64_t rows = logits.student.size(0), width = logits.student.size(1);
+  Statistics statistics = EmptyStatistics(rows, logits.student.options());
+  const auto* const student = logits.student.const_data_ptr<float>();
+  const auto* const teacher = logits.teacher.const_data_ptr<float>();
   const float* const scales = ScalesOf(logits);
   ops::ParallelFor(rows, width * kWorkPerLogit, [&](int64_t begin, int64_t end) {
     const auto from_begin = [&](const at::Tensor& x) {
       return x.mutable_data_ptr<double>() + begin;
     };
     kernels::GetCpuKernels().divergence_statistics(
-        {.logits = senior + begin * width,
-         .junior_logits = junior + begin * width,
+        {.logits = student + begin * width,
+         .teacher_logits = teacher + begin * width,
          .scales = scales == nullptr ? nullptr : scales + begin,
          .rows = end - begin,
          .width = width,
          .forward = logits.direction == KlDirection::kForward,
          .max = from_begin(statistics.max),
-         .junior_max = from_begin(statistics.junior_max),
+         .teacher_max = from_begin(statistics.teacher_max),
          .sum = from_begin(statistics.sum),
-         .junior_sum = from_begin(statistics.junior_sum),
+         .teacher_sum = from_begin(statistics.teacher_sum),
          .moment = from_begin(statistics.moment)});
   });
   return statistics;
 }
 
 void CpuGradient(const Logits& logits, const DivergenceGradients& gradients, at::ScalarType dtype) {
-  const int64_t rows = logits.senior.size(0), width = logits.senior.size(1);
-  auto* const senior = logits.senior.mutable_data_ptr<float>();
-  const auto* const junior = logits.junior.const_data_ptr<float>();
+  const int64_t rows = logits.student.size(0), width = logits.student.size(1);
+  auto* const student = logits.student.mutable_data_ptr<float>();
+  const auto* const teacher = logits.teacher.const_data_ptr<float>();
   const float* const scales = ScalesOf(logits);
   ops::ParallelFor(rows, width * kWorkPerLogit, [&](int64_t begin, int64_t end) {
     const auto from_begin = [&](const at::Tensor& x) { return x.const_data_ptr<float>() + begin; };
     kernels::GetCpuKernels().divergence_gradient(
-        {.logits = senior + begin * width,
-         .junior_logits = junior + begin * width,
+        {.logits = student + begin * width,
+         .teacher_logits = teacher + begin * width,
          .scales = scales == nullptr ? nullptr : scales + begin,
          .rows = end - begin,
          .width = width,
          .forward = logits.direction == KlDirection::kForward,
          .max = from_begin(gradients.max),
-         .junior_max = from_begin(gradients.junior_max),
+         .teacher_max = from_begin(gradients.teacher_max),
          .factors = from_begin(gradients.factors),
          .offsets = from_begin(gradients.offsets),
          .bfloat16 = dtype == at::kBFloat16,
@@ -172,40 +172,40 @@ void CpuGradient(const Logits& logits, const DivergenceGradients& gradients, at:
 // on every rank.
 Statistics MergeRanks(const Statistics& own, KlDirection direction,
                       ops::TensorParallelGroup& group) {
-  const at::Tensor maxima = group.Max(at::stack({own.max, own.junior_max}));
-  const at::Tensor below = own.max - maxima[0], junior_below = own.junior_max - maxima[1];
-  const at::Tensor factor = below.exp(), junior_factor = junior_below.exp();
+  const at::Tensor maxima = group.Max(at::stack({own.max, own.teacher_max}));
+  const at::Tensor below = own.max - maxima[0], teacher_below = own.teacher_max - maxima[1];
+  const at::Tensor factor = below.exp(), teacher_factor = teacher_below.exp();
   const at::Tensor moment =
       direction == KlDirection::kForward
-          ? junior_factor * (own.moment + (junior_below - below) * own.junior_sum)
-          : factor * (own.moment + (below - junior_below) * own.sum);
+          ? teacher_factor * (own.moment + (teacher_below - below) * own.teacher_sum)
+          : factor * (own.moment + (below - teacher_below) * own.sum);
   const at::Tensor sums =
-      group.Sum(at::stack({factor * own.sum, junior_factor * own.junior_sum, moment}));
+      group.Sum(at::stack({factor * own.sum, teacher_factor * own.teacher_sum, moment}));
   return {.max = maxima[0],
-          .junior_max = maxima[1],
+          .teacher_max = maxima[1],
           .sum = sums[0],
-          .junior_sum = sums[1],
+          .teacher_sum = sums[1],
           .moment = sums[2]};
 }
 
 at::Tensor MeanOf(const Statistics& rows, KlDirection direction) {
-  return rows.moment / (direction == KlDirection::kForward ? rows.junior_sum : rows.sum);
+  return rows.moment / (direction == KlDirection::kForward ? rows.teacher_sum : rows.sum);
 }
 
 at::Tensor Divergences(const Statistics& rows, KlDirection direction) {
-  const at::Tensor ratio =
-      direction == KlDirection::kForward ? rows.sum / rows.junior_sum : rows.junior_sum / rows.sum;
+  const at::Tensor ratio = direction == KlDirection::kForward ? rows.sum / rows.teacher_sum
+                                                              : rows.teacher_sum / rows.sum;
   return MeanOf(rows, direction) + ratio.log();
 }
 
 DivergenceGradients GradientsOf(const Statistics& rows, const Logits& logits, double scale) {
-  const at::ScalarType type = logits.senior.scalar_type();
+  const at::ScalarType type = logits.student.scalar_type();
   const bool forward = logits.direction == KlDirection::kForward;
   at::Tensor factors = scale / rows.sum;
   if (logits.scales.defined()) factors = factors * logits.scales;
-  const at::Tensor offsets = forward ? rows.sum / rows.junior_sum : MeanOf(rows, logits.direction);
+  const at::Tensor offsets = forward ? rows.sum / rows.teacher_sum : MeanOf(rows, logits.direction);
   return {.max = rows.max.to(type),
-          .junior_max = rows.junior_max.to(type),
+          .teacher_max = rows.teacher_max.to(type),
           .factors = factors.to(type),
           .offsets = offsets.to(type)};
 }
@@ -213,26 +213,27 @@ DivergenceGradients GradientsOf(const Statistics& rows, const Logits& logits, do
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> LinearDivergenceLoss::Create(
-    at::Tensor weight, at::Tensor junior_weight, const LinearDivergenceOptions& options) {
+    at::Tensor weight, at::Tensor teacher_weight, const LinearDivergenceOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckOutputWeight("weight", weight));
-  TANDEM_RETURN_IF_ERROR(CheckOutputWeight("junior_weight", junior_weight));
-  if (junior_weight.size(0) != weight.size(0)) {
-    return InvalidField("junior_weight", absl::StrCat("has a vocabulary of ", junior_weight.size(0),
-                                                      ", the senior's is ", weight.size(0)));
+  TANDEM_RETURN_IF_ERROR(CheckOutputWeight("teacher_weight", teacher_weight));
+  if (teacher_weight.size(0) != weight.size(0)) {
+    return InvalidField("teacher_weight",
+                        absl::StrCat("has a vocabulary of ", teacher_weight.size(0),
+                                     ", the student's is ", weight.size(0)));
   }
-  if (junior_weight.scalar_type() != weight.scalar_type() ||
-      junior_weight.device() != weight.device()) {
-    return InvalidField("junior_weight", "must have the type and the device of the senior's");
+  if (teacher_weight.scalar_type() != weight.scalar_type() ||
+      teacher_weight.device() != weight.device()) {
+    return InvalidField("teacher_weight", "must have the type and the device of the student's");
   }
   TANDEM_RETURN_IF_ERROR(CheckVocabularyShard(options.vocabulary, weight));
   TANDEM_RETURN_IF_ERROR(CheckSoftCap("soft_cap", options.soft_cap));
-  TANDEM_RETURN_IF_ERROR(CheckSoftCap("junior_soft_cap", options.junior_soft_cap));
+  TANDEM_RETURN_IF_ERROR(CheckSoftCap("teacher_soft_cap", options.teacher_soft_cap));
   std::unique_ptr<LinearDivergenceLoss> loss(new LinearDivergenceLoss);
   loss->vocabulary_ = options.vocabulary.WithRows(weight.size(0));
   loss->soft_cap_ = options.soft_cap;
-  loss->junior_soft_cap_ = options.junior_soft_cap;
+  loss->teacher_soft_cap_ = options.teacher_soft_cap;
   loss->weight_ = weight.detach();
-  loss->junior_weight_ = junior_weight.detach();
+  loss->teacher_weight_ = teacher_weight.detach();
   loss->logits_type_ = at::toOpMathType(weight.scalar_type());
   loss->own_kernels_ = loss->logits_type_ == at::kFloat && weight.is_cpu() &&
                        ops::GetKernelPath() == ops::KernelPath::kAuto;
@@ -258,12 +259,12 @@ absl::Status LinearDivergenceLoss::PlanMemory(int64_t logits_chunk_bytes) {
   return absl::OkStatus();
 }
 
-absl::Status LinearDivergenceLoss::Check(const at::Tensor& hidden, const at::Tensor& junior_hidden,
+absl::Status LinearDivergenceLoss::Check(const at::Tensor& hidden, const at::Tensor& teacher_hidden,
                                          const DivergenceRows& rows, double scale) const {
   TANDEM_RETURN_IF_ERROR(CheckHidden("hidden", hidden, weight_));
-  TANDEM_RETURN_IF_ERROR(CheckHidden("junior_hidden", junior_hidden, junior_weight_));
-  if (junior_hidden.size(0) != hidden.size(0)) {
-    return InvalidField("junior_hidden", "must have as many rows as the senior's");
+  TANDEM_RETURN_IF_ERROR(CheckHidden("teacher_hidden", teacher_hidden, teacher_weight_));
+  if (teacher_hidden.size(0) != hidden.size(0)) {
+    return InvalidField("teacher_hidden", "must have as many rows as the student's");
   }
   TANDEM_RETURN_IF_ERROR(CheckTemperatures(rows.temperatures, rows.positions.size()));
   TANDEM_RETURN_IF_ERROR(
@@ -273,10 +274,10 @@ absl::Status LinearDivergenceLoss::Check(const at::Tensor& hidden, const at::Ten
 }
 
 absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
-    const at::Tensor& hidden, const at::Tensor& junior_hidden, const DivergenceRows& rows,
+    const at::Tensor& hidden, const at::Tensor& teacher_hidden, const DivergenceRows& rows,
     KlDirection direction, double scale, OutputGradients& gradients) {
   const at::NoGradGuard no_grad;
-  TANDEM_RETURN_IF_ERROR(Check(hidden, junior_hidden, rows, scale));
+  TANDEM_RETURN_IF_ERROR(Check(hidden, teacher_hidden, rows, scale));
   std::vector<double> divergences;
   if (rows.positions.empty()) return divergences;
 
@@ -285,7 +286,7 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
   const at::TensorOptions options = weight_.options().dtype(logits_type_);
   const at::Tensor positions = ToDevice(rows.positions, weight_.device());
   const at::Tensor input = SelectRows(hidden, rows.positions, positions).to(dtype);
-  const at::Tensor junior_input = SelectRows(junior_hidden, rows.positions, positions).to(dtype);
+  const at::Tensor teacher_input = SelectRows(teacher_hidden, rows.positions, positions).to(dtype);
   at::Tensor scales;
   if (!rows.temperatures.empty()) scales = ToDevice(rows.temperatures, options).reciprocal_();
 
@@ -300,15 +301,15 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     const auto logits_of = [&](int64_t model) {
       return buffer_[model].narrow(0, 0, size * vocabulary).view({size, vocabulary});
     };
-    const Logits logits = {.senior = logits_of(0),
-                           .junior = logits_of(1),
+    const Logits logits = {.student = logits_of(0),
+                           .teacher = logits_of(1),
                            .scales = scales.defined() ? rows_of(scales) : scales,
                            .direction = direction,
                            .soft_cap = soft_cap_};
-    ops::MatrixProductInto(logits.senior, rows_of(input), weight_.t());
-    ops::MatrixProductInto(logits.junior, rows_of(junior_input), junior_weight_.t());
-    if (soft_cap_.has_value()) ops::SoftCap(logits.senior, *soft_cap_);
-    if (junior_soft_cap_.has_value()) ops::SoftCap(logits.junior, *junior_soft_cap_);
+    ops::MatrixProductInto(logits.student, rows_of(input), weight_.t());
+    ops::MatrixProductInto(logits.teacher, rows_of(teacher_input), teacher_weight_.t());
+    if (soft_cap_.has_value()) ops::SoftCap(logits.student, *soft_cap_);
+    if (teacher_soft_cap_.has_value()) ops::SoftCap(logits.teacher, *teacher_soft_cap_);
     Statistics statistics =
         own_kernels_ ? CpuStatistics(logits) : AtenStatistics(logits, block_rows_);
     if (!vocabulary_.is_whole()) {
@@ -331,7 +332,7 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     } else {
       AtenGradient(logits, row_gradients, dtype, block_rows_);
     }
-    const at::Tensor dz = GradientOf(logits.senior, dtype);
+    const at::Tensor dz = GradientOf(logits.student, dtype);
     if (gradients.weight.defined()) {
       ops::MatrixProductInto(gradients.weight, dz.t(), rows_of(input), /*accumulate=*/true);
     }

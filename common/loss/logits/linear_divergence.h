@@ -1,13 +1,13 @@
 // The KL divergence between the output layers of two models, without the [N, V] logits of either.
 //
-// N rows, V vocabulary, T the temperature of a row. p = softmax(h W^T / T) is the senior, which
-// learns; q = softmax(h' W'^T / T) is the frozen junior, whose hidden width H' may differ. Over the
-// whole vocabulary, with z the senior's logits divided by T:
+// N rows, V vocabulary, T the temperature of a row. p = softmax(h W^T / T) is the student, which
+// learns; q = softmax(h' W'^T / T) is the frozen teacher, whose hidden width H' may differ. Over
+// the whole vocabulary, with z the student's logits divided by T:
 //   reverse  KL(p || q) = sum_j p_j (log p_j - log q_j)   dz_j = p_j (log p_j - log q_j - KL)
 //   forward  KL(q || p) = sum_j q_j (log q_j - log p_j)   dz_j = p_j - q_j
-// Each model's own logits may have a soft cap x -> cap tanh(x / cap), which the senior's gradient
+// Each model's own logits may have a soft cap x -> cap tanh(x / cap), which the student's gradient
 // goes back through.
-// The logits of both are computed for some rows at a time, and the senior's are overwritten by
+// The logits of both are computed for some rows at a time, and the student's are overwritten by
 // their gradient dz / T, which is multiplied into d hidden and d weight.
 //
 // The two output layers may be vocabulary-parallel: every rank holds the rows of the same token ids
@@ -33,8 +33,8 @@
 namespace tandem::loss {
 
 enum class KlDirection {
-  kReverse,  // KL(senior || junior)
-  kForward,  // KL(junior || senior)
+  kReverse,  // KL(student || teacher)
+  kForward,  // KL(teacher || student)
 };
 
 // Rows of the hidden states of both models.
@@ -51,27 +51,27 @@ struct LinearDivergenceOptions {
   // is the whole one of the rank's rows; the gradients of `hidden` must be summed over the ranks.
   VocabularyShard vocabulary = {};
   // As in LinearCrossEntropyOptions, of either model.
-  std::optional<double> soft_cap = std::nullopt, junior_soft_cap = std::nullopt;
+  std::optional<double> soft_cap = std::nullopt, teacher_soft_cap = std::nullopt;
 };
 
 // Not thread-safe. Methods may throw c10::Error as libtorch does.
 class LinearDivergenceLoss {
  public:
-  // `weight` [V, H] and `junior_weight` [V, H'] are the weights of the output layers (of a shard,
+  // `weight` [V, H] and `teacher_weight` [V, H'] are the weights of the output layers (of a shard,
   // this rank's rows): shared, contiguous, on one device, both float32, float64 or bfloat16. Logits
   // are accumulated and kept in float32 (float64 if the weights are). On a GPU a chunk of rows
   // costs one wait for the device. INVALID_ARGUMENT for shapes, devices and options, UNIMPLEMENTED
   // for other types.
   static absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> Create(
-      at::Tensor weight, at::Tensor junior_weight, const LinearDivergenceOptions& options = {});
+      at::Tensor weight, at::Tensor teacher_weight, const LinearDivergenceOptions& options = {});
 
-  // Returns the divergence (nats) of every row of `hidden` [T, H] and `junior_hidden` [T, H'],
+  // Returns the divergence (nats) of every row of `hidden` [T, H] and `teacher_hidden` [T, H'],
   // whose types are that of the weights, or bfloat16 where it is float32; adds `scale` times the
   // gradient of their sum to gradients.hidden and gradients.weight. Rounding may leave a value just
   // below 0. INVALID_ARGUMENT for what does not fit, NotFiniteError for a divergence; after an
   // error the gradients hold an unusable partial sum.
   absl::StatusOr<std::vector<double>> ForwardBackward(const at::Tensor& hidden,
-                                                      const at::Tensor& junior_hidden,
+                                                      const at::Tensor& teacher_hidden,
                                                       const DivergenceRows& rows,
                                                       KlDirection direction, double scale,
                                                       OutputGradients& gradients);
@@ -82,12 +82,12 @@ class LinearDivergenceLoss {
  private:
   LinearDivergenceLoss() = default;
   absl::Status PlanMemory(int64_t logits_chunk_bytes);
-  absl::Status Check(const at::Tensor& hidden, const at::Tensor& junior_hidden,
+  absl::Status Check(const at::Tensor& hidden, const at::Tensor& teacher_hidden,
                      const DivergenceRows& rows, double scale) const;
 
-  at::Tensor weight_, junior_weight_;
+  at::Tensor weight_, teacher_weight_;
   VocabularyShard vocabulary_;
-  std::optional<double> soft_cap_, junior_soft_cap_;
+  std::optional<double> soft_cap_, teacher_soft_cap_;
   at::ScalarType logits_type_ = at::kFloat;
   bool own_kernels_ = false;  // instead of ATen
   int64_t chunk_rows_ = 0;

@@ -20,7 +20,7 @@
 namespace tandem::loss {
 namespace {
 
-constexpr int64_t kTokens = 17, kHidden = 7, kJuniorHidden = 5, kVocabulary = 19;
+constexpr int64_t kTokens = 17, kHidden = 7, kTeacherHidden = 5, kVocabulary = 19;
 constexpr double kScale = 0.3;
 constexpr KlDirection kDirections[] = {KlDirection::kReverse, KlDirection::kForward};
 
@@ -44,9 +44,9 @@ struct Problem {
   explicit Problem(int64_t vocabulary = kVocabulary) {
     at::manual_seed(7);
     hidden = at::randn({kTokens, kHidden}, at::kDouble);
-    junior_hidden = at::randn({kTokens, kJuniorHidden}, at::kDouble);
+    teacher_hidden = at::randn({kTokens, kTeacherHidden}, at::kDouble);
     weight = at::randn({vocabulary, kHidden}, at::kDouble);
-    junior_weight = at::randn({vocabulary, kJuniorHidden}, at::kDouble);
+    teacher_weight = at::randn({vocabulary, kTeacherHidden}, at::kDouble);
     for (int64_t i = 0; i < 11; ++i) {
       rows.positions.push_back(5 * i % kTokens);
       rows.temperatures.push_back(0.5 + 0.1 * static_cast<double>(i));
@@ -55,22 +55,22 @@ struct Problem {
 
   Problem To(at::ScalarType type, at::Device device = at::kCPU) const {
     Problem p = *this;
-    for (at::Tensor* x : {&p.hidden, &p.junior_hidden, &p.weight, &p.junior_weight}) {
+    for (at::Tensor* x : {&p.hidden, &p.teacher_hidden, &p.weight, &p.teacher_weight}) {
       *x = x->to(device, type);
     }
     return p;
   }
 
-  at::Tensor hidden, junior_hidden, weight, junior_weight;
-  std::optional<double> soft_cap, junior_soft_cap;
+  at::Tensor hidden, teacher_hidden, weight, teacher_weight;
+  std::optional<double> soft_cap, teacher_soft_cap;
   DivergenceRows rows;
 };
 
-// A problem in which the junior is the senior.
+// A problem in which the teacher is the student.
 Problem SameModel() {
   Problem p;
-  p.junior_hidden = p.hidden;
-  p.junior_weight = p.weight;
+  p.teacher_hidden = p.hidden;
+  p.teacher_weight = p.weight;
   return p;
 }
 
@@ -90,7 +90,7 @@ Result Oracle(const Problem& p, KlDirection direction) {
     return at::log_softmax(z, 1);
   };
   const at::Tensor logp = log_softmax(hidden, weight, p.soft_cap);
-  const at::Tensor logq = log_softmax(p.junior_hidden, p.junior_weight, p.junior_soft_cap);
+  const at::Tensor logq = log_softmax(p.teacher_hidden, p.teacher_weight, p.teacher_soft_cap);
   const bool reverse = direction == KlDirection::kReverse;
   const at::Tensor divergences =
       at::kl_div(reverse ? logq : logp, reverse ? logp : logq, at::Reduction::None,
@@ -105,8 +105,8 @@ Result Oracle(const Problem& p, KlDirection direction) {
 
 std::unique_ptr<LinearDivergenceLoss> Make(const Problem& p, LinearDivergenceOptions options = {}) {
   options.soft_cap = p.soft_cap;
-  options.junior_soft_cap = p.junior_soft_cap;
-  return LinearDivergenceLoss::Create(p.weight, p.junior_weight, options).value();
+  options.teacher_soft_cap = p.teacher_soft_cap;
+  return LinearDivergenceLoss::Create(p.weight, p.teacher_weight, options).value();
 }
 
 // Computes divergences and gradients; the gradients are of `gradient_type` and start at 0.
@@ -115,7 +115,7 @@ Result Compute(const Problem& p, KlDirection direction, LinearDivergenceLoss& lo
   OutputGradients gradients = {.hidden = at::zeros_like(p.hidden, gradient_type),
                                .weight = at::zeros_like(p.weight, gradient_type)};
   auto divergences =
-      loss.ForwardBackward(p.hidden, p.junior_hidden, p.rows, direction, kScale, gradients);
+      loss.ForwardBackward(p.hidden, p.teacher_hidden, p.rows, direction, kScale, gradients);
   EXPECT_TRUE(divergences.ok()) << divergences.status();
   return {*divergences, gradients.hidden.cpu(), gradients.weight.cpu()};
 }
@@ -146,9 +146,9 @@ TEST(LinearDivergenceTest, SoftCapsEqualTheOracle) {
   Problem p;
   const double uncapped = Oracle(p, KlDirection::kReverse).divergences[0];
   using Cap = std::optional<double>;
-  for (const auto& [senior, junior] : {std::pair<Cap, Cap>{2.0, {}}, {{}, 3.0}, {2.0, 3.0}}) {
-    p.soft_cap = senior;
-    p.junior_soft_cap = junior;
+  for (const auto& [student, teacher] : {std::pair<Cap, Cap>{2.0, {}}, {{}, 3.0}, {2.0, 3.0}}) {
+    p.soft_cap = student;
+    p.teacher_soft_cap = teacher;
     EXPECT_GT(std::abs(Oracle(p, KlDirection::kReverse).divergences[0] - uncapped), 1e-2);
     for (const KlDirection direction : kDirections) {
       const Result expected = Oracle(p, direction);
@@ -197,7 +197,7 @@ TEST(LinearDivergenceTest, HiddenStatesAndWeightsMayBeBfloat16) {
       const auto loss = Make(problem);
       OutputGradients gradients = {.hidden = at::zeros_like(problem.hidden),
                                    .weight = at::zeros({kVocabulary, kHidden})};
-      const auto found = loss->ForwardBackward(problem.hidden, problem.junior_hidden, problem.rows,
+      const auto found = loss->ForwardBackward(problem.hidden, problem.teacher_hidden, problem.rows,
                                                direction, kScale, gradients);
       ASSERT_TRUE(found.ok()) << found.status();
       EXPECT_LT(MaxDifference(Vector(*found), Vector(expected.divergences)), 2e-5);
@@ -209,7 +209,7 @@ TEST(LinearDivergenceTest, HiddenStatesAndWeightsMayBeBfloat16) {
     expect_close(half);
     Problem wide = half;
     wide.weight = half.weight.to(at::kFloat);
-    wide.junior_weight = half.junior_weight.to(at::kFloat);
+    wide.teacher_weight = half.teacher_weight.to(at::kFloat);
     expect_close(wide);
     const AtenKernels aten;
     expect_close(half);
@@ -248,7 +248,7 @@ TEST(LinearDivergenceTest, AddsToTheGradients) {
   const at::Tensor hidden = at::randn_like(p.hidden), weight = at::randn_like(p.weight);
   OutputGradients gradients = {.hidden = hidden.clone(), .weight = weight.clone()};
   ASSERT_TRUE(Make(p)
-                  ->ForwardBackward(p.hidden, p.junior_hidden, p.rows, KlDirection::kReverse,
+                  ->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, KlDirection::kReverse,
                                     kScale, gradients)
                   .ok());
   EXPECT_LT(MaxDifference(gradients.hidden, hidden + alone.hidden), 1e-13);
@@ -266,7 +266,7 @@ TEST(LinearDivergenceTest, UndefinedGradientsAreNotComputed) {
         if (of_hidden) gradients.hidden = at::zeros_like(p.hidden);
         if (of_weight) gradients.weight = at::zeros_like(p.weight);
         EXPECT_EQ(
-            loss->ForwardBackward(p.hidden, p.junior_hidden, p.rows, direction, kScale, gradients)
+            loss->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, direction, kScale, gradients)
                 .value(),
             both.divergences);
         EXPECT_EQ(gradients.hidden.defined(), of_hidden);
@@ -335,7 +335,7 @@ TEST(LinearDivergenceTest, RowsThatAreNotListedAreNeitherReadNorWritten) {
   EXPECT_EQ(before.hidden.index_select(0, index).abs().max().item<double>(), 0);
   const double nan = std::numeric_limits<double>::quiet_NaN();
   p.hidden.index_fill_(0, index, nan);
-  p.junior_hidden.index_fill_(0, index, nan);
+  p.teacher_hidden.index_fill_(0, index, nan);
   const Result after = Compute(p, KlDirection::kForward);
   EXPECT_EQ(after.divergences, before.divergences);
   EXPECT_TRUE(at::equal(after.hidden, before.hidden));
@@ -353,7 +353,7 @@ TEST(LinearDivergenceTest, WithoutRowsNothingIsComputed) {
 TEST(LinearDivergenceTest, LargeLogitsStayFinite) {
   Problem p;
   p.weight = p.weight * 1e4;
-  p.junior_weight = p.junior_weight * 1e4;
+  p.teacher_weight = p.teacher_weight * 1e4;
   const Problem narrow = p.To(at::kFloat);
   for (const KlDirection direction : kDirections) {
     const Result result = Compute(narrow, direction, {}, at::kFloat);
@@ -366,14 +366,14 @@ TEST(LinearDivergenceTest, TheErrorNamesARowThatIsNotFinite) {
   const double infinity = std::numeric_limits<double>::infinity();
   for (const KlDirection direction : kDirections) {
     for (const double bad : {std::numeric_limits<double>::quiet_NaN(), infinity, -infinity}) {
-      for (at::Tensor Problem::*const hidden : {&Problem::hidden, &Problem::junior_hidden}) {
+      for (at::Tensor Problem::*const hidden : {&Problem::hidden, &Problem::teacher_hidden}) {
         Problem p;
         (p.*hidden)[p.rows.positions[4]][2] = bad;
         for (const at::ScalarType type : {at::kDouble, at::kFloat}) {
           const Problem typed = p.To(type);
           OutputGradients none;
           const absl::Status status = Make(typed)
-                                          ->ForwardBackward(typed.hidden, typed.junior_hidden,
+                                          ->ForwardBackward(typed.hidden, typed.teacher_hidden,
                                                             typed.rows, direction, kScale, none)
                                           .status();
           EXPECT_TRUE(IsNotFinite(status)) << status;
@@ -386,26 +386,26 @@ TEST(LinearDivergenceTest, TheErrorNamesARowThatIsNotFinite) {
 
 TEST(LinearDivergenceTest, BadInputIsRefused) {
   const Problem p;
-  const auto create = [](const at::Tensor& weight, const at::Tensor& junior_weight,
+  const auto create = [](const at::Tensor& weight, const at::Tensor& teacher_weight,
                          const LinearDivergenceOptions& options = {}) {
-    return LinearDivergenceLoss::Create(weight, junior_weight, options).status();
+    return LinearDivergenceLoss::Create(weight, teacher_weight, options).status();
   };
-  EXPECT_EQ(FieldPath(create({}, p.junior_weight)), "weight");
-  EXPECT_EQ(FieldPath(create(p.weight, p.junior_weight.t())), "junior_weight");
-  EXPECT_EQ(FieldPath(create(p.weight, p.junior_weight.narrow(0, 0, 18))), "junior_weight");
-  EXPECT_EQ(FieldPath(create(p.weight, p.junior_weight.to(at::kFloat))), "junior_weight");
-  EXPECT_EQ(FieldPath(create(p.weight, p.junior_weight.to(at::kMeta))), "junior_weight");
-  EXPECT_EQ(
-      FieldPath(create(p.weight, p.junior_weight, {.logits_chunk_bytes = 5 * kVocabulary * 8 - 1})),
-      "logits_chunk_bytes");
-  const absl::Status half = create(p.weight.to(at::kHalf), p.junior_weight.to(at::kHalf));
+  EXPECT_EQ(FieldPath(create({}, p.teacher_weight)), "weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.teacher_weight.t())), "teacher_weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.teacher_weight.narrow(0, 0, 18))), "teacher_weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.teacher_weight.to(at::kFloat))), "teacher_weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.teacher_weight.to(at::kMeta))), "teacher_weight");
+  EXPECT_EQ(FieldPath(create(p.weight, p.teacher_weight,
+                             {.logits_chunk_bytes = 5 * kVocabulary * 8 - 1})),
+            "logits_chunk_bytes");
+  const absl::Status half = create(p.weight.to(at::kHalf), p.teacher_weight.to(at::kHalf));
   EXPECT_EQ(half.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(FieldPath(half), "weight");
 
   const auto loss = Make(p);
   const auto refused = [&](const Problem& bad, double scale = 1) {
     OutputGradients gradients;
-    const absl::Status status = loss->ForwardBackward(bad.hidden, bad.junior_hidden, bad.rows,
+    const absl::Status status = loss->ForwardBackward(bad.hidden, bad.teacher_hidden, bad.rows,
                                                       KlDirection::kReverse, scale, gradients)
                                     .status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
@@ -421,17 +421,17 @@ TEST(LinearDivergenceTest, BadInputIsRefused) {
   bad.rows.temperatures[3] = 0;
   EXPECT_EQ(refused(bad), "temperatures");
   bad = p;
-  bad.hidden = p.junior_hidden;
+  bad.hidden = p.teacher_hidden;
   EXPECT_EQ(refused(bad), "hidden");
   bad = p;
-  bad.junior_hidden = p.hidden;
-  EXPECT_EQ(refused(bad), "junior_hidden");
+  bad.teacher_hidden = p.hidden;
+  EXPECT_EQ(refused(bad), "teacher_hidden");
   bad = p;
-  bad.junior_hidden = p.junior_hidden.narrow(0, 0, kTokens - 1);
-  EXPECT_EQ(refused(bad), "junior_hidden");
+  bad.teacher_hidden = p.teacher_hidden.narrow(0, 0, kTokens - 1);
+  EXPECT_EQ(refused(bad), "teacher_hidden");
   bad = p;
-  bad.junior_hidden = p.junior_hidden.to(at::kFloat);
-  EXPECT_EQ(refused(bad), "junior_hidden");
+  bad.teacher_hidden = p.teacher_hidden.to(at::kFloat);
+  EXPECT_EQ(refused(bad), "teacher_hidden");
   EXPECT_EQ(refused(p, std::numeric_limits<double>::infinity()), "scale");
 }
 
@@ -441,14 +441,15 @@ TEST(LinearDivergenceTest, PeakStaysWithinTheBudget) {
   const MeteredMemory meter;
   at::manual_seed(1);
   const at::Tensor hidden = at::randn({kRows, kWidth}), weight = at::randn({kWords, kWidth});
-  const at::Tensor junior_weight = at::randn({kWords, kWidth});
+  const at::Tensor teacher_weight = at::randn({kWords, kWidth});
   DivergenceRows rows;
   for (int64_t row = 0; row < kRows; ++row) rows.positions.push_back(row);
   rows.temperatures.assign(kRows, 0.7);
   OutputGradients gradients = {.hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight)};
   const auto measure = [&] {
-    auto loss = LinearDivergenceLoss::Create(weight, junior_weight, {.logits_chunk_bytes = kBudget})
-                    .value();
+    auto loss =
+        LinearDivergenceLoss::Create(weight, teacher_weight, {.logits_chunk_bytes = kBudget})
+            .value();
     const int64_t start = meter->live();
     meter->Restart();
     for (const KlDirection direction : kDirections) {

@@ -188,22 +188,22 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
   RunOnAll([&](const std::shared_ptr<ranks::CommunicatorGroup>& group,
                ranks::Communicator& communicator) {
     const Problem problem;
-    const at::Tensor junior_hidden = at::randn({kRows + 3, kHidden - 2}, at::kDouble);
+    const at::Tensor teacher_hidden = at::randn({kRows + 3, kHidden - 2}, at::kDouble);
     // Logits of two models may differ by an offset, which softmax does not see.
-    const at::Tensor junior_weight = at::randn({kVocabulary, kHidden - 2}, at::kDouble) + 3;
+    const at::Tensor teacher_weight = at::randn({kVocabulary, kHidden - 2}, at::kDouble) + 3;
     const loss::DivergenceRows rows = {.positions = problem.rows.positions,
                                        .temperatures = problem.rows.temperatures};
     constexpr double kScale = 0.3;
     for (const loss::KlDirection direction :
          {loss::KlDirection::kReverse, loss::KlDirection::kForward}) {
       const auto whole =
-          loss::LinearDivergenceLoss::Create(problem.weight, junior_weight,
-                                             {.soft_cap = 4.0, .junior_soft_cap = 5.0})
+          loss::LinearDivergenceLoss::Create(problem.weight, teacher_weight,
+                                             {.soft_cap = 4.0, .teacher_soft_cap = 5.0})
               .value();
       loss::OutputGradients all = {.hidden = at::zeros_like(problem.hidden),
                                    .weight = at::zeros_like(problem.weight)};
       const std::vector<double> expected =
-          whole->ForwardBackward(problem.hidden, junior_hidden, rows, direction, kScale, all)
+          whole->ForwardBackward(problem.hidden, teacher_hidden, rows, direction, kScale, all)
               .value();
       for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
         SCOPED_TRACE(testing::Message() << type << " " << static_cast<int>(direction));
@@ -211,14 +211,14 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
         const at::Tensor weight = Slice(problem.weight, *group).to(type);
         const auto shard =
             loss::LinearDivergenceLoss::Create(
-                weight, Slice(junior_weight, *group).to(type),
-                {.vocabulary = ShardOf(group), .soft_cap = 4.0, .junior_soft_cap = 5.0})
+                weight, Slice(teacher_weight, *group).to(type),
+                {.vocabulary = ShardOf(group), .soft_cap = 4.0, .teacher_soft_cap = 5.0})
                 .value();
         loss::OutputGradients own = {.hidden = at::zeros(problem.hidden.sizes(), type),
                                      .weight = at::zeros(weight.sizes(), type)};
         const std::vector<double> actual =
             shard
-                ->ForwardBackward(problem.hidden.to(type), junior_hidden.to(type), rows, direction,
+                ->ForwardBackward(problem.hidden.to(type), teacher_hidden.to(type), rows, direction,
                                   kScale, own)
                 .value();
         ExpectClose(actual, expected, tolerance, "divergences");

@@ -103,7 +103,7 @@ BatchLimits TorchEngine::Limits() const {
           .lineage = &core_->state().lineage,
           .support = {.critic = critic_ != nullptr,
                       .reference = models_->reference != nullptr,
-                      .junior = models_->junior_kl->has_junior(),
+                      .junior = models_->junior != nullptr,
                       .frozen = core_->frozen()},
           .routing = core_->model().config().RoutingLayout()};
 }

@@ -223,15 +223,15 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
       objective([](Objective& o) { o.whiten_advantages = true; }),
       objective([](Objective& o) {
         o.junior_kl_coefficient = 0.1;
-        o.junior_kl_kind = JuniorKlKind::kForwardSampled;
+        o.junior_kl_kind = TeacherDirection::kForwardSampled;
       }),
       objective([](Objective& o) {
         o.junior_kl_coefficient = 0.1;
-        o.junior_kl_kind = JuniorKlKind::kReverse;
+        o.junior_kl_kind = TeacherDirection::kReverse;
       }),
       objective([](Objective& o) {
         o.junior_kl_coefficient = 0.1;
-        o.junior_kl_kind = JuniorKlKind::kForward;
+        o.junior_kl_kind = TeacherDirection::kForward;
       }),
       objective([](Objective& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenMean; }),
   };
@@ -266,15 +266,15 @@ TEST_P(TrainerRanksTest, EveryModelReadsTheImagesOfItsBatches) {
     options.junior_model = folder_ / "vision_junior";
     options.micro_batch_tokens = 24;
   };
-  const JuniorKlKind kinds[] = {JuniorKlKind::kReverse, JuniorKlKind::kForward,
-                                JuniorKlKind::kForwardSampled};
+  const TeacherDirection kinds[] = {TeacherDirection::kReverse, TeacherDirection::kForward,
+                                    TeacherDirection::kForwardSampled};
   expected_version_ = std::size(kinds);
   RunRanks(change, [&](Engine& engine, FakeCritic&) {
     EngineOptions options = Options();
     change(options);
     const auto single = Make(options);
     int64_t step = 0;
-    for (const JuniorKlKind kind : kinds) {
+    for (const TeacherDirection kind : kinds) {
       SCOPED_TRACE(step);
       TrainStepRequest request = RequestOf(++step);
       AddImages(vision, request);

@@ -379,8 +379,8 @@ TEST_P(JuniorKlTest, EqualsAutogradOverWholeLogits) {
   batch.objective.old_logprobs = OldLogprobs::kRecomputed;
   batch.objective.junior_kl_coefficient = 0.7;
   const AutogradOracle junior(options.junior_model);
-  for (const JuniorKlKind kind :
-       {JuniorKlKind::kReverse, JuniorKlKind::kForward, JuniorKlKind::kForwardSampled}) {
+  for (const TeacherDirection kind : {TeacherDirection::kReverse, TeacherDirection::kForward,
+                                      TeacherDirection::kForwardSampled}) {
     batch.objective.junior_kl_kind = kind;
     const AutogradOracle oracle(folder_ / "model");
     at::Tensor policy = at::zeros({}), divergence = at::zeros({});
@@ -394,8 +394,8 @@ TEST_P(JuniorKlTest, EqualsAutogradOverWholeLogits) {
                             ((*sample.reward - 0.5) / (std::sqrt(0.5) + 1e-6));
       const at::Tensor p = at::log_softmax(oracle.Logits(t), -1);
       const at::Tensor q = at::log_softmax(junior.Logits(t), -1).detach();
-      const at::Tensor kl = kind == JuniorKlKind::kReverse ? (p.exp() * (p - q)).sum(-1)
-                            : kind == JuniorKlKind::kForward
+      const at::Tensor kl = kind == TeacherDirection::kReverse ? (p.exp() * (p - q)).sum(-1)
+                            : kind == TeacherDirection::kForward
                                 ? (q.exp() * (q - p)).sum(-1)
                                 : at::tensor(t.author_logprobs) - oracle.LogProbs(t);
       divergence = divergence + (kl * wrote).sum();
@@ -450,7 +450,7 @@ TEST_F(EngineUpdatesTest, WithTheSameModelTheJuniorKlIsNothing) {
   auto plain = Step(*engine, TestRequest(batch)).report.metrics;
   EXPECT_THAT(plain, Not(Contains(Key("policy/junior_kl"))));
   batch.objective.junior_kl_coefficient = 10;
-  for (const JuniorKlKind kind : {JuniorKlKind::kReverse, JuniorKlKind::kForward}) {
+  for (const TeacherDirection kind : {TeacherDirection::kReverse, TeacherDirection::kForward}) {
     batch.objective.junior_kl_kind = kind;
     auto other = Make(options);
     auto metrics = Step(*other, TestRequest(batch)).report.metrics;

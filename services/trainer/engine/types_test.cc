@@ -70,7 +70,7 @@ PolicyObjective SomeObjective() {
           .kl_placement = KlPlacement::kReward,
           .reference_logprobs = ReferenceLogprobs::kProvided,
           .junior_kl_coefficient = 0.75,
-          .junior_kl_kind = JuniorKlKind::kForwardSampled,
+          .junior_kl_kind = TeacherDirection::kForwardSampled,
           .gae_gamma = 0.99,
           .gae_lambda = 0.95,
           .bootstrap_truncated = true,

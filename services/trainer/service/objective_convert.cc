@@ -64,10 +64,10 @@ constexpr Choice<v1::ReferenceLogprobs, ReferenceLogprobs> kReferenceLogprobs[] 
     {v1::REFERENCE_LOGPROBS_MODEL, ReferenceLogprobs::kModel},
     {v1::REFERENCE_LOGPROBS_PROVIDED, ReferenceLogprobs::kProvided}};
 
-constexpr Choice<v1::JuniorKlKind, JuniorKlKind> kJuniorKlKinds[] = {
-    {v1::JUNIOR_KL_KIND_REVERSE, JuniorKlKind::kReverse},
-    {v1::JUNIOR_KL_KIND_FORWARD, JuniorKlKind::kForward},
-    {v1::JUNIOR_KL_KIND_FORWARD_SAMPLED, JuniorKlKind::kForwardSampled}};
+constexpr Choice<v1::JuniorKlKind, TeacherDirection> kJuniorKlKinds[] = {
+    {v1::JUNIOR_KL_KIND_REVERSE, TeacherDirection::kReverse},
+    {v1::JUNIOR_KL_KIND_FORWARD, TeacherDirection::kForward},
+    {v1::JUNIOR_KL_KIND_FORWARD_SAMPLED, TeacherDirection::kForwardSampled}};
 
 constexpr Choice<v1::RejectionLevel, loss::RejectionLevel> kRejectionLevels[] = {
     {v1::REJECTION_LEVEL_TOKEN, loss::RejectionLevel::kToken},

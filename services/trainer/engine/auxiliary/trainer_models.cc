@@ -88,12 +88,12 @@ absl::StatusOr<TrainerModels> LoadTrainerModels(const EngineOptions& options,
                                                .vocabulary = {},
                                                .soft_cap = models.reference->logit_soft_cap()}));
   }
-  TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Model> junior,
+  TANDEM_ASSIGN_OR_RETURN(models.junior,
                           LoadFrozen("junior_model", "junior", options.junior_model, core));
   TANDEM_ASSIGN_OR_RETURN(
-      models.junior_kl,
-      JuniorKl::Create(output, std::move(junior), models.loss.get(),
-                       LogitsChunkBytes(options.logits_chunk_bytes, model.num_token_ids())));
+      models.teacher_kl,
+      TeacherKl::Create(output, models.junior.get(), models.loss.get(),
+                        LogitsChunkBytes(options.logits_chunk_bytes, model.num_token_ids())));
   if (!options.speculator.adapter.empty()) {
     auto speculator = SpeculatorTrainer::Create(options, core);
     if (!speculator.ok()) return PrependFieldPath("speculator", speculator.status());

@@ -8,8 +8,8 @@
 #include "common/coauthoring/vocabulary.h"
 #include "common/loss/logits/linear_cross_entropy.h"
 #include "common/model/model.h"
-#include "services/trainer/engine/auxiliary/junior_kl.h"
 #include "services/trainer/engine/auxiliary/speculator_trainer.h"
+#include "services/trainer/engine/auxiliary/teacher_kl.h"
 #include "services/trainer/engine/steps/objective.h"
 #include "services/trainer/engine/types.h"
 #include "services/training_core/training_core.h"
@@ -24,7 +24,9 @@ struct TrainerModels {
   // Frozen. Null where none is configured.
   std::unique_ptr<Model> reference = nullptr;
   std::unique_ptr<loss::LinearCrossEntropyLoss> reference_loss = nullptr;
-  std::unique_ptr<JuniorKl> junior_kl = nullptr;
+  std::unique_ptr<Model> junior = nullptr;
+  // The KL towards the junior, as a teacher.
+  std::unique_ptr<TeacherKl> teacher_kl = nullptr;
   // Trains beside the model. Null where none is configured.
   std::unique_ptr<SpeculatorTrainer> speculator = nullptr;
   // Tokens that end a sentence. Null without a tokenizer.json beside the model.

@@ -252,10 +252,10 @@ TEST(ObjectiveTest, WhatComesWithTheSamplesNeedsNoModel) {
   objective.loss.kl_coefficient = 0.1;
   objective.reference_logprobs = ReferenceLogprobs::kProvided;
   objective.junior_kl_coefficient = 0.1;
-  objective.junior_kl_kind = JuniorKlKind::kForwardSampled;
+  objective.junior_kl_kind = TeacherDirection::kForwardSampled;
   EXPECT_TRUE(CheckObjective(objective, {}).ok());
   objective.reference_logprobs = ReferenceLogprobs::kModel;
-  objective.junior_kl_kind = JuniorKlKind::kReverse;
+  objective.junior_kl_kind = TeacherDirection::kReverse;
   EXPECT_EQ(Reason(CheckObjective(objective, {.junior = true})), "NO_REFERENCE_MODEL");
   EXPECT_EQ(Reason(CheckObjective(objective, {.reference = true})), "NO_JUNIOR_MODEL");
   EXPECT_TRUE(CheckObjective(objective, {.reference = true, .junior = true}).ok());

@@ -74,7 +74,7 @@ absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSup
                  reason::kNoReferenceModel);
   }
   if (objective.junior_kl_coefficient > 0 &&
-      objective.junior_kl_kind != JuniorKlKind::kForwardSampled && !support.junior) {
+      objective.junior_kl_kind != TeacherDirection::kForwardSampled && !support.junior) {
     return Lacks("junior_kl_kind", "needs the junior in the trainer, and none is configured",
                  reason::kNoJuniorModel);
   }

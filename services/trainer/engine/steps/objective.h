@@ -46,9 +46,8 @@ enum class KlPlacement { kLoss, kReward };
 // Where the reference's log-probabilities come from: the trainer's reference model, or each sample.
 enum class ReferenceLogprobs { kModel, kProvided };
 
-// The auxiliary KL on junior-written tokens, between the distributions p of the senior and q of the
-// junior.
-enum class JuniorKlKind {
+// The KL between the distribution p of the model in training and q of its teacher, the junior.
+enum class TeacherDirection {
   kReverse,         // KL(p || q), whole vocabulary
   kForward,         // KL(q || p), whole vocabulary
   kForwardSampled,  // log q(y) - log p(y) of the token
@@ -71,7 +70,7 @@ struct PolicyObjective {
   KlPlacement kl_placement = KlPlacement::kLoss;
   ReferenceLogprobs reference_logprobs = ReferenceLogprobs::kModel;
   double junior_kl_coefficient = 0.0;  // lambda_jun
-  JuniorKlKind junior_kl_kind = JuniorKlKind::kReverse;
+  TeacherDirection junior_kl_kind = TeacherDirection::kReverse;
   double gae_gamma = 1.0;
   double gae_lambda = 1.0;
   bool bootstrap_truncated = false;

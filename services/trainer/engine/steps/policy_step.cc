@@ -89,9 +89,8 @@ absl::Status PolicyStep::CheckImages() const {
     TANDEM_RETURN_IF_ERROR(
         CheckTakesImages("reference_model", *models_.reference, models_.core, images));
   }
-  const Model* const junior = models_.junior_kl->junior();
-  if (objective().junior_kl_coefficient > 0 && junior != nullptr) {
-    return CheckTakesImages("junior_model", *junior, models_.core, images);
+  if (const Teacher junior = teacher(); junior.is_on() && junior.model != nullptr) {
+    return CheckTakesImages("junior_model", *junior.model, models_.core, images);
   }
   return absl::OkStatus();
 }
@@ -148,36 +147,36 @@ absl::Status PolicyStep::MakeEvaluator() {
 
 bool PolicyStep::HasRows(const training::MiniBatch& range) const {
   return rows_.sequences.Rows(range).size() > 0 ||
-         (rows_.has_junior_kl() && rows_.junior.sequences.Rows(range).size() > 0);
+         (rows_.has_teacher() && rows_.taught.sequences.Rows(range).size() > 0);
 }
 
 absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport& report) {
   // Copies, so that an update that is left out reports nothing.
   loss::PolicyLossEvaluator evaluator = *evaluator_;
-  JuniorKlSums junior_kl = junior_kl_;
+  TeacherKlSums teacher_kl = teacher_kl_;
   UpdateLoss update_loss = {
       .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
       // A micro-batch holds whole sequences.
       .mode = evaluator.needs_sequences() ? loss::LossMode::kRecompute : loss::LossMode::kAuto};
-  if (rows_.has_junior_kl()) {
+  if (rows_.has_teacher()) {
     update_loss.add = [&](const training::MicroBatchInput& input, const at::Tensor& hidden,
                           loss::OutputGradients& gradients) {
-      return models_.junior_kl->AddGradients(
-          training::SelectRows(input.batch, rows_.junior.sequences, input.sequences), hidden,
-          rows_.junior, objective().junior_kl_kind, gradients, junior_kl);
+      return models_.teacher_kl->AddGradients(
+          teacher(), training::SelectRows(input.batch, rows_.taught.sequences, input.sequences),
+          hidden, rows_.taught, gradients, teacher_kl);
     };
   }
   TANDEM_ASSIGN_OR_RETURN(const training::RouterSums routers,
                           AddGradients(models_, rows_, range, update_loss, report));
   // The report has the sums of all ranks; each rank goes on with its own.
   loss::PolicyLossEvaluator all = evaluator;
-  JuniorKlSums all_junior_kl = junior_kl;
+  TeacherKlSums all_teacher_kl = teacher_kl;
   TANDEM_RETURN_IF_ERROR(all.Reduce(models_.core.reduction()));
-  if (rows_.has_junior_kl()) {
-    TANDEM_RETURN_IF_ERROR(all_junior_kl.Reduce(models_.core.reduction()));
+  if (rows_.has_teacher()) {
+    TANDEM_RETURN_IF_ERROR(all_teacher_kl.Reduce(models_.core.reduction()));
   }
   evaluator_ = std::move(evaluator);
-  junior_kl_ = junior_kl;
+  teacher_kl_ = teacher_kl;
   routers_.Add(routers);
   router_loss_ += routers.Loss(models_.core.router_losses());
   ++updates_;
@@ -187,7 +186,7 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   }
   AddPolicyMetrics(metrics, updates_, HasLossKl(objective()), report.metrics);
   AddMismatchMetrics(*initial_mismatch_, report.metrics);
-  if (rows_.has_junior_kl()) AddJuniorKlMetrics(all_junior_kl, updates_, report.metrics);
+  if (rows_.has_teacher()) AddJuniorKlMetrics(all_teacher_kl, updates_, report.metrics);
   AddRouterMetrics(routers_, router_loss_ / static_cast<double>(updates_), report.metrics);
   return absl::OkStatus();
 }

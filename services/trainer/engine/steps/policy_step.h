@@ -35,6 +35,7 @@
 #include "services/trainer/engine/auxiliary/trainer_models.h"
 #include "services/trainer/engine/steps/batch_check.h"
 #include "services/trainer/engine/steps/step_metrics.h"
+#include "services/trainer/engine/steps/teacher.h"
 #include "services/trainer/engine/steps/training_rows.h"
 #include "services/trainer/engine/types.h"
 #include "services/training_core/training_core.h"
@@ -72,6 +73,7 @@ class PolicyStep {
   absl::Status AddUpdate(const training::MiniBatch& range, StepReport& report);
 
   const PolicyObjective& objective() const { return batch_->objective; }
+  Teacher teacher() const { return TeacherOf(objective(), models_.junior.get()); }
 
   TrainerModels& models_;
   CriticConnection* const critic_;
@@ -82,7 +84,7 @@ class PolicyStep {
   TrainingRows rows_;
   // The sums of the updates so far.
   std::optional<loss::PolicyLossEvaluator> evaluator_;
-  JuniorKlSums junior_kl_;
+  TeacherKlSums teacher_kl_;
   training::RouterSums routers_;
   double router_loss_ = 0;
   int64_t updates_ = 0;

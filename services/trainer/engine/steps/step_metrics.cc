@@ -99,16 +99,16 @@ void AddMismatchMetrics(const StepMismatch& mismatch, Metrics& metrics) {
   add("mismatch/junior/", mismatch.junior);
 }
 
-absl::Status JuniorKlSums::Reduce(loss::MetricReduction reduce) {
+absl::Status TeacherKlSums::Reduce(loss::MetricReduction reduce) {
   return loss::ReduceMetrics(reduce, {&rows, &kl, &loss}, {});
 }
 
-void AddJuniorKlMetrics(const JuniorKlSums& junior_kl, int64_t updates, Metrics& metrics) {
-  const double loss = junior_kl.loss / static_cast<double>(updates);
+void AddJuniorKlMetrics(const TeacherKlSums& teacher_kl, int64_t updates, Metrics& metrics) {
+  const double loss = teacher_kl.loss / static_cast<double>(updates);
   metrics["loss/junior_kl"] = loss;
   metrics["loss/total"] += loss;
   metrics["policy/junior_kl"] =
-      junior_kl.rows == 0 ? 0 : junior_kl.kl / static_cast<double>(junior_kl.rows);
+      teacher_kl.rows == 0 ? 0 : teacher_kl.kl / static_cast<double>(teacher_kl.rows);
 }
 
 void AddRouterMetrics(const training::RouterSums& routers, double loss, Metrics& metrics) {

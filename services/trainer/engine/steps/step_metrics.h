@@ -41,8 +41,8 @@ struct StepMismatch {
 // are any.
 void AddMismatchMetrics(const StepMismatch& mismatch, Metrics& metrics);
 
-// Sums of the auxiliary KL towards the junior.
-struct JuniorKlSums {
+// Sums of the KL towards a teacher.
+struct TeacherKlSums {
   int64_t rows = 0;
   double kl = 0;    // nats, summed over the rows
   double loss = 0;  // as it enters the loss
@@ -51,8 +51,8 @@ struct JuniorKlSums {
   absl::Status Reduce(loss::MetricReduction reduce);
 };
 
-// Adds the auxiliary KL to the metrics and to their loss. Follows AddPolicyMetrics.
-void AddJuniorKlMetrics(const JuniorKlSums& junior_kl, int64_t updates, Metrics& metrics);
+// Adds the KL towards the junior to the metrics and to their loss. Follows AddPolicyMetrics.
+void AddJuniorKlMetrics(const TeacherKlSums& teacher_kl, int64_t updates, Metrics& metrics);
 
 // Adds router/... and `loss`, which the routers add to the loss, as a mean over the updates.
 // Follows what sets loss/total.

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/status_macros.h"
 #include "common/loss/advantages.h"
+#include "services/trainer/engine/steps/teacher.h"
 
 namespace tandem::trainer {
 namespace {
@@ -155,31 +156,31 @@ training::SequenceRows RowsOfTokens(const Trajectory& trajectory,
                                       counts);
 }
 
-// Adds the tokens of the sample that the junior wrote. The senior reads a sequence once for both
-// kinds of rows: `own` and the junior's rows get the longer input of the two.
-void AddJuniorRows(const PolicySample& sample, const PolicyObjective& objective,
-                   training::SequenceRows& own, JuniorRows& junior) {
+// Adds the tokens of the sample that the teacher teaches. The senior reads a sequence once for both
+// kinds of rows: `own` and the taught rows get the longer input of the two.
+void AddTaughtRows(const Teacher& teacher, const PolicySample& sample,
+                   const PolicyObjective& objective, training::SequenceRows& own,
+                   TaughtRows& taught) {
   const Trajectory& trajectory = sample.trajectory;
   training::SequenceRows rows = RowsOfTokens(trajectory, [&](size_t t) {
-    return !IsMasked(sample, objective) && trajectory.authorship_mask[t] == Author::kJunior;
+    return !IsMasked(sample, objective) && teacher.teaches(trajectory, t);
   });
   if (rows.input.size() > own.input.size()) own.input = rows.input;
   rows.input = own.input;
   const size_t prompt = trajectory.prompt_token_ids.size();
   for (const int64_t position : rows.positions) {
-    junior.logprobs.push_back(
+    taught.logprobs.push_back(
         trajectory.author_logprobs[static_cast<size_t>(position) + 1 - prompt]);
-    junior.temperatures.push_back(LogProbTemperature(trajectory));
+    taught.temperatures.push_back(LogProbTemperature(trajectory));
   }
-  junior.sequences.Add(std::move(rows));
+  taught.sequences.Add(std::move(rows));
 }
 
-void SetJuniorScales(const PolicyBatch& batch, JuniorRows& junior) {
+void SetTaughtScales(const Teacher& teacher, const PolicyBatch& batch, TaughtRows& taught) {
   for (const training::MiniBatch& range : MiniBatches(batch)) {
-    const size_t count = junior.sequences.Rows(range).size();
-    junior.scales.insert(
-        junior.scales.end(), count,
-        batch.objective.junior_kl_coefficient / static_cast<double>(std::max<size_t>(count, 1)));
+    const size_t count = taught.sequences.Rows(range).size();
+    taught.scales.insert(taught.scales.end(), count,
+                         teacher.coefficient / static_cast<double>(std::max<size_t>(count, 1)));
   }
 }
 
@@ -275,7 +276,7 @@ absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
 TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales) {
   TrainingRows rows;
   loss::PolicyTokens& tokens = rows.tokens;
-  const bool has_junior_kl = batch.objective.junior_kl_coefficient > 0;
+  const Teacher teacher = TeacherOf(batch.objective);
   size_t begin = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const PolicySample& sample = batch.samples[i];
@@ -286,7 +287,9 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
     training::SequenceRows sequence =
         RowsOfTokens(trajectory, [&](size_t t) { return own[t] > 0; });
     tokens.sequence_rows.push_back(static_cast<int64_t>(sequence.labels.size()));
-    if (has_junior_kl) AddJuniorRows(sample, batch.objective, sequence, rows.junior);
+    if (teacher.is_on()) {
+      AddTaughtRows(teacher, sample, batch.objective, sequence, rows.taught);
+    }
     if (batch.objective.routing_replay) {
       const TokenExperts& experts = trajectory.routed_experts;
       sequence.routed_experts =
@@ -324,7 +327,7 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
       rows.temperatures.push_back(LogProbTemperature(trajectory));
     }
   }
-  if (has_junior_kl) SetJuniorScales(batch, rows.junior);
+  if (teacher.is_on()) SetTaughtScales(teacher, batch, rows.taught);
   return rows;
 }
 

@@ -15,12 +15,12 @@
 
 namespace tandem::trainer {
 
-// The junior-written tokens of the auxiliary KL; empty without that KL.
-struct JuniorRows {
+// The tokens that a teacher teaches; empty without one.
+struct TaughtRows {
   training::SequenceBatch sequences;  // with the inputs of TrainingRows::sequences
   // One number per row.
   std::vector<double> temperatures;
-  std::vector<double> logprobs;  // the junior's, as the rollout recorded them
+  std::vector<double> logprobs;  // the author's, as the rollout recorded them
   std::vector<double> scales;    // coefficient / number of rows of the mini-batch
 };
 
@@ -30,9 +30,9 @@ struct TrainingRows {
   std::vector<std::vector<int64_t>> texts;
   std::vector<double> temperatures;  // one per row
   loss::PolicyTokens tokens;         // a supervised batch fills `scales` only
-  JuniorRows junior = {};
+  TaughtRows taught = {};
 
-  bool has_junior_kl() const { return !junior.sequences.sequences().empty(); }
+  bool has_teacher() const { return !taught.sequences.sequences().empty(); }
 };
 
 // Whether the sample is left out of the loss because its response was cut by length.

@@ -67,21 +67,21 @@ TEST(TrainingRowsTest, ScalesAreThoseOfTheMiniBatch) {
   EXPECT_EQ(scales.counted_sequences, 4);
 }
 
-TEST(TrainingRowsTest, TheRowsOfTheJuniorKlAreWhatItWrote) {
+TEST(TrainingRowsTest, TheJuniorTeachesTheTokensThatItWrote) {
   PolicyBatch batch = TestBatch();
   batch.samples[2].trajectory.authorship_mask.back() = Author::kJunior;
   batch.samples[3].trajectory.finish_reason = FinishReason::kLength;
   batch.objective.mask_truncated_completions = true;
-  EXPECT_THAT(PolicyRows(batch, PolicyScales(batch).value()).junior.sequences.sequences(),
+  EXPECT_THAT(PolicyRows(batch, PolicyScales(batch).value()).taught.sequences.sequences(),
               IsEmpty());
   batch.objective.junior_kl_coefficient = 0.5;
   batch.samples[2].trajectory.sampling.temperature = 0.5;
   const TrainingRows rows = PolicyRows(batch, PolicyScales(batch).value());
-  ASSERT_EQ(rows.junior.sequences.sequences().size(), batch.samples.size());
+  ASSERT_EQ(rows.taught.sequences.sequences().size(), batch.samples.size());
   size_t row = 0, expected = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const Trajectory& t = batch.samples[i].trajectory;
-    EXPECT_EQ(rows.junior.sequences.sequences()[i].input, rows.sequences.sequences()[i].input);
+    EXPECT_EQ(rows.taught.sequences.sequences()[i].input, rows.sequences.sequences()[i].input);
     if (t.finish_reason == FinishReason::kLength) {
       EXPECT_THAT(rows.sequences.sequences()[i].input, IsEmpty());
       continue;
@@ -89,16 +89,16 @@ TEST(TrainingRowsTest, TheRowsOfTheJuniorKlAreWhatItWrote) {
     size_t own = 0;
     for (size_t k = 0; k < t.authorship_mask.size(); ++k) {
       if (IsPolicy(t.authorship_mask[k])) continue;
-      EXPECT_EQ(rows.junior.sequences.sequences()[i].positions[own], static_cast<int64_t>(k) + 2);
-      EXPECT_EQ(rows.junior.sequences.sequences()[i].labels[own], t.response_token_ids[k]);
-      EXPECT_EQ(rows.junior.logprobs[row], t.author_logprobs[k]);
-      EXPECT_EQ(rows.junior.temperatures[row], t.sampling.temperature);
+      EXPECT_EQ(rows.taught.sequences.sequences()[i].positions[own], static_cast<int64_t>(k) + 2);
+      EXPECT_EQ(rows.taught.sequences.sequences()[i].labels[own], t.response_token_ids[k]);
+      EXPECT_EQ(rows.taught.logprobs[row], t.author_logprobs[k]);
+      EXPECT_EQ(rows.taught.temperatures[row], t.sampling.temperature);
       ++own, ++row;
     }
     expected += own;
   }
-  EXPECT_EQ(rows.junior.scales, std::vector<double>(expected, 0.5 / static_cast<double>(expected)));
-  // The junior wrote the last token, so the input is longer for the junior's row alone.
+  EXPECT_EQ(rows.taught.scales, std::vector<double>(expected, 0.5 / static_cast<double>(expected)));
+  // The junior wrote the last token, so the input is longer for the taught row only.
   EXPECT_EQ(rows.sequences.sequences()[2].input.size(), size_t{3 + 7 - 1});
 }
 

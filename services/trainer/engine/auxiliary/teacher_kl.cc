@@ -1,9 +1,8 @@
-#include "services/trainer/engine/auxiliary/junior_kl.h"
+#include "services/trainer/engine/auxiliary/teacher_kl.h"
 
 #include <ATen/core/grad_mode.h>
 
 #include <numeric>
-#include <utility>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -12,49 +11,49 @@
 
 namespace tandem::trainer {
 
-absl::StatusOr<std::unique_ptr<JuniorKl>> JuniorKl::Create(
-    const parallel::OutputShard& senior, std::unique_ptr<Model> junior,
+absl::StatusOr<std::unique_ptr<TeacherKl>> TeacherKl::Create(
+    const parallel::OutputShard& senior, const Model* teacher,
     loss::LinearCrossEntropyLoss* senior_loss, int64_t logits_chunk_bytes) {
-  std::unique_ptr<JuniorKl> kl(new JuniorKl(std::move(junior), senior_loss));
-  if (kl->junior_ == nullptr || senior_loss == nullptr) return kl;
-  at::Tensor junior_weight = kl->junior_->output_weight();
+  std::unique_ptr<TeacherKl> kl(new TeacherKl(senior_loss));
+  if (teacher == nullptr || senior_loss == nullptr) return kl;
+  at::Tensor teacher_weight = teacher->output_weight();
   if (!senior.vocabulary.is_whole()) {
-    junior_weight = junior_weight.narrow(0, senior.vocabulary.first, senior.weight.size(0));
+    teacher_weight = teacher_weight.narrow(0, senior.vocabulary.first, senior.weight.size(0));
   }
   TANDEM_ASSIGN_OR_RETURN(kl->divergence_, loss::LinearDivergenceLoss::Create(
-                                               senior.weight, junior_weight,
+                                               senior.weight, teacher_weight,
                                                {.logits_chunk_bytes = logits_chunk_bytes,
                                                 .vocabulary = senior.vocabulary,
                                                 .soft_cap = senior.soft_cap,
-                                                .junior_soft_cap = kl->junior_->logit_soft_cap()}));
+                                                .teacher_soft_cap = teacher->logit_soft_cap()}));
   return kl;
 }
 
-absl::Status JuniorKl::AddGradients(const training::MicroBatchInput& input,
-                                    const at::Tensor& hidden, const JuniorRows& rows,
-                                    JuniorKlKind kind, loss::OutputGradients& gradients,
-                                    JuniorKlSums& sums) {
+absl::Status TeacherKl::AddGradients(const Teacher& teacher, const training::MicroBatchInput& input,
+                                     const at::Tensor& hidden, const TaughtRows& rows,
+                                     loss::OutputGradients& gradients, TeacherKlSums& sums) {
   const size_t count = input.rows.size();
   if (count == 0) return absl::OkStatus();
   sums.rows += static_cast<int64_t>(count);
-  if (kind == JuniorKlKind::kForwardSampled) {
+  if (teacher.direction == TeacherDirection::kForwardSampled) {
     return AddSampled(input, hidden, rows, gradients, sums);
   }
   const at::NoGradGuard no_grad;
   CausalContext context;
   RaggedBatch batch = input.batch;
   batch.routing = {};  // is the senior's
-  const at::Tensor junior_hidden = junior_->HiddenStates(batch, context);
+  const at::Tensor teacher_hidden = teacher.model->HiddenStates(batch, context);
   const absl::Span<const double> temperatures = input.rows.Of(rows.temperatures);
   // All rows of a mini-batch have the same scale.
   const double scale = input.rows.Of(rows.scales).front();
   TANDEM_ASSIGN_OR_RETURN(
       const std::vector<double> kl,
-      divergence_->ForwardBackward(hidden, junior_hidden,
+      divergence_->ForwardBackward(hidden, teacher_hidden,
                                    {.positions = input.positions,
                                     .temperatures = {temperatures.begin(), temperatures.end()}},
-                                   kind == JuniorKlKind::kReverse ? loss::KlDirection::kReverse
-                                                                  : loss::KlDirection::kForward,
+                                   teacher.direction == TeacherDirection::kReverse
+                                       ? loss::KlDirection::kReverse
+                                       : loss::KlDirection::kForward,
                                    scale, gradients));
   const double sum = std::accumulate(kl.begin(), kl.end(), 0.0);
   sums.kl += sum;
@@ -62,10 +61,10 @@ absl::Status JuniorKl::AddGradients(const training::MicroBatchInput& input,
   return absl::OkStatus();
 }
 
-// The gradient is that of the cross-entropy of what the junior wrote.
-absl::Status JuniorKl::AddSampled(const training::MicroBatchInput& input, const at::Tensor& hidden,
-                                  const JuniorRows& rows, loss::OutputGradients& gradients,
-                                  JuniorKlSums& sums) {
+// The gradient is that of the cross-entropy of the rows' tokens.
+absl::Status TeacherKl::AddSampled(const training::MicroBatchInput& input, const at::Tensor& hidden,
+                                   const TaughtRows& rows, loss::OutputGradients& gradients,
+                                   TeacherKlSums& sums) {
   const absl::Span<const double> scales = input.rows.Of(rows.scales);
   const absl::Span<const double> temperatures = input.rows.Of(rows.temperatures);
   const absl::Span<const double> logprobs = input.rows.Of(rows.logprobs);
