@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/model/config/config_fields.h"
@@ -16,7 +15,7 @@
 namespace tandem::speculator {
 
 std::string NameInUpdate(const SpeculatorParameter& parameter) {
-  return absl::StrCat(kSpeculatorPrefix, parameter.spec.name);
+  return tandem::NameInUpdate(kSpeculatorComponent, parameter.spec.name);
 }
 
 NamedTensors WeightsToSend(const Speculator& speculator) {
@@ -27,14 +26,17 @@ NamedTensors WeightsToSend(const Speculator& speculator) {
   return weights;
 }
 
-SpeculatorManifest ManifestOf(const Speculator& speculator) {
-  return {.config = speculator.settings(), .digest = WeightsDigest(WeightsToSend(speculator))};
+ComponentManifest ManifestOf(const Speculator& speculator) {
+  return {.name = kSpeculatorComponent,
+          .config = speculator.settings(),
+          .digest = WeightsDigest(WeightsToSend(speculator))};
 }
 
-ReceivedSpeculator ReceivedBy(const Speculator& speculator) {
-  ReceivedSpeculator received = {.config = speculator.settings(),
-                                 .parameters = {},
-                                 .initial = {.version = 0, .digest = speculator.loaded_digest()}};
+ReceivedComponent ReceivedBy(const Speculator& speculator) {
+  ReceivedComponent received = {.name = kSpeculatorComponent,
+                                .config = speculator.settings(),
+                                .parameters = {},
+                                .initial = {.version = 0, .digest = speculator.loaded_digest()}};
   for (const SpeculatorParameter& parameter : speculator.parameters()) {
     received.parameters.push_back({.name = NameInUpdate(parameter), .shape = parameter.spec.shape});
   }

@@ -25,11 +25,11 @@ std::string NameInUpdate(const SpeculatorParameter& parameter);
 NamedTensors WeightsToSend(const Speculator& speculator);
 
 // Describes the speculator to a receiver. Reads all values, for their digest.
-SpeculatorManifest ManifestOf(const Speculator& speculator);
+ComponentManifest ManifestOf(const Speculator& speculator);
 
 // Describes what a receiver with this speculator takes, which was loaded from a directory; its
 // weights are version 0.
-ReceivedSpeculator ReceivedBy(const Speculator& speculator);
+ReceivedComponent ReceivedBy(const Speculator& speculator);
 
 // New weights of a speculator, made beside those that draft. Used by one thread at a time.
 class PreparedSpeculator {

@@ -54,8 +54,9 @@ TEST_P(SpeculatorUpdateTest, PackedHeadsDraftAsRoundedOnesDo) {
 TEST_P(SpeculatorUpdateTest, AReceiverExpectsWhatASenderSends) {
   auto speculator = TinySpeculator(GetParam().config);
   speculator->SetLoadedDigest("as loaded");
-  const ReceivedSpeculator received = ReceivedBy(*speculator);
-  const SpeculatorManifest manifest = ManifestOf(*speculator);
+  const ReceivedComponent received = ReceivedBy(*speculator);
+  const ComponentManifest manifest = ManifestOf(*speculator);
+  EXPECT_EQ(received.name, manifest.name);
   EXPECT_EQ(received.config, manifest.config);
   EXPECT_EQ(received.initial, (WeightsVersion{.version = 0, .digest = "as loaded"}));
   const NamedTensors sent = WeightsToSend(*speculator);
@@ -64,7 +65,7 @@ TEST_P(SpeculatorUpdateTest, AReceiverExpectsWhatASenderSends) {
   for (size_t i = 0; i < sent.size(); ++i) {
     EXPECT_EQ(received.parameters[i].name, sent[i].first);
     EXPECT_EQ(received.parameters[i].shape, sent[i].second.sizes().vec());
-    EXPECT_TRUE(IsOfSpeculator(received.parameters[i]));
+    EXPECT_EQ(ComponentOf(received.parameters[i]), manifest.name);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "common/weights/staged_weight_receiver.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <set>
 #include <utility>
@@ -26,14 +27,15 @@ absl::Status Stale(absl::string_view message) {
                     reason::kStaleWeightVersion);
 }
 
-// Checks that the tensors of a speculator are the last ones, so that a sender may leave them out.
+// Checks that the tensors come component by component, in the order of the table.
 absl::Status CheckOrder(const std::vector<WeightSpec>& tensors) {
-  const auto first = std::ranges::find_if(tensors, IsOfSpeculator);
-  const auto wrong = std::find_if_not(first, tensors.end(), IsOfSpeculator);
-  if (wrong == tensors.end()) return absl::OkStatus();
-  return InvalidField(absl::StrCat("manifest.tensors[", wrong - tensors.begin(), "].name"),
-                      absl::StrCat("\"", wrong->name, "\" comes after \"", first->name,
-                                   "\": a speculator's tensors come last"));
+  const auto sorted_until = std::ranges::is_sorted_until(tensors, {}, ComponentIndex);
+  if (sorted_until == tensors.end()) return absl::OkStatus();
+  const WeightSpec &wrong = *sorted_until, &before = *std::prev(sorted_until);
+  return InvalidField(
+      absl::StrCat("manifest.tensors[", sorted_until - tensors.begin(), "].name"),
+      absl::StrCat("\"", wrong.name, "\" comes after \"", before.name, "\": the tensors of the ",
+                   ComponentOf(before), " come after those of the ", ComponentOf(wrong)));
 }
 
 // Returns DATA_LOSS where the two digests of `what` differ.
@@ -68,8 +70,7 @@ StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manif
       weights(std::move(weights)),
       stager(manifest.tensors,
              [this, allow_not_finite](const WeightSpec& spec, TensorBytes bytes) -> absl::Status {
-               (IsOfSpeculator(spec) ? speculator_sums : sums)
-                   .AddTensor(spec.name, bytes.get(), spec.bytes());
+               sums[ComponentIndex(spec)].AddTensor(spec.name, bytes.get(), spec.bytes());
                if (!allow_not_finite) TANDEM_RETURN_IF_ERROR(CheckServable(spec, bytes));
                return this->weights->Add(spec, std::move(bytes));
              }) {}
@@ -77,32 +78,36 @@ StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manif
 StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
                                            std::optional<WeightSpec> optional,
                                            int64_t num_token_ids, WeightsVersion initial,
-                                           Start start,
-                                           std::optional<ReceivedSpeculator> speculator,
+                                           Start start, std::vector<ReceivedComponent> components,
                                            bool allow_not_finite)
     : parameters_(std::move(parameters)),
       optional_(std::move(optional)),
       num_token_ids_(num_token_ids),
       start_(std::move(start)),
-      speculator_(std::move(speculator)),
+      components_(std::move(components)),
       allow_not_finite_(allow_not_finite),
       version_(std::move(initial)) {
-  if (speculator_.has_value()) speculator_version_ = speculator_->initial;
+  for (const ReceivedComponent& component : components_) {
+    component_versions_[component.name] = component.initial;
+  }
 }
 
-absl::Status StagedWeightReceiver::CheckSpeculator(const SpeculatorManifest& manifest) const {
-  if (!speculator_.has_value()) {
-    return InvalidField("manifest.speculator", "this server has no speculator");
+absl::StatusOr<const ReceivedComponent*> StagedWeightReceiver::FindComponent(
+    const std::string& path, const ComponentManifest& manifest) const {
+  TANDEM_RETURN_IF_ERROR(CheckComponentName(path + ".name", manifest.name));
+  const auto found = std::ranges::find(components_, manifest.name, &ReceivedComponent::name);
+  if (found == components_.end()) {
+    return InvalidField(path + ".name", absl::StrCat("this server has no ", manifest.name));
   }
-  if (manifest.config != speculator_->config) {
-    return InvalidField("manifest.speculator.config",
-                        absl::StrCat("the speculator is ", manifest.config, ", this server's is ",
-                                     speculator_->config));
+  if (manifest.config != found->config) {
+    return InvalidField(path + ".config",
+                        absl::StrCat("the ", manifest.name, " is ", manifest.config,
+                                     ", this server's is ", found->config));
   }
   if (manifest.digest.size() != 32) {
-    return InvalidField("manifest.speculator.digest", "must be 32 hexadecimal digits");
+    return InvalidField(path + ".digest", "must be 32 hexadecimal digits");
   }
-  return absl::OkStatus();
+  return &*found;
 }
 
 absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest) const {
@@ -110,13 +115,13 @@ absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest)
   if (manifest.has_model()) {
     for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
   }
-  if (manifest.speculator.has_value()) {
-    TANDEM_RETURN_IF_ERROR(CheckSpeculator(*manifest.speculator));
-    TANDEM_RETURN_IF_ERROR(CheckOrder(manifest.tensors));
-    for (const WeightSpec& parameter : speculator_->parameters) {
-      missing[parameter.name] = &parameter;
-    }
+  for (size_t i = 0; i < manifest.components.size(); ++i) {
+    TANDEM_ASSIGN_OR_RETURN(
+        const ReceivedComponent* component,
+        FindComponent(absl::StrCat("manifest.components[", i, "]"), manifest.components[i]));
+    for (const WeightSpec& parameter : component->parameters) missing[parameter.name] = &parameter;
   }
+  TANDEM_RETURN_IF_ERROR(CheckOrder(manifest.tensors));
   std::set<std::string> seen;
   int64_t total_bytes = 0;
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
@@ -187,7 +192,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
   }
   // The sender missed the answer to its commit, or another sender sent the same weights.
   const bool same = ServesModelLocked(manifest);
-  if (same && ServesSpeculatorLocked(manifest)) {
+  if (same && ServesComponentsLocked(manifest)) {
     last_committed_id_ = update_id;
     return manifest.num_chunks();
   }
@@ -287,11 +292,15 @@ absl::Status StagedWeightReceiver::CheckDigests(const Update& update) {
   // and it ends every other update.
   if (update.manifest.has_model()) {
     TANDEM_RETURN_IF_ERROR(
-        CheckDigest("the weights", update.sums.Digest(), update.manifest.digest));
+        CheckDigest("the weights", update.sums[0].Digest(), update.manifest.digest));
   }
-  if (!update.manifest.speculator.has_value()) return absl::OkStatus();
-  return CheckDigest("the speculator's weights", update.speculator_sums.Digest(),
-                     update.manifest.speculator->digest);
+  for (size_t i = 1; i < kWeightComponents.size(); ++i) {
+    const ComponentManifest* const component = update.manifest.Find(kWeightComponents[i]);
+    if (component == nullptr) continue;
+    TANDEM_RETURN_IF_ERROR(CheckDigest(absl::StrCat("the ", component->name, "'s weights"),
+                                       update.sums[i].Digest(), component->digest));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& update_id,
@@ -337,8 +346,8 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
   const WeightManifest& manifest = update->manifest;
   if (manifest.version > version_.version) overtaken_id_.clear();
   version_ = {.version = manifest.version, .digest = manifest.digest};
-  if (manifest.speculator.has_value()) {
-    speculator_version_ = {.version = manifest.version, .digest = manifest.speculator->digest};
+  for (const ComponentManifest& component : manifest.components) {
+    component_versions_[component.name] = {manifest.version, component.digest};
   }
   last_committed_id_ = update->id;
   return version_;
@@ -367,19 +376,22 @@ WeightsVersion StagedWeightReceiver::Version() const {
   return version_;
 }
 
-std::optional<WeightsVersion> StagedWeightReceiver::SpeculatorVersion() const {
-  if (!speculator_.has_value()) return std::nullopt;
+std::optional<WeightsVersion> StagedWeightReceiver::ComponentVersion(absl::string_view name) const {
   std::lock_guard lock(mutex_);
-  return speculator_version_;
+  const auto found = component_versions_.find(name);
+  if (found == component_versions_.end()) return std::nullopt;
+  return found->second;
 }
 
 bool StagedWeightReceiver::ServesModelLocked(const WeightManifest& manifest) const {
   return version_ == WeightsVersion{manifest.version, manifest.digest};
 }
 
-bool StagedWeightReceiver::ServesSpeculatorLocked(const WeightManifest& manifest) const {
-  return !manifest.speculator.has_value() ||
-         speculator_version_ == WeightsVersion{manifest.version, manifest.speculator->digest};
+bool StagedWeightReceiver::ServesComponentsLocked(const WeightManifest& manifest) const {
+  return std::ranges::all_of(manifest.components, [&](const ComponentManifest& component) {
+    return component_versions_.at(component.name) ==
+           WeightsVersion{manifest.version, component.digest};
+  });
 }
 
 std::string StagedWeightReceiver::OpenUpdateId() const {

@@ -4,11 +4,13 @@
 #ifndef TANDEM_COMMON_WEIGHTS_STAGED_WEIGHT_RECEIVER_H_
 #define TANDEM_COMMON_WEIGHTS_STAGED_WEIGHT_RECEIVER_H_
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,6 +20,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "common/weights/tensor_stager.h"
 #include "common/weights/weight_transfer.h"
@@ -25,10 +28,11 @@
 
 namespace tandem {
 
-// The speculator of a receiver's model.
-struct ReceivedSpeculator {
-  std::string config;                  // as SpeculatorManifest::config
-  std::vector<WeightSpec> parameters;  // with kSpeculatorPrefix
+// A component beside the model that a receiver takes.
+struct ReceivedComponent {
+  std::string name;                    // in kWeightComponents
+  std::string config;                  // as ComponentManifest::config
+  std::vector<WeightSpec> parameters;  // with their names in an update
   WeightsVersion initial;
 };
 
@@ -53,11 +57,11 @@ class StagedWeightReceiver : public WeightReceiver {
   // `parameters` has the name and shape of every parameter of the model; dtypes are not compared,
   // as any floating type is converted. `optional` is a parameter that a manifest may leave out (a
   // tied head). `num_token_ids`: those of the model, which a sender's model must have too. An
-  // update may leave out the `speculator`, which then stays. `allow_not_finite`: weights that hold
-  // a value that is infinite or NaN are served, too.
+  // update may leave out any of `components`, which then stays. `allow_not_finite`: weights that
+  // hold a value that is infinite or NaN are served, too.
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
                        int64_t num_token_ids, WeightsVersion initial, Start start,
-                       std::optional<ReceivedSpeculator> speculator = std::nullopt,
+                       std::vector<ReceivedComponent> components = {},
                        bool allow_not_finite = false);
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id, const WeightManifest& manifest,
@@ -68,7 +72,7 @@ class StagedWeightReceiver : public WeightReceiver {
                                         const CallScope& call) override;
   absl::Status Abort(const std::string& update_id) override;
   WeightsVersion Version() const override;
-  std::optional<WeightsVersion> SpeculatorVersion() const override;
+  std::optional<WeightsVersion> ComponentVersion(absl::string_view name) const override;
   std::string OpenUpdateId() const override;
   void DropAbandoned(TimePoint now) override;
 
@@ -89,7 +93,7 @@ class StagedWeightReceiver : public WeightReceiver {
     int64_t received = 0;  // bytes, always a number of whole chunks
 
     // Used by the stager's thread, and once all tensors have been taken by Commit.
-    TensorSums sums, speculator_sums;
+    std::array<TensorSums, kWeightComponents.size()> sums;
     const std::unique_ptr<NextWeights> weights;
     TensorStager stager;  // last: it uses `weights`
 
@@ -99,11 +103,13 @@ class StagedWeightReceiver : public WeightReceiver {
   };
 
   absl::Status CheckManifest(const WeightManifest& manifest) const;
-  // Checks the manifest of a speculator, but for its tensors.
-  absl::Status CheckSpeculator(const SpeculatorManifest& manifest) const;
-  // Whether the manifest's weights are in force, and its speculator.
+  // Returns the receiver's component for one of a manifest, whose tensors are not checked. Errors
+  // are fields of `path`.
+  absl::StatusOr<const ReceivedComponent*> FindComponent(const std::string& path,
+                                                         const ComponentManifest& manifest) const;
+  // Whether the manifest's model is in force, and its other components.
   bool ServesModelLocked(const WeightManifest& manifest) const;
-  bool ServesSpeculatorLocked(const WeightManifest& manifest) const;
+  bool ServesComponentsLocked(const WeightManifest& manifest) const;
   absl::StatusOr<std::shared_ptr<Update>> FindOpenLocked(const std::string& update_id);
   // Returns ABORTED, or NOT_FOUND for an id that no other update has replaced.
   absl::Status NotOpenLocked(const std::string& update_id) const;
@@ -116,14 +122,14 @@ class StagedWeightReceiver : public WeightReceiver {
   const std::optional<WeightSpec> optional_;
   const int64_t num_token_ids_;
   const Start start_;
-  const std::optional<ReceivedSpeculator> speculator_;
+  const std::vector<ReceivedComponent> components_;
   const bool allow_not_finite_;
 
   mutable std::mutex mutex_;
   std::condition_variable_any commit_changed_;
   std::shared_ptr<Update> open_;
   WeightsVersion version_;
-  WeightsVersion speculator_version_;  // with a speculator
+  std::map<std::string, WeightsVersion, std::less<>> component_versions_;  // of components_
   std::string last_committed_id_;
   // The update that a rollback replaced, until a higher version is committed. Its sender, of the
   // former run, may not know of the rollback yet.

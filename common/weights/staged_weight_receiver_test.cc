@@ -322,7 +322,7 @@ TEST_F(StagedWeightReceiverTest, WeightsThatAreNotFiniteAreNotServed) {
   }
   StagedWeightReceiver careless({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
                                 std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""},
-                                Tell(told_), std::nullopt, /*allow_not_finite=*/true);
+                                Tell(told_), {}, /*allow_not_finite=*/true);
   const std::vector<std::byte> stream = with(8, &nan, 4);
   ASSERT_TRUE(careless.Begin("u", ManifestOf(stream), false).ok());
   for (int64_t chunk = 0; chunk < 3; ++chunk) {
@@ -423,16 +423,17 @@ TEST_F(StagedWeightReceiverTest, ACommitWhoseTurnDidNotComeCanBeRepeated) {
 }
 
 // A receiver whose model has a speculator with one tensor of 8 bytes, behind the model's 32.
-class ReceivedSpeculatorTest : public ::testing::Test {
+class ReceivedComponentTest : public ::testing::Test {
  protected:
   static constexpr char kConfig[] = R"({"n_predict":3})";
 
-  ReceivedSpeculatorTest()
+  ReceivedComponentTest()
       : receiver_({{.name = "a", .shape = {8}}}, std::nullopt, /*num_token_ids=*/7,
                   {.version = 0, .digest = "start"}, Tell(told_),
-                  ReceivedSpeculator{.config = kConfig,
-                                     .parameters = {{.name = "speculator.h", .shape = {2}}},
-                                     .initial = {.version = 0, .digest = "heads"}}) {}
+                  {{.name = kSpeculatorComponent,
+                    .config = kConfig,
+                    .parameters = {{.name = "speculator.h", .shape = {2}}},
+                    .initial = {.version = 0, .digest = "heads"}}}) {}
 
   static std::string DigestOf(const std::vector<std::byte>& stream, size_t begin, size_t end) {
     const WeightSpec model = {.name = "a", .shape = {8}},
@@ -447,7 +448,9 @@ class ReceivedSpeculatorTest : public ::testing::Test {
             .chunk_bytes = 12,
             .digest = DigestOf(stream_, 0, 32),
             .num_token_ids = 7,
-            .speculator = {{.config = kConfig, .digest = DigestOf(stream_, 32, 40)}}};
+            .components = {{.name = kSpeculatorComponent,
+                            .config = kConfig,
+                            .digest = DigestOf(stream_, 32, 40)}}};
   }
   absl::StatusOr<WeightsVersion> Send(const WeightManifest& manifest,
                                       const std::vector<std::byte>& stream) {
@@ -471,69 +474,72 @@ class ReceivedSpeculatorTest : public ::testing::Test {
   StagedWeightReceiver receiver_;
 };
 
-TEST_F(ReceivedSpeculatorTest, TheSpeculatorMovesWithItsModel) {
-  EXPECT_EQ(receiver_.SpeculatorVersion()->digest, "heads");
+TEST_F(ReceivedComponentTest, TheSpeculatorMovesWithItsModel) {
+  EXPECT_EQ(receiver_.ComponentVersion(kSpeculatorComponent)->digest, "heads");
   const auto committed = Send(Manifest(), stream_);
   ASSERT_TRUE(committed.ok()) << committed.status();
   EXPECT_EQ(*committed, (WeightsVersion{1, DigestOf(stream_, 0, 32)}));
-  EXPECT_EQ(*receiver_.SpeculatorVersion(), (WeightsVersion{1, DigestOf(stream_, 32, 40)}));
+  EXPECT_EQ(*receiver_.ComponentVersion(kSpeculatorComponent),
+            (WeightsVersion{1, DigestOf(stream_, 32, 40)}));
   EXPECT_EQ(told_.applied, stream_);
 }
 
-TEST_F(ReceivedSpeculatorTest, AnUpdateOfTheModelAloneLeavesIt) {
+TEST_F(ReceivedComponentTest, AnUpdateOfTheModelAloneLeavesIt) {
   ASSERT_TRUE(Send(Manifest(), stream_).ok());
-  const WeightManifest alone = Manifest(2).ModelAlone();
+  const WeightManifest alone = Manifest(2).Without(kSpeculatorComponent);
   EXPECT_EQ(alone.total_bytes, 32);
   EXPECT_EQ(alone.digest, Manifest().digest) << "the digest is that of the model";
   ASSERT_TRUE(Send(alone, stream_).ok());
   EXPECT_EQ(receiver_.Version().version, 2);
-  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 1);
+  EXPECT_EQ(receiver_.ComponentVersion(kSpeculatorComponent)->version, 1);
 }
 
-TEST_F(ReceivedSpeculatorTest, TheServedModelMayComeWithAnotherSpeculator) {
-  ASSERT_TRUE(Send(Manifest().ModelAlone(), stream_).ok());
-  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 0);
+TEST_F(ReceivedComponentTest, TheServedModelMayComeWithAnotherSpeculator) {
+  ASSERT_TRUE(Send(Manifest().Without(kSpeculatorComponent), stream_).ok());
+  EXPECT_EQ(receiver_.ComponentVersion(kSpeculatorComponent)->version, 0);
   ASSERT_TRUE(Send(Manifest(), stream_).ok());
-  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 1);
+  EXPECT_EQ(receiver_.ComponentVersion(kSpeculatorComponent)->version, 1);
   told_.applied.clear();
   EXPECT_EQ(*receiver_.Begin("again", Manifest(), false), Manifest().num_chunks());
   EXPECT_TRUE(receiver_.Commit("again", {}).ok());
   EXPECT_TRUE(told_.applied.empty()) << "both are served";
 }
 
-TEST_F(ReceivedSpeculatorTest, AServedModelNeedsNotComeAgain) {
+TEST_F(ReceivedComponentTest, AServedModelNeedsNotComeAgain) {
   ASSERT_TRUE(Send(Manifest(), stream_).ok());
   std::vector<std::byte> heads = Bytes(8, 100);
-  WeightManifest manifest = Manifest(2).WithoutModel();
-  manifest.speculator->digest = DigestOf(heads, 0, 8);
+  WeightManifest manifest = Manifest(2).Without(kModelComponent);
+  manifest.components[0].digest = DigestOf(heads, 0, 8);
   EXPECT_EQ(manifest.total_bytes, 8);
   ASSERT_TRUE(Send(manifest, heads).ok());
   EXPECT_EQ(told_.applied, heads);
   EXPECT_EQ(receiver_.Version(), (WeightsVersion{2, Manifest().digest}));
-  EXPECT_EQ(*receiver_.SpeculatorVersion(), (WeightsVersion{2, DigestOf(heads, 0, 8)}));
+  EXPECT_EQ(*receiver_.ComponentVersion(kSpeculatorComponent),
+            (WeightsVersion{2, DigestOf(heads, 0, 8)}));
   // A version alone.
-  manifest = Manifest(3).ModelAlone().WithoutModel();
+  manifest = Manifest(3).Without(kSpeculatorComponent).Without(kModelComponent);
   EXPECT_EQ(manifest.num_chunks(), 0);
   ASSERT_TRUE(Send(manifest, {}).ok());
   EXPECT_EQ(receiver_.Version(), (WeightsVersion{3, Manifest().digest}));
-  EXPECT_EQ(receiver_.SpeculatorVersion()->version, 2);
+  EXPECT_EQ(receiver_.ComponentVersion(kSpeculatorComponent)->version, 2);
 }
 
-TEST_F(ReceivedSpeculatorTest, AModelThatIsNotServedMustCome) {
-  const absl::Status status = Refusal(Manifest().WithoutModel());
+TEST_F(ReceivedComponentTest, AModelThatIsNotServedMustCome) {
+  const absl::Status status = Refusal(Manifest().Without(kModelComponent));
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(FieldPath(status), "manifest.tensors");
   ASSERT_TRUE(Send(Manifest(), stream_).ok());
-  WeightManifest other = Manifest(2).WithoutModel();
+  WeightManifest other = Manifest(2).Without(kModelComponent);
   other.digest = std::string(32, '0');
   EXPECT_EQ(FieldPath(Refusal(other)), "manifest.tensors");
   std::vector<std::byte> heads = Bytes(8, 100);
-  EXPECT_EQ(Send(Manifest(2).WithoutModel(), heads).status().code(), absl::StatusCode::kDataLoss)
+  EXPECT_EQ(Send(Manifest(2).Without(kModelComponent), heads).status().code(),
+            absl::StatusCode::kDataLoss)
       << "the bytes of another speculator";
   EXPECT_EQ(receiver_.Version().version, 1);
 }
 
-TEST_F(ReceivedSpeculatorTest, DamageOfEitherLeavesBothInForce) {
+TEST_F(ReceivedComponentTest, DamageOfEitherLeavesBothInForce) {
   for (const size_t damaged : {31, 32}) {
     std::vector<std::byte> stream = stream_;
     stream[damaged] ^= std::byte{1};
@@ -542,12 +548,12 @@ TEST_F(ReceivedSpeculatorTest, DamageOfEitherLeavesBothInForce) {
     EXPECT_THAT(std::string(status.message()),
                 testing::HasSubstr(damaged == 32 ? "the speculator's weights" : "the weights"));
     EXPECT_EQ(receiver_.Version().version, 0);
-    EXPECT_EQ(receiver_.SpeculatorVersion()->version, 0);
+    EXPECT_EQ(receiver_.ComponentVersion(kSpeculatorComponent)->version, 0);
     EXPECT_TRUE(told_.applied.empty());
   }
 }
 
-TEST_F(ReceivedSpeculatorTest, ASpeculatorThatDoesNotFitIsRefusedByName) {
+TEST_F(ReceivedComponentTest, ASpeculatorThatDoesNotFitIsRefusedByName) {
   WeightManifest manifest = Manifest();
   manifest.tensors[1].shape = {1, 2};
   const absl::Status shaped = Refusal(manifest);
@@ -568,14 +574,20 @@ TEST_F(ReceivedSpeculatorTest, ASpeculatorThatDoesNotFitIsRefusedByName) {
   EXPECT_EQ(FieldPath(Refusal(manifest)), "manifest.tensors[1].name");
 
   manifest = Manifest();
-  manifest.speculator->config = R"({"n_predict":2})";
+  manifest.components[0].config = R"({"n_predict":2})";
   const absl::Status other = Refusal(manifest);
-  EXPECT_EQ(FieldPath(other), "manifest.speculator.config");
+  EXPECT_EQ(FieldPath(other), "manifest.components[0].config");
   EXPECT_THAT(std::string(other.message()), testing::HasSubstr(kConfig));
+
+  manifest = Manifest();
+  manifest.components[0].name = "adapter";
+  const absl::Status unknown = Refusal(manifest);
+  EXPECT_EQ(FieldPath(unknown), "manifest.components[0].name");
+  EXPECT_THAT(std::string(unknown.message()), testing::HasSubstr("\"adapter\""));
 
   // Tensors of a speculator that no manifest describes are no tensors of the model.
   manifest = Manifest();
-  manifest.speculator.reset();
+  manifest.components.clear();
   EXPECT_EQ(FieldPath(Refusal(manifest)), "manifest.tensors[1].name");
   EXPECT_EQ(receiver_.Version().version, 0);
 }
@@ -584,15 +596,17 @@ TEST(StagedWeightReceiverWithoutSpeculatorTest, ASpeculatorIsRefused) {
   Told told;
   StagedWeightReceiver receiver({{.name = "a", .shape = {1}}}, std::nullopt, /*num_token_ids=*/7,
                                 {}, Tell(told));
-  EXPECT_EQ(receiver.SpeculatorVersion(), std::nullopt);
+  EXPECT_EQ(receiver.ComponentVersion(kSpeculatorComponent), std::nullopt);
   const WeightManifest manifest = {
       .version = 1,
       .tensors = {{.name = "a", .shape = {1}}, {.name = "speculator.h", .shape = {1}}},
       .total_bytes = 8,
       .digest = std::string(32, '0'),
       .num_token_ids = 7,
-      .speculator = {{.config = "{}", .digest = std::string(32, '0')}}};
-  EXPECT_EQ(FieldPath(receiver.Begin("u", manifest, false).status()), "manifest.speculator");
+      .components = {
+          {.name = kSpeculatorComponent, .config = "{}", .digest = std::string(32, '0')}}};
+  EXPECT_EQ(FieldPath(receiver.Begin("u", manifest, false).status()),
+            "manifest.components[0].name");
 }
 
 }  // namespace

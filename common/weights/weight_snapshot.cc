@@ -8,6 +8,7 @@
 #include <mutex>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -91,13 +92,13 @@ absl::Status CheckTensor(const std::vector<WeightSpec>& expected, size_t index,
 
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
     const std::vector<WeightSpec>& tensors, TensorSource source, const WeightsVersion& weights,
-    int64_t num_token_ids, std::optional<SpeculatorManifest> speculator) {
+    int64_t num_token_ids, std::vector<ComponentManifest> components) {
   WeightManifest manifest = {.version = weights.version,
                              .tensors = tensors,
                              .total_bytes = 0,
                              .digest = weights.digest,
                              .num_token_ids = num_token_ids,
-                             .speculator = std::move(speculator)};
+                             .components = std::move(components)};
   for (WeightSpec& tensor : manifest.tensors) {
     tensor.dtype = DType::kFloat32;
     manifest.total_bytes += tensor.bytes();

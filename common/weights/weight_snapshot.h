@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -16,9 +15,9 @@
 namespace tandem {
 
 // Makes an immutable float32 copy of the tensors that `source` gives: `tensors`, in this order, on
-// any device and of any floating type; those of a `speculator` come last and have
-// kSpeculatorPrefix. `weights` has the digest of the model's tensors, and `num_token_ids` is that
-// of the model; a receiver compares both.
+// any device and of any floating type; those of `components` come behind the model's and have names
+// of an update. `weights` has the digest of the model's tensors, and `num_token_ids` is that of the
+// model; a receiver compares both.
 //
 // The copy is in a file without a name in the directory for temporary files (TMPDIR), so that the
 // process holds one tensor at a time; the file of the last released copy is used again.
@@ -27,7 +26,7 @@ namespace tandem {
 // `source` or of the file.
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
     const std::vector<WeightSpec>& tensors, TensorSource source, const WeightsVersion& weights,
-    int64_t num_token_ids, std::optional<SpeculatorManifest> speculator = std::nullopt);
+    int64_t num_token_ids, std::vector<ComponentManifest> components = {});
 
 }  // namespace tandem
 

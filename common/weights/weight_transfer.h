@@ -15,10 +15,12 @@
 // A sender that was interrupted calls Begin with the same update id, and goes on at the chunk that
 // the receiver lacks. Nothing is served of an update before its Commit; Abort drops it.
 //
-// A speculator (common/speculator) of the sender's model travels in the same stream, behind the
-// model. A receiver without one is sent the model alone: the beginning of the stream.
+// What is served with the model, as its speculator (common/speculator), travels in the same stream,
+// behind the model: an update has components (weight_components.h). A receiver is sent those that
+// it has.
 //
 // The files of a transfer:
+//   weight_components.h         the table of components
 //   weight_snapshot.h           the trainer's copy of its weights, in a file
 //   word_sums.h                 the digest by which both ends recognise weights
 //   weights_digest.h            the same of tensors, wherever they are
@@ -30,6 +32,7 @@
 #ifndef TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
 #define TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -39,10 +42,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/match.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
 #include "common/tensor/weight_spec.h"
+#include "common/weights/weight_components.h"
 #include "common/weights/weights_version.h"
 
 namespace tandem {
@@ -50,59 +54,50 @@ namespace tandem {
 // A sender that lives sends chunks, or asks again, within a few minutes.
 inline constexpr std::chrono::minutes kAbandonedAfter{10};
 
-// Before the names of a speculator's tensors in an update.
-inline constexpr char kSpeculatorPrefix[] = "speculator.";
-
-inline bool IsOfSpeculator(const WeightSpec& tensor) {
-  return absl::StartsWith(tensor.name, kSpeculatorPrefix);
-}
-
-// The speculator in an update.
-struct SpeculatorManifest {
+// A component of an update beside the model.
+struct ComponentManifest {
+  std::string name;    // in kWeightComponents
   std::string config;  // its kind and settings as text, equal at both ends
   std::string digest;  // of its tensors, as WeightManifest::digest
 
-  bool operator==(const SpeculatorManifest&) const = default;
+  bool operator==(const ComponentManifest&) const = default;
 };
 
 // Describes an update. The tensors' bytes, little endian and concatenated in this order, form one
-// byte stream, which travels in chunks. Those of a speculator come last. An update may leave out
-// all tensors of the model where the receiver serves that model already: then it brings the
-// version, and the speculator if it has one.
+// byte stream, which travels in chunks. They come component by component, in the order of
+// kWeightComponents. An update may leave out all tensors of the model where the receiver serves
+// that model already: then it brings the version, and the other components if it has any.
 struct WeightManifest {
   int64_t version = 0;
   std::vector<WeightSpec> tensors;
   int64_t total_bytes = 0;
   int64_t chunk_bytes = 1 << 20;  // of every chunk but the last, which may be shorter
   // Of the model's tensors (TensorSums::Digest), 32 hexadecimal digits: the same in every order,
-  // with a speculator and without.
+  // with other components and without.
   std::string digest;
   int64_t num_token_ids = 0;  // of the model: the rows of its vocabulary that have a token
-  std::optional<SpeculatorManifest> speculator = std::nullopt;
+  std::vector<ComponentManifest> components = {};  // beside the model, no name twice
 
   bool operator==(const WeightManifest&) const = default;
 
-  // Returns the bytes of the model's tensors, with which the stream begins.
-  int64_t model_bytes() const {
-    int64_t bytes = 0;
-    for (const WeightSpec& tensor : tensors) bytes += IsOfSpeculator(tensor) ? 0 : tensor.bytes();
-    return bytes;
+  bool has_model() const {
+    return !tensors.empty() && ComponentOf(tensors.front()) == kModelComponent;
   }
-  bool has_model() const { return !tensors.empty() && !IsOfSpeculator(tensors.front()); }
-  // Returns the manifest without the tensors of the model.
-  WeightManifest WithoutModel() const {
+  // Returns a component beside the model, or nullptr.
+  const ComponentManifest* Find(absl::string_view component) const {
+    const auto found = std::ranges::find(components, component, &ComponentManifest::name);
+    return found == components.end() ? nullptr : &*found;
+  }
+  // Returns the manifest without a component and its tensors. The digest of the model stays.
+  WeightManifest Without(absl::string_view component) const {
     WeightManifest rest = *this;
-    std::erase_if(rest.tensors, [](const WeightSpec& tensor) { return !IsOfSpeculator(tensor); });
-    rest.total_bytes -= model_bytes();
+    std::erase_if(rest.components, [&](const auto& other) { return other.name == component; });
+    std::erase_if(rest.tensors, [&](const WeightSpec& tensor) {
+      if (ComponentOf(tensor) != component) return false;
+      rest.total_bytes -= tensor.bytes();
+      return true;
+    });
     return rest;
-  }
-  // Returns the manifest of the model without its speculator.
-  WeightManifest ModelAlone() const {
-    WeightManifest alone = *this;
-    std::erase_if(alone.tensors, IsOfSpeculator);
-    alone.total_bytes = model_bytes();
-    alone.speculator.reset();
-    return alone;
   }
 
   int64_t num_chunks() const { return (total_bytes + chunk_bytes - 1) / chunk_bytes; }
@@ -125,13 +120,13 @@ class WeightReceiver {
   // Opens an update, or continues the open one of that id and manifest. Returns the index of the
   // first chunk that is missing: num_chunks() where the manifest's weights are served already, so
   // that nothing is left to send and Commit returns at once. INVALID_ARGUMENT names a tensor that
-  // does not fit the model, or "manifest.speculator" where the receiver has none or another one.
+  // does not fit the model, or a component that the receiver does not have or has another one of.
   // FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) for another number of token ids than the
   // model's; (reason STALE_WEIGHT_VERSION) for a version that is not above the
   // served one, or is below that of another open update; an open update of a lower version is
   // replaced. INVALID_ARGUMENT for "manifest.tensors" without the model's where another model is
   // served. `allow_rollback` accepts such a version; the update that it replaces can be begun
-  // again with `allow_rollback` alone. The served version may come again with another speculator.
+  // again with `allow_rollback` alone. The served version may come again with other components.
   virtual absl::StatusOr<int64_t> Begin(const std::string& update_id,
                                         const WeightManifest& manifest, bool allow_rollback) = 0;
   // Takes the next chunk, and returns the index of the one after it. NOT_FOUND for an update that
@@ -152,11 +147,13 @@ class WeightReceiver {
   // Drops the open update if its sender has not called for kAbandonedAfter. Called now and then.
   using TimePoint = std::chrono::steady_clock::time_point;
   virtual void DropAbandoned(TimePoint) {}
-  // Returns the version that is served.
+  // Returns the version of the model that is served.
   virtual WeightsVersion Version() const = 0;
-  // Returns the version of the speculator, which is older than the model's where updates came
-  // without one; nullopt for a receiver that takes none.
-  virtual std::optional<WeightsVersion> SpeculatorVersion() const { return std::nullopt; }
+  // Returns the version of a component beside the model, which is older than the model's where
+  // updates came without it; nullopt for a receiver that does not take it.
+  virtual std::optional<WeightsVersion> ComponentVersion(absl::string_view) const {
+    return std::nullopt;
+  }
   // Returns the id of the open update, or an empty string.
   virtual std::string OpenUpdateId() const = 0;
 };

@@ -474,9 +474,12 @@ void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightMa
   proto->set_chunk_bytes(manifest.chunk_bytes);
   proto->set_digest(manifest.digest);
   proto->set_num_token_ids(manifest.num_token_ids);
-  if (!manifest.speculator.has_value()) return;
-  proto->mutable_speculator()->set_config(manifest.speculator->config);
-  proto->mutable_speculator()->set_digest(manifest.speculator->digest);
+  for (const ComponentManifest& component : manifest.components) {
+    auto* out = proto->add_components();
+    out->set_name(component.name);
+    out->set_config(component.config);
+    out->set_digest(component.digest);
+  }
 }
 
 absl::Status CheckDigest(absl::string_view path, const std::string& digest) {
@@ -521,9 +524,16 @@ absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::Weight
   TANDEM_RETURN_IF_ERROR(CheckDigest("digest", proto.digest()));
   manifest.digest = proto.digest();
   manifest.num_token_ids = proto.num_token_ids();
-  if (!proto.has_speculator()) return manifest;
-  TANDEM_RETURN_IF_ERROR(CheckDigest("speculator.digest", proto.speculator().digest()));
-  manifest.speculator = {proto.speculator().config(), proto.speculator().digest()};
+  for (int i = 0; i < proto.components_size(); ++i) {
+    const auto& component = proto.components(i);
+    const std::string path = absl::StrCat("components[", i, "]");
+    TANDEM_RETURN_IF_ERROR(CheckComponentName(path + ".name", component.name()));
+    if (manifest.Find(component.name()) != nullptr) {
+      return InvalidField(path + ".name", absl::StrCat("\"", component.name(), "\" comes twice"));
+    }
+    TANDEM_RETURN_IF_ERROR(CheckDigest(path + ".digest", component.digest()));
+    manifest.components.push_back({component.name(), component.config(), component.digest()});
+  }
   return manifest;
 }
 

@@ -224,7 +224,8 @@ WeightManifest ManifestWithSpeculator() {
   WeightManifest manifest = Manifest();
   manifest.tensors.push_back({"speculator.h", DType::kFloat32, {2}});
   manifest.total_bytes += 8;
-  manifest.speculator = {.config = "{}", .digest = std::string(32, 'b')};
+  manifest.components = {
+      {.name = kSpeculatorComponent, .config = "{}", .digest = std::string(32, 'b')}};
   return manifest;
 }
 
@@ -233,7 +234,19 @@ TEST(WeightManifestTest, RoundTrip) {
     weights::v1::WeightManifest proto;
     WeightManifestToProto(manifest, &proto);
     EXPECT_EQ(*WeightManifestFromProto(proto), manifest);
-    EXPECT_EQ(manifest.ModelAlone(), Manifest());
+    EXPECT_EQ(manifest.Without(kSpeculatorComponent), Manifest());
+  }
+}
+
+TEST(WeightManifestTest, AComponentThatIsNotInTheTableIsRefusedByName) {
+  for (const char* name : {"adapter", "model", ""}) {
+    weights::v1::WeightManifest proto;
+    WeightManifestToProto(ManifestWithSpeculator(), &proto);
+    proto.mutable_components(0)->set_name(name);
+    const absl::Status status = WeightManifestFromProto(proto).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << name;
+    EXPECT_EQ(FieldPath(status), "components[0].name") << name;
+    EXPECT_THAT(std::string(status.message()), testing::HasSubstr(absl::StrCat("\"", name, "\"")));
   }
 }
 
@@ -254,8 +267,10 @@ TEST(WeightManifestTest, DamageIsNamed) {
   EXPECT_EQ(path_after([](auto* m) { m->set_total_bytes(31); }), "total_bytes");
   EXPECT_EQ(path_after([](auto* m) { m->set_chunk_bytes(0); }), "chunk_bytes");
   EXPECT_EQ(path_after([](auto* m) { m->set_digest("xyz"); }), "digest");
-  EXPECT_EQ(path_after([](auto* m) { m->mutable_speculator()->clear_digest(); }),
-            "speculator.digest");
+  EXPECT_EQ(path_after([](auto* m) { m->mutable_components(0)->clear_digest(); }),
+            "components[0].digest");
+  EXPECT_EQ(path_after([](auto* m) { *m->add_components() = m->components(0); }),
+            "components[1].name");
 }
 
 }  // namespace

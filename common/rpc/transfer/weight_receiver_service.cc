@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "common/base/checksum.h"
 #include "common/base/errors/error.h"
@@ -152,8 +153,12 @@ grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServer
         GetVersionResponse response;
         WeightsVersionToProto(receiver_.load()->Version(), response.mutable_weights());
         response.set_open_update_id(receiver_.load()->OpenUpdateId());
-        if (const auto speculator = receiver_.load()->SpeculatorVersion()) {
-          WeightsVersionToProto(*speculator, response.mutable_speculator());
+        for (const absl::string_view name : kWeightComponents) {
+          const auto version = receiver_.load()->ComponentVersion(name);
+          if (!version.has_value()) continue;
+          auto* component = response.add_components();
+          component->set_name(std::string(name));
+          WeightsVersionToProto(*version, component->mutable_weights());
         }
         return response;
       });

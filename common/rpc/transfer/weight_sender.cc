@@ -1,10 +1,13 @@
 #include "common/rpc/transfer/weight_sender.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/types/span.h"
 #include "common/base/checksum.h"
@@ -33,22 +36,23 @@ class Sender {
     weights::v1::GetVersionResponse served;
     CallContext context(options_.call, options_.version_timeout);
     TANDEM_RETURN_IF_ERROR(FromGrpcStatus(receiver_.GetVersion(context.get(), {}, &served)));
-    const bool has_speculator = served.has_speculator();
-    ChooseParts(served);
-    if (Serves(served)) {
-      return SentWeights{.weights = WeightsVersionFromProto(served.weights()),
-                         .has_speculator = has_speculator,
-                         .bytes = furthest_chunk_ > 0 ? sent_bytes_ : 0};
+    SentWeights sent = {.weights = WeightsVersionFromProto(served.weights())};
+    for (const auto& component : served.components()) {
+      sent.components[component.name()] = WeightsVersionFromProto(component.weights());
+    }
+    ChooseComponents(sent);
+    if (Serves(sent)) {
+      sent.bytes = furthest_chunk_ > 0 ? sent_bytes_ : 0;
+      return sent;
     }
     sent_bytes_ = manifest_.total_bytes;
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
     progressed_ = next_chunk > furthest_chunk_;
     furthest_chunk_ = std::max(furthest_chunk_, next_chunk);
     TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
-    TANDEM_ASSIGN_OR_RETURN(WeightsVersion committed, Commit());
-    return SentWeights{.weights = std::move(committed),
-                       .has_speculator = has_speculator,
-                       .bytes = manifest_.total_bytes};
+    TANDEM_ASSIGN_OR_RETURN(sent.weights, Commit());
+    sent.bytes = manifest_.total_bytes;
+    return sent;
   }
   // Frees the receiver of the update, if one was begun; the receiver may be gone.
   void Abort() {
@@ -63,24 +67,55 @@ class Sender {
   bool progressed() const { return progressed_; }
 
  private:
-  // Leaves out what the receiver cannot take, and a model that it serves, under any version.
-  void ChooseParts(const weights::v1::GetVersionResponse& served) {
+  // Leaves out the components that the receiver does not take, and a model that it serves, under
+  // any version.
+  void ChooseComponents(const SentWeights& served) {
     const WeightManifest& whole = source_.manifest();
-    manifest_ = served.has_speculator() ? whole : whole.ModelAlone();
-    first_byte_ = 0;
-    if (served.weights().digest() != whole.digest) return;
-    first_byte_ = whole.model_bytes();
-    manifest_ = manifest_.WithoutModel();
+    manifest_ = whole;
+    for (const ComponentManifest& component : whole.components) {
+      if (!served.components.contains(component.name)) {
+        manifest_ = manifest_.Without(component.name);
+      }
+    }
+    if (served.weights.digest == whole.digest) manifest_ = manifest_.Without(kModelComponent);
+    ranges_.clear();
+    int64_t offset = 0;
+    for (const WeightSpec& tensor : whole.tensors) {
+      const int64_t begin = std::exchange(offset, offset + tensor.bytes());
+      const absl::string_view component = ComponentOf(tensor);
+      const bool is_sent = component == kModelComponent ? manifest_.has_model()
+                                                        : manifest_.Find(component) != nullptr;
+      if (!is_sent) continue;
+      if (!ranges_.empty() && ranges_.back().end == begin) {
+        ranges_.back().end = offset;
+      } else {
+        ranges_.push_back({.begin = begin, .end = offset});
+      }
+    }
   }
 
   // Whether the receiver serves exactly what would be sent to it.
-  bool Serves(const weights::v1::GetVersionResponse& served) const {
-    const auto same = [&](const types::v1::WeightsVersion& version, const std::string& digest) {
-      return version.version() == manifest_.version && version.digest() == digest;
-    };
-    return same(served.weights(), manifest_.digest) &&
-           (!manifest_.speculator.has_value() ||
-            same(served.speculator(), manifest_.speculator->digest));
+  bool Serves(const SentWeights& served) const {
+    return served.weights == WeightsVersion{manifest_.version, manifest_.digest} &&
+           std::ranges::all_of(manifest_.components, [&](const ComponentManifest& component) {
+             return served.components.at(component.name) ==
+                    WeightsVersion{manifest_.version, component.digest};
+           });
+  }
+
+  // Reads bytes of the stream that this receiver is sent.
+  absl::Status Read(int64_t offset, absl::Span<std::byte> out) const {
+    for (const Range& range : ranges_) {
+      const int64_t size = range.end - range.begin;
+      if (offset < size && !out.empty()) {
+        const auto count = std::min(out.size(), static_cast<size_t>(size - offset));
+        TANDEM_RETURN_IF_ERROR(source_.Read(range.begin + offset, out.first(count)));
+        out.remove_prefix(count);
+        offset += static_cast<int64_t>(count);
+      }
+      offset -= size;
+    }
+    return absl::OkStatus();
   }
 
   absl::StatusOr<int64_t> Begin() {
@@ -115,8 +150,7 @@ class Sender {
       const int64_t size = std::min(manifest.chunk_bytes, manifest.total_bytes - offset);
       std::string& data = *chunk.mutable_data();
       data.resize(static_cast<size_t>(size));
-      read = source_.Read(first_byte_ + offset,
-                          absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size()));
+      read = Read(offset, absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size()));
       if (!read.ok()) {
         context.get()->TryCancel();
         break;
@@ -160,9 +194,12 @@ class Sender {
   const std::string& update_id_;
   const WeightSource& source_;
   const WeightSenderOptions& options_;
-  WeightManifest manifest_;  // of what this receiver is sent
-  int64_t first_byte_ = 0;   // of that in the source's stream
-  int64_t sent_bytes_ = 0;   // of the last attempt that began an update
+  struct Range {
+    int64_t begin, end;
+  };
+  WeightManifest manifest_;    // of what this receiver is sent
+  std::vector<Range> ranges_;  // of that in the source's stream
+  int64_t sent_bytes_ = 0;     // of the last attempt that began an update
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;
   bool begun_ = false;

@@ -3,6 +3,7 @@
 #define TANDEM_COMMON_RPC_TRANSFER_WEIGHT_SENDER_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -27,14 +28,15 @@ struct WeightSenderOptions {
 };
 
 struct SentWeights {
-  WeightsVersion weights;       // that the receiver serves now
-  bool has_speculator = false;  // whether the receiver takes a speculator
-  int64_t bytes = 0;            // of the update; 0 if the receiver served it already
+  WeightsVersion weights;  // that the receiver serves now
+  // What it takes beside the model, with the versions before the update.
+  std::map<std::string, WeightsVersion> components = {};
+  int64_t bytes = 0;  // of the update; 0 if the receiver served it already
 };
 
-// Sends the weights to one receiver and commits them; blocks. A receiver without a speculator is
-// sent the model alone, and one that serves the weights already nothing. `update_id` names the
-// update: reuse it to go on, at the receiver's next chunk, with one that was interrupted. Retries
+// Sends the weights to one receiver and commits them; blocks. A receiver is sent the components
+// that it takes, and one that serves the weights already nothing. `update_id` names the update:
+// reuse it to go on, at the receiver's next chunk, with one that was interrupted. Retries
 // UNAVAILABLE, DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or CANCELLED
 // as soon as `options.call` is over, and then the update stays open, so that the caller can go on
 // with it; after any other error it is aborted. The answer's digest is the receiver's own and

@@ -28,10 +28,9 @@ namespace {
 // The receiver of the engines, behind a connection that breaks.
 class FlakyReceiver final : public WeightReceiver {
  public:
-  explicit FlakyReceiver(int64_t elements,
-                         std::optional<ReceivedSpeculator> speculator = std::nullopt)
+  explicit FlakyReceiver(int64_t elements, std::vector<ReceivedComponent> components = {})
       : receiver_({{.name = "w", .shape = {elements}}}, std::nullopt, /*num_token_ids=*/7, {},
-                  Tell(told_), std::move(speculator), /*allow_not_finite=*/true) {}
+                  Tell(told_), std::move(components), /*allow_not_finite=*/true) {}
 
   absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest,
                                 bool allow_rollback) override {
@@ -55,8 +54,8 @@ class FlakyReceiver final : public WeightReceiver {
   }
   absl::Status Abort(const std::string& id) override { return receiver_.Abort(id); }
   WeightsVersion Version() const override { return receiver_.Version(); }
-  std::optional<WeightsVersion> SpeculatorVersion() const override {
-    return receiver_.SpeculatorVersion();
+  std::optional<WeightsVersion> ComponentVersion(absl::string_view name) const override {
+    return receiver_.ComponentVersion(name);
   }
   std::string OpenUpdateId() const override { return receiver_.OpenUpdateId(); }
   void DropAbandoned(TimePoint now) override { receiver_.DropAbandoned(now); }
@@ -96,7 +95,7 @@ class BytesSource final : public WeightSource {
     const int64_t rest = manifest_.tensors[0].shape[0] - elements;
     manifest_.tensors = {{"w", DType::kFloat32, {rest}},
                          {"speculator.h", DType::kFloat32, {elements}}};
-    manifest_.speculator = {.config = "{}", .digest = {}};
+    manifest_.components = {{.name = kSpeculatorComponent, .config = "{}", .digest = {}}};
     SetDigests();
   }
   const WeightManifest& manifest() const override { return manifest_; }
@@ -109,8 +108,8 @@ class BytesSource final : public WeightSource {
     const auto* const data = reinterpret_cast<const std::byte*>(bytes_.data());
     const absl::Span<const std::byte> stream(data, bytes_.size());
     manifest_.digest = StreamDigest({manifest_.tensors[0]}, stream);
-    if (!manifest_.speculator.has_value()) return;
-    manifest_.speculator->digest = StreamDigest(
+    if (manifest_.components.empty()) return;
+    manifest_.components[0].digest = StreamDigest(
         {manifest_.tensors[1]}, stream.subspan(static_cast<size_t>(manifest_.tensors[0].bytes())));
   }
   std::string bytes_;
@@ -177,7 +176,7 @@ TEST_F(WeightTransferTest, EveryByteArrivesAndIsCommitted) {
   EXPECT_EQ(version->weights.version, 1);
   EXPECT_EQ(version->weights.digest, source.manifest().digest);
   EXPECT_EQ(version->bytes, 10480);
-  EXPECT_FALSE(version->has_speculator);
+  EXPECT_TRUE(version->components.empty());
   EXPECT_EQ(receiver_.applied(), source.bytes_);
   EXPECT_NE(server_.metrics().Text().find("tandem_weight_bytes_received_total 10480"),
             std::string::npos);
@@ -187,10 +186,11 @@ TEST(WeightTransferSpeculatorTest, AReceiverIsSentTheSpeculatorThatItHasAUseFor)
   BytesSource source;
   source.CutSpeculator(20);
   const int64_t elements = BytesSource::kElements - 20;
-  const ReceivedSpeculator speculator = {.config = "{}",
-                                         .parameters = {{.name = "speculator.h", .shape = {20}}},
-                                         .initial = {.version = 0, .digest = std::string(32, '0')}};
-  FlakyReceiver with(elements, speculator), without(elements);
+  const ReceivedComponent speculator = {.name = kSpeculatorComponent,
+                                        .config = "{}",
+                                        .parameters = {{.name = "speculator.h", .shape = {20}}},
+                                        .initial = {.version = 0, .digest = std::string(32, '0')}};
+  FlakyReceiver with(elements, {speculator}), without(elements);
   for (FlakyReceiver* receiver : {&with, &without}) {
     receiver->chunks_until_break_ = 4;
     TestServer server(
@@ -201,15 +201,16 @@ TEST(WeightTransferSpeculatorTest, AReceiverIsSentTheSpeculatorThatItHasAUseFor)
     const auto sent = SendWeights(*stub, "u1", source, options);
     ASSERT_TRUE(sent.ok()) << sent.status();
     EXPECT_EQ(sent->weights.digest, source.manifest().digest);
-    EXPECT_EQ(sent->has_speculator, receiver == &with);
+    EXPECT_EQ(sent->components.contains(kSpeculatorComponent), receiver == &with);
     EXPECT_EQ(sent->bytes, receiver == &with ? 10480 : 10400);
     EXPECT_EQ(receiver->applied(), source.bytes_.substr(0, sent->bytes));
     const auto repeat = SendWeights(*stub, "u2", source, options);
     ASSERT_TRUE(repeat.ok()) << repeat.status();
     EXPECT_EQ(repeat->bytes, 0) << "it is served already";
-    EXPECT_EQ(repeat->has_speculator, receiver == &with);
+    EXPECT_EQ(repeat->components.contains(kSpeculatorComponent), receiver == &with);
   }
-  EXPECT_EQ(*with.SpeculatorVersion(), (WeightsVersion{1, source.manifest().speculator->digest}));
+  EXPECT_EQ(*with.ComponentVersion(kSpeculatorComponent),
+            (WeightsVersion{1, source.manifest().components[0].digest}));
   // The same model with another speculator is another update.
   BytesSource other;
   other.bytes_.back() ^= 1;
@@ -223,7 +224,33 @@ TEST(WeightTransferSpeculatorTest, AReceiverIsSentTheSpeculatorThatItHasAUseFor)
   ASSERT_TRUE(heads_alone.ok()) << heads_alone.status();
   EXPECT_EQ(heads_alone->bytes, 80) << "the model is served already";
   EXPECT_EQ(with.applied(), other.bytes_.substr(10400));
-  EXPECT_EQ(with.SpeculatorVersion()->digest, other.manifest().speculator->digest);
+  EXPECT_EQ(with.ComponentVersion(kSpeculatorComponent)->digest,
+            other.manifest().components[0].digest);
+}
+
+TEST(WeightTransferComponentsTest, WhatAReceiverDoesNotTakeIsCutOutOfTheStream) {
+  BytesSource source;
+  source.manifest_.tensors = {{"a", DType::kFloat32, {1010}},
+                              {"speculator.h", DType::kFloat32, {20}},
+                              {"b", DType::kFloat32, {1590}}};
+  source.manifest_.components = {
+      {.name = kSpeculatorComponent, .config = "{}", .digest = std::string(32, '0')}};
+  const std::string model = source.bytes_.substr(0, 4040) + source.bytes_.substr(4120);
+  source.manifest_.digest =
+      StreamDigest({source.manifest_.tensors[0], source.manifest_.tensors[2]},
+                   {reinterpret_cast<const std::byte*>(model.data()), model.size()});
+  Told told;
+  StagedWeightReceiver receiver({{.name = "a", .shape = {1010}}, {.name = "b", .shape = {1590}}},
+                                std::nullopt, /*num_token_ids=*/7, {}, Tell(told), {},
+                                /*allow_not_finite=*/true);
+  TestServer server(
+      [&](ServerRuntime& runtime) { return std::make_unique<ReceiverApp>(runtime, &receiver); });
+  const auto stub = weights::v1::WeightService::NewStub(server.channel());
+  const auto sent = SendWeights(*stub, "u1", source);
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  EXPECT_EQ(sent->bytes, 10400);
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(told.applied.data()), told.applied.size()),
+            model);
 }
 
 TEST(WeightTransferLimitsTest, TheLargestChunksPassTheMessageLimit) {

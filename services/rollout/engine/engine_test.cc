@@ -821,7 +821,7 @@ void AddSpeculator(const speculator::Speculator& speculator, WeightManifest& man
     std::memcpy(stream.data() + begin, value.const_data_ptr(), value.nbytes());
   }
   manifest.total_bytes = manifest.chunk_bytes = static_cast<int64_t>(stream.size());
-  manifest.speculator = speculator::ManifestOf(speculator);
+  manifest.components = {speculator::ManifestOf(speculator)};
 }
 
 // Returns the response that drafts of heads verified, and their numbers.
@@ -855,17 +855,18 @@ TEST_F(EngineTest, ASpeculatorIsReplacedWithItsSenior) {
   const auto engine = Create(options);
   RunWithHeads(*engine);
   Stage(*engine, manifest, stream);
-  EXPECT_EQ(engine->weights().SpeculatorVersion()->version, 0);
+  EXPECT_EQ(engine->weights().ComponentVersion(kSpeculatorComponent)->version, 0);
   ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
   EXPECT_EQ(engine->weights().Version(), (WeightsVersion{3, digest}));
-  EXPECT_EQ(*engine->weights().SpeculatorVersion(),
-            (WeightsVersion{3, manifest.speculator->digest}));
+  EXPECT_EQ(*engine->weights().ComponentVersion(kSpeculatorComponent),
+            (WeightsVersion{3, manifest.components[0].digest}));
 
   // As on a server that is started with both.
   options.senior.model = replacement;
   options.senior_speculator = new_heads;
   const auto fresh = Create(options);
-  EXPECT_EQ(fresh->weights().SpeculatorVersion()->digest, manifest.speculator->digest);
+  EXPECT_EQ(fresh->weights().ComponentVersion(kSpeculatorComponent)->digest,
+            manifest.components[0].digest);
   options.senior_speculator = old_heads;
   const auto behind = Create(options);
   const auto [response, drafts] = RunWithHeads(*engine);
@@ -897,8 +898,8 @@ TEST_F(EngineTest, HeadsOfTheServedSeniorComeAlone) {
   Stage(*engine, manifest, stream);
   ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
   EXPECT_EQ(engine->weights().Version(), (WeightsVersion{3, served.digest}));
-  EXPECT_EQ(*engine->weights().SpeculatorVersion(),
-            (WeightsVersion{3, manifest.speculator->digest}));
+  EXPECT_EQ(*engine->weights().ComponentVersion(kSpeculatorComponent),
+            (WeightsVersion{3, manifest.components[0].digest}));
   const Trajectory after = RunWithHeads(*engine).first;
   EXPECT_EQ(after.author_logprobs, before.author_logprobs);
   EXPECT_EQ(after.senior_versions.front().weights.version, 3);
@@ -918,11 +919,11 @@ TEST_F(EngineTest, AnUpdateWithoutASpeculatorLeavesIt) {
   Stage(*engine, manifest, stream);
   ASSERT_TRUE(engine->weights().Commit("u", {}).ok());
   EXPECT_EQ(engine->weights().Version().version, 3);
-  EXPECT_EQ(engine->weights().SpeculatorVersion()->version, 0);
+  EXPECT_EQ(engine->weights().ComponentVersion(kSpeculatorComponent)->version, 0);
   const auto [after, same_drafts] = RunWithHeads(*engine);
   EXPECT_EQ(after.author_logprobs, before.author_logprobs);
   EXPECT_EQ(same_drafts, drafts);
-  EXPECT_EQ(Create()->weights().SpeculatorVersion(), std::nullopt);
+  EXPECT_EQ(Create()->weights().ComponentVersion(kSpeculatorComponent), std::nullopt);
 }
 
 // Writes slowly until something has happened, so that it happens in the middle of the response.

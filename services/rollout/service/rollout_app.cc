@@ -72,7 +72,7 @@ void RolloutApp::UpdateMetrics() {
   set(metric::kKvCapacity, stats.kv_capacity_tokens);
   set(metric::kPaused, stats.paused ? 1 : 0);
   set(metric::kWeightsVersion, engine_->weights().Version().version);
-  if (const auto speculator = engine_->weights().SpeculatorVersion()) {
+  if (const auto speculator = engine_->weights().ComponentVersion(kSpeculatorComponent)) {
     set(metric::kSpeculatorVersion, speculator->version);
   }
   total(metric::kTokensGenerated, stats.senior_tokens_total, {"senior"});

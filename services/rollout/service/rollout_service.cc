@@ -210,7 +210,7 @@ grpc::ServerUnaryReactor* RolloutService::GetServerInfo(grpc::CallbackServerCont
         *response.mutable_server() = rpc::DescribeServer(runtime_, "rollout");
         InfoToProto(engine.Info(), options_.tandem, engine.weights().Version(),
                     engine.Stats().paused, &response);
-        if (const auto speculator = engine.weights().SpeculatorVersion()) {
+        if (const auto speculator = engine.weights().ComponentVersion(kSpeculatorComponent)) {
           rpc::WeightsVersionToProto(*speculator, response.mutable_speculator_weights());
         }
         response.set_max_queue(static_cast<int32_t>(options_.max_batch_samples));

@@ -67,9 +67,9 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   void AddCommands();
   absl::StatusOr<StepResult> DoStep(const CallScope& call, const TrainStepRequest& request);
   SnapshotResult TakeSnapshot();
-  // Copies the parameters, with the speculator behind them where one is described.
+  // Copies the parameters, with the speculator behind them where `components` describe one.
   SnapshotResult CopyWeights(TensorSource parameters, const WeightsVersion& weights,
-                             std::optional<SpeculatorManifest> speculator) const;
+                             std::vector<ComponentManifest> components) const;
   bool HasSpeculator() const { return models_->speculator != nullptr; }
   BatchLimits Limits() const;
 
@@ -123,20 +123,22 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
   parallel::Strategy& strategy = core_->strategy();
   // Null on other ranks, which publish nothing.
   std::shared_ptr<const WeightSource> snapshot = snapshot_.lock();
-  std::optional<SpeculatorManifest> speculator;  // on rank 0, which sends it: all ranks have it
+  std::vector<ComponentManifest> components;  // on rank 0, which sends them: all ranks have them
   TANDEM_ASSIGN_OR_RETURN(
       const bool held, ranks::FromRankZero<bool>(strategy.ranks(), [&] {
-        if (HasSpeculator()) speculator = speculator::ManifestOf(models_->speculator->speculator());
+        if (HasSpeculator()) {
+          components = {speculator::ManifestOf(models_->speculator->speculator())};
+        }
         return absl::StatusOr<bool>(snapshot != nullptr &&
                                     snapshot->manifest().version == weights.version &&
                                     snapshot->manifest().digest == weights.digest &&
-                                    snapshot->manifest().speculator == speculator);
+                                    snapshot->manifest().components == components);
       }));
   if (held) return snapshot;
   snapshot = nullptr;  // releases its file for the next one
   TANDEM_RETURN_IF_ERROR(
       parallel::UseWholeParameters(strategy, [&](TensorSource parameters) -> absl::Status {
-        TANDEM_ASSIGN_OR_RETURN(snapshot, CopyWeights(parameters, weights, std::move(speculator)));
+        TANDEM_ASSIGN_OR_RETURN(snapshot, CopyWeights(parameters, weights, std::move(components)));
         return absl::OkStatus();
       }));
   snapshot_ = snapshot;
@@ -145,10 +147,10 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
 
 TorchEngine::SnapshotResult TorchEngine::CopyWeights(
     TensorSource parameters, const WeightsVersion& weights,
-    std::optional<SpeculatorManifest> speculator) const {
+    std::vector<ComponentManifest> components) const {
   std::vector<WeightSpec> specs = core_->model().WeightSpecs(DType::kFloat32);
   NamedTensors behind;
-  if (speculator.has_value()) {
+  if (!components.empty()) {
     behind = speculator::WeightsToSend(models_->speculator->speculator());
   }
   for (const auto& [name, tensor] : behind) {
@@ -159,7 +161,7 @@ TorchEngine::SnapshotResult TorchEngine::CopyWeights(
     return SourceOf(behind)(visit);
   };
   return MakeWeightSnapshot(specs, all, weights, core_->model().num_token_ids(),
-                            std::move(speculator));
+                            std::move(components));
 }
 
 }  // namespace

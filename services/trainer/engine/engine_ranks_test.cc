@@ -376,8 +376,8 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
       EXPECT_GT(last.report.metrics.at("speculator/loss"), 0);
       const auto source = engine.Snapshot({}).value();
       EXPECT_EQ(source->manifest().version, step);
-      EXPECT_EQ(source->manifest().speculator->config,
-                single->Snapshot({}).value()->manifest().speculator->config);
+      EXPECT_EQ(source->manifest().components.at(0).config,
+                single->Snapshot({}).value()->manifest().components.at(0).config);
       EXPECT_EQ(source->manifest().tensors, single->Snapshot({}).value()->manifest().tensors);
       if (step == 2)
         saved =

@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +20,8 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 using ::testing::Key;
 using ::testing::Not;
 using ::testing::StartsWith;
@@ -89,20 +90,20 @@ std::map<std::string, std::string> TensorsOf(const WeightSource& source) {
 
 TEST_F(EngineSpeculatorTest, ASnapshotHasTheModelAsWithoutOneAndTheSpeculatorBehindIt) {
   const auto with = Make(WithSpeculator()), without = Make(Without());
-  std::optional<SpeculatorManifest> before;
+  std::vector<ComponentManifest> before;
   for (int64_t step = 1; step <= 2; ++step) {
     Step(*with, Supervised(step));
     Step(*without, Supervised(step));
     const auto source = with->Snapshot({}).value(), alone = without->Snapshot({}).value();
     EXPECT_EQ(source->manifest().version, step);
-    EXPECT_EQ(source->manifest().ModelAlone(), alone->manifest());
-    EXPECT_EQ(alone->manifest().speculator, std::nullopt);
-    EXPECT_NE(source->manifest().speculator, before) << "the speculator has learnt";
-    before = source->manifest().speculator;
+    EXPECT_EQ(source->manifest().Without(kSpeculatorComponent), alone->manifest());
+    EXPECT_THAT(alone->manifest().components, IsEmpty());
+    EXPECT_NE(source->manifest().components, before) << "the speculator has learnt";
+    before = source->manifest().components;
 
     const auto saved = fs::path(Save(*with, absl::StrCat("step-", step))) / "speculator";
     const auto speculator = speculator::LoadSpeculator(saved, {}).value();
-    EXPECT_EQ(source->manifest().speculator, speculator::ManifestOf(*speculator));
+    EXPECT_THAT(source->manifest().components, ElementsAre(speculator::ManifestOf(*speculator)));
     auto tensors = TensorsOf(*source);
     for (const auto& [name, value] : speculator::WeightsToSend(*speculator)) {
       const std::string bytes(static_cast<const char*>(value.const_data_ptr()), value.nbytes());

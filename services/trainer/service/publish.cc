@@ -25,8 +25,9 @@ absl::StatusOr<rpc::SentWeights> PublishToOne(const std::string& target, const W
   const auto receiver =
       weights::v1::WeightService::NewStub(rpc::MakeChannel(target, channel_options));
   std::string update_id = absl::StrCat("v", manifest.version, "-", manifest.digest);
-  if (manifest.speculator.has_value())
-    absl::StrAppend(&update_id, "-", manifest.speculator->digest);
+  for (const ComponentManifest& component : manifest.components) {
+    absl::StrAppend(&update_id, "-", component.digest);
+  }
   return rpc::SendWeights(*receiver, update_id, source,
                           {.allow_rollback = allow_rollback, .call = call});
 }

@@ -21,7 +21,7 @@ absl::Status CheckTargets(const std::vector<std::string>& targets);
 // succeeded or failed; they fail as soon as `call` is over. Deliveries are independent, and in the
 // order of `targets`. The update's id is made from version and digests, so a repeat continues where
 // an interrupted publication stopped. Receivers that serve the weights already are left alone, and
-// those without a speculator get the model alone. `allow_rollback` also replaces an equal or higher
+// each gets the components that it takes. `allow_rollback` also replaces an equal or higher
 // version.
 std::vector<absl::StatusOr<rpc::SentWeights>> PublishToAll(
     const std::vector<std::string>& targets, const WeightSource& source, bool allow_rollback,

@@ -39,10 +39,10 @@ class ReceiverApp final : public rpc::ServerApp {
 // A receiver whose commits return the status of `apply`.
 struct ReceiverServer {
   explicit ReceiverServer(absl::Status apply = absl::OkStatus(), int64_t version = -1,
-                          std::optional<ReceivedSpeculator> speculator = std::nullopt)
+                          std::vector<ReceivedComponent> components = {})
       : receiver({{.name = "w", .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
                  /*num_token_ids=*/0, {.version = version, .digest = ""}, Tell(told),
-                 std::move(speculator)) {
+                 std::move(components)) {
     told.apply_status = std::move(apply);
   }
 
@@ -109,9 +109,11 @@ TEST_F(PublishTest, ARepeatSendsNothing) {
 TEST_F(PublishTest, EveryReceiverIsAskedWhetherItTakesTheSpeculator) {
   engine_->AddSpeculator(80);
   const auto with_parameter = [](int64_t elements) {
-    return ReceivedSpeculator{.config = "{}",
-                              .parameters = {{.name = "speculator.h", .shape = {elements}}},
-                              .initial = {.version = -1, .digest = ""}};
+    return std::vector<ReceivedComponent>{
+        {.name = kSpeculatorComponent,
+         .config = "{}",
+         .parameters = {{.name = "speculator.h", .shape = {elements}}},
+         .initial = {.version = -1, .digest = ""}}};
   };
   ReceiverServer with(absl::OkStatus(), -1, with_parameter(20)), without,
       other(absl::OkStatus(), -1, with_parameter(21));
@@ -125,7 +127,7 @@ TEST_F(PublishTest, EveryReceiverIsAskedWhetherItTakesTheSpeculator) {
     EXPECT_EQ(response->results(i).status().code(), 0) << response->results(i).status().message();
     EXPECT_EQ(response->results(i).digest(), response->weights().digest());
   }
-  EXPECT_EQ(with.receiver.SpeculatorVersion()->version, 0);
+  EXPECT_EQ(with.receiver.ComponentVersion(kSpeculatorComponent)->version, 0);
   EXPECT_EQ(with.told.applied.size(), without.told.applied.size() + 80);
   const absl::Status refused = rpc::FromRpcStatus(response->results(2).status());
   EXPECT_EQ(FieldPath(refused), "manifest.tensors[1].shape");

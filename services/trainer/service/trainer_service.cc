@@ -236,8 +236,8 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
       result.set_digest(delivery->weights.digest);
       metrics_.Counter(rpc::metric::kWeightBytesSent)
           .Increment(static_cast<double>(delivery->bytes));
-      if (source->manifest().speculator.has_value()) {
-        ReportSpeculator(delivery->has_speculator, result);
+      if (source->manifest().Find(kSpeculatorComponent) != nullptr) {
+        ReportSpeculator(delivery->components.contains(kSpeculatorComponent), result);
       }
     } else {
       Log(LogLevel::kWarning, "publish_failed",

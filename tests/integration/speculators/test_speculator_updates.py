@@ -226,7 +226,7 @@ def test_another_speculator_is_refused_and_the_old_weights_serve(models, tmp_pat
         supervised_step(trainer)
         [result] = trainer.publish_weights([running.rollouts[0].address]).results
         refused = from_status(result.status, method="PublishWeights")
-        assert refused.field == "manifest.speculator.config"
+        assert refused.field == "manifest.components[0].config"
         assert says in refused.message
         assert result.speculator == trainer_pb2.SPECULATOR_DELIVERY_UNSPECIFIED
         served = client.info()

@@ -37,7 +37,7 @@ absl::Status SeniorUpdate::Add(const WeightSpec& spec, TensorBytes bytes) {
   ComputeAlone(senior_.device());
   const absl::Status added = CatchTorchErrors("weights", [&]() -> absl::Status {
     const at::Tensor tensor = TensorOf(spec, std::move(bytes));
-    if (IsOfSpeculator(spec)) return AddToSpeculator(spec.name, tensor);
+    if (ComponentOf(spec) == kSpeculatorComponent) return AddToSpeculator(spec.name, tensor);
     if (weights_ == nullptr) weights_ = senior_.PrepareWeights();
     TANDEM_RETURN_IF_ERROR(weights_->Add(spec.name, tensor));
     if (keeps_tensors_) tensors_.emplace_back(spec.name, tensor);

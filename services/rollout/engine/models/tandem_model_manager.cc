@@ -131,7 +131,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   if (!options.senior_speculator.empty() && ranks.server->leads()) {
     TANDEM_ASSIGN_OR_RETURN(speculator, LoadSpeculatorOf(*senior->model, options));
     info.speculator_heads = speculator->sizes().n_predict;
-    manager->speculator_ = speculator::ReceivedBy(*speculator);
+    manager->components_ = {speculator::ReceivedBy(*speculator)};
   }
   manager->blocks_ = ranks.blocks;
   if (ranks.server->leads()) {

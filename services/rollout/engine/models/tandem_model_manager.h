@@ -63,8 +63,8 @@ class TandemModelManager {
   const std::vector<WeightSpec>& senior_parameters() const { return senior_parameters_; }
   // The head of a senior whose head is its embedding; an update may contain it.
   const std::optional<WeightSpec>& tied_head() const { return tied_head_; }
-  // The senior's speculator, as an update may bring it: on rank 0, if the server has one.
-  const std::optional<ReceivedSpeculator>& speculator() const { return speculator_; }
+  // What an update may bring beside the senior: on rank 0, its speculator if the server has one.
+  const std::vector<ReceivedComponent>& components() const { return components_; }
 
  private:
   TandemModelManager() = default;
@@ -77,7 +77,7 @@ class TandemModelManager {
   std::vector<int32_t> eos_token_ids_;
   std::vector<WeightSpec> senior_parameters_;
   std::optional<WeightSpec> tied_head_;
-  std::optional<ReceivedSpeculator> speculator_;
+  std::vector<ReceivedComponent> components_;
 };
 
 }  // namespace tandem::rollout

@@ -35,10 +35,10 @@ class FakeWeights final : public WeightSource {
     if (speculator == 0) return;
     const WeightSpec heads = {"speculator.h", DType::kFloat32, {speculator / 4}};
     manifest_.tensors.push_back(heads);
-    manifest_.speculator = {
-        .config = "{}",
-        .digest =
-            StreamDigest({heads}, absl::MakeSpan(bytes_).subspan(static_cast<size_t>(model)))};
+    manifest_.components = {{.name = kSpeculatorComponent,
+                             .config = "{}",
+                             .digest = StreamDigest({heads}, absl::MakeSpan(bytes_).subspan(
+                                                                 static_cast<size_t>(model)))}};
   }
   const WeightManifest& manifest() const override { return manifest_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
