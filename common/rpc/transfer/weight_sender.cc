@@ -225,6 +225,8 @@ absl::StatusOr<SentWeights> SendWeights(WeightService::StubInterface& receiver,
                                         const std::string& update_id, const WeightSource& source,
                                         const WeightSenderOptions& options) {
   Sender sender(receiver, update_id, source, options);
+  // Not CallWithRetry: here progress starts the count of attempts again, and DEADLINE_EXCEEDED,
+  // NOT_FOUND and a damaged chunk can be repeated too.
   absl::Duration backoff = options.backoff;
   for (int attempt = 1;; ++attempt) {
     absl::StatusOr<SentWeights> result = sender.Attempt();

@@ -278,6 +278,7 @@ TEST_F(WeightTransferTest, WeightsThatCannotBeReadAreAnErrorOfTheSender) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
   EXPECT_EQ(status.message(), "weights to send: the disk is broken");
   EXPECT_EQ(broken.failed_, 1);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "") << "the sender aborts what it does not go on with";
   EXPECT_EQ(receiver_.Version().version, 0);
   ASSERT_TRUE(SendWeights(*stub_, "u1", broken.whole_, Options()).ok());
   EXPECT_EQ(receiver_.applied(), broken.whole_.bytes_);
