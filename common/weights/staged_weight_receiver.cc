@@ -207,7 +207,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
   if (open_ != nullptr) {
     if (open_->id == update_id && open_->manifest == manifest) {
       const std::shared_ptr<Update> update = open_;
-      update->last_call = std::chrono::steady_clock::now();
+      update->last_call = SteadyTime::Now();
       lock.unlock();
       // A chunk of the interrupted stream may still be on its way in.
       const std::lock_guard stream_lock(update->stream_mutex);
@@ -238,7 +238,7 @@ absl::StatusOr<std::shared_ptr<StagedWeightReceiver::Update>> StagedWeightReceiv
     return absl::FailedPreconditionError(
         absl::StrCat("update \"", update_id, "\" is being committed"));
   }
-  open_->last_call = std::chrono::steady_clock::now();
+  open_->last_call = SteadyTime::Now();
   return open_;
 }
 
@@ -336,7 +336,7 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
   if (applied.ok()) applied = update->weights->Apply(update->manifest, call);
   const std::lock_guard lock(mutex_);
   update->committing = false;
-  update->last_call = std::chrono::steady_clock::now();
+  update->last_call = SteadyTime::Now();
   commit_changed_.notify_all();
   if (incomplete || absl::IsDeadlineExceeded(applied) || absl::IsCancelled(applied)) {
     return applied;  // the swap did not begin: the sender may go on, or commit again
@@ -362,7 +362,7 @@ absl::Status StagedWeightReceiver::Abort(const std::string& update_id) {
   return absl::OkStatus();
 }
 
-void StagedWeightReceiver::DropAbandoned(TimePoint now) {
+void StagedWeightReceiver::DropAbandoned(SteadyTime now) {
   std::shared_ptr<Update> update;  // dropped without the lock, as in Abort
   const std::lock_guard lock(mutex_);
   if (open_ == nullptr || open_->committing || now - open_->last_call < kAbandonedAfter) return;

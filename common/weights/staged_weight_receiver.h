@@ -5,7 +5,6 @@
 #define TANDEM_COMMON_WEIGHTS_STAGED_WEIGHT_RECEIVER_H_
 
 #include <array>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -74,7 +73,7 @@ class StagedWeightReceiver : public WeightReceiver {
   WeightsVersion Version() const override;
   std::optional<WeightsVersion> ComponentVersion(absl::string_view name) const override;
   std::string OpenUpdateId() const override;
-  void DropAbandoned(TimePoint now) override;
+  void DropAbandoned(SteadyTime now) override;
 
  private:
   struct Update {
@@ -85,8 +84,8 @@ class StagedWeightReceiver : public WeightReceiver {
     const WeightManifest manifest;
     // Guarded by the receiver's mutex.
     bool committing = false;
-    int64_t commits = 0;                                     // calls of Commit
-    TimePoint last_call = std::chrono::steady_clock::now();  // of the sender
+    int64_t commits = 0;                       // calls of Commit
+    SteadyTime last_call = SteadyTime::Now();  // of the sender
 
     // Held while a chunk is taken, which may wait for tensors to be added.
     std::mutex stream_mutex;

@@ -280,13 +280,12 @@ TEST_F(StagedWeightReceiverTest, TheSenderOfAReplacedUpdateLearnsWhatReplacedIt)
 }
 
 TEST_F(StagedWeightReceiverTest, AnUpdateWithoutASenderIsDroppedInTheEnd) {
-  using std::chrono::steady_clock;
   ASSERT_TRUE(receiver_.Begin("u", Manifest(), false).ok());
   ASSERT_TRUE(receiver_.Append("u", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
-  const auto now = steady_clock::now();
-  receiver_.DropAbandoned(now + kAbandonedAfter - std::chrono::minutes(1));
+  const SteadyTime now = SteadyTime::Now();
+  receiver_.DropAbandoned(now + kAbandonedAfter - absl::Minutes(1));
   EXPECT_EQ(receiver_.OpenUpdateId(), "u");
-  receiver_.DropAbandoned(now + kAbandonedAfter + std::chrono::minutes(1));
+  receiver_.DropAbandoned(now + kAbandonedAfter + absl::Minutes(1));
   EXPECT_EQ(receiver_.OpenUpdateId(), "");
   EXPECT_EQ(told_.alive, 0) << "its memory is free";
   // A sender that comes back begins again.

@@ -33,7 +33,6 @@
 #define TANDEM_COMMON_WEIGHTS_WEIGHT_TRANSFER_H_
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -43,8 +42,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
+#include "common/base/steady_time.h"
 #include "common/tensor/weight_spec.h"
 #include "common/weights/weight_components.h"
 #include "common/weights/weights_version.h"
@@ -52,7 +53,7 @@
 namespace tandem {
 
 // A sender that lives sends chunks, or asks again, within a few minutes.
-inline constexpr std::chrono::minutes kAbandonedAfter{10};
+inline constexpr absl::Duration kAbandonedAfter = absl::Minutes(10);
 
 // A component of an update beside the model.
 struct ComponentManifest {
@@ -145,8 +146,7 @@ class WeightReceiver {
   // Drops an update. Errors of an update that is not open as in Append.
   virtual absl::Status Abort(const std::string& update_id) = 0;
   // Drops the open update if its sender has not called for kAbandonedAfter. Called now and then.
-  using TimePoint = std::chrono::steady_clock::time_point;
-  virtual void DropAbandoned(TimePoint) {}
+  virtual void DropAbandoned(SteadyTime) {}
   // Returns the version of the model that is served.
   virtual WeightsVersion Version() const = 0;
   // Returns the version of a component beside the model, which is older than the model's where

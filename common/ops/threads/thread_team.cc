@@ -21,7 +21,8 @@ void Pause() {
 #endif
 }
 
-// Returns whether `condition` held within kSpin.
+// Returns whether `condition` held within kSpin. The clock of the standard library, because no
+// moment leaves the function and a spin should do nothing else.
 template <typename Condition>
 bool SpinUntil(const Condition& condition) {
   const auto end = std::chrono::steady_clock::now() + kSpin;

@@ -20,11 +20,6 @@
 #include "common/ranks/monitor/heartbeats.h"
 
 namespace tandem::ranks {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-}  // namespace
 
 // The monitor's state, shared with its threads: a thread that waits for an answer of a stopped rank
 // 0 outlives the monitor.
@@ -152,11 +147,11 @@ class RankMonitor::Watch {
   // Writes the last record. Rank 0 then keeps the store until all others have written theirs, but
   // no longer than `silence`. A store that is gone does not matter any more.
   void Conclude(const std::string& record) {
-    const Clock::time_point deadline = Clock::now() + silence_;
+    const SteadyTime deadline = SteadyTime::Now() + options_.silence;
     try {
       store_->Set(keys_[environment_.rank], record);
       ReadRecords();  // when this returns, the record has arrived
-      while (environment_.rank == 0 && !OthersHaveConcluded() && Clock::now() < deadline) {
+      while (environment_.rank == 0 && !OthersHaveConcluded() && SteadyTime::Now() < deadline) {
         std::this_thread::sleep_for(interval_ / 10);
         ReadRecords();
       }

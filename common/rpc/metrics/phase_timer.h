@@ -2,9 +2,10 @@
 #ifndef TANDEM_COMMON_RPC_METRICS_PHASE_TIMER_H_
 #define TANDEM_COMMON_RPC_METRICS_PHASE_TIMER_H_
 
-#include <chrono>
 #include <optional>
 
+#include "absl/time/time.h"
+#include "common/base/steady_time.h"
 #include "common/rpc/metrics/metrics.h"
 
 namespace tandem::rpc {
@@ -21,7 +22,7 @@ class PhaseTimer {
   // Seconds of the phase.
   double Stop() {
     if (!seconds_.has_value()) {
-      seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+      seconds_ = absl::ToDoubleSeconds(SteadyTime::Now() - start_);
       histogram_.Observe(*seconds_);
     }
     return *seconds_;
@@ -29,7 +30,7 @@ class PhaseTimer {
 
  private:
   prometheus::Histogram& histogram_;
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  const SteadyTime start_ = SteadyTime::Now();
   std::optional<double> seconds_;
 };
 

@@ -1,6 +1,5 @@
 #include "common/rpc/server/rpc_interceptor.h"
 
-#include <chrono>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -93,7 +92,7 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
         metrics_(metrics),
         log_(log),
         live_calls_(live_calls),
-        start_(std::chrono::steady_clock::now()),
+        start_(SteadyTime::Now()),
         path_(info->method()) {
     if (const auto known = methods.find(path_); known != methods.end()) {
       name_ = SplitPath(path_);
@@ -146,8 +145,7 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
         name_.method == "Watch") {
       code = grpc::StatusCode::CANCELLED;
     }
-    const double seconds =
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    const double seconds = absl::ToDoubleSeconds(SteadyTime::Now() - start_);
     const std::string code_name = CodeName(code);
     metrics_->Counter(metric::kRpcHandled, {name_.service, name_.method, code_name}).Increment();
     metrics_->Histogram(metric::kRpcSeconds, {name_.service, name_.method}).Observe(seconds);
@@ -173,7 +171,7 @@ class RpcInterceptor final : public grpc::experimental::Interceptor {
   Metrics* const metrics_;
   CallLog* const log_;
   std::atomic<int64_t>* const live_calls_;
-  const std::chrono::steady_clock::time_point start_;
+  const SteadyTime start_;
   const std::string path_;
   const std::string* request_type_ = nullptr;  // null for an unknown method
   bool unreadable_ = false;

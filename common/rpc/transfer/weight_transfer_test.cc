@@ -58,7 +58,7 @@ class FlakyReceiver final : public WeightReceiver {
     return receiver_.ComponentVersion(name);
   }
   std::string OpenUpdateId() const override { return receiver_.OpenUpdateId(); }
-  void DropAbandoned(TimePoint now) override { receiver_.DropAbandoned(now); }
+  void DropAbandoned(SteadyTime now) override { receiver_.DropAbandoned(now); }
 
   // The bytes of the update in force.
   std::string applied() const {

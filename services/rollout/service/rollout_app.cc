@@ -1,7 +1,6 @@
 #include "services/rollout/service/rollout_app.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -62,7 +61,7 @@ void RolloutApp::UpdateMetrics() {
   metrics_.Gauge(metric::kLastProgress)
       .Set(std::max(0.0, absl::ToDoubleSeconds(last_progress - absl::UnixEpoch())));
   if (!leads()) return;  // rank 0 alone has counters, and receives weights
-  engine_->weights().DropAbandoned(std::chrono::steady_clock::now());
+  engine_->weights().DropAbandoned(SteadyTime::Now());
   rpc::UpdateBlobMetrics(rollout_service_.blobs(), metrics_);
   set(metric::kSequencesRunning, stats.sequences_running);
   set(metric::kSequencesWaiting, stats.sequences_waiting);
