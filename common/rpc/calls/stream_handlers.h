@@ -1,5 +1,5 @@
-// Reactors for three kinds of streams: client streams that are collected and answered, streams that
-// map request i to response i, and streams that only the server writes.
+// Reactors for two kinds of streams: client streams that are collected and answered, and streams
+// that map request i to response i.
 #ifndef TANDEM_COMMON_RPC_CALLS_STREAM_HANDLERS_H_
 #define TANDEM_COMMON_RPC_CALLS_STREAM_HANDLERS_H_
 
@@ -366,113 +366,6 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* HandleMapStream(
   return HandleBatchStream<Request, Response>(
       executor, context,
       std::make_unique<internal::OneByOne<Request, Response>>(std::move(handler)));
-}
-
-// ---------------------------------------------------------------------------------------------
-// Streams that only the server writes (WatchSteps).
-
-// The writing end. Thread-safe; may be held after the call is over.
-template <typename Response>
-class StreamWriter {
- public:
-  // False when the call is over, or `capacity` messages wait for a slow reader (the call is then
-  // ended with RESOURCE_EXHAUSTED).
-  bool Push(const Response& message) {
-    std::lock_guard lock(mutex_);
-    if (writes_ == nullptr) return false;
-    if (writes_->size() >= capacity_) {
-      writes_->FinishNow(ToGrpcStatus(absl::ResourceExhaustedError("the reader is too slow")));
-      return false;
-    }
-    return writes_->Push(SerializeMessage(message));
-  }
-  // Ends the call after the waiting messages.
-  void Close(const absl::Status& status) {
-    std::lock_guard lock(mutex_);
-    if (writes_ != nullptr) writes_->Finish(ToGrpcStatus(status));
-  }
-  bool closed() const {
-    std::lock_guard lock(mutex_);
-    return writes_ == nullptr || writes_->ended();
-  }
-
-  // For HandleServerStream.
-  StreamWriter(WriteQueue<grpc::ByteBuffer>* writes, size_t capacity)
-      : writes_(writes), capacity_(capacity) {}
-  void Detach() {
-    std::lock_guard lock(mutex_);
-    writes_ = nullptr;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  WriteQueue<grpc::ByteBuffer>* writes_;
-  const size_t capacity_;
-};
-
-namespace internal {
-
-template <typename Request, typename Response>
-class ServerStreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
- public:
-  ServerStreamCall(CallExecutor& executor, grpc::CallbackServerContext* context,
-                   const grpc::ByteBuffer* request, size_t capacity,
-                   const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe)
-      : request_bytes_(executor.streams().held_bytes()),
-        writes_([this](const grpc::ByteBuffer* response) { this->StartWrite(response); },
-                [this](grpc::Status status) { this->Finish(std::move(status)); },
-                executor.streams().held_bytes()),
-        writer_(std::make_shared<StreamWriter<Response>>(&writes_, capacity)) {
-    absl::Status status = executor.Admit(*context, RoleFor<Request>());
-    if (status.ok()) {
-      absl::StatusOr<OpenStreams::Place> place = executor.streams().Enter(
-          {.waits_since = [this] { return writes_.waits_since(); },
-           .give_up = [context] { context->TryCancel(); },
-           .admitted = [&executor,
-                        context] { return executor.StillAllows(*context, RoleFor<Request>()); }});
-      status = place.status();
-      if (place.ok()) place_ = *std::move(place);
-    }
-    if (status.ok()) status = request_bytes_.Take(HeldBytes(*request));
-    if (status.ok()) {
-      grpc::ByteBuffer bytes = *request;
-      status = UseMessage<Request>(bytes, [](const Request&) { return absl::OkStatus(); });
-    }
-    if (!status.ok()) {
-      writes_.Finish(ToGrpcStatus(status));
-      return;
-    }
-    subscribe(writer_);
-  }
-  void OnWriteDone(bool ok) override { writes_.OnWriteDone(ok); }
-  void OnCancel() override {
-    writes_.FinishNow(grpc::Status(grpc::StatusCode::CANCELLED, "the client cancelled the call"));
-  }
-  void OnDone() override {
-    place_.reset();
-    writer_->Detach();
-    delete this;
-  }
-
- private:
-  OpenStreams::Place place_;
-  ByteBudget::Share request_bytes_;  // of the request, which gRPC keeps
-  WriteQueue<grpc::ByteBuffer> writes_;
-  const std::shared_ptr<StreamWriter<Response>> writer_;
-};
-
-}  // namespace internal
-
-// Opens a stream and hands its writing end to `subscribe` (called once, at once, unless the server
-// refuses the call). The request has no fields: it is checked and not used. For a method that is
-// marked WithRawCallbackMethod_.
-template <typename Request, typename Response>
-grpc::ServerWriteReactor<grpc::ByteBuffer>* HandleServerStream(
-    CallExecutor& executor, grpc::CallbackServerContext* context, const grpc::ByteBuffer* request,
-    size_t capacity,
-    const std::function<void(std::shared_ptr<StreamWriter<Response>>)>& subscribe) {
-  return new internal::ServerStreamCall<Request, Response>(executor, context, request, capacity,
-                                                           subscribe);
 }
 
 }  // namespace tandem::rpc

@@ -7,12 +7,12 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "common/base/errors/error.h"
+#include "common/rpc/calls/broadcaster.h"
 #include "common/rpc/message_size.h"
 #include "common/rpc/testing/raw_call.h"
 #include "common/rpc/testing/server.h"
@@ -87,24 +87,18 @@ class StreamService final : public StreamCallbacks {
   }
   grpc::ServerWriteReactor<grpc::ByteBuffer>* WatchSteps(grpc::CallbackServerContext* context,
                                                          const grpc::ByteBuffer* request) override {
-    return HandleServerStream<WatchStepsRequest, WatchStepsResponse>(
-        executor_, context, request, 4,
-        [this](std::shared_ptr<StreamWriter<WatchStepsResponse>> writer) {
-          const std::lock_guard lock(mutex_);
-          writer_ = std::move(writer);
-          ++watchers_;
-        });
+    ++watches_;
+    return readers_.Add(executor_, context, request);
   }
 
   CallExecutor& executor_;
-  std::atomic<int> ended_ = 0;     // client streams that came to their end
-  std::atomic<int> watchers_ = 0;  // that came
+  std::atomic<int> ended_ = 0;    // client streams that came to their end
+  std::atomic<int> watches_ = 0;  // calls of WatchSteps that came
   std::atomic<int> handled_ = 0;
   std::atomic<bool> blocked_ = false;
   std::atomic<bool> released_ = false;
   size_t payload_bytes_ = 0;
-  std::mutex mutex_;                                          // calls come on several threads
-  std::shared_ptr<StreamWriter<WatchStepsResponse>> writer_;  // of the last call
+  Broadcaster<WatchStepsRequest, WatchStepsResponse> readers_{/*capacity=*/4};
 };
 
 class StreamApp final : public ServerApp {
@@ -286,22 +280,40 @@ TEST_F(StreamHandlersTest, AReaderThatStallsHoldsTheWorkBack) {
   EXPECT_TRUE(stream->Finish().ok());
 }
 
-TEST_F(StreamHandlersTest, AServerStreamCarriesWhatIsPushedAndCloses) {
-  auto stream = stub_->WatchSteps(&context_, WatchStepsRequest());
-  ASSERT_TRUE(Eventually([&] { return service().watchers_ == 1; }));
+TEST_F(StreamHandlersTest, EveryReaderGetsWhatIsPublishedAndTheEnd) {
+  grpc::ClientContext second, late;
+  std::vector<std::unique_ptr<grpc::ClientReader<WatchStepsResponse>>> streams;
+  for (auto* const context : {&context_, &second}) {
+    streams.push_back(stub_->WatchSteps(context, {}));
+  }
+  ASSERT_TRUE(Eventually([&] { return service().readers_.num_readers() == 2; }));
   WatchStepsResponse response;
   for (int i = 0; i < 3; ++i) {
     response.mutable_report()->set_step(i);
-    ASSERT_TRUE(service().writer_->Push(response));
+    service().readers_.Publish(response);
   }
-  for (int i = 0; i < 3; ++i) {
-    ASSERT_TRUE(stream->Read(&response));
-    EXPECT_EQ(response.report().step(), i);
+  service().readers_.Close(absl::UnavailableError("draining"));
+  for (const auto& stream : streams) {
+    for (int i = 0; i < 3; ++i) {
+      ASSERT_TRUE(stream->Read(&response));
+      EXPECT_EQ(response.report().step(), i);
+    }
+    EXPECT_FALSE(stream->Read(&response));
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
   }
-  service().writer_->Close(absl::UnavailableError("draining"));
-  EXPECT_FALSE(stream->Read(&response));
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
-  EXPECT_FALSE(service().writer_->Push(response));
+  EXPECT_EQ(stub_->WatchSteps(&late, {})->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(StreamHandlersTest, AReaderThatIsTooSlowIsEnded) {
+  auto stream = stub_->WatchSteps(&context_, WatchStepsRequest());
+  ASSERT_TRUE(Eventually([&] { return service().readers_.num_readers() == 1; }));
+  WatchStepsResponse response;
+  response.mutable_report()->set_run_id(std::string(1 << 20, 'x'));
+  for (int i = 0; i < 100; ++i) service().readers_.Publish(response);
+  int read = 0;
+  while (stream->Read(&response)) ++read;
+  EXPECT_LT(read, 100);
+  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
 }
 
 TEST_F(StreamHandlersTest, ARequestOfTooManyPartsOpensNoServerStream) {
@@ -312,30 +324,30 @@ TEST_F(StreamHandlersTest, ARequestOfTooManyPartsOpensNoServerStream) {
   context_.set_deadline(std::chrono::system_clock::now() + std::chrono::minutes(1));
   auto stream = stub_->WatchSteps(&context_, request);
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_EQ(service().watchers_, 0);
+  EXPECT_EQ(service().readers_.num_readers(), 0);
   EXPECT_TRUE(Eventually([&] { return held_bytes() == 0; }));
 }
 
-TEST_F(StreamHandlersTest, AWriterLearnsThatItsReaderIsGone) {
+TEST_F(StreamHandlersTest, AReaderThatGoesIsForgotten) {
   auto stream = stub_->WatchSteps(&context_, WatchStepsRequest());
-  ASSERT_TRUE(Eventually([&] { return service().watchers_ == 1; }));
+  ASSERT_TRUE(Eventually([&] { return service().readers_.num_readers() == 1; }));
   context_.TryCancel();
-  EXPECT_TRUE(Eventually([&] { return service().writer_->closed(); }));
-  EXPECT_FALSE(service().writer_->Push(WatchStepsResponse()));
+  EXPECT_TRUE(Eventually([&] { return service().readers_.num_readers() == 0; }));
+  service().readers_.Publish(WatchStepsResponse());
 }
 
 TEST_F(StreamHandlersTest, AConnectionHasABoundOfCalls) {
   std::vector<grpc::ClientContext> contexts(kMaxCallsPerConnection);
   std::vector<std::unique_ptr<grpc::ClientReader<WatchStepsResponse>>> watchers;
   for (auto& context : contexts) watchers.push_back(stub_->WatchSteps(&context, {}));
-  ASSERT_TRUE(Eventually([&] { return service().watchers_ == kMaxCallsPerConnection; }));
+  ASSERT_TRUE(Eventually([&] { return service().watches_ == kMaxCallsPerConnection; }));
   grpc::ClientContext one_more;
   std::thread held_back([&] { stub_->WatchSteps(&one_more, {})->Finish(); });
   // Another connection is served meanwhile.
   auto other = TrainerService::NewStub(server_.channel())->WatchSteps(&context_, {});
-  ASSERT_TRUE(Eventually([&] { return service().watchers_ == kMaxCallsPerConnection + 1; }));
+  ASSERT_TRUE(Eventually([&] { return service().watches_ == kMaxCallsPerConnection + 1; }));
   contexts.front().TryCancel();
-  EXPECT_TRUE(Eventually([&] { return service().watchers_ == kMaxCallsPerConnection + 2; }));
+  EXPECT_TRUE(Eventually([&] { return service().watches_ == kMaxCallsPerConnection + 2; }));
   one_more.TryCancel();
   held_back.join();
   context_.TryCancel();
@@ -356,7 +368,7 @@ TEST_F(BoundedStreamsTest, OneStreamTooManyIsRefused) {
   ComputeLogProbsRequest request;
   ComputeLogProbsResponse response;
   ASSERT_TRUE(map->Write(request) && map->Read(&response));
-  ASSERT_TRUE(Eventually([&] { return service().watchers_ == 1; }));
+  ASSERT_TRUE(Eventually([&] { return service().readers_.num_readers() == 1; }));
   auto refused = stub_->ComputeLogProbs(&third);
   const absl::Status status = FromGrpcStatus(refused->Finish());
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);

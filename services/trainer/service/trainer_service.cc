@@ -183,11 +183,7 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(const TrainSt
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* TrainerService::WatchSteps(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* request) {
-  return rpc::HandleServerStream<v1::WatchStepsRequest, v1::WatchStepsResponse>(
-      executor_, context, request, StepBroadcaster::kQueueCapacity,
-      [this](std::shared_ptr<StepBroadcaster::Writer> writer) {
-        watchers_.Add(std::move(writer));
-      });
+  return watchers_.Add(executor_, context, request);
 }
 
 // ---------------------------------------------------------------------------------------------

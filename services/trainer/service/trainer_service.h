@@ -3,15 +3,17 @@
 #ifndef TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
 #define TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/rpc/calls/broadcaster.h"
 #include "common/rpc/calls/call_executor.h"
 #include "common/rpc/client/channel.h"
 #include "common/rpc/metrics/metrics.h"
 #include "services/trainer/engine/engine.h"
-#include "services/trainer/service/step_broadcaster.h"
 #include "services/training_core/service/training_service.h"
 #include "tandem/trainer/v1/trainer.grpc.pb.h"
 
@@ -50,7 +52,7 @@ class TrainerService final : public TrainerCallbacks {
     training_.SetEngine(engine);
   }
   // Ends WatchSteps streams, which would otherwise keep a draining server waiting.
-  void Drain() { watchers_.Close(); }
+  void Drain() { watchers_.Close(absl::UnavailableError("the server is draining")); }
   // Refreshes gauges from the engine's info.
   void UpdateMetrics() { training_.UpdateMetrics(); }
 
@@ -82,11 +84,13 @@ class TrainerService final : public TrainerCallbacks {
   // Receives the pixels of images.
   rpc::NamedService blob_service() { return training_.blob_service(); }
 
-  size_t num_watchers() const { return watchers_.num_watchers(); }
+  size_t num_watchers() const { return watchers_.num_readers(); }
   int64_t buffered_bytes() { return training_.budget().used_bytes(); }
 
  private:
   class TrainStepCall;
+  // Reports that wait for a watcher of WatchSteps.
+  static constexpr size_t kMaxWaitingReports = 256;
 
   absl::StatusOr<v1::TrainStepResponse> RunTrainStep(const TrainStepRequest& request,
                                                      const CallScope& call);
@@ -97,7 +101,7 @@ class TrainerService final : public TrainerCallbacks {
   rpc::CallExecutor& executor_;
   rpc::Metrics& metrics_;
   training::TrainingService training_;
-  StepBroadcaster watchers_;
+  rpc::Broadcaster<v1::WatchStepsRequest, v1::WatchStepsResponse> watchers_{kMaxWaitingReports};
   Engine* engine_ = nullptr;
 };
 
