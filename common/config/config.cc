@@ -22,6 +22,7 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/atomic_file.h"
+#include "common/config/flat_names.h"
 #include "common/config/renamed_names.h"
 
 namespace tandem::config {
@@ -227,6 +228,44 @@ class ScalarWriter {
   const Reflection* reflection_;
 };
 
+// The path of a flat name's setting, "senior.dtype".
+std::string NestedPath(const FlatName& name) { return absl::StrCat(name.section, ".", name.field); }
+
+// Returns the flat name `key` of a message that has the section of its setting and no field of that
+// name; nullptr if there is none.
+const FlatName* FindFlatName(const std::string& key, const Descriptor& type) {
+  if (type.FindFieldByName(key) != nullptr) return nullptr;
+  const auto* const found =
+      std::find_if(std::begin(kFlatNames), std::end(kFlatNames), [&](const FlatName& name) {
+        return name.flat == key && type.FindFieldByName(std::string(name.section)) != nullptr;
+      });
+  return found == std::end(kFlatNames) ? nullptr : found;
+}
+
+// A field and the message that holds it.
+struct Setting {
+  Message* holder;
+  const FieldDescriptor* field;  // nullptr: the key is unknown
+};
+
+// The field of a message that has the name `key`, or the flat name.
+Setting FindSetting(const std::string& key, Message* message) {
+  const Descriptor& type = *message->GetDescriptor();
+  const FlatName* const flat = FindFlatName(key, type);
+  if (flat == nullptr) return {message, type.FindFieldByName(key)};
+  Message* const section = message->GetReflection()->MutableMessage(
+      message, type.FindFieldByName(std::string(flat->section)));
+  return {section, section->GetDescriptor()->FindFieldByName(std::string(flat->field))};
+}
+
+// Whether a map has a value for a field of a map in it.
+bool HasNested(const YAML::Node& map, const FlatName& name) {
+  const YAML::Node section = map[std::string(name.section)];
+  if (!section.IsDefined() || !section.IsMap()) return false;
+  const YAML::Node value = section[std::string(name.field)];
+  return value.IsDefined() && !value.IsNull();
+}
+
 absl::Status MergeMap(const YAML::Node& node, const std::string& path, int depth, Message* message);
 
 absl::Status MergeField(const YAML::Node& node, const std::string& path, int depth,
@@ -274,8 +313,8 @@ absl::Status MergeMap(const YAML::Node& node, const std::string& path, int depth
     }
     const std::string key = entry.first.Scalar();
     const std::string field_path = Join(path, Shorten(key));
-    const FieldDescriptor* field = descriptor.FindFieldByName(key);
-    if (field == nullptr) {
+    const FlatName* const flat = FindFlatName(key, descriptor);
+    if (flat == nullptr && descriptor.FindFieldByName(key) == nullptr) {
       return InvalidField(field_path, absl::StrCat("unknown key", SuggestField(key, descriptor)));
     }
     const int line = entry.first.Mark().line + 1;
@@ -283,7 +322,14 @@ absl::Status MergeMap(const YAML::Node& node, const std::string& path, int depth
       return InvalidField(
           field_path, absl::StrCat("duplicate key: it is in lines ", first->second, " and ", line));
     }
-    TANDEM_RETURN_IF_ERROR(MergeField(entry.second, field_path, depth, field, message));
+    if (entry.second.IsNull()) continue;
+    if (flat != nullptr && HasNested(node, *flat)) {
+      return InvalidField(field_path,
+                          absl::StrCat("is also given as ", Join(path, NestedPath(*flat))));
+    }
+    const Setting setting = FindSetting(key, message);
+    TANDEM_RETURN_IF_ERROR(
+        MergeField(entry.second, field_path, depth, setting.field, setting.holder));
   }
   return absl::OkStatus();
 }
@@ -435,12 +481,39 @@ absl::Status NameSource(absl::string_view source, const absl::Status& status) {
   return named;
 }
 
+// "TANDEM__SENIOR__DTYPE=" for senior.dtype.
+std::string VariableOf(absl::string_view path) {
+  return absl::StrCat(kVariablePrefix,
+                      absl::AsciiStrToUpper(absl::StrReplaceAll(path, {{".", "__"}})), "=");
+}
+
+bool AnyStartsWith(const std::vector<std::string>& texts, const std::string& start) {
+  return std::any_of(texts.begin(), texts.end(),
+                     [&](const std::string& text) { return text.starts_with(start); });
+}
+
+// Whether a source sets a field by its flat name.
+bool Uses(const Sources& sources, absl::string_view flat) {
+  if (AnyStartsWith(sources.overrides, absl::StrCat(flat, "=")) ||
+      AnyStartsWith(sources.variables, VariableOf(flat))) {
+    return true;
+  }
+  const auto text = ReadFile(sources.file, kMaxFileBytes);
+  if (!text.ok()) return false;
+  const auto root = Parse(*text);
+  return root.ok() && root->IsMap() && (*root)[std::string(flat)].IsDefined();
+}
+
 }  // namespace
 
 std::string SuggestField(absl::string_view key, const Descriptor& type) {
   if (const auto new_name = NewName(key)) return absl::StrCat("; ", key, " is now ", *new_name);
   std::vector<std::string> names;
   for (int i = 0; i < type.field_count(); ++i) names.push_back(type.field(i)->name());
+  for (const FlatName& name : kFlatNames) {
+    const std::string flat(name.flat);
+    if (FindFlatName(flat, type) != nullptr) names.push_back(flat);
+  }
   return Suggest(key, names);
 }
 
@@ -477,7 +550,7 @@ absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
   for (size_t i = 0; i < keys.size(); ++i) {
     walked = Join(walked, keys[i]);
     const Descriptor& descriptor = *message->GetDescriptor();
-    const FieldDescriptor* field = descriptor.FindFieldByName(keys[i]);
+    const auto [holder, field] = FindSetting(keys[i], message);
     if (field == nullptr) {
       // An old name may stand in sections that are unknown, too.
       const std::string& key = NewName(keys.back()).has_value() ? keys.back() : keys[i];
@@ -494,7 +567,7 @@ absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
       }
       if (!value.ok()) return InvalidField(walked, value.status().message());
       try {
-        return MergeField(*value, walked, 0, field, message);
+        return MergeField(*value, walked, 0, field, holder);
       } catch (const YAML::Exception& error) {
         return InvalidField(walked, error.msg);
       }
@@ -502,7 +575,7 @@ absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
     if (field->is_repeated() || field->cpp_type() != FieldDescriptor::CPPTYPE_MESSAGE) {
       return InvalidField(walked, absl::StrCat("has no key \"", keys[i + 1], "\""));
     }
-    message = message->GetReflection()->MutableMessage(message, field);
+    message = holder->GetReflection()->MutableMessage(holder, field);
   }
   return absl::OkStatus();
 }
@@ -519,6 +592,15 @@ absl::Status ApplyVariable(absl::string_view assignment, Message* message) {
 
 absl::Status Load(const Sources& sources, Message* message) {
   if (!sources.file.empty()) TANDEM_RETURN_IF_ERROR(MergeYamlFile(sources.file, message));
+  // Variables have no order in which one of two could win.
+  for (const FlatName& name : kFlatNames) {
+    const std::string flat = VariableOf(name.flat);
+    const std::string nested = VariableOf(NestedPath(name));
+    if (AnyStartsWith(sources.variables, flat) && AnyStartsWith(sources.variables, nested)) {
+      return InvalidField(name.flat, absl::StrCat("is also given as ", NestedPath(name), ": both ",
+                                                  flat, "… and ", nested, "… are set"));
+    }
+  }
   for (const std::string& assignment : sources.variables) {
     TANDEM_RETURN_IF_ERROR(ApplyVariable(assignment, message));
   }
@@ -526,6 +608,18 @@ absl::Status Load(const Sources& sources, Message* message) {
     TANDEM_RETURN_IF_ERROR(ApplyOverride(assignment, message));
   }
   return absl::OkStatus();
+}
+
+absl::Status NameAsWritten(const Sources& sources, const absl::Status& status) {
+  const std::string path = FieldPath(status).value_or("");
+  for (const FlatName& name : kFlatNames) {
+    absl::string_view rest = path;  // "[0]", ".config.json"
+    if (!absl::ConsumePrefix(&rest, NestedPath(name))) continue;
+    if (!rest.empty() && rest[0] != '[' && rest[0] != '.') continue;
+    if (!Uses(sources, name.flat)) return status;
+    return WithFieldPath(absl::StrCat(name.flat, rest), status);
+  }
+  return status;
 }
 
 std::string ToYaml(const Message& message) {

@@ -4,7 +4,9 @@
 // Keys are field names. Enum values are written by their lower-case short name ("word" for
 // SELECTION_STRATEGY_WORD). An unknown key, a duplicate key or a value of the wrong type is
 // INVALID_ARGUMENT with the dotted path of the field, and a suggestion where one is close. A name
-// of renamed_names.h is an unknown key whose error says the new name.
+// of renamed_names.h is an unknown key whose error says the new name. A name of flat_names.h sets
+// the nested field that it stands for; a file, or an environment, that has both names of a field is
+// INVALID_ARGUMENT.
 #ifndef TANDEM_COMMON_CONFIG_CONFIG_H_
 #define TANDEM_COMMON_CONFIG_CONFIG_H_
 
@@ -42,6 +44,10 @@ struct Sources {
   std::vector<std::string> overrides = {};  // dotted.key=value, in order
 };
 absl::Status Load(const Sources& sources, google::protobuf::Message* message);
+
+// Returns an error about a field of the loaded message with the field's flat name, if one of the
+// sources calls it so.
+absl::Status NameAsWritten(const Sources& sources, const absl::Status& status);
 
 // The message as YAML that MergeYaml reads back: fields in schema order, optional fields that are
 // not set and empty lists left out, enums by short name.

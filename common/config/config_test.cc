@@ -6,8 +6,10 @@
 #include <fstream>
 #include <string>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/error.h"
+#include "common/config/flat_names.h"
 #include "common/config/renamed_names.h"
 #include "tandem/config/v1/server_config.pb.h"
 
@@ -31,7 +33,7 @@ on_weight_update: keep
 )",
                         &config)
                   .ok());
-  EXPECT_EQ(config.senior_model(), "models/senior");
+  EXPECT_EQ(config.senior().model(), "models/senior");
   EXPECT_EQ(config.max_num_seqs(), 8);
   EXPECT_FALSE(config.has_max_queue());
   EXPECT_EQ(config.tandem().selection_strategy(), types::v1::SELECTION_STRATEGY_WORD);
@@ -199,6 +201,104 @@ TEST(ConfigTest, AnOldNameIsRefusedWithTheNewOne) {
               testing::HasSubstr("frozen_dtype is now junior_dtype"));
 }
 
+// A value that the type of a setting takes.
+std::string ValueOf(const google::protobuf::FieldDescriptor& field) {
+  using google::protobuf::FieldDescriptor;
+  if (field.is_repeated()) return "[1]";
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_BOOL) return "true";
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_ENUM) return "int8";
+  return "1";
+}
+
+TEST(ConfigTest, AFlatNameSetsTheFieldOfTheLane) {
+  for (const FlatName& name : kFlatNames) {
+    RolloutServerConfig nested;
+    const auto* const section =
+        RolloutServerConfig::descriptor()->FindFieldByName(std::string(name.section));
+    ASSERT_NE(section, nullptr) << name.flat;
+    const auto* const field = section->message_type()->FindFieldByName(std::string(name.field));
+    ASSERT_NE(field, nullptr) << name.flat;
+    const std::string value = ValueOf(*field);
+    const std::string path = absl::StrCat(name.section, ".", name.field);
+    ASSERT_TRUE(ApplyOverride(absl::StrCat(path, "=", value), &nested).ok()) << path;
+    RolloutServerConfig of_override, of_yaml, of_variable;
+    ASSERT_TRUE(ApplyOverride(absl::StrCat(name.flat, "=", value), &of_override).ok());
+    ASSERT_TRUE(MergeYaml(absl::StrCat(name.flat, ": ", value), &of_yaml).ok());
+    ASSERT_TRUE(
+        ApplyVariable(absl::StrCat("TANDEM__", absl::AsciiStrToUpper(name.flat), "=", value),
+                      &of_variable)
+            .ok());
+    for (const RolloutServerConfig& config : {of_override, of_yaml, of_variable}) {
+      EXPECT_EQ(config.SerializeAsString(), nested.SerializeAsString()) << name.flat;
+    }
+  }
+}
+
+TEST(ConfigTest, OneSourceHasOneNameOfASetting) {
+  for (const FlatName& name : kFlatNames) {
+    const std::string path = absl::StrCat(name.section, ".", name.field);
+    RolloutServerConfig config;
+    const absl::Status in_file = MergeYaml(
+        absl::StrCat(name.flat, ": 1\n", name.section, ": {", name.field, ": 1}"), &config);
+    EXPECT_EQ(FieldPath(in_file), name.flat);
+    EXPECT_THAT(std::string(in_file.message()),
+                testing::HasSubstr(absl::StrCat("is also given as ", path)));
+    const std::string flat = absl::AsciiStrToUpper(name.flat);
+    const absl::Status in_variables =
+        Load({.variables = {absl::StrCat("TANDEM__", flat, "=1"),
+                            absl::StrCat("TANDEM__", absl::AsciiStrToUpper(name.section), "__",
+                                         absl::AsciiStrToUpper(name.field), "=1")}},
+             &config);
+    EXPECT_EQ(FieldPath(in_variables), name.flat);
+    EXPECT_THAT(std::string(in_variables.message()), testing::HasSubstr(path));
+  }
+  RolloutServerConfig config;
+  const absl::Status status = MergeYaml("senior_dtype: a\nsenior: {dtype: a}", &config);
+  EXPECT_EQ(FieldPath(status), "senior_dtype");
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr("is also given as senior.dtype"));
+  EXPECT_EQ(FieldPath(MergeYaml("junior_dtype: a\njunior_dtype: b", &config)), "junior_dtype");
+  EXPECT_TRUE(MergeYaml("senior_dtype: a\nsenior: {dtype: }", &config).ok());
+}
+
+TEST(ConfigTest, ALaterSourceWinsUnderEitherName) {
+  const std::string file = testing::TempDir() + "/lanes.yaml";
+  std::ofstream(file) << "senior_dtype: file\njunior: {dtype: file}\n";
+  RolloutServerConfig config;
+  ASSERT_TRUE(
+      Load({.file = file, .overrides = {"senior.dtype=b", "junior_dtype=b"}}, &config).ok());
+  EXPECT_EQ(config.senior().dtype(), "b");
+  EXPECT_EQ(config.junior().dtype(), "b");
+}
+
+TEST(ConfigTest, AServerWithoutLanesHasNoFlatNames) {
+  TrainerServerConfig config;
+  EXPECT_FALSE(MergeYaml("senior_dtype: float32", &config).ok());
+  ASSERT_TRUE(MergeYaml("junior_model: j\nmax_model_len: 7", &config).ok());
+  EXPECT_EQ(config.junior_model(), "j");
+  EXPECT_EQ(config.max_model_len(), 7);
+}
+
+TEST(ConfigTest, AnErrorRepeatsTheNameThatTheSourceUses) {
+  const std::string file = testing::TempDir() + "/flat.yaml";
+  std::ofstream(file) << "junior_gpu_devices: [0]\nsenior: {dtype: x}\n";
+  const Sources sources{.file = file,
+                        .variables = {"TANDEM__MAX_MODEL_LEN=1"},
+                        .overrides = {"senior_quantization=int4", "senior_model=m"}};
+  const auto named = [&](const std::string& path) {
+    const absl::Status status = NameAsWritten(sources, InvalidField(path, "is wrong"));
+    EXPECT_EQ(status.message(), absl::StrCat(FieldPath(status).value_or(""), ": is wrong"));
+    return FieldPath(status).value_or("");
+  };
+  EXPECT_EQ(named("junior.gpu_devices[1]"), "junior_gpu_devices[1]");
+  EXPECT_EQ(named("senior.max_model_len"), "max_model_len");
+  EXPECT_EQ(named("senior.quantization"), "senior_quantization");
+  EXPECT_EQ(named("senior.model.config.json"), "senior_model.config.json");
+  EXPECT_EQ(named("senior.model_revision"), "senior.model_revision");
+  EXPECT_EQ(named("senior.dtype"), "senior.dtype");
+  EXPECT_EQ(named("junior.dtype"), "junior.dtype");
+  EXPECT_EQ(named("server.host"), "server.host");
+}
+
 TEST(ConfigTest, ErrorsOfAFileNameIt) {
   TrainerServerConfig config;
   EXPECT_EQ(MergeYamlFile("/no/such.yaml", &config).code(), absl::StatusCode::kNotFound);
@@ -211,7 +311,7 @@ TEST(ConfigTest, ErrorsOfAFileNameIt) {
 
 TEST(ConfigTest, YamlReadsBack) {
   RolloutServerConfig config;
-  config.set_senior_model("a: \"quoted\" #path");
+  config.mutable_senior()->set_model("a: \"quoted\" #path");
   config.mutable_server()->set_drain_seconds(1e-7);
   config.mutable_tandem()->set_selection_strategy(types::v1::SELECTION_STRATEGY_CHUNK);
   config.mutable_tandem()->add_boundary_token_ids(4);

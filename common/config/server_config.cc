@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -144,7 +145,7 @@ absl::Status Resolve(types::v1::TandemConfig* config, bool has_junior) {
   TANDEM_DEFAULT(config, chunk_size, defaults.chunk_size);
   TANDEM_DEFAULT(config, max_gap_tokens, defaults.max_gap_tokens);
   if (config->enabled() && !has_junior) {
-    return InvalidField("tandem.enabled", "needs junior_model");
+    return InvalidField("tandem.enabled", "needs junior.model");
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("tandem.prob_senior", config->prob_senior(), 0, 1));
   // 0 stands for "not given" and is refused where the strategy reads it.
@@ -317,49 +318,33 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
 }
 
 // Refuses settings of a junior that there is not, unless they are the defaults.
-absl::Status CheckNoJuniorSettings(const RolloutServerConfig& config) {
-  const auto quantization = config.junior_quantization();
-  const bool quantised = quantization != types::v1::QUANTIZATION_UNSPECIFIED &&
-                         quantization != types::v1::QUANTIZATION_NONE;
-  for (const auto& [field, is_set] :
-       {std::pair{"junior_tensor_parallel_size", config.junior_tensor_parallel_size() > 1},
-        std::pair{"junior_gpu_devices", !config.junior_gpu_devices().empty()},
-        std::pair{"junior_enable_expert_parallel", config.junior_enable_expert_parallel()},
-        std::pair{"junior_dtype", !config.junior_dtype().empty()},
-        std::pair{"junior_quantization", quantised},
-        std::pair{"junior_max_model_len", config.has_junior_max_model_len()},
-        std::pair{"junior_gpu_memory_utilization", config.has_junior_gpu_memory_utilization()},
-        std::pair{"junior_enforce_eager",
-                  config.has_junior_enforce_eager() && !config.junior_enforce_eager()},
-        std::pair{"junior_model_revision", !config.junior_model_revision().empty()}}) {
-    if (is_set) return InvalidField(field, "needs junior_model");
-  }
-  return absl::OkStatus();
+absl::Status CheckNoJuniorSettings(v1::LaneConfig junior) {
+  if (junior.tensor_parallel_size() == 1) junior.clear_tensor_parallel_size();
+  if (junior.quantization() == types::v1::QUANTIZATION_NONE) junior.clear_quantization();
+  if (junior.enforce_eager()) junior.clear_enforce_eager();
+  std::vector<const google::protobuf::FieldDescriptor*> set;
+  junior.GetReflection()->ListFields(junior, &set);
+  if (set.empty()) return absl::OkStatus();
+  return InvalidField(absl::StrCat("junior.", set[0]->name()), "needs junior.model");
 }
 
-// Checks sizes only; the server checks them against its ranks and its models.
-absl::Status ResolveRanks(RolloutServerConfig* config) {
-  TANDEM_DEFAULT(config, tensor_parallel_size, 1);
-  TANDEM_DEFAULT(config, junior_tensor_parallel_size, 1);
-  TANDEM_RETURN_IF_ERROR(
-      CheckInRange("tensor_parallel_size", config->tensor_parallel_size(), 1, 1 << 16));
-  TANDEM_RETURN_IF_ERROR(CheckInRange("junior_tensor_parallel_size",
-                                      config->junior_tensor_parallel_size(), 1, 1 << 16));
-  const auto& devices = config->junior_gpu_devices();
-  if (!devices.empty() && config->compute().device() != "cuda") {
-    return InvalidField("junior_gpu_devices", absl::StrCat("needs compute.device cuda, which is ",
-                                                           config->compute().device()));
+// Checks the number of devices only; the server checks them against its ranks.
+absl::Status CheckGpuDevices(const v1::LaneConfig& lane, const v1::ComputeOptions& compute) {
+  const auto& devices = lane.gpu_devices();
+  if (devices.empty()) return absl::OkStatus();
+  if (compute.device() != "cuda") {
+    return InvalidField("gpu_devices",
+                        absl::StrCat("needs compute.device cuda, which is ", compute.device()));
   }
-  if (!devices.empty() && devices.size() != config->junior_tensor_parallel_size()) {
-    return InvalidField("junior_gpu_devices",
+  if (devices.size() != lane.tensor_parallel_size()) {
+    return InvalidField("gpu_devices",
                         absl::StrCat("names ", devices.size(), " devices, and the junior has ",
-                                     config->junior_tensor_parallel_size(), " ranks"));
+                                     lane.tensor_parallel_size(), " ranks"));
   }
   for (int i = 0; i < devices.size(); ++i) {
-    TANDEM_RETURN_IF_ERROR(
-        CheckInRange(absl::StrCat("junior_gpu_devices[", i, "]"), devices[i], 0, 127));
+    TANDEM_RETURN_IF_ERROR(CheckInRange(absl::StrCat("gpu_devices[", i, "]"), devices[i], 0, 127));
   }
-  return ResolveRankTimeouts("", config);
+  return absl::OkStatus();
 }
 
 absl::Status CheckQuantization(const std::string& field, types::v1::Quantization quantization,
@@ -400,54 +385,47 @@ absl::Status CheckRevision(const std::string& field, const std::string& revision
                                    " lower-case hexadecimal digits, got \"", revision, "\""));
 }
 
-// Resolves the settings that a lane, "senior" or "junior", has under its name.
-absl::Status ResolveLane(absl::string_view lane, RolloutServerConfig* config) {
-  const google::protobuf::Reflection& reflection = *config->GetReflection();
-  const auto path = [&](absl::string_view name) { return absl::StrCat(lane, "_", name); };
-  const auto field = [&](absl::string_view name) {
-    return config->GetDescriptor()->FindFieldByName(path(name));
-  };
-  const auto text = [&](absl::string_view name) {
-    return reflection.GetString(*config, field(name));
-  };
-  if (text("dtype").empty()) {
-    reflection.SetString(config, field("dtype"), config->compute().dtype());
+// Resolves the settings that both lanes have. Errors name the field within the lane.
+absl::Status Resolve(v1::LaneConfig* lane, int32_t max_model_len,
+                     const v1::ComputeOptions& compute) {
+  if (lane->dtype().empty()) lane->set_dtype(compute.dtype());
+  if (lane->quantization() == types::v1::QUANTIZATION_UNSPECIFIED) {
+    lane->set_quantization(types::v1::QUANTIZATION_NONE);
   }
-  const auto* const quantization = field("quantization");
-  if (reflection.GetEnumValue(*config, quantization) == types::v1::QUANTIZATION_UNSPECIFIED) {
-    reflection.SetEnumValue(config, quantization, types::v1::QUANTIZATION_NONE);
+  TANDEM_DEFAULT(lane, max_model_len, max_model_len);
+  TANDEM_DEFAULT(lane, tensor_parallel_size, 1);
+  TANDEM_DEFAULT(lane, enforce_eager, true);
+  TANDEM_RETURN_IF_ERROR(CheckRevision("model_revision", lane->model_revision()));
+  TANDEM_RETURN_IF_ERROR(CheckOneOf("dtype", lane->dtype(), {"float32", "bfloat16"}));
+  TANDEM_RETURN_IF_ERROR(CheckQuantization("quantization", lane->quantization(), compute));
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", lane->max_model_len(), 2));
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("tensor_parallel_size", lane->tensor_parallel_size(), 1, 1 << 16));
+  TANDEM_RETURN_IF_ERROR(CheckGpuDevices(*lane, compute));
+  if (lane->has_gpu_memory_utilization()) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckMemoryUtilization("gpu_memory_utilization", lane->gpu_memory_utilization(), compute));
   }
-  const auto* const enforce_eager = field("enforce_eager");
-  if (!reflection.HasField(*config, enforce_eager)) {
-    reflection.SetBool(config, enforce_eager, true);
-  }
-  TANDEM_RETURN_IF_ERROR(CheckOneOf(path("dtype"), text("dtype"), {"float32", "bfloat16"}));
-  TANDEM_RETURN_IF_ERROR(CheckQuantization(
-      path("quantization"),
-      static_cast<types::v1::Quantization>(reflection.GetEnumValue(*config, quantization)),
-      config->compute()));
-  const auto* const utilization = field("gpu_memory_utilization");
-  if (reflection.HasField(*config, utilization)) {
-    TANDEM_RETURN_IF_ERROR(CheckMemoryUtilization(path("gpu_memory_utilization"),
-                                                  reflection.GetDouble(*config, utilization),
-                                                  config->compute()));
-  }
-  if (!reflection.GetBool(*config, enforce_eager)) {
-    return FieldError(absl::StatusCode::kUnimplemented, path("enforce_eager"),
+  if (!lane->enforce_eager()) {
+    return FieldError(absl::StatusCode::kUnimplemented, "enforce_eager",
                       "false asks for captured CUDA graphs, which there are not yet");
   }
-  return CheckRevision(path("model_revision"), text("model_revision"));
+  return absl::OkStatus();
 }
 
 // Leaves the junior's settings as they are where there is no junior.
 absl::Status ResolveLanes(RolloutServerConfig* config) {
-  TANDEM_DEFAULT(config, max_model_len, 2048);
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));
-  TANDEM_RETURN_IF_ERROR(ResolveLane("senior", config));
-  if (config->junior_model().empty()) return CheckNoJuniorSettings(*config);
-  TANDEM_DEFAULT(config, junior_max_model_len, config->max_model_len());
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("junior_max_model_len", config->junior_max_model_len(), 2));
-  return ResolveLane("junior", config);
+  v1::LaneConfig* const senior = config->mutable_senior();
+  if (!senior->gpu_devices().empty()) {
+    return InvalidField("senior.gpu_devices", "is a setting of the junior only");
+  }
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("senior", Resolve(senior, 2048, config->compute())));
+  if (config->junior().model().empty()) return CheckNoJuniorSettings(config->junior());
+  v1::LaneConfig* const junior = config->mutable_junior();
+  if (!junior->speculator().empty()) {
+    return InvalidField("junior.speculator", "is a setting of the senior only");
+  }
+  return PrependFieldPath("junior", Resolve(junior, senior->max_model_len(), config->compute()));
 }
 
 absl::Status Resolve(v1::SpeculatorOptions* options) {
@@ -473,10 +451,10 @@ absl::Status Resolve(RolloutServerConfig* config) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_compute()));
   if (!config->compute().weight_dtype().empty()) {
     return InvalidField("compute.weight_dtype",
-                        "a rollout server has senior_dtype and junior_dtype instead");
+                        "a rollout server has senior.dtype and junior.dtype instead");
   }
-  TANDEM_RETURN_IF_ERROR(CheckGiven("senior_model", config->senior_model()));
-  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_tandem(), !config->junior_model().empty()));
+  TANDEM_RETURN_IF_ERROR(CheckGiven("senior.model", config->senior().model()));
+  TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_tandem(), !config->junior().model().empty()));
   TANDEM_RETURN_IF_ERROR(ResolveLanes(config));
   TANDEM_DEFAULT(config, max_num_seqs, 64);
   TANDEM_DEFAULT(config, max_batched_tokens, 2048);
@@ -494,7 +472,7 @@ absl::Status Resolve(RolloutServerConfig* config) {
     TANDEM_RETURN_IF_ERROR(
         CheckOneOf("kv_cache_dtype", config->kv_cache_dtype(), {"float32", "bfloat16"}));
   }
-  return ResolveRanks(config);
+  return ResolveRankTimeouts("", config);
 }
 
 absl::Status Resolve(TrainerServerConfig* config) {

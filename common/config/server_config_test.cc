@@ -31,14 +31,14 @@ TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
   EXPECT_EQ(rollout.compute().kernels(), "auto");
   EXPECT_EQ(rollout.compute().weight_dtype(), "") << "of trainer and critic";
   EXPECT_EQ(rollout.max_num_seqs(), 64);
-  EXPECT_EQ(rollout.max_model_len(), 2048);
-  EXPECT_EQ(rollout.junior_max_model_len(), 2048);
-  EXPECT_EQ(rollout.senior_dtype(), "float32");
-  EXPECT_EQ(rollout.junior_dtype(), "float32");
-  EXPECT_EQ(rollout.senior_quantization(), types::v1::QUANTIZATION_NONE);
-  EXPECT_EQ(rollout.junior_quantization(), types::v1::QUANTIZATION_NONE);
-  EXPECT_TRUE(rollout.senior_enforce_eager());
-  EXPECT_TRUE(rollout.junior_enforce_eager());
+  EXPECT_EQ(rollout.senior().max_model_len(), 2048);
+  EXPECT_EQ(rollout.junior().max_model_len(), 2048);
+  EXPECT_EQ(rollout.senior().dtype(), "float32");
+  EXPECT_EQ(rollout.junior().dtype(), "float32");
+  EXPECT_EQ(rollout.senior().quantization(), types::v1::QUANTIZATION_NONE);
+  EXPECT_EQ(rollout.junior().quantization(), types::v1::QUANTIZATION_NONE);
+  EXPECT_TRUE(rollout.senior().enforce_eager());
+  EXPECT_TRUE(rollout.junior().enforce_eager());
   EXPECT_EQ(rollout.kv_cache_bytes(), 0);
   EXPECT_EQ(rollout.max_batched_tokens(), 2048);
   EXPECT_EQ(rollout.max_queue(), 4096);
@@ -98,7 +98,7 @@ TEST_P(BadRolloutTest, NamesTheField) {
 INSTANTIATE_TEST_SUITE_P(
     All, BadRolloutTest,
     testing::Values(
-        Bad{"{}", "senior_model"}, Bad{"senior_model: s\nserver: {host: 0.0.0.0}", "server.host"},
+        Bad{"{}", "senior.model"}, Bad{"senior_model: s\nserver: {host: 0.0.0.0}", "server.host"},
         Bad{"senior_model: s\nserver: {grpc_port: 70000}", "server.grpc_port"},
         Bad{"senior_model: s\nserver: {grpc_port: 9701}", "server.metrics_port"},
         Bad{"senior_model: s\nserver: {log_level: loud}", "server.log_level"},
@@ -114,39 +114,39 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"senior_model: s\ntandem: {selection_strategy: chunk}", "tandem.chunk_size"},
         Bad{"senior_model: s\nmax_num_seqs: 0", "max_num_seqs"},
         Bad{"senior_model: s\nmax_queue: 0", "max_queue"},
-        Bad{"senior_model: s\ntensor_parallel_size: 0", "tensor_parallel_size"},
-        Bad{"senior_model: s\njunior_tensor_parallel_size: 2", "junior_tensor_parallel_size"},
-        Bad{"senior_model: s\njunior_gpu_devices: [0]", "junior_gpu_devices"},
-        Bad{"senior_model: s\njunior_model: j\njunior_gpu_devices: [0]", "junior_gpu_devices"},
-        Bad{"senior_model: s\njunior_model: j\ncompute: {device: cuda}\n"
+        Bad{"senior: {model: s, tensor_parallel_size: 0}", "senior.tensor_parallel_size"},
+        Bad{"senior_model: s\njunior: {tensor_parallel_size: 2}", "junior.tensor_parallel_size"},
+        Bad{"senior_model: s\njunior: {gpu_devices: [0]}", "junior.gpu_devices"},
+        Bad{"senior_model: s\njunior: {model: j, gpu_devices: [0]}", "junior.gpu_devices"},
+        Bad{"senior_model: s\njunior: {model: j}\ncompute: {device: cuda}\n"
             "junior_gpu_devices: [0, 1]",
-            "junior_gpu_devices"},
-        Bad{"senior_model: s\njunior_model: j\ncompute: {device: cuda}\n"
+            "junior.gpu_devices"},
+        Bad{"senior_model: s\njunior: {model: j}\ncompute: {device: cuda}\n"
             "junior_gpu_devices: [-1]",
-            "junior_gpu_devices[0]"},
-        Bad{"senior_model: s\nsenior_dtype: float16", "senior_dtype"},
-        Bad{"senior_model: s\njunior_model: j\njunior_dtype: int8", "junior_dtype"},
-        Bad{"senior_model: s\njunior_model: j\njunior_max_model_len: 1", "junior_max_model_len"},
-        Bad{"senior_model: s\nsenior_quantization: int4\ncompute: {kernels: aten}",
-            "senior_quantization", absl::StatusCode::kUnimplemented},
-        Bad{"senior_model: s\njunior_model: j\njunior_quantization: int8\n"
+            "junior.gpu_devices[0]"},
+        Bad{"senior: {model: s, dtype: float16}", "senior.dtype"},
+        Bad{"senior_model: s\njunior: {model: j, dtype: int8}", "junior.dtype"},
+        Bad{"senior_model: s\njunior: {model: j, max_model_len: 1}", "junior.max_model_len"},
+        Bad{"senior: {model: s, quantization: int4}\ncompute: {kernels: aten}",
+            "senior.quantization", absl::StatusCode::kUnimplemented},
+        Bad{"senior_model: s\njunior: {model: j, quantization: int8}\n"
             "compute: {device: cuda}",
-            "junior_quantization", absl::StatusCode::kUnimplemented},
-        Bad{"senior_model: s\nsenior_gpu_memory_utilization: 0.5", "senior_gpu_memory_utilization"},
+            "junior.quantization", absl::StatusCode::kUnimplemented},
+        Bad{"senior: {model: s, gpu_memory_utilization: 0.5}", "senior.gpu_memory_utilization"},
         Bad{"senior_model: s\ncompute: {device: cuda}\nsenior_gpu_memory_utilization: 0",
-            "senior_gpu_memory_utilization"},
+            "senior.gpu_memory_utilization"},
         Bad{"senior_model: s\ncompute: {device: cuda}\nsenior_gpu_memory_utilization: 1.1",
-            "senior_gpu_memory_utilization"},
-        Bad{"senior_model: s\njunior_model: j\ncompute: {device: cuda}\n"
+            "senior.gpu_memory_utilization"},
+        Bad{"senior_model: s\njunior: {model: j}\ncompute: {device: cuda}\n"
             "junior_gpu_memory_utilization: 0.4",
-            "junior_gpu_memory_utilization", absl::StatusCode::kUnimplemented},
-        Bad{"senior_model: s\nsenior_enforce_eager: false", "senior_enforce_eager",
+            "junior.gpu_memory_utilization", absl::StatusCode::kUnimplemented},
+        Bad{"senior: {model: s, enforce_eager: false}", "senior.enforce_eager",
             absl::StatusCode::kUnimplemented},
-        Bad{"senior_model: s\njunior_model: j\njunior_enforce_eager: false", "junior_enforce_eager",
+        Bad{"senior_model: s\njunior: {model: j, enforce_eager: false}", "junior.enforce_eager",
             absl::StatusCode::kUnimplemented},
-        Bad{"senior_model: s\nsenior_model_revision: main", "senior_model_revision"},
-        Bad{"senior_model: s\njunior_model: j\njunior_model_revision: 0123456789ABCDEF",
-            "junior_model_revision"},
+        Bad{"senior: {model: s, model_revision: main}", "senior.model_revision"},
+        Bad{"senior_model: s\njunior: {model: j, model_revision: 0123456789ABCDEF}",
+            "junior.model_revision"},
         Bad{"senior_model: s\nkv_cache_bytes: -1", "kv_cache_bytes"},
         Bad{"senior_model: s\nkv_cache_dtype: int8", "kv_cache_dtype"},
         Bad{"senior_model: s\nheartbeat_timeout_seconds: 0.5", "heartbeat_timeout_seconds"},
@@ -155,8 +155,8 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(ServerConfigTest, AResolvedRolloutIsResolved) {
   RolloutServerConfig config;
   ASSERT_TRUE(Check("senior_model: s", &config).ok());
-  EXPECT_EQ(config.tensor_parallel_size(), 1);
-  EXPECT_EQ(config.junior_tensor_parallel_size(), 1);
+  EXPECT_EQ(config.senior().tensor_parallel_size(), 1);
+  EXPECT_FALSE(config.has_junior());
   EXPECT_EQ(config.heartbeat_timeout_seconds(), 15);
   EXPECT_EQ(config.collective_timeout_seconds(), 600);
   const absl::Status again = Resolve(&config);
@@ -165,15 +165,31 @@ TEST(ServerConfigTest, AResolvedRolloutIsResolved) {
 
 TEST(ServerConfigTest, SettingsOfAJuniorNeedOne) {
   for (const std::string setting :
-       {"junior_dtype: float32", "junior_quantization: int8", "junior_max_model_len: 9",
-        "junior_gpu_memory_utilization: 0.5", "junior_enforce_eager: false",
-        "junior_enable_expert_parallel: true",
-        "junior_model_revision: 0123456789abcdef0123456789abcdef01234567"}) {
+       {"dtype: float32", "quantization: int8", "max_model_len: 9", "gpu_memory_utilization: 0.5",
+        "enforce_eager: false", "enable_expert_parallel: true", "speculator: directory",
+        "model_revision: 0123456789abcdef0123456789abcdef01234567"}) {
     RolloutServerConfig config;
-    const absl::Status status = Check(absl::StrCat("senior_model: s\n", setting), &config);
-    EXPECT_EQ(FieldPath(status), setting.substr(0, setting.find(':'))) << status;
-    EXPECT_NE(status.message().find("needs junior_model"), std::string::npos) << status;
+    const absl::Status status =
+        Check(absl::StrCat("senior: {model: s}\njunior: {", setting, "}"), &config);
+    EXPECT_EQ(FieldPath(status), absl::StrCat("junior.", setting.substr(0, setting.find(':'))))
+        << status;
+    EXPECT_NE(status.message().find("needs junior.model"), std::string::npos) << status;
   }
+  RolloutServerConfig config;
+  const absl::Status status = Check(
+      "senior: {model: s}\njunior: {tensor_parallel_size: 1, quantization: none, "
+      "enforce_eager: true}",
+      &config);
+  EXPECT_TRUE(status.ok()) << "defaults say nothing: " << status;
+}
+
+TEST(ServerConfigTest, ASettingOfTheOtherLaneIsRefused) {
+  RolloutServerConfig config;
+  EXPECT_EQ(FieldPath(Check("senior: {model: s, gpu_devices: [0]}", &config)),
+            "senior.gpu_devices");
+  config.Clear();
+  EXPECT_EQ(FieldPath(Check("senior: {model: s}\njunior: {model: j, speculator: d}", &config)),
+            "junior.speculator");
 }
 
 TEST(ServerConfigTest, TheLanesOfOneServerDiffer) {
@@ -185,11 +201,11 @@ TEST(ServerConfigTest, TheLanesOfOneServerDiffer) {
       "junior_model_revision: 0123456789abcdef0123456789abcdef01234567",
       &config);
   ASSERT_TRUE(status.ok()) << status;
-  EXPECT_EQ(config.senior_dtype(), "float32");
-  EXPECT_EQ(config.junior_dtype(), "bfloat16");
-  EXPECT_EQ(config.junior_quantization(), types::v1::QUANTIZATION_INT4);
-  EXPECT_EQ(config.max_model_len(), 64);
-  EXPECT_EQ(config.junior_max_model_len(), 32);
+  EXPECT_EQ(config.senior().dtype(), "float32");
+  EXPECT_EQ(config.junior().dtype(), "bfloat16");
+  EXPECT_EQ(config.junior().quantization(), types::v1::QUANTIZATION_INT4);
+  EXPECT_EQ(config.senior().max_model_len(), 64);
+  EXPECT_EQ(config.junior().max_model_len(), 32);
   EXPECT_TRUE(Resolve(&config).ok()) << "resolved settings are accepted again";
 }
 

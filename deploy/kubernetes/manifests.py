@@ -20,6 +20,7 @@ import yaml
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from tandem._proto.config.v1 import server_config_pb2
 from tandem.rpc.wire import enum_names
+from tandem.settings.lanes import FLAT_NAMES
 
 HERE = Path(__file__).resolve().parent
 CHART = HERE / "chart"
@@ -59,6 +60,12 @@ def config_schema(message: Descriptor) -> dict[str, Any]:
     """Returns the JSON schema of a configuration: known keys alone, with their types."""
     own = CHART_SETS.get(message.name, set())
     fields = {field.name: _field(field) for field in message.fields if field.name not in own}
+    for nested, flat in FLAT_NAMES.items():
+        section, _, name = nested.partition(".")
+        if section in message.fields_by_name and flat not in fields:
+            lane = message.fields_by_name[section].message_type
+            if lane is not None:
+                fields[flat] = _field(lane.fields_by_name[name])
     return {"type": "object", "additionalProperties": False, "properties": fields}
 
 

@@ -21,7 +21,8 @@ int main(int argc, char** argv) {
            [](const auto& config, tandem::FreeMemory& free) {
              return tandem::MeasureDevices(
                  config.compute().device(),
-                 {config.junior_gpu_devices().begin(), config.junior_gpu_devices().end()}, free);
+                 {config.junior().gpu_devices().begin(), config.junior().gpu_devices().end()},
+                 free);
            },
        .plan =
            [](const auto& config, const tandem::FreeMemory& free) {

@@ -7,7 +7,7 @@ In docs/reference: configuration.md has every field of the three server configur
 comment in the schema; run-file.md and run-file.schema.json every setting of a run file; errors.md
 the reasons in common/base/errors/error_reasons.h; api.md the docstrings of the Python client. In
 the client's package: remedies.json has the remedies of the reasons, and rpc/renamed_names.json the
-table in common/config/renamed_names.h.
+table in common/config/renamed_names.h, and settings/flat_names.json that in flat_names.h.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ CONFIG_PROTO = "tandem/config/v1/server_config.proto"
 SERVERS = ("Rollout", "Trainer", "Critic")
 REASONS = REPOSITORY / "common/base/errors/error_reasons.h"
 RENAMED = REPOSITORY / "common/config/renamed_names.h"
+FLAT = REPOSITORY / "common/config/flat_names.h"
 
 FieldProto = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -193,6 +194,19 @@ def configuration_page(schema: Schema) -> str:
             default = row.default if row.default in ("", "required") else f"`{row.default}`"
             meaning = row.meaning.replace("|", "\\|")
             lines.append(f"| `{row.path}` | {row.type} | {default} | {meaning} |")
+    lines += [
+        "",
+        "## Flat names",
+        "",
+        "The paper's code has no sections for the two models. A rollout server also takes that"
+        " code's flat names, in its file, in variables and in arguments. A file, or the"
+        " environment, with both names of a setting is refused. An error of the start names the"
+        " setting as it was written.",
+        "",
+        "| flat name | setting |",
+        "|---|---|",
+        *(f"| `{flat}` | `{nested}` |" for nested, flat in flat_names(FLAT.read_text()).items()),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -247,6 +261,13 @@ def renamed_names(header: str) -> dict[str, str]:
     return dict(re.findall(r'\{\s*"([^"]+)",\s*"([^"]+)"\s*\}', table))
 
 
+def flat_names(header: str) -> dict[str, str]:
+    """The flat name of every nested one in the header, in its order."""
+    table = header.partition("kFlatNames[] = {")[2].partition("\n};")[0]
+    rows = re.findall(r'\{"([^"]+)", "([^"]+)", "([^"]+)"\}', table)
+    return {f"{section}.{field}": flat for flat, section, field in rows}
+
+
 def wrapped(page: str) -> str:
     """The page with its lines wrapped by .mdformat.toml, as `make format` does to other pages."""
     settings = tomllib.loads((REPOSITORY / ".mdformat.toml").read_text())
@@ -266,6 +287,10 @@ def pages() -> dict[Path, str]:
         REPOSITORY / "clients/python/tandem/remedies.json": remedies(REASONS.read_text()),
         REPOSITORY / "clients/python/tandem/rpc/renamed_names.json": json.dumps(
             renamed_names(RENAMED.read_text()), indent=2
+        )
+        + "\n",
+        REPOSITORY / "clients/python/tandem/settings/flat_names.json": json.dumps(
+            flat_names(FLAT.read_text()), indent=2
         )
         + "\n",
     }

@@ -46,6 +46,7 @@ def test_example_runs_hold_valid_server_configurations(file: Path):
     from tandem._proto.config.v1 import server_config_pb2 as schema
     from tandem.cluster.local import sections
     from tandem.settings import loading
+    from tandem.settings.lanes import FLAT_NAMES
     from tandem.settings.run import RunSettings
 
     cluster = loading.load(RunSettings, file).cluster
@@ -53,7 +54,12 @@ def test_example_runs_hold_valid_server_configurations(file: Path):
     for section in sections(cluster):
         assert section.ranks >= 1
         message = getattr(schema, f"{section.role.capitalize()}ServerConfig")()
-        json_format.ParseDict(section.with_free_ports(), message)
+        config = section.with_free_ports()
+        for name, flat in FLAT_NAMES.items() if section.role == "rollout" else ():
+            if flat in config:
+                lane, _, key = name.partition(".")
+                config[lane] = config.get(lane, {}) | {key: config.pop(flat)}
+        json_format.ParseDict(config, message)
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/cluster*.yaml")), ids=example)

@@ -36,16 +36,21 @@ absl::Status InvalidField(absl::string_view path, absl::string_view message) {
 absl::Status PrependFieldPath(absl::string_view prefix, absl::Status status) {
   if (status.ok() || prefix.empty()) return status;
   const std::optional<std::string> path = FieldPath(status);
-  std::string full(prefix);
+  if (!path.has_value()) return WithFieldPath(prefix, status);
+  return WithFieldPath(absl::StrCat(prefix, path->starts_with("[") ? "" : ".", *path), status);
+}
+
+absl::Status WithFieldPath(absl::string_view path, const absl::Status& status) {
+  if (status.ok()) return status;
   std::string message(status.message());
-  if (path.has_value()) {
-    full = absl::StrCat(prefix, path->starts_with("[") ? "" : ".", *path);
-    if (message.starts_with(*path + ": ")) message = message.substr(path->size() + 2);
+  if (const std::optional<std::string> old = FieldPath(status);
+      old.has_value() && message.starts_with(*old + ": ")) {
+    message = message.substr(old->size() + 2);
   }
-  absl::Status result(status.code(), absl::StrCat(full, ": ", message));
+  absl::Status result(status.code(), absl::StrCat(path, ": ", message));
   status.ForEachPayload(
       [&](absl::string_view url, const absl::Cord& payload) { result.SetPayload(url, payload); });
-  result.SetPayload(kFieldUrl, absl::Cord(full));
+  result.SetPayload(kFieldUrl, absl::Cord(path));
   return result;
 }
 

@@ -28,6 +28,10 @@ absl::Status FieldError(absl::StatusCode code, absl::string_view path, absl::str
 // Lets a nested check name only what it knows. OK stays OK; an error without a path gains `prefix`.
 absl::Status PrependFieldPath(absl::string_view prefix, absl::Status status);
 
+// `status` with `path` in place of its field path, in its message too. OK stays OK; an error
+// without a path gains it.
+absl::Status WithFieldPath(absl::string_view path, const absl::Status& status);
+
 // The path that InvalidField or FieldError attached.
 std::optional<std::string> FieldPath(const absl::Status& status);
 

@@ -83,10 +83,10 @@ inline constexpr ErrorReason kNoImages{
 // Rollout.
 inline constexpr ErrorReason kNoJunior{
     "NO_JUNIOR", "The request needs a junior, and the server has none.",
-    "Start the rollout server with junior_model, or turn tandem off."};
+    "Start the rollout server with junior.model, or turn tandem off."};
 inline constexpr ErrorReason kNoSpeculator{
     "NO_SPECULATOR", "The request asks for drafts of heads, and the server has none.",
-    "Start the rollout server with senior_speculator, or choose another method."};
+    "Start the rollout server with senior.speculator, or choose another method."};
 inline constexpr ErrorReason kWeightsChanged{
     "WEIGHTS_CHANGED", "New weights came again and again while a Score was computed.",
     "Call again, with fewer sequences or between publications."};

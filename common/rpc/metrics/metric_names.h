@@ -87,7 +87,7 @@ inline constexpr MetricSpec kWeightsVersion{MetricType::kGauge, "tandem_weights_
                                             "Version of the weights that the server holds."};
 inline constexpr MetricSpec kSpeculatorVersion{
     MetricType::kGauge, "tandem_speculator_version",
-    "Version of the speculator's weights, with senior_speculator; below tandem_weights_version "
+    "Version of the speculator's weights, with senior.speculator; below tandem_weights_version "
     "where updates come without a speculator."};
 inline constexpr MetricSpec kLastProgress{
     MetricType::kGauge, "tandem_last_progress_timestamp_seconds",

@@ -302,18 +302,17 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
 
   const absl::StatusOr<RankEnvironment> environment = ReadRankEnvironment();
   absl::Status status = environment.status();
-  if (status.ok()) {
-    status = config::Load(
-        {.file = line.config, .variables = EnvironmentVariables(), .overrides = line.overrides},
-        program.config);
-  }
-  if (status.ok()) status = program.resolve();
+  const config::Sources sources{
+      .file = line.config, .variables = EnvironmentVariables(), .overrides = line.overrides};
+  if (status.ok()) status = config::Load(sources, program.config);
+  if (status.ok()) status = config::NameAsWritten(sources, program.resolve());
   if (line.check_config) {
     std::string comments;
     Metrics unused;
     if (status.ok()) status = ServerSecurity::Load(program.options(), unused).status();
     if (status.ok()) {
-      status = CheckMemory(program, *environment, line.assumed_gpu_bytes, &comments);
+      status = config::NameAsWritten(
+          sources, CheckMemory(program, *environment, line.assumed_gpu_bytes, &comments));
       std::cout << config::ToYaml(*program.config) << comments << std::flush;
     }
     if (status.ok() && line.config_check.has_value()) {
@@ -378,7 +377,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     Log(LogLevel::kInfo, "stopped", {{"message", "interrupted while loading"}});
     _exit(kExitOk);  // loading cannot be cancelled, and there is nothing to save
   }
-  if (!status.ok()) return StartFailed(status, kExitFailure);
+  if (!status.ok()) return StartFailed(config::NameAsWritten(sources, status), kExitFailure);
 
   metrics.OnScrape([&app, &metrics, executor = executor.get()] {
     UpdateProcessMetrics(metrics);

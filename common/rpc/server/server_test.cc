@@ -306,7 +306,7 @@ TEST_F(ServerTest, MessagesAboveTheLimitAreRefused) {
 
 TEST_F(ServerTest, APortInUseIsAClearError) {
   config::v1::RolloutServerConfig config;
-  config.set_senior_model("unused");
+  config.mutable_senior()->set_model("unused");
   config.mutable_server()->set_grpc_port(server_.server().grpc_port());
   config.mutable_server()->set_metrics_port(0);
   ASSERT_TRUE(config::Resolve(&config).ok());
@@ -375,7 +375,7 @@ TEST(DefaultDeadlineTest, BoundsACallWithoutOne) {
                 return GetVersionResponse();
               });
   config::v1::RolloutServerConfig config;
-  config.set_senior_model("unused");
+  config.mutable_senior()->set_model("unused");
   config.mutable_server()->set_grpc_port(0);
   config.mutable_server()->set_metrics_port(0);
   ASSERT_TRUE(config::Resolve(&config).ok());

@@ -438,8 +438,8 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
     auto models =
         CatchTorchErrors("models", [&] { return TandemModelManager::Load(options, ranks); });
     TANDEM_RETURN_IF_ERROR(server.Agree(models.status()));
-    TANDEM_RETURN_IF_ERROR(server.CheckSame("senior_model", (*models)->senior().digest));
-    TANDEM_RETURN_IF_ERROR(server.CheckSame("junior_model", (*models)->junior().digest));
+    TANDEM_RETURN_IF_ERROR(server.CheckSame("senior.model", (*models)->senior().digest));
+    TANDEM_RETURN_IF_ERROR(server.CheckSame("junior.model", (*models)->junior().digest));
     TANDEM_RETURN_IF_ERROR(
         server.CheckSame("tokenizer.json", (*models)->info().senior.vocabulary_digest));
     return std::make_unique<EngineImpl>(options, ranks.server, *std::move(models));

@@ -531,7 +531,7 @@ TEST_F(EngineTest, ADifferentVocabularyIsRefusedWithTheFirstId) {
   const absl::Status status = CreateEngine(options).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(Reason(status), "VOCABULARY_MISMATCH");
-  EXPECT_EQ(FieldPath(status), "junior_model");
+  EXPECT_EQ(FieldPath(status), "junior.model");
   EXPECT_THAT(std::string(status.message()), HasSubstr("first differing id is 17"));
 }
 

@@ -34,14 +34,14 @@ absl::Status CheckRevision(absl::string_view field, const std::string& directory
 absl::Status CheckLane(absl::string_view name, const LaneOptions& lane, absl::string_view length,
                        const ComputeOptions& compute) {
   if (lane.quantization != Quantization::kNone && !HasPackedLanes(compute)) {
-    return FieldError(absl::StatusCode::kUnimplemented, absl::StrCat(name, "_quantization"),
+    return FieldError(absl::StatusCode::kUnimplemented, absl::StrCat(name, ".quantization"),
                       "needs the CPU's own kernels");
   }
   if (lane.max_model_len < 2) {
     return InvalidField(length, absl::StrCat("must hold a prompt token and a response token, got ",
                                              lane.max_model_len));
   }
-  return CheckRevision(absl::StrCat(name, "_model_revision"), lane.model, lane.model_revision);
+  return CheckRevision(absl::StrCat(name, ".model_revision"), lane.model, lane.model_revision);
 }
 
 }  // namespace
@@ -57,11 +57,12 @@ absl::Status CheckOptions(const EngineOptions& options) {
   if (options.compute.num_threads < 0) {
     return InvalidField("compute.num_threads", "must not be negative");
   }
-  if (options.senior.model.empty()) return InvalidField("senior_model", "is required");
-  TANDEM_RETURN_IF_ERROR(CheckLane("senior", options.senior, "max_model_len", options.compute));
+  if (options.senior.model.empty()) return InvalidField("senior.model", "is required");
+  TANDEM_RETURN_IF_ERROR(
+      CheckLane("senior", options.senior, "senior.max_model_len", options.compute));
   if (!options.junior.model.empty()) {
     TANDEM_RETURN_IF_ERROR(
-        CheckLane("junior", options.junior, "junior_max_model_len", options.compute));
+        CheckLane("junior", options.junior, "junior.max_model_len", options.compute));
   }
   return absl::OkStatus();
 }

@@ -9,7 +9,7 @@ namespace tandem::rollout {
 
 // Returns, with the path of the setting: INVALID_ARGUMENT for options out of range;
 // FAILED_PRECONDITION for a model directory that is no snapshot of the commit that
-// "senior_model_revision" or "junior_model_revision" names; UNIMPLEMENTED for what the engine
+// "senior.model_revision" or "junior.model_revision" names; UNIMPLEMENTED for what the engine
 // lacks.
 absl::Status CheckOptions(const EngineOptions& options);
 

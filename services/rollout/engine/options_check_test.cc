@@ -23,14 +23,14 @@ struct BadOptions {
 TEST(CheckOptionsTest, ErrorsNameTheSetting) {
   EXPECT_TRUE(CheckOptions(TinyOptions("/models")).ok());
   const BadOptions all[] = {
-      {"senior_model", [](EngineOptions& options) { options.senior.model = ""; }},
+      {"senior.model", [](EngineOptions& options) { options.senior.model = ""; }},
       {"max_num_seqs", [](EngineOptions& options) { options.max_num_seqs = 0; }},
       {"max_batched_tokens", [](EngineOptions& options) { options.max_batched_tokens = 0; }},
       {"max_queue", [](EngineOptions& options) { options.max_queue = 0; }},
-      {"max_model_len", [](EngineOptions& options) { options.senior.max_model_len = 1; }},
-      {"junior_max_model_len", [](EngineOptions& options) { options.junior.max_model_len = 1; }},
+      {"senior.max_model_len", [](EngineOptions& options) { options.senior.max_model_len = 1; }},
+      {"junior.max_model_len", [](EngineOptions& options) { options.junior.max_model_len = 1; }},
       {"compute.num_threads", [](EngineOptions& options) { options.compute.num_threads = -1; }},
-      {"junior_quantization",
+      {"junior.quantization",
        [](EngineOptions& options) {
          options.junior.quantization = Quantization::kInt8;
          options.compute.kernels = "aten";
@@ -83,7 +83,7 @@ TEST_F(RevisionTest, AnotherDirectoryIsRefused) {
   options.senior.model_revision = other;
   absl::Status status = CheckOptions(options);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(FieldPath(status), "senior_model_revision");
+  EXPECT_EQ(FieldPath(status), "senior.model_revision");
   EXPECT_NE(status.message().find(Snapshot() + " is not the snapshot of " + other),
             std::string::npos)
       << status;
@@ -93,7 +93,7 @@ TEST_F(RevisionTest, AnotherDirectoryIsRefused) {
   options.junior.model_revision = kCommit;
   status = CheckOptions(options);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(FieldPath(status), "junior_model_revision");
+  EXPECT_EQ(FieldPath(status), "junior.model_revision");
 }
 
 }  // namespace

@@ -132,7 +132,7 @@ absl::StatusOr<std::vector<Lane>> MakeLanes(const ModelConfig& senior, const Mod
                                             const RolloutMemoryOptions& options) {
   std::vector<Lane> lanes = {{.is_senior = true,
                               .name = "senior",
-                              .length_field = "max_model_len",
+                              .length_field = "senior.max_model_len",
                               .config = senior,
                               .ranks = options.layout.tensor_parallel_size,
                               .whole_experts = options.layout.enable_expert_parallel,
@@ -140,7 +140,7 @@ absl::StatusOr<std::vector<Lane>> MakeLanes(const ModelConfig& senior, const Mod
   if (junior != nullptr) {
     lanes.push_back({.is_senior = false,
                      .name = "junior",
-                     .length_field = "junior_max_model_len",
+                     .length_field = "junior.max_model_len",
                      .config = *junior,
                      .ranks = options.layout.junior_tensor_parallel_size,
                      .whole_experts = options.layout.junior_enable_expert_parallel,

@@ -19,7 +19,7 @@ namespace tandem::rollout {
 // The settings by which a server takes less memory.
 inline constexpr char kMemorySettings[] =
     "a smaller kv_cache_bytes, max_num_seqs, max_model_len or max_batched_tokens, compute.dtype "
-    "bfloat16, more ranks (tensor_parallel_size)";
+    "bfloat16, more ranks (senior.tensor_parallel_size)";
 
 // Bytes of logits that a lane computes at a time, if that is a row or more.
 inline constexpr int64_t kLogitsBytes = 64 << 20;

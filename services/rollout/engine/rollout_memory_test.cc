@@ -215,9 +215,9 @@ TEST(RolloutMemoryTest, TheNoteOfACacheTellsItsRoom) {
   options.free.host = MemoryFor(config, options, 20);
   const MemoryPlan plan = RolloutMemory(config, &config, options).value();
   EXPECT_EQ(plan.items[1].note,
-            "room for 1 of max_num_seqs=5 sequences of 200 tokens (max_model_len)");
+            "room for 1 of max_num_seqs=5 sequences of 200 tokens (senior.max_model_len)");
   EXPECT_EQ(plan.items[3].note,
-            "room for 4 of max_num_seqs=5 sequences of 100 tokens (junior_max_model_len)");
+            "room for 4 of max_num_seqs=5 sequences of 100 tokens (junior.max_model_len)");
 }
 
 TEST(RolloutMemoryTest, ASizeThatIsGivenDoesNotDependOnTheMachine) {

@@ -73,6 +73,15 @@ absl::StatusOr<SpeculativeParams> SpeculativeFromProto(const v1::SpeculativeConf
   return params;
 }
 
+// Options of a lane, which name no model for a junior that there is not.
+LaneOptions ToLaneOptions(const config::v1::LaneConfig& lane) {
+  return {.model = lane.model(),
+          .dtype = DTypeOf(lane.dtype()),
+          .quantization = QuantizationOf(lane.quantization()),
+          .max_model_len = lane.max_model_len(),
+          .model_revision = lane.model_revision()};
+}
+
 }  // namespace
 
 EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
@@ -82,43 +91,37 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
   compute.local_world_size = environment.local_world_size;
   config::v1::RolloutServerConfig alike = config;
   alike.clear_server();  // may differ between ranks
-  return {.senior = {.model = config.senior_model(),
-                     .dtype = DTypeOf(config.senior_dtype()),
-                     .quantization = QuantizationOf(config.senior_quantization()),
-                     .max_model_len = config.max_model_len(),
-                     .model_revision = config.senior_model_revision()},
-          .junior = {.model = config.junior_model(),
-                     .dtype = DTypeOf(config.junior_dtype()),
-                     .quantization = QuantizationOf(config.junior_quantization()),
-                     .max_model_len = config.junior_max_model_len(),
-                     .model_revision = config.junior_model_revision()},
-          .senior_speculator = config.senior_speculator(),
-          // Cannot fail: resolving has checked the strategy.
-          .tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value(),
-          .max_num_seqs = config.max_num_seqs(),
-          .max_batched_tokens = config.max_batched_tokens(),
-          .eager_lanes = config.eager_lanes(),
-          .max_queue = config.max_queue(),
-          .on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
-                                  ? OnWeightUpdate::kKeep
-                                  : OnWeightUpdate::kRecompute,
-          .allow_not_finite_weights = config.allow_not_finite_weights(),
-          .compute = std::move(compute),
-          .rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
-                            .silence = absl::Seconds(config.heartbeat_timeout_seconds())},
-          .layout = {.tensor_parallel_size = config.tensor_parallel_size(),
-                     .junior_tensor_parallel_size = config.junior_tensor_parallel_size(),
-                     .junior_gpu_devices = {config.junior_gpu_devices().begin(),
-                                            config.junior_gpu_devices().end()},
-                     .enable_expert_parallel = config.enable_expert_parallel(),
-                     .junior_enable_expert_parallel = config.junior_enable_expert_parallel()},
-          .environment = environment,
-          .kv_cache_bytes = config.kv_cache_bytes(),
-          .kv_cache_dtype = config.kv_cache_dtype().empty()
-                                ? std::nullopt
-                                : std::optional(DTypeOf(config.kv_cache_dtype())),
-          .blob_cache_bytes = config.server().blob_cache_bytes(),
-          .configuration = config::ToYaml(alike)};
+  const config::v1::LaneConfig& senior = config.senior();
+  const config::v1::LaneConfig& junior = config.junior();
+  return {
+      .senior = ToLaneOptions(senior),
+      .junior = ToLaneOptions(junior),
+      .senior_speculator = senior.speculator(),
+      // Cannot fail: resolving has checked the strategy.
+      .tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value(),
+      .max_num_seqs = config.max_num_seqs(),
+      .max_batched_tokens = config.max_batched_tokens(),
+      .eager_lanes = config.eager_lanes(),
+      .max_queue = config.max_queue(),
+      .on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
+                              ? OnWeightUpdate::kKeep
+                              : OnWeightUpdate::kRecompute,
+      .allow_not_finite_weights = config.allow_not_finite_weights(),
+      .compute = std::move(compute),
+      .rank_timeouts = {.collective = absl::Seconds(config.collective_timeout_seconds()),
+                        .silence = absl::Seconds(config.heartbeat_timeout_seconds())},
+      .layout = {.tensor_parallel_size = senior.tensor_parallel_size(),
+                 .junior_tensor_parallel_size = junior.tensor_parallel_size(),
+                 .junior_gpu_devices = {junior.gpu_devices().begin(), junior.gpu_devices().end()},
+                 .enable_expert_parallel = senior.enable_expert_parallel(),
+                 .junior_enable_expert_parallel = junior.enable_expert_parallel()},
+      .environment = environment,
+      .kv_cache_bytes = config.kv_cache_bytes(),
+      .kv_cache_dtype = config.kv_cache_dtype().empty()
+                            ? std::nullopt
+                            : std::optional(DTypeOf(config.kv_cache_dtype())),
+      .blob_cache_bytes = config.server().blob_cache_bytes(),
+      .configuration = config::ToYaml(alike)};
 }
 
 absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,

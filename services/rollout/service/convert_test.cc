@@ -80,24 +80,24 @@ TEST(PromptFromProtoTest, ErrorsNameTheFieldInsideThePrompt) {
 
 TEST(EngineOptionsTest, ComeFromTheConfig) {
   config::v1::RolloutServerConfig config;
-  config.set_senior_model("s");
-  config.set_junior_model("j");
+  config.mutable_senior()->set_model("s");
+  config.mutable_junior()->set_model("j");
   config.set_max_queue(7);
   config.mutable_compute()->set_num_threads(3);
   config.mutable_compute()->set_dtype("bfloat16");
   config.mutable_compute()->set_kernels("aten");
-  config.set_senior_model_revision(std::string(40, 'a'));
-  config.set_junior_model_revision(std::string(40, 'b'));
+  config.mutable_senior()->set_model_revision(std::string(40, 'a'));
+  config.mutable_junior()->set_model_revision(std::string(40, 'b'));
   config.set_kv_cache_bytes(1 << 20);
   config.mutable_tandem()->set_prob_senior(0.25);
   config.set_on_weight_update(config::v1::ON_WEIGHT_UPDATE_KEEP);
-  config.set_tensor_parallel_size(4);
-  config.set_junior_tensor_parallel_size(2);
-  config.set_junior_enable_expert_parallel(true);
+  config.mutable_senior()->set_tensor_parallel_size(4);
+  config.mutable_junior()->set_tensor_parallel_size(2);
+  config.mutable_junior()->set_enable_expert_parallel(true);
   config.set_heartbeat_timeout_seconds(3);
-  config.set_max_model_len(100);
-  config.set_junior_max_model_len(50);
-  config.set_senior_dtype("float32");
+  config.mutable_senior()->set_max_model_len(100);
+  config.mutable_junior()->set_max_model_len(50);
+  config.mutable_senior()->set_dtype("float32");
   ASSERT_TRUE(config::Resolve(&config).ok());
   const EngineOptions options =
       ToEngineOptions(config, {.rank = 1, .world_size = 4, .local_rank = 1});
@@ -139,10 +139,10 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
 
 TEST(EngineOptionsTest, LanesAreQuantisedEachForItself) {
   config::v1::RolloutServerConfig config;
-  config.set_senior_model("s");
-  config.set_junior_model("j");
-  config.set_senior_quantization(types::v1::QUANTIZATION_INT8);
-  config.set_junior_quantization(types::v1::QUANTIZATION_INT4);
+  config.mutable_senior()->set_model("s");
+  config.mutable_junior()->set_model("j");
+  config.mutable_senior()->set_quantization(types::v1::QUANTIZATION_INT8);
+  config.mutable_junior()->set_quantization(types::v1::QUANTIZATION_INT4);
   config.set_kv_cache_dtype("bfloat16");
   ASSERT_TRUE(config::Resolve(&config).ok());
   const EngineOptions options = ToEngineOptions(config, {});

@@ -25,18 +25,18 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::RolloutServerConfig& con
   options.free_memory = free;
   TANDEM_RETURN_IF_ERROR(CheckOptions(options));
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
-                          rpc::ConfiguredModel("senior_model", config.senior_model()));
+                          rpc::ConfiguredModel("senior.model", config.senior().model()));
   std::optional<ModelConfig> junior;
-  if (!config.junior_model().empty()) {
-    TANDEM_ASSIGN_OR_RETURN(junior, rpc::ConfiguredModel("junior_model", config.junior_model()));
+  if (!config.junior().model().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(junior, rpc::ConfiguredModel("junior.model", config.junior().model()));
   }
   TANDEM_RETURN_IF_ERROR(CheckRankLayout(
       options.layout, senior, junior.has_value() ? &*junior : nullptr, environment.world_size));
   speculator::SpeculatorSize speculator;
-  if (const std::string& directory = config.senior_speculator(); !directory.empty()) {
+  if (const std::string& directory = config.senior().speculator(); !directory.empty()) {
     const auto measured =
         measure_speculator(directory, senior.hidden_size, HasPackedLanes(options.compute));
-    if (!measured.ok()) return PrependFieldPath("senior_speculator", measured.status());
+    if (!measured.ok()) return PrependFieldPath("senior.speculator", measured.status());
     speculator = *measured;
   }
   return RolloutMemory(senior, junior.has_value() ? &*junior : nullptr,

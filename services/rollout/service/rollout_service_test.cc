@@ -31,8 +31,8 @@ using testing::HasSubstr;
 
 config::v1::RolloutServerConfig Config() {
   config::v1::RolloutServerConfig config;
-  config.set_senior_model("s");
-  config.set_junior_model("j");
+  config.mutable_senior()->set_model("s");
+  config.mutable_junior()->set_model("j");
   config.mutable_tandem()->set_prob_senior(0.25);
   EXPECT_TRUE(config::Resolve(&config).ok());
   return config;

@@ -34,7 +34,7 @@ void ReportSpeculator(bool served, v1::PublishResult& result) {
   result.set_speculator(served ? v1::SPECULATOR_DELIVERY_SERVED : v1::SPECULATOR_DELIVERY_UNUSED);
   if (served) return;
   Log(LogLevel::kWarning, "speculator_unused",
-      {{"target", result.target()}, {"reason", "the server has no senior_speculator"}});
+      {{"target", result.target()}, {"reason", "the server has no senior.speculator"}});
 }
 
 // Sets the gauges of the accuracies of a speculator's heads, if the step has trained one.

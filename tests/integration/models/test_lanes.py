@@ -120,7 +120,7 @@ def test_a_shorter_junior_bounds_the_requests_that_use_it(models, tmp_path):
             [[trajectory]] = client.generate([prompt])
             room = length - len(prompt.token_ids)
             assert len(trajectory.response_token_ids) == min(100, room)
-        with pytest.raises(OutOfRangeError, match=r"at most 20 \(junior_max_model_len") as caught:
+        with pytest.raises(OutOfRangeError, match=r"at most 20 \(junior\.max_model_len") as caught:
             client.score([(TEXT, 1)], junior=True)
         assert caught.value.field == "sequences[0].token_ids"
         client.score([(TEXT, 1)])
@@ -137,6 +137,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         (["senior_enforce_eager=false"], "senior_enforce_eager: false asks for captured CUDA"),
         ([f"senior_model_revision={COMMIT}"], f"is not the snapshot of {COMMIT}"),
         (["junior_model_revision=main"], "junior_model_revision: must be a commit"),
+        (["senior.dtype=float16"], "senior.dtype: must be one of"),
+        (["junior.max_model_len=1"], "junior.max_model_len: must be"),
         (["kv_cache_bytes=1000"], "kv_cache_bytes: holds 0 blocks of 64 tokens"),
         (["kv_cache_dtype=int8"], "kv_cache_dtype: "),
         (["frozen_dtype=bfloat16"], "frozen_dtype: unknown key; frozen_dtype is now junior_dtype"),

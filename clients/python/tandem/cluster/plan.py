@@ -10,6 +10,7 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.rpc.certificate_directory import CertificateDirectory
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.lanes import FLAT_NAMES, lane_setting
 from tandem.settings.run import EvalMode, Purpose, RunSettings, SpeculativeSettings
 
 
@@ -94,7 +95,6 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
     """
     model = cluster.model
     senior = (cluster.trainer or {}).get("model") or model
-    rollout = {"senior_model": model, "junior_model": model if uses.junior else None}
     trainer = {
         "model": model,
         "reference_model": senior if uses.reference else None,
@@ -110,7 +110,7 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
         update={
             "model": None,
             "rollout": [
-                _secured(_without_junior_settings(_named(one, model, rollout), uses), certs)
+                _secured(_without_junior_settings(_with_lanes(one, model, uses), uses), certs)
                 for one in (cluster.rollout if uses.rollout else [])
             ],
             "trainer": _secured(_named(cluster.trainer, model, trainer), certs),
@@ -122,13 +122,14 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
 
 
 def _without_junior_settings(section: dict[str, Any], uses: Uses) -> dict[str, Any]:
-    """Returns the section of a rollout server that needs no junior and names none without junior_*.
+    """Returns the section of a rollout server, without settings of a junior that it lacks.
 
     The server would refuse them.
     """
-    if uses.junior or "junior_model" in section:
+    if uses.junior or lane_setting(section, "junior", "model") is not None:
         return section
-    return {key: value for key, value in section.items() if not key.startswith("junior_")}
+    unused = {"junior"} | {flat for name, flat in FLAT_NAMES.items() if name.startswith("junior.")}
+    return {key: value for key, value in section.items() if key not in unused}
 
 
 def _secured(section: dict[str, Any] | None, certs: Path | None) -> dict[str, Any] | None:
@@ -143,8 +144,21 @@ def _secured(section: dict[str, Any] | None, certs: Path | None) -> dict[str, An
 
 def _junior_of_rollouts(cluster: ClusterSettings) -> Path | str | None:
     """The junior of the rollout servers; None if they have different ones."""
-    juniors = {str(one.get("junior_model") or cluster.model) for one in cluster.rollout}
+    juniors = {
+        str(lane_setting(one, "junior", "model") or cluster.model) for one in cluster.rollout
+    }
     return juniors.pop() if len(juniors) == 1 else None
+
+
+def _with_lanes(section: dict[str, Any], model: Path | None, uses: Uses) -> dict[str, Any]:
+    """Returns the section of a rollout server whose lanes have `model` where they name none."""
+    for lane in ("senior", "junior") if uses.junior else ("senior",):
+        named = section.get(lane) or {}
+        # The server refuses what is not a map.
+        absent = lane_setting(section, lane, "model") is None
+        if model is not None and absent and isinstance(named, dict):
+            section = section | {lane: named | {"model": str(model)}}
+    return section
 
 
 def _named(

@@ -278,7 +278,7 @@ def check_same_senior(
             raise ConfigError(
                 f"servers: {whose} ({served.model.path}, digest {served.weights.digest}) and the "
                 f"trainer ({ours.model.path}, digest {ours.weights.digest}) hold different models",
-                hint="senior_model of the rollout server and model of the trainer must name the "
+                hint="senior.model of the rollout server and model of the trainer must name the "
                 "same model",
             )
 
@@ -319,7 +319,7 @@ def require_junior(field: str, has_junior: bool, whose: str, or_else: str = "") 
     if not has_junior:
         raise ConfigError(
             f"{field}: {whose} has no junior",
-            hint=f"set junior_model in the rollout server's settings{or_else}",
+            hint=f"set junior.model in the rollout server's settings{or_else}",
         )
 
 
@@ -332,7 +332,7 @@ def require_drafter(
     if method == "heads" and not has_speculator:
         raise ConfigError(
             f"{field}: {method}: {whose} has no speculator",
-            hint="set senior_speculator in the rollout server's settings",
+            hint="set senior.speculator in the rollout server's settings",
         )
 
 

@@ -16,6 +16,7 @@ from tandem.preflight.problems import Problems
 from tandem.preflight.schedules import check_schedules, notes_on_schedules, with_run_settings
 from tandem.preflight.vocabulary import warn_of_end_token
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.lanes import lane_setting
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,10 @@ def plan_cluster(
 def _warn_of_end_tokens(plan: ClusterSettings, inputs: Inputs, problems: Problems) -> None:
     """Warns of an end token of the tokenizer that ends no response of the cluster's models."""
     models = [((plan.trainer or {}).get("model"), None)]
-    models += [(one.get("senior_model"), one.get("junior_model")) for one in plan.rollout]
+    models += [
+        (lane_setting(one, "senior", "model"), lane_setting(one, "junior", "model"))
+        for one in plan.rollout
+    ]
     for senior, junior in dict.fromkeys(models):
         if senior and (Path(senior) / "config.json").exists():
             ending = end_token_ids(Path(senior))

@@ -36,7 +36,8 @@ from tandem.rpc.calls import CriticCalls
 from tandem.rpc.wire import message_record
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.explain import foreign_advice
-from tandem.settings.paths import SERVER_MODELS
+from tandem.settings.lanes import lane_setting
+from tandem.settings.paths import model_settings
 from tandem.settings.values import dump_values, read_yaml
 from tandem.utils.text_files import encoded
 
@@ -102,7 +103,7 @@ def check_cluster(
         trainer[0].config["max_samples"],
         [one.rollout_facts() for one in rollouts],
         uses_junior,
-        [one.longest_sequence(*SERVER_MODELS) for one in (*trainer, *resolved["critic"])],
+        [one.longest_sequence() for one in (*trainer, *resolved["critic"])],
     )
     return CheckedCluster(cluster, facts, trainer[0].objective)
 
@@ -111,8 +112,8 @@ def _without_weights(cluster: ClusterSettings) -> dict[str, Path]:
     """Returns the models of the Hub of which a dry run fetched no weights, by their sections."""
     found = {}
     for section in sections(cluster):
-        for name in SERVER_MODELS:
-            directory = Path(str(section.config.get(name) or ""))
+        for _, holder, key in model_settings(section.config):
+            directory = Path(str(holder[key] or ""))
             if is_snapshot(directory) and not weight_files(directory):
                 found[section.field] = directory
     return found
@@ -155,27 +156,26 @@ class _Checked:
     objective: dict[str, Any]
     memory: PlannedMemory
 
-    def longest_sequence(self, *models: str) -> int:
-        """Returns the most tokens of a sequence that the models under these keys hold."""
-        named = (self.config.get(key) for key in models)
-        limits = (max_positions(Path(model)) for model in named if model)
-        return min([self.config["max_model_len"], *(one for one in limits if one is not None)])
+    def longest_sequence(self, lane: str = "") -> int:
+        """Returns the most tokens of a sequence that the models hold, or those of a lane."""
+        limits = [
+            max_positions(Path(holder[key]))
+            for field, holder, key in model_settings(self.config)
+            if holder[key] and field.startswith(lane)
+        ]
+        limits += [lane_setting(self.config, one, "max_model_len") for one in (lane, "senior") if one]
+        return min(one for one in limits if one is not None)
 
     def rollout_facts(self) -> RolloutFacts:
         """Returns the facts of the rollout server that it starts."""
-        config, junior_limit = self.config, None
-        if config["junior_model"]:
-            junior_limit = min(
-                self.longest_sequence("junior_model"),
-                config.get("junior_max_model_len", config["max_model_len"]),
-            )
+        has_junior = bool(lane_setting(self.config, "junior", "model"))
         return RolloutFacts(
             f"cluster.{self.field}",
-            self.longest_sequence("senior_model"),
-            junior_limit,
-            bool(config.get("senior_speculator")),
-            config["max_queue"],
-            config.get("tandem", {}),
+            self.longest_sequence("senior"),
+            self.longest_sequence("junior") if has_junior else None,
+            bool(lane_setting(self.config, "senior", "speculator")),
+            self.config["max_queue"],
+            self.config.get("tandem", {}),
         )
 
 
@@ -243,10 +243,9 @@ def _refusal(section: Section, printed: str, file: Path) -> ConfigError:
 def _models(cluster: ClusterSettings) -> Iterator[tuple[str, Path]]:
     """Yields the directory of every model that the servers load, with the field that names it."""
     for section in sections(cluster):
-        for name in SERVER_MODELS:
-            named = section.config.get(name)
-            if isinstance(named, str) and named:
-                yield f"cluster.{section.field}.{name}", Path(named)
+        for field, holder, key in model_settings(section.config):
+            if isinstance(holder[key], str) and holder[key]:
+                yield f"cluster.{section.field}.{field}", Path(holder[key])
 
 
 def _check_tokenizer(codec: TextCodec, field: str, directory: Path) -> None:
@@ -262,13 +261,14 @@ def _check_same_senior(cluster: ClusterSettings) -> None:
     """Raises ConfigError unless trainer and rollout servers load the same senior."""
     trainer = (cluster.trainer or {}).get("model")
     for index, rollout in enumerate(cluster.rollout):
-        served = rollout.get("senior_model")
+        served = lane_setting(rollout, "senior", "model")
         if not (isinstance(trainer, str) and isinstance(served, str) and trainer and served):
             continue  # The server itself refuses the section.
         if how := difference(Path(served), Path(trainer)):
             field = "cluster.rollout" + (f".{index}" if len(cluster.rollout) > 1 else "")
+            name = next(one for one, *_ in model_settings(rollout) if one.startswith("senior"))
             raise ConfigError(
-                f"{field}.senior_model ({served}) and cluster.trainer.model ({trainer}) name "
+                f"{field}.{name} ({served}) and cluster.trainer.model ({trainer}) name "
                 f"different models: {how}",
                 hint="cluster.model names one for all servers",
             )

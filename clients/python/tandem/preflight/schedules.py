@@ -14,6 +14,7 @@ from typing import Any
 from tandem._proto.config.v1 import optimizer_info_pb2, server_config_pb2
 from tandem.errors import ConfigError
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.lanes import lane_setting
 from tandem.settings.run import Purpose, RunSettings
 
 _log = logging.getLogger(__name__)
@@ -61,14 +62,22 @@ def with_run_settings(
         ]
         for field, section in named:
             if section is not None:
-                _require_same("max_model_len", settings.max_model_len, section, f"cluster.{field}")
-                section["max_model_len"] = settings.max_model_len
+                given = lane_setting(section, "senior", "max_model_len")
+                lane = "" if given is None or "max_model_len" in section else ".senior"
+                _require_same(
+                    "max_model_len", settings.max_model_len, given, f"cluster.{field}{lane}"
+                )
+                if given is None:
+                    section["max_model_len"] = settings.max_model_len
     trainer = sections["trainer"]
     if settings.learning_rate is not None and trainer is not None:
         optimizer = trainer.get("optimizer", {})
         if isinstance(optimizer, dict):
             _require_same(
-                "learning_rate", settings.learning_rate, optimizer, "cluster.trainer.optimizer"
+                "learning_rate",
+                settings.learning_rate,
+                optimizer.get("learning_rate"),
+                "cluster.trainer.optimizer",
             )
             trainer["optimizer"] = optimizer | {"learning_rate": settings.learning_rate}
     updates = updates_in_run(settings, purpose)
@@ -197,7 +206,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _require_same(key: str, value: float, section: Mapping[str, Any], field: str) -> None:
-    named = section.get(key)
+def _require_same(key: str, value: float, named: Any, field: str) -> None:
     if named is not None and named != value:
         raise ConfigError(f"{key}: {value:g}, but {field}.{key} is {named}: set one of them")

@@ -18,7 +18,7 @@ class RolloutFacts:
         whose: the server's name in an error message.
         max_model_len: most tokens of a sequence of the senior.
         junior_max_model_len: most tokens of a sequence of the junior; None without a junior.
-        has_speculator: whether it has a `senior_speculator`.
+        has_speculator: whether it has a `senior.speculator`.
         tandem: the server's defaults, the fields of TandemConfig.
     """
 

@@ -26,7 +26,7 @@ from tandem.rpc.credentials import Credentials
 from tandem.session.connections import Connections
 from tandem.session.reference import ServerReference
 from tandem.settings.cluster import ClusterSettings, ServersSettings
-from tandem.settings.paths import SERVER_MODELS
+from tandem.settings.paths import model_settings
 from tandem.settings.run import Purpose, RunSettings
 from tandem.trackers.trackers import require_installed
 from tandem.utils.progress import Progress
@@ -108,9 +108,9 @@ def _named_models(settings: RunSettings) -> Iterator[Path]:
     if settings.cluster is not None:
         plan = planned(settings.cluster)
         for section in (*plan.rollout, plan.trainer or {}, plan.critic or {}):
-            for key in SERVER_MODELS:
-                if isinstance(section.get(key), str):
-                    yield Path(section[key])
+            for _, holder, key in model_settings(section):
+                if isinstance(holder[key], str):
+                    yield Path(holder[key])
 
 
 def _read_reward(

@@ -118,7 +118,7 @@ class Publisher:
                     raise TandemError(f"{result.target} received weights other than those sent")
                 elif result.speculator == trainer_pb2.SPECULATOR_DELIVERY_UNUSED:
                     self._say_once(
-                        f"{result.target}: has no senior_speculator, and does not draft with the "
+                        f"{result.target}: has no senior.speculator, and does not draft with the "
                         "trainer's speculator"
                     )
             return failures

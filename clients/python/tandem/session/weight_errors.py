@@ -15,7 +15,7 @@ def other_weights(
     """Returns the error for a rollout server whose weights no publication of a run may replace."""
     if served.version == trainer.version == 0:
         hint = (
-            "they were started with different models: senior_model of a rollout server and model "
+            "they were started with different models: senior.model of a rollout server and model "
             "of the trainer must name the same model (cluster.model names it for all)"
         )
     else:

@@ -14,6 +14,7 @@ from tandem._proto.config.v1 import server_config_pb2
 from tandem.errors import ConfigError
 from tandem.rpc import renamed
 from tandem.settings import foreign_names
+from tandem.settings.lanes import FLAT_NAMES
 from tandem.settings.values import flat
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -115,7 +116,12 @@ def _foreign_value(path: Sequence[Any], value: Any) -> str:
 
 def _advice(schema: type[BaseModel], section: Sequence[Any], key: str, listed: set[Any]) -> str:
     known = fields_at(schema, section)
-    servers = [role for role, kind in _SERVERS.items() if key in kind.DESCRIPTOR.fields_by_name]
+    servers = [
+        role
+        for role, kind in _SERVERS.items()
+        if key in kind.DESCRIPTOR.fields_by_name
+        or (role == "rollout" and key in FLAT_NAMES.values())
+    ]
     if servers and not section and "cluster" in schema.model_fields:
         return f"; it is a setting of servers: {' or '.join(f'cluster.{r}.{key}' for r in servers)}"
     if close := difflib.get_close_matches(key, known, n=1):

@@ -123,7 +123,7 @@ KEYS = {
     # servers
     "vllm_gpu_memory_utilization": "cluster.rollout.kv_cache_bytes",
     "gpu_memory_utilization": "cluster.rollout.kv_cache_bytes",
-    "vllm_tensor_parallel_size": "cluster.rollout.tensor_parallel_size",
+    "vllm_tensor_parallel_size": "cluster.rollout.senior.tensor_parallel_size",
     "max_num_batched_tokens": "cluster.rollout.max_batched_tokens",
 }
 

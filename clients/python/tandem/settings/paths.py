@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tandem.models.hub import ModelName, local_model
+from tandem.settings.lanes import LANES, lane_setting
 
-# Settings of a server that name a model.
-SERVER_MODELS = ("senior_model", "model", "junior_model", "reference_model")
+# Settings of a server that name a model, but for those in a lane's own section.
+_MODELS = ("senior_model", "model", "junior_model", "reference_model")
+
+
+def model_settings(section: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yields the settings of a server's section that name models.
+
+    Each is the field, the map that holds it, and its key there.
+    """
+    for lane in LANES:
+        if isinstance(section.get(lane), dict) and "model" in section[lane]:
+            yield f"{lane}.model", section[lane], "model"
+    for key in _MODELS:
+        if key in section:
+            yield key, section, key
 
 
 def absolute(path: str, base: Path) -> str:
@@ -32,10 +47,12 @@ def name_model(section: dict[str, Any], key: str, base: Path) -> None:
 
 def anchor_server(section: dict[str, Any], base: Path) -> None:
     """Makes the relative paths in a server's section absolute, as seen from `base`."""
-    for key in SERVER_MODELS:
-        name_model(section, key, base)
+    for _, holder, key in model_settings(section):
+        name_model(holder, key, base)
     # A speculator is a directory: names of the Hub stand for models alone.
     anchor_path(section, "senior_speculator", base)
+    if isinstance(section.get("senior"), dict):
+        anchor_path(section["senior"], "speculator", base)
     if isinstance(section.get("speculator"), dict):
         anchor_path(section["speculator"], "path", base)
     anchor_path(section, "shutdown_checkpoint_directory", base)
@@ -84,7 +101,7 @@ def senior_of(cluster: Any) -> str | None:
     first = rollouts[0] if isinstance(rollouts, list) and rollouts else rollouts
     trainer = cluster.get("trainer")
     named = [
-        first.get("senior_model") if isinstance(first, dict) else None,
+        lane_setting(first, "senior", "model") if isinstance(first, dict) else None,
         cluster.get("model"),
         trainer.get("model") if isinstance(trainer, dict) else None,
     ]

@@ -263,7 +263,7 @@ class SpeculativeSettings(Settings):
     """Fields of SpeculativeConfig, with its defaults."""
 
     # ngram: what followed the last tokens earlier. junior: the junior drafts the senior's tokens.
-    # heads: those of the rollout servers' senior_speculator.
+    # heads: those of the rollout servers' senior.speculator.
     method: Literal["none", "ngram", "junior", "heads"] = "none"
     # Most drafts of a pass.
     num_speculative_tokens: int = Field(5, ge=1, le=15)

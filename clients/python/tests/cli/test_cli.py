@@ -117,12 +117,12 @@ def test_status_names_a_server_that_does_not_use_the_speculator(world, address):
     world.has_speculator = True
     options = ["status", "--rollout", address, "--trainer", address]
     forgotten = tandem(*options).stdout
-    assert "has no senior_speculator: the trainer's speculator is not used" in forgotten
+    assert "has no senior.speculator: the trainer's speculator is not used" in forgotten
     assert "speculator=trains" in forgotten
     world.speculator_version = 4
     shown = tandem(*options).stdout
     assert "speculator_version=4" in shown
-    assert "senior_speculator" not in shown
+    assert "senior.speculator" not in shown
 
 
 def test_generate_separates_responses_and_passes_its_options_on(world, address, run_file, tmp_path):

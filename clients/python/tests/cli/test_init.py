@@ -53,7 +53,7 @@ def test_rows_with_answers_are_judged_by_exact_match(folder):
     assert config.cluster.trainer["max_model_len"] == 320
     assert config.sampling.max_tokens == 256
     assert config.cluster.model == config.tokenizer
-    assert "junior_model" not in config.cluster.rollout[0]
+    assert "junior" not in config.cluster.rollout[0]
     text = (folder / "mine" / "run.yaml").read_text()
     assert "# A row has the columns question, answer.\n" in text
     assert "the longest of the first 200 prompts has 3.\n" in text
@@ -88,7 +88,7 @@ def test_columns_and_a_junior_may_be_named(folder):
     assert "--prompt COLUMN" in done.stderr
     config = init("rows.jsonl", "--prompt", "ask", "--answer", "gold", "--junior", "models/other")
     assert config.data.columns == {"prompt": "ask", "answer": "gold"}
-    assert config.cluster.rollout[0]["junior_model"] == str(folder / "models" / "other")
+    assert config.cluster.rollout[0]["junior"]["model"] == str(folder / "models" / "other")
     done = tandem("init", "models/tiny", "rows.jsonl", "--prompt", "no", check=2)
     assert "--prompt no: the columns are ask, gold" in done.stderr
 

@@ -29,19 +29,37 @@ def test_one_setting_names_every_model_of_a_cluster():
     )
     assert [(one.name, one.config) for one in sections(cluster)] == [
         ("critic", {"model": "/m"}),
-        ("rollout-0", {"senior_model": "/m", "junior_model": "/m"}),
-        ("rollout-1", {"senior_model": "/m", "junior_model": "/j"}),
+        ("rollout-0", {"senior": {"model": "/m"}, "junior": {"model": "/m"}}),
+        ("rollout-1", {"senior": {"model": "/m"}, "junior_model": "/j"}),
         ("trainer", {"model": "/m"}),
     ]
 
 
-def test_a_section_keeps_the_models_that_it_names():
-    cluster = ClusterSettings(
-        model="/m", rollout=[{"senior_model": "/s", "junior_model": ""}], trainer={"model": "/s"}
-    )
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"senior_model": "/s", "junior_model": ""},
+        {"senior": {"model": "/s"}, "junior": {"model": ""}},
+        {"senior": {"model": "/s", "dtype": "bfloat16"}, "junior_model": ""},
+    ],
+)
+def test_a_section_keeps_the_models_that_it_names(named):
+    cluster = ClusterSettings(model="/m", rollout=[named], trainer={"model": "/s"})
     rollout, trainer = sections(cluster)
-    assert rollout.config == {"senior_model": "/s", "junior_model": ""}
+    assert rollout.config == named
     assert trainer.config == {"model": "/s"}
+
+
+def test_a_lane_without_a_model_keeps_its_other_settings():
+    section = {"senior": {"dtype": "bfloat16"}, "junior_dtype": "bfloat16"}
+    (rollout,) = planned(ClusterSettings(model="/m", rollout=[section])).rollout
+    assert rollout == {
+        "senior": {"dtype": "bfloat16", "model": "/m"},
+        "junior": {"model": "/m"},
+        "junior_dtype": "bfloat16",
+    }
+    wrong = planned(ClusterSettings(model="/m", rollout=[{"senior": 3}])).rollout[0]
+    assert wrong["senior"] == 3, "the server refuses it"
 
 
 def test_a_cluster_without_a_model_is_what_its_sections_say():
@@ -90,7 +108,7 @@ def test_what_a_run_does_not_use_is_not_started(load):
     run = load("tandem.enabled=false")
     plan = planned(run.cluster, uses_of(run, "train"))
     assert plan.critic is None
-    assert plan.rollout == [{"senior_model": "/m"}]
+    assert plan.rollout == [{"senior": {"model": "/m"}}]
     assert plan.trainer == {"model": "/m"}
     run = load("objective.kl_coefficient=0.1", "objective.junior_kl_coefficient=0.1")
     trainer = planned(run.cluster, uses_of(run, "train")).trainer
@@ -103,10 +121,13 @@ def test_settings_of_a_junior_go_with_it(load):
     run = load(f"cluster.rollout={junior | {'senior_dtype': 'bfloat16'}}")
     assert planned(run.cluster).rollout[0].items() >= junior.items()
     solo = planned(run.cluster, Uses(junior=False)).rollout
-    assert solo == [{"senior_model": "/m", "senior_dtype": "bfloat16"}]
+    assert solo == [{"senior": {"model": "/m"}, "senior_dtype": "bfloat16"}]
     named = load(f"cluster.rollout={junior | {'junior_model': '/j'}}")
     kept = planned(named.cluster, Uses(junior=False)).rollout
-    assert kept == [{"senior_model": "/m", "junior_model": "/j", **junior}]
+    assert kept == [{"senior": {"model": "/m"}, "junior_model": "/j", **junior}]
+    nested = load("cluster.rollout={junior: {dtype: bfloat16}}")
+    solo = planned(nested.cluster, Uses(junior=False)).rollout
+    assert solo == [{"senior": {"model": "/m"}}]
 
 
 def test_frozen_copies_follow_the_models_that_they_are_copies_of(load):
@@ -123,6 +144,7 @@ def test_frozen_copies_follow_the_models_that_they_are_copies_of(load):
     assert both["junior_model"] == "/j"
     # Nothing says which of them is meant, so the trainer refuses the KL.
     assert "junior_model" not in trainer("cluster.rollout=[{junior_model: /j}, {}]")
+    assert trainer("cluster.rollout.junior.model=/j")["junior_model"] == "/j"
     named = trainer("cluster.rollout.junior_model=/j", "cluster.trainer.junior_model=/k")
     assert named["junior_model"] == "/k"
 

@@ -127,6 +127,9 @@ def test_a_revision_selects_the_commit_of_its_model(cache):
     ]
     again = loading.validate(ClusterSettings, config.model_dump(mode="json"), "test")
     assert again.rollout == config.rollout
+    nested = {"rollout": {"senior": {"model": "acme/tiny", "model_revision": other.name}}}
+    config = loading.validate(ClusterSettings, nested, "test")
+    assert config.rollout == [{"senior": {"model": str(other), "model_revision": other.name}}]
 
 
 def test_a_commit_that_is_not_there_is_named(cache):

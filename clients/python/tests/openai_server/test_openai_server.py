@@ -379,7 +379,7 @@ def test_a_call_that_failed_keeps_its_meaning(http, world, status, code, kind, r
 def test_the_hint_of_an_error_is_in_its_message():
     error = RpcError("no junior", code=grpc.StatusCode.FAILED_PRECONDITION, reason="NO_JUNIOR")
     shown = error_object(error)["error"]
-    assert shown["message"].startswith("no junior (Start the rollout server with junior_model")
+    assert shown["message"].startswith("no junior (Start the rollout server with junior.model")
     assert (http_status(error), error_headers(error)) == (400, {})
 
 

@@ -144,6 +144,14 @@ def test_the_runs_rate_and_length_reach_the_servers() -> None:
             },
             r"cluster.rollout.1.max_model_len is 256",
         ),
+        (
+            {
+                "max_model_len": 512,
+                "cluster": {"model": "m", "rollout": {"senior": {"max_model_len": 256}}}
+                | {"trainer": {}},
+            },
+            r"cluster.rollout.senior.max_model_len is 256",
+        ),
     ],
 )
 def test_two_values_of_one_setting_are_refused(values, named) -> None:

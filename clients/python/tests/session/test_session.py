@@ -120,7 +120,7 @@ def test_a_run_says_once_that_a_server_does_not_use_the_speculator(world, config
         for _ in range(2):
             world.version += 1
             session.publish()
-    unused = [note for note in notes if "senior_speculator" in note]
+    unused = [note for note in notes if "senior.speculator" in note]
     assert len(unused) == (version is None)
     assert all(note.startswith("rollout.cluster:7701: ") for note in unused)
     assert published(world) == 2, "the run goes on"
@@ -131,7 +131,7 @@ def test_other_weights_of_the_same_version_are_refused(world, config, address):
     with open_session(config) as session, pytest.raises(FailedPreconditionError) as caught:
         session.generate([Prompt([1], seed=1)])
     assert caught.value.reason == "WEIGHTS_DIFFER"
-    assert "senior_model of a rollout server and model of the trainer" in caught.value.hint
+    assert "senior.model of a rollout server and model of the trainer" in caught.value.hint
     world.version = world.published = 2
     with open_session(config) as session, pytest.raises(FailedPreconditionError) as later:
         session.generate([Prompt([1], seed=1)])

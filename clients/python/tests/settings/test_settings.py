@@ -359,7 +359,9 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
     (folder / "sub").mkdir()
     (folder / "sub/cluster.yaml").write_text(
         "directory: servers\n"
-        "rollout: [{senior_model: m, junior_model: ../j, senior_speculator: org/s}]\n"
+        "rollout:\n"
+        "- {senior_model: m, junior_model: ../j, senior_speculator: org/s}\n"
+        "- {senior: {model: m, speculator: org/s}, junior: {model: ../j}}\n"
         "trainer: {model: m, speculator: {adapter: mlp, path: ../s}}\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -378,7 +380,11 @@ def test_relative_paths_start_at_the_file_that_names_them(tmp_path, monkeypatch)
             "junior_model": str(folder / "j"),
             # A path, though models of the Hub have names like this.
             "senior_speculator": str(folder / "sub/org/s"),
-        }
+        },
+        {
+            "senior": {"model": str(folder / "sub/m"), "speculator": str(folder / "sub/org/s")},
+            "junior": {"model": str(folder / "j")},
+        },
     ]
     assert run.cluster.trainer["speculator"]["path"] == str(folder / "s")
     # A path in an override starts at the working directory.

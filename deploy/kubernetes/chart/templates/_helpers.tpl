@@ -202,9 +202,10 @@ initContainers:
 {{- end }}
 {{- range $role := include "tandem.roles" . | fromYamlArray }}
 {{- $server := get $values $role }}
-{{- $model := ternary "senior_model" "model" (eq $role "rollout") }}
-{{- if not (get $server.config $model) }}
-{{- fail (printf "%s.config.%s: required" $role $model) }}
+{{- $rollout := eq $role "rollout" }}
+{{- $model := ternary (dig "senior" "model" "" $server.config | default $server.config.senior_model) $server.config.model $rollout }}
+{{- if not $model }}
+{{- fail (printf "%s.config.%s: required" $role (ternary "senior.model" "model" $rollout)) }}
 {{- end }}
 {{- if mod (int $server.ranks) (int $server.ranksPerPod) }}
 {{- fail (printf "%s.ranksPerPod: %d does not divide %s.ranks, %d" $role (int $server.ranksPerPod) $role (int $server.ranks)) }}

@@ -63,7 +63,7 @@ absl::StatusOr<std::unique_ptr<const speculator::Speculator>> LoadSpeculatorOf(
                                            {.num_token_ids = senior.num_token_ids(),
                                             .device = senior.device(),
                                             .packs_heads = HasPackedLanes(options.compute)});
-  if (!loaded.ok()) return PrependFieldPath("senior_speculator", loaded.status());
+  if (!loaded.ok()) return PrependFieldPath("senior.speculator", loaded.status());
   return loaded;
 }
 
@@ -89,7 +89,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   auto manager = std::unique_ptr<TandemModelManager>(new TandemModelManager);
   EngineInfo& info = manager->info_;
   absl::StatusOr<ModelAndVocabulary> senior = LoadOne(options.senior.model, ranks.senior.placement);
-  if (!senior.ok()) return PrependFieldPath("senior_model", senior.status());
+  if (!senior.ok()) return PrependFieldPath("senior.model", senior.status());
   info.senior = SummaryOf(*senior, options.senior);
   const ModelConfig& config = senior->model->config();
   std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
@@ -97,7 +97,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   std::unique_ptr<Model> junior_model;
   if (!options.junior.model.empty()) {
     if (!senior->vocabulary.ok()) {
-      return PrependFieldPath("senior_model", senior->vocabulary.status());
+      return PrependFieldPath("senior.model", senior->vocabulary.status());
     }
     absl::StatusOr<ModelAndVocabulary> junior =
         LoadOne(options.junior.model, ranks.junior.placement);
@@ -105,7 +105,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
     if (status.ok()) status = junior->vocabulary.status();
     if (status.ok()) status = Vocabulary::CheckSame(*senior->vocabulary, *junior->vocabulary);
     if (status.ok()) status = CheckSameTokenIds(*senior->model, *junior->model);
-    if (!status.ok()) return PrependFieldPath("junior_model", status);
+    if (!status.ok()) return PrependFieldPath("junior.model", status);
     const std::vector<int64_t>& junior_eos = junior->model->config().eos_token_ids;
     eos_token_ids.insert(junior_eos.begin(), junior_eos.end());
     info.junior = SummaryOf(*junior, options.junior);

@@ -42,9 +42,9 @@ class TandemModelManager {
   };
 
   // Loads the models onto the lanes' devices. Errors of Model::Load and Vocabulary::Load have the
-  // field path "senior_model" or "junior_model"; FAILED_PRECONDITION (reason VOCABULARY_MISMATCH)
+  // field path "senior.model" or "junior.model"; FAILED_PRECONDITION (reason VOCABULARY_MISMATCH)
   // if the two do not share every id (padding rows beyond the ids may differ); INVALID_ARGUMENT for
-  // tandem options out of range; errors of LoadSpeculator for "senior_speculator", which rank 0
+  // tandem options out of range; errors of LoadSpeculator for "senior.speculator", which rank 0
   // loads. With a junior, both models need a tokenizer.json. The ranks'
   // `server` must outlive the result.
   static absl::StatusOr<std::unique_ptr<TandemModelManager>> Load(const EngineOptions& options,

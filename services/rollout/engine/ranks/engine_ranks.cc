@@ -33,10 +33,10 @@ absl::StatusOr<ModelConfig> ReadConfig(const std::string& field, const std::stri
 absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options, at::Device senior_device,
                                        at::Device junior_device) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig senior,
-                          ReadConfig("senior_model", options.senior.model));
+                          ReadConfig("senior.model", options.senior.model));
   std::optional<ModelConfig> junior_config;
   if (!options.junior.model.empty()) {
-    TANDEM_ASSIGN_OR_RETURN(junior_config, ReadConfig("junior_model", options.junior.model));
+    TANDEM_ASSIGN_OR_RETURN(junior_config, ReadConfig("junior.model", options.junior.model));
   }
   const ModelConfig* const junior = junior_config.has_value() ? &*junior_config : nullptr;
   TANDEM_RETURN_IF_ERROR(
@@ -45,7 +45,7 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options, at::Device 
   if (!options.senior_speculator.empty()) {
     const auto measured = speculator::MeasureSpeculator(
         options.senior_speculator, senior.hidden_size, HasPackedLanes(options.compute));
-    if (!measured.ok()) return PrependFieldPath("senior_speculator", measured.status());
+    if (!measured.ok()) return PrependFieldPath("senior.speculator", measured.status());
     speculator = *measured;
   }
   RolloutMemoryOptions memory = ToMemoryOptions(options, options.environment.rank, speculator);
@@ -73,7 +73,7 @@ absl::StatusOr<at::Device> JuniorDevice(const EngineOptions& options, at::Device
   const auto rank = static_cast<size_t>(options.environment.rank);
   const std::vector<int32_t>& devices = options.layout.junior_gpu_devices;
   if (options.junior.model.empty() || rank >= devices.size()) return device;
-  const std::string field = absl::StrCat("junior_gpu_devices[", rank, "]");
+  const std::string field = absl::StrCat("junior.gpu_devices[", rank, "]");
   if (!device.is_cuda()) return InvalidField(field, "needs compute.device cuda");
   const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
   if (devices[rank] < 0 || devices[rank] >= cuda.deviceCount()) {

@@ -438,7 +438,7 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
   ranks::RunOnRanks(GetParam().ranks(), [&](const RankEnvironment& environment) {
     const absl::Status status =
         start_with([](EngineOptions& options) { options.senior.model = "/nowhere"; })(environment);
-    EXPECT_EQ(FieldPath(status), "senior_model");
+    EXPECT_EQ(FieldPath(status), "senior.model");
     EXPECT_TRUE(absl::StartsWith(status.message(), last + ": ")) << status;
   });
 }

@@ -10,10 +10,10 @@
 namespace tandem::rollout {
 namespace {
 
-constexpr char kSize[] = "tensor_parallel_size";
-constexpr char kJuniorSize[] = "junior_tensor_parallel_size";
-constexpr char kExperts[] = "enable_expert_parallel";
-constexpr char kJuniorExperts[] = "junior_enable_expert_parallel";
+constexpr char kSize[] = "senior.tensor_parallel_size";
+constexpr char kJuniorSize[] = "junior.tensor_parallel_size";
+constexpr char kExperts[] = "senior.enable_expert_parallel";
+constexpr char kJuniorExperts[] = "junior.enable_expert_parallel";
 
 absl::Status CheckShards(const ModelConfig& model, int64_t ranks, absl::string_view field,
                          bool whole_experts, absl::string_view experts_field) {
@@ -48,7 +48,7 @@ absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior
   const auto devices = static_cast<int64_t>(layout.junior_gpu_devices.size());
   if (devices != 0 && devices != junior_ranks) {
     return InvalidField(
-        "junior_gpu_devices",
+        "junior.gpu_devices",
         absl::StrCat("names ", devices, " devices, and the junior has ", junior_ranks, " ranks"));
   }
   return CheckShards(*junior, junior_ranks, kJuniorSize, layout.junior_enable_expert_parallel,

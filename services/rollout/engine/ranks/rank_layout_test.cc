@@ -40,22 +40,25 @@ TEST(RankLayoutTest, WhatCannotBeIsRefusedWithTheNumbers) {
     EXPECT_EQ(status.message(), message);
   };
   expect({.tensor_parallel_size = 2}, 3,
-         "tensor_parallel_size: the senior is on the first 2 ranks and the junior on the first 1, "
+         "senior.tensor_parallel_size: the senior is on the first 2 ranks and the junior on the "
+         "first 1, "
          "so the server needs 2 ranks and has 3");
   expect({.junior_tensor_parallel_size = 2}, 1,
-         "junior_tensor_parallel_size: the senior is on the first 1 ranks and the junior on the "
+         "junior.tensor_parallel_size: the senior is on the first 1 ranks and the junior on the "
          "first 2, so the server needs 2 ranks and has 1");
-  expect({.tensor_parallel_size = 0}, 1, "tensor_parallel_size: must be at least 1, got 0");
-  expect({.tensor_parallel_size = 8}, 8,
-         "tensor_parallel_size: 8 does not divide config.json.num_key_value_heads, which is 4");
+  expect({.tensor_parallel_size = 0}, 1, "senior.tensor_parallel_size: must be at least 1, got 0");
+  expect(
+      {.tensor_parallel_size = 8}, 8,
+      "senior.tensor_parallel_size: 8 does not divide config.json.num_key_value_heads, which is 4");
   expect({.tensor_parallel_size = 4, .junior_tensor_parallel_size = 4}, 4,
-         "junior_tensor_parallel_size: 4 does not divide config.json.num_attention_heads, which "
+         "junior.tensor_parallel_size: 4 does not divide config.json.num_attention_heads, which "
          "is 6");
   expect({.tensor_parallel_size = 2, .junior_gpu_devices = {0, 1}}, 2,
-         "junior_gpu_devices: names 2 devices, and the junior has 1 ranks");
-  expect({.tensor_parallel_size = 2, .enable_expert_parallel = true}, 2,
-         "enable_expert_parallel: 2 ranks would divide the experts of a llama model, which has "
-         "none");
+         "junior.gpu_devices: names 2 devices, and the junior has 1 ranks");
+  expect(
+      {.tensor_parallel_size = 2, .enable_expert_parallel = true}, 2,
+      "senior.enable_expert_parallel: 2 ranks would divide the experts of a llama model, which has "
+      "none");
 }
 
 TEST(RankLayoutTest, ExpertsDivideWhereTheirWidthDoesNot) {
@@ -63,21 +66,22 @@ TEST(RankLayoutTest, ExpertsDivideWhereTheirWidthDoesNot) {
       "qwen3_moe", {{"intermediate_size", 40}, {"num_experts", 6}, {"moe_intermediate_size", 13}});
   const RankLayout shards = {.tensor_parallel_size = 2},
                    whole = {.tensor_parallel_size = 2, .enable_expert_parallel = true};
-  EXPECT_EQ(CheckRankLayout(shards, model, nullptr, 2).message(),
-            "tensor_parallel_size: 2 does not divide config.json.moe_intermediate_size, which is "
-            "13");
+  EXPECT_EQ(
+      CheckRankLayout(shards, model, nullptr, 2).message(),
+      "senior.tensor_parallel_size: 2 does not divide config.json.moe_intermediate_size, which is "
+      "13");
   EXPECT_TRUE(CheckRankLayout(whole, model, nullptr, 2).ok());
   EXPECT_EQ(CheckRankLayout(whole, TinyConfig("qwen3_moe", {{"intermediate_size", 40}}), nullptr, 2)
                 .message(),
-            "enable_expert_parallel: 2 does not divide config.json.num_experts, which is 5");
+            "senior.enable_expert_parallel: 2 does not divide config.json.num_experts, which is 5");
   EXPECT_EQ(CheckRankLayout({.enable_expert_parallel = true}, model, nullptr, 1).message(),
-            "enable_expert_parallel: needs tensor_parallel_size above 1");
+            "senior.enable_expert_parallel: needs senior.tensor_parallel_size above 1");
   // The junior has its own setting.
   EXPECT_EQ(
       CheckRankLayout({.junior_tensor_parallel_size = 2, .junior_enable_expert_parallel = true},
                       kSenior, &kJunior, 2)
           .message(),
-      "junior_enable_expert_parallel: 2 ranks would divide the experts of a llama model, "
+      "junior.enable_expert_parallel: 2 ranks would divide the experts of a llama model, "
       "which has none");
 }
 

@@ -19,8 +19,8 @@ struct LengthLimit {
 };
 
 LengthLimit LimitOf(bool senior, bool junior, const RequestLimits& limits) {
-  const LengthLimit of_senior = {limits.max_model_len, "max_model_len"};
-  const LengthLimit of_junior = {limits.junior_max_model_len, "junior_max_model_len"};
+  const LengthLimit of_senior = {limits.max_model_len, "senior.max_model_len"};
+  const LengthLimit of_junior = {limits.junior_max_model_len, "junior.max_model_len"};
   if (!junior) return of_senior;
   return senior && of_senior.tokens <= of_junior.tokens ? of_senior : of_junior;
 }
@@ -140,7 +140,7 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
       PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.num_token_ids)));
   if (!request.sampling.stop.empty() && !limits.has_vocabulary) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "sampling.stop",
-                      "this server cannot find texts: senior_model has no tokenizer.json");
+                      "this server cannot find texts: senior.model has no tokenizer.json");
   }
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("tandem", tandem::Validate(request.tandem, limits.num_token_ids)));

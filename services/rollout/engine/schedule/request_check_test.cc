@@ -122,16 +122,16 @@ TEST(CheckPromptTest, TheLimitOfTheLanesThatWriteHolds) {
   absl::Status status = CheckPrompt(PromptOf(10, /*tandem=*/false), kLimits);
   EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
   EXPECT_EQ(FieldPath(status), "prompt_token_ids");
-  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 10 (max_model_len"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 10 (senior.max_model_len"));
   status = CheckPrompt(PromptOf(6, /*tandem=*/true), kLimits);
   EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
   EXPECT_EQ(FieldPath(status), "prompt_token_ids");
-  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 6 (junior_max_model_len"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 6 (junior.max_model_len"));
 
   RequestLimits long_junior = kLimits;
   long_junior.junior_max_model_len = 20;
   status = CheckPrompt(PromptOf(10, /*tandem=*/true), long_junior);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 10 (max_model_len"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("at most 10 (senior.max_model_len"));
 }
 
 TEST(CheckPromptTest, AResponseEndsAtTheLimit) {
@@ -230,7 +230,7 @@ TEST(CheckScoreTest, TheLimitOfTheLanesThatScoreHolds) {
     const absl::Status status = CheckScore(request, kLimits);
     EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
     EXPECT_EQ(FieldPath(status), "sequences[0].token_ids");
-    EXPECT_THAT(std::string(status.message()), HasSubstr("at most 6 (junior_max_model_len"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("at most 6 (junior.max_model_len"));
   }
 }
 

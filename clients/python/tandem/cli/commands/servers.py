@@ -179,4 +179,4 @@ def _name_unused_speculators(rows: list[dict[str, Any]]) -> None:
         return
     for row in rows:
         if row["role"] == "rollout" and "version" in row and "speculator_version" not in row:
-            row["problem"] = "has no senior_speculator: the trainer's speculator is not used"
+            row["problem"] = "has no senior.speculator: the trainer's speculator is not used"

@@ -98,7 +98,7 @@ def evaluate(
     The first rollout server answers every prompt with and without drafts, by the
     senior only, greedily and at sampling.temperature. The method is that of
     eval.speculative, or of speculative; if neither names one, it is heads, the
-    rollout server's senior_speculator.
+    rollout server's senior.speculator.
 
     --checkpoint leaves its weights in the trainer and the rollout servers; the
     next run still begins with the base model.
@@ -161,7 +161,7 @@ def export(
 ) -> None:
     """Export a checkpoint's speculator to a directory of its own.
 
-    A rollout server's `senior_speculator` and a trainer's `speculator.path`
+    A rollout server's `senior.speculator` and a trainer's `speculator.path`
     accept such a directory.
     """
     from tandem.run_directory.checkpoints import checkpoint_at, require_here
