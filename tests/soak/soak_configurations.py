@@ -67,7 +67,6 @@ CONFIGURATIONS = {
             "two-ranks",
             settings={"ranks": 2, "tensor_parallel_size": 2, "junior_tensor_parallel_size": 2},
         ),
-        Configuration("eager", settings={"eager_lanes": True}),
         Configuration("aten", numerics=Numerics(kernels="aten")),
     )
 }

@@ -110,7 +110,7 @@ TEST_F(EngineTest, Law2CertainJuniorIsTheJuniorAlone) {
   EXPECT_EQ(mixed.author_logprobs, alone.author_logprobs);
 }
 
-TEST_F(EngineTest, Law3BatchingChunkingAndThreadsDoNotMatter) {
+TEST_F(EngineTest, Law3BatchingChunkingThreadsAndEagerLanesDoNotMatter) {
   std::vector<PromptRequest> requests;
   for (int i = 0; i < 10; ++i) {
     PromptRequest request = RequestOf({.selection_strategy = kStrategies[i % 5]}, 50 + i);
@@ -123,19 +123,24 @@ TEST_F(EngineTest, Law3BatchingChunkingAndThreadsDoNotMatter) {
   narrow.max_num_seqs = 1;
   narrow.max_batched_tokens = 3;
   narrow.compute.num_threads = 1;
+  EngineOptions eager = Options();
+  eager.eager_lanes = true;
   const auto alone = Create(narrow);
-  const auto together = Create();
   const auto expected = Submit(*alone, requests);
-  const auto actual = Submit(*together, requests);
-  for (size_t i = 0; i < requests.size(); ++i) {
-    expected[i]->Wait();
-    actual[i]->Wait();
-    for (const auto& [index, a] : actual[i]->finished()) {
-      const Trajectory b = expected[i]->finished().at(index);
-      EXPECT_EQ(a.response_token_ids, b.response_token_ids);
-      EXPECT_EQ(a.authorship_mask, b.authorship_mask);
-      ExpectNear(a.author_logprobs, b.author_logprobs, 0.0f);
-      ExpectNear(a.other_logprobs, b.other_logprobs, 0.0f);
+  for (const EngineOptions& options : {Options(), eager}) {
+    const auto together = Create(options);
+    const auto actual = Submit(*together, requests);
+    for (size_t i = 0; i < requests.size(); ++i) {
+      expected[i]->Wait();
+      actual[i]->Wait();
+      ASSERT_EQ(actual[i]->finished().size(), expected[i]->finished().size());
+      for (const auto& [index, a] : actual[i]->finished()) {
+        const Trajectory b = expected[i]->finished().at(index);
+        EXPECT_EQ(a.response_token_ids, b.response_token_ids);
+        EXPECT_EQ(a.authorship_mask, b.authorship_mask);
+        ExpectNear(a.author_logprobs, b.author_logprobs, 0.0f);
+        ExpectNear(a.other_logprobs, b.other_logprobs, 0.0f);
+      }
     }
   }
 }

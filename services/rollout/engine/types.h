@@ -51,7 +51,7 @@ struct EngineOptions {
   TandemConfig tandem;                 // defaults of a request
   int64_t max_num_seqs;
   int64_t max_batched_tokens;
-  bool eager_lanes = false;  // see GeneratorOptions
+  bool eager_lanes = false;  // of tests: see GeneratorOptions
   int64_t max_queue;
   OnWeightUpdate on_weight_update;
   bool allow_not_finite_weights = false;  // serve updates with values that are not finite

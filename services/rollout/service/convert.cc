@@ -101,7 +101,6 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
       .tandem = rpc::TandemConfigFromProto(config.tandem(), TandemConfig{}).value(),
       .max_num_seqs = config.max_num_seqs(),
       .max_batched_tokens = config.max_batched_tokens(),
-      .eager_lanes = config.eager_lanes(),
       .max_queue = config.max_queue(),
       .on_weight_update = config.on_weight_update() == config::v1::ON_WEIGHT_UPDATE_KEEP
                               ? OnWeightUpdate::kKeep

@@ -27,7 +27,6 @@ _STRATEGIES = {
 _THIRD = 1 / 3
 _SOLO = "the senior alone"
 _SMALL = "word, junior of a third"
-_EAGER = "word, both models on every token"
 
 
 def run(bench: Bench) -> None:
@@ -49,26 +48,17 @@ def run(bench: Bench) -> None:
                     if not bench.options.skips(strategy):
                         sides[strategy] = RolloutSide(server, {"enabled": True, **fields})
             sides[name] = RolloutSide(server, WORD)
-        others = {
-            _SMALL: {"senior_model": str(model), "junior_model": str(small)},
-            _EAGER: {
-                "senior_model": str(model),
-                "junior_model": str(model),
-                "eager_lanes": True,
-            },
-        }
-        for name, settings in others.items():
-            server = bench.start(stack, name, bench.server(settings))
-            if server is not None:
-                sides[name] = RolloutSide(server, WORD)
+        settings = {"senior_model": str(model), "junior_model": str(small)}
+        server = bench.start(stack, _SMALL, bench.server(settings))
+        if server is not None:
+            sides[_SMALL] = RolloutSide(server, WORD)
         for count in bench.options.counts:
             turns = bench.take_turns(sides, bench.options.job(count))
             for form, (_, one, several) in _JUNIORS.items():
                 _against_solo(bench, turns, form, one if count == 1 else several)
             for strategy in _STRATEGIES:
                 _note(bench, turns, strategy)
-            for name in others:
-                _note(bench, turns, name)
+            _note(bench, turns, _SMALL)
 
 
 def _figure(name: str, count: int) -> str:

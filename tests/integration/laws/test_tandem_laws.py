@@ -124,11 +124,10 @@ def test_law_3_a_sample_does_not_depend_on_its_company(numerics, rollout, strate
     [
         {"max_num_seqs": 2},
         {"max_batched_tokens": 5},
-        {"eager_lanes": True},
         {"compute": {"num_threads": 2}},
         {},
     ],
-    ids=["few-sequences", "chunked-prefill", "eager-lanes", "two-threads", "restarted"],
+    ids=["few-sequences", "chunked-prefill", "two-threads", "restarted"],
 )
 def test_law_3_a_sample_does_not_depend_on_the_servers_limits(
     numerics, rollout, models, tmp_path, config

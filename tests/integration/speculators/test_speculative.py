@@ -73,7 +73,7 @@ def test_responses_are_those_without_drafts_where_many_run_and_are_preempted(
     models, tmp_path, lanes
 ):
     config = section(lanes, kv_cache_bytes=short_cache(models, lanes))
-    config |= {"eager_lanes": lanes == "float32", "max_batched_tokens": 16}
+    config |= {"max_batched_tokens": 16}
     with (
         harness.cluster(tmp_path, models, rollout=config) as running,
         harness.rollout_client(running) as client,
