@@ -319,8 +319,8 @@ absl::Status MergeMap(const YAML::Node& node, const std::string& path, int depth
     }
     const int line = entry.first.Mark().line + 1;
     if (const auto [first, is_new] = seen.emplace(key, line); !is_new) {
-      return InvalidField(
-          field_path, absl::StrCat("duplicate key: it is in lines ", first->second, " and ", line));
+      return InvalidField(field_path,
+                          absl::StrCat("duplicate key, in lines ", first->second, " and ", line));
     }
     if (entry.second.IsNull()) continue;
     if (flat != nullptr && HasNested(node, *flat)) {
@@ -542,7 +542,7 @@ absl::Status ApplyOverride(absl::string_view assignment, Message* message) {
   const size_t equals = assignment.find('=');
   if (equals == absl::string_view::npos || equals == 0) {
     return absl::InvalidArgumentError(
-        absl::StrCat("\"", assignment, "\": an override reads dotted.key=value"));
+        absl::StrCat("\"", assignment, "\": an override has the form dotted.key=value"));
   }
   const std::string path(assignment.substr(0, equals));
   const std::vector<std::string> keys = absl::StrSplit(path, '.');

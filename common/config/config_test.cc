@@ -91,7 +91,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadYaml{"senior_model: \"\xed\xa0\x80\"", "senior_model", "UTF-8"},
         BadYaml{"senior_model: \"\xc0\xaf\"", "senior_model", "UTF-8"},
         BadYaml{"max_queue: 1\nmax_model_len: 9\nmax_queue: 2", "max_queue",
-                "duplicate key: it is in lines 1 and 3"},
+                "duplicate key, in lines 1 and 3"},
         BadYaml{"- 1\n- 2", "config", "expected a map"}, BadYaml{"a: [", "", "YAML: line 1"},
         BadYaml{"--- {}\n--- {}\n", "", "more than one"}));
 

@@ -53,10 +53,12 @@ absl::Status CheckPatterns(const google::protobuf::RepeatedPtrField<std::string>
 absl::Status Resolve(v1::TlsOptions* tls) {
   const bool has_certificate = !tls->certificate_file().empty();
   if (has_certificate && tls->private_key_file().empty()) {
-    return InvalidField("server.tls.private_key_file", "is needed by server.tls.certificate_file");
+    return InvalidField("server.tls.private_key_file",
+                        "is required by server.tls.certificate_file");
   }
   if (!has_certificate && !tls->private_key_file().empty()) {
-    return InvalidField("server.tls.certificate_file", "is needed by server.tls.private_key_file");
+    return InvalidField("server.tls.certificate_file",
+                        "is required by server.tls.private_key_file");
   }
   TANDEM_DEFAULT(tls, require_client_certificate, has_certificate && !tls->ca_file().empty());
   if (tls->require_client_certificate() && (!has_certificate || tls->ca_file().empty())) {
@@ -78,9 +80,10 @@ absl::Status CheckExposure(const ServerOptions& options) {
     return absl::OkStatus();
   return InvalidField(
       "server.host",
-      absl::StrCat(options.host(),
-                   " is not a loopback address, and anybody who reaches it could call: it needs "
-                   "server.tls.ca_file, server.tokens, or server.insecure: true"));
+      absl::StrCat(
+          options.host(),
+          " is not a loopback address, so anyone who can reach it could call the server: set "
+          "server.tls.ca_file, server.tokens, or server.insecure: true"));
 }
 
 absl::Status Resolve(ServerOptions* options, const DefaultPorts& ports) {
@@ -213,8 +216,8 @@ absl::Status CheckStrategyFields(const v1::StrategyOptions& strategy) {
     if (owner.empty() || owner == strategy.name()) continue;
     if (!strategy.GetReflection()->HasField(strategy, &field)) continue;
     return InvalidField(absl::StrCat("strategy.", field.name()),
-                        absl::StrCat("is a setting of the strategy ", owner,
-                                     ", and strategy.name is ", strategy.name()));
+                        absl::StrCat("belongs to the strategy ", owner, ", but strategy.name is ",
+                                     strategy.name()));
   }
   return absl::OkStatus();
 }
@@ -285,7 +288,7 @@ absl::Status ResolveWeightDtype(v1::ComputeOptions* compute) {
                                             std::tuple{"dtype", compute->dtype(), "float32"}}) {
     if (value == needed) continue;
     return InvalidField(field, absl::StrCat(compute->weight_dtype(), " needs compute.", name, " ",
-                                            needed, ", which is ", value));
+                                            needed, ", not ", value));
   }
   return absl::OkStatus();
 }
@@ -334,11 +337,11 @@ absl::Status CheckGpuDevices(const v1::LaneConfig& lane, const v1::ComputeOption
   if (devices.empty()) return absl::OkStatus();
   if (compute.device() != "cuda") {
     return InvalidField("gpu_devices",
-                        absl::StrCat("needs compute.device cuda, which is ", compute.device()));
+                        absl::StrCat("needs compute.device cuda, not ", compute.device()));
   }
   if (devices.size() != lane.tensor_parallel_size()) {
     return InvalidField("gpu_devices",
-                        absl::StrCat("names ", devices.size(), " devices, and the junior has ",
+                        absl::StrCat("names ", devices.size(), " devices, but the junior has ",
                                      lane.tensor_parallel_size(), " ranks"));
   }
   for (int i = 0; i < devices.size(); ++i) {
@@ -353,12 +356,12 @@ absl::Status CheckQuantization(const std::string& field, types::v1::Quantization
   if (compute.device() != "cpu") {
     return FieldError(absl::StatusCode::kUnimplemented, field,
                       absl::StrCat("compute.device ", compute.device(),
-                                   " has no products with quantised maps; only cpu has"));
+                                   " does not support quantised linear maps; only cpu does"));
   }
   if (compute.kernels() != "auto") {
     return FieldError(absl::StatusCode::kUnimplemented, field,
                       absl::StrCat("compute.kernels ", compute.kernels(),
-                                   " has no products with quantised maps; only auto has"));
+                                   " does not support quantised linear maps; only auto does"));
   }
   return absl::OkStatus();
 }
@@ -368,10 +371,10 @@ absl::Status CheckMemoryUtilization(const std::string& field, double fraction,
   TANDEM_RETURN_IF_ERROR(CheckInRange(field, fraction, 0.0, 1.0));
   TANDEM_RETURN_IF_ERROR(CheckAbove(field, fraction, 0));
   if (compute.device() == "cpu") {
-    return InvalidField(field, "has no meaning with compute.device cpu");
+    return InvalidField(field, "does not apply to compute.device cpu");
   }
   return FieldError(absl::StatusCode::kUnimplemented, field,
-                    "kv_cache_bytes sizes the cache; a share of the device's memory does not yet");
+                    "is not supported yet: set kv_cache_bytes to size the cache");
 }
 
 // A commit is 40 lower-case hexadecimal digits; "" is none.
@@ -408,7 +411,7 @@ absl::Status Resolve(v1::LaneConfig* lane, int32_t max_model_len,
   }
   if (!lane->enforce_eager()) {
     return FieldError(absl::StatusCode::kUnimplemented, "enforce_eager",
-                      "false asks for captured CUDA graphs, which there are not yet");
+                      "false asks for captured CUDA graphs, which are not supported yet");
   }
   return absl::OkStatus();
 }

@@ -93,7 +93,7 @@ def test_sigterm_to_rank_zero_ends_every_rank_of_a_rollout_server(models, tmp_pa
         (
             {"tensor_parallel_size": 2, "junior_gpu_devices": [0]},
             2,
-            "junior_gpu_devices: needs compute.device cuda, which is cpu",
+            "junior_gpu_devices: needs compute.device cuda, not cpu",
         ),
         (
             {"tensor_parallel_size": 2, "enable_expert_parallel": True},

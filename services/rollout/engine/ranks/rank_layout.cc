@@ -49,7 +49,7 @@ absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior
   if (devices != 0 && devices != junior_ranks) {
     return InvalidField(
         "junior.gpu_devices",
-        absl::StrCat("names ", devices, " devices, and the junior has ", junior_ranks, " ranks"));
+        absl::StrCat("names ", devices, " devices, but the junior has ", junior_ranks, " ranks"));
   }
   return CheckShards(*junior, junior_ranks, kJuniorSize, layout.junior_enable_expert_parallel,
                      kJuniorExperts);

@@ -54,7 +54,7 @@ TEST(RankLayoutTest, WhatCannotBeIsRefusedWithTheNumbers) {
          "junior.tensor_parallel_size: 4 does not divide config.json.num_attention_heads, which "
          "is 6");
   expect({.tensor_parallel_size = 2, .junior_gpu_devices = {0, 1}}, 2,
-         "junior.gpu_devices: names 2 devices, and the junior has 1 ranks");
+         "junior.gpu_devices: names 2 devices, but the junior has 1 ranks");
   expect(
       {.tensor_parallel_size = 2, .enable_expert_parallel = true}, 2,
       "senior.enable_expert_parallel: 2 ranks would divide the experts of a llama model, which has "
