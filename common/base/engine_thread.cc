@@ -38,9 +38,10 @@ absl::Status EngineThread::ShutDownStatus() const {
 absl::Status EngineThread::Enqueue(std::shared_ptr<Command> command) {
   if (stopping_) return ShutDownStatus();
   if (inbox_.size() >= options_.inbox_capacity) {
-    return WithRetryAfter(absl::ResourceExhaustedError(absl::StrCat(
-                              options_.name, ": ", inbox_.size(), " commands wait for the engine")),
-                          kFullRetryMilliseconds);
+    return WithRetryAfter(
+        absl::ResourceExhaustedError(absl::StrCat(options_.name, ": ", inbox_.size(),
+                                                  " commands are waiting for the engine")),
+        kFullRetryMilliseconds);
   }
   inbox_.push_back(std::move(command));
   if (busy_since_ == SteadyTime::InfiniteFuture()) busy_since_ = options_.clock();
@@ -96,7 +97,7 @@ absl::Status EngineThread::Health() const {
   const absl::Duration still = options_.clock() - std::max(busy_since_, last_progress_);
   if (still < options_.stall_limit) return absl::OkStatus();
   return absl::UnavailableError(absl::StrCat(options_.name,
-                                             ": work waits and nothing progressed for ",
+                                             ": work is waiting, but nothing has progressed for ",
                                              absl::ToInt64Seconds(still), " s"));
 }
 

@@ -20,7 +20,7 @@ absl::Status CheckIdSet(absl::string_view path, std::span<const int32_t> ids, si
                         int64_t num_token_ids) {
   if (ids.size() > max_size) {
     return InvalidField(path,
-                        absl::StrCat("may have ", max_size, " ids at most, has ", ids.size()));
+                        absl::StrCat("may have at most ", max_size, " ids, has ", ids.size()));
   }
   TANDEM_RETURN_IF_ERROR(CheckTokenIds(path, ids, num_token_ids));
   std::set<int32_t> seen;
@@ -60,7 +60,7 @@ absl::Status Validate(const SamplingParams& params, int64_t num_token_ids) {
   TANDEM_RETURN_IF_ERROR(
       CheckIdSet("stop_token_ids", params.stop_token_ids, kMaxStopTokenIds, num_token_ids));
   if (params.stop.size() > kMaxStopTexts) {
-    return InvalidField("stop", absl::StrCat("may have ", kMaxStopTexts, " texts at most, has ",
+    return InvalidField("stop", absl::StrCat("may have at most ", kMaxStopTexts, " texts, has ",
                                              params.stop.size()));
   }
   for (size_t i = 0; i < params.stop.size(); ++i) {

@@ -289,7 +289,7 @@ def test_a_server_over_its_memory_limit_refuses_to_start(models: Path):
             if line["event"] == "start_failed"
         ]
     needed, available = re.search(
-        r"needs ([\d.]+) GB .* and ([\d.]+) GB are available", failure["message"]
+        r"needs ([\d.]+) GB .* but ([\d.]+) GB are available", failure["message"]
     ).groups()
     # The limit, less what the process has taken.
     assert float(needed) > float(available) > 0.3 and float(available) <= 0.63

@@ -20,7 +20,7 @@ absl::Status OutOfMemoryError(absl::string_view what, absl::string_view memory) 
 absl::Status NameMemorySettings(absl::Status status, absl::string_view settings) {
   if (!status.GetPayload(kMemoryUrl).has_value()) return status;
   absl::Status named =
-      absl::ResourceExhaustedError(absl::StrCat(status.message(), "; what takes less: ", settings));
+      absl::ResourceExhaustedError(absl::StrCat(status.message(), "; remedies: ", settings));
   status.ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
     if (url != kMemoryUrl) named.SetPayload(url, payload);  // the settings are named once
   });

@@ -64,7 +64,7 @@ absl::StatusOr<std::string> ReadFile(const std::string& path, size_t max_bytes) 
   TANDEM_RETURN_IF_ERROR(ForEachChunk(path, [&](absl::string_view chunk) -> absl::Status {
     if (chunk.size() > max_bytes - contents.size()) {
       return absl::InvalidArgumentError(
-          absl::StrCat(path, ": more than the ", max_bytes, " bytes that are accepted"));
+          absl::StrCat(path, ": larger than the limit of ", max_bytes, " bytes"));
     }
     contents.append(chunk.data(), chunk.size());
     return absl::OkStatus();

@@ -51,8 +51,8 @@ FileTraffic TotalFileTraffic() { return {.read = bytes_read, .written = bytes_wr
 
 absl::Status FileError(int error, absl::string_view what, absl::string_view path) {
   if (error == ELOOP) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(what, " ", path, ": a link is in the way, which is not followed here"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        what, " ", path, ": the path contains a symbolic link, which is not followed here"));
   }
   const absl::StatusCode code = error == ENOSPC || error == EDQUOT
                                     ? absl::StatusCode::kResourceExhausted

@@ -12,9 +12,9 @@ absl::Status CheckPath(absl::string_view field, absl::string_view path) {
   TANDEM_RETURN_IF_ERROR(CheckGiven(field, path));
   if (absl::StrContains(path, '\0')) return InvalidField(field, "holds a NUL byte");
   if (!absl::StartsWith(path, "~")) return absl::OkStatus();
-  return InvalidField(field, absl::StrCat("\"~\" is not expanded here: write the home directory "
-                                          "out, or \"./",
-                                          path, "\" for a folder of that name"));
+  return InvalidField(
+      field, absl::StrCat("\"~\" is not expanded here: write out the home directory, or \"./", path,
+                          "\" for a folder of that name"));
 }
 
 }  // namespace tandem

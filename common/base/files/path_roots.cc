@@ -51,8 +51,8 @@ absl::StatusOr<ConfinedPath> PathRoots::Confine(absl::string_view field,
   return WithReason(
       FieldError(absl::StatusCode::kPermissionDenied, field,
                  roots_->empty()
-                     ? "clients may name no path: the server's server.path_roots is empty"
-                     : absl::StrCat("lies outside of the server's server.path_roots: ",
+                     ? "clients may not name paths: the server's server.path_roots is empty"
+                     : absl::StrCat("is outside the server's server.path_roots: ",
                                     absl::StrJoin(*roots_, ", "))),
       reason::kPathOutsideRoots);
 }

@@ -34,8 +34,8 @@ absl::Status CheckMemory(const MemoryPlan& plan, Chosen chosen, const std::strin
   }
   return absl::ResourceExhaustedError(
       absl::StrCat("the configuration needs ", Gigabytes(needed), name.empty() ? "" : " of ", name,
-                   " (", items, ") and ", Gigabytes(*free), " are available",
-                   plan.remedy.empty() ? "" : "; less need: ", plan.remedy));
+                   " (", items, "), but ", Gigabytes(*free), " are available",
+                   plan.remedy.empty() ? "" : "; remedies: ", plan.remedy));
 }
 
 }  // namespace

@@ -38,8 +38,8 @@ TEST(MemoryPlanTest, EveryDeviceIsComparedWithItsOwnMemory) {
       CheckFits(plan, {.host = 500'000'000, .devices = {8'000'000'000, 1'000'000'000}}).ok());
   const absl::Status first = CheckFits(plan, {.devices = {7'999'999'999, 9'000'000'000}});
   EXPECT_EQ(first.message(),
-            "the configuration needs 8.00 GB of the GPU's memory (senior_weights 8.00 GB) and 8.00 "
-            "GB are available; less need: a smaller kv_cache_bytes");
+            "the configuration needs 8.00 GB of the GPU's memory (senior_weights 8.00 GB), but "
+            "8.00 GB are available; remedies: a smaller kv_cache_bytes");
   const absl::Status second = CheckFits(plan, {.devices = {8'000'000'000, 500'000'000}});
   EXPECT_EQ(second.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(

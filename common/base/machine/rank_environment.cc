@@ -36,13 +36,14 @@ absl::Status Missing(const char* name) {
   for (const char* other : kVariables) {
     if (const auto value = Variable(other)) given.push_back(absl::StrCat(other, "='", *value, "'"));
   }
-  std::string remedy = "set it for one of several ranks, or unset the others";
+  std::string remedy = "set it too to start one of several ranks, or unset the others";
   // "tcp://10.0.0.7:29500", of a Service called master.
   if (absl::StartsWith(Variable("MASTER_PORT").value_or(""), "tcp://")) {
-    absl::StrAppend(&remedy, "; Kubernetes sets MASTER_PORT in every pod beside a Service called ",
-                    "master: give the Service another name, or set enableServiceLinks: false");
+    absl::StrAppend(
+        &remedy, "; Kubernetes sets MASTER_PORT in every pod of a namespace with a Service called ",
+        "master: rename the Service, or set enableServiceLinks: false");
   }
-  return InvalidField(name, absl::StrCat("is not set, while the environment has ",
+  return InvalidField(name, absl::StrCat("is not set, but the environment has ",
                                          absl::StrJoin(given, ", "), ": ", remedy));
 }
 
@@ -51,7 +52,7 @@ absl::StatusOr<int> IntVariable(const char* name, int min, int max) {
   if (!text.has_value()) return Missing(name);
   int value = 0;
   if (!absl::SimpleAtoi(*text, &value)) {
-    return InvalidField(name, absl::StrCat("must be a number, is '", *text, "'"));
+    return InvalidField(name, absl::StrCat("must be a number, got '", *text, "'"));
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange(name, value, min, max));
   return value;

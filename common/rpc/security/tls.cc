@@ -84,7 +84,7 @@ class PemFile {
     absl::StatusOr<int64_t> bytes = file.ok() ? file->Size() : file.status();
     if (bytes.ok() && *bytes > kMaxPemBytes) {
       bytes = absl::InvalidArgumentError(
-          absl::StrCat(path, ": more than the ", kMaxPemBytes, " bytes that are accepted"));
+          absl::StrCat(path, ": larger than the limit of ", kMaxPemBytes, " bytes"));
     }
     if (bytes.ok()) return PemFile(*std::move(file));
     return InvalidField(absl::StrCat("server.tls.", setting), bytes.status().message());

@@ -61,7 +61,7 @@ TEST(CatchTorchErrorsTest, OtherErrorsKeepTheirText) {
 }
 
 TEST(CatchTorchErrorsTest, OnlyErrorsOfMemoryNameTheSettings) {
-  const std::string named = "step: the host's memory is used up; what takes less: a, b";
+  const std::string named = "step: the host's memory is used up; remedies: a, b";
   const absl::Status once =
       NameMemorySettings(OutOfMemoryError("step", "the host's memory"), "a, b");
   ExpectOutOfMemory(once, named);
