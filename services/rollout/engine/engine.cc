@@ -207,10 +207,10 @@ class EngineImpl : public Engine {
     {
       std::lock_guard lock(mutex_);
       if (scores_ == kMaxScores || score_bytes_ + bytes > kMaxScoreBytes) {
-        return WithRetryAfter(
-            absl::ResourceExhaustedError(absl::StrCat(scores_, " scores of ", score_bytes_,
-                                                      " bytes wait; no room for ", bytes, " more")),
-            kScoreRetryMilliseconds);
+        return WithRetryAfter(absl::ResourceExhaustedError(
+                                  absl::StrCat(scores_, " scores of ", score_bytes_,
+                                               " bytes are waiting; no room for ", bytes, " more")),
+                              kScoreRetryMilliseconds);
       }
       ++scores_;
       score_bytes_ += bytes;

@@ -38,8 +38,9 @@ absl::Status CheckLane(absl::string_view name, const LaneOptions& lane, absl::st
                       "needs the CPU's own kernels");
   }
   if (lane.max_model_len < 2) {
-    return InvalidField(length, absl::StrCat("must hold a prompt token and a response token, got ",
-                                             lane.max_model_len));
+    return InvalidField(length,
+                        absl::StrCat("must be enough for a prompt token and a response token, got ",
+                                     lane.max_model_len));
   }
   return CheckRevision(absl::StrCat(name, ".model_revision"), lane.model, lane.model_revision);
 }

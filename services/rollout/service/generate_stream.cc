@@ -212,8 +212,8 @@ void GenerateStream::OnClientGone() {
       if (pending.id.has_value()) prompts.push_back(*pending.id);
     }
     if (outbox_ != nullptr) {
-      outbox_->FinishNow(
-          rpc::ToGrpcStatus(absl::CancelledError("the client is gone or its time is up")));
+      outbox_->FinishNow(rpc::ToGrpcStatus(
+          absl::CancelledError("the client has gone or its deadline has passed")));
     }
   }
   if (prompts.empty()) return;

@@ -83,7 +83,7 @@ def test_sigterm_to_rank_zero_ends_every_rank_of_a_rollout_server(models, tmp_pa
             {"tensor_parallel_size": 2},
             3,
             "tensor_parallel_size: the senior is on the first 2 ranks and the junior on the first "
-            "1, so the server needs 2 ranks and has 3",
+            "1, so the server needs 2 ranks, but it has 3",
         ),
         (
             {"tensor_parallel_size": 3},

@@ -51,8 +51,8 @@ absl::Status CheckSameTokenIds(const Model& senior, const Model& junior) {
   if (senior.num_token_ids() == junior.num_token_ids()) return absl::OkStatus();
   return WithReason(absl::FailedPreconditionError(absl::StrCat(
                         "has embeddings for ", junior.num_token_ids(),
-                        " ids of the tokenizer, and the senior for ", senior.num_token_ids(),
-                        ": the two write the same tokens alone")),
+                        " ids of the tokenizer, but the senior for ", senior.num_token_ids(),
+                        ": both can only write tokens that both have")),
                     reason::kVocabularyMismatch);
 }
 

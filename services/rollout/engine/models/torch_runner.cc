@@ -56,7 +56,7 @@ absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t 
   std::vector<int64_t> rows, tokens;
   for (const DraftRequest& request : requests) {
     if (request.row < 0 || request.row >= num_rows) {
-      return InvalidField("row", absl::StrCat(request.row, " is none of ", num_rows, " rows"));
+      return InvalidField("row", absl::StrCat(request.row, " is not one of ", num_rows, " rows"));
     }
     rows.push_back(request.row);
     tokens.push_back(request.token);

@@ -79,7 +79,7 @@ absl::StatusOr<at::Device> JuniorDevice(const EngineOptions& options, at::Device
   if (devices[rank] < 0 || devices[rank] >= cuda.deviceCount()) {
     return FieldError(
         absl::StatusCode::kFailedPrecondition, field,
-        absl::StrCat(devices[rank], ", and this machine has ", cuda.deviceCount(), " devices"));
+        absl::StrCat(devices[rank], ", but this machine has ", cuda.deviceCount(), " devices"));
   }
   return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(devices[rank]));
 }

@@ -40,7 +40,7 @@ absl::Status CheckRankLayout(const RankLayout& layout, const ModelConfig& senior
         junior_ranks > senior_ranks ? kJuniorSize : kSize,
         absl::StrCat("the senior is on the first ", senior_ranks,
                      " ranks and the junior on the first ", junior_ranks, ", so the server needs ",
-                     std::max(senior_ranks, junior_ranks), " ranks and has ", world_size));
+                     std::max(senior_ranks, junior_ranks), " ranks, but it has ", world_size));
   }
   TANDEM_RETURN_IF_ERROR(
       CheckShards(senior, senior_ranks, kSize, layout.enable_expert_parallel, kExperts));

@@ -42,10 +42,10 @@ TEST(RankLayoutTest, WhatCannotBeIsRefusedWithTheNumbers) {
   expect({.tensor_parallel_size = 2}, 3,
          "senior.tensor_parallel_size: the senior is on the first 2 ranks and the junior on the "
          "first 1, "
-         "so the server needs 2 ranks and has 3");
+         "so the server needs 2 ranks, but it has 3");
   expect({.junior_tensor_parallel_size = 2}, 1,
          "junior.tensor_parallel_size: the senior is on the first 1 ranks and the junior on the "
-         "first 2, so the server needs 2 ranks and has 1");
+         "first 2, so the server needs 2 ranks, but it has 1");
   expect({.tensor_parallel_size = 0}, 1, "senior.tensor_parallel_size: must be at least 1, got 0");
   expect(
       {.tensor_parallel_size = 8}, 8,

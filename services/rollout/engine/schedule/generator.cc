@@ -238,7 +238,7 @@ absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
   TANDEM_RETURN_IF_ERROR(
       runner(lane).Run({.copies = plan.copies, .sequences = inputs_, .rows = rows_}, results_));
   if (results_.size() == rows_.size()) return absl::OkStatus();
-  return absl::InternalError("a pass has another number of rows than was asked for");
+  return absl::InternalError("a pass returned a different number of rows than requested");
 }
 
 absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const DecodeInput& input,
@@ -336,7 +336,7 @@ absl::Status Generator::DraftWithHeads() {
   const int64_t count = std::ranges::max(head_drafts_, {}, &HeadDrafts::count).count;
   TANDEM_RETURN_IF_ERROR(runner(Author::kSenior).Draft(draft_requests_, count, proposed_));
   if (std::ssize(proposed_) != std::ssize(draft_requests_) * count) {
-    return absl::InternalError("heads gave another number of drafts than was asked for");
+    return absl::InternalError("the heads gave a different number of drafts than requested");
   }
   auto first = proposed_.begin();
   for (const HeadDrafts& one : head_drafts_) {

@@ -55,19 +55,20 @@ absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimi
 absl::Status CheckRouting(const PromptRequest& request, const RequestLimits& limits) {
   const std::string field = "return_routed_experts";
   if (limits.routing_bytes_per_token == 0) {
-    return InvalidField(field, "needs a mixture of experts; the senior has none");
+    return InvalidField(field, "needs a mixture of experts, but the senior has no experts");
   }
   if (limits.senior_has_window) {
     return FieldError(absl::StatusCode::kUnimplemented, field,
-                      "a senior with sliding windows gives back the blocks that hold the record");
+                      "is not supported for a senior with sliding windows, which frees the blocks "
+                      "that hold the record");
   }
   const int64_t tokens =
       static_cast<int64_t>(request.prompt_token_ids.size()) + LongestResponse(request, limits) - 1;
   if (tokens * limits.routing_bytes_per_token <= kMaxRoutingBytes) return absl::OkStatus();
-  return FieldError(
-      absl::StatusCode::kOutOfRange, field,
-      absl::StrCat(limits.routing_bytes_per_token, " bytes for each of ", tokens,
-                   " tokens (prompt and sampling.max_tokens), in all at most ", kMaxRoutingBytes));
+  return FieldError(absl::StatusCode::kOutOfRange, field,
+                    absl::StrCat(limits.routing_bytes_per_token, " bytes for each of ", tokens,
+                                 " tokens (prompt and sampling.max_tokens); at most in total: ",
+                                 kMaxRoutingBytes));
 }
 
 const VisionConfig* VisionOf(size_t lane, const RequestLimits& limits) {
@@ -81,15 +82,17 @@ absl::Status CheckJuniorTakes(absl::Span<const VisionReference> references,
   if (references.empty() || senior == nullptr) return absl::OkStatus();
   const auto refused = [](absl::string_view why) {
     return WithReason(
-        FieldError(absl::StatusCode::kFailedPrecondition, "vision_inputs",
-                   absl::StrCat(why,
-                                ": images need tandem.enabled false, no drafts of the junior, "
-                                "and no scores under it")),
+        FieldError(
+            absl::StatusCode::kFailedPrecondition, "vision_inputs",
+            absl::StrCat(
+                why,
+                ": images need tandem.enabled false, and neither drafts nor scores of the junior")),
         reason::kNoImages);
   };
   if (junior == nullptr) return refused("the junior takes no images");
   if (TakesSamePixels(*senior, *junior)) return absl::OkStatus();
-  return refused("the junior reads other patches, or other tokens for them, than the senior");
+  return refused(
+      "the junior's patches, or the tokens that stand for them, differ from the senior's");
 }
 
 // Describes the limit: a model's own may be below the setting.
@@ -130,9 +133,10 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   const auto length = static_cast<int64_t>(request.prompt_token_ids.size());
   if (length == 0) return InvalidField("prompt_token_ids", "must not be empty");
   if (const LengthLimit limit = LimitOf(request, limits); length >= limit.tokens) {
-    return FieldError(absl::StatusCode::kOutOfRange, "prompt_token_ids",
-                      absl::StrCat(length, " tokens leave no room for a response: in all at most ",
-                                   InWords(limit)));
+    return FieldError(
+        absl::StatusCode::kOutOfRange, "prompt_token_ids",
+        absl::StrCat(length,
+                     " tokens leave no room for a response; at most in total: ", InWords(limit)));
   }
   TANDEM_RETURN_IF_ERROR(
       CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
@@ -140,7 +144,7 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
       PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.num_token_ids)));
   if (!request.sampling.stop.empty() && !limits.has_vocabulary) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "sampling.stop",
-                      "this server cannot find texts: senior.model has no tokenizer.json");
+                      "this server cannot search for texts: senior.model has no tokenizer.json");
   }
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("tandem", tandem::Validate(request.tandem, limits.num_token_ids)));
@@ -164,7 +168,7 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
 
 absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits) {
   if (!request.senior && !request.junior) {
-    return InvalidField("senior", "neither senior nor junior is asked for");
+    return InvalidField("senior", "neither senior nor junior is requested");
   }
   if (request.sequences.empty()) return InvalidField("sequences", "must not be empty");
   if (request.junior && !limits.has_junior) {

@@ -229,7 +229,7 @@ void Scorer::OnSeniorUpdated(const WeightsVersion& weights) {
     if (++job.restarts <= kMaxRestarts) continue;
     End(jobs_.begin() + i,
         WithReason(absl::AbortedError(absl::StrCat("the weights changed ", job.restarts,
-                                                   " times while the sequences were scored")),
+                                                   " times while the sequences were being scored")),
                    reason::kWeightsChanged));
   }
 }
