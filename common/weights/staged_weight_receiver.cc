@@ -367,7 +367,7 @@ void StagedWeightReceiver::DropAbandoned(SteadyTime now) {
   const std::lock_guard lock(mutex_);
   if (open_ == nullptr || open_->committing || now - open_->last_call < kAbandonedAfter) return;
   Log(LogLevel::kWarning, "weight_update_dropped",
-      {{"update_id", open_->id}, {"reason", "its sender does not call any more"}});
+      {{"update_id", open_->id}, {"reason", "its sender no longer calls"}});
   update = std::move(open_);
 }
 

@@ -112,7 +112,7 @@ class Engine {
   virtual bool unsaved() const = 0;
   virtual absl::Status LoadCheckpoint(const CallScope& call, const LoadRequest& request) = 0;
   // Loads the model's files again: version 0, a new optimizer and an empty table of steps.
-  // FAILED_PRECONDITION ("base_model") if the files have changed since the start.
+  // FAILED_PRECONDITION ("base_model") if the files have changed since the server started.
   virtual absl::Status LoadBaseModel(const CallScope& call) = 0;
   virtual absl::Status ExportModel(const CallScope& call, const ConfinedPath& path,
                                    DType dtype) = 0;

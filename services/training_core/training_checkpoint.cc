@@ -71,7 +71,7 @@ absl::StatusOr<SourceParameters> ReadWeights(const std::string& path,
                           SafetensorsDirectory::Open(path));
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config().model_type));
   const auto fail = [&](absl::string_view why) {
-    return InvalidField("path", absl::StrCat(path, " holds another model: ", why));
+    return InvalidField("path", absl::StrCat(path, " holds a different model: ", why));
   };
   std::vector<const TensorView*> tensors;
   for (const TensorView& tensor : opened->tensors()) tensors.push_back(&tensor);
@@ -88,7 +88,7 @@ absl::StatusOr<SourceParameters> ReadWeights(const std::string& path,
     const auto found = by_name.extract(name);
     if (found.empty() || found.mapped()->shape != parameter.spec.shape ||
         !c10::isFloatingType(ToScalarType(found.mapped()->dtype))) {
-      return fail(absl::StrCat("tensor '", name, "' is missing or has another shape or type"));
+      return fail(absl::StrCat("tensor '", name, "' is missing or has a different shape or type"));
     }
     weights.tensors.emplace_back(name, AliasAsAten(*found.mapped()));
     const at::Tensor part = strategy.PartOf(weights.tensors.back().second, parameter);

@@ -42,8 +42,9 @@ absl::Status CheckVocabulary(const std::string& path, const std::string& ours) {
   if (ours.empty() || absl::IsNotFound(vocabulary.status())) return absl::OkStatus();
   if (!vocabulary.ok()) return PrependFieldPath("path", vocabulary.status());
   if (vocabulary->Digest() == ours) return absl::OkStatus();
-  return InvalidField("path", absl::StrCat(path, " holds another model: its tokenizer.json has ",
-                                           "another vocabulary"));
+  return InvalidField("path",
+                      absl::StrCat(path, " holds a different model: its tokenizer.json has ",
+                                   "a different vocabulary"));
 }
 
 // Refuses losses of routers for a model that has none.
@@ -54,7 +55,7 @@ absl::Status CheckRouterLosses(const RouterLossCoefficients& coefficients,
        {std::pair{"router_aux_loss_coef", coefficients.load_balancing},
         std::pair{"router_z_loss_coef", coefficients.z}}) {
     if (coefficient == 0) continue;
-    return InvalidField(field, "needs a mixture of experts; no layer of the model has experts");
+    return InvalidField(field, "needs a mixture of experts, but no layer of the model has experts");
   }
   return absl::OkStatus();
 }
@@ -340,9 +341,9 @@ absl::Status TrainingCore::MakeUpdates(const StepIdentity& identity,
       left_out = std::move(status);
     } else if (!status.ok()) {
       if (done.applied > 0 && broken_.ok()) {
-        broken_ = absl::DataLossError(
-            absl::StrCat("a step broke off after ", done.applied, " of its ", updates.size(),
-                         " updates: load a checkpoint (", status.message(), ")"));
+        broken_ = absl::DataLossError(absl::StrCat("a step failed after ", done.applied, " of its ",
+                                                   updates.size(), " updates: load a checkpoint (",
+                                                   status.message(), ")"));
       }
       return broken_.ok() ? status : broken_;
     }
@@ -376,7 +377,7 @@ absl::Status TrainingCore::ApplyUpdate(Updates& updates) {
   const auto optimizer = CatchTorchErrors("update", [&] { return strategy_->OptimizerStep(); });
   if (absl::IsDataLoss(optimizer.status())) {
     broken_ = absl::DataLossError(
-        absl::StrCat("an update broke off and left weights of no use: load a checkpoint (",
+        absl::StrCat("an update failed half-way and left unusable weights: load a checkpoint (",
                      optimizer.status().message(), ")"));
     return broken_;
   }
@@ -406,13 +407,12 @@ absl::Status TrainingCore::ApplyCompanionUpdate(Updates& updates) {
 
 absl::Status TrainingCore::UpdateCompanion() {
   if (companion_ == nullptr) return absl::OkStatus();
-  const absl::Status status =
-      RunAndAgree("update beside the model", [&] { return companion_->Update(); });
+  const absl::Status status = RunAndAgree("companion update", [&] { return companion_->Update(); });
   if (!status.ok()) {
     // The model has an update that its companion lacks, or has in part.
     companion_intact_ = false;
     broken_ = absl::DataLossError(absl::StrCat(
-        "an update beside the model broke off: load a checkpoint (", status.message(), ")"));
+        "an update of the speculator failed half-way: load a checkpoint (", status.message(), ")"));
   }
   return broken_;
 }
@@ -614,9 +614,9 @@ absl::Status TrainingCore::ReadCheckpoint(const LoadRequest& request) {
 }
 
 absl::Status TrainingCore::ReadBaseModel() {
-  const absl::Status changed =
-      FieldError(absl::StatusCode::kFailedPrecondition, "base_model",
-                 absl::StrCat("the weights in ", options_.model, " have changed since the start"));
+  const absl::Status changed = FieldError(
+      absl::StatusCode::kFailedPrecondition, "base_model",
+      absl::StrCat("the weights in ", options_.model, " have changed since the server started"));
   SourceParameters base;
   TANDEM_RETURN_IF_ERROR(RunAndAgree("base model", [&]() -> absl::Status {
     absl::StatusOr<SourceParameters> read = model().ReadSource();
@@ -641,11 +641,11 @@ absl::Status TrainingCore::Replace(absl::string_view source,
   TANDEM_RETURN_IF_ERROR(load_optimizer());
   // The optimizer has its new state, which does not fit the old weights.
   broken_ = absl::DataLossError(
-      absl::StrCat("loading ", source, " broke off: load a checkpoint before anything else"));
+      absl::StrCat("loading ", source, " failed half-way: load a checkpoint before anything else"));
   TANDEM_RETURN_IF_ERROR(strategy_->LoadParameters(weights));
   if (companion_ != nullptr) {
     companion_intact_ = false;
-    TANDEM_RETURN_IF_ERROR(RunAndAgree("weights beside the model", [&] {
+    TANDEM_RETURN_IF_ERROR(RunAndAgree("companion weights", [&] {
       companion_->Adopt();
       return absl::OkStatus();
     }));

@@ -27,7 +27,7 @@ class UploadCall final : public ClientStreamHandler<UploadBlobRequest, UploadBlo
 
   absl::Status OnMessage(const UploadBlobRequest& message) override {
     if (message.has_header()) {
-      if (upload_ != nullptr) return InvalidField("header", "came twice");
+      if (upload_ != nullptr) return InvalidField("header", "was sent twice");
       auto upload = store_.Begin(message.header().digest(), message.header().total_bytes());
       if (!upload.ok()) return PrependFieldPath("header", upload.status());
       upload_ = *std::move(upload);

@@ -53,7 +53,7 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
 
   absl::Status OnMessage(const Request& message) final {
     if (message.has_header()) {
-      if (has_header_) return InvalidField("header", "came twice");
+      if (has_header_) return InvalidField("header", "was sent twice");
       absl::StatusOr<int64_t> announced = OnHeader(message.header());
       if (!announced.ok()) return PrependFieldPath("header", announced.status());
       num_samples_ = *announced;
@@ -62,8 +62,9 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
     }
     if (!has_header_) return InvalidField("header", "must be the first message");
     if (received_ == num_samples_) {
-      return InvalidField("header.num_samples",
-                          absl::StrCat(num_samples_, " samples were announced, more came"));
+      return InvalidField(
+          "header.num_samples",
+          absl::StrCat(num_samples_, " samples were announced, but more were sent"));
     }
     const absl::StatusOr<bool> whole = Keep(message);
     if (!whole.ok()) {
@@ -78,7 +79,7 @@ class TrainStepStream : public ClientStreamHandler<Request, Response> {
     if (received_ != num_samples_) {
       return InvalidField(
           "header.num_samples",
-          absl::StrCat(num_samples_, " samples were announced, only ", received_, " came"));
+          absl::StrCat(num_samples_, " samples were announced, but only ", received_, " arrived"));
     }
     return OnComplete(digest_.Hex(), context);
   }

@@ -51,7 +51,7 @@ absl::Status CheckTakesImages(absl::string_view field, const Model& frozen,
     return absl::OkStatus();
   }
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, field,
-                               "does not read images as the model in training does"),
+                               "does not read images in the same way as the model in training"),
                     reason::kNoImages);
 }
 

@@ -38,7 +38,7 @@ absl::StatusOr<NamedTensors> ReadMoments(const std::string& directory) {
   const std::string file = OptimizerFile(directory);
   auto opened = SafetensorsFile::Open(file);
   if (absl::IsNotFound(opened.status())) {
-    return absl::DataLossError(absl::StrCat(file, ": is missing beside the speculator"));
+    return absl::DataLossError(absl::StrCat(file, ": is missing next to the speculator"));
   }
   TANDEM_RETURN_IF_ERROR(opened.status());
   NamedTensors moments;
@@ -216,7 +216,7 @@ absl::Status SpeculatorTrainer::ReadCheckpoint(const training::LoadRequest& requ
   auto read = adapter_->ReadCheckpoint(directory);
   if (absl::IsNotFound(read.status())) {
     Log(LogLevel::kWarning, "checkpoint_without_speculator",
-        {{"path", directory}, {"speculator", intact ? "kept" : "of the start"}});
+        {{"path", directory}, {"speculator", intact ? "kept" : "initial"}});
     return intact ? absl::OkStatus() : ReadInitial();
   }
   TANDEM_RETURN_IF_ERROR(read.status());
@@ -238,8 +238,9 @@ absl::Status SpeculatorTrainer::ReadInitial() {
   auto read = adapter_->ReadInitial();
   if (!read.ok()) return PrependFieldPath("speculator", read.status());
   if (DigestOf(**read) != initial_digest_) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "speculator.path",
-                      absl::StrCat("the weights in ", path_, " have changed since the start"));
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, "speculator.path",
+        absl::StrCat("the weights in ", path_, " have changed since the server started"));
   }
   staged_.values = *std::move(read);
   return absl::OkStatus();

@@ -36,7 +36,7 @@ absl::StatusOr<std::unique_ptr<Model>> LoadSharingVocabulary(const std::string& 
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Model> loaded, Model::Load(path, load));
   if (loaded->num_token_ids() != model.num_token_ids()) {
     return WithReason(absl::FailedPreconditionError(absl::StrCat("has ", loaded->num_token_ids(),
-                                                                 " token ids, and the model has ",
+                                                                 " token ids, but the model has ",
                                                                  model.num_token_ids())),
                       reason::kVocabularyMismatch);
   }

@@ -112,12 +112,12 @@ absl::Status CheckMask(const Trajectory& trajectory) {
 absl::Status CheckRoutedExperts(const Trajectory& trajectory, const RoutingCache& routing) {
   const TokenExperts& experts = trajectory.routed_experts;
   if (experts.empty()) {
-    return InvalidField("routed_experts", "is missing, and routing_replay needs it");
+    return InvalidField("routed_experts", "is missing, but routing_replay needs it");
   }
   if (experts.layers != routing.layers || experts.experts_per_token != routing.experts_per_token) {
     return InvalidField("routed_experts",
                         absl::StrCat("holds ", experts.experts_per_token, " experts in ",
-                                     experts.layers, " layers of a token, and the model takes ",
+                                     experts.layers, " layers per token, but the model takes ",
                                      routing.experts_per_token, " in ", routing.layers));
   }
   const size_t tokens =
@@ -269,7 +269,7 @@ absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limit
       PrependFieldPath("policy", CheckObjective(batch.objective, limits.support)));
   if (batch.objective.routing_replay && limits.routing.layers == 0) {
     return InvalidField("policy.routing_replay",
-                        "needs a mixture of experts; no layer of the model has experts");
+                        "needs a mixture of experts, but no layer of the model has experts");
   }
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
   for (size_t i = 0; i < batch.samples.size(); ++i) {

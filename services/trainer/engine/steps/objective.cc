@@ -24,7 +24,7 @@ absl::Status CheckRewardKl(const PolicyObjective& objective) {
   }
   if (objective.advantage_estimator == AdvantageEstimator::kProvided) {
     return InvalidField("kl_placement",
-                        "must be LOSS with PROVIDED advantages, which see no reward");
+                        "must be LOSS with PROVIDED advantages, which do not use the reward");
   }
   return absl::OkStatus();
 }
@@ -35,7 +35,7 @@ absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSup
   if (support.frozen) {
     return WithReason(
         absl::FailedPreconditionError(
-            "the trainer takes supervised steps alone: speculator.freeze_base_model is set"),
+            "the trainer takes only supervised steps: speculator.freeze_base_model is set"),
         reason::kBaseModelFrozen);
   }
   TANDEM_RETURN_IF_ERROR(loss::CheckPolicyLossOptions(objective.loss));
@@ -65,17 +65,17 @@ absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSup
                         "junior_token_loss_weight 0");
   }
   if (objective.advantage_estimator == AdvantageEstimator::kGae && !support.critic) {
-    return Lacks("advantage_estimator", "GAE needs a critic, and none is configured",
+    return Lacks("advantage_estimator", "GAE needs a critic, but none is configured",
                  reason::kNoCritic);
   }
   if (HasReferenceKl(objective) && objective.reference_logprobs == ReferenceLogprobs::kModel &&
       !support.reference) {
-    return Lacks("kl_coefficient", "the KL needs a reference model, and none is configured",
+    return Lacks("kl_coefficient", "the KL needs a reference model, but none is configured",
                  reason::kNoReferenceModel);
   }
   if (objective.junior_kl_coefficient > 0 &&
       objective.junior_kl_kind != TeacherDirection::kForwardSampled && !support.junior) {
-    return Lacks("junior_kl_kind", "needs the junior in the trainer, and none is configured",
+    return Lacks("junior_kl_kind", "needs the junior in the trainer, but none is configured",
                  reason::kNoJuniorModel);
   }
   return absl::OkStatus();

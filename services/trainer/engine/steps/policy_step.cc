@@ -16,8 +16,8 @@ namespace tandem::trainer {
 namespace {
 
 constexpr char kRejectedSkipReason[] =
-    "every token with a weight was rejected: old_logprobs and behaviour are too far apart for "
-    "rejection_upper and rejection_lower";
+    "every token with a weight was rejected: old_logprobs and the behaviour policy are too far "
+    "apart for rejection_upper and rejection_lower";
 
 constexpr char kStaleSkipReason[] =
     "every sample is older than max_staleness allows, and stale_samples drops those";
