@@ -26,7 +26,7 @@ absl::Status CheckReplaceable(const fs::path& target, const std::string& kind) {
   const absl::StatusOr<Manifest> manifest = ReadManifest(target);
   if (manifest.ok() && manifest->identity.kind == kind) return absl::OkStatus();
   return FieldError(absl::StatusCode::kAlreadyExists, "name",
-                    absl::StrCat(target.string(), " is there and is no checkpoint of a ", kind));
+                    absl::StrCat(target.string(), " exists and is not a checkpoint of a ", kind));
 }
 
 // FAILED_PRECONDITION if `directory` is a path of `in_use`, or holds one.
@@ -38,7 +38,8 @@ absl::Status CheckNotInUse(const std::string& directory, const std::vector<std::
     const fs::path inner = fs::weakly_canonical(path, ignored);
     if (std::mismatch(outer.begin(), outer.end(), inner.begin(), inner.end()).first ==
         outer.end()) {
-      return absl::FailedPreconditionError(absl::StrCat(directory, " stays: ", path, " is in use"));
+      return absl::FailedPreconditionError(
+          absl::StrCat("keeping ", directory, ": ", path, " is in use"));
     }
   }
   return absl::OkStatus();

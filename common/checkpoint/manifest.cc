@@ -114,15 +114,15 @@ absl::StatusOr<Manifest> ReadManifest(const fs::path& directory) {
   }
   const json version = document.value("version", json());
   if (version != kFormatVersion && version != kFormatVersionWithFolders) {
-    return broken("is of a version that this build does not read");
+    return broken("has a version that this build does not support");
   }
   if (!document.value("kind", json()).is_string() ||
       !document.value("step", json()).is_number_integer()) {
-    return broken("does not say what it is a checkpoint of");
+    return broken("does not name the kind of its checkpoint");
   }
   for (const char* text_field : {"name", "run_id"}) {
     if (!document.value(text_field, json("")).is_string()) {
-      return broken("does not say what it is a checkpoint of");
+      return broken("does not name the kind of its checkpoint");
     }
   }
   Manifest manifest{.name = document.value("name", ""),
@@ -169,7 +169,7 @@ absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const std::stri
           absl::StrCat(shown, " is neither a plain file nor a folder of plain files"));
     } else if (!by_name.contains(entry_name)) {
       return absl::InternalError(
-          absl::StrCat(shown, " belongs to no rank: another process has put it there"));
+          absl::StrCat(shown, " does not belong to any rank: another process put it there"));
     } else if (static_cast<int64_t>(entry.file_size()) == by_name[entry_name]->bytes) {
       missing.erase(entry_name);
     }
@@ -177,7 +177,7 @@ absl::StatusOr<int64_t> WriteManifest(const fs::path& directory, const std::stri
   if (!missing.empty()) {
     return absl::DataLossError(
         absl::StrCat((directory / *missing.begin()).string(),
-                     " is not here, or not whole, though a rank has written it: every rank must ",
+                     " is missing or incomplete, although a rank has written it: all ranks must ",
                      "see the same directory"));
   }
   json files = json::array();
@@ -232,12 +232,12 @@ absl::Status VerifyFiles(const fs::path& directory, const Manifest& manifest, in
 
 absl::Status CheckOwned(const fs::path& directory, const std::string& name) {
   const auto refuse = [&](absl::StatusCode code, absl::string_view why) {
-    return FieldError(code, "name", absl::StrCat(directory.string(), " is there and ", why));
+    return FieldError(code, "name", absl::StrCat(directory.string(), " exists and ", why));
   };
   std::error_code ignored;
   const absl::StatusOr<Manifest> manifest = ReadManifest(directory);
   if (fs::is_symlink(SystemPath(directory.string()), ignored) || !manifest.ok()) {
-    return refuse(absl::StatusCode::kAlreadyExists, "is no checkpoint");
+    return refuse(absl::StatusCode::kAlreadyExists, "is not a checkpoint");
   }
   if (manifest->name != name || name.empty()) {
     return refuse(
@@ -245,8 +245,10 @@ absl::Status CheckOwned(const fs::path& directory, const std::string& name) {
         absl::StrCat("is a copy: its manifest names the checkpoint '", manifest->name, "'"));
   }
   if (const auto foreign = ForeignFile(directory, *manifest)) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "name",
-                      absl::StrCat(*foreign, " does not belong to the checkpoint, which stays"));
+    return FieldError(
+        absl::StatusCode::kFailedPrecondition, "name",
+        absl::StrCat(*foreign,
+                     " does not belong to the checkpoint, which is therefore not removed"));
   }
   return absl::OkStatus();
 }

@@ -38,7 +38,7 @@ absl::Status ReplaceInTwoSteps(const std::string& from, const std::string& to) {
   std::error_code ignored;
   if (fs::exists(fs::symlink_status(SystemPath(aside), ignored))) {
     return absl::AlreadyExistsError(
-        absl::StrCat(aside, " is in the way: the checkpoint that is replaced would move there"));
+        absl::StrCat(aside, " is in the way: the replaced checkpoint would be moved there"));
   }
   TANDEM_RETURN_IF_ERROR(RenameDurably(to, aside));
   if (absl::Status moved = RenameDurably(from, to); !moved.ok()) {

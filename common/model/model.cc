@@ -38,7 +38,7 @@ absl::Status CheckExpertShards(const Family& family, const ModelConfig& config,
     return InvalidField(field, absl::StrCat("is shard ", experts.index, " of ", experts.count));
   }
   if (experts.whole) {
-    if (options.requires_grad) return InvalidField(field, "whole experts do not train");
+    if (options.requires_grad) return InvalidField(field, "whole experts cannot be trained");
     if (experts.count == options.placement.shard_count &&
         experts.index == options.placement.shard_index) {
       return absl::OkStatus();
@@ -79,12 +79,14 @@ absl::Status CheckWeightFormat(const LoadOptions& options) {
     return InvalidField("placement.weight_format", absl::StrCat("packed weights ", what));
   };
   if (placement.weight_format == kernels::WeightFormat::kDense) return absl::OkStatus();
-  if (options.requires_grad) return fail("do not train");
+  if (options.requires_grad) return fail("cannot be trained");
   if (options.without_memory) return fail("cannot be gathered block by block");
   if (!placement.device.is_cpu() || placement.dtype != at::kFloat) {
-    return fail("are multiplied on the CPU in float32 alone");
+    return fail("are only multiplied on the CPU, in float32");
   }
-  if (!ops::PackedWeight::IsSupported()) return fail("need the own kernels: kernels is aten");
+  if (!ops::PackedWeight::IsSupported()) {
+    return fail("need the CPU's own kernels, but kernels is aten");
+  }
   return absl::OkStatus();
 }
 
@@ -99,10 +101,10 @@ absl::Status CheckWeightDtype(const LoadOptions& options) {
     return fail("packed weights have the type of their format");
   }
   if (!placement.device.is_cpu() || placement.dtype != at::kFloat) {
-    return fail("rounded weights are multiplied on the CPU in float32 alone");
+    return fail("rounded weights are only multiplied on the CPU, in float32");
   }
   if (!options.requires_grad && options.without_memory) {
-    return fail("a model that only infers rounds values that it holds whole");
+    return fail("an inference-only model rounds only values that it holds whole");
   }
   return absl::OkStatus();
 }
@@ -110,7 +112,7 @@ absl::Status CheckWeightDtype(const LoadOptions& options) {
 absl::Status CheckFreezeAll(const LoadOptions& options) {
   if (!options.requires_grad) return InvalidField("freeze_all", "needs requires_grad");
   if (options.freeze.empty()) return absl::OkStatus();
-  return InvalidField("freeze", "has no meaning where every parameter is frozen");
+  return InvalidField("freeze", "has no effect where every parameter is frozen");
 }
 
 }  // namespace
@@ -149,7 +151,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   } else if (options.requires_grad) {
     TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, options.freeze));
   } else if (!options.freeze.empty()) {
-    return InvalidField("freeze", "has no meaning for a model that does not train");
+    return InvalidField("freeze", "has no effect on a model that is not trained");
   }
   TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
                                                                 options.without_memory));
@@ -386,7 +388,7 @@ std::vector<LayerCache> Model::CacheLayout() const {
 
 NamedTensors Model::Parameters() const {
   TORCH_CHECK(placement_.weight_format == kernels::WeightFormat::kDense,
-              "the matrices of a packed model are no tensors");
+              "packed matrices are not available as tensors");
   NamedTensors tensors;
   for (const auto& parameter : store_->parameters()) {
     if (parameter.value.defined()) tensors.emplace_back(parameter.spec.name, parameter.value);

@@ -22,7 +22,7 @@ constexpr int64_t kMaxSteps = int64_t{1} << 53;
 const char* Fault(const std::string& name, const at::Tensor& tensor) {
   if (name == kOptimizerSteps) {
     const auto steps = tensor.item<int64_t>();
-    return steps < 0 || steps > kMaxSteps ? "is no number of steps" : nullptr;
+    return steps < 0 || steps > kMaxSteps ? "is not a valid number of steps" : nullptr;
   }
   if (!at::isfinite(tensor).all().item<bool>()) return "holds a number that is not finite";
   const bool negative = absl::EndsWith(name, kSecondMoment) && tensor.lt(0).any().item<bool>();

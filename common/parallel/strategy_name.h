@@ -21,8 +21,8 @@ inline absl::Status CheckStrategyName(absl::string_view name) {
 // INVALID_ARGUMENT, naming "strategy.name", for strategy "single" with several ranks.
 inline absl::Status CheckSingleRank(int64_t ranks) {
   if (ranks == 1) return absl::OkStatus();
-  return InvalidField("strategy.name", absl::StrCat("single is for one rank, and the server has ",
-                                                    ranks, ": zero and megatron are for several"));
+  return InvalidField("strategy.name", absl::StrCat("single is for one rank, but the server has ",
+                                                    ranks, ": use zero or megatron"));
 }
 
 }  // namespace tandem

@@ -14,8 +14,8 @@ void CommandTable::AddBytes(const std::string& name, ExecuteBytes execute) {
 absl::Status CommandTable::Run(const RankCommand& command) const {
   const auto found = commands_.find(command.name);
   if (found == commands_.end()) {
-    return absl::InternalError(
-        absl::StrCat("'", command.name, "': rank 0 announced a command that this rank lacks"));
+    return absl::InternalError(absl::StrCat(
+        "'", command.name, "': rank 0 announced a command that this rank does not have"));
   }
   absl::Status status = found->second(command);
   if (status.ok()) return status;

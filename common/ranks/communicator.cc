@@ -51,8 +51,8 @@ at::ScalarType SumType(absl::string_view what, at::ScalarType type) {
 std::vector<at::Tensor> RowRanges(absl::string_view what, const at::Tensor& tensor,
                                   const std::vector<int64_t>& counts) {
   const int64_t rows = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == rows, what, ": ", tensor.sizes(), " has not ",
-              rows, " rows");
+  TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == rows, what, ": ", tensor.sizes(),
+              " does not have ", rows, " rows");
   return at::split_with_sizes(tensor, counts, 0);
 }
 

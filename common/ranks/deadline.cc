@@ -21,8 +21,8 @@ absl::Status RunUntil(SteadyTime deadline, absl::string_view what,
   if (result.wait_for(left) != std::future_status::ready) {
     thread.detach();
     return absl::DeadlineExceededError(
-        "a process accepted the connection and did not answer in time: it is stopped, or it is "
-        "another program that listens there");
+        "a process accepted the connection but did not answer in time: it may be suspended, or "
+        "another program may be listening there");
   }
   thread.join();
   return result.get();

@@ -81,7 +81,7 @@ TEST(CommandTableTest, AnUnknownCommandOrRequestIsAnError) {
             absl::DataLossError("'step': lost"));
   const absl::Status unknown = commands.Run({.name = "stop", .request_id = "", .request = ""});
   EXPECT_EQ(unknown.code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(unknown.message(), "'stop': rank 0 announced a command that this rank lacks");
+  EXPECT_EQ(unknown.message(), "'stop': rank 0 announced a command that this rank does not have");
   const absl::Status short_request =
       commands.Run({.name = "step", .request_id = "", .request = "x"});
   EXPECT_FALSE(short_request.ok());

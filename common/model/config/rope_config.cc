@@ -123,7 +123,7 @@ absl::Status ReadRopeScaling(const ConfigFields& fields, const RopeModel& model,
                              std::optional<double> original_length, RopeConfig& rope) {
   for (const char* layer_type : {kFullAttention, kSlidingAttention}) {
     if (fields.Find(layer_type) != nullptr) {
-      return fields.NotSupported(layer_type, "a rotation for one type of layers");
+      return fields.NotSupported(layer_type, "a separate rotation for one layer type");
     }
   }
   TANDEM_RETURN_IF_ERROR(ReadPartialRotary(fields, model, rope));
@@ -170,7 +170,7 @@ absl::Status ReadLayerRope(const ConfigFields& object, const RopeModel& model, R
   // `transformers` looks for this key of YaRN beside the layers' objects alone.
   if (const json* const truncate = object.Find("truncate");
       truncate != nullptr && *truncate != true) {
-    return object.NotSupported("truncate", "another value than true for one type of layers");
+    return object.NotSupported("truncate", "a value other than true for one layer type");
   }
   return ReadRopeObject(object, model, /*original_length=*/{}, rope);
 }
@@ -217,7 +217,7 @@ absl::StatusOr<LayerRopes> ReadLayerRopes(const ConfigFields& fields, RopeModel 
   if (by_type.has_value()) {
     for (const auto& [key, value] : by_type->object().items()) {
       if (key == kFullAttention || key == kSlidingAttention) continue;
-      return by_type->NotSupported(key, "one rotation for all types of layers");
+      return by_type->NotSupported(key, "a single rotation for all layer types");
     }
   }
   TANDEM_ASSIGN_OR_RETURN(const json sliding, LayerObject(by_type, kSlidingAttention));

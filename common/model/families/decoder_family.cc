@@ -181,7 +181,8 @@ absl::Status DecoderFamily::ReadConfig(const ConfigFields& all, ModelConfig& con
   if (!config.rope.mrope_section.empty() && !config.decoder.mrope) {
     return fields.NotSupported(
         "rope_parameters.mrope_section",
-        absl::StrCat("a rotation by three positions in a model of type ", config.model_type));
+        absl::StrCat("a rotation by three positions (M-RoPE) in a model of type ",
+                     config.model_type));
   }
   return absl::OkStatus();
 }
@@ -344,7 +345,7 @@ absl::Status DecoderFamily::CheckExpertShards(const ModelConfig& config, int64_t
                                               absl::string_view field) const {
   if (shard_count == 1) return absl::OkStatus();
   if (NumExpertLayers(config) == 0) {
-    return InvalidField(field, absl::StrCat(shard_count, " ranks would divide the experts of a ",
+    return InvalidField(field, absl::StrCat(shard_count, " ranks cannot divide the experts of a ",
                                             config.model_type, " model, which has none"));
   }
   const int64_t num_experts = config.decoder.experts.routing.num_experts;

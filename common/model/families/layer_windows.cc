@@ -86,7 +86,7 @@ absl::StatusOr<LayerWindows> UnlessLayerTypesDiffer(const ConfigFields& fields, 
   TANDEM_RETURN_IF_ERROR(CheckNumLayers(fields, *sliding, num_layers));
   for (int64_t i = 0; i < num_layers; ++i) {
     if ((*sliding)[static_cast<size_t>(i)] == (windows.OfLayer(i) != kNoWindow)) continue;
-    return fields.NotSupported("layer_types", "a window in some layers alone");
+    return fields.NotSupported("layer_types", "a window in only some of the layers");
   }
   return windows;
 }

@@ -147,7 +147,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
   if (options.head == HeadKind::kValue && config.tie_word_embeddings &&
       files.value_head.weight == nullptr && !options.untie_embeddings) {
     return InvalidField("untie_embeddings",
-                        absl::StrCat("is false, and the base model in ", directory,
+                        absl::StrCat("is false, but the base model in ", directory,
                                      " ties its head to the embeddings: true keeps the embeddings "
                                      "and gives it a new head"));
   }

@@ -113,9 +113,9 @@ absl::Status Model::VisitKeptTensors(const std::set<std::string>& wanted,
     const auto found = by_name.find(spec.name);
     const TensorView* const view = found == by_name.end() ? nullptr : found->second;
     if (view == nullptr || view->dtype != spec.dtype || view->shape != spec.shape) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(source_directory_, ": tensor '", spec.name,
-                       "' is not what it was when the model was loaded: an export keeps it"));
+      return absl::FailedPreconditionError(absl::StrCat(
+          source_directory_, ": tensor '", spec.name,
+          "' has changed since the model was loaded, and an export must contain it unchanged"));
     }
     TANDEM_RETURN_IF_ERROR(visit(spec.name, AliasAsAten(*view)));
   }
@@ -129,7 +129,7 @@ absl::Status Model::Save(const std::string& directory, DType dtype) const {
   const auto& buffers = BlockBuffers();
   if (!IsWhole() || !std::all_of(buffers.begin(), buffers.end(), HasMemory)) {
     return absl::UnimplementedError(
-        "a model of which this process holds only some blocks or shards cannot be saved");
+        "a model cannot be saved by a process that holds only some of its blocks or shards");
   }
   return Save(directory, dtype, SourceOf(Parameters()));
 }
@@ -207,8 +207,8 @@ absl::Status Model::SaveCompanionFiles(const std::string& directory, const Expor
     if (name == kTokenizerFile && num_token_ids_ < config_.vocab_size &&
         !fs::exists(source, error)) {
       return absl::FailedPreconditionError(absl::StrCat(
-          source.string(), " is gone: it says which ", num_token_ids_, " of the ",
-          config_.vocab_size, " rows of the vocabulary have a token, and belongs to every copy"));
+          source.string(), " is missing: it says which ", num_token_ids_, " of the ",
+          config_.vocab_size, " rows of the vocabulary have a token, and every copy needs it"));
     }
     if (source_directory_.empty() || !fs::exists(source, error) ||
         fs::equivalent(source.parent_path(), SystemPath(directory), error)) {

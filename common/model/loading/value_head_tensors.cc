@@ -38,15 +38,15 @@ absl::StatusOr<ValueHeadTensors> FindValueHead(const std::vector<const TensorVie
     if (IsOtherHead(tensor->name)) {
       return absl::UnimplementedError(
           absl::StrCat(tensor->file, ": tensor '", tensor->name,
-                       "': a value head of several layers is not supported: a critic's is one "
-                       "linear map, as score.weight"));
+                       "': a value head of several layers is not supported: a critic has a single "
+                       "linear map, such as score.weight"));
     }
     if (!IsValueHeadName(tensor->name)) continue;
     const TensorView*& place = absl::EndsWith(tensor->name, "weight") ? head.weight : head.bias;
     if (place != nullptr) {
       return absl::InvalidArgumentError(absl::StrCat(tensor->file, ": tensor '", tensor->name,
-                                                     "': a second value head beside '", place->name,
-                                                     "'"));
+                                                     "': a second value head besides '",
+                                                     place->name, "'"));
     }
     place = tensor;
   }

@@ -25,7 +25,8 @@ absl::Status CheckShape(const VisionConfig& vision, const ImageShape& image) {
                         absl::StrCat("must have sizes from 1 to ", kMaxSide, ", got ", size));
   }
   if (!image.is_video && grid.frames != 1) {
-    return InvalidField("grid", absl::StrCat("an image has one patch in time, got ", grid.frames));
+    return InvalidField(
+        "grid", absl::StrCat("an image must have exactly one patch in time, got ", grid.frames));
   }
   TANDEM_RETURN_IF_ERROR(CheckAbove("seconds_per_grid", image.seconds_per_grid, 0));
   TANDEM_RETURN_IF_ERROR(
@@ -58,7 +59,7 @@ void AddImage(const VisionConfig& vision, const ImageShape& image, ImagePosition
 
 absl::Status MissingTokens(size_t image, int64_t needed, absl::string_view why) {
   return InvalidField(absl::StrCat("vision_inputs[", image, "]"),
-                      absl::StrCat("stands for ", needed, " tokens, and ", why));
+                      absl::StrCat("stands for ", needed, " tokens, but ", why));
 }
 
 }  // namespace
@@ -84,7 +85,7 @@ absl::StatusOr<ImagePositions> FindImages(const VisionConfig& vision,
     if (i == images.size()) {
       return InvalidField("vision_inputs",
                           absl::StrCat("token ", token, " of the prompt stands for ", kind,
-                                       ", and all ", i, " images come before it"));
+                                       ", but all ", i, " images are placed before it"));
     }
     const int64_t rows = vision.Rows(images[i].grid);
     if (images[i].is_video != (id == vision.video_token_id)) {

@@ -65,7 +65,7 @@ TEST(ImagePositionsTest, WhatDoesNotFitIsRefusedByName) {
   ExpectRefused({1, kImage, kImage, kImage}, {two}, "vision_inputs",
                 "token 3 of the prompt stands for an image");
   ExpectRefused({1, kVideo, kVideo}, {two}, "vision_inputs[0]", "token 1 stands for a video");
-  ExpectRefused({1, kImage}, {}, "vision_inputs", "all 0 images come before it");
+  ExpectRefused({1, kImage}, {}, "vision_inputs", "all 0 images are placed before it");
   ExpectRefused({1}, {ImageShape{.grid = {1, 3, 4}}}, "vision_inputs[0].grid", "squares of 2 x 2");
   ExpectRefused({1}, {ImageShape{.grid = {0, 2, 4}}}, "vision_inputs[0].grid", "got 0");
   ExpectRefused({1}, {ImageShape{.grid = {1, int64_t{1} << 40, 4}}}, "vision_inputs[0].grid",

@@ -37,7 +37,7 @@ absl::StatusOr<Blob> FindPixels(const VisionConfig& vision, const VisionReferenc
   const auto found = blobs.find(reference.digest);
   if (found == blobs.end()) {
     return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "digest",
-                                 absl::StrCat("the blob ", reference.digest, " is not here")),
+                                 absl::StrCat("the blob ", reference.digest, " is missing")),
                       reason::kBlobMissing);
   }
   const VisionGrid grid = ShapeOf(reference).grid;

@@ -59,7 +59,7 @@ absl::Status CheckOutputWidth(const ConfigFields& fields, const char* key, int64
   TANDEM_ASSIGN_OR_RETURN(const int64_t width, fields.Size(key));
   if (width == hidden_size) return absl::OkStatus();
   return InvalidField(fields.Path(key),
-                      absl::StrCat("is ", width, ", and the text model has rows of ", hidden_size));
+                      absl::StrCat("is ", width, ", but the text model has rows of ", hidden_size));
 }
 
 absl::Status ReadWindows(const ConfigFields& fields, VisionConfig& vision) {
@@ -67,7 +67,7 @@ absl::Status ReadWindows(const ConfigFields& fields, VisionConfig& vision) {
   if (vision.window_size < vision.patch_size * vision.spatial_merge_size) {
     return InvalidField(
         fields.Path("window_size"),
-        absl::StrCat("must hold the ", vision.spatial_merge_size, " patches squared of ",
+        absl::StrCat("must be at least the ", vision.spatial_merge_size, " patches squared of ",
                      vision.patch_size, " pixels that become a row"));
   }
   return fields.AppendIds("fullatt_block_indexes", vision.full_attention_layers);

@@ -75,7 +75,7 @@ at::Tensor PassMemory::View(const at::Tensor& x, at::IntArrayRef sizes, at::IntA
 }
 
 PassMemoryScope::PassMemoryScope(PassMemory& memory) : outer_(current) {
-  TORCH_CHECK(c10::InferenceMode::is_enabled(), "tensors are used again in inference mode alone");
+  TORCH_CHECK(c10::InferenceMode::is_enabled(), "tensors are reused only in inference mode");
   current = &memory;
 }
 

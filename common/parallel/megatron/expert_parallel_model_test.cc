@@ -319,7 +319,7 @@ TEST(ExpertPlacementTest, UnsupportedUsesAreRefused) {
   expect(status_of({.experts = {.count = 2, .whole = true}}), "placement.experts",
          "those of the tensor-parallel ranks");
   expect(status_of({.shard_count = 2, .experts = {.count = 2, .whole = true}}, true),
-         "placement.experts", "do not train");
+         "placement.experts", "cannot be trained");
   ranks::RunConnected(2, [&](const Ranks& ranks) {
     Placement wrong = Experts(ranks);
     wrong.experts.index = 1 - ranks->rank();

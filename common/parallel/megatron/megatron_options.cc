@@ -36,11 +36,12 @@ absl::Status CheckWorld(const MegatronOptions& options, int64_t world_size) {
   const int64_t replica = options.model_parallel_size();
   if (world_size % replica != 0) {
     return InvalidField(
-        kTensor, absl::StrCat(options.tensor_model_parallel_size, " x context_parallel_size ",
-                              options.context_parallel_size, " x pipeline_model_parallel_size ",
-                              options.pipeline_model_parallel_size, " = ", replica,
-                              " ranks hold a replica of the model, which does not divide the ",
-                              world_size, " that there are"));
+        kTensor,
+        absl::StrCat(options.tensor_model_parallel_size, " x context_parallel_size ",
+                     options.context_parallel_size, " x pipeline_model_parallel_size ",
+                     options.pipeline_model_parallel_size, " = ", replica,
+                     " ranks hold one replica of the model, which does not divide the server's ",
+                     world_size, " ranks"));
   }
   const int64_t replicas = world_size / replica;
   const int64_t holders = options.context_parallel_size * replicas;
@@ -63,7 +64,7 @@ absl::Status CheckOutputRanks(const MegatronOptions& options, int64_t vocab_size
     return InvalidField(
         context > 1 ? kContext : kTensor,
         absl::StrCat("tensor_model_parallel_size ", tensor, " x context_parallel_size ", context,
-                     " ranks compute the output layer, and ", num_token_ids, " token ids in ",
+                     " ranks compute the output layer, but ", num_token_ids, " token ids in ",
                      vocab_size, " rows leave rank ", rank, " of them without one"));
   }
   return absl::OkStatus();
@@ -86,7 +87,7 @@ absl::Status CheckPipeline(const MegatronOptions& options, const ModelConfig& co
   const int64_t virtual_stages = options.virtual_pipeline_model_parallel_size;
   if (virtual_stages > 1 && stages == 1) {
     return InvalidField(
-        kVirtual, absl::StrCat(virtual_stages, " virtual stages per stage need a pipeline, and ",
+        kVirtual, absl::StrCat(virtual_stages, " virtual stages per stage need a pipeline, but ",
                                "pipeline_model_parallel_size is 1"));
   }
   if (stages * virtual_stages > config.num_hidden_layers) {
@@ -95,7 +96,7 @@ absl::Status CheckPipeline(const MegatronOptions& options, const ModelConfig& co
     return InvalidField(
         virtual_stages > 1 ? kVirtual : kPipeline,
         absl::StrCat(stages, " stages", each, " need ", stages * virtual_stages,
-                     " layers, and config.json.num_hidden_layers is ", config.num_hidden_layers));
+                     " layers, but config.json.num_hidden_layers is ", config.num_hidden_layers));
   }
   return absl::OkStatus();
 }

@@ -72,7 +72,7 @@ TEST(MegatronOptionsTest, ExpertsDivide) {
   expect({.expert_model_parallel_size = 4}, 4,
          "4 does not divide config.json.num_experts, which is 6", config);
   expect({.expert_model_parallel_size = 2}, 2,
-         "2 ranks would divide the experts of a llama model, which has none", Config());
+         "2 ranks cannot divide the experts of a llama model, which has none", Config());
   expect({.expert_model_parallel_size = 2}, 2,
          "2 does not divide config.json.num_local_experts, which is 5", TinyConfig("mixtral"));
 }
@@ -82,8 +82,8 @@ TEST(MegatronOptionsTest, AReplicaDividesTheWorld) {
                  .pipeline_model_parallel_size = 3,
                  .context_parallel_size = 2},
                 18, "strategy.tensor_model_parallel_size",
-                "2 x context_parallel_size 2 x pipeline_model_parallel_size 3 = 12 ranks hold a "
-                "replica of the model, which does not divide the 18");
+                "2 x context_parallel_size 2 x pipeline_model_parallel_size 3 = 12 ranks hold one "
+                "replica of the model, which does not divide the server's 18");
 }
 
 TEST(MegatronOptionsTest, HeadsAndWidthsDivide) {
@@ -133,15 +133,15 @@ TEST(MegatronOptionsTest, EveryOutputRankHasATokenId) {
 
 TEST(MegatronOptionsTest, EveryVirtualStageHasALayer) {
   ExpectRefused({.pipeline_model_parallel_size = 7}, 7, "strategy.pipeline_model_parallel_size",
-                "7 stages need 7 layers, and config.json.num_hidden_layers is 6");
+                "7 stages need 7 layers, but config.json.num_hidden_layers is 6");
   ExpectRefused(
       {.pipeline_model_parallel_size = 2, .virtual_pipeline_model_parallel_size = 4}, 2,
       "strategy.virtual_pipeline_model_parallel_size",
-      "2 stages of 4 virtual stages need 8 layers, and config.json.num_hidden_layers is 6");
+      "2 stages of 4 virtual stages need 8 layers, but config.json.num_hidden_layers is 6");
   ExpectRefused(
       {.virtual_pipeline_model_parallel_size = 2}, 1,
       "strategy.virtual_pipeline_model_parallel_size",
-      "2 virtual stages per stage need a pipeline, and pipeline_model_parallel_size is 1");
+      "2 virtual stages per stage need a pipeline, but pipeline_model_parallel_size is 1");
 }
 
 }  // namespace

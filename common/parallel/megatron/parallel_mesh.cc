@@ -38,7 +38,7 @@ MeshGroups GroupsAlong(const MeshShape& shape, const std::vector<Axis>& axes) {
 }
 
 const MeshShape& Checked(const MeshShape& shape, const ranks::Communicator& world) {
-  TORCH_CHECK(shape.size() == world.size(), "a mesh of ", shape.size(), " ranks, and there are ",
+  TORCH_CHECK(shape.size() == world.size(), "a mesh of ", shape.size(), " ranks, but there are ",
               world.size());
   return shape;
 }

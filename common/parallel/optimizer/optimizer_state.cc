@@ -124,8 +124,8 @@ absl::StatusOr<StoredState> Open(const std::string& directory) {
   if (names.empty()) {
     return FieldError(
         absl::StatusCode::kFailedPrecondition, "path",
-        absl::StrCat(directory, " has no state of an optimizer: a trainer with ",
-                     "speculator.freeze_base_model wrote it. Its files are good for `model`"));
+        absl::StrCat(directory, " has no optimizer state: it was written by a trainer with ",
+                     "speculator.freeze_base_model. Its files can be used as `model`"));
   }
   for (const std::string& name : names) {
     TANDEM_RETURN_IF_ERROR(AddFile(absl::StrCat(directory, "/", name), state));

@@ -98,7 +98,7 @@ def test_sigterm_to_rank_zero_ends_every_rank_of_a_rollout_server(models, tmp_pa
         (
             {"tensor_parallel_size": 2, "enable_expert_parallel": True},
             2,
-            "enable_expert_parallel: 2 ranks would divide the experts of a ",
+            "enable_expert_parallel: 2 ranks cannot divide the experts of a ",
         ),
     ],
 )
@@ -189,8 +189,8 @@ def test_ranks_with_different_configurations_do_not_start(models, tmp_path, monk
             STRATEGIES["tensor"],
             3,
             "strategy.tensor_model_parallel_size: 2 x context_parallel_size 1 x "
-            "pipeline_model_parallel_size 1 = 2 ranks hold a replica of the model, which does not "
-            "divide the 3 that there are",
+            "pipeline_model_parallel_size 1 = 2 ranks hold one replica of the model, which does "
+            "not divide the server's 3 ranks",
         ),
         (
             {"name": "megatron", "pipeline_model_parallel_size": 8},
@@ -200,7 +200,7 @@ def test_ranks_with_different_configurations_do_not_start(models, tmp_path, monk
         (
             {"name": "megatron", "expert_model_parallel_size": 2},
             2,
-            "strategy.expert_model_parallel_size: 2 ranks would divide the experts of a ",
+            "strategy.expert_model_parallel_size: 2 ranks cannot divide the experts of a ",
         ),
         (
             {"name": "megatron", "expert_model_parallel_size": 2},
@@ -208,7 +208,7 @@ def test_ranks_with_different_configurations_do_not_start(models, tmp_path, monk
             "strategy.expert_model_parallel_size: 2 does not divide the 3 ranks that hold the same "
             "layers: context_parallel_size 1 x 3 replicas",
         ),
-        ({"name": "single"}, 2, "strategy.name: single is for one rank, and the server has 2"),
+        ({"name": "single"}, 2, "strategy.name: single is for one rank, but the server has 2"),
     ],
 )
 def test_an_impossible_layout_is_refused_with_the_numbers(models, tmp_path, strategy, ranks, says):

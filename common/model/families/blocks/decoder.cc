@@ -120,7 +120,7 @@ at::Tensor Decoder::Embed(const ModelPass& pass) const {
 
 at::Tensor Decoder::ImageRows(const at::Tensor& pixel_values,
                               const std::vector<VisionGrid>& grids) const {
-  TORCH_CHECK(vision_ != nullptr, "no vision tower is here");
+  TORCH_CHECK(vision_ != nullptr, "this rank has no vision tower");
   return vision_->Forward(pixel_values, grids);
 }
 

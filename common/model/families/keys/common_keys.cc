@@ -4,12 +4,12 @@ namespace tandem {
 
 ConfigKeys EveryClassKeys() {
   return {
-      Only("is_causal", "true", "attention to the future"),
+      Only("is_causal", "true", "bidirectional attention"),
       Only("is_encoder_decoder", "false", "an encoder"),
-      Only("per_layer_config", "null", "a configuration for one layer"),
-      Only("attention_chunk_size", "null", "attention in chunks"),
+      Only("per_layer_config", "null", "a separate configuration per layer"),
+      Only("attention_chunk_size", "null", "chunked attention"),
       Only("quantization_config", "null", "a quantised checkpoint"),
-      Only("transformers_weights", "null", "another file of weights than model.safetensors"),
+      Only("transformers_weights", "null", "a weight file other than model.safetensors"),
       // The type of the computation is the servers' setting compute.dtype.
       NoEffect("dtype"),
       NoEffect("torch_dtype"),
@@ -60,7 +60,7 @@ ConfigKeys TextKeys(const char* rope_theta) {
 ConfigKeys SameLayerKeys() {
   return {
       OrNull("layer_types"),  // must say what the class computes without it
-      Only("use_bidirectional_attention", "false", "attention to the future"),
+      Only("use_bidirectional_attention", "false", "bidirectional attention"),
   };
 }
 

@@ -7,7 +7,7 @@
 namespace tandem {
 
 // What an `Only` row of an activation refuses.
-inline constexpr const char* kAnotherActivation = "another activation";
+inline constexpr const char* kActivation = "the activation";
 
 // The keys of every class, and of the code around the classes.
 ConfigKeys EveryClassKeys();

@@ -15,7 +15,7 @@ ConfigKeys GemmaKeys(const char* rope_theta) {
                    Obeyed("num_attention_heads", "8"),
                    Obeyed("num_key_value_heads", "4"),
                    Obeyed("head_dim", "256"),
-                   Only("hidden_activation", R"("gelu_pytorch_tanh")", kAnotherActivation),
+                   Only("hidden_activation", R"("gelu_pytorch_tanh")", kActivation),
                    Obeyed("rms_norm_eps", "1e-06"),
                    OrNull("eos_token_id", "1"),
                    Obeyed("tie_word_embeddings", "true"),
@@ -23,7 +23,7 @@ ConfigKeys GemmaKeys(const char* rope_theta) {
                    Obeyed("query_pre_attn_scalar", "256"),
                    Obeyed("sliding_window", "4096"),
                    OrNull("layer_types"),
-                   Only("use_bidirectional_attention", "false", "attention to the future"),
+                   Only("use_bidirectional_attention", "false", "bidirectional attention"),
                }});
 }
 
@@ -40,7 +40,7 @@ ConfigKeys LlamaKeys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "2048"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -63,7 +63,7 @@ ConfigKeys MistralKeys() {
                    Obeyed("num_attention_heads", "32"),
                    Obeyed("num_key_value_heads", "8"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "131072"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -71,7 +71,7 @@ ConfigKeys MistralKeys() {
                    Obeyed("tie_word_embeddings", "false"),
                    OrNull("sliding_window", "4096"),
                    OrNull("layer_types"),
-                   Only("use_bidirectional_attention", "false", "attention to the future"),
+                   Only("use_bidirectional_attention", "false", "bidirectional attention"),
                }});
 }
 
@@ -86,13 +86,13 @@ ConfigKeys Qwen2Keys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads", "32"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
                    OrNull("eos_token_id"),
                    Obeyed("tie_word_embeddings", "false"),
-                   Only("use_bidirectional_attention", "false", "attention to the future"),
+                   Only("use_bidirectional_attention", "false", "bidirectional attention"),
                }});
 }
 
@@ -107,14 +107,14 @@ ConfigKeys Qwen3Keys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads", "32"),
                    Obeyed("head_dim", "128"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
                    OrNull("eos_token_id"),
                    Obeyed("tie_word_embeddings", "false"),
                    Obeyed("attention_bias", "false"),
-                   Only("use_bidirectional_attention", "false", "attention to the future"),
+                   Only("use_bidirectional_attention", "false", "bidirectional attention"),
                }});
 }
 
@@ -129,7 +129,7 @@ ConfigKeys Olmo2Keys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "2048"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-05"),
@@ -175,7 +175,7 @@ ConfigKeys Phi3Keys() {
                    Obeyed("num_attention_heads", "32"),
                    OrNull("num_key_value_heads"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "4096"),
                    Obeyed("original_max_position_embeddings", "4096"),
                    Obeyed("rms_norm_eps", "1e-05"),

@@ -23,7 +23,7 @@ ConfigKeys DeepseekV3Keys() {
                    Obeyed("qk_rope_head_dim", "64"),
                    Obeyed("v_head_dim", "128"),
                    OrNull("rope_interleave", "true"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "4096"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -63,7 +63,7 @@ ConfigKeys MixtralKeys() {
                    Obeyed("num_attention_heads", "32"),
                    Obeyed("num_key_value_heads", "8"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "131072"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-05"),
@@ -73,7 +73,7 @@ ConfigKeys MixtralKeys() {
                    Obeyed("num_local_experts", "8"),
                    OtherName("num_experts", "num_local_experts"),
                    Obeyed("num_experts_per_tok", "2"),
-                   Only("router_jitter_noise", "0.0", "noise on the input of the router"),
+                   Only("router_jitter_noise", "0.0", "noise on the router's input"),
                }});
 }
 
@@ -89,7 +89,7 @@ ConfigKeys Qwen2MoeKeys() {
                    Obeyed("num_attention_heads", "16"),
                    OrNull("num_key_value_heads", "16"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),
@@ -103,7 +103,7 @@ ConfigKeys Qwen2MoeKeys() {
                    Obeyed("decoder_sparse_step", "1"),
                    OrNull("mlp_only_layers"),
                    Obeyed("norm_topk_prob", "false"),
-                   Only("use_bidirectional_attention", "false", "attention to the future"),
+                   Only("use_bidirectional_attention", "false", "bidirectional attention"),
                }});
 }
 
@@ -119,7 +119,7 @@ ConfigKeys Qwen3MoeKeys() {
                    Obeyed("num_attention_heads", "32"),
                    Obeyed("num_key_value_heads", "4"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-06"),

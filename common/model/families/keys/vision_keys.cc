@@ -15,7 +15,7 @@ ConfigKeys TowerKeys() {
            Obeyed("in_channels", "3"), Obeyed("patch_size", "14"),
            Obeyed("temporal_patch_size", "2"), Obeyed("spatial_merge_size", "2"),
            OrNull("rope_parameters"), OrNull("rope_scaling"), Obeyed("rope_theta", "10000.0"),
-           Only("head_dim", "null", "a width of heads of its own"),
+           Only("head_dim", "null", "a separate head width"),
            NoEffect("partial_rotary_factor"),  // the tower rotates whole heads
            NoEffect("initializer_range"),      // a tower is loaded, never new
        }});
@@ -33,7 +33,7 @@ ConfigKeys QwenVlTextKeys() {
                    Obeyed("num_attention_heads", "64"),
                    OrNull("num_key_value_heads", "8"),
                    OrNull("head_dim"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                    Obeyed("max_position_embeddings", "32768"),
                    OrNull("original_max_position_embeddings"),
                    Obeyed("rms_norm_eps", "1e-05"),
@@ -43,7 +43,7 @@ ConfigKeys QwenVlTextKeys() {
                    OrNull("layer_types"),
                    NoEffect("sliding_window"),
                    NoEffect("max_window_layers"),
-                   Only("use_bidirectional_attention", "false", "attention to the future"),
+                   Only("use_bidirectional_attention", "false", "bidirectional attention"),
                }});
 }
 
@@ -71,7 +71,7 @@ ConfigKeys Qwen2VlVisionKeys() {
                    Obeyed("embed_dim", "1280"),
                    Obeyed("hidden_size", "3584"),
                    Obeyed("mlp_ratio", "4"),
-                   Only("hidden_act", R"("quick_gelu")", kAnotherActivation),
+                   Only("hidden_act", R"("quick_gelu")", kActivation),
                }});
 }
 
@@ -84,7 +84,7 @@ ConfigKeys Qwen25VlVisionKeys() {
                    Obeyed("tokens_per_second", "4"),
                    Obeyed("window_size", "112"),
                    Obeyed("fullatt_block_indexes", "[7, 15, 23, 31]"),
-                   Only("hidden_act", R"("silu")", kAnotherActivation),
+                   Only("hidden_act", R"("silu")", kActivation),
                }});
 }
 

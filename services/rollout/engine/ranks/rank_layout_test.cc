@@ -57,7 +57,7 @@ TEST(RankLayoutTest, WhatCannotBeIsRefusedWithTheNumbers) {
          "junior.gpu_devices: names 2 devices, but the junior has 1 ranks");
   expect(
       {.tensor_parallel_size = 2, .enable_expert_parallel = true}, 2,
-      "senior.enable_expert_parallel: 2 ranks would divide the experts of a llama model, which has "
+      "senior.enable_expert_parallel: 2 ranks cannot divide the experts of a llama model, which has "
       "none");
 }
 
@@ -81,7 +81,7 @@ TEST(RankLayoutTest, ExpertsDivideWhereTheirWidthDoesNot) {
       CheckRankLayout({.junior_tensor_parallel_size = 2, .junior_enable_expert_parallel = true},
                       kSenior, &kJunior, 2)
           .message(),
-      "junior.enable_expert_parallel: 2 ranks would divide the experts of a llama model, "
+      "junior.enable_expert_parallel: 2 ranks cannot divide the experts of a llama model, "
       "which has none");
 }
 
