@@ -102,7 +102,7 @@ absl::Status TandemSampler::Prepare(std::span<const float> logits, double temper
   block_weighted_.resize(blocks);
   const auto broken = [] {
     return absl::InternalError(
-        "the model gave a row of logits with NaN or infinity: its weights are probably broken");
+        "the model computed logits with NaN or infinity: its weights are probably broken");
   };
   const auto statistics = LogitStatistics();
   for (size_t b = 0; b < blocks; ++b) {

@@ -156,7 +156,7 @@ absl::Status CheckPolicyLossOptions(const PolicyLossOptions& options) {
   }
   if (options.kl_importance_correction && options.kind == PolicyLossKind::kGspo) {
     return InvalidField("kl_importance_correction",
-                        "must be false with GSPO, which has no ratio of a token");
+                        "must be false with GSPO, which has no ratio per token");
   }
   TANDEM_RETURN_IF_ERROR(CheckInRange("entropy_coefficient", options.entropy_coefficient,
                                       -kMaxCoefficient, kMaxCoefficient));

@@ -89,7 +89,7 @@ absl::Status AdamW::CheckState(const NamedTensors& state) const {
     if (found->second.numel() != tensor.numel() ||
         found->second.scalar_type() != tensor.scalar_type()) {
       return absl::DataLossError(
-          absl::StrCat("optimizer state: tensor '", name, "' has another shape or type"));
+          absl::StrCat("optimizer state: tensor '", name, "' has a different shape or type"));
     }
     if (const char* const fault = Fault(name, found->second); fault != nullptr) {
       return absl::DataLossError(absl::StrCat("optimizer state: tensor '", name, "' ", fault));

@@ -58,7 +58,7 @@ absl::Status CheckSizes(const SpeculatorSizes& sizes, absl::string_view hidden_f
 absl::Status CheckOptions(const SpeculatorOptions& options, const SpeculatorSizes& sizes) {
   if (options.dtype != at::kFloat && options.dtype != at::kDouble) {
     return FieldError(absl::StatusCode::kUnimplemented, "dtype",
-                      "only float32 speculators are there yet");
+                      "only float32 speculators are supported yet");
   }
   if (options.packs_heads && (options.requires_grad || !ops::PackedWeight::IsSupported())) {
     return InvalidField("packs_heads", "needs the CPU's own kernels, and heads that do not train");

@@ -20,7 +20,7 @@ absl::StatusOr<SpeculatorSize> MeasureSpeculator(const std::string& directory, i
     if (const int64_t own = speculator->sizes().hidden_size; own != hidden_size) {
       return InvalidField("config.json",
                           absl::StrCat("is a speculator for hidden states of ", own,
-                                       " numbers; those of the model have ", hidden_size));
+                                       " numbers, but those of the model have ", hidden_size));
     }
     SpeculatorSize size = {.bytes = static_cast<int64_t>(speculator->buffer().nbytes())};
     for (const SpeculatorParameter& parameter : speculator->parameters()) {

@@ -59,9 +59,9 @@ absl::StatusOr<std::unique_ptr<PreparedSpeculator>> PreparedSpeculator::Make(
 absl::Status PreparedSpeculator::Add(const std::string& name, const at::Tensor& value) {
   const auto& parameters = next_->parameters();
   const auto found = std::ranges::find(parameters, name, NameInUpdate);
-  if (found == parameters.end()) return InvalidField(name, "is no parameter of the speculator");
+  if (found == parameters.end()) return InvalidField(name, "is not a parameter of the speculator");
   if (value.sizes() != found->spec.shape) {
-    return InvalidField(name, "has another shape than in the speculator");
+    return InvalidField(name, "has a different shape from the speculator's");
   }
   found->Assign(value);
   return absl::OkStatus();

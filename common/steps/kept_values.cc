@@ -117,10 +117,10 @@ absl::Status KeptValues::FromJson(const json& list, absl::string_view bytes) {
         if (sequence.is_object()) {
           values = {sequence.at("values").get<std::vector<float>>(), sequence.at("final_value")};
         } else if (!TakeValues(sequence, bytes, values)) {
-          return absl::DataLossError("the kept values are not as many as the state says");
+          return absl::DataLossError("the number of kept values is not the one in the state");
         }
         if (!std::isfinite(values.final_value) || !CheckFinite("values", values.values).ok()) {
-          return absl::DataLossError("the kept values hold one that is not finite");
+          return absl::DataLossError("the kept values include one that is not finite");
         }
         step.by_sequence[digest] = std::move(values);
       }
@@ -130,7 +130,7 @@ absl::Status KeptValues::FromJson(const json& list, absl::string_view bytes) {
     return absl::DataLossError("the kept values are broken");
   }
   if (!bytes.empty()) {
-    return absl::DataLossError("the kept values are not as many as the state says");
+    return absl::DataLossError("the number of kept values is not the one in the state");
   }
   while (steps.size() > max_steps_) steps.pop_front();
   steps_ = std::move(steps);

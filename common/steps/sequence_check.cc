@@ -44,8 +44,9 @@ absl::Status CheckLogProbs(absl::string_view field, absl::Span<const float> numb
   TANDEM_RETURN_IF_ERROR(CheckPerToken(field, numbers, length));
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (numbers[i] > kRounding) {
-      return InvalidField(absl::StrCat(field, "[", i, "]"),
-                          absl::StrCat("is ", numbers[i], ", no logarithm of a probability"));
+      return InvalidField(
+          absl::StrCat(field, "[", i, "]"),
+          absl::StrCat("is ", numbers[i], ", which is not the logarithm of a probability"));
     }
   }
   return absl::OkStatus();

@@ -43,7 +43,7 @@ absl::StatusOr<std::optional<StepReport>> StepLedger::Find(absl::string_view run
   if (entry == nullptr) return std::optional<StepReport>();
   if (entry->payload_digest != payload_digest) {
     return WithReason(FieldError(absl::StatusCode::kAlreadyExists, "request_id",
-                                 "was used for a step with another content"),
+                                 "was already used for a step with different content"),
                       reason::kRequestIdReused);
   }
   return std::optional<StepReport>(entry->report);

@@ -46,7 +46,7 @@ absl::StatusOr<TrainingState> TrainingStateFromJson(const json& object,
     state.kind = object.at("kind");
     const json& version = object.at("version");
     if (!version.is_number_integer() || version < 0 || version > kMaxVersion) {
-      return absl::DataLossError(absl::StrCat("no run reaches version ", version.dump()));
+      return absl::DataLossError(absl::StrCat("no run can reach version ", version.dump()));
     }
     state.version = version;
     TANDEM_RETURN_IF_ERROR(state.ledger.FromJson(object.at("done_steps")));
@@ -74,7 +74,7 @@ absl::StatusOr<std::optional<StepReport>> AdmitStep(const TrainingState& state,
 absl::Status CheckExpectedVersion(const TrainingState& state, int64_t expected_version) {
   if (expected_version == state.version) return absl::OkStatus();
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "expected_version",
-                               absl::StrCat("is ", expected_version, ", the ", state.kind,
+                               absl::StrCat("is ", expected_version, ", but the ", state.kind,
                                             " is at ", state.version)),
                     reason::kStalePolicyVersion);
 }

@@ -44,7 +44,7 @@ absl::Status CheckDigest(absl::string_view what, const std::string& computed,
   if (computed == expected) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(what, " received have digest ", computed,
                                           ", the manifest says ", expected,
-                                          "; the old weights stay in force"));
+                                          "; the old weights are kept"));
 }
 
 // Whether the weights in `bytes` may be served.
@@ -54,7 +54,7 @@ absl::Status CheckServable(const WeightSpec& spec, const TensorBytes& bytes) {
   if (!place.has_value()) return absl::OkStatus();
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.tensors",
                                absl::StrCat("\"", spec.name, "\" is not finite at value ", *place,
-                                            "; the old weights stay in force (the rollout server's "
+                                            "; the old weights are kept (the rollout server's "
                                             "allow_not_finite_weights serves such weights)")),
                     reason::kWeightsNotFinite);
 }
@@ -168,7 +168,7 @@ absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest)
     return WithReason(
         FieldError(absl::StatusCode::kFailedPrecondition, "manifest.num_token_ids",
                    absl::StrCat("the sender's model has ", manifest.num_token_ids,
-                                " token ids, and this one has ", num_token_ids_,
+                                " token ids, but this one has ", num_token_ids_,
                                 ": one of them was loaded without its tokenizer.json, or with "
                                 "another one")),
         reason::kVocabularyMismatch);
@@ -319,9 +319,8 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
       return absl::CancelledError("the caller cancelled the call");
     }
     if (is_open() && open_->committing) {
-      return absl::UnavailableError(absl::StrCat("update \"", update_id,
-                                                 "\" is being committed, and a later call waits "
-                                                 "for its end"));
+      return absl::UnavailableError(absl::StrCat(
+          "update \"", update_id, "\" is being committed; call again to wait for its end"));
     }
     if (!is_open() && !last_committed_id_.empty() && update_id == last_committed_id_) {
       return version_;

@@ -81,8 +81,7 @@ absl::Status CheckTensor(const std::vector<WeightSpec>& expected, size_t index,
                          const std::string& name, const at::Tensor& tensor) {
   if (index == expected.size() || name != expected[index].name ||
       tensor.sizes() != at::IntArrayRef(expected[index].shape)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("tensor '", name, "' is not the one that is expected"));
+    return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is not the expected one"));
   }
   if (tensor.is_floating_point()) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is not floating-point"));

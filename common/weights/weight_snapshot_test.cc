@@ -125,10 +125,9 @@ TEST(WeightSnapshotTest, OtherTensorsThanExpectedAreNamed) {
     return std::string(status.message());
   };
   const WeightSpec a = {.name = "a", .shape = {2}}, b = {.name = "b", .shape = {3}};
-  EXPECT_EQ(message({b, a}), "tensor 'a' is not the one that is expected");
-  EXPECT_EQ(message({a, {.name = "b", .shape = {4}}}),
-            "tensor 'b' is not the one that is expected");
-  EXPECT_EQ(message({a}), "tensor 'b' is not the one that is expected");
+  EXPECT_EQ(message({b, a}), "tensor 'a' is not the expected one");
+  EXPECT_EQ(message({a, {.name = "b", .shape = {4}}}), "tensor 'b' is not the expected one");
+  EXPECT_EQ(message({a}), "tensor 'b' is not the expected one");
   EXPECT_EQ(message({a, b, {.name = "c", .shape = {}}}), "tensor 'c' was not given");
 }
 

@@ -17,7 +17,7 @@ absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight)
   const at::ScalarType type = weight.scalar_type();
   if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16) {
     return FieldError(absl::StatusCode::kUnimplemented, name,
-                      "only float32, float64 and bfloat16 output layers are there yet");
+                      "only float32, float64 and bfloat16 output layers are supported yet");
   }
   return absl::OkStatus();
 }

@@ -38,7 +38,7 @@ class ByteBudget {
       }
       budget_.used_ -= bytes;
       absl::Status full = absl::ResourceExhaustedError(
-          absl::StrCat("calls in progress may hold ", budget_.capacity_, " bytes together"));
+          absl::StrCat("calls in progress may hold ", budget_.capacity_, " bytes in total"));
       return held_ + bytes > budget_.capacity_ ? full : WithRetryAfter(full, 1000);
     }
 

@@ -49,9 +49,10 @@ bool CallExecutor::StillAllows(const grpc::ServerContextBase& context, Role need
 absl::Status CallExecutor::Run(std::function<void()> work) {
   if (queue_.TryPush(std::move(work))) return absl::OkStatus();
   if (queue_.closed()) return absl::UnavailableError("the server is shutting down");
-  return WithRetryAfter(WithReason(absl::ResourceExhaustedError("too many calls wait for a worker"),
-                                   reason::kQueueFull),
-                        500);
+  return WithRetryAfter(
+      WithReason(absl::ResourceExhaustedError("too many calls are waiting for a worker"),
+                 reason::kQueueFull),
+      500);
 }
 
 }  // namespace tandem::rpc

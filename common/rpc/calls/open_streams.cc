@@ -36,7 +36,7 @@ absl::StatusOr<OpenStreams::Place> OpenStreams::Enter(Stream stream) {
                                 "the server has ", options_.max_streams, " open streams already")),
                             1000);
     }
-    GiveUp(*unused, "another stream needs its place, and no message has come");
+    GiveUp(*unused, "another stream needs its place, and it has sent no message");
   }
   const auto entry = entries_.insert(entries_.end(), {.stream = std::move(stream)});
   return Place(nullptr, [this, entry](void*) {
@@ -55,7 +55,7 @@ void OpenStreams::EndWithdrawn() {
   std::lock_guard lock(mutex_);
   for (Entry& entry : entries_) {
     if (entry.given_up || !entry.stream.admitted || entry.stream.admitted()) continue;
-    GiveUp(entry, "the client's token was withdrawn");
+    GiveUp(entry, "the client's token was revoked");
   }
 }
 

@@ -93,7 +93,7 @@ bool MaySendToken(const std::string& address, const ChannelOptions& options) {
   }
   Log(LogLevel::kError, "token_not_sent",
       {{"address", address},
-       {"message", "the token would travel in the clear: set server.tls.ca_file"}});
+       {"message", "the token would be sent unencrypted: set server.tls.ca_file"}});
   return false;
 }
 

@@ -114,9 +114,8 @@ absl::StatusOr<TokenExperts> TokenExpertsFromProto(const types::v1::Tensor& tens
   }
   TANDEM_ASSIGN_OR_RETURN(const int64_t count, CountElements(tensor.shape()));
   if (tensor.shape_size() != 3 || tensor.shape(0) != tokens || count == 0) {
-    return InvalidField("shape",
-                        absl::StrCat("must be [", tokens, ", layers, experts of a token]: ",
-                                     "one row for each token but the last"));
+    return InvalidField("shape", absl::StrCat("must be [", tokens, ", layers, experts per token]: ",
+                                              "one row for each token except the last"));
   }
   const bool is_wide = tensor.dtype() == types::v1::DATA_TYPE_INT32;
   const size_t item = is_wide ? sizeof(int32_t) : 1;
@@ -136,7 +135,7 @@ absl::StatusOr<TokenExperts> TokenExpertsFromProto(const types::v1::Tensor& tens
   std::memcpy(wide.data(), data.data(), data.size());
   for (const int32_t id : wide) {
     if (id < 0 || id > std::numeric_limits<uint16_t>::max()) {
-      return InvalidField("data", absl::StrCat(id, " is no expert"));
+      return InvalidField("data", absl::StrCat(id, " is not the index of an expert"));
     }
   }
   experts.ids.assign(wide.begin(), wide.end());
@@ -500,7 +499,7 @@ absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::Weight
     const std::string path = absl::StrCat("tensors[", i, "]");
     if (tensor.name().empty()) return InvalidField(path + ".name", "is required");
     if (!names.insert(tensor.name()).second) {
-      return InvalidField(path + ".name", absl::StrCat("\"", tensor.name(), "\" comes twice"));
+      return InvalidField(path + ".name", absl::StrCat("\"", tensor.name(), "\" appears twice"));
     }
     absl::StatusOr<DType> dtype = DTypeFromProto(tensor.dtype());
     if (!dtype.ok()) return PrependFieldPath(path, dtype.status());

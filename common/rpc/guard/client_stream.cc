@@ -37,10 +37,11 @@ ClientStream::Denial DenialOf(const SSL& tls) {
     case SSL_R_WRONG_VERSION_NUMBER:
       return {"not_tls", "the client does not speak TLS"};
     case SSL_R_PEER_DID_NOT_RETURN_A_CERTIFICATE:
-      return {"certificate_missing", "the client showed no certificate"};
+      return {"certificate_missing", "the client presented no certificate"};
     default:
-      return {"handshake_failed", absl::StrCat("the TLS handshake failed: ",
-                                               errors.empty() ? "the client left" : errors)};
+      return {"handshake_failed",
+              absl::StrCat("the TLS handshake failed: ",
+                           errors.empty() ? "the client disconnected" : errors)};
   }
 }
 

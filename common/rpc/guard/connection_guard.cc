@@ -353,13 +353,13 @@ class ConnectionGuard::Relay {
     RateLimit& churn = ChurnOf(host);
     if (churn.overdrawn(SteadyTime::Now())) {
       Refuse(host, std::move(client), cause::kChurn,
-             "too many connections were opened, or closed with open calls, from this address");
+             "too many connections from this address were opened, or closed with open calls");
       return;
     }
     churn.Take(tls_ == nullptr ? 1 : kHandshakeChurn, SteadyTime::Now());
     if (!MakeRoom(host)) {
       Refuse(host, std::move(client), cause::kConnections,
-             "the server has as many connections as it can, all with calls");
+             "the server has reached its connection limit, and all connections have calls");
       return;
     }
     Enable(client, IPPROTO_TCP, TCP_NODELAY);
@@ -568,14 +568,13 @@ class ConnectionGuard::Relay {
     if (connection.open_streams > limits_.max_connection_streams) {
       Refuse(connection, cause::kConnectionStreams,
              absl::StrCat("more than ", limits_.max_connection_streams,
-                          " calls at a time on one connection"));
+                          " calls at once on one connection"));
       return;
     }
     if (unfinished_bytes_ > limits_.max_unfinished_bytes) {
       Refuse(Largest(&Connection::unfinished_bytes), cause::kUnfinishedBytes,
-             absl::StrCat("messages that are not complete hold more than ",
-                          limits_.max_unfinished_bytes,
-                          " bytes of the server, most of them on this connection"));
+             absl::StrCat("incomplete messages take more than ", limits_.max_unfinished_bytes,
+                          " bytes of the server's memory, most of them on this connection"));
     }
     if (open_streams_ > limits_.max_open_streams) {
       Refuse(Largest(&Connection::open_streams), cause::kOpenStreams,
@@ -610,9 +609,10 @@ class ConnectionGuard::Relay {
         std::find_if(connections_.begin(), connections_.end(),
                      [](const Connection& it) { return !it.closed && !it.server.valid(); });
     if (stranger != connections_.end()) {
-      Refuse(*stranger, cause::kConnections,
-             "the server has as many connections as it can, and this one has not finished its "
-             "TLS handshake");
+      Refuse(
+          *stranger, cause::kConnections,
+          "the server has reached its connection limit, and this connection has not finished its "
+          "TLS handshake");
       return true;
     }
     std::map<std::string, int> counts;
@@ -626,7 +626,8 @@ class ConnectionGuard::Relay {
     if (largest->second > own + 1) {
       Connection* idlest = Idlest([&](const Connection& it) { return it.host == largest->first; });
       Refuse(idlest != nullptr ? *idlest : Newest(largest->first), cause::kConnections,
-             "the server has as many connections as it can, most of them from this address");
+             "the server has reached its connection limit, and most connections are from this "
+             "address");
       return true;
     }
     // An address never pays for one that has as many connections as itself.
@@ -634,7 +635,7 @@ class ConnectionGuard::Relay {
         Idlest([&](const Connection& it) { return it.host == host || counts[it.host] > own; });
     if (idlest == nullptr) return false;
     Refuse(*idlest, cause::kConnections,
-           "the server has as many connections as it can, and this one has no call");
+           "the server has reached its connection limit, and this connection has no call");
     return true;
   }
 

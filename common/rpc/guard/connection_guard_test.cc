@@ -213,7 +213,7 @@ TEST_F(ConnectionGuardTest, AConnectionTooManyReplacesOneWithoutACall) {
   EXPECT_EQ(busy.server->Receive(9).size(), 9u);
   Pair idle = Connect();
   Pair newest = Connect();
-  EXPECT_THAT(idle.client->ReceiveAll(), HasSubstr("as many connections as it can"));
+  EXPECT_THAT(idle.client->ReceiveAll(), HasSubstr("reached its connection limit"));
   for (Pair* pair : {&busy, &newest}) {
     pair->client->Send("x");
     EXPECT_EQ(pair->server->Receive(1), "x");

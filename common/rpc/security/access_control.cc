@@ -125,7 +125,7 @@ absl::Status AccessControl::Check(absl::string_view authorization, Role needed) 
     return deny(
         "role_too_small",
         absl::PermissionDeniedError(absl::StrCat("the method needs the role ", NameOf(needed),
-                                                 ", and the token has ", NameOf(role))),
+                                                 ", but the token has ", NameOf(role))),
         reason::kRoleTooSmall);
   }
   return absl::OkStatus();

@@ -17,7 +17,7 @@ bool LogRefresh(const char* files, const absl::StatusOr<bool>& refreshed) {
     Log(LogLevel::kError, "credentials_not_reloaded",
         {{"files", files},
          {"message", refreshed.status().message()},
-         {"remedy", "the earlier ones stay in use"}});
+         {"remedy", "the earlier ones are kept"}});
   } else if (*refreshed) {
     Log(LogLevel::kInfo, "credentials_reloaded", {{"files", files}});
   }

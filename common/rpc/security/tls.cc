@@ -137,7 +137,7 @@ absl::StatusOr<std::shared_ptr<const ServerTls::Identity>> ServerTls::ReadIdenti
   auto identity = std::make_shared<Identity>();
   identity->context = ContextPointer(SSL_CTX_new(TLS_server_method()), SSL_CTX_free);
   SSL_CTX* const context = identity->context.get();
-  if (context == nullptr) return absl::InternalError("OpenSSL has no memory");
+  if (context == nullptr) return absl::InternalError("OpenSSL is out of memory");
   Configure(*context, options.require_client_certificate());
   SSL_CTX_set_alpn_select_cb(context, ChooseProtocol, nullptr);
   TANDEM_ASSIGN_OR_RETURN(const PemFile certificate,
@@ -155,8 +155,8 @@ absl::StatusOr<std::shared_ptr<const ServerTls::Identity>> ServerTls::ReadIdenti
   if (!HasKnownKey(*context)) {
     return InvalidField("server.tls.certificate_file",
                         absl::StrCat(options.certificate_file(),
-                                     ": its key is neither RSA nor ECDSA, and gRPC's clients know "
-                                     "no other (Ed25519 among them)"));
+                                     ": its key is neither RSA nor ECDSA, and gRPC's clients "
+                                     "support only those (not Ed25519)"));
   }
   if (!options.ca_file().empty()) {
     TANDEM_ASSIGN_OR_RETURN(const PemFile authorities, PemFile::Open("ca_file", options.ca_file()));
@@ -218,13 +218,13 @@ absl::Status ServerTls::CheckClient(const SSL& connection) const {
   if (check == nullptr ||
       X509_STORE_CTX_init(check.get(), SSL_CTX_get_cert_store(current->context.get()),
                           certificate.get(), SSL_get_peer_cert_chain(&connection)) != 1) {
-    return absl::InternalError("OpenSSL has no memory");
+    return absl::InternalError("OpenSSL is out of memory");
   }
   X509_STORE_CTX_set_default(check.get(), "ssl_client");
   if (X509_verify_cert(check.get()) == 1) return absl::OkStatus();
   ERR_clear_error();
   return absl::UnauthenticatedError(
-      absl::StrCat("the client's certificate is not good any more: ",
+      absl::StrCat("the client's certificate is no longer valid: ",
                    X509_verify_cert_error_string(X509_STORE_CTX_get_error(check.get()))));
 }
 

@@ -96,7 +96,7 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
   CLI::Option* const check_config = app.add_flag("--check-config", line->check_config,
                                                  "Print the resolved configuration and exit");
   app.add_flag("--check-health", line->check_health,
-               "Ask the running server of this configuration for its health; exit 0 if SERVING")
+               "Query the health of the running server of this configuration; exit 0 if SERVING")
       ->excludes(check_config);
   app.add_option("--assume-gpu-memory", line->assumed_gpu_bytes,
                  "With --check-config: plan for GPUs with so much free memory each, as 80GB or "
@@ -106,7 +106,7 @@ std::optional<int> ParseCommandLine(int argc, char** argv, const std::string& na
       ->needs(check_config);
   app.add_flag(
          "--check-liveness", line->check_liveness,
-         "As --check-health, but exit 0 if the server answers at all: while it loads, too, or "
+         "Like --check-health, but exit 0 if the server answers at all, even while it loads or "
          "saves to a slow disk")
       ->excludes(check_config);
   if (!config_check.flag.empty()) {
@@ -197,7 +197,7 @@ absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& en
   TANDEM_ASSIGN_OR_RETURN(const MemoryPlan plan, program.memory.plan(free));
   if (assumed_gpu_bytes.has_value() && plan.device_bytes(0) == 0) {
     return absl::InvalidArgumentError(
-        "--assume-gpu-memory: nothing of this configuration is on a GPU: set compute.device=cuda");
+        "--assume-gpu-memory: nothing in this configuration uses a GPU: set compute.device=cuda");
   }
   *comments = MemoryComments(plan, free);
   return CheckFits(plan, free);
@@ -241,7 +241,7 @@ absl::Status CheckRankNetwork(const config::v1::ServerOptions& options,
                                    " ranks are on several machines (LOCAL_WORLD_SIZE is ",
                                    environment.local_world_size,
                                    "), and their network is neither encrypted nor authenticated: "
-                                   "set it to true if nobody else reaches that network"));
+                                   "set it to true if nobody else can reach that network"));
 }
 
 // Prints the health of a name of the server whose options these are; returns the exit code. Needs
@@ -425,7 +425,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
   if (!RunUnless(give_up, end)) {
     const bool failed = MustSave(*app);
     Log(failed ? LogLevel::kError : LogLevel::kWarning, "drain_abandoned",
-        {{"message", "work that cannot be cancelled is left"},
+        {{"message", "work that cannot be cancelled is still running"},
          {"unsaved_state_lost", app->HasUnsavedState()}});
     _exit(failed ? kExitFailure : kExitOk);
   }

@@ -43,7 +43,7 @@ absl::Status SendMissingBlobs(const CallScope& call, absl::Duration rpc_timeout,
     const auto found = blobs.find(digest);
     if (found == blobs.end()) {
       return absl::InternalError(
-          absl::StrCat("the receiver misses a blob that was not named: ", digest));
+          absl::StrCat("the receiver lacks a blob that was not named: ", digest));
     }
     TANDEM_RETURN_IF_ERROR(SendBlob(call, rpc_timeout, digest, *found->second, receiver));
   }

@@ -105,7 +105,7 @@ absl::StatusOr<std::unique_ptr<BlobStore::Upload>> BlobStore::Begin(const std::s
   }
   if (total_bytes > stats_.capacity_bytes) {
     return FieldError(absl::StatusCode::kOutOfRange, "total_bytes",
-                      absl::StrCat(total_bytes, " bytes, and server.blob_cache_bytes is ",
+                      absl::StrCat(total_bytes, " bytes, but server.blob_cache_bytes is ",
                                    stats_.capacity_bytes));
   }
   return std::unique_ptr<Upload>(new Upload(*this, digest, total_bytes));
@@ -170,8 +170,8 @@ absl::Status BlobStore::Upload::Append(absl::string_view chunk) {
                         absl::StrCat("must have 1 to ", kMaxChunkBytes, " bytes, has ", size));
   }
   if (size > total_bytes_ - received) {
-    return InvalidField(
-        "chunk", absl::StrCat("the blob has ", total_bytes_, " bytes, and more than those came"));
+    return InvalidField("chunk",
+                        absl::StrCat("the blob has ", total_bytes_, " bytes, but more were sent"));
   }
   TANDEM_RETURN_IF_ERROR(store_.Reserve(size));
   // Pages that are not written take no memory.
@@ -184,11 +184,11 @@ absl::Status BlobStore::Upload::Finish() {
   const auto received = static_cast<int64_t>(bytes_.size());
   if (received != total_bytes_) {
     return InvalidField("chunk",
-                        absl::StrCat("only ", received, " of ", total_bytes_, " bytes came"));
+                        absl::StrCat("only ", received, " of ", total_bytes_, " bytes arrived"));
   }
   if (const std::string digest = Sha256Hex(bytes_); digest != digest_) {
     return FieldError(absl::StatusCode::kDataLoss, "digest",
-                      absl::StrCat("the bytes that came have the SHA-256 ", digest));
+                      absl::StrCat("the bytes received have the SHA-256 ", digest));
   }
   store_.Put(digest_, std::exchange(bytes_, {}));
   return absl::OkStatus();

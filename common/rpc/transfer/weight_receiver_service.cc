@@ -67,7 +67,7 @@ class WeightReceiverService::Upload final
   }
 
   absl::StatusOr<UploadWeightsResponse> OnEnd(const CallScope&) override {
-    if (!next_chunk_.has_value()) return InvalidField("chunk_index", "no chunk came");
+    if (!next_chunk_.has_value()) return InvalidField("chunk_index", "no chunk was sent");
     UploadWeightsResponse response;
     response.set_next_chunk(*next_chunk_);
     return response;

@@ -56,8 +56,8 @@ absl::Status CheckFits(const Speculator& speculator, const SpeculatorKind& kind,
 absl::Status CheckSame(const std::string& directory, const Speculator& attached,
                        const Speculator& read) {
   const auto differs = [&](absl::string_view what) {
-    return InvalidField("path",
-                        absl::StrCat(directory, " holds another speculator: ", what, " differs"));
+    return InvalidField(
+        "path", absl::StrCat(directory, " holds a different speculator: ", what, " differs"));
   };
   if (read.kind().name != attached.kind().name) return differs("its kind");
   for (const char* key : kKeysWithoutShape) {
@@ -98,7 +98,8 @@ absl::Status CheckNothingBesidePath(const SpeculatorSettings& settings) {
         std::pair{"tie_weights", settings.tie_weights},
         std::pair{"tie_lstm_embs", settings.tie_lstm_embs},
         std::pair{"scale_input", settings.scale_input}}) {
-    if (is_set) return InvalidField(name, "must not be set beside path, whose config.json has it");
+    if (is_set)
+      return InvalidField(name, "must not be set together with path, whose config.json has it");
   }
   return absl::OkStatus();
 }
