@@ -67,7 +67,7 @@ std::shared_ptr<grpc::Channel> Connect(const std::string& address) {
   const bool is_local = address.rfind("127.", 0) == 0 || address.rfind("localhost:", 0) == 0;
   if (tls.pem_root_certs.empty() && !is_local && !FileNamedBy("TANDEM_TOKEN_FILE").empty()) {
     throw std::runtime_error(
-        "TANDEM_TOKEN_FILE: without TANDEM_CA_FILE the token would travel in the clear");
+        "TANDEM_TOKEN_FILE: without TANDEM_CA_FILE the token would be sent unencrypted");
   }
   // A proxy of the environment is for the internet.
   grpc::ChannelArguments arguments;

@@ -236,7 +236,7 @@ TEST_F(ConnectionGuardTest, AConnectionTooManyReplacesOneOfTheAddressThatHasMost
   // The address with most connections gives one up although that one has a call, not the other,
   // whose connection has none.
   Pair newcomer = Connect();
-  EXPECT_THAT(newer.client->ReceiveAll(), HasSubstr("most of them from this address"));
+  EXPECT_THAT(newer.client->ReceiveAll(), HasSubstr("most connections are from this address"));
   for (Pair* pair : {&older, &idle, &newcomer}) {
     pair->client->Send("x");
     EXPECT_EQ(pair->server->Receive(1), "x");

@@ -56,12 +56,12 @@ inline constexpr MetricSpec kConnections{MetricType::kGauge, "tandem_connections
 inline constexpr MetricSpec kConnectionsClosed{
     MetricType::kCounter,
     "tandem_connections_closed_total",
-    "Connections that the server closed because they went beyond a limit, by limit.",
+    "Connections that the server closed because they exceeded a limit, by limit.",
     {"reason"}};
 inline constexpr MetricSpec kAuthDenials{
     MetricType::kCounter,
     "tandem_auth_denials_total",
-    "Clients and calls that were sent away: their TLS (not_tls, certificate_missing, "
+    "Clients and calls that were rejected because of their TLS (not_tls, certificate_missing, "
     "certificate_refused, handshake_failed) or their token (token_missing, token_unknown, "
     "role_too_small).",
     {"reason"}};
@@ -72,7 +72,7 @@ inline constexpr MetricSpec kResidentMemory{MetricType::kGauge, "process_residen
                                             "Memory of the process that is in RAM."};
 inline constexpr MetricSpec kAvailableMemory{
     MetricType::kGauge, "tandem_available_memory_bytes",
-    "Memory that the process may still take: what the machine and its control groups leave."};
+    "Memory that the machine and its control groups still leave for the process."};
 inline constexpr MetricSpec kCpuSeconds{MetricType::kCounter, "process_cpu_seconds_total",
                                         "Processor time of all threads, user and system."};
 inline constexpr MetricSpec kThreads{MetricType::kGauge, "process_threads",
@@ -80,7 +80,7 @@ inline constexpr MetricSpec kThreads{MetricType::kGauge, "process_threads",
 inline constexpr MetricSpec kOpenFiles{MetricType::kGauge, "process_open_fds",
                                        "Open file descriptors."};
 inline constexpr MetricSpec kServerRank{MetricType::kGauge, "tandem_server_rank",
-                                        "Which of the server's processes this one is."};
+                                        "Rank of this process among the server's processes."};
 inline constexpr MetricSpec kServerRanks{MetricType::kGauge, "tandem_server_ranks",
                                          "Processes of the server."};
 inline constexpr MetricSpec kWeightsVersion{MetricType::kGauge, "tandem_weights_version",
@@ -88,20 +88,20 @@ inline constexpr MetricSpec kWeightsVersion{MetricType::kGauge, "tandem_weights_
 inline constexpr MetricSpec kSpeculatorVersion{
     MetricType::kGauge, "tandem_speculator_version",
     "Version of the speculator's weights, with senior.speculator; below tandem_weights_version "
-    "where updates come without a speculator."};
+    "if updates contain no speculator."};
 inline constexpr MetricSpec kLastProgress{
     MetricType::kGauge, "tandem_last_progress_timestamp_seconds",
     "Unix time of the last forward pass or train step; 0 before the first."};
 inline constexpr MetricSpec kCallQueueDepth{MetricType::kGauge, "tandem_call_queue_depth",
-                                            "Calls that wait for a worker."};
+                                            "Calls waiting for a worker."};
 inline constexpr MetricSpec kCallQueueCapacity{MetricType::kGauge, "tandem_call_queue_capacity",
-                                               "Calls that may wait; more are refused."};
+                                               "Most calls that may wait; more are refused."};
 inline constexpr MetricSpec kBlobBytes{
     MetricType::kGauge, "tandem_blob_bytes",
-    "Bytes of images and videos that the server holds, uploads in progress among them."};
+    "Bytes of images and videos that the server holds, including uploads in progress."};
 inline constexpr MetricSpec kBlobCapacity{
     MetricType::kGauge, "tandem_blob_capacity_bytes",
-    "Bytes of images and videos that the server may hold; 0 where its model takes none."};
+    "Bytes of images and videos that the server may hold; 0 if its model takes none."};
 inline constexpr MetricSpec kBlobBytesReceived{MetricType::kCounter,
                                                "tandem_blob_bytes_received_total",
                                                "Bytes of images and videos that were uploaded."};
@@ -111,11 +111,11 @@ inline constexpr MetricSpec kBlobsDropped{
 
 // Rollout server.
 inline constexpr MetricSpec kSequencesRunning{MetricType::kGauge, "tandem_sequences_running",
-                                              "Sequences that are being generated."};
+                                              "Sequences being generated."};
 inline constexpr MetricSpec kSequencesWaiting{MetricType::kGauge, "tandem_sequences_waiting",
                                               "Sequences in the queue."};
 inline constexpr MetricSpec kQueueCapacity{MetricType::kGauge, "tandem_queue_capacity",
-                                           "Sequences that may wait; more are refused."};
+                                           "Most sequences that may wait; more are refused."};
 inline constexpr MetricSpec kGenerateStreams{MetricType::kGauge, "tandem_generate_streams",
                                              "Open Generate streams."};
 inline constexpr MetricSpec kTokensGenerated{MetricType::kCounter,
@@ -130,35 +130,35 @@ inline constexpr MetricSpec kHandoffs{MetricType::kCounter, "tandem_handoffs_tot
 inline constexpr MetricSpec kCatchUpTokens{
     MetricType::kCounter,
     "tandem_lane_catch_up_tokens_total",
-    "Response tokens of the other author that a lane consumed, by lane.",
+    "Response tokens of the other author that a lane processed, by lane.",
     {"lane"}};
 inline constexpr MetricSpec kDraftTokens{
     MetricType::kCounter,
     "tandem_draft_tokens_total",
-    "Drafts of speculative decoding that passes verified, by method and by their place behind the "
+    "Drafts of speculative decoding that forward passes verified, by method and position after the "
     "last token (1 to 15).",
     {"method", "position"}};
 inline constexpr MetricSpec kAcceptedDraftTokens{
     MetricType::kCounter,
     "tandem_accepted_draft_tokens_total",
-    "Drafts that were accepted: response tokens that cost no pass of their own, by method and "
-    "place.",
+    "Accepted drafts, which are response tokens without a forward pass of their own, by method and "
+    "position.",
     {"method", "position"}};
 inline constexpr MetricSpec kForwardPasses{MetricType::kCounter, "tandem_forward_passes_total",
                                            "Forward passes of either model."};
 inline constexpr MetricSpec kKvTokens{
     MetricType::kGauge,
     "tandem_kv_tokens",
-    "Room for tokens in the blocks of the KV cache that sequences hold, by lane.",
+    "Tokens that fit the blocks of the KV cache held by sequences, by lane.",
     {"lane"}};
 inline constexpr MetricSpec kKvCapacity{MetricType::kGauge, "tandem_kv_capacity_tokens",
                                         "Tokens that the KV cache of the senior can hold."};
 inline constexpr MetricSpec kPrefixCacheTokens{
     MetricType::kCounter, "tandem_prefix_cache_hit_tokens_total",
-    "Tokens that a lane did not consume, because its KV cache contained them."};
+    "Tokens that a lane did not have to process because its KV cache contained them."};
 inline constexpr MetricSpec kPreemptions{
     MetricType::kCounter, "tandem_preemptions_total",
-    "Sequences that gave up their blocks of the KV cache and consume their tokens again."};
+    "Preempted sequences, which give up their KV-cache blocks and process their tokens again."};
 inline constexpr MetricSpec kPaused{MetricType::kGauge, "tandem_generation_paused",
                                     "1 while generation is paused, else 0."};
 
@@ -188,7 +188,7 @@ inline constexpr MetricSpec kTrainedTokens{MetricType::kCounter, "tandem_trained
                                            "Response tokens of applied train steps."};
 inline constexpr MetricSpec kDroppedSamples{
     MetricType::kCounter, "tandem_dropped_samples_total",
-    "Samples that were too old and left out of their train step (stale_samples)."};
+    "Samples left out of their train step because they were too old (stale_samples)."};
 inline constexpr MetricSpec kCheckpointBytes{MetricType::kGauge, "tandem_checkpoint_bytes",
                                              "Size of the last checkpoint."};
 inline constexpr MetricSpec kCheckpointTime{
@@ -205,8 +205,8 @@ inline constexpr MetricSpec kPublishResults{
 inline constexpr MetricSpec kSpeculatorAccuracy{
     MetricType::kGauge,
     "tandem_speculator_accuracy",
-    "Share of its targets that a head of the speculator would have drafted, in the last step that "
-    "trained it.",
+    "Fraction of its targets that a head of the speculator would have drafted, in the last step "
+    "that trained it.",
     {"head"}};
 
 }  // namespace metric
@@ -227,7 +227,7 @@ inline constexpr ReportMetric kReportMetrics[] = {
     {"policy/entropy", "Mean entropy of the policy on weighted tokens, nats."},
     {"policy/kl_to_ref", "Mean KL estimate to the reference policy on weighted tokens, nats."},
     {"policy/junior_kl", "Mean KL towards the junior on the tokens that it wrote, nats."},
-    {"policy/clip_fraction", "Share of weighted tokens whose ratio was clipped."},
+    {"policy/clip_fraction", "Fraction of weighted tokens whose ratio was clipped."},
     {"policy/ppo_kl", "Mean of old minus new log-probability."},
     {"policy/grad_norm", "Global gradient norm before clipping."},
     {"policy/learning_rate", "Learning rate of the last step."},
@@ -237,17 +237,17 @@ inline constexpr ReportMetric kReportMetrics[] = {
      "Load of the most loaded expert of any layer, relative to the mean of its layer."},
     {"mismatch/k1", "Mean of rollout minus trainer log-probability."},
     {"mismatch/k3", "K3 estimate of the KL from rollout to trainer."},
-    {"mismatch/effective_sample_size", "Effective share of the tokens; 1 without mismatch."},
+    {"mismatch/effective_sample_size", "Effective fraction of the tokens; 1 without mismatch."},
     {"mismatch/max_abs_logprob_diff", "Largest difference of rollout and trainer log-probability."},
-    {"mismatch/masked_fraction", "Share of weighted tokens whose policy term was masked."},
-    {"tandem/senior_token_fraction", "Share of response tokens that the senior wrote."},
-    {"tandem/junior_token_fraction", "Share of response tokens that the junior wrote."},
+    {"mismatch/masked_fraction", "Fraction of weighted tokens whose policy term was masked."},
+    {"tandem/senior_token_fraction", "Fraction of response tokens that the senior wrote."},
+    {"tandem/junior_token_fraction", "Fraction of response tokens that the junior wrote."},
     {"tandem/switches_per_seq", "Mean number of changes of author in a response."},
     {"tandem/tokens_per_sent", "Response tokens per sentence."},
     {"tokens/prompt", "Prompt tokens of the last step."},
     {"tokens/response", "Response tokens of the last step."},
     {"critic/loss", "Value loss of the last step."},
-    {"critic/clip_fraction", "Share of tokens whose value was clipped."},
+    {"critic/clip_fraction", "Fraction of tokens whose value was clipped."},
     {"critic/explained_variance", "Explained variance of the returns."},
     {"critic/grad_norm", "Global gradient norm of the critic before clipping."},
     {"critic/value_mean", "Mean predicted value."},

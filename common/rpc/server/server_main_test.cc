@@ -222,7 +222,7 @@ TEST(ServerMainTest, AGpuIsAskedForItsMemoryOrAssumed) {
 TEST(ServerMainTest, AnAssumedGpuMustBeOneThatTheConfigurationUses) {
   Process on_cpu({"senior_model=a", "--check-config", "--assume-gpu-memory", "80GB"});
   EXPECT_EQ(on_cpu.Wait(), 2);
-  EXPECT_THAT(on_cpu.Stderr(), HasSubstr("--assume-gpu-memory: nothing of this configuration"));
+  EXPECT_THAT(on_cpu.Stderr(), HasSubstr("--assume-gpu-memory: nothing in this configuration"));
   Process starts({"senior_model=a", "--assume-gpu-memory", "80GB"});
   EXPECT_EQ(starts.Wait(), 2);
   Process no_size({"senior_model=a", "--check-config", "--assume-gpu-memory", "much"});

@@ -263,7 +263,7 @@ def test_a_client_with_too_many_calls_at_a_time_loses_its_connection(server: Ser
         for stream in range(1, 801, 2)
     ]
     reasons = flood(server, attacker, b"".join(calls))
-    assert closed_because(reasons, "calls at a time on one connection"), reasons
+    assert closed_because(reasons, "calls at once on one connection"), reasons
 
 
 def test_a_client_that_abandons_calls_is_refused_for_a_while(server: Server, attacker: str):

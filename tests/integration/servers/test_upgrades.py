@@ -32,7 +32,7 @@ def checkpoint(trainer, tmp_path):
 def test_a_checkpoint_of_another_format_is_refused_by_name(trainer, checkpoint):
     path, change = checkpoint
     change(version=4)
-    with pytest.raises(DataLossError, match="of a version that this build does not read"):
+    with pytest.raises(DataLossError, match="has a version that this build does not support"):
         trainer.load_checkpoint(str(path))
 
 
