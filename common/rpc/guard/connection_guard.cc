@@ -297,7 +297,7 @@ class ConnectionGuard::Relay {
         return;
       }
       if (!connection.server.valid()) {
-        ShakeHands(connection);
+        Handshake(connection);
         return;
       }
       if ((event.events & EPOLLIN) != 0 || connection.client.wants_write()) ReadClient(connection);
@@ -374,11 +374,11 @@ class ConnectionGuard::Relay {
     Connection& connection = connections_.emplace_back(
         std::move(host), ClientStream(std::move(client), std::move(tls)), limits_);
     ++num_handshakes_;
-    ShakeHands(connection);
+    Handshake(connection);
   }
 
   // Begins to relay once the client has shaken hands: at once without TLS.
-  void ShakeHands(Connection& connection) {
+  void Handshake(Connection& connection) {
     ClientStream::Denial denial;
     switch (connection.client.Handshake(&denial)) {
       case ClientStream::HandshakeState::kDone:
@@ -605,12 +605,12 @@ class ConnectionGuard::Relay {
     if (live < limits_.max_connections) return true;
     // A client that has not finished its handshake has shown nothing yet; the oldest is silent,
     // most likely.
-    const auto stranger =
+    const auto unfinished =
         std::find_if(connections_.begin(), connections_.end(),
                      [](const Connection& it) { return !it.closed && !it.server.valid(); });
-    if (stranger != connections_.end()) {
+    if (unfinished != connections_.end()) {
       Refuse(
-          *stranger, cause::kConnections,
+          *unfinished, cause::kConnections,
           "the server has reached its connection limit, and this connection has not finished its "
           "TLS handshake");
       return true;

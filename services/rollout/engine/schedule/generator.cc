@@ -9,7 +9,7 @@
 #include "common/base/steady_time.h"
 #include "common/coauthoring/tandem_sampler.h"
 #include "common/model/passes/layer_cache.h"
-#include "services/rollout/engine/schedule/tell_listener.h"
+#include "services/rollout/engine/schedule/notify_listener.h"
 
 namespace tandem::rollout {
 namespace {
@@ -126,7 +126,7 @@ void Generator::Fail(PromptId id, const absl::Status& status) {
 
 void Generator::FailAll(const absl::Status& status) {
   while (!prompts_.empty()) {
-    TellListener([&] { Fail(prompts_.begin()->first, status); });
+    NotifyListener([&] { Fail(prompts_.begin()->first, status); });
   }
 }
 

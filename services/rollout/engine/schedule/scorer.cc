@@ -9,7 +9,7 @@
 #include "common/base/steady_time.h"
 #include "common/model/passes/layer_cache.h"
 #include "services/rollout/engine/images/image_tokens.h"
-#include "services/rollout/engine/schedule/tell_listener.h"
+#include "services/rollout/engine/schedule/notify_listener.h"
 
 namespace tandem::rollout {
 namespace {
@@ -236,7 +236,7 @@ void Scorer::OnSeniorUpdated(const WeightsVersion& weights) {
 
 void Scorer::FailAll(const absl::Status& status) {
   while (!jobs_.empty()) {
-    TellListener([&] { End(jobs_.begin(), status); });
+    NotifyListener([&] { End(jobs_.begin(), status); });
   }
 }
 

@@ -1,6 +1,6 @@
 // Calls of listeners whose work has failed.
-#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULE_TELL_LISTENER_H_
-#define TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULE_TELL_LISTENER_H_
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULE_NOTIFY_LISTENER_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULE_NOTIFY_LISTENER_H_
 
 #include "absl/functional/function_ref.h"
 #include "common/base/errors/catch_exceptions.h"
@@ -8,10 +8,10 @@
 
 namespace tandem::rollout {
 
-// Calls `tell` and logs what it throws, so that the other listeners are still called.
-inline void TellListener(absl::FunctionRef<void()> tell) {
+// Calls `notify` and logs what it throws, so that the other listeners are still called.
+inline void NotifyListener(absl::FunctionRef<void()> notify) {
   const absl::Status told = CatchExceptions("a listener", [&] {
-    tell();
+    notify();
     return absl::OkStatus();
   });
   if (!told.ok()) Log(LogLevel::kError, "listener_failed", {{"error", told.ToString()}});
@@ -19,4 +19,4 @@ inline void TellListener(absl::FunctionRef<void()> tell) {
 
 }  // namespace tandem::rollout
 
-#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULE_TELL_LISTENER_H_
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULE_NOTIFY_LISTENER_H_
