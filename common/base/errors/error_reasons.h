@@ -31,9 +31,9 @@ inline constexpr ErrorReason kTokenMissing{"TOKEN_MISSING",
 inline constexpr ErrorReason kTokenUnknown{
     "TOKEN_UNKNOWN", "The call's token is not in any of the server's token files.",
     "Give the client a token that this server accepts; after a rotation, the new one."};
-inline constexpr ErrorReason kRoleTooSmall{"ROLE_TOO_SMALL",
-                                           "The role of the token may not call this method.",
-                                           "Use a token of the role named in the error."};
+inline constexpr ErrorReason kInsufficientRole{"INSUFFICIENT_ROLE",
+                                               "The role of the token may not call this method.",
+                                               "Use a token of the role named in the error."};
 inline constexpr ErrorReason kPathOutsideRoots{
     "PATH_OUTSIDE_ROOTS",
     "The path, with symbolic links resolved, is not inside any of server.path_roots.",

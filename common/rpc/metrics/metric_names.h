@@ -63,7 +63,7 @@ inline constexpr MetricSpec kAuthDenials{
     "tandem_auth_denials_total",
     "Clients and calls that were rejected because of their TLS (not_tls, certificate_missing, "
     "certificate_refused, handshake_failed) or their token (token_missing, token_unknown, "
-    "role_too_small).",
+    "insufficient_role).",
     {"reason"}};
 inline constexpr MetricSpec kCertificateExpiry{
     MetricType::kGauge, "tandem_certificate_expiry_timestamp_seconds",

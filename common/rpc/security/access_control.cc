@@ -123,10 +123,10 @@ absl::Status AccessControl::Check(absl::string_view authorization, Role needed) 
   }
   if (role < needed) {
     return deny(
-        "role_too_small",
+        "insufficient_role",
         absl::PermissionDeniedError(absl::StrCat("the method needs the role ", NameOf(needed),
                                                  ", but the token has ", NameOf(role))),
-        reason::kRoleTooSmall);
+        reason::kInsufficientRole);
   }
   return absl::OkStatus();
 }

@@ -67,9 +67,9 @@ TEST_F(AccessControlTest, ARoleMayDoWhatTheRolesBelowItMay) {
         std::pair{kUser, Role::ROLE_ADMIN}}) {
     const absl::Status status = access->Check(Bearer(token), role);
     EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied);
-    EXPECT_TRUE(HasReason(status, reason::kRoleTooSmall));
+    EXPECT_TRUE(HasReason(status, reason::kInsufficientRole));
   }
-  EXPECT_EQ(metrics_.Counter(metric::kAuthDenials, {"role_too_small"}).Value(), 3);
+  EXPECT_EQ(metrics_.Counter(metric::kAuthDenials, {"insufficient_role"}).Value(), 3);
 }
 
 TEST_F(AccessControlTest, OtherTokensAreRefusedWithoutBeingQuoted) {

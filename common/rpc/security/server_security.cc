@@ -31,7 +31,7 @@ ServerSecurity::ServerSecurity(Metrics& metrics)
   // The counters exist from the start, for alerts.
   for (const char* reason :
        {"not_tls", "certificate_missing", "certificate_refused", "handshake_failed",
-        "token_missing", "token_unknown", "role_too_small"}) {
+        "token_missing", "token_unknown", "insufficient_role"}) {
     metrics.Counter(metric::kAuthDenials, {reason});
   }
 }

@@ -259,7 +259,7 @@ def test_every_method_is_refused_without_a_token_of_its_role(secured, directory,
             small = status_of(server.address, path, directory.client(shown))
             assert isinstance(small, PermissionDeniedError), (path, shown)
             assert not isinstance(small, UnauthenticatedError), (path, shown)
-            assert small.reason == "ROLE_TOO_SMALL", (path, shown)
+            assert small.reason == "INSUFFICIENT_ROLE", (path, shown)
             assert needed in small.message, (path, shown)
         for error in (missing, wrong):
             assert error.hint, path
@@ -313,7 +313,7 @@ def test_denials_are_counted_and_no_secret_is_shown(secured, directory, tmp_path
     status_of(server.address, path, credentials_with(directory, tmp_path, UNKNOWN))
     status_of(server.address, path, directory.client("reader"))
     after = denials(server, directory)
-    for reason in ("token_missing", "token_unknown", "role_too_small"):
+    for reason in ("token_missing", "token_unknown", "insufficient_role"):
         assert after[reason] >= before.get(reason, 0) + 1, after
     text = metrics(server, directory, f"Bearer {token(directory)}")
     log = server.log.read_text()
@@ -568,7 +568,7 @@ def test_a_reader_looks_and_a_user_computes(secured, directory, models, tmp_path
         file.write_text(yaml.safe_dump(values))
         printed = tandem("eval", file, check=0 if role == "user" else 1)
     assert "accuracy" in printed.stdout
-    assert "ROLE_TOO_SMALL" in tandem("train", file, check=1).stderr
+    assert "INSUFFICIENT_ROLE" in tandem("train", file, check=1).stderr
 
 
 def test_a_dry_run_checks_a_cluster_with_certificates(models, directory, tmp_path):

@@ -298,7 +298,7 @@ def test_without_tls_the_wire_shows_a_token(shared, world):
 
 def test_wrong_tokens_are_typed_errors(shared, world):
     gate = Gate("another")
-    status = fakes.error_status(7, "the role is reader", reason="ROLE_TOO_SMALL")
+    status = fakes.error_status(7, "the role is reader", reason="INSUFFICIENT_ROLE")
     with secured(shared, world, gate) as address:
         with RolloutClient(address, credentials=shared.client()) as client:
             with pytest.raises(UnauthenticatedError) as unknown:
@@ -310,7 +310,7 @@ def test_wrong_tokens_are_typed_errors(shared, world):
             with pytest.raises(PermissionDeniedError) as denied:
                 client.info()
             assert not isinstance(denied.value, UnauthenticatedError)
-            assert denied.value.reason == "ROLE_TOO_SMALL"
+            assert denied.value.reason == "INSUFFICIENT_ROLE"
         credentials = shared.client().record()
         del credentials["token_file"]
         with RolloutClient(address, credentials=Credentials(**credentials)) as client:
