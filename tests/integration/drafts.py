@@ -21,7 +21,7 @@ CUT = LONG | {"temperature": 0.7, "top_p": 0.8}
 
 
 def batch() -> list[Prompt]:
-    """Prompts of every strategy and of the senior alone, greedy and sampled, that repeat."""
+    """Repetitive prompts for every strategy and for the senior alone, greedy and sampled."""
     found = []
     for index, tandem in enumerate([*TANDEM.values(), {"enabled": False}]):
         for sampling in (GREEDY, CUT):

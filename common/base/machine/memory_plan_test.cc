@@ -44,7 +44,7 @@ TEST(MemoryPlanTest, EveryDeviceIsComparedWithItsOwnMemory) {
   EXPECT_EQ(second.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(
       std::string(second.message()),
-      testing::HasSubstr("1.00 GB of the junior's GPU (junior_weights 1.00 GB) and 0.50 GB"));
+      testing::HasSubstr("1.00 GB of the junior's GPU (junior_weights 1.00 GB), but 0.50 GB"));
 }
 
 }  // namespace

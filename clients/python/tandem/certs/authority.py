@@ -34,7 +34,7 @@ class Request:
     """The certificates to make.
 
     Attributes:
-        hosts: names and IP addresses at which servers are called, beside LOOPBACK.
+        hosts: names and IP addresses at which servers are called, in addition to LOOPBACK.
         client: name of the client in its certificate; None: tandem-client, or the name so far.
         days: days until the certificates of server and client expire.
     """

@@ -76,7 +76,7 @@ class Section:
     def with_free_ports(self) -> dict[str, Any]:
         """Returns the server's configuration, with port 0 (any) where it names none.
 
-        Raises ConfigError for a `server` that is no mapping, or a host that is no text.
+        Raises ConfigError for a `server` that is not a mapping, or a host that is not text.
         """
         options = self.config.get("server")
         if not isinstance(options, dict | None):
@@ -383,9 +383,7 @@ class LocalCluster:
         if not server.running:
             raise self._died(server)
         if self._keeper is not None and self._keeper.stopping:
-            raise ServerStartError(
-                f"{server.name} is no longer waited for: the cluster is stopping"
-            )
+            raise ServerStartError(f"stopped waiting for {server.name}: the cluster is stopping")
         self._require_space(server)
         if time.monotonic() > deadline:
             raise ServerStartError(

@@ -54,7 +54,7 @@ class Example:
 
     @property
     def shown_row(self) -> dict[str, Any]:
-        """The columns to record beside the prompt; the images of a conversation as `images`.
+        """The columns to record with the prompt; the images of a conversation as `images`.
 
         Without `entry`, which is the copy of the others that a reasoning-gym task wants.
         """
@@ -94,7 +94,7 @@ class Dataset:
         return len(self.examples)
 
     def batch(self, first: int, size: int) -> list[Example]:
-        """Returns `size` examples after the first `first`: a function of (seed, first, size) alone.
+        """Returns `size` examples after the first `first`: a function only of (seed, first, size).
 
         Every epoch is a permutation of its own: rows sorted by BLAKE2b of "<seed>/<epoch>/<row>".
         """

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face Hub: the files of the wanted split alone are fetched."""
+"""Data sets of the Hugging Face Hub: only the files of the wanted split are fetched."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _source_in(
 class _Skeleton:
     """A folder with the card of a data set and its other files, empty; a context manager.
 
-    By their names alone `datasets` knows which files are which split's.
+    From their names alone `datasets` knows which files belong to which split.
     """
 
     def __init__(self, spec: HubDataSettings, field: str, names: Sequence[str]) -> None:

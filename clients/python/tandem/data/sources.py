@@ -75,7 +75,7 @@ def _renamed(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dic
     for source in columns.values():
         if source not in row:
             raise ConfigError(
-                f"{place}: there is no column {source!r}, which `columns` names; the columns are "
+                f"{place}: `columns` names {source!r}, which is not a column; the columns are "
                 f"{', '.join(row)}",
                 hint="eval.data inherits data.columns; eval.data.columns: {} turns the renaming off"
                 if place.startswith("eval.")

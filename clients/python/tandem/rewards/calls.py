@@ -6,7 +6,7 @@ or processes; those of an `async def` are awaited together. With `batch` one cal
 whichever call ends first.
 
 A call gets copies of its row, so no call depends on what another one did to its arguments. A call
-that takes longer than its limit, or whose process dies, is a failure of its response alone.
+that takes longer than its limit, or whose process dies, fails only its own response.
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ def _shown(example: Example, response: str) -> str:
 
 
 def overlong_punishment(length: int, max_tokens: int, buffer: OverlongBufferSettings) -> float:
-    """Returns what a response of `length` tokens gets beside its reward: 0, or less if too long.
+    """Returns what a response of `length` tokens adds to its reward: 0, or less if it is too long.
 
     DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) with L_max = `max_tokens` and
     L_cache = `buffer.len`, times `buffer.penalty_factor`.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the one that it goes on from, and their places."""
+"""The checkpoints of a run: the one that it continues from, and their paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of a run: its configuration, its records, and the checkpoint to go on from.
+"""The directory of a run: its configuration, its records, and the checkpoint to continue from.
 
 run.json                 {"run_id", "kind", "start", "servers", "inputs"}: kind is the command,
                          train, sft or demo; what the run started from; the models and settings of
@@ -14,7 +14,7 @@ trajectories/step_N.parquet
 evaluations/step_N.MODE.parquet
                          one row per answer of an evaluation after step N
 checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
-state.json               SavedState: the last checkpoint, what --resume goes on from
+state.json               SavedState: the last checkpoint, from which --resume continues
 logs/attempt_N.log       one file for every start; --clean keeps them
 .lock                    held while a process uses the directory; names that process
 

@@ -38,7 +38,7 @@ DEFAULT_STEPS = 10
 # Reward functions of this package.
 BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym")
 
-# Trackers of a run's numbers beside metrics.jsonl.
+# Trackers of a run's numbers, in addition to metrics.jsonl.
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 # The command that reads a run file; drafts stands for `tandem speculator eval`.
@@ -225,7 +225,7 @@ class RewardSettings(RewardFunctionSettings):
 
     # Least reward of a correct answer in an evaluation.
     correct_at: float = 1.0
-    # Punishes responses that are almost too long, in training alone.
+    # Punishes responses that are almost too long, only in training.
     overlong_buffer: OverlongBufferSettings | None = None
 
 
@@ -265,13 +265,13 @@ class SpeculativeSettings(Settings):
     # ngram: what followed the last tokens earlier. junior: the junior drafts the senior's tokens.
     # heads: those of the rollout servers' senior.speculator.
     method: Literal["none", "ngram", "junior", "heads"] = "none"
-    # Most drafts of a pass.
+    # Most drafts in one forward pass.
     num_speculative_tokens: int = Field(5, ge=1, le=15)
-    # Fewest and most last tokens that ngram looks for.
+    # Fewest and most final tokens that ngram looks up.
     prompt_lookup_min: int = Field(2, ge=1, le=16)
     prompt_lookup_max: int = Field(4, ge=1, le=16)
-    # exact: drafts change the speed alone. rejection_sampling: they keep the distribution of the
-    # responses alone, and more drafts of the junior are accepted.
+    # exact: drafts change only the speed. rejection_sampling: they preserve only the distribution
+    # of the responses, and more drafts of the junior are accepted.
     acceptance_rule: Literal["exact", "rejection_sampling"] = "exact"
 
     @model_validator(mode="after")
@@ -379,7 +379,7 @@ class SftSettings(Settings):
 class CheckpointSettings(Settings):
     """The steps after which a run saves, and the number of checkpoints that it keeps."""
 
-    # Steps between checkpoints, the most that a crash costs. 0: save at the end alone.
+    # Steps between checkpoints, the most that a crash costs. 0: save only at the end.
     every: int = Field(10, ge=0)
     # Number of checkpoints to keep, the newest. 0: all.
     keep: int = Field(2, ge=0, le=INT32_MAX)

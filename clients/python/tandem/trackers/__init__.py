@@ -1,1 +1,1 @@
-"""TensorBoard, wandb and MLflow beside metrics.jsonl."""
+"""TensorBoard, wandb and MLflow, in addition to metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""Trackers of a run's numbers beside its files: TensorBoard, Weights & Biases, MLflow.
+"""Trackers of a run's numbers, in addition to its files: TensorBoard, Weights & Biases, MLflow.
 
 The run file's `trackers` lists their names. Project, account and server of a tracker come from the
 environment variables of its own library. metrics.jsonl and evals.jsonl have every number whether or

@@ -11,7 +11,7 @@ _ERROR_CLIP = 0.2
 
 
 def first_kl_coefficient(settings: RunSettings, state: SavedState | None) -> float | None:
-    """Returns the coefficient of a run that begins or goes on from `state`; None without a KL."""
+    """Returns the coefficient of a run that begins or continues from `state`; None without a KL."""
     if settings.kl_control is not None and state is not None and state.kl_coefficient is not None:
         return state.kl_coefficient
     return settings.objective.kl_coefficient or None

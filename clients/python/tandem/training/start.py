@@ -52,7 +52,7 @@ class Start:
 
 
 def start_run(session: Session, run: RunDirectory, *, discard_unsaved: bool = False) -> Start:
-    """Brings the servers to where the run begins, or goes on from.
+    """Brings the servers to where the run begins or continues.
 
     Raises:
         UnsavedUpdatesError: a server holds updates that are in no checkpoint, and neither

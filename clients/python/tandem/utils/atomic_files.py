@@ -100,7 +100,7 @@ def temporary_name(name: str) -> str:
 
 
 def kind_of_run(path: Path) -> str | None:
-    """Returns the command that wrote the run directory `path`; None if `path` is no run directory.
+    """Returns the command that wrote the run directory `path`; None if it is not a run directory.
 
     Other tools write a run.json, too: the one of a run names a run id and a kind.
     """

@@ -13,7 +13,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_text(path: Path, place: str, error: type[ConfigError] = ConfigError) -> str:
-    """Reads a UTF-8 file. Raises `error`, beginning with `place`, if it is no such file."""
+    """Reads a UTF-8 file. Raises `error`, beginning with `place`, if it is not such a file."""
     return decoded(read_bytes(path, place, error), place, error)
 
 

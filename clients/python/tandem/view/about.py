@@ -50,7 +50,7 @@ class About:
 
 
 def about(run_dir: Path, *, evaluation: bool = False) -> About:
-    """Reads what a run directory says of itself; a file of trajectories has its name alone.
+    """Reads what a run directory says about itself; a file of trajectories has only its name.
 
     `evaluation`: the images are those of its held-out rows.
     """

@@ -66,7 +66,7 @@ class Curve:
 def read_curves(run_dir: Path) -> dict[str, Curve]:
     """Returns every number of metrics.jsonl by its key, and of evals.jsonl under eval/<mode>/.
 
-    Raises RunDirectoryError when it is no run directory, holds no step, or a file is damaged.
+    Raises RunDirectoryError when it is not a run directory, holds no step, or a file is damaged.
     """
     if kind_of_run(run_dir) is None:
         raise RunDirectoryError(f"{run_dir} holds no run")

@@ -43,7 +43,7 @@ class Trajectory:
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        """The columns of the row beside its prompt, as text."""
+        """The columns of the row other than its prompt, as text."""
         row = self.record.get("row") or {}
         return [
             (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
@@ -116,7 +116,7 @@ def recorded(run_dir: Path, mode: str = "") -> list[TrajectoryFile]:
     They are those of its steps or, with a `mode`, of its evaluations in this mode. A file of
     trajectories stands for itself, as step 0 if its name has none.
 
-    Raises RunDirectoryError for a directory that is no run directory or holds no such file.
+    Raises RunDirectoryError for a directory that is not a run directory or holds no such file.
     """
     if run_dir.is_file():
         return [TrajectoryFile.of(run_dir) or TrajectoryFile(0, "", run_dir)]

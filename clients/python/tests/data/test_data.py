@@ -79,7 +79,7 @@ def test_a_mistake_of_many_rows_is_named_once_and_counted(tmp_path, codec):
         (rows, "a row needs `prompt` or `messages` (and 11 more rows)"),
         (
             renamed,
-            "there is no column 'text', which `columns` names; the columns are question (and 11",
+            "`columns` names 'text', which is not a column; the columns are question (and 11",
         ),
     ]:
         with pytest.raises(ConfigError) as caught:
@@ -296,9 +296,11 @@ def test_columns_get_the_names_that_are_asked_for(tmp_path, codec):
     names = {"prompt": "question", "answer": "solution"}
     [example] = load_dataset(rows.model_copy(update={"columns": names}), codec).examples
     assert example.row == {"prompt": "w2", "answer": "w4"}
-    with pytest.raises(ConfigError, match=r":1: there is no column 'text', which `columns` names"):
+    with pytest.raises(ConfigError, match=r":1: `columns` names 'text', which is not a column"):
         load_dataset(rows.model_copy(update={"columns": {"prompt": "text"}}), codec)
-    with pytest.raises(ConfigError, match="there is no column 'text'") as caught:
+    with pytest.raises(
+        ConfigError, match="`columns` names 'text', which is not a column"
+    ) as caught:
         load_dataset(
             rows.model_copy(update={"columns": {"prompt": "text"}}), codec, field="eval.data"
         )

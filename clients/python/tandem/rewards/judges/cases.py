@@ -58,7 +58,7 @@ class Case:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The row as keyword arguments beside `prompt` and `response`."""
+        """The row as keyword arguments, in addition to `prompt` and `response`."""
         return {
             "row_response" if name == "response" else name: value
             for name, value in self.row.items()
@@ -161,7 +161,7 @@ def number_of(value: Any) -> Outcome:
 def numbers_of(values: Any, count: int) -> list[Outcome]:
     """Returns what a function gave for several responses as numbers.
 
-    Raises TypeError or ValueError if that is no list of as many values.
+    Raises TypeError or ValueError if that is not a list of as many values.
     """
     # Arrays of numpy and torch are sequences too, without being a Sequence.
     if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
