@@ -60,7 +60,7 @@ void ExpectRefused(const std::vector<int32_t>& prompt, const std::vector<ImageSh
 TEST(ImagePositionsTest, WhatDoesNotFitIsRefusedByName) {
   const ImageShape two = {.grid = {1, 2, 4}};
   ExpectRefused({1, kImage, 2}, {two}, "vision_inputs[0]",
-                "stands for 2 tokens, and the prompt has 1");
+                "stands for 2 tokens, but the prompt has 1");
   ExpectRefused({1, kImage, kImage}, {two, two}, "vision_inputs[1]", "the prompt has none of them");
   ExpectRefused({1, kImage, kImage, kImage}, {two}, "vision_inputs",
                 "token 3 of the prompt stands for an image");

@@ -187,7 +187,7 @@ TEST_F(ConnectionGuardTest, UnfinishedMessagesCloseTheConnectionThatHoldsMost) {
   EXPECT_EQ(small.server->Receive(9 + 9 + 205).size(), 9u + 9u + 205u);
   Pair large = Connect();
   large.client->Send(Frame(kHeadersFrame, 0, 1) + Frame(kDataFrame, 0, 1, Message(2000, 900)));
-  EXPECT_THAT(large.client->ReceiveAll(), HasSubstr("messages that are not complete"));
+  EXPECT_THAT(large.client->ReceiveAll(), HasSubstr("incomplete messages take more than"));
   small.client->Send("x");
   EXPECT_EQ(small.server->Receive(1), "x");
 }
@@ -259,7 +259,7 @@ TEST_F(ConnectionGuardTest, TooManyCallsOfOneConnectionCloseItBeforeTheServerSee
   pair.client->Send(Frame(kHeadersFrame, 0, 1) + Frame(kHeadersFrame, 0, 3) +
                     Frame(kHeadersFrame, 0, 5));
   const std::string said = pair.client->ReceiveAll();
-  EXPECT_THAT(said, HasSubstr("more than 2 calls at a time"));
+  EXPECT_THAT(said, HasSubstr("more than 2 calls at once"));
   EXPECT_EQ(said.substr(0, 9), Frame(kSettingsFrame, 0, 0)) << "a server begins with its settings";
   EXPECT_EQ(pair.server->ReceiveAll(), "");
 }

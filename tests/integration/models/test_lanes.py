@@ -133,7 +133,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
     ("settings", "said"),
     [
         (["senior_quantization=int8", "compute.kernels=aten"], "senior_quantization: compute.kern"),
-        (["junior_gpu_memory_utilization=0.5"], "junior_gpu_memory_utilization: has no meaning"),
+        (["junior_gpu_memory_utilization=0.5"], "junior_gpu_memory_utilization: does not apply"),
         (["senior_enforce_eager=false"], "senior_enforce_eager: false asks for captured CUDA"),
         ([f"senior_model_revision={COMMIT}"], f"is not the snapshot of {COMMIT}"),
         (["junior_model_revision=main"], "junior_model_revision: must be a commit"),
