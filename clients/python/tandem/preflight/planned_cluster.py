@@ -163,7 +163,9 @@ class _Checked:
             for field, holder, key in model_settings(self.config)
             if holder[key] and field.startswith(lane)
         ]
-        limits += [lane_setting(self.config, one, "max_model_len") for one in (lane, "senior") if one]
+        limits += [
+            lane_setting(self.config, one, "max_model_len") for one in {lane, "senior"} - {""}
+        ]
         return min(one for one in limits if one is not None)
 
     def rollout_facts(self) -> RolloutFacts:

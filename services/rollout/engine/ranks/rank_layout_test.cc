@@ -55,10 +55,10 @@ TEST(RankLayoutTest, WhatCannotBeIsRefusedWithTheNumbers) {
          "is 6");
   expect({.tensor_parallel_size = 2, .junior_gpu_devices = {0, 1}}, 2,
          "junior.gpu_devices: names 2 devices, but the junior has 1 ranks");
-  expect(
-      {.tensor_parallel_size = 2, .enable_expert_parallel = true}, 2,
-      "senior.enable_expert_parallel: 2 ranks cannot divide the experts of a llama model, which has "
-      "none");
+  expect({.tensor_parallel_size = 2, .enable_expert_parallel = true}, 2,
+         "senior.enable_expert_parallel: 2 ranks cannot divide the experts of a llama model, which "
+         "has "
+         "none");
 }
 
 TEST(RankLayoutTest, ExpertsDivideWhereTheirWidthDoesNot) {
