@@ -81,7 +81,7 @@ std::string Join(absl::string_view path, absl::string_view key) {
 }
 
 std::string Shorten(const std::string& text) {
-  return text.size() <= 60 ? text : text.substr(0, 57) + "...";
+  return text.size() <= 60 ? text : absl::StrCat(text.substr(0, 57), "...");
 }
 
 // Whether text is well-formed UTF-8 (RFC 3629), as a message's text must be.
