@@ -500,9 +500,9 @@ def with_config(objects, role, change):
     ("change", "says"),
     [
         (lambda config: config.update(max_num_seq=4), "max_num_seq: unknown key"),
-        (lambda config: config.update(senior_model="/models/nowhere"), "nowhere"),
+        (lambda config: config["senior"].update(model="/models/nowhere"), "nowhere"),
         (
-            lambda config: config.update(senior_model="/model/SmolLM2-135M-Instruct"),
+            lambda config: config["senior"].update(model="/model/SmolLM2-135M-Instruct"),
             "is on no volume",
         ),
         (

@@ -14,6 +14,7 @@ from tandem.cluster.local import sections
 from tandem.rpc.wire import to_message
 from tandem.settings import loading
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.lanes import FLAT_NAMES
 from tandem.settings.run import RunSettings
 
 BLOCKS = blocks()
@@ -84,7 +85,10 @@ def check_cluster(values):
     cluster = loading.load(ClusterSettings, WHOLE_CLUSTER, overrides(values))
     for section in sections(cluster):
         message = getattr(schema, f"{section.role.capitalize()}ServerConfig")()
-        to_message(section.with_free_ports(), message, section.field)
+        # A setting of a lane may have its flat name, which is no field.
+        flat = FLAT_NAMES.values() if section.role == "rollout" else ()
+        values = section.with_free_ports().items()
+        to_message({k: v for k, v in values if k not in flat}, message, section.field)
 
 
 def overrides(values) -> list[str]:
