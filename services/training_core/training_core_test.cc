@@ -626,7 +626,7 @@ TEST_F(TrainingCoreTest, ACheckpointWithAnotherVocabularyIsRefusedAndChangesNoth
   const absl::Status refused = core_->LoadCheckpoint({}, {same});
   EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
   EXPECT_EQ(FieldPath(refused), "path");
-  EXPECT_NE(refused.message().find("another vocabulary"), std::string::npos) << refused;
+  EXPECT_NE(refused.message().find("a different vocabulary"), std::string::npos) << refused;
   EXPECT_EQ(core_->Info().weights, before.weights);
   EXPECT_TRUE(Step(Identity(1)).ok());
 }

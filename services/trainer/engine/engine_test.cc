@@ -713,7 +713,7 @@ TEST_F(TrainerEngineTest, ACheckpointOfAPaddedModelHasItsTokenizer) {
   const absl::Status status =
       engine->SaveCheckpoint({}, {.directory = folder_ / "checkpoints", .name = "step_1"}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("tokenizer.json is gone"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("tokenizer.json is missing"));
 }
 
 TEST_F(TrainerEngineTest, AFrozenModelWithAnotherTokenizerIsRefused) {

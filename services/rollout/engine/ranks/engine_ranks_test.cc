@@ -431,7 +431,7 @@ TEST_P(RolloutRanksTest, RanksThatDifferDoNotStart) {
       })(environment);
       EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
       EXPECT_TRUE(
-          absl::StartsWith(status.message(), absl::StrCat(last, " has another ", lane, "_model: ")))
+          absl::StartsWith(status.message(), absl::StrCat(last, " has another ", lane, ".model: ")))
           << status;
     });
   }

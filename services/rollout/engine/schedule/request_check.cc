@@ -136,7 +136,8 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
     return FieldError(
         absl::StatusCode::kOutOfRange, "prompt_token_ids",
         absl::StrCat(length,
-                     " tokens leave no room for a response; at most in total: ", InWords(limit)));
+                     " tokens leave no room for a response: prompt and response may have at most ",
+                     InWords(limit)));
   }
   TANDEM_RETURN_IF_ERROR(
       CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
