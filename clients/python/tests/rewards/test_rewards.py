@@ -353,7 +353,12 @@ def test_a_coroutine_that_ignores_its_cancellation_does_not_hold_up_the_end(tmp_
     )
     monkeypatch.setattr(coroutines, "CLOSE_SECONDS", 0.1)
     reward = Reward(written(tmp_path, text))
-    threading.Thread(target=reward, args=([EXAMPLE], [["stubborn"]]), daemon=True).start()
+
+    def judge_a_stubborn_one():
+        with contextlib.suppress(RewardError):  # once the judge is closed
+            reward([EXAMPLE], [["stubborn"]])
+
+    threading.Thread(target=judge_a_stubborn_one, daemon=True).start()
     assert reward([EXAMPLE], [["x"]]).rewards == [[1.0]]
     reward.close()
 
