@@ -57,18 +57,20 @@ def is_only_unreadable(output: str) -> bool:
     )
 
 
-# The options with which g++ reads precompiled headers; clang cannot read them.
-PRECOMPILED = re.compile(r" -(?:fpch-preprocess|Winvalid-pch|include \S+/cmake_pch\.hxx)(?= )")
+# The options of precompiled headers, which clang cannot read, and of g++'s own memory.
+OF_GCC = re.compile(
+    r" -(?:fpch-preprocess|Winvalid-pch|include \S+/cmake_pch\.hxx|-param=ggc-\S+)(?= )"
+)
 
 
 def commands_for_clang(build: Path) -> tuple[Path, set[Path]]:
-    """Writes the build's compile commands without precompiled headers.
+    """Writes the build's compile commands without what only g++ knows.
 
     Returns the folder of the written commands, and the files that they compile.
     """
     commands = json.loads((build / "compile_commands.json").read_text())
     for command in commands:
-        command["command"] = PRECOMPILED.sub("", command["command"])
+        command["command"] = OF_GCC.sub("", command["command"])
     folder = build / "clang-tidy"
     folder.mkdir(exist_ok=True)
     (folder / "compile_commands.json").write_text(json.dumps(commands))

@@ -33,7 +33,8 @@ def test_a_crash_counts():
 def test_clang_gets_no_precompiled_headers(tmp_path: Path):
     file = tmp_path / "a.cc"
     pch = "CMakeFiles/torch_headers.dir/cmake_pch.hxx"
-    command = f"g++ -O3 -fpch-preprocess -Winvalid-pch -include {tmp_path}/{pch} -o a.o -c {file}"
+    of_gcc = f"--param=ggc-min-heapsize=9 -fpch-preprocess -Winvalid-pch -include {tmp_path}/{pch}"
+    command = f"g++ -O3 {of_gcc} -o a.o -c {file}"
     entry = {"directory": str(tmp_path), "file": str(file), "command": command}
     (tmp_path / "compile_commands.json").write_text(json.dumps([entry]))
     folder, compiled = commands_for_clang(tmp_path)
