@@ -54,7 +54,7 @@ TEST(IdListsTest, AreBoundedAndHoldNoIdTwice) {
             "stop_token_ids[2]");
   std::vector<std::string> texts(kMaxStopTexts, std::string(kMaxStopTextBytes, 'x'));
   EXPECT_TRUE(Validate(SamplingParams{.stop = texts}, 10).ok());
-  texts.push_back("y");
+  texts.emplace_back("y");
   EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop = texts}, 10)), "stop");
   EXPECT_EQ(FieldPath(Validate(SamplingParams{.stop = {"x", ""}}, 10)), "stop[1]");
   EXPECT_EQ(
