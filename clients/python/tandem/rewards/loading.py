@@ -7,7 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,9 +63,22 @@ def file_of(function: Callable[..., Any]) -> Path | None:
     return Path(source) if source else None
 
 
+class _Source(SourceFileLoader):
+    """Compiles a file anew each time.
+
+    Python takes compiled code for that of a file with the same size and the same second of change:
+    of two versions written within a second it would run the first.
+    """
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        """Has no answer, so that compiled code is neither read nor written."""
+        raise OSError
+
+
 def _run(file: Path) -> ModuleType:
     """Imports a file as a module."""
-    spec = importlib.util.spec_from_file_location(_module_name(file), file)
+    name = _module_name(file)
+    spec = importlib.util.spec_from_file_location(name, file, loader=_Source(name, str(file)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # dataclasses and pickle, for example, look a class's module up by its name.

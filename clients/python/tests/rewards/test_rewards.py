@@ -438,6 +438,13 @@ def test_a_batch_that_is_no_list_of_numbers_is_refused(tmp_path, judge, subtests
                     judge(written(tmp_path, text, batch=True), "a", "b")
 
 
+def test_a_file_that_changes_within_a_second_is_read_again(tmp_path, judge):
+    for value in (3, 4, 5):
+        text = f"def reward(prompt, response, **row):\n    return {value}\n"
+        assert judge(written(tmp_path, text), "a") == [value]
+    assert not (tmp_path / "__pycache__").exists()
+
+
 def test_a_batch_may_be_an_array(tmp_path, judge):
     text = "import numpy\ndef reward(prompts, responses, rows):\n    return numpy.arange(2.0)\n"
     assert judge(written(tmp_path, text, batch=True), "a", "b") == [0.0, 1.0]
