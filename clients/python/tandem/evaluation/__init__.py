@@ -1,14 +1,16 @@
-"""Evaluations: the senior alone, senior and junior in turns, and the senior read by the junior."""
+"""Evaluations: the senior alone, with its junior, and read by its junior."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem import tracing
-from tandem.evaluation.answers import Evaluation, draw
+from tandem._proto.types.v1 import server_pb2
+from tandem.evaluation.answers import JUNIOR_ALONE, SENIOR_ALONE, Answers, Evaluation, draw
 from tandem.evaluation.handoff import handoff
 from tandem.evaluation.legibility import legibility
 from tandem.evaluation.solo import solo
+from tandem.evaluation.takeover import takeover
 from tandem.preflight.checks import check_junior
 from tandem.session.session import Session
 from tandem.settings.run import EvalMode
@@ -23,8 +25,8 @@ def evaluate(
     """Evaluates the modes, by default `eval.modes`, in that order, on the held-out prompts.
 
     The held-out prompts are those of `eval.data`, without it all data. The trainer's weights
-    answer: rollout servers that are behind get them first. The senior's solo answers are drawn once
-    for all modes.
+    answer: rollout servers that are behind get them first. The solo answers of each model are
+    drawn once for all modes.
 
     Raises:
         ConfigError: a mode needs a junior and a rollout server has none, or no token ends a turn.
@@ -34,15 +36,41 @@ def evaluate(
         whose = f"the rollout server at {replica.client.address}"
         check_junior(modes, replica.has_junior, whose)
     weights = session.weights()
-    with session.progress.phase("evaluate, senior alone"):
-        alone = [] if modes == ["handoff"] else draw(session, {"enabled": False}, weights)
+    # Answers of one model, which several modes read.
+    alone: dict[str, Answers] = {}
+    for author, rules in (("senior", SENIOR_ALONE), ("junior", JUNIOR_ALONE)):
+        if any(author in _READS[mode] for mode in modes):
+            with session.progress.phase(f"evaluate, {author} alone"):
+                alone[author] = draw(session, rules, weights)
     results: dict[EvalMode, Evaluation] = {}
     for mode in modes:
         with session.progress.phase(f"evaluate {mode}"):
-            if mode == "solo":
-                results[mode] = solo(session, alone)
-            elif mode == "handoff":
-                results[mode] = handoff(session, weights)
-            else:
-                results[mode] = legibility(session, alone, weights)
+            results[mode] = _evaluation(mode, session, alone, weights)
     return results
+
+
+# The models whose answers a mode reads.
+_READS: Mapping[EvalMode, Sequence[str]] = {
+    "solo": ["senior"],
+    "handoff": [],
+    "legibility": ["senior"],
+    "junior_takeover": ["senior"],
+    "senior_takeover": ["junior"],
+}
+
+
+def _evaluation(
+    mode: EvalMode,
+    session: Session,
+    alone: Mapping[str, Answers],
+    weights: server_pb2.WeightsVersion,
+) -> Evaluation:
+    if mode == "solo":
+        return solo(session, alone["senior"])
+    if mode == "handoff":
+        return handoff(session, weights)
+    if mode == "legibility":
+        return legibility(session, alone["senior"], weights)
+    if mode == "junior_takeover":
+        return takeover(session, alone["senior"], "junior", weights)
+    return takeover(session, alone["junior"], "senior", weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,14 @@ from tandem.utils.stats import pass_at_k, wilson_interval
 # The samples of every prompt.
 Answers = list[list[trajectory_pb2.Trajectory]]
 
+# The fields of TandemConfig with which one model writes every token.
+SENIOR_ALONE: Mapping[str, Any] = {"enabled": False}
+JUNIOR_ALONE: Mapping[str, Any] = {
+    "enabled": True,
+    "selection_strategy": "bernoulli",
+    "prob_senior": 0.0,
+}
+
 
 @dataclass(frozen=True)
 class Grades:
@@ -33,12 +42,14 @@ class Grades:
             correct.
         pass_at: k → unbiased estimate of pass@k.
         scores: by reward function the samples' scores by prompt; None where it failed.
+        patterns: by name of `eval.patterns`, whether it is found in each prompt's samples.
     """
 
     correct: list[list[bool]]
     rewards: list[list[float | None]]
     pass_at: dict[int, float]
     scores: Mapping[str, Sequence[Sequence[float | None]]] = field(default_factory=dict)
+    patterns: Mapping[str, Sequence[Sequence[bool]]] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
@@ -63,6 +74,10 @@ class Grades:
             "reward/mean": sum(rewards) / len(rewards) if rewards else None,
             "reward/failed": sum(map(len, self.rewards)) - len(rewards),
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
+            **{
+                f"pattern/{name}": sum(map(sum, found)) / sum(map(len, found))
+                for name, found in self.patterns.items()
+            },
         }
 
 
@@ -133,25 +148,27 @@ def draw(
 
     `tandem` has the fields of TandemConfig. All modes draw with the same seeds.
     """
+    return session.generate(prompts_of(session, tandem), weights)
+
+
+def prompts_of(session: Session, tandem: Mapping[str, Any]) -> list[Prompt]:
+    """Returns the requests for answers to the held-out prompts, in their order."""
     settings = session.settings
     sampling = session.sampling | {"temperature": settings.eval.temperature}
     if settings.eval.max_tokens is not None:
         sampling["max_tokens"] = settings.eval.max_tokens
-    return session.generate(
-        [
-            Prompt(
-                token_ids=example.token_ids,
-                seed=prompt_seed(settings.seed, 0, index, "eval"),
-                num_samples=settings.eval.samples,
-                sampling=sampling,
-                tandem=tandem,
-                speculative=settings.eval_speculative.fields(),
-                vision_inputs=example.vision_inputs,
-            )
-            for index, example in enumerate(held_out(session))
-        ],
-        weights,
-    )
+    return [
+        Prompt(
+            token_ids=example.token_ids,
+            seed=prompt_seed(settings.seed, 0, index, "eval"),
+            num_samples=settings.eval.samples,
+            sampling=sampling,
+            tandem=tandem,
+            speculative=settings.eval_speculative.fields(),
+            vision_inputs=example.vision_inputs,
+        )
+        for index, example in enumerate(held_out(session))
+    ]
 
 
 def grade(
@@ -177,7 +194,11 @@ def grade(
         k: sum(pass_at_k(n, sum(group), k) for group in correct) / len(correct)
         for k in settings.eval.k
     }
-    return Grades(correct, rewards, pass_at, judged.scores)
+    patterns = {
+        name: [[bool(re.search(pattern, one.text)) for one in group] for group in responses]
+        for name, pattern in settings.eval.patterns.items()
+    }
+    return Grades(correct, rewards, pass_at, judged.scores, patterns)
 
 
 def held_out(session: Session) -> Sequence[Example]:

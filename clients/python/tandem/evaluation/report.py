@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.evaluation.gate import Gate, Group
 from tandem.evaluation.handoff import MAX_ROUNDS
 from tandem.utils.words import counted
 
@@ -39,16 +40,48 @@ def measures(summary: Mapping[str, Any]) -> list[Measure]:
         if failed := summary["reward/failed"]:
             found.append(Measure("rewards failed", f"{failed:,}"))
     if "rounds/mean" in summary:
+        found.append(Measure("rounds", f"{summary['rounds/mean']:.2f}"))
+    if "taken_over" in summary:
+        found.append(Measure("answers taken over", f"{summary['taken_over']:,}"))
+    if "tandem/senior_token_fraction" in summary:
         share = summary["tandem/senior_token_fraction"]
-        found += [
-            Measure("rounds", f"{summary['rounds/mean']:.2f}"),
-            Measure("tokens by the senior", f"{share:.1%}"),
-            Measure(f"cut after {MAX_ROUNDS} rounds", f"{summary['rounds/cut']:,}"),
-        ]
+        found.append(Measure("tokens by the senior", f"{share:.1%}"))
+    if "rounds/cut" in summary:
+        found.append(Measure(f"cut after {MAX_ROUNDS} rounds", f"{summary['rounds/cut']:,}"))
+    found += [
+        Measure(f"answers with {key.removeprefix('pattern/')}", f"{value:.1%}")
+        for key, value in summary.items()
+        if key.startswith("pattern/")
+    ]
     for whose in ("junior", "senior", "gap"):
         if (key := f"{whose}/nats_per_token") in summary:
             found.append(_with_interval(f"{whose}, nats/token", summary, key, "{:.3f}"))
     return found
+
+
+def gate_rows(gate: Gate) -> list[list[str]]:
+    """Returns the lines of a table of the gate: one for each author, and two for each pattern."""
+
+    def line(name: str, group: Group, equal: str = "") -> list[str]:
+        def shown(value: float | None, form: str) -> str:
+            return "-" if value is None else form.format(value)
+
+        return [
+            name,
+            f"{group.share:.0%}",
+            shown(group.accuracy, "{:.1%}"),
+            shown(group.reward, "{:.3f}"),
+            shown(group.tokens, "{:.1f}"),
+            equal,
+        ]
+
+    rows = [
+        line(author, group, f"{gate.equal_groups[author]:.0%}")
+        for author, group in gate.authors.items()
+    ]
+    for name, (matching, other) in gate.patterns.items():
+        rows += [line(f"senior, with {name}", matching), line(f"senior, without {name}", other)]
+    return rows
 
 
 def draft_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:

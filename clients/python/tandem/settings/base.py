@@ -38,6 +38,8 @@ Text = Annotated[str, Field(min_length=1)]
 # Path("") would be the working directory.
 NonEmptyPath = Annotated[Path, BeforeValidator(not_empty), Field(strict=False)]
 Pattern = Annotated[Text, AfterValidator(_is_pattern)]
+# A part of a key of metrics.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 

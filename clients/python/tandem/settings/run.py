@@ -16,6 +16,7 @@ from tandem.metrics import KEYS
 from tandem.rpc.wire import enum_names
 from tandem.settings.base import (
     Count,
+    Name,
     NonEmptyPath,
     Pattern,
     Settings,
@@ -44,7 +45,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 # The command that reads a run file; drafts stands for `tandem speculator eval`.
 Purpose = Literal["train", "sft", "eval", "drafts"]
 # Evaluations, in the order in which they are explained.
-EvalMode = Literal["solo", "handoff", "legibility"]
+EvalMode = Literal["solo", "handoff", "legibility", "junior_takeover", "senior_takeover"]
 
 # Settings of `data` that say how a row becomes a prompt.
 HOW_PROMPTS_ARE_WRITTEN = (
@@ -398,6 +399,21 @@ class TrajectorySettings(Settings):
     logprobs: bool = True
 
 
+class TakeoverSettings(Settings):
+    """The place in an answer at which one model takes over from the other."""
+
+    # Number of tokens of the answer, instead of after_share.
+    after_tokens: Count | None = None
+    # Share of the tokens of the answer that the first model would give alone.
+    after_share: float = Field(0.5, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _one_place(self) -> TakeoverSettings:
+        if self.after_tokens is not None and "after_share" in self.model_fields_set:
+            raise ValueError("after_tokens and after_share: set one of them")
+        return self
+
+
 class EvalSettings(Settings):
     """Evaluations on held-out prompts."""
 
@@ -406,11 +422,17 @@ class EvalSettings(Settings):
     # here, too, unless they are set.
     data: DataSettings | None = None
     # solo: the senior answers alone. handoff: senior and junior take turns. legibility: the junior
-    # predicts the senior's solo answers.
+    # predicts the senior's solo answers. junior_takeover: the junior finishes what the senior
+    # began. senior_takeover: the senior finishes what the junior began.
     modes: list[EvalMode] = Field(["solo"], min_length=1)
     # Text that ends a turn of the handoff: every token whose own text ends with this text ends a
     # turn. Default: a blank line, which not every tokenizer writes as one token.
     handoff_boundary: Text = "\n\n"
+    # The place at which a takeover happens.
+    takeover: TakeoverSettings = TakeoverSettings()
+    # Regular expressions by name: a mode that judges answers also gives the share of answers in
+    # which one is found, as `pattern/NAME`. For a dialect that is recognised by its words.
+    patterns: dict[Name, Pattern] = Field({})
     # Number of responses to each prompt, and the k of pass@k.
     samples: Count = 1
     k: list[int] = Field([1], min_length=1)

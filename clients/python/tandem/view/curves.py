@@ -29,6 +29,7 @@ DEFAULTS = (
     "eval/solo/reward/mean",
     "eval/handoff/accuracy",
     "eval/handoff/reward/mean",
+    "eval/junior_takeover/accuracy",
     "eval/legibility/junior/nats_per_token",
     "loss/total",
     "policy/kl_to_ref",

@@ -78,7 +78,10 @@ def test_mistakes_are_named_by_path(file, subtests):
         ("servers.rollout=['']", "servers.rollout.0: must not be empty"),
         ("eval.k=[]", "eval.k: must have at least 1 entry"),
         ("eval.modes=[]", "eval.modes: must have at least 1 entry"),
-        ("eval.modes=[duo]", "eval.modes.0: must be solo, handoff or legibility, not 'duo'"),
+        (
+            "eval.modes=[duo]",
+            "eval.modes.0: must be solo, handoff, legibility, ",
+        ),
         ("eval.modes=[solo, solo]", "eval: a mode is listed twice"),
         ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: must be at most"),
         ("reference=juinor", "reference: must be trainer, junior or HOST:PORT, not 'juinor'"),

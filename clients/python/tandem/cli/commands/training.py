@@ -202,7 +202,7 @@ def evaluate_command(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="Comma-separated evaluations: solo, handoff, legibility; may be repeated. "
+            help=f"Comma-separated evaluations: {', '.join(get_args(EvalMode))}; may be repeated. "
             "Default: the run file's eval.modes."
         ),
     ] = None,
@@ -214,23 +214,35 @@ def evaluate_command(
             metavar="DIR",
         ),
     ] = None,
+    gate: Annotated[
+        bool,
+        typer.Option(
+            "--gate",
+            help="Instead of the evaluations: what the reward favours before training, by author "
+            "and by eval.patterns, in answers that are drawn as a run draws its responses.",
+        ),
+    ] = False,
     discard_unsaved: DiscardUnsaved = False,
     dry_run: DryRun = False,
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure the senior on held-out prompts, in three modes.
+    """Measure the senior on held-out prompts.
 
     solo: accuracy and pass@k of the senior by itself. handoff: the same when
     senior and junior take turns, as eval.handoff_boundary sets. legibility:
-    the junior's cross-entropy over the senior's solo answers.
+    the junior's cross-entropy over the senior's solo answers. junior_takeover:
+    accuracy when the junior finishes what the senior began, as eval.takeover
+    sets; senior_takeover: the other way round.
 
     --checkpoint leaves its weights in the trainer and the rollout servers; the
     next run still begins with the base model.
     """
     from tandem.evaluation import evaluate
     from tandem.evaluation.answers import held_out
-    from tandem.evaluation.report import measures, size
+    from tandem.evaluation.gate import as_in_training
+    from tandem.evaluation.gate import gate as measure_gate
+    from tandem.evaluation.report import gate_rows, measures, size
     from tandem.run_directory.trajectories.writer import write_parquet
     from tandem.utils.new_directory import new_directory
 
@@ -239,12 +251,26 @@ def evaluate_command(
     if mode:
         modes = [name.strip() for names in mode for name in names.split(",")]
         if unknown := next((name for name in modes if name not in get_args(EvalMode)), None):
-            raise ConfigError(f"--mode: must be solo, handoff or legibility, not {unknown!r}")
+            known = ", ".join(get_args(EvalMode))
+            raise ConfigError(f"--mode: must be one of {known}, not {unknown!r}")
         overrides = [*overrides, f"eval.modes=[{', '.join(modes)}]"]
     settings = load_run(run_file, overrides, credentials, dry_run=dry_run)
     path = found_checkpoint(checkpoint, settings)
     if dry_run:
         show_preflight(output, settings, "eval")
+        return
+    if gate:
+        if mode or answers:
+            raise ConfigError(f"--gate: goes without {'--mode' if mode else '--answers'}")
+        with evaluated_session(
+            output, as_in_training(settings), "eval", checkpoint, discard_unsaved=discard_unsaved
+        ) as session:
+            found = measure_gate(session)
+        title = "answers to the held-out prompts, drawn as in training"
+        columns = ("", "share", "accuracy", "reward", "tokens", "one reward")
+        for finding in found.findings():
+            output.note(finding)
+        output.result(found.record(), output.table(title, columns, gate_rows(found)))
         return
     folder = nullcontext() if answers is None else new_directory(answers)
     with (

@@ -32,7 +32,7 @@ def view(
         str | None,
         typer.Option(
             "--eval",
-            help="Show the answers of an evaluation (solo, handoff, legibility) instead of steps.",
+            help="Show the answers of an evaluation (solo, handoff, …) instead of steps.",
             metavar="MODE",
         ),
     ] = None,

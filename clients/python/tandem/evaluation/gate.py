@@ -1,0 +1,220 @@
+"""The gate: what the reward favours before training begins, by author and by pattern.
+
+A policy gradient moves the senior from the answers to a prompt that earn less to those that earn
+more. So an experiment can only show that training changes how the senior writes if the reward tells
+the ways of writing apart at the start, and one about a junior only if the junior is another model.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.evaluation.answers import (
+    JUNIOR_ALONE,
+    SENIOR_ALONE,
+    Answers,
+    Grades,
+    draw,
+    grade,
+)
+from tandem.session.session import Session
+from tandem.settings.run import RunSettings
+from tandem.utils.stats import clustered_mean
+
+
+@dataclass(frozen=True)
+class Group:
+    """Answers that have something in common: their author, or a pattern.
+
+    Attributes:
+        share: of all answers of the author.
+        accuracy: None without answers, as the other numbers.
+        tokens: mean length of an answer.
+    """
+
+    answers: int
+    share: float
+    accuracy: float | None
+    reward: float | None
+    tokens: float | None
+
+
+@dataclass(frozen=True)
+class Favour:
+    """The reward of answers with a pattern, less that of answers to the same prompt without it.
+
+    Attributes:
+        prompts: those with answers of both kinds, which alone tell something.
+        difference: mean over these prompts; None without any.
+        half_width: of its 95 % interval; None with fewer than two prompts.
+    """
+
+    prompts: int
+    difference: float | None
+    half_width: float | None
+
+    @property
+    def sign(self) -> int:
+        """1 if training moves the senior towards the pattern, -1 away from it, 0 if unknown."""
+        if self.difference is None or self.half_width is None:
+            return 0
+        return (self.difference > self.half_width) - (self.difference < -self.half_width)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a run starts from.
+
+    Attributes:
+        authors: the answers of senior, junior and both, as the run draws them.
+        equal_groups: by author, the share of prompts whose answers have one reward: no gradient.
+        patterns: by name, the senior's answers with it and without it.
+        favours: by name of the pattern.
+        same_model: whether the junior has the senior's weights; None without a junior.
+    """
+
+    authors: Mapping[str, Group]
+    equal_groups: Mapping[str, float]
+    patterns: Mapping[str, tuple[Group, Group]]
+    favours: Mapping[str, Favour]
+    same_model: bool | None
+
+    def findings(self) -> list[str]:
+        """Returns what this says about a run, a sentence each."""
+        found = []
+        drawn = "both" if "both" in self.authors else "senior"
+        if (share := self.equal_groups[drawn]) > 0.5:
+            found.append(
+                f"{drawn}: the answers to {share:.0%} of the prompts have one reward each, which "
+                "gives no gradient"
+            )
+        for name, favour in self.favours.items():
+            if favour.difference is None:
+                found.append(
+                    f"{name}: no prompt has answers with and without it, so the reward cannot move "
+                    "the senior towards it or away from it"
+                )
+            elif favour.sign == 0:
+                found.append(f"{name}: the reward does not tell answers with it from others")
+            else:
+                way = "towards" if favour.sign > 0 else "away from"
+                found.append(
+                    f"{name}: training moves the senior {way} it: its answers earn "
+                    f"{favour.difference:+.3f} beside others to the same prompt"
+                )
+        if self.same_model:
+            found.append(
+                "the junior has the senior's weights: it reads whatever the senior writes, so "
+                "tandem can hardly show an effect"
+            )
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Returns the gate as JSON."""
+        return {
+            "authors": {
+                author: {**vars(group), "equal_groups": self.equal_groups[author]}
+                for author, group in self.authors.items()
+            },
+            "patterns": {
+                name: {
+                    "with": vars(self.patterns[name][0]),
+                    "without": vars(self.patterns[name][1]),
+                    "favour": {**vars(favour), "sign": favour.sign},
+                }
+                for name, favour in self.favours.items()
+            },
+            "same_model": self.same_model,
+            "findings": self.findings(),
+        }
+
+
+def as_in_training(settings: RunSettings) -> RunSettings:
+    """Returns the settings with evaluations that draw as the run draws its responses."""
+    update = {
+        "temperature": settings.sampling.temperature,
+        "samples": settings.batch.samples_per_prompt,
+        "max_tokens": settings.sampling.max_tokens,
+        "speculative": None,
+    }
+    return settings.model_copy(update={"eval": settings.eval.model_copy(update=update)})
+
+
+def gate(session: Session) -> Gate:
+    """Draws answers to the held-out prompts, as as_in_training() has set, and compares them."""
+    weights = session.weights()
+    rules: dict[str, Mapping[str, Any]] = {"senior": SENIOR_ALONE}
+    if session.settings.tandem.enabled:
+        rules |= {"junior": JUNIOR_ALONE, "both": session.settings.tandem.given()}
+    answers: dict[str, Answers] = {}
+    grades: dict[str, Grades] = {}
+    for author, tandem in rules.items():
+        with session.progress.phase(f"evaluate, {author}"):
+            answers[author] = draw(session, tandem, weights)
+            grades[author] = grade(session, answers[author])
+    whole = {author: _every(one, grades[author], True) for author, one in answers.items()}
+    senior = answers["senior"], grades["senior"]
+    patterns = grades["senior"].patterns
+    [first, *_] = answers.get("both", answers["senior"])[0]
+    return Gate(
+        authors=whole,
+        equal_groups={author: _equal_groups(one.rewards) for author, one in grades.items()},
+        patterns={
+            name: (_group(*senior, found, True), _group(*senior, found, False))
+            for name, found in patterns.items()
+        },
+        favours={name: _favour(grades["senior"], found) for name, found in patterns.items()},
+        same_model=(
+            first.junior_version == first.senior_versions[0].weights.digest
+            if first.junior_version
+            else None
+        ),
+    )
+
+
+def _every(answers: Answers, grades: Grades, value: bool) -> Group:
+    return _group(answers, grades, [[value] * len(group) for group in answers], value)
+
+
+def _group(answers: Answers, grades: Grades, found: Sequence[Sequence[bool]], value: bool) -> Group:
+    """Returns the answers of which `found` is `value`."""
+    chosen = [
+        (correct, reward, len(one.response_token_ids))
+        for rows in zip(answers, grades.correct, grades.rewards, found, strict=True)
+        for one, correct, reward, matches in zip(*rows, strict=True)
+        if matches == value
+    ]
+    rewards = [reward for _, reward, _ in chosen if reward is not None]
+    count = sum(map(len, answers))
+    return Group(
+        answers=len(chosen),
+        share=len(chosen) / count,
+        accuracy=statistics.fmean(one for one, _, _ in chosen) if chosen else None,
+        reward=statistics.fmean(rewards) if rewards else None,
+        tokens=statistics.fmean(length for _, _, length in chosen) if chosen else None,
+    )
+
+
+def _equal_groups(rewards: Sequence[Sequence[float | None]]) -> float:
+    return sum(len(set(group)) == 1 for group in rewards) / len(rewards)
+
+
+def _favour(grades: Grades, found: Sequence[Sequence[bool]]) -> Favour:
+    differences = []
+    for rewards, matches in zip(grades.rewards, found, strict=True):
+        of = {
+            value: [
+                reward
+                for reward, one in zip(rewards, matches, strict=True)
+                if one == value and reward is not None
+            ]
+            for value in (True, False)
+        }
+        if of[True] and of[False]:
+            differences.append(statistics.fmean(of[True]) - statistics.fmean(of[False]))
+    if not differences:
+        return Favour(0, None, None)
+    return Favour(len(differences), *clustered_mean([[one] for one in differences]))
