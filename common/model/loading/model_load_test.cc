@@ -530,13 +530,14 @@ TEST_F(ModelLoadTest, NamesWithoutTheModelsPrefixAreThoseOfItsBody) {
 TEST_F(ModelLoadTest, APrefixOfAllNamesIsNamedWithTheNameThatWasExpected) {
   for (const std::string prefix : {"_orig_mod.", "base_model.model.", "module.", "policy."}) {
     Write({}, [&](NamedTensors& tensors) {
-      for (auto& [name, tensor] : tensors) name = prefix + name;
+      for (auto& [name, tensor] : tensors) name.insert(0, prefix);
     });
     ExpectInvalid(prefix + "model.embed_tokens.weight",
                   "expected 'model.embed_tokens.weight': names that begin with '" + prefix + "'");
     Write({}, [&](NamedTensors& tensors) {
       for (auto& [name, tensor] : tensors) {
-        name = prefix + (name.starts_with("model.") ? name.substr(6) : name);
+        if (name.starts_with("model.")) name.erase(0, 6);
+        name.insert(0, prefix);
       }
     });
     ExpectInvalid(prefix + "embed_tokens.weight", "expected 'model.embed_tokens.weight'");
