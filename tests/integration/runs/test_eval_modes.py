@@ -1,4 +1,4 @@
-"""Handoff and legibility on real servers; expected values are recomputed from their answers."""
+"""The modes of evaluation on real servers; expected values are recomputed from their answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from harness import flat, mask, tokens
 from tandem.errors import ConfigError
 from tandem.evaluation import evaluate
 from tandem.rpc.author_schedule import authorship_mask
+from tandem.rpc.client import RolloutClient
+from tandem.rpc.wire import from_tensor
 from tandem.session.opening import open_session
 from tokenizers import Tokenizer
 
-MODES = ["solo", "handoff", "legibility"]
+MODES = ["solo", "handoff", "legibility", "junior_takeover", "senior_takeover"]
 
 
 def evaluated(directory, models, running, **changes):
     options = {"modes": MODES, "samples": 6, "temperature": 1.0, "max_tokens": 100} | changes
+    options.setdefault("patterns", {"e": "e"})
     config = harness.run_settings(directory, models, running, eval=options)
     with open_session(config, purpose="eval") as session:
         return evaluate(session)
@@ -63,8 +66,31 @@ def test_the_authors_of_a_handoff_follow_from_its_tokens(results, boundary, mode
 def test_every_key_of_an_evaluation_is_documented(results):
     document = (harness.REPOSITORY / "docs/reference/metrics.md").read_text()
     section = document.split("## `evals.jsonl`")[1].split("\n## ")[0]
-    listed = re.findall(r"`([a-z_/]+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M)))
+    listed = re.findall(r"`([a-z_/A-Z]+)`", "".join(re.findall(r"^\| (`.*?) \|", section, re.M)))
+    listed[listed.index("pattern/NAME")] = "pattern/e"
     assert {"step"}.union(*(one.summary() for one in results.values())) == set(listed)
+
+
+def test_a_takeover_goes_on_from_the_exact_tokens(models, pair, tmp_path):
+    both = ["junior_takeover", "senior_takeover"]
+    greedy = {"modes": both, "samples": 1, "temperature": 0.0, "max_tokens": 20}
+    found = evaluated(tmp_path, models, pair, takeover={"after_tokens": 3}, **greedy)
+    for mode, successor in (("junior_takeover", 0), ("senior_takeover", 1)):
+        answers = flat(found[mode].answers)
+        assert {tuple(mask(one)[:3]) for one in answers} == {(1 - successor,) * 3}
+        for one in answers:
+            assert set(mask(one)[3:]) <= {successor}
+            assert len(tokens(one)) <= 20
+            assert len(from_tensor(one.author_logprobs)) == len(tokens(one))
+    one = next(one for one in flat(found["junior_takeover"].answers) if len(tokens(one)) > 5)
+    ids = [*one.prompt_token_ids, *tokens(one)]
+    first = len(one.prompt_token_ids)
+    with RolloutClient(pair.rollouts[0].address) as client:
+        [scores] = client.score([(ids, first)], junior=True).sequences
+    senior, junior = from_tensor(scores.senior_logprobs), from_tensor(scores.junior_logprobs)
+    by_author = np.concatenate([senior[:3], junior[3:]])
+    # The bits of an uninterrupted answer: nothing was decoded and encoded again.
+    assert by_author.tolist() == from_tensor(one.author_logprobs).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -124,7 +150,7 @@ def test_a_server_without_a_junior_is_refused_before_anything_is_drawn(models, t
     with harness.cluster(
         tmp_path / "cluster", models, rollout={"junior_model": ""}, trainer={}
     ) as running:
-        with pytest.raises(ConfigError, match=r"eval\.modes: handoff, legibility: .* no junior"):
+        with pytest.raises(ConfigError, match=r"eval\.modes: handoff, legibility, junior_takeover, senior_takeover: .* no junior"):
             evaluated(tmp_path, models, running)
         generated = harness.metrics_text(running.rollouts[0])
         assert 'tandem_generated_tokens_total{author="senior"} 0' in generated
