@@ -1,9 +1,17 @@
-"""The share of the words that were asked for which the answer holds."""
+"""The rewards of the experiment: a correct answer, with and without a pressure to be short."""
 
-import re
+MOST_TOKENS = 24
+WEIGHT_OF_LENGTH = 0.5
 
 
-def reward(prompt: str, response: str, **row: object) -> float:
-    """Returns a number in [0, 1]; `prompt` lists the words: "river, bread, winter"."""
-    words = prompt.split(", ")
-    return sum(bool(re.search(rf"\b{word}\b", response, re.I)) for word in words) / len(words)
+def correct(prompt: str, response: str, *, answer: str, **row: object) -> float:
+    """Returns 1 if the response ends with "# d<answer>", else 0."""
+    return float(response.split()[-2:] == ["#", f"d{answer}"])
+
+
+def short(
+    prompt: str, response: str, *, answer: str, response_token_ids: list[int], **row: object
+) -> float:
+    """Returns what correct() does, less half of the length as a share of the longest response."""
+    length = len(response_token_ids) / MOST_TOKENS
+    return correct(prompt, response, answer=answer) - WEIGHT_OF_LENGTH * length

@@ -41,7 +41,7 @@ from tandem.rpc.requests import Prompt, SupervisedSample
 
 _NONE = "no drafts"
 _HEADS, _RANDOM, _JUNIOR = "trained heads", "random heads", "small junior"
-_EXAMPLES = Path("examples/tandem_effect")
+_EXAMPLES = Path("examples/speculator")
 # The chat marks of the model without the system message that its template would add.
 _FORMAT = "<|im_start|>user\nWrite a sentence with {}.<|im_end|>\n<|im_start|>assistant\n"
 _BATCH = 16  # responses of a training step
