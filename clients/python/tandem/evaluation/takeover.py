@@ -73,7 +73,7 @@ def kept_tokens(settings: TakeoverSettings, answer: trajectory_pb2.Trajectory) -
     length = len(answer.response_token_ids)
     if settings.after_tokens is not None:
         return min(settings.after_tokens, length)
-    return math.ceil(settings.after_share * length)
+    return math.ceil((settings.after_share or 0.5) * length)
 
 
 def joined(

@@ -404,12 +404,13 @@ class TakeoverSettings(Settings):
 
     # Number of tokens of the answer, instead of after_share.
     after_tokens: Count | None = None
-    # Share of the tokens of the answer that the first model would give alone.
-    after_share: float = Field(0.5, gt=0, lt=1)
+    # Share of the tokens of the answer that the first model would give alone. Default, without
+    # after_tokens: 0.5.
+    after_share: float | None = Field(None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _one_place(self) -> TakeoverSettings:
-        if self.after_tokens is not None and "after_share" in self.model_fields_set:
+        if self.after_tokens is not None and self.after_share is not None:
             raise ValueError("after_tokens and after_share: set one of them")
         return self
 

@@ -14,6 +14,7 @@ from tandem.rpc.wire import from_tensor, to_tensor
 from tandem.session.opening import open_session
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
+from tandem.settings.values import dump_values
 
 
 @pytest.fixture
@@ -77,6 +78,14 @@ def test_one_place_of_a_takeover_is_set(evaluated):
     both = ["eval.takeover.after_tokens=2", "eval.takeover.after_share=0.5"]
     with pytest.raises(ConfigError, match=r"eval\.takeover: after_tokens and after_share: set one"):
         evaluated(*both)
+
+
+def test_the_settings_of_a_takeover_are_read_back(run_file, tmp_path):
+    for chosen in ([], ["eval.takeover.after_tokens=2"], ["eval.takeover.after_share=0.3"]):
+        settings = loading.load(RunSettings, run_file, chosen)
+        file = tmp_path / "again.yaml"
+        file.write_text(dump_values(settings.model_dump(mode="json", exclude_none=True)))
+        assert loading.load(RunSettings, file).eval.takeover == settings.eval.takeover
 
 
 def test_a_takeover_needs_a_junior(world, evaluated):
