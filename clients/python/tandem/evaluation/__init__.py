@@ -1,4 +1,4 @@
-"""Evaluations: the senior alone, with its junior, and read by its junior."""
+"""Evaluations: the senior by itself, with its junior, and as its junior reads it."""
 
 from __future__ import annotations
 

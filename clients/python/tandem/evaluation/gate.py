@@ -7,10 +7,11 @@ the ways of writing apart at the start, and one about a junior only if the junio
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from tandem.evaluation.answers import (
     JUNIOR_ALONE,
@@ -23,6 +24,8 @@ from tandem.evaluation.answers import (
 from tandem.session.session import Session
 from tandem.settings.run import RunSettings
 from tandem.utils.stats import clustered_mean
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Favour:
 
 @dataclass(frozen=True)
 class Gate:
-    """What a run starts from.
+    """The answers that a run starts from, and the reward's preference among them.
 
     Attributes:
         authors: the answers of senior, junior and both, as the run draws them.
@@ -155,16 +158,14 @@ def gate(session: Session) -> Gate:
         with session.progress.phase(f"evaluate, {author}"):
             answers[author] = draw(session, tandem, weights)
             grades[author] = grade(session, answers[author])
-    whole = {author: _every(one, grades[author], True) for author, one in answers.items()}
-    senior = answers["senior"], grades["senior"]
+    graded = {author: _graded(one, grades[author]) for author, one in answers.items()}
     patterns = grades["senior"].patterns
     [first, *_] = answers.get("both", answers["senior"])[0]
     return Gate(
-        authors=whole,
+        authors={author: _group(every, every) for author, every in graded.items()},
         equal_groups={author: _equal_groups(one.rewards) for author, one in grades.items()},
         patterns={
-            name: (_group(*senior, found, True), _group(*senior, found, False))
-            for name, found in patterns.items()
+            name: _with_and_without(graded["senior"], found) for name, found in patterns.items()
         },
         favours={name: _favour(grades["senior"], found) for name, found in patterns.items()},
         same_model=(
@@ -175,27 +176,49 @@ def gate(session: Session) -> Gate:
     )
 
 
-def _every(answers: Answers, grades: Grades, value: bool) -> Group:
-    return _group(answers, grades, [[value] * len(group) for group in answers], value)
+class _Graded(NamedTuple):
+    """An answer with its grade."""
+
+    correct: bool
+    reward: float | None
+    tokens: int
 
 
-def _group(answers: Answers, grades: Grades, found: Sequence[Sequence[bool]], value: bool) -> Group:
-    """Returns the answers of which `found` is `value`."""
-    chosen = [
-        (correct, reward, len(one.response_token_ids))
-        for rows in zip(answers, grades.correct, grades.rewards, found, strict=True)
-        for one, correct, reward, matches in zip(*rows, strict=True)
-        if matches == value
+def _graded(answers: Answers, grades: Grades) -> list[_Graded]:
+    """Returns the answers to all prompts with their grades, one after the other."""
+    return [
+        _Graded(correct, reward, len(one.response_token_ids))
+        for rows in zip(answers, grades.correct, grades.rewards, strict=True)
+        for one, correct, reward in zip(*rows, strict=True)
     ]
-    rewards = [reward for _, reward, _ in chosen if reward is not None]
-    count = sum(map(len, answers))
+
+
+def _group(chosen: Sequence[_Graded], every: Sequence[_Graded]) -> Group:
+    """Returns the numbers of the answers that were chosen from every answer."""
+    rewards = [one.reward for one in chosen if one.reward is not None]
     return Group(
         answers=len(chosen),
-        share=len(chosen) / count,
-        accuracy=statistics.fmean(one for one, _, _ in chosen) if chosen else None,
+        share=len(chosen) / len(every),
+        accuracy=statistics.fmean(one.correct for one in chosen) if chosen else None,
         reward=statistics.fmean(rewards) if rewards else None,
-        tokens=statistics.fmean(length for _, _, length in chosen) if chosen else None,
+        tokens=statistics.fmean(one.tokens for one in chosen) if chosen else None,
     )
+
+
+def _with_and_without(
+    every: Sequence[_Graded], found: Sequence[Sequence[bool]]
+) -> tuple[Group, Group]:
+    """Returns the answers in which a pattern is found, and the others."""
+    matching, other = _divided(every, itertools.chain(*found))
+    return _group(matching, every), _group(other, every)
+
+
+def _divided(values: Iterable[Value], found: Iterable[bool]) -> tuple[list[Value], list[Value]]:
+    """Returns the values for which something was found, and the others."""
+    parts: tuple[list[Value], list[Value]] = ([], [])
+    for value, matches in zip(values, found, strict=True):
+        parts[not matches].append(value)
+    return parts
 
 
 def _equal_groups(rewards: Sequence[Sequence[float | None]]) -> float:
@@ -205,16 +228,11 @@ def _equal_groups(rewards: Sequence[Sequence[float | None]]) -> float:
 def _favour(grades: Grades, found: Sequence[Sequence[bool]]) -> Favour:
     differences = []
     for rewards, matches in zip(grades.rewards, found, strict=True):
-        of = {
-            value: [
-                reward
-                for reward, one in zip(rewards, matches, strict=True)
-                if one == value and reward is not None
-            ]
-            for value in (True, False)
-        }
-        if of[True] and of[False]:
-            differences.append(statistics.fmean(of[True]) - statistics.fmean(of[False]))
+        matching, other = (
+            [reward for reward in part if reward is not None] for part in _divided(rewards, matches)
+        )
+        if matching and other:
+            differences.append(statistics.fmean(matching) - statistics.fmean(other))
     if not differences:
         return Favour(0, None, None)
     return Favour(len(differences), *clustered_mean([[one] for one in differences]))

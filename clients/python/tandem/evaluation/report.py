@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem.evaluation.gate import Gate, Group
 from tandem.evaluation.handoff import MAX_ROUNDS
+from tandem.terminal.output import cell
 from tandem.utils.words import counted
 
 
@@ -63,15 +64,12 @@ def gate_rows(gate: Gate) -> list[list[str]]:
     """Returns the lines of a table of the gate: one for each author, and two for each pattern."""
 
     def line(name: str, group: Group, equal: str = "") -> list[str]:
-        def shown(value: float | None, form: str) -> str:
-            return "-" if value is None else form.format(value)
-
         return [
             name,
             f"{group.share:.0%}",
-            shown(group.accuracy, "{:.1%}"),
-            shown(group.reward, "{:.3f}"),
-            shown(group.tokens, "{:.1f}"),
+            cell(group.accuracy, "{:.1%}"),
+            cell(group.reward, "{:.3f}"),
+            cell(group.tokens, "{:.1f}"),
             equal,
         ]
 
@@ -101,8 +99,7 @@ def draft_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         "responses that differ": ("responses_that_differ", "{:,}"),
     }
     return [
-        [name, *("-" if one[key] is None else form.format(one[key]) for one in results)]
-        for name, (key, form) in forms.items()
+        [name, *(cell(one[key], form) for one in results)] for name, (key, form) in forms.items()
     ]
 
 

@@ -22,6 +22,9 @@ from tandem.rpc.wire import from_tensor, to_tensor
 from tandem.session.session import Session
 from tandem.settings.run import TakeoverSettings
 
+# The share of an answer after which the other model takes over, unless the settings say more.
+_AFTER_SHARE = 0.5
+
 
 def takeover(
     session: Session, begun: Answers, successor: str, weights: server_pb2.WeightsVersion
@@ -73,7 +76,7 @@ def kept_tokens(settings: TakeoverSettings, answer: trajectory_pb2.Trajectory) -
     length = len(answer.response_token_ids)
     if settings.after_tokens is not None:
         return min(settings.after_tokens, length)
-    return math.ceil((settings.after_share or 0.5) * length)
+    return math.ceil((settings.after_share or _AFTER_SHARE) * length)
 
 
 def joined(

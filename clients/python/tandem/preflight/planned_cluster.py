@@ -163,8 +163,9 @@ class _Checked:
             for field, holder, key in model_settings(self.config)
             if holder[key] and field.startswith(lane)
         ]
+        # The senior's limit stands for a junior's that is not set.
         limits += [
-            lane_setting(self.config, one, "max_model_len") for one in {lane, "senior"} - {""}
+            lane_setting(self.config, one, "max_model_len") for one in (lane or "senior", "senior")
         ]
         return min(one for one in limits if one is not None)
 

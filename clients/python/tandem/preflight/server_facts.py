@@ -1,4 +1,4 @@
-"""What the servers of a run are like, planned or running: what its settings are checked against."""
+"""The properties of planned and of running servers that a run's settings are checked against."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def check_prompt_ids(
 
 
 def other_tokenizer(codec: TextCodec, whose: str, size: str) -> ConfigError:
-    """Returns the error for a model whose tokenizer is not `codec`."""
+    """Returns the error for a model that has another tokenizer than `codec`."""
     return ConfigError(
         f"tokenizer: {codec.directory} has {codec.vocabulary_size:,} tokens and is not the "
         f"tokenizer of {whose}, whose vocabulary has {size}",

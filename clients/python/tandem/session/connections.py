@@ -1,4 +1,4 @@
-"""How a run reaches its servers, and notices that one of its own has died."""
+"""The way of a run to its servers, and the notice that one of its own has died."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.settings.cluster import ServersSettings
 
 
 class Connections:
-    """What the clients of a run have in common.
+    """The credentials, retries and deadlines that the clients of a run share.
 
     Attributes:
         credentials: those of the servers.
@@ -34,7 +34,7 @@ class Connections:
 
     @property
     def retry(self) -> RetryPolicy:
-        """How long a call waits for a server that does not answer."""
+        """The time for which a call waits for a server that does not answer."""
         return RetryPolicy(seconds=self._settings.retry_seconds, check=self.check)
 
     def options(self, retry: RetryPolicy = ONCE) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Unit(int):
 
 
 def reckonings_of_a_loss(items):
-    """How often the loss and the return of a replica reckon with the units of an item."""
+    """The number of sums with the units of an item when a replica is lost and comes back."""
     divided = Shares([Unit(1)] * items, range(items), [256] * 3, [512] * 3)
     Unit.reckoned = 0
     divided.leave(0)
