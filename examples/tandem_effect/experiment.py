@@ -22,6 +22,7 @@ from pathlib import Path
 import make
 import report
 from tandem.terminal.output import Output
+from tandem.view.curves import read_curves
 
 HERE = Path(__file__).parent
 RUNS = HERE.parents[1] / "runs"
@@ -62,8 +63,8 @@ def main(seeds: int, arms: list[str], jobs: int, *, third_dialect: bool = False)
         list(pool.map(pretrain, folders))
         list(pool.map(check_gate, folders))
         list(pool.map(lambda one: train(*one), [(f, arm) for f in folders for arm in arms]))
-    trained = {arm: [folder / arm for folder in folders] for arm in arms}
-    results = report.read(trained)
+    trained = {arm: [read_curves(folder / arm) for folder in folders] for arm in arms}
+    results = report.measured(trained)
     (runs / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     report.plot(trained, runs / "curves.png")
     output = Output()
@@ -81,7 +82,7 @@ def pretrain(folder: Path) -> None:
             f"data.jsonl={folder}/{name}.jsonl",
             f"cluster.model={folder}/{name}-blank",
             f"cluster.directory={folder}/cluster-{name}",
-            f"seed={folder.name.removeprefix('seed-')}",
+            seed_of(folder),
         ]
         tandem(f"{folder.name}: {name}", "sft", HERE / "pretrain.yaml", *chosen, "--resume", "auto")
         tandem(f"{folder.name}: {name}", "export", folder / f"pretrain-{name}", folder / name)
@@ -136,8 +137,13 @@ def settings_of(folder: Path, arm: str) -> list[str]:
         f"cluster.model={folder}/senior",
         f"cluster.rollout.junior.model={folder}/junior",
         f"cluster.directory={folder}/cluster-{arm}",
-        f"seed={folder.name.removeprefix('seed-')}",
+        seed_of(folder),
     ]
+
+
+def seed_of(folder: Path) -> str:
+    """Returns the override that names the seed of a folder."""
+    return f"seed={folder.name.removeprefix('seed-')}"
 
 
 def tandem(what: str, *arguments: object) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tandem.utils.stats import mean_half_width
-from tandem.view.curves import read_curves
+from tandem.view.curves import Curve
 
 # The measures, as columns: a key of the last evaluation, and its format. The first is the primary
 # one, which was chosen before the runs.
@@ -24,15 +24,16 @@ MEASURES = {
     "tokens in the loss": ("tokens/trained", "{:,.0f}"),
 }
 Results = Mapping[str, Sequence[Mapping[str, float]]]
+# By arm, the curves of the run of every seed.
+Runs = Mapping[str, Sequence[Mapping[str, Curve]]]
 
 
-def read(runs: Mapping[str, Sequence[Path]]) -> dict[str, list[dict[str, float]]]:
+def measured(runs: Runs) -> dict[str, list[dict[str, float]]]:
     """Returns by arm, for every seed, the measures at the end and, as "start", before training."""
-    return {arm: [_read_run(run) for run in ofs] for arm, ofs in runs.items()}
+    return {arm: list(map(_measures_of, ofs)) for arm, ofs in runs.items()}
 
 
-def _read_run(run: Path) -> dict[str, float]:
-    curves = read_curves(run)
+def _measures_of(curves: Mapping[str, Curve]) -> dict[str, float]:
     found = {}
     for name, (key, _) in MEASURES.items():
         if key in curves:
@@ -62,8 +63,12 @@ def tables(results: Results) -> list[tuple[str, list[str], list[list[str]]]]:
     found = [(f"means of {seeds} seeds", ["", *MEASURES], [["before", *begun], *means])]
     if "solo" in results and len(results) > 1:
         columns = ["", PRIMARY, "seeds above, below", "sign test, p"]
-        rows = [_against_solo(arm, runs, results["solo"]) for arm, runs in results.items()]
-        found.append(("difference from solo, by seed", columns, [one for one in rows if one]))
+        rows = [
+            _against_solo(arm, runs, results["solo"])
+            for arm, runs in results.items()
+            if arm != "solo"
+        ]
+        found.append(("difference from solo, by seed", columns, rows))
     return found
 
 
@@ -77,8 +82,6 @@ def _mean(values: Sequence[float], form: str) -> str:
 def _against_solo(
     arm: str, runs: Sequence[Mapping[str, float]], solo: Sequence[Mapping[str, float]]
 ) -> list[str]:
-    if runs is solo:
-        return []
     differences = [one[PRIMARY] - other[PRIMARY] for one, other in zip(runs, solo, strict=True)]
     above, below = sum(one > 0 for one in differences), sum(one < 0 for one in differences)
     return [
@@ -96,7 +99,7 @@ def sign_test(above: int, below: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def plot(runs: Mapping[str, Sequence[Path]], file: Path) -> None:
+def plot(runs: Runs, file: Path) -> None:
     """Writes the curves of the evaluations: the mean over seeds, and the lowest and highest."""
     import matplotlib
 
@@ -107,7 +110,7 @@ def plot(runs: Mapping[str, Sequence[Path]], file: Path) -> None:
     figure, axes = pyplot.subplots(1, len(shown), figsize=(4 * len(shown), 3.5))
     for axis, name in zip(axes, shown, strict=True):
         for arm, ofs in runs.items():
-            curves = [read_curves(run)[MEASURES[name][0]] for run in ofs]
+            curves = [run[MEASURES[name][0]] for run in ofs]
             steps, values = curves[0].steps, list(zip(*(one.values for one in curves), strict=True))
             [line] = axis.plot(steps, [statistics.fmean(one) for one in values], label=arm)
             axis.fill_between(
