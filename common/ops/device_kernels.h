@@ -1,5 +1,5 @@
-// How an operation finds its own kernel for the device of its tensors, where that is a GPU. For the
-// CPU it is kernels::GetCpuKernels.
+// The lookup of an operation's own kernel for a GPU that holds its tensors. That for the CPU is
+// kernels::GetCpuKernels.
 #ifndef TANDEM_COMMON_OPS_DEVICE_KERNELS_H_
 #define TANDEM_COMMON_OPS_DEVICE_KERNELS_H_
 

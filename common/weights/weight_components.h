@@ -49,9 +49,9 @@ inline absl::Status CheckComponentName(absl::string_view path, absl::string_view
     if (name == kWeightComponents[i]) return absl::OkStatus();
   }
   return InvalidField(
-      path, absl::StrCat(
-                "\"", name, "\" is not a component of an update; those ", "beside the model are: ",
-                absl::StrJoin(kWeightComponents.begin() + 1, kWeightComponents.end(), ", ")));
+      path,
+      absl::StrCat("\"", name, "\" is not a component of an update; those beside the model are: ",
+                   absl::StrJoin(kWeightComponents.begin() + 1, kWeightComponents.end(), ", ")));
 }
 
 }  // namespace tandem

@@ -15,9 +15,9 @@
 // A sender that was interrupted calls Begin with the same update id, and goes on at the chunk that
 // the receiver lacks. Nothing is served of an update before its Commit; Abort drops it.
 //
-// What is served with the model, as its speculator (common/speculator), travels in the same stream,
-// behind the model: an update has components (weight_components.h). A receiver is sent those that
-// it has.
+// An update has components (weight_components.h): the model, and behind it in the same stream
+// others that are served with it, such as its speculator (common/speculator). A receiver is sent
+// those that it has.
 //
 // The files of a transfer:
 //   weight_components.h         the table of components

@@ -1,4 +1,4 @@
-// What a model reads of one sequence in a pass with a KV cache. No tensors, so that what plans
+// The input of one sequence in a pass with a KV cache. It has no tensors, so that the planning of
 // passes, and its tests, need none.
 #ifndef TANDEM_COMMON_MODEL_PASSES_DECODE_INPUT_H_
 #define TANDEM_COMMON_MODEL_PASSES_DECODE_INPUT_H_

@@ -29,7 +29,7 @@ struct WeightSenderOptions {
 
 struct SentWeights {
   WeightsVersion weights;  // that the receiver serves now
-  // What it takes beside the model, with the versions before the update.
+  // The components that it takes beside the model, with their versions before the update.
   std::map<std::string, WeightsVersion> components = {};
   int64_t bytes = 0;  // of the update; 0 if the receiver served it already
 };

@@ -31,18 +31,18 @@ absl::Status CheckRevision(absl::string_view field, const std::string& directory
                                  ", whose directory is snapshots/", revision));
 }
 
-absl::Status CheckLane(absl::string_view name, const LaneOptions& lane, absl::string_view length,
-                       const ComputeOptions& compute) {
+// Errors name the field within the lane.
+absl::Status CheckLane(const LaneOptions& lane, const ComputeOptions& compute) {
   if (lane.quantization != Quantization::kNone && !HasPackedLanes(compute)) {
-    return FieldError(absl::StatusCode::kUnimplemented, absl::StrCat(name, ".quantization"),
+    return FieldError(absl::StatusCode::kUnimplemented, "quantization",
                       "needs the CPU's own kernels");
   }
   if (lane.max_model_len < 2) {
-    return InvalidField(length,
+    return InvalidField("max_model_len",
                         absl::StrCat("must be enough for a prompt token and a response token, got ",
                                      lane.max_model_len));
   }
-  return CheckRevision(absl::StrCat(name, ".model_revision"), lane.model, lane.model_revision);
+  return CheckRevision("model_revision", lane.model, lane.model_revision);
 }
 
 }  // namespace
@@ -59,11 +59,9 @@ absl::Status CheckOptions(const EngineOptions& options) {
     return InvalidField("compute.num_threads", "must not be negative");
   }
   if (options.senior.model.empty()) return InvalidField("senior.model", "is required");
-  TANDEM_RETURN_IF_ERROR(
-      CheckLane("senior", options.senior, "senior.max_model_len", options.compute));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("senior", CheckLane(options.senior, options.compute)));
   if (!options.junior.model.empty()) {
-    TANDEM_RETURN_IF_ERROR(
-        CheckLane("junior", options.junior, "junior.max_model_len", options.compute));
+    TANDEM_RETURN_IF_ERROR(PrependFieldPath("junior", CheckLane(options.junior, options.compute)));
   }
   return absl::OkStatus();
 }

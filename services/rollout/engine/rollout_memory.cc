@@ -31,7 +31,6 @@ constexpr int64_t kFreeShare = 10;
 struct Lane {
   bool is_senior;
   std::string name;
-  std::string length_field;  // the setting of its longest sequence
   const ModelConfig& config;
   int64_t ranks = 1;
   bool whole_experts = false;
@@ -39,6 +38,8 @@ struct Lane {
   const Family* family = nullptr;
   LaneBlocks blocks = {};
 
+  // The setting of its longest sequence.
+  std::string length_field() const { return name + ".max_model_len"; }
   int64_t longest_sequence() const { return config.LongestSequence(options.max_model_len); }
   // The most blocks that a sequence holds between two passes: those of its window, or all.
   int64_t sequence_blocks() const {
@@ -132,7 +133,6 @@ absl::StatusOr<std::vector<Lane>> MakeLanes(const ModelConfig& senior, const Mod
                                             const RolloutMemoryOptions& options) {
   std::vector<Lane> lanes = {{.is_senior = true,
                               .name = "senior",
-                              .length_field = "senior.max_model_len",
                               .config = senior,
                               .ranks = options.layout.tensor_parallel_size,
                               .whole_experts = options.layout.enable_expert_parallel,
@@ -140,7 +140,6 @@ absl::StatusOr<std::vector<Lane>> MakeLanes(const ModelConfig& senior, const Mod
   if (junior != nullptr) {
     lanes.push_back({.is_senior = false,
                      .name = "junior",
-                     .length_field = "junior.max_model_len",
                      .config = *junior,
                      .ranks = options.layout.junior_tensor_parallel_size,
                      .whole_experts = options.layout.junior_enable_expert_parallel,
@@ -197,7 +196,7 @@ absl::Status TooFewBytes(const std::vector<Lane>& lanes, int64_t bytes) {
     bytes_of_each += BlockBytes(lane, /*ranks=*/1);
     absl::StrAppend(&needs, needs.empty() ? "" : ", and ", "the ", lane.name, " needs ",
                     lane.fewest_blocks(), " for one sequence of ", lane.longest_sequence(),
-                    " tokens (", lane.length_field, ") and for scoring");
+                    " tokens (", lane.length_field(), ") and for scoring");
   }
   return InvalidField("kv_cache_bytes",
                       absl::StrCat("holds ", bytes / bytes_of_each, " blocks of ", kKvBlockTokens,
@@ -229,7 +228,7 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
            "room for ",
            std::min(lane.blocks.generator / lane.sequence_blocks(), options.max_num_seqs),
            " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
-           lane.length_field, ")"),
+           lane.length_field(), ")"),
        .device = device});
   const int64_t activations =
       options.max_batched_tokens *
@@ -277,6 +276,7 @@ absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
   if (options.rank == 0 && lanes.front().config.vision.has_value()) {
     plan.items.push_back({"blob_cache", options.blob_cache_bytes});
   }
+  // GCC 12 sees wrong bounds in the assignment of the array.
   plan.remedy = std::string(kMemorySettings);
   return plan;
 }

@@ -58,6 +58,7 @@ absl::StatusOr<MemoryPlan> PlanTraining(const config::v1::StrategyOptions& confi
   const int64_t tokens = std::max(micro_batch_tokens, model.config.LongestSequence(max_model_len));
   TANDEM_ASSIGN_OR_RETURN(
       MemoryPlan plan, parallel::TrainingMemory(options, model, tokens, environment.rank, ranks));
+  // GCC 12 sees wrong bounds in the assignment of the array.
   plan.remedy = std::string(kMemorySettings);
   return plan;
 }

@@ -6,7 +6,7 @@
 
 namespace tandem {
 
-// What an `Only` row of an activation refuses.
+// The feature that an `Only` row of an activation names in its refusal.
 inline constexpr const char* kActivation = "the activation";
 
 // The keys of every class, and of the code around the classes.

@@ -63,7 +63,7 @@ class TandemModelManager {
   const std::vector<WeightSpec>& senior_parameters() const { return senior_parameters_; }
   // The head of a senior whose head is its embedding; an update may contain it.
   const std::optional<WeightSpec>& tied_head() const { return tied_head_; }
-  // What an update may bring beside the senior: on rank 0, its speculator if the server has one.
+  // The components that an update may bring beside the senior: on rank 0, the server's speculator.
   const std::vector<ReceivedComponent>& components() const { return components_; }
 
  private:

@@ -58,8 +58,8 @@ class TorchRunner : public ModelRunner {
   ImageRows image_rows_;
   const std::unique_ptr<const speculator::Speculator> speculator_;
   ops::PassMemory memory_;
-  // Of the pass that runs: what the vision tower gives the images of each sequence. Empty for text
-  // alone.
+  // The vision tower's rows for the images of each sequence in the pass that runs. Empty if no
+  // sequence has images.
   std::vector<std::vector<at::Tensor>> image_rows_of_inputs_;
   at::Tensor hidden_;  // with a speculator: of the last pass, [number of its rows, H]
 };
