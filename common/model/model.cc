@@ -331,6 +331,7 @@ absl::StatusOr<at::Tensor> Model::Decode(
     for (at::Tensor* tensor : {&batch.tokens, &batch.positions, &sequences.block_table}) {
       tensor->reset();
     }
+    sequences.rows = {};
     batch.images = {};
     batch.routing = {};
   };
@@ -361,6 +362,10 @@ absl::StatusOr<at::Tensor> Model::Decode(
   batch.tokens = ops::Narrow(uploaded, 0, 0, count);
   batch.positions = ops::Narrow(uploaded, 0, count, count);
   sequences.block_table = tables.to(device());
+  if (ops::AttendsInAten(device(), dtype())) {
+    sequences.rows =
+        ops::PlanPagedRows(batch.offsets, sequences.starts, tables, kKvBlockTokens, device());
+  }
   if (std::any_of(inputs.begin(), inputs.end(),
                   [](const DecodeInput& input) { return input.images != nullptr; })) {
     batch.images = ImagesOf(inputs, image_rows);

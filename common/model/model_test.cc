@@ -6,11 +6,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/error.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/image_batches.h"
 #include "common/model/testing/models.h"
+#include "common/ops/ops.h"
+#include "common/ops/testing/operations.h"
 
 namespace tandem {
 namespace {
@@ -204,6 +207,27 @@ TEST(ModelTest, DecodeIsInvariantToChunkingAndBatching) {
         sequences.Decode({{0, span_a.subspan(70, 1)}, {1, span_b.subspan(10)}}).value();
     EXPECT_TRUE(at::equal(second[0], whole_a[70])) << family;
     EXPECT_TRUE(at::equal(second[1], whole_b[39])) << family;
+  }
+}
+
+// Whose operations a GPU runs: a pass of many sequences takes as many launches as one of few.
+TEST(ModelTest, TheOperationsOfADecodeStepDoNotGrowWithItsSequences) {
+  ops::SetKernelPath(ops::KernelPath::kAten);
+  const absl::Cleanup restore = [] { ops::SetKernelPath(ops::KernelPath::kAuto); };
+  const c10::InferenceMode guard;
+  for (const std::string family : {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"}) {
+    const auto model = TinyModel(family);
+    const auto operations = [&](int64_t count) {
+      const Tokens tokens = SomeTokens(3, 5);
+      CachedSequences sequences(*model, count, 128);
+      std::vector<CachedSequences::Input> inputs;
+      for (int64_t s = 0; s < count; ++s) inputs.push_back({s, absl::MakeSpan(tokens).first(1)});
+      EXPECT_TRUE(sequences.Decode(inputs).ok());
+      return ops::Operations([&] { EXPECT_TRUE(sequences.Decode(inputs).ok()); });
+    };
+    const int64_t few = operations(2);
+    EXPECT_GT(few, 20) << family;
+    EXPECT_EQ(operations(40), few) << family;
   }
 }
 

@@ -19,9 +19,10 @@
 namespace tandem::ops {
 namespace {
 
-bool HasCpuKernels(const at::Tensor& x) {
-  return x.is_cpu() && x.scalar_type() == at::kFloat && kernels::GetCpuKernels().linear != nullptr;
+bool HasCpuKernels(at::Device device, at::ScalarType type) {
+  return device.is_cpu() && type == at::kFloat && kernels::GetCpuKernels().linear != nullptr;
 }
+bool HasCpuKernels(const at::Tensor& x) { return HasCpuKernels(x.device(), x.scalar_type()); }
 
 bool UseCpuKernels(const at::Tensor& x) { return HasCpuKernels(x) && !at::GradMode::is_enabled(); }
 
@@ -420,12 +421,14 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
   });
 }
 
+bool AttendsInAten(at::Device device, at::ScalarType type) { return !HasCpuKernels(device, type); }
+
 at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                            const at::Tensor& key_cache, const at::Tensor& value_cache,
                            const AttentionScores& scores) {
   TORCH_CHECK(!at::GradMode::is_enabled(), "cached attention has no gradient");
-  if (!UseCpuKernels(q_in)) {
+  if (AttendsInAten(q_in.device(), q_in.scalar_type())) {
     return AtenCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache,
                                scores);
   }

@@ -89,6 +89,9 @@ at::Tensor SoftCap(const at::Tensor& x, double soft_cap);
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const AttentionScores& scores = {});
 
+// Whether CachedAttention runs in ATen operations for tensors of this device and type.
+bool AttendsInAten(at::Device device, at::ScalarType type);
+
 // Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue sequence s at
 // position starts[s]. Writes k and v into the blocks of the sequences, rounded to the type of the
 // cache, then attends to what the cache holds for the positions of each row's window. Blocks before

@@ -13,8 +13,11 @@
 #include <tuple>
 #include <vector>
 
+#include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/attention/aten_attention.h"
 #include "common/ops/attention/rotary_growth.h"
 #include "common/ops/attention/rotary_table.h"
+#include "common/ops/testing/operations.h"
 
 namespace tandem::ops {
 namespace {
@@ -59,6 +62,14 @@ at::Tensor BlockTable(const std::vector<std::vector<int32_t>>& blocks) {
               table.select(0, static_cast<int64_t>(s)).mutable_data_ptr<int32_t>());
   }
   return table;
+}
+
+// Returns the sequences of a pass, on `device`.
+PagedSequences Planned(const std::vector<int64_t>& offsets, const std::vector<int64_t>& starts,
+                       const at::Tensor& table, at::Device device = at::kCPU) {
+  return {.starts = starts,
+          .block_table = table.to(device),
+          .rows = PlanPagedRows(offsets, starts, table, kernels::kAttentionBlock, device)};
 }
 
 // Shorter than the sequences of these tests, with and without whole blocks, and longer.
@@ -144,7 +155,7 @@ TEST_F(OpsTest, ABfloat16CacheEqualsAFloat32CacheOfRoundedKeysAndValues) {
       for (const int64_t end : ends) {
         const auto rows = [&](const at::Tensor& x) { return x.narrow(0, begin, end - begin); };
         outputs.push_back(CachedAttention(rows(q), rows(keys), rows(values), {0, end - begin},
-                                          {.starts = {begin}, .block_table = table}, key_cache,
+                                          Planned({0, end - begin}, {begin}, table), key_cache,
                                           value_cache));
         begin = end;
       }
@@ -453,7 +464,7 @@ TEST_P(AtenPathTest, CausalAttentionOfRaggedBatches) {
 
 // The cache has the type of the operands, or bfloat16, or float32.
 TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
-  const at::Tensor q = Normal({95, 6, 16}), k = Normal({95, 2, 16}), v = Normal({95, 2, 16});
+  const at::Tensor q = Normal({100, 6, 16}), k = Normal({100, 2, 16}), v = Normal({100, 2, 16});
   const auto run = [&](at::ScalarType cache, const AttentionScores& scores) {
     ExpectTheKernelsResult([&](auto on) {
       const at::Tensor empty = at::full({5, 2, 64, 16}, std::nan(""));
@@ -464,13 +475,16 @@ TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
         const auto rows = [&](const at::Tensor& x) {
           return on(x.narrow(0, begin, offsets.back()));
         };
-        const at::Tensor table = BlockTable(tables).to(keys.device());
-        return CachedAttention(rows(q), rows(k), rows(v), offsets, {starts, table}, keys, values,
-                               scores);
+        return CachedAttention(rows(q), rows(k), rows(v), offsets,
+                               Planned(offsets, starts, BlockTable(tables), keys.device()), keys,
+                               values, scores);
       };
-      // A prompt; more rows of it, into a second block, beside another prompt; more rows of both.
+      // A prompt; more rows of it, into a second block, beside another prompt; more rows of both;
+      // one row of each; one row beside several, of which some are of no sequence's.
       return at::cat({pass(0, {0, 60}, {{4}}, {0}), pass(60, {0, 6, 20}, {{4, 1}, {2, 0}}, {60, 0}),
-                      pass(80, {0, 5, 15}, {{2}, {4, 1}}, {14, 66})});
+                      pass(80, {0, 5, 15}, {{2}, {4, 1}}, {14, 66}),
+                      pass(95, {0, 1, 2}, {{2}, {4, 1}}, {19, 76}),
+                      pass(97, {0, 1, 1, 3}, {{4, 1}, {3}, {2}}, {77, 0, 20})});
     });
   };
   for (const at::ScalarType cache : {GetParam().dtype, at::kBFloat16, at::kFloat}) {
@@ -479,6 +493,58 @@ TEST_P(AtenPathTest, CachedAttentionContinuesSequences) {
       run(cache, {.window = window, .soft_cap = 2.0});
     }
   }
+}
+
+TEST_P(AtenPathTest, SingleRowsAttendInPartsAndByNumberOfBlocks) {
+  c10::InferenceMode guard;
+  // Sequences of 1 to 4 blocks, whose last row is new.
+  const std::vector<int64_t> starts = {3, 200, 64, 0, 130, 191, 63};
+  const auto count = static_cast<int64_t>(starts.size());
+  std::vector<int64_t> offsets = {0};
+  std::vector<std::vector<int32_t>> blocks;
+  int32_t next = 0;
+  for (const int64_t start : starts) {
+    offsets.push_back(offsets.back() + 1);
+    for (blocks.emplace_back(); std::ssize(blocks.back()) * 64 <= start;) {
+      blocks.back().push_back(next++);
+    }
+  }
+  const at::Tensor cache = Normal({next, 2, 64, 16});
+  const at::Tensor q = Moved(Normal({count, 6, 16})), k = Moved(Normal({count, 2, 16}));
+  const PagedSequences sequences = Planned(offsets, starts, BlockTable(blocks), q.device());
+  EXPECT_EQ(sequences.rows.singles.size(), 3);
+  for (const int64_t window : kWindows) {
+    const auto attend = [&](int64_t gathered) {
+      const at::Tensor keys = Moved(cache), values = keys.clone();
+      return AtenCachedAttention(q, k, k, offsets, sequences, keys, values, {.window = window},
+                                 gathered);
+    };
+    const at::Tensor whole = attend(int64_t{1} << 26);
+    for (const int64_t gathered : {1, 2 * 64 * 2 * 16, 5 * 64 * 2 * 16}) {
+      EXPECT_TRUE(at::allclose(attend(gathered), whole, 0, GetParam().tolerance)) << gathered;
+    }
+  }
+}
+
+TEST_P(AtenPathTest, TheOperationsOfSingleRowsDoNotGrowWithTheirNumber) {
+  const auto operations = [](int32_t count) {
+    const at::Tensor q = Moved(Normal({count, 6, 16})), k = Moved(Normal({count, 2, 16}));
+    const at::Tensor keys = Moved(Normal({count, 2, 64, 16})), values = keys.clone();
+    std::vector<int64_t> offsets = {0};
+    std::vector<std::vector<int32_t>> blocks;
+    for (int32_t s = 0; s < count; ++s) {
+      offsets.push_back(s + 1);
+      blocks.push_back({s});
+    }
+    const PagedSequences sequences =
+        Planned(offsets, std::vector<int64_t>(count, 9), BlockTable(blocks), q.device());
+    c10::InferenceMode guard;
+    SetKernelPath(KernelPath::kAten);
+    return Operations([&] { CachedAttention(q, k, k, offsets, sequences, keys, values); });
+  };
+  const int64_t few = operations(4);
+  EXPECT_GT(few, 10);
+  EXPECT_EQ(operations(64), few);
 }
 
 TEST_P(AtenPathTest, HasGradients) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "common/ops/linear/row_chunks.h"
 
@@ -47,6 +48,78 @@ at::Tensor AtenAttention(const at::Tensor& q, const at::Tensor& k, const at::Ten
       .reshape({rows, heads * v.size(2)});
 }
 
+// Attention of the rows of one sequence from position `start` on, whose keys and values are in the
+// cache, into out [rows, heads * Dv].
+void AttendSequence(const at::Tensor& q, int64_t start, const at::Tensor& block_table,
+                    const at::Tensor& key_cache, const at::Tensor& value_cache,
+                    const AttentionScores& scores, const at::Tensor& out) {
+  const int64_t block_tokens = key_cache.size(2), end = start + q.size(0);
+  const int64_t first_block = FirstKey(start, scores.window) / block_tokens;
+  const int64_t first_key = first_block * block_tokens;
+  const at::Tensor blocks =
+      block_table.slice(0, first_block, (end + block_tokens - 1) / block_tokens);
+  const auto gathered = [&](const at::Tensor& cache) {  // [keys, kv_heads, D]
+    return cache.transpose(1, 2).index_select(0, blocks).flatten(0, 1).to(q.scalar_type());
+  };
+  const at::Tensor keys = gathered(key_cache), values = gathered(value_cache);
+  for (const RowChunk& chunk : RowChunks(start, end, scores.window)) {
+    const int64_t key = chunk.key - first_key, row = chunk.row - start;
+    out.narrow(0, row, chunk.rows)
+        .copy_(AtenAttention(q.narrow(0, row, chunk.rows), keys.narrow(0, key, chunk.keys),
+                             values.narrow(0, key, chunk.keys), chunk, scores));
+  }
+}
+
+// Attention of single rows to the cache, into their rows of out [T, heads * Dv]. Every query head
+// of a row sees the same keys, so that those that share a key/value head are the rows of a product.
+void AttendSingleRows(const at::Tensor& q, const SingleRows& singles, const at::Tensor& block_table,
+                      const at::Tensor& key_cache, const at::Tensor& value_cache,
+                      const AttentionScores& scores, int64_t gathered, const at::Tensor& out) {
+  const int64_t key_value_heads = key_cache.size(1), block_tokens = key_cache.size(2);
+  const int64_t head_dim = q.size(2), value_dim = value_cache.size(3);
+  const bool has_window = scores.window != kNoWindow;
+  const int64_t columns =
+      has_window ? std::min(singles.blocks, (scores.window + block_tokens - 1) / block_tokens + 1)
+                 : singles.blocks;
+  const int64_t keys = columns * block_tokens, total = singles.rows.size(0);
+  const int64_t step = std::max<int64_t>(gathered / (keys * key_value_heads * head_dim), 1);
+  for (int64_t begin = 0; begin < total; begin += step) {
+    const int64_t count = std::min(step, total - begin);
+    const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
+    const at::Tensor positions = part(singles.positions).unsqueeze(1);  // [N, 1]
+    at::Tensor runs = at::arange(columns, positions.options()).unsqueeze(0);
+    if (has_window) {
+      const at::Tensor first_keys = (positions - (scores.window - 1)).clamp_min(0);
+      runs = runs + first_keys.div(block_tokens, "floor");
+    }
+    const at::Tensor blocks =
+        block_table.index_select(0, part(singles.sequences))
+            .gather(1, runs.clamp_max(block_table.size(1) - 1).expand({count, columns}))
+            .flatten();
+    const at::Tensor key_positions =  // [N or 1, keys]
+        (runs.unsqueeze(2) * block_tokens + at::arange(block_tokens, positions.options()))
+            .flatten(1);
+    at::Tensor seen = key_positions <= positions;  // [N, keys]
+    if (has_window) seen = seen.logical_and_(key_positions > positions - scores.window);
+    const at::Tensor hidden = seen.logical_not().view({count, 1, keys, 1});
+    const auto gather = [&](const at::Tensor& cache) {  // [N, kv_heads, keys, D]
+      return cache.transpose(0, 1)
+          .index_select(1, blocks)
+          .view({key_value_heads, count, keys, cache.size(3)})
+          .transpose(0, 1)
+          // What nobody wrote may be no number, and 0 times that is none.
+          .masked_fill_(hidden, 0)
+          .to(q.scalar_type());
+    };
+    const at::Tensor rows = part(singles.rows);
+    const at::Tensor result = at::scaled_dot_product_attention(
+        q.index_select(0, rows).view({count, key_value_heads, -1, head_dim}), gather(key_cache),
+        PadColumns(gather(value_cache), head_dim), seen.view({count, 1, 1, keys}),
+        /*dropout_p=*/0.0, /*is_causal=*/false, scores.scale);
+    out.index_copy_(0, rows, result.narrow(3, 0, value_dim).reshape({count, out.size(1)}));
+  }
+}
+
 at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q,
                     const at::Tensor& v) {
   if (outputs.empty()) return at::empty({0, q.size(1) * v.size(2)}, q.options());
@@ -73,36 +146,28 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
-                               const AttentionScores& scores) {
-  const int64_t block_tokens = key_cache.size(2);
-  std::vector<at::Tensor> outputs;
-  for (size_t s = 0; s < sequences.starts.size(); ++s) {
-    const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
-    if (rows == 0) continue;
-    const int64_t start = sequences.starts[s], end = start + rows;
-    const int64_t first_block = FirstKey(start, scores.window) / block_tokens;
-    const int64_t first_key = first_block * block_tokens;
-    const at::Tensor table = sequences.block_table.select(0, static_cast<int64_t>(s))
-                                 .slice(0, first_block, (end + block_tokens - 1) / block_tokens);
-    const at::Tensor places =
-        at::arange(start - first_key, end - first_key, table.options().dtype(at::kLong));
-    const at::Tensor blocks =
-        table.index_select(0, places.div(block_tokens, "floor")).to(at::kLong);
-    const auto appended = [&](const at::Tensor& cache, const at::Tensor& x) {
-      const at::Tensor by_position = cache.transpose(1, 2);  // [blocks, tokens, kv_heads, D]
-      by_position.index_put_({blocks, places.remainder(block_tokens)},
-                             x.narrow(0, begin, rows).to(cache.scalar_type()));
-      return by_position.index_select(0, table).flatten(0, 1).to(q.scalar_type());
-    };
-    const at::Tensor keys = appended(key_cache, k), values = appended(value_cache, v);
-    for (const RowChunk& chunk : RowChunks(start, end, scores.window)) {
-      const int64_t key = chunk.key - first_key;
-      outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row - start, chunk.rows),
-                                      keys.narrow(0, key, chunk.keys),
-                                      values.narrow(0, key, chunk.keys), chunk, scores));
+                               const AttentionScores& scores, int64_t gathered) {
+  const PagedRows& rows = sequences.rows;
+  TORCH_CHECK(rows.blocks.defined(), "the rows of the pass are not planned");
+  for (const auto& [cache, x] : {std::pair{key_cache, k}, {value_cache, v}}) {
+    cache.transpose(1, 2).index_put_({rows.blocks, rows.places}, x.to(cache.scalar_type()));
+  }
+  const bool takes_singles = !scores.soft_cap.has_value();
+  const at::Tensor out = at::empty({q.size(0), q.size(1) * v.size(2)}, q.options());
+  if (takes_singles) {
+    for (const SingleRows& singles : rows.singles) {
+      AttendSingleRows(q, singles, sequences.block_table, key_cache, value_cache, scores, gathered,
+                       out);
     }
   }
-  return JoinRows(outputs, q, v);
+  for (size_t s = 0; s < sequences.starts.size(); ++s) {
+    const int64_t begin = offsets[s], count = offsets[s + 1] - begin;
+    if (count == 0 || (count == 1 && takes_singles)) continue;
+    AttendSequence(q.narrow(0, begin, count), sequences.starts[s],
+                   sequences.block_table.select(0, static_cast<int64_t>(s)), key_cache, value_cache,
+                   scores, out.narrow(0, begin, count));
+  }
+  return out;
 }
 
 // Divides the work by sequence, key/value head, and the query heads that share it. Operations of

@@ -14,12 +14,14 @@
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
+// Of single rows to a cache, at most `gathered` numbers of keys are copied at a time, and those of
+// one row at least.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores);
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
-                               const AttentionScores& scores);
+                               const AttentionScores& scores, int64_t gathered = int64_t{1} << 26);
 
 // Returns the gradients of causal attention for the gradient dy [T, heads * Dv] of its result: on
 // the CPU in float32, with a soft cap on any device and in any floating-point type. They do not

@@ -107,6 +107,14 @@ void TorchRunner::ReadImageRows(std::span<const DecodeInput> sequences) {
   if (!image_rows_of_inputs_.empty()) image_rows_.Trim();
 }
 
+at::Tensor TorchRunner::OnHost(const at::Tensor& logits) {
+  if (!logits.is_cuda()) return logits.to(at::kCPU, at::kFloat).contiguous();
+  if (!host_logits_.defined() || host_logits_.size(0) < logits.size(0)) {
+    host_logits_ = at::empty(logits.sizes(), at::dtype(at::kFloat).pinned_memory(true));
+  }
+  return ops::Narrow(host_logits_, 0, 0, logits.size(0)).copy_(logits);
+}
+
 absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   if (results != nullptr) results->assign(pass.rows.size(), SampledToken());
   hidden_.reset();
@@ -129,7 +137,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
       const at::Tensor rows_of_chunk = model_->ForwardLogits(ops::Narrow(hidden, 0, begin, count));
       if (results == nullptr) continue;
       // The host waits for a GPU here: once per pass, unless the pass has very many rows.
-      const at::Tensor logits = rows_of_chunk.to(at::kCPU, at::kFloat).contiguous();
+      const at::Tensor logits = OnHost(rows_of_chunk);
       const float* const data = logits.const_data_ptr<float>();
       constexpr int64_t kWorkPerLogit = 16;  // in multiply-adds: about one exponential
       ops::ParallelFor(count, width * kWorkPerLogit, [&](int64_t first, int64_t last) {

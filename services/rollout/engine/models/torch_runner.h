@@ -51,6 +51,8 @@ class TorchRunner : public ModelRunner {
  private:
   // Fills image_rows_of_inputs_.
   void ReadImageRows(std::span<const DecodeInput> sequences);
+  // Returns logits in float32 and contiguous, in memory that the next call may use again.
+  at::Tensor OnHost(const at::Tensor& logits);
   absl::Status Compute(const Pass& pass, PassResults* results);
 
   std::unique_ptr<Model> model_;
@@ -61,6 +63,8 @@ class TorchRunner : public ModelRunner {
   // The vision tower's rows for the images of each sequence in the pass that runs. Empty if no
   // sequence has images.
   std::vector<std::vector<at::Tensor>> image_rows_of_inputs_;
+  // A GPU copies into pinned memory many times faster than into other: 39 MB in 0.7 and in 31 ms.
+  at::Tensor host_logits_;
   at::Tensor hidden_;  // with a speculator: of the last pass, [number of its rows, H]
 };
 
