@@ -42,7 +42,7 @@ servers: configure python-protos ## Builds the three servers only
 	@cmake --build $(BUILD) -j $(JOBS) --target $(SERVERS)
 
 .PHONY: demo
-demo: servers ## Trains a real small model with tandem GRPO and shows what changed (no GPU, no model hub)
+demo: servers ## Trains a real small model alone and in tandem, and shows what tandem is for (no GPU, no model hub)
 	@$(PYTHON) examples/demo/demo.py --build-dir $(BUILD)
 
 .PHONY: check
@@ -138,7 +138,7 @@ docs-serve: setup ## Shows the documentation site at http://127.0.0.1:8000 while
 
 .PHONY: docs-pictures
 docs-pictures: setup ## Draws the picture in the README from the run of `make demo`
-	@.venv/bin/tandem view runs/demo --output docs/images/trajectories.svg
+	@.venv/bin/tandem view runs/demo/seed-0/tandem --step 1 --output docs/images/trajectories.svg
 
 .PHONY: version
 version: python-protos ## Writes a new version wherever the version stands (VERSION=X.Y.Z)

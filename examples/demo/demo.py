@@ -1,224 +1,186 @@
-"""The demo: a real pretrained model, trained by Tandem Reinforcement Learning, on one machine.
+"""The demo: what tandem does to a real pretrained model, in minutes on one machine.
 
-    python examples/demo/demo.py [--config examples/demo/run.yaml] [dotted.key=value ...]
+    python examples/demo/demo.py [--seed 0] [--clean]
 
-It imports the model, starts the servers, evaluates the senior on held-out questions (alone, taking
-turns with the junior, and read by the junior), trains it with the frozen start as its junior,
-asks the same questions again, and compares the answers. With `cluster=null` and addresses in
-`servers` it takes servers that run, which have their model.
+A junior learns to solve sums in words. A senior goes on from there and learns a code beside the
+words, which the junior cannot read. Then the senior is trained twice from this start, by a reward
+that likes short answers: alone, and in tandem with the junior. At the end stand the accuracy of the
+senior alone, and that of its answers when the junior finishes them.
+
+All that it does are commands of `tandem`, which it shows. What is done is not done again: a demo
+that was interrupted goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.command_line import EXIT_INTERRUPTED, report
+import sums
 from tandem.cluster.local import BUILD_DIR_VARIABLE
-from tandem.errors import RunDirectoryError, TandemError
-from tandem.evaluation import Evaluation, evaluate
-from tandem.evaluation.answers import held_out
-from tandem.evaluation.report import Measure, in_words, measures
-from tandem.models.importing import SMOLLM2_PACKAGE, import_model
-from tandem.run_directory.directory import RunDirectory
-from tandem.session.opening import open_session
-from tandem.session.session import Session
-from tandem.settings import loading
-from tandem.settings.run import EvalMode, RunSettings
+from tandem.models.importing import SMOLLM2_PACKAGE
 from tandem.terminal.output import Output, use_any_encoding
-from tandem.terminal.progress import progress_shown
-from tandem.terminal.steps import StepDisplay
-from tandem.training.loop import train
-from tandem.utils.atomic_files import kind_of_run
-from tandem.utils.interrupt import Interrupt
-from tandem.utils.progress import Progress
-from tandem.utils.stats import paired_gain
-from tandem.view.terminal import print_trajectories
-from tandem.view.trajectories import Chosen, Trajectory, recorded
 
-CONFIG = Path("examples/demo/run.yaml")
-# The kind of the demo's run directory, in run.json.
-KIND = "demo"
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+MODEL = ROOT / "models/SmolLM2-135M-Instruct"
+RUNS = ROOT / "runs/demo"
+
+# The supervised trainings: the model that each begins with, which may be one of the folder, its
+# rows, and its number of steps.
+TAUGHT = {"junior": (MODEL, "words.jsonl", 24), "senior": ("junior", "both.jsonl", 80)}
+# The trainings by reward, and the settings of each that differ from run.yaml.
+ARMS = {"solo": ["tandem.enabled=false"], "tandem": []}
+# The lines of the table: a number of the evaluations of a step, by mode, and its format.
+MEASURES: Mapping[str, tuple[Callable[[Mapping[str, Any]], float], str]] = {
+    "the senior alone is right": (lambda of: of["solo"]["accuracy"], "{:.0%}"),
+    "the junior finishes the answer, and is right": (
+        lambda of: of["junior_takeover"]["accuracy"],
+        "{:.0%}",
+    ),
+    "the senior writes code": (lambda of: of["solo"]["pattern/code"], "{:.0%}"),
+    "the junior's nats per token of the answer": (
+        lambda of: of["legibility"]["junior/nats_per_token"],
+        "{:.2f}",
+    ),
+    "tokens of an answer": (
+        lambda of: of["legibility"]["tokens/response"] / answers(of["legibility"]),
+        "{:.1f}",
+    ),
+}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; returns the exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demo; returns the exit code of the command that failed, or 0."""
     use_any_encoding()
-    parser = argparse.ArgumentParser(prog="python examples/demo/demo.py", description=__doc__)
-    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clean", action="store_true", help="begin anew")
     parser.add_argument("--build-dir", type=Path, help="where the servers were built")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args(arguments)
-    output = Output(as_json=options.json)
     if options.build_dir is not None:
         os.environ[BUILD_DIR_VARIABLE] = str(options.build_dir.resolve())
-    try:
-        settings = loading.load(RunSettings, options.config, options.overrides)
-        return run_demo(settings, output)
-    except TandemError as error:
-        return report(error, as_json=options.json)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-
-
-def run_demo(settings: RunSettings, output: Output) -> int:
-    """Imports the model, starts, evaluates, trains, evaluates, compares; returns the exit code."""
+    folder = RUNS / f"seed-{options.seed}"
+    if options.clean:
+        shutil.rmtree(folder, ignore_errors=True)
     start = time.monotonic()
-    progress = Progress()
-    # Servers that run already have their model.
-    if settings.cluster is not None:
-        model = import_model(SMOLLM2_PACKAGE, settings.tokenizer)
-        what = "already imported" if model.already_there else "imported"
-        output.note(f"model: {model.path} ({model.parameters / 1e6:.0f} M parameters, {what})")
-    with (
-        output.shows_log(),
-        open_run(settings) as run,
-        Interrupt(lambda: output.note("stopping after this step")) as stop,
-        open_session(settings, progress=progress) as session,
-    ):
-        with progress_shown(output, progress):
-            before = evaluate(session)
-        _say(output, "before training", before)
-        stop.defer()
-        run.begin()
-        _record(run, session, 0, before)
-        lines: list[dict[str, Any]] = []
-        with StepDisplay(output, 1, settings.steps, work=progress) as display:
-
-            def on_step(line: dict[str, Any]) -> None:
-                lines.append(line)
-                display.step(line)
-
-            last = train(session, run, on_step, stop)
-        if stop.requested:
-            output.note(f"stopped after step {last}: {run.path}")
-            return EXIT_INTERRUPTED
-        with progress_shown(output, progress):
-            progress.begin("")
-            after = evaluate(session)
-        _record(run, session, last, after)
-
-        output.note(f"\ntime: {display.waiting()}\n")
-        if not output.as_json:
-            file = next(one for one in recorded(run.path) if one.step == last)
-            shown = _first_of_groups(Chosen(file).read(), 6)
-            print_trajectories(output, session.codec, shown, f"Step {last}")
-        result = compare(before, after, lines) | {
-            "run_dir": str(run.path),
-            "seconds": round(time.monotonic() - start, 1),
-        }
-        title = f"{result['questions']} held-out questions, {_decoding(settings)}"
-        columns = ("", "before", "after", "gain")
-        output.result(result, output.table(title, columns, _summary(result)))
-        output.note(f"run directory: {run.path}")
-        output.note(f"more trajectories: {command()} view {run.path} --step {last}")
+    try:
+        teach(folder, options.seed)
+        for arm in ARMS:
+            train(folder, options.seed, arm)
+        for arm in ARMS:
+            tandem("view", folder / arm, "--eval", "junior_takeover", "--count", 1)
+    except subprocess.CalledProcessError as failed:
+        return failed.returncode
+    output = Output(as_json=options.json)
+    result = {arm: evaluations(folder / arm) for arm in ARMS}
+    title = "sums that neither training by reward saw"
+    columns = ("", "before", *(f"after {arm} GRPO" for arm in ARMS))
+    output.result(result, output.table(title, columns, table(result)))
+    output.note(f"{time.monotonic() - start:.0f} s; all of it is in {relative(folder)}")
     return 0
 
 
-def open_run(settings: RunSettings) -> RunDirectory:
-    """Opens the run directory, and throws an earlier demo's away.
-
-    Raises:
-        RunDirectoryError: it holds files that no demo wrote.
-    """
-    kind = kind_of_run(settings.run_dir)
-    if kind not in (None, KIND):
-        raise RunDirectoryError(
-            f"{settings.run_dir} holds a run of kind {kind}: the demo replaces only its own runs",
-            hint="choose another directory with run_dir=OTHER, or remove this one",
+def teach(folder: Path, seed: int) -> None:
+    """Makes the junior and the senior, unless they are there."""
+    if not MODEL.exists():
+        tandem("model", "import", SMOLLM2_PACKAGE, MODEL)
+    sums.main(folder, seed)
+    for name, (model, texts, steps) in TAUGHT.items():
+        if (folder / name).exists():
+            continue
+        run = folder / f"teach-{name}"
+        tandem(
+            "sft",
+            HERE / "teach.yaml",
+            "--resume",
+            "auto",
+            f"steps={steps}",
+            f"run_dir={run}",
+            f"data.jsonl={folder / texts}",
+            f"cluster.model={folder / model}",
+            f"cluster.directory={folder / 'cluster'}",
+            f"seed={seed}",
         )
-    return RunDirectory.open(settings, KIND, clean=True)
+        tandem("export", run, folder / name)
+        # Its checkpoint is three times as large as the model.
+        shutil.rmtree(run)
 
 
-def compare(
-    before: Mapping[EvalMode, Evaluation],
-    after: Mapping[EvalMode, Evaluation],
-    lines: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Returns the result of the demo: both evaluations, their gains, and the steps."""
-    fractions = [line["tandem/senior_token_fraction"] for line in lines]
-    gains = {
-        mode: paired_gain(first.grades.correct, after[mode].grades.correct)
-        for mode, first in before.items()
-        if first.grades is not None
-    }
-    [first, *_] = before.values()
-    return {
-        "questions": len(first.answers),
-        "before": {mode: evaluation.summary() for mode, evaluation in before.items()},
-        "after": {mode: evaluation.summary() for mode, evaluation in after.items()},
-        "gain": {mode: {"mean": mean, "half_width": half} for mode, (mean, half) in gains.items()},
-        "senior_token_fraction": sum(fractions) / len(fractions) if fractions else None,
-        "steps": len(lines),
-    }
+def train(folder: Path, seed: int, arm: str) -> None:
+    """Trains the senior in one of the ARMS, unless that is done."""
+    tandem(
+        "train",
+        HERE / "run.yaml",
+        "--resume",
+        "auto",
+        f"run_dir={folder / arm}",
+        f"data.jsonl={folder / 'train.jsonl'}",
+        f"eval.data.jsonl={folder / 'held_out.jsonl'}",
+        f"cluster.model={folder / 'senior'}",
+        f"cluster.rollout.junior.model={folder / 'junior'}",
+        f"cluster.directory={folder / 'cluster'}",
+        f"seed={seed}",
+        *ARMS[arm],
+    )
 
 
-def _say(output: Output, when: str, evaluations: Mapping[EvalMode, Evaluation]) -> None:
-    for evaluation in evaluations.values():
-        output.note(f"{when}, {in_words(evaluation.summary())}")
+def evaluations(run: Path) -> dict[str, dict[str, Any]]:
+    """Returns the first and the last evaluations of a run, as "before" and "after", by mode."""
+    found: dict[str, dict[str, Any]] = {"before": {}, "after": {}}
+    for line in (run / "evals.jsonl").read_text().splitlines():
+        evaluation = json.loads(line)
+        found["before"].setdefault(evaluation["mode"], evaluation)
+        found["after"][evaluation["mode"]] = evaluation
+    return found
 
 
-def _record(
-    run: RunDirectory, session: Session, step: int, evaluations: Mapping[EvalMode, Evaluation]
-) -> None:
-    for mode, evaluation in evaluations.items():
-        answers = evaluation.responses(held_out(session), session.codec)
-        run.trajectories.write_evaluation(step, mode, answers)
-        run.write_eval({"step": step} | evaluation.summary())
-
-
-def _decoding(settings: RunSettings) -> str:
-    temperature = settings.eval.temperature
-    return f"temperature {temperature:g}" if temperature else "greedy"
-
-
-def _summary(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Rows of name, before, after and gain, by mode; below each its 95 % interval."""
-    rows: list[tuple[str, str, str, str]] = []
-    for mode in result["before"]:
-        before, after = (
-            {one.name: one for one in measures(result[when][mode])} for when in ("before", "after")
-        )
-        rows.append((mode, "", "", ""))
-        for name in before | after:
-            first, last = (found.get(name, Measure(name, "-")) for found in (before, after))
-            gain = interval = ""
-            if name == "accuracy":
-                mean, half = result["gain"][mode]["mean"], result["gain"][mode]["half_width"]
-                gain, interval = f"{mean:+.1%}", f"{mean - half:+.1%} to {mean + half:+.1%}"
-            rows.append((f"  {name}", first.value, last.value, gain))
-            if last.interval:
-                rows.append(("  95 % interval", first.interval, last.interval, interval))
-    fraction = result["senior_token_fraction"]
+def table(result: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Returns the lines of the table: each measure before training, and after each of the ARMS."""
+    shown = [result["solo"]["before"], *(result[arm]["after"] for arm in ARMS)]
     return [
-        *rows,
-        ("training", "", "", ""),
-        ("  tokens by the senior", "", "-" if fraction is None else f"{fraction:.1%}", ""),
-        ("  steps, whole time", "", f"{result['steps']}, {result['seconds']:.0f} s", ""),
+        [name, *(form.format(number(one)) for one in shown)]
+        for name, (number, form) in MEASURES.items()
     ]
 
 
-def command() -> str:
-    """Returns how to call `tandem`: by its name if it is on the path, else by a relative path."""
-    beside = Path(sys.executable).with_name("tandem")
-    return "tandem" if shutil.which("tandem") else os.path.relpath(beside)
+def answers(evaluation: Mapping[str, Any]) -> int:
+    """Returns the number of answers of an evaluation."""
+    return evaluation["prompts"] * evaluation["samples"]
 
 
-def _first_of_groups(trajectories: Iterable[Trajectory], count: int) -> list[Trajectory]:
-    # Responses with both authors come first: they show the tandem.
-    firsts: dict[str, Trajectory] = {}
-    for one in sorted(
-        trajectories, key=lambda t: len(set(t.record["authorship_mask"])), reverse=True
-    ):
-        firsts.setdefault(one.record["group_id"], one)
-    return list(firsts.values())[:count]
+def tandem(*arguments: object) -> None:
+    """Shows and runs a command of `tandem`, with its output on stderr.
+
+    Raises CalledProcessError when it fails or is interrupted.
+    """
+    shown = [relative(one) if isinstance(one, Path) else str(one) for one in arguments]
+    print("\n$ tandem", *shown, file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "tandem", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=sys.stderr) as process:
+        while process.returncode is None:
+            # Ctrl-C reaches the command, too, which ends its step and saves.
+            with suppress(KeyboardInterrupt):
+                process.wait()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def relative(path: Path) -> str:
+    """Returns a path as seen from the working directory."""
+    return os.path.relpath(path)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ MEASURES = {
     "tokens in an answer": ("tokens/answer", "{:.1f}"),
     "tokens in the loss": ("tokens/trained", "{:,.0f}"),
 }
+PLOTTED = (PRIMARY, "solo accuracy", "share of code", "junior, nats/token")
 Results = Mapping[str, Sequence[Mapping[str, float]]]
 # By arm, the curves of the run of every seed.
 Runs = Mapping[str, Sequence[Mapping[str, Curve]]]
@@ -39,7 +40,9 @@ def _measures_of(curves: Mapping[str, Curve]) -> dict[str, float]:
         if key in curves:
             found[name], found[f"start, {name}"] = curves[key].values[-1], curves[key].values[0]
     tokens = curves["eval/legibility/tokens/response"].values
-    answers = curves["eval/legibility/prompts"].values[-1]
+    answers = math.prod(
+        curves[f"eval/legibility/{name}"].values[-1] for name in ("prompts", "samples")
+    )
     found["tokens in an answer"] = tokens[-1] / answers
     found["start, tokens in an answer"] = tokens[0] / answers
     found["tokens in the loss"] = sum(curves["policy/weighted_tokens"].values)
@@ -48,19 +51,19 @@ def _measures_of(curves: Mapping[str, Curve]) -> dict[str, float]:
 
 def tables(results: Results) -> list[tuple[str, list[str], list[list[str]]]]:
     """Returns a table of the arms, and one of their differences from solo, seed by seed."""
-    seeds = len(next(iter(results.values())))
+    first = next(iter(results.values()))
+    shown = {name: form for name, (_, form) in MEASURES.items() if name in first[0]}
     means = [
-        [arm, *(_mean([one[name] for one in runs], form) for name, (_, form) in MEASURES.items())]
+        [arm, *(_mean([one[name] for one in runs], form) for name, form in shown.items())]
         for arm, runs in results.items()
     ]
-    first = next(iter(results.values()))
     begun = [
         _mean([one[f"start, {name}"] for one in first], form)
         if f"start, {name}" in first[0]
         else ""
-        for name, (_, form) in MEASURES.items()
+        for name, form in shown.items()
     ]
-    found = [(f"means of {seeds} seeds", ["", *MEASURES], [["before", *begun], *means])]
+    found = [(f"means of {len(first)} seeds", ["", *shown], [["before", *begun], *means])]
     if "solo" in results and len(results) > 1:
         columns = ["", PRIMARY, "seeds above, below", "sign test, p"]
         rows = [
@@ -106,9 +109,8 @@ def plot(runs: Runs, file: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    shown = [name for name, (key, _) in MEASURES.items() if key.startswith("eval/")]
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(4 * len(shown), 3.5))
-    for axis, name in zip(axes, shown, strict=True):
+    figure, axes = pyplot.subplots(1, len(PLOTTED), figsize=(3.2 * len(PLOTTED), 3.2))
+    for axis, name in zip(axes, PLOTTED, strict=True):
         for arm, ofs in runs.items():
             curves = [run[MEASURES[name][0]] for run in ofs]
             steps, values = curves[0].steps, list(zip(*(one.values for one in curves), strict=True))
@@ -122,6 +124,11 @@ def plot(runs: Runs, file: Path) -> None:
             )
         axis.set_title(name)
         axis.set_xlabel("step")
-    axes[0].legend()
     figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        ncols=len(runs),
+    )
+    figure.savefig(file, dpi=100, bbox_inches="tight")

@@ -97,9 +97,9 @@ def overrides(values) -> list[str]:
 
 def test_a_wrong_command_is_found(subtests):
     for command, problem in [
-        ("tandem trian examples/demo/run.yaml", "no command trian"),
-        ("tandem train examples/demo/run.yaml --resum", "No such option"),
-        ("tandem train examples/demo/run.yaml stepz=3", "stepz"),
+        ("tandem trian examples/sums/run.yaml", "no command trian"),
+        ("tandem train examples/sums/run.yaml --resum", "No such option"),
+        ("tandem train examples/sums/run.yaml stepz=3", "stepz"),
         ("tandem record --out FILE -- tandem train run.yaml --resum", "No such option"),
         ("build/release/bin/tandem-trainer-server --chek-config", "no option --chek-config"),
         ("export A=1; tandem-trainer-server model=a batch.micro_batch_token=3", "no setting batch"),

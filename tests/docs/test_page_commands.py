@@ -173,13 +173,13 @@ def prepare(page: str, session: Session) -> None:
     """Makes the files that a page takes for granted."""
     (session.folder / "length.py").write_text(_REWARD)
     if page == "docs/guides/view.md":
-        train = "tandem train examples/demo/run.yaml reward.function=length.py:reward"
+        train = "tandem train examples/sums/run.yaml reward.function=length.py:reward"
         session._finish(f"{train} steps=7 run_dir=runs/mine")
         for name in ("a", "b"):
             shutil.copytree(session.folder / "runs/mine", session.folder / "runs" / name)
     if page == "docs/guides/record.md":
-        run = yaml.safe_load((session.folder / "examples/demo/run.yaml").read_text())
-        run |= {"run_dir": "runs/mine", "cluster": "examples/demo/cluster.yaml"}
+        run = yaml.safe_load((session.folder / "examples/sums/run.yaml").read_text())
+        run |= {"run_dir": "runs/mine", "cluster": "examples/sums/cluster.yaml"}
         run["reward"] = {"function": "length.py:reward"}
         (session.folder / "run.yaml").write_text(yaml.safe_dump(run))
     if page == "docs/operations/ranks.md":

@@ -47,7 +47,7 @@ def test_the_first_page_is_the_readme_with_its_picture(site):
 def test_links_to_code_and_folders_lead_to_what_they_name(site):
     text = (site / "index.html").read_text() + (site / "docs/operations/cuda.html").read_text()
     for target in (
-        "examples/demo/run.yaml.txt",
+        "examples/scripts/loop.py.txt",
         "docs/adr/index.html",
         "../../common/ops/index.html",
     ):

@@ -268,7 +268,7 @@ def train(project: Project, *further: str) -> list[str]:
         f"--volume={REPOSITORY / 'examples'}:/examples:ro",
         engine.image("client"),
         "train",
-        "/examples/demo/run.yaml",
+        "/examples/sums/run.yaml",
         "cluster=null",
         "tokenizer=/models/SmolLM2-135M-Instruct",
         "run_dir=/runs/killed",

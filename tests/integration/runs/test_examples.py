@@ -20,6 +20,7 @@ COMMANDS = {
     "coloured_squares": "sft",
     "speculator": "speculator train",
     "tandem_effect/pretrain": "sft",
+    "demo/teach": "sft",
 }
 WITH_CRITIC = {"recipes/ppo", "zero"}
 # Roles that an example runs on two ranks.
@@ -55,14 +56,19 @@ def squares(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def effect(tmp_path_factory):
-    """The folder of a seed of the experiment: its models, without training, and rows."""
-    folder = tmp_path_factory.mktemp("effect")
-    make = runpy.run_path(str(harness.REPOSITORY / "examples/tandem_effect/make.py"))
-    make["main"](folder, 0)
+def seeds(models, tmp_path_factory):
+    """The folders of a seed of the examples that make their models and rows; nothing is trained."""
+    folders = {}
+    for name, script in (("tandem_effect", "make.py"), ("demo", "sums.py")):
+        folders[name] = tmp_path_factory.mktemp(name)
+        runpy.run_path(str(harness.REPOSITORY / "examples" / name / script))["main"](
+            folders[name], 0
+        )
     for name in ("senior", "junior"):
-        (folder / name).symlink_to(folder / f"{name}-blank")
-    return folder
+        effect, demo = folders["tandem_effect"], folders["demo"]
+        (effect / name).symlink_to(effect / f"{name}-blank")
+        (demo / name).symlink_to(getattr(models, name))
+    return folders
 
 
 def make_qwen(directory: Path, tokenizer: Path, layers: int) -> Path:
@@ -104,11 +110,6 @@ def substitutes(values, model_of, path=""):
             yield f"{path}compute.num_threads=1"
 
 
-def models_of(effect: Path) -> dict[str, Path]:
-    """The models of the experiment, by name."""
-    return {name: effect / name for name in ("senior", "junior", "senior-blank")}
-
-
 def name_of(file: Path) -> str:
     """The name of an example: its folder, and the file's name unless that is run.yaml."""
     folder = file.parent.name
@@ -116,7 +117,7 @@ def name_of(file: Path) -> str:
 
 
 # Those of `make test`: an estimator, a critic, ranks and supervised steps each.
-QUICK = {"demo", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero"}
+QUICK = {"demo", "sums", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero"}
 
 
 @pytest.mark.parametrize(
@@ -127,13 +128,15 @@ QUICK = {"demo", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero"}
     ],
 )
 def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
-    file, model_of, squares, effect, tmp_path, monkeypatch
+    file, model_of, squares, seeds, tmp_path, monkeypatch
 ):
     config = yaml.safe_load(file.read_text())
     if isinstance(config["cluster"], str):
         config["cluster"] = yaml.safe_load((file.parent / config["cluster"]).read_text())
+    seed = seeds.get(file.parent.name)
+    made = {path.name: path for path in seed.iterdir() if path.is_dir()} if seed else {}
     overrides = [
-        *substitutes(config, model_of | {"model": squares / "model"} | models_of(effect)),
+        *substitutes(config, model_of | {"model": squares / "model"} | made),
         f"run_dir={tmp_path / 'run'}",
         f"cluster.directory={tmp_path / 'cluster'}",
         "steps=2",
@@ -149,11 +152,11 @@ def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
         overrides += [f"reward.function={tmp_path}/reward.py:reward", "rewards=[]"]
     if name == "coloured_squares":
         overrides += [f"data.jsonl={squares}/train.jsonl", f"eval.data.jsonl={squares}/test.jsonl"]
-    if file.parent.name == "tandem_effect":
+    if seed is not None:
         rows = Path(config["data"]["jsonl"]).name
-        overrides.append(f"data.jsonl={effect}/{rows}")
+        overrides.append(f"data.jsonl={seed}/{rows}")
         if "eval" in config:
-            overrides.append(f"eval.data.jsonl={effect}/held_out.jsonl")
+            overrides.append(f"eval.data.jsonl={seed}/held_out.jsonl")
         else:
             overrides.append("cluster.trainer.optimizer.warmup_steps=1")
     # Paths in a file do not depend on the working directory.

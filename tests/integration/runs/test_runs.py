@@ -11,12 +11,10 @@ import sys
 import harness
 import numpy as np
 import pytest
-from harness import metrics_without_clock, restart, run_on, wait_until
-from tandem.cluster.local import find_binary
+from harness import metrics_without_clock, restart, run_on
 from tandem.errors import ConfigError, FailedPreconditionError, TandemError, UnsavedUpdatesError
 from tandem.evaluation import evaluate
 from tandem.models.tokenizer import TextCodec
-from tandem.rpc.transport import Connection
 from tandem.run_directory.directory import RunDirectory
 from tandem.run_directory.trajectories.files import read_records
 from tandem.session.opening import check_run, open_session

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from pathlib import Path
 
+import demo
 import harness
 import pytest
+import yaml
 
 EXAMPLE = harness.REPOSITORY / "examples/tandem_effect"
 
@@ -48,10 +52,10 @@ def test_the_gate_ends_an_experiment_that_can_show_nothing(experiment, tmp_path,
     folder.mkdir()
     (folder / "gate.json").write_text(json.dumps(gate_of(**changes)))
     if says is None:
-        experiment.check_gate(folder)
+        experiment.check_gate(experiment.TOY, folder)
     else:
         with pytest.raises(SystemExit, match=says):
-            experiment.check_gate(folder)
+            experiment.check_gate(experiment.TOY, folder)
 
 
 @pytest.mark.parametrize(
@@ -71,18 +75,59 @@ def test_the_solutions_are_right_in_every_dialect(experiment):
     )
 
 
+@pytest.mark.parametrize("task", ["two-dialects", "three-dialects", "smollm2"])
+def test_the_models_of_a_seed_learn_rows_that_the_task_makes(
+    experiment, tmp_path, monkeypatch, task
+):
+    def run(what, command, *arguments):
+        commands.append((command, *arguments))
+        if command == "export":
+            arguments[1].mkdir(parents=True)
+        else:
+            settings = dict(word.split("=", 1) for word in map(str, arguments) if "=" in word)
+            assert Path(settings["data.jsonl"]).is_file()
+            assert Path(settings["cluster.model"]).is_dir()
+            Path(settings["run_dir"]).mkdir()
+
+    commands = []
+    monkeypatch.setattr(experiment, "tandem", run)
+    chosen = experiment.TASKS[task]
+    chosen.make(tmp_path, 1)
+    if task == "smollm2":
+        models = {"junior": dataclasses.replace(chosen.models["junior"], start=tmp_path)}
+        chosen = dataclasses.replace(chosen, models=chosen.models | models)
+    for _ in range(2):
+        experiment.teach(chosen, tmp_path)
+    assert [one[0] for one in commands] == ["sft", "export"] * 2
+    assert {"train.jsonl", "held_out.jsonl"} <= {one.name for one in tmp_path.iterdir()}
+
+
+def test_the_models_of_smollm2_are_those_of_the_demo(experiment):
+    task = experiment.TASKS["smollm2"]
+    default = yaml.safe_load(task.teach.read_text())["steps"]
+    taught = {
+        name: (
+            model.start,
+            model.rows,
+            int(dict(one.split("=") for one in model.settings).get("steps", default)),
+        )
+        for name, model in task.models.items()
+    }
+    assert taught == demo.TAUGHT
+
+
 @pytest.mark.slow
 def test_the_experiment_reports_what_its_runs_recorded(experiment, tmp_path, monkeypatch, capsys):
-    def leave_untrained(folder):
+    def leave_untrained(task, folder):
         for name in ("senior", "junior"):
             (folder / name).symlink_to(folder / f"{name}-blank")
 
     whole = experiment.settings_of
     small = ["steps=2", "eval.every=1", "eval.data.limit=4", "reward.correct_at=-9"]
-    monkeypatch.setattr(experiment, "pretrain", leave_untrained)
-    monkeypatch.setattr(experiment, "check_gate", lambda folder: None)
+    monkeypatch.setattr(experiment, "teach", leave_untrained)
+    monkeypatch.setattr(experiment, "check_gate", lambda task, folder: None)
     monkeypatch.setattr(experiment, "settings_of", lambda *one: [*whole(*one), *small])
-    experiment.main(2, ["solo", "tandem", "kl-0.2"], jobs=2)
+    experiment.main(experiment.TOY, 2, ["solo", "tandem", "kl-0.2"], jobs=2)
     results = json.loads((tmp_path / "tandem_effect/results.json").read_text())
     for arm, runs in results.items():
         for seed, found in enumerate(runs):

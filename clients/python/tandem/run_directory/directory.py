@@ -1,7 +1,7 @@
 """The directory of a run: its configuration, its records, and the checkpoint to continue from.
 
 run.json                 {"run_id", "kind", "start", "servers", "inputs"}: kind is the command,
-                         train, sft or demo; what the run started from; the models and settings of
+                         train or sft; what the run started from; the models and settings of
                          its servers; digests of the rows and of the reward's file
 config.yaml              the resolved configuration of the last start
 metrics.jsonl            one line per step, written as soon as the step is done

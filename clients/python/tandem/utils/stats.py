@@ -28,21 +28,6 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
-def paired_gain(
-    before: Sequence[Sequence[bool]], after: Sequence[Sequence[bool]], z: float = 1.959964
-) -> tuple[float, float]:
-    """Returns the gain in accuracy on the same questions, and half the width of its 95 % interval.
-
-    `before` and `after` hold, by question, whether each of its samples was correct. The questions
-    are the pairs: samples of one question depend on each other, so they are averaged first.
-    """
-    n = len(before)
-    differences = [_mean(b) - _mean(a) for a, b in zip(before, after, strict=True)]
-    mean = _mean(differences)
-    variance = sum((d - mean) ** 2 for d in differences) / max(1, n - 1)
-    return mean, z * math.sqrt(variance / n)
-
-
 def clustered_mean(
     clusters: Sequence[Sequence[float]], z: float = 1.959964
 ) -> tuple[float, float | None]:

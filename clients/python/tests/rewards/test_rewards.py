@@ -501,7 +501,7 @@ def test_modules_are_looked_up_in_the_folder_of_the_run_file(tmp_path, judge):
     assert str(tmp_path) in caught.value.hint
 
 
-DEMO = REPOSITORY / "examples/demo/run.yaml"
+DEMO = REPOSITORY / "examples/sums/run.yaml"
 
 
 def test_the_demo_counts_an_answer_where_one_is_given(subtests):

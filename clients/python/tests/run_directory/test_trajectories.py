@@ -4,6 +4,7 @@ import json
 import math
 import os
 import threading
+from typing import get_args
 
 import fakes
 import numpy as np
@@ -27,7 +28,7 @@ from tandem.run_directory.trajectories.files import (
 )
 from tandem.run_directory.trajectories.record import Response, trajectory_record
 from tandem.run_directory.trajectories.writer import TrajectoryWriter, write_parquet
-from tandem.settings.run import TrajectorySettings
+from tandem.settings.run import EvalMode, TrajectorySettings
 
 
 def sample(index=0, seed=1, **changes):
@@ -110,6 +111,14 @@ def test_texts_that_utf8_cannot_hold_are_kept_by_their_escapes(tmp_path):
     [record] = read_records(tmp_path / "a.parquet")
     assert record["text"] == record["group_id"] == record["place"] == "a\\ud83d"
     assert record["row"] == {"x": bad}
+
+
+@pytest.mark.parametrize("mode", ["", *get_args(EvalMode)])
+def test_files_are_found_by_the_names_that_a_run_gives(tmp_path, mode):
+    path = evaluation_file(tmp_path, 12, mode) if mode else step_file(tmp_path, 12)
+    path.parent.mkdir()
+    path.touch()
+    assert trajectory_files(path.parent) == [TrajectoryFile(12, mode, path)]
 
 
 def test_log_probs_may_be_left_out(tmp_path):

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from tandem.utils.stats import clustered_mean, paired_gain, pass_at_k, wilson_interval
+from tandem.utils.stats import clustered_mean, pass_at_k, wilson_interval
 
 
 def test_pass_at_k_is_the_fraction_of_subsets_with_a_success(subtests):
@@ -19,19 +19,6 @@ def test_wilson_interval_of_a_known_case():
     low, high = wilson_interval(8, 10)
     assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson_interval(0, 10)[0] == 0.0
-
-
-def test_a_paired_gain_is_the_mean_difference_with_its_interval():
-    mean, half = paired_gain([[False], [False], [True], [True]], [[True]] * 4)
-    assert mean == 0.5
-    assert half == pytest.approx(1.96 * (1 / 3 / 4) ** 0.5, abs=1e-3)
-
-
-def test_the_pairs_of_a_gain_are_questions_not_samples():
-    before = [[False], [False], [True], [True]]
-    once = paired_gain(before, [[True]] * 4)
-    # The same answers a hundred times over tell nothing new.
-    assert paired_gain([group * 100 for group in before], [[True] * 100] * 4) == once
 
 
 def test_a_mean_of_clusters_of_one_is_the_plain_one():

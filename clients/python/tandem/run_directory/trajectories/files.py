@@ -19,7 +19,7 @@ from tandem.utils.atomic_files import placed_objects, read_text
 STEPS = "trajectories"
 EVALUATIONS = "evaluations"
 # A file of a step, or of an evaluation in a mode after that step.
-_NAME = re.compile(r"step_(\d+)(?:\.([a-z]+))?\.(?:parquet|jsonl)")
+_NAME = re.compile(r"step_(\d+)(?:\.([a-z_]+))?\.(?:parquet|jsonl)")
 
 
 class _Record(BaseModel):
