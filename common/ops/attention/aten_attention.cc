@@ -153,7 +153,7 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
     cache.transpose(1, 2).index_put_({rows.blocks, rows.places}, x.to(cache.scalar_type()));
   }
   const bool takes_singles = !scores.soft_cap.has_value();
-  const at::Tensor out = at::empty({q.size(0), q.size(1) * v.size(2)}, q.options());
+  at::Tensor out = at::empty({q.size(0), q.size(1) * v.size(2)}, q.options());
   if (takes_singles) {
     for (const SingleRows& singles : rows.singles) {
       AttendSingleRows(q, singles, sequences.block_table, key_cache, value_cache, scores, gathered,
