@@ -37,7 +37,7 @@ RUNS = ROOT / "runs/demo"
 
 # The supervised trainings: the model that each begins with, which may be one of the folder, its
 # rows, and its number of steps.
-TAUGHT = {"junior": (MODEL, "words.jsonl", 24), "senior": ("junior", "both.jsonl", 80)}
+TAUGHT = {"junior": (MODEL, "words.jsonl", 32), "senior": ("junior", "both.jsonl", 80)}
 # The trainings by reward, and the settings of each that differ from run.yaml.
 ARMS = {"solo": ["tandem.enabled=false"], "tandem": []}
 # The lines of the table: a number of the evaluations of a step, by mode, and its format.
