@@ -152,7 +152,8 @@ def test_a_server_without_a_junior_is_refused_before_anything_is_drawn(models, t
     ) as running:
         with pytest.raises(
             ConfigError,
-            match=r"eval\.modes: handoff, legibility, .*, senior_takeover: .* no junior",
+            match=r"eval\.modes: handoff, legibility, junior_takeover, senior_takeover: "
+            r".* no junior",
         ):
             evaluated(tmp_path, models, running)
         generated = harness.metrics_text(running.rollouts[0])
