@@ -63,10 +63,6 @@ def mean_half_width(values: Sequence[float]) -> float | None:
     n = len(values)
     if n == 1:
         return None
-    mean = _mean(values)
+    mean = sum(values) / n
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
     return _STUDENT[min(n - 1, len(_STUDENT)) - 1] * math.sqrt(variance / n)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
