@@ -210,7 +210,7 @@ TEST(ModelTest, DecodeIsInvariantToChunkingAndBatching) {
   }
 }
 
-// Whose operations a GPU runs: a pass of many sequences takes as many launches as one of few.
+// A GPU launches each of these operations: a pass of many sequences takes as many as one of few.
 TEST(ModelTest, TheOperationsOfADecodeStepDoNotGrowWithItsSequences) {
   ops::SetKernelPath(ops::KernelPath::kAten);
   const absl::Cleanup restore = [] { ops::SetKernelPath(ops::KernelPath::kAuto); };

@@ -5,7 +5,7 @@
 A junior learns to solve sums in words. A senior goes on from there and learns a code beside the
 words, which the junior cannot read. Then the senior is trained twice from this start, by a reward
 that likes short answers: alone, and in tandem with the junior. At the end stand the accuracy of the
-senior alone, and that of its answers when the junior finishes them.
+senior by itself, and that of its answers when the junior finishes them.
 
 All that it does are commands of `tandem`, which it shows. What is done is not done again: a demo
 that was interrupted goes on.
@@ -42,8 +42,8 @@ TAUGHT = {"junior": (MODEL, "words.jsonl", 32), "senior": ("junior", "both.jsonl
 ARMS = {"solo": ["tandem.enabled=false"], "tandem": []}
 # The lines of the table: a number of the evaluations of a step, by mode, and its format.
 MEASURES: Mapping[str, tuple[Callable[[Mapping[str, Any]], float], str]] = {
-    "the senior alone is right": (lambda of: of["solo"]["accuracy"], "{:.0%}"),
-    "the junior finishes the answer, and is right": (
+    "the senior's answers are right": (lambda of: of["solo"]["accuracy"], "{:.0%}"),
+    "the answers that the junior finishes are right": (
         lambda of: of["junior_takeover"]["accuracy"],
         "{:.0%}",
     ),

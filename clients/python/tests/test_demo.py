@@ -52,8 +52,8 @@ def test_the_demo_teaches_trains_and_compares(commands, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert (
         "\tbefore\tafter solo GRPO\tafter tandem GRPO\n"
-        "the senior alone is right\t50%\t25%\t75%\n"
-        "the junior finishes the answer, and is right\t50%\t25%\t75%\n"
+        "the senior's answers are right\t50%\t25%\t75%\n"
+        "the answers that the junior finishes are right\t50%\t25%\t75%\n"
         "the senior writes code\t50%\t75%\t25%\n"
         "the junior's nats per token of the answer\t5.00\t2.50\t7.50\n"
         "tokens of an answer\t5.0\t2.5\t7.5\n"

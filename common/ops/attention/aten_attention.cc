@@ -107,7 +107,7 @@ void AttendSingleRows(const at::Tensor& q, const SingleRows& singles, const at::
           .index_select(1, blocks)
           .view({key_value_heads, count, keys, cache.size(3)})
           .transpose(0, 1)
-          // What nobody wrote may be no number, and 0 times that is none.
+          // Memory that nobody wrote may hold NaN, and 0 times NaN is NaN.
           .masked_fill_(hidden, 0)
           .to(q.scalar_type());
     };

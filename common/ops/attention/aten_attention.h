@@ -14,8 +14,8 @@
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
-// Of single rows to a cache, at most `gathered` numbers of keys are copied at a time, and those of
-// one row at least.
+// CachedAttention copies at most `gathered` numbers of keys at a time for single rows, and at least
+// those of one row.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores);
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
