@@ -19,10 +19,10 @@ from tandem.rpc.aio import AsyncRolloutClient
 from tandem.rpc.generate_events import PromptFailed, TokensCame, read_event
 from tandem.rpc.images import BLOB_MISSING, VisionInput
 from tandem.rpc.requests import Prompt, ScoredTokens
-from tandem.rpc.retry import Retries, RetryPolicy, hides_status
+from tandem.rpc.retry import Retries, RetryPolicy
 from tandem.rpc.wire import from_tensor, short_floats
 
-# Attempts at a call whose failure grpc.aio hides, or that finds its images gone.
+# Attempts at a call that finds its images gone.
 _ATTEMPTS = 8
 # Seconds in which a server may end a call whose choices are done.
 _END_SECONDS = 10.0
@@ -153,7 +153,7 @@ async def generate(
             attempts += 1
             if any(choice.ids for choice in choices):
                 raise
-            if attempts < _ATTEMPTS and (hides_status(error) or error.reason == BLOB_MISSING):
+            if attempts < _ATTEMPTS and error.reason == BLOB_MISSING:
                 continue
             wait = None
             if error.code != grpc.StatusCode.RESOURCE_EXHAUSTED:

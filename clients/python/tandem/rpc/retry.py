@@ -11,6 +11,12 @@ import grpc
 
 from tandem.errors import RpcError
 
+# grpc.aio hides the status of a call that the server ends while the client writes to it behind an
+# INTERNAL of its own (grpc/grpc issue 36066). The call is made again to learn the status: so often
+# at once, then after a wait, for the status may be that of a server that is busy.
+_HIDDEN_STATUS = "Internal error from Core"
+_HIDDEN_ATTEMPTS = 8
+
 # Methods that fail where an earlier attempt succeeded: an export wants a directory of its own.
 NOT_REPEATABLE = frozenset({"ExportModel"})
 
@@ -19,11 +25,12 @@ NOT_REPEATABLE = frozenset({"ExportModel"})
 class RetryPolicy:
     """How long a client waits for a server that fails, and how long it pauses between attempts.
 
-    Only errors that may pass by themselves are retried: UNAVAILABLE, CANCELLED by the server, and
-    RESOURCE_EXHAUSTED if it says how long to wait (it does when waiting helps). A retry is safe
-    because a second success leaves the same state as the first: a train step is known by its
-    request_id, a sample is a function of its seed, and publishing, saving or loading
-    weights a second time changes nothing. ExportModel and open streams are never retried.
+    Only errors that may pass by themselves are retried: UNAVAILABLE, CANCELLED by the server, a
+    status that grpc.aio hides, and RESOURCE_EXHAUSTED if it says how long to wait (it does when
+    waiting helps). A retry is safe because a second success leaves the same state as the first: a
+    train step is known by its request_id, a sample is a function of its seed, and publishing,
+    saving or loading weights a second time changes nothing. ExportModel and open streams are never
+    retried.
 
     Attributes:
         seconds: longest time without progress, from the first failure on. 0: no second attempt.
@@ -49,6 +56,7 @@ class Retries:
     def __init__(self, policy: RetryPolicy) -> None:
         self.policy = policy
         self._failures = 0
+        self._hidden = 0
         self._since: float | None = None
 
     @property
@@ -73,6 +81,9 @@ class Retries:
         """
         if error.method in NOT_REPEATABLE or not may_pass(error):
             return None
+        if _hides_status(error) and self._hidden < _HIDDEN_ATTEMPTS:
+            self._hidden += 1
+            return 0.0
         if self.policy.check is not None:
             self.policy.check()
         now = time.monotonic()
@@ -93,15 +104,10 @@ def may_pass(error: RpcError) -> bool:
     if error.code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return error.retry_after_seconds is not None
     # A server that shuts down cancels the calls that it does not end in time.
-    return error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    passing = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return error.code in passing or _hides_status(error)
 
 
-# grpc.aio hides the status of a call that the server ends while the client writes to it behind an
-# INTERNAL of its own (grpc/grpc issue 36066). The call is made again, to learn the status.
-_HIDDEN_STATUS = "Internal error from Core"
-HIDDEN_ATTEMPTS = 8
-
-
-def hides_status(error: RpcError) -> bool:
+def _hides_status(error: RpcError) -> bool:
     """Returns whether grpc.aio failed to say why the server ended a call."""
     return error.code == grpc.StatusCode.INTERNAL and error.message == _HIDDEN_STATUS

@@ -35,7 +35,7 @@ from tandem.errors import (
 from tandem.rpc.channel import open_channel, why_refused
 from tandem.rpc.credentials import Credentials
 from tandem.rpc.images import BLOB_MISSING, pixels_of
-from tandem.rpc.retry import HIDDEN_ATTEMPTS, Retries, RetryPolicy, hides_status
+from tandem.rpc.retry import Retries, RetryPolicy
 from tandem.tracing import RpcSpan
 
 Response = TypeVar("Response")
@@ -329,23 +329,20 @@ class Transport:
 
         `progress` counts what the attempts have brought so far.
         """
-        retries, before, hidden = Retries(self.retry), progress(), 0
+        retries, before = Retries(self.retry), progress()
         while True:
             try:
                 result = await once()
                 break
             except RpcError as error:
                 failure = error
-            if hides_status(failure) and hidden < HIDDEN_ATTEMPTS:
-                hidden += 1
-                continue
             if (now := progress()) > before:
                 before = now
                 retries.progress()
             told = retries.waiting
             if (wait := retries.wait_after(failure)) is None:
                 raise failure
-            if not told:
+            if retries.waiting and not told:
                 _log.warning(
                     "%s: %s: trying again, for up to %g s",
                     failure.method or self.address,

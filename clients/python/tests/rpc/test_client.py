@@ -25,6 +25,7 @@ from tandem.errors import (
     InvalidArgumentError,
     NotImplementedByServerError,
     ResourceExhaustedError,
+    RpcError,
     UnavailableError,
 )
 from tandem.rpc import requests, retry, transport
@@ -144,6 +145,16 @@ def test_the_time_in_which_a_server_works_is_no_time_of_waiting(clock):
     assert retries.wait_after(failure) is None
     retries.progress()
     assert retries.wait_after(failure) is not None
+
+
+def test_a_hidden_status_is_asked_for_at_once_and_then_with_waits():
+    failure = RpcError("Internal error from Core", code=grpc.StatusCode.INTERNAL)
+    retries = Retries(RetryPolicy(seconds=10))
+    waits = [retries.wait_after(failure) for _ in range(10)]
+    assert waits[:8] == [0] * 8
+    assert all(waits[8:])
+    once = Retries(ONCE)
+    assert [once.wait_after(failure) for _ in range(9)] == [0] * 8 + [None]
 
 
 def test_without_seconds_there_is_one_attempt(world, address, clock):
