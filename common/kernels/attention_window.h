@@ -16,6 +16,11 @@ __attribute__((always_inline)) inline int64_t FirstKey(int64_t position, int64_t
   return position < window ? 0 : position - window + 1;
 }
 
+// Returns the most blocks of `block_tokens` positions in which the keys of a window lie.
+inline int64_t WindowBlocks(int64_t window, int64_t block_tokens) {
+  return window == kNoWindow ? kNoWindow : (window + block_tokens - 1) / block_tokens + 1;
+}
+
 }  // namespace tandem
 
 #endif  // TANDEM_COMMON_KERNELS_ATTENTION_WINDOW_H_

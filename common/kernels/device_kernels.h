@@ -7,10 +7,53 @@
 
 #include <cstdint>
 
+#include "common/kernels/gate_activation.h"
+
 namespace tandem::kernels {
 
 // A stream as the toolkit has it (cudaStream_t): c10::Stream::native_handle.
 using DeviceStream = void*;
+
+// RMSNorm: y = x / sqrt(mean(x^2) + eps) (weight + offset) for each vector of `width` numbers; sums
+// and products in float32.
+struct DeviceRmsNormArgs {
+  const void* x;  // the head h of row r begins at x + r row_stride + h head_stride, in numbers
+  int64_t row_stride;
+  int64_t head_stride;
+  const void* weight;  // [width]
+  void* y;             // [rows, heads, width]
+  int64_t rows;
+  int64_t heads;
+  int64_t width;
+  float eps;
+  float offset;
+  bool bfloat16;  // x, weight and y; else float32
+};
+
+// The rotation of the first `rotated` columns of every head, as ops::RotaryEmbedding; in float32.
+struct DeviceRotaryArgs {
+  const void* x;  // row r begins at x + r row_stride, in numbers; heads are contiguous
+  int64_t row_stride;
+  const float* cos;  // [rows, rotated / 2]
+  const float* sin;
+  void* y;  // [rows, heads, head_dim]
+  int64_t rows;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t rotated;
+  bool bfloat16;  // x and y; else float32
+};
+
+// y = activation(gate) up, for rows of gates and ups side by side; in float32.
+struct DeviceGatedArgs {
+  const void* gate_up;  // row r begins at gate_up + r row_stride, in numbers: [2 width]
+  int64_t row_stride;
+  void* y;  // [rows, width]
+  int64_t rows;
+  int64_t width;
+  GateActivation activation;
+  bool bfloat16;  // gate_up and y; else float32
+};
 
 // LogitStatisticsArgs of cpu_kernels.h, with the logit of each row's label.
 struct DeviceLogitStatisticsArgs {
@@ -49,6 +92,9 @@ using DeviceKernel = const char* (*)(const Args& args, DeviceStream stream);
 
 // The table of kernels. ATen computes where an entry is nullptr.
 struct DeviceKernels {
+  DeviceKernel<DeviceRmsNormArgs> rms_norm = nullptr;
+  DeviceKernel<DeviceRotaryArgs> rotary = nullptr;
+  DeviceKernel<DeviceGatedArgs> gated = nullptr;
   DeviceKernel<DeviceLogitStatisticsArgs> logit_statistics = nullptr;
   DeviceKernel<DeviceLogitGradientArgs> logit_gradient = nullptr;
 };

@@ -23,29 +23,28 @@ absl::Status NoDevice(const std::string& why) {
 
 }  // namespace
 
-#ifdef TANDEM_CUDA
 absl::Status CheckDevice(const std::string& device, int local_rank) {
   if (device != "cuda") return absl::OkStatus();
-  int count = 0;
+#ifdef TANDEM_CUDA
   try {
-    count = c10::cuda::device_count_ensure_non_zero();
+    c10::cuda::device_count_ensure_non_zero();
   } catch (const c10::Error& error) {
     return NoDevice(absl::StrCat("this machine has no usable CUDA device (",
                                  error.what_without_backtrace(),
                                  "): see `nvidia-smi`; a container needs access to the GPUs"));
   }
+#else
+  if (!at::hasCUDA()) {
+    return NoDevice(
+        "this build has no CUDA code: build with `make build PRESET=cuda`, or use an image whose "
+        "name ends in -cuda");
+  }
+#endif
+  const int count = c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount();
   if (local_rank < count) return absl::OkStatus();
   return NoDevice(absl::StrCat("this machine has ", count, " CUDA devices, none for local rank ",
                                local_rank, ": start at most ", count, " ranks here"));
 }
-#else
-absl::Status CheckDevice(const std::string& device, int /*local_rank*/) {
-  if (device != "cuda") return absl::OkStatus();
-  return NoDevice(
-      "this build has no CUDA code: build with `make build PRESET=cuda`, or use an image whose "
-      "name ends in -cuda");
-}
-#endif
 
 absl::StatusOr<int64_t> FreeDeviceMemory(int device_index) {
   return CatchTorchErrors("compute.device: free memory", [&]() -> absl::StatusOr<int64_t> {

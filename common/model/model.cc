@@ -22,6 +22,7 @@
 #include "common/ops/ops.h"
 #include "common/ops/shards/token_shards.h"
 #include "common/ops/threads/pass_memory.h"
+#include "common/tensor/aten/device_copies.h"
 #include "common/weights/weights_digest.h"
 
 namespace tandem {
@@ -288,8 +289,7 @@ void RecordRouting(KvCache& cache, std::span<const DecodeInput> inputs, const at
     }
   }
   const at::Tensor& routing = cache.routing();
-  routing.index_copy_(0, at::tensor(places, at::kLong).to(routing.device()),
-                      experts.to(routing.scalar_type()));
+  routing.index_copy_(0, CopyToDevice(places, routing.device()), experts.to(routing.scalar_type()));
 }
 
 }  // namespace
@@ -332,6 +332,7 @@ absl::StatusOr<at::Tensor> Model::Decode(
       tensor->reset();
     }
     sequences.rows = {};
+    sequences.key_runs.clear();
     batch.images = {};
     batch.routing = {};
   };
@@ -358,10 +359,10 @@ absl::StatusOr<at::Tensor> Model::Decode(
     batch.positions_end = std::max(batch.positions_end, end);
     batch.offsets.push_back(begin + end - input.start);
   }
-  const at::Tensor uploaded = indices.to(device());
+  const at::Tensor uploaded = CopyToDevice(indices, device());
   batch.tokens = ops::Narrow(uploaded, 0, 0, count);
   batch.positions = ops::Narrow(uploaded, 0, count, count);
-  sequences.block_table = tables.to(device());
+  sequences.block_table = CopyToDevice(tables, device());
   if (ops::AttendsInAten(device(), dtype())) {
     sequences.rows =
         ops::PlanPagedRows(batch.offsets, sequences.starts, tables, kKvBlockTokens, device());

@@ -8,14 +8,24 @@
 
 namespace tandem::ops {
 
-const kernels::DeviceKernels& DeviceKernelsOf([[maybe_unused]] c10::Device device) {
-  static constexpr kernels::DeviceKernels kNone;
-  if (GetKernelPath() == KernelPath::kAten) return kNone;
+namespace {
+
+constexpr kernels::DeviceKernels kNone;
 #ifdef TANDEM_CUDA
-  if (device.is_cuda()) return kernels::kCudaKernels;
+constexpr const kernels::DeviceKernels& kOfBuild = kernels::kCudaKernels;
+#else
+constexpr const kernels::DeviceKernels& kOfBuild = kNone;
 #endif
-  return kNone;
+constinit const kernels::DeviceKernels* substitute = nullptr;
+
+}  // namespace
+
+const kernels::DeviceKernels& DeviceKernelsOf(c10::Device device) {
+  if (!device.is_cuda() || GetKernelPath() == KernelPath::kAten) return kNone;
+  return substitute != nullptr ? *substitute : kOfBuild;
 }
+
+void SubstituteDeviceKernels(const kernels::DeviceKernels* kernels) { substitute = kernels; }
 
 kernels::DeviceStream CurrentStream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();

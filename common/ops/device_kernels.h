@@ -15,6 +15,10 @@ namespace tandem::ops {
 // build has none, and after SetKernelPath(KernelPath::kAten).
 const kernels::DeviceKernels& DeviceKernelsOf(c10::Device device);
 
+// For tests: `kernels`, which stays, takes the place of those of the build on CUDA devices; nullptr
+// ends that.
+void SubstituteDeviceKernels(const kernels::DeviceKernels* kernels);
+
 // Returns the stream of torch on which operations of the device run now.
 kernels::DeviceStream CurrentStream(c10::Device device);
 

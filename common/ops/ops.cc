@@ -11,6 +11,7 @@
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/attention/aten_attention.h"
 #include "common/ops/autograd_functions.h"
+#include "common/ops/device_layers.h"
 #include "common/ops/linear/linear_function.h"
 #include "common/ops/products/parallel_linear.h"
 #include "common/ops/threads/parallel_for.h"
@@ -286,6 +287,7 @@ at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::
 
 at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps, double offset) {
   if (!HasCpuKernels(x_in)) {
+    if (at::Tensor y = DeviceRmsNorm(x_in, weight, eps, offset); y.defined()) return y;
     const at::ScalarType type = at::toOpMathType(x_in.scalar_type());
     const at::Tensor factor = offset == 0 ? weight.to(type) : weight.to(type) + offset;
     return at::rms_norm(x_in.to(type), weight.sizes(), factor, eps).to(x_in.scalar_type());
@@ -309,6 +311,7 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps,
 at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const at::Tensor& sin) {
   const int64_t half = cos.size(1), rotated = 2 * half;
   if (!HasCpuKernels(x_in)) {
+    if (at::Tensor y = DeviceRotary(x_in, cos, sin); y.defined()) return y;
     const at::Tensor first = x_in.narrow(2, 0, half), second = x_in.narrow(2, half, half);
     const at::Tensor rest = x_in.narrow(2, rotated, x_in.size(2) - rotated);
     const at::Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
@@ -366,6 +369,7 @@ at::Tensor JoinWidths(const at::Tensor& a_in, const at::Tensor& b_in) {
 at::Tensor Gated(const at::Tensor& gate_up_in, GateActivation activation) {
   const int64_t width = gate_up_in.size(1) / 2;
   if (!HasCpuKernels(gate_up_in)) {
+    if (at::Tensor y = DeviceGated(gate_up_in, activation); y.defined()) return y;
     const at::Tensor gate = gate_up_in.narrow(1, 0, width);
     return (activation == GateActivation::kSilu ? at::silu(gate) : at::gelu(gate, "tanh")) *
            gate_up_in.narrow(1, width, width);
@@ -402,13 +406,16 @@ at::Tensor SoftCap(const at::Tensor& x, double soft_cap) {
 }
 
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
-                           const std::vector<int64_t>& offsets, const AttentionScores& scores) {
+                           const std::vector<int64_t>& offsets, const AttentionScores& scores,
+                           const at::Tensor& device_offsets) {
   // ATen's own attention with a gradient has no soft cap.
   const bool own_gradient = HasCpuKernels(q_in) || scores.soft_cap.has_value();
   if (at::GradMode::is_enabled() && own_gradient) {
     return DifferentiableAttention(q_in, k_in, v_in, offsets, scores);
   }
-  if (!HasCpuKernels(q_in)) return AtenCausalAttention(q_in, k_in, v_in, offsets, scores);
+  if (!HasCpuKernels(q_in)) {
+    return AtenCausalAttention(q_in, k_in, v_in, offsets, scores, device_offsets);
+  }
   const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
   return AttentionKernel<float>(q, k.size(1), v.size(2), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<float>{Data(k) + offsets[sequence] * k.stride(0),

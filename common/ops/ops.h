@@ -86,8 +86,11 @@ at::Tensor SoftCap(const at::Tensor& x, double soft_cap);
 // Causal attention within each sequence. Sequence s has the rows from offsets[s] to offsets[s + 1],
 // and each row attends to the keys of its window.
 // q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], Dv <= D -> [T, heads * Dv].
+// `device_offsets` are the offsets as int32 on a device that is not the CPU, made once for all
+// layers; undefined: made here.
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           const std::vector<int64_t>& offsets, const AttentionScores& scores = {});
+                           const std::vector<int64_t>& offsets, const AttentionScores& scores = {},
+                           const at::Tensor& device_offsets = {});
 
 // Whether CachedAttention runs in ATen operations for tensors of this device and type.
 bool AttendsInAten(at::Device device, at::ScalarType type);

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "common/base/errors/status_macros.h"
+#include "common/tensor/aten/device_copies.h"
 #include "common/tensor/aten/host_copies.h"
 
 namespace tandem {
@@ -73,7 +74,7 @@ const TensorSums& WeightsHasher::Sums() {
 at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& values) {
   const at::Device device = values.device();
   const auto to_device = [&](const std::vector<int64_t>& numbers) {
-    return at::tensor(numbers, at::kLong).to(device);
+    return CopyToDevice(numbers, device);
   };
   std::vector<at::Tensor> word_keys;
   for (const BlockKeys& keys : WordKeys()) {

@@ -18,6 +18,7 @@
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
+#include "common/tensor/aten/device_copies.h"
 #include "services/training_core/training_checkpoint.h"
 
 namespace tandem::training {
@@ -467,7 +468,7 @@ at::Tensor TrainingCore::RoutedExpertsOf(absl::Span<const SequenceRows> sequence
     std::copy(rows.routed_experts.begin(), rows.routed_experts.end(), id);
     id += static_cast<int64_t>(rows.input.size()) * layout.ids_per_token();
   }
-  return experts.to(model().device());
+  return CopyToDevice(experts, model().device());
 }
 
 RaggedBatch TrainingCore::Input(const Pass& pass, int64_t micro_batch, bool replays) {

@@ -2,7 +2,10 @@
 
 namespace tandem::kernels {
 
-const DeviceKernels kCudaKernels = {.logit_statistics = LogitStatisticsCuda,
+const DeviceKernels kCudaKernels = {.rms_norm = RmsNormCuda,
+                                    .rotary = RotaryCuda,
+                                    .gated = GatedCuda,
+                                    .logit_statistics = LogitStatisticsCuda,
                                     .logit_gradient = LogitGradientCuda};
 
 }  // namespace tandem::kernels

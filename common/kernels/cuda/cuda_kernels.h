@@ -6,6 +6,9 @@
 
 namespace tandem::kernels {
 
+const char* RmsNormCuda(const DeviceRmsNormArgs& args, DeviceStream stream);
+const char* RotaryCuda(const DeviceRotaryArgs& args, DeviceStream stream);
+const char* GatedCuda(const DeviceGatedArgs& args, DeviceStream stream);
 const char* LogitStatisticsCuda(const DeviceLogitStatisticsArgs& args, DeviceStream stream);
 const char* LogitGradientCuda(const DeviceLogitGradientArgs& args, DeviceStream stream);
 

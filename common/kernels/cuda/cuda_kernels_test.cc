@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <random>
 #include <utility>
 #include <vector>
@@ -50,6 +51,147 @@ class DeviceArray {
   void* data_ = nullptr;
 };
 using DeviceFloats = DeviceArray<float>;
+
+// Numbers of the type that a kernel reads: float32, or bfloat16 in its upper halves.
+class Numbers {
+ public:
+  Numbers(size_t size, bool bfloat16, std::mt19937& generator) : bfloat16_(bfloat16) {
+    std::normal_distribution<float> normal(0, 2);
+    for (size_t i = 0; i < size; ++i) {
+      const float value = normal(generator);
+      const auto half = static_cast<uint16_t>(Bits(value) >> 16);
+      halves_.push_back(half);
+      values_.push_back(bfloat16 ? Widened(half) : value);
+    }
+    if (bfloat16) {
+      of_halves_.emplace(halves_);
+    } else {
+      of_values_.emplace(values_);
+    }
+  }
+
+  void* get() const {
+    return bfloat16_ ? static_cast<void*>(of_halves_->get()) : of_values_->get();
+  }
+  double operator[](size_t i) const { return values_[i]; }
+  // Returns what a kernel wrote.
+  std::vector<float> Read() const {
+    if (!bfloat16_) return of_values_->Read();
+    std::vector<float> values;
+    for (const uint16_t half : of_halves_->Read()) values.push_back(Widened(half));
+    return values;
+  }
+
+ private:
+  static uint32_t Bits(float value) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+  }
+  static float Widened(uint16_t half) {
+    const uint32_t bits = uint32_t{half} << 16;
+    float value = 0;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+
+  bool bfloat16_;
+  std::vector<uint16_t> halves_;
+  std::vector<float> values_;
+  std::optional<DeviceArray<uint16_t>> of_halves_;
+  std::optional<DeviceArray<float>> of_values_;
+};
+
+// Expects a number of the type, rounded once.
+void ExpectRounded(double actual, double expected, bool bfloat16) {
+  ASSERT_NEAR(actual, expected, (std::abs(expected) + 1e-3) * (bfloat16 ? 1.0 / 250 : 1e-5));
+}
+
+TEST_F(CudaKernelsTest, RmsNormMatchesDouble) {
+  std::mt19937 generator(3);
+  for (const bool bfloat16 : {false, true}) {
+    for (const int64_t width : {1, 31, 256, 700}) {
+      // Heads of a wider row, with numbers between them that are of no head.
+      const int64_t rows = 3, heads = 2, head_stride = width + 3, row_stride = 2 * head_stride + 5;
+      const float eps = 1e-3f, offset = 0.5f;
+      const Numbers x(rows * row_stride, bfloat16, generator), weight(width, bfloat16, generator);
+      const Numbers y(rows * heads * width, bfloat16, generator);
+      ASSERT_STREQ(kCudaKernels.rms_norm({x.get(), row_stride, head_stride, weight.get(), y.get(),
+                                          rows, heads, width, eps, offset, bfloat16},
+                                         nullptr),
+                   nullptr);
+      const std::vector<float> actual = y.Read();
+      for (int64_t i = 0; i < rows * heads; ++i) {
+        const int64_t begin = i / heads * row_stride + i % heads * head_stride;
+        double squares = 0;
+        for (int64_t j = 0; j < width; ++j) squares += x[begin + j] * x[begin + j];
+        const double scale = 1 / std::sqrt(squares / static_cast<double>(width) + eps);
+        for (int64_t j = 0; j < width; ++j) {
+          ExpectRounded(actual[i * width + j], x[begin + j] * scale * (weight[j] + offset),
+                        bfloat16);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaKernelsTest, RotaryMatchesDouble) {
+  std::mt19937 generator(4);
+  for (const bool bfloat16 : {false, true}) {
+    for (const int64_t rotated : {4, 10}) {
+      const int64_t rows = 3, heads = 40, head_dim = 10, row_stride = heads * head_dim + 7;
+      const int64_t half = rotated / 2;
+      const Numbers x(rows * row_stride, bfloat16, generator);
+      const Numbers cos(rows * half, false, generator), sin(rows * half, false, generator);
+      const Numbers y(rows * heads * head_dim, bfloat16, generator);
+      ASSERT_STREQ(kCudaKernels.rotary({x.get(), row_stride, static_cast<float*>(cos.get()),
+                                        static_cast<float*>(sin.get()), y.get(), rows, heads,
+                                        head_dim, rotated, bfloat16},
+                                       nullptr),
+                   nullptr);
+      const std::vector<float> actual = y.Read();
+      for (int64_t i = 0; i < rows * heads * head_dim; ++i) {
+        const int64_t row = i / (heads * head_dim), d = i % head_dim;
+        const int64_t at = row * row_stride + i % (heads * head_dim), angle = row * half + d % half;
+        double expected = x[at];
+        if (d < half) expected = x[at] * cos[angle] - x[at + half] * sin[angle];
+        if (d >= half && d < rotated) {
+          expected = x[at] * cos[angle] + x[at - half] * sin[angle];
+        }
+        // The two products may cancel.
+        ASSERT_NEAR(actual[i], expected, bfloat16 ? std::abs(expected) / 250 + 1e-5 : 2e-5);
+      }
+    }
+  }
+}
+
+TEST_F(CudaKernelsTest, GatesMatchDouble) {
+  std::mt19937 generator(5);
+  for (const bool bfloat16 : {false, true}) {
+    for (const auto activation : {GateActivation::kSilu, GateActivation::kGeluTanh}) {
+      for (const int64_t width : {1, 255, 600}) {
+        const int64_t rows = 3, row_stride = 2 * width + 3;
+        const Numbers gate_up(rows * row_stride, bfloat16, generator);
+        const Numbers y(rows * width, bfloat16, generator);
+        ASSERT_STREQ(
+            kCudaKernels.gated(
+                {gate_up.get(), row_stride, y.get(), rows, width, activation, bfloat16}, nullptr),
+            nullptr);
+        const std::vector<float> actual = y.Read();
+        for (int64_t i = 0; i < rows * width; ++i) {
+          const int64_t at = i / width * row_stride + i % width;
+          const double g = gate_up[at], z = std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g);
+          const double gate = activation == GateActivation::kSilu ? g / (1 + std::exp(-g))
+                                                                  : 0.5 * g * (1 + std::tanh(z));
+          const double expected = gate * gate_up[at + width];
+          ASSERT_NEAR(
+              actual[i], expected,
+              bfloat16 ? std::abs(expected) / 250 + 1e-5 : std::abs(expected) * 1e-5 + 1e-6);
+        }
+      }
+    }
+  }
+}
 
 // The labels of the three rows are inside, before and behind the columns.
 TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {

@@ -1,6 +1,7 @@
 #include <cuda_bf16.h>
 
 #include "common/kernels/cuda/cuda_kernels.h"
+#include "common/kernels/cuda/launch.cuh"
 
 namespace tandem::kernels {
 namespace {
@@ -84,26 +85,14 @@ __global__ void LogitGradientKernel(DeviceLogitGradientArgs a) {
   }
 }
 
-// Returns the error of the launch just before, or nullptr.
-const char* LaunchError() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-}
-
 }  // namespace
 
 const char* LogitStatisticsCuda(const DeviceLogitStatisticsArgs& args, DeviceStream stream) {
-  if (args.rows == 0) return nullptr;
-  LogitStatisticsKernel<<<static_cast<unsigned>(args.rows), kThreads, 0,
-                          static_cast<cudaStream_t>(stream)>>>(args);
-  return LaunchError();
+  return LaunchKernel(LogitStatisticsKernel, args.rows, kThreads, args, stream);
 }
 
 const char* LogitGradientCuda(const DeviceLogitGradientArgs& args, DeviceStream stream) {
-  if (args.rows == 0) return nullptr;
-  LogitGradientKernel<<<static_cast<unsigned>(args.rows), kThreads, 0,
-                        static_cast<cudaStream_t>(stream)>>>(args);
-  return LaunchError();
+  return LaunchKernel(LogitGradientKernel, args.rows, kThreads, args, stream);
 }
 
 }  // namespace tandem::kernels

@@ -18,6 +18,7 @@
 #include "common/ops/device_kernels.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/matrix_product.h"
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem::loss {
 namespace {
@@ -94,11 +95,13 @@ class LinearCrossEntropyLoss::Call {
         count_(static_cast<int64_t>(rows.positions.size())),
         keep_(mode == LossMode::kGradientInForward),
         grid_rows_(EqualChunkRows(count_, keep_ ? loss.chunk_rows_ : loss.tile_rows_)),
-        positions_(ToDevice(rows.positions, loss.weight_.device())),
-        labels_(ToDevice(rows.labels, loss.weight_.device())),
+        positions_(CopyToDevice(rows.positions, loss.weight_.device())),
+        labels_(CopyToDevice(rows.labels, loss.weight_.device())),
         options_(loss.weight_.options().dtype(loss.logits_type_).requires_grad(false)) {
     input_ = SelectRows(hidden, rows.positions, positions_).to(loss.weight_.scalar_type());
-    if (!rows.temperatures.empty()) scales_ = ToDevice(rows.temperatures, options_).reciprocal_();
+    if (!rows.temperatures.empty()) {
+      scales_ = CopyToDevice(rows.temperatures, options_.device()).to(options_).reciprocal_();
+    }
     const int64_t needed = grid_rows_ * (keep_ ? loss.weight_.size(0) : loss.tile_columns_);
     if (!loss.buffer_.defined() || loss.buffer_.numel() < needed) {
       loss.buffer_.reset();  // before there is a larger one
@@ -257,8 +260,8 @@ class LinearCrossEntropyLoss::Call {
   RowGradients Coefficients(int64_t begin, int64_t end, const RowStatistics& rows,
                             const std::vector<double>& logprob_coefficients,
                             const std::vector<double>& entropy_coefficients) const {
-    at::Tensor c = ToDevice(logprob_coefficients, options_.dtype(at::kDouble));
-    at::Tensor e = ToDevice(entropy_coefficients, options_.dtype(at::kDouble));
+    at::Tensor c = CopyToDevice(logprob_coefficients, options_.device());
+    at::Tensor e = CopyToDevice(entropy_coefficients, options_.device());
     if (scales_.defined()) {
       c.mul_(scales_.narrow(0, begin, end - begin));
       e.mul_(scales_.narrow(0, begin, end - begin));

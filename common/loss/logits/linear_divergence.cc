@@ -19,6 +19,7 @@
 #include "common/ops/ops.h"
 #include "common/ops/products/matrix_product.h"
 #include "common/ops/threads/parallel_for.h"
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem::loss {
 namespace {
@@ -284,11 +285,13 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
   const auto count = static_cast<int64_t>(rows.positions.size()), vocabulary = weight_.size(0);
   const at::ScalarType dtype = weight_.scalar_type();
   const at::TensorOptions options = weight_.options().dtype(logits_type_);
-  const at::Tensor positions = ToDevice(rows.positions, weight_.device());
+  const at::Tensor positions = CopyToDevice(rows.positions, weight_.device());
   const at::Tensor input = SelectRows(hidden, rows.positions, positions).to(dtype);
   const at::Tensor teacher_input = SelectRows(teacher_hidden, rows.positions, positions).to(dtype);
   at::Tensor scales;
-  if (!rows.temperatures.empty()) scales = ToDevice(rows.temperatures, options).reciprocal_();
+  if (!rows.temperatures.empty()) {
+    scales = CopyToDevice(rows.temperatures, options.device()).to(options).reciprocal_();
+  }
 
   const int64_t chunk_rows = EqualChunkRows(count, chunk_rows_);
   if (!buffer_.defined() || buffer_.size(1) < chunk_rows * vocabulary) {

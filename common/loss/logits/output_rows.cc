@@ -60,19 +60,6 @@ absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t row
   return absl::OkStatus();
 }
 
-// Pageable memory is staged before the call returns, so there is nothing to wait for.
-at::Tensor ToDevice(const std::vector<double>& numbers, const at::TensorOptions& like) {
-  return at::from_blob(const_cast<double*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
-                       at::kDouble)
-      .to(like, /*non_blocking=*/true, /*copy=*/true);
-}
-
-at::Tensor ToDevice(const std::vector<int64_t>& numbers, at::Device device) {
-  return at::from_blob(const_cast<int64_t*>(numbers.data()), {static_cast<int64_t>(numbers.size())},
-                       at::kLong)
-      .to(device, at::kLong, /*non_blocking=*/true, /*copy=*/true);
-}
-
 at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positions,
                       const at::Tensor& indices) {
   bool all = static_cast<int64_t>(positions.size()) == hidden.size(0);

@@ -32,10 +32,6 @@ absl::Status CheckSoftCap(absl::string_view name, std::optional<double> soft_cap
 // Checks that there are no temperatures, or one for each of `rows`, all positive.
 absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t rows);
 
-// Copies numbers of the host to the device, without a wait for it.
-at::Tensor ToDevice(const std::vector<double>& numbers, const at::TensorOptions& like);
-at::Tensor ToDevice(const std::vector<int64_t>& numbers, at::Device device);
-
 // Returns the rows `positions` of `hidden` [T, H] as [N, H]; `hidden` itself if the positions are
 // 0 to T - 1. `indices` are the positions on its device.
 at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positions,

@@ -50,10 +50,8 @@ inline int64_t LongestWindow(const std::vector<LayerCache>& layers) {
   return longest;
 }
 
-// Returns the most blocks that the keys of a window lie in.
-inline int64_t WindowBlocks(int64_t window) {
-  return window == kNoWindow ? kNoWindow : KvBlocks(window) + 1;
-}
+// Returns the most blocks of a cache that the keys of a window lie in.
+inline int64_t WindowBlocks(int64_t window) { return WindowBlocks(window, kKvBlockTokens); }
 
 }  // namespace tandem
 

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "common/tensor/aten/device_copies.h"
+
 namespace tandem {
 
 RaggedBatch MakeRaggedBatch(const std::vector<std::vector<int64_t>>& sequences, at::Device device) {
@@ -14,16 +16,18 @@ RaggedBatch MakeRaggedBatch(const std::vector<std::vector<int64_t>>& sequences, 
     batch.offsets.push_back(batch.offsets.back() + length);
     batch.positions_end = std::max(batch.positions_end, length);
   }
-  const at::Tensor host = at::empty({2, batch.num_tokens()}, at::kLong);
-  int64_t* token = host.data_ptr<int64_t>();
-  int64_t* position = token + batch.num_tokens();
+  const int64_t count = batch.num_tokens(), limits = std::ssize(batch.offsets);
+  std::vector<int64_t> numbers(static_cast<size_t>(2 * count + limits));
+  int64_t *token = numbers.data(), *position = token + count;
   for (const auto& sequence : sequences) {
     token = std::copy(sequence.begin(), sequence.end(), token);
     for (size_t i = 0; i < sequence.size(); ++i) *position++ = static_cast<int64_t>(i);
   }
-  const at::Tensor uploaded = host.to(device);
-  batch.tokens = uploaded[0];
-  batch.positions = uploaded[1];
+  std::copy(batch.offsets.begin(), batch.offsets.end(), position);
+  const at::Tensor copied = CopyToDevice(numbers, device);
+  batch.tokens = copied.narrow(0, 0, count);
+  batch.positions = copied.narrow(0, count, count);
+  if (!device.is_cpu()) batch.device_offsets = copied.narrow(0, 2 * count, limits).to(at::kInt);
   return batch;
 }
 

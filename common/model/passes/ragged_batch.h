@@ -54,6 +54,7 @@ struct RaggedBatch {
   at::Tensor positions;          // [T] int64; the first token of a whole sequence is at 0
   std::vector<int64_t> offsets;  // S + 1 values from 0 to T, never decreasing
   int64_t positions_end = 0;     // every position is below this
+  at::Tensor device_offsets;     // the offsets as int32, on a device that is not the CPU
   BatchImages images = {};
   BatchRouting routing = {};
 

@@ -6,6 +6,8 @@
 
 #include <vector>
 
+#include "common/tensor/aten/device_copies.h"
+
 namespace tandem {
 namespace {
 
@@ -34,7 +36,7 @@ at::Tensor SequencesOf(const RaggedBatch& batch) {
     sequences.insert(sequences.end(), static_cast<size_t>(batch.offsets[s + 1] - batch.offsets[s]),
                      static_cast<int64_t>(s));
   }
-  return at::tensor(sequences, at::kLong).to(batch.tokens.device());
+  return CopyToDevice(sequences, batch.tokens.device());
 }
 
 at::Tensor Probabilities(const at::Tensor& logits, RouterScore score) {

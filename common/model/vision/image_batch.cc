@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "common/tensor/aten/device_copies.h"
+
 namespace tandem {
 
 at::Tensor PixelValues(const VisionInput& input) {
@@ -73,18 +75,15 @@ void ImageBatch::AddComputedTokens(const PromptImages* images, absl::Span<const 
 
 BatchImages ImageBatch::Take(at::Device device) {
   if (!has_images_) return {};
-  const auto upload = [&](const std::vector<int64_t>& values) {
-    return at::tensor(values, at::kLong).to(device);
-  };
   BatchImages images;
-  if (!pixel_values_.empty()) images.pixel_values = at::cat(pixel_values_, 0).to(device);
+  if (!pixel_values_.empty()) images.pixel_values = CopyToDevice(at::cat(pixel_values_, 0), device);
   images.grids = std::move(grids_);
   if (!computed_.empty()) images.rows_of_tower = at::cat(computed_, 0);
-  images.token_rows = upload(token_row_);
-  images.tower_rows = upload(tower_row_);
+  images.token_rows = CopyToDevice(token_row_, device);
+  images.tower_rows = CopyToDevice(tower_row_, device);
   std::vector<at::Tensor> axes;
   for (const std::vector<int64_t>& positions : positions_) {
-    axes.push_back(upload(positions));
+    axes.push_back(CopyToDevice(positions, device));
     for (const int64_t position : positions) {
       images.rotary_end = std::max(images.rotary_end, position + 1);
     }

@@ -11,6 +11,7 @@
 #include "common/model/vision/vision_layout.h"
 #include "common/model/vision/vision_ops.h"
 #include "common/ops/ops.h"
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem {
 namespace {
@@ -19,10 +20,6 @@ constexpr double kNormEps = 1e-6;  // whatever rms_norm_eps says
 
 std::vector<float> Frequencies(const VisionConfig& vision) {
   return ComputeRopeFrequencies({.theta = vision.rope_theta}, vision.head_dim() / 2).inverse;
-}
-
-at::Tensor Indices(const std::vector<int64_t>& values, at::Device device) {
-  return at::tensor(values, at::kLong).to(device);
 }
 
 int64_t End(const std::vector<int64_t>& positions) {
@@ -95,11 +92,11 @@ at::Tensor VisionTower::Forward(const at::Tensor& pixel_values,
   at::Tensor x = ops::Linear(pixel_values.to(dtype_), patch_embedding_.flatten(1).to(dtype_));
   at::Tensor order;
   if (!layout.group_order.empty()) {
-    order = Indices(layout.group_order, device_);
+    order = CopyToDevice(layout.group_order, device_);
     x = ReorderGroups(x, order, vision_.merge_unit());
   }
-  const auto by_row = rotary_.Rows(Indices(layout.row, device_), End(layout.row)),
-             by_column = rotary_.Rows(Indices(layout.column, device_), End(layout.column));
+  const auto by_row = rotary_.Rows(CopyToDevice(layout.row, device_), End(layout.row)),
+             by_column = rotary_.Rows(CopyToDevice(layout.column, device_), End(layout.column));
   const Rotation rotation = {.cos = at::cat({by_row.first, by_column.first}, 1),
                              .sin = at::cat({by_row.second, by_column.second}, 1)};
   for (size_t i = 0; i < layers_.size(); ++i) {

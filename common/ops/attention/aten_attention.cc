@@ -8,7 +8,10 @@
 #include <cstddef>
 #include <utility>
 
+#include "common/ops/attention/pad_columns.h"
+#include "common/ops/attention/varlen_attention.h"
 #include "common/ops/linear/row_chunks.h"
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
 namespace {
@@ -21,12 +24,6 @@ at::Tensor RepeatHeads(const at::Tensor& x, int64_t heads) {
   return x.unsqueeze(2)
       .expand({x.size(0), key_value_heads, heads / key_value_heads, x.size(2)})
       .reshape({x.size(0), heads, x.size(2)});
-}
-
-// Returns x [.., width] with zeros up to `width`: the fused kernels of ATen need values as wide as
-// keys, and the columns of the result that belong to zeros are left out.
-at::Tensor PadColumns(const at::Tensor& x, int64_t width) {
-  return x.size(-1) == width ? x : at::constant_pad_nd(x, {0, width - x.size(-1)});
 }
 
 // Attention of the rows of a chunk: q [rows, heads, D], k [keys, kv_heads, D] and
@@ -78,9 +75,7 @@ void AttendSingleRows(const at::Tensor& q, const SingleRows& singles, const at::
   const int64_t key_value_heads = key_cache.size(1), block_tokens = key_cache.size(2);
   const int64_t head_dim = q.size(2), value_dim = value_cache.size(3);
   const bool has_window = scores.window != kNoWindow;
-  const int64_t columns =
-      has_window ? std::min(singles.blocks, (scores.window + block_tokens - 1) / block_tokens + 1)
-                 : singles.blocks;
+  const int64_t columns = std::min(singles.blocks, WindowBlocks(scores.window, block_tokens));
   const int64_t keys = columns * block_tokens, total = singles.rows.size(0);
   const int64_t step = std::max<int64_t>(gathered / (keys * key_value_heads * head_dim), 1);
   for (int64_t begin = 0; begin < total; begin += step) {
@@ -120,16 +115,62 @@ void AttendSingleRows(const at::Tensor& q, const SingleRows& singles, const at::
   }
 }
 
+// Returns the rows of all outputs [.., heads * value_dim] for queries like `q`.
 at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q,
-                    const at::Tensor& v) {
-  if (outputs.empty()) return at::empty({0, q.size(1) * v.size(2)}, q.options());
+                    int64_t value_dim) {
+  if (outputs.empty()) return at::empty({0, q.size(1) * value_dim}, q.options());
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
+}
+
+// Attention of the rows of all sequences to the cache, those of a run in one operation.
+at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
+                      const PagedSequences& sequences, const at::Tensor& key_cache,
+                      const at::Tensor& value_cache, const AttentionScores& scores,
+                      int64_t gathered) {
+  const int64_t block_tokens = key_cache.size(2);
+  auto known = sequences.key_runs.find(scores.window);
+  if (known == sequences.key_runs.end()) {
+    const int64_t max_keys = gathered / (key_cache.size(1) * key_cache.size(3));
+    known = sequences.key_runs
+                .emplace(scores.window,
+                         PlanKeyRuns(offsets, sequences, block_tokens, scores.window, max_keys))
+                .first;
+  }
+  std::vector<at::Tensor> outputs;
+  for (const KeyRun& run : known->second) {
+    const auto gather = [&](const at::Tensor& cache) {  // [keys, kv_heads, D]
+      return cache.transpose(1, 2).index({run.blocks, run.places}).to(q.scalar_type());
+    };
+    outputs.push_back(VarlenAttention(q.narrow(0, run.row, run.rows), gather(key_cache),
+                                      gather(value_cache), run.sequences, scores));
+  }
+  return JoinRows(outputs, q, value_cache.size(3));
+}
+
+int64_t Longest(const std::vector<int64_t>& offsets) {
+  int64_t longest = 0;
+  for (size_t s = 0; s + 1 < offsets.size(); ++s) {
+    longest = std::max(longest, offsets[s + 1] - offsets[s]);
+  }
+  return longest;
 }
 
 }  // namespace
 
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::vector<int64_t>& offsets, const AttentionScores& scores) {
+                               const std::vector<int64_t>& offsets, const AttentionScores& scores,
+                               const at::Tensor& device_offsets) {
+  if (HasVarlenAttention(q, scores)) {
+    const at::Tensor limits =
+        device_offsets.defined() ? device_offsets : CopyToDevice(offsets, q.device()).to(at::kInt);
+    const int64_t longest = Longest(offsets);
+    return VarlenAttention(q, k, v,
+                           {.row_offsets = limits,
+                            .key_offsets = limits,
+                            .longest_rows = longest,
+                            .longest_keys = longest},
+                           scores);
+  }
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
@@ -140,7 +181,7 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
                                       v.narrow(0, begin + chunk.key, chunk.keys), chunk, scores));
     }
   }
-  return JoinRows(outputs, q, v);
+  return JoinRows(outputs, q, v.size(2));
 }
 
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -151,6 +192,9 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
   TORCH_CHECK(rows.blocks.defined(), "the rows of the pass are not planned");
   for (const auto& [cache, x] : {std::pair{key_cache, k}, {value_cache, v}}) {
     cache.transpose(1, 2).index_put_({rows.blocks, rows.places}, x.to(cache.scalar_type()));
+  }
+  if (HasVarlenAttention(q, scores)) {
+    return AttendRuns(q, offsets, sequences, key_cache, value_cache, scores, gathered);
   }
   const bool takes_singles = !scores.soft_cap.has_value();
   at::Tensor out = at::empty({q.size(0), q.size(1) * v.size(2)}, q.options());

@@ -9,19 +9,21 @@
 
 #include "common/ops/attention/attention_scores.h"
 #include "common/ops/attention/capped_attention.h"
+#include "common/ops/attention/gathered_keys.h"
 #include "common/ops/attention/paged_sequences.h"
 
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
-// CachedAttention copies at most `gathered` numbers of keys at a time for single rows, and at least
-// those of one row.
+// CachedAttention copies at most `gathered` numbers of keys at a time where sequences attend
+// together, and at least those of one sequence.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const std::vector<int64_t>& offsets, const AttentionScores& scores);
+                               const std::vector<int64_t>& offsets, const AttentionScores& scores,
+                               const at::Tensor& device_offsets = {});
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
-                               const AttentionScores& scores, int64_t gathered = int64_t{1} << 26);
+                               const AttentionScores& scores, int64_t gathered = kGatheredNumbers);
 
 // Returns the gradients of causal attention for the gradient dy [T, heads * Dv] of its result: on
 // the CPU in float32, with a soft cap on any device and in any floating-point type. They do not

@@ -6,7 +6,10 @@
 #include <bit>
 #include <cstddef>
 #include <map>
+#include <optional>
 #include <utility>
+
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
 
@@ -43,7 +46,7 @@ PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<i
       all.insert(all.end(), numbers->begin(), numbers->end());
     }
   }
-  const at::Tensor uploaded = at::tensor(all, at::kLong).to(device);
+  const at::Tensor uploaded = CopyToDevice(all, device);
   int64_t taken = 0;
   const auto take = [&](size_t count) {
     const auto size = static_cast<int64_t>(count);
@@ -58,6 +61,55 @@ PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<i
                               .blocks = group.blocks});
   }
   return result;
+}
+
+std::vector<KeyRun> PlanKeyRuns(const std::vector<int64_t>& offsets,
+                                const PagedSequences& sequences, int64_t block_tokens,
+                                int64_t window, int64_t max_keys) {
+  const at::Tensor& table = sequences.block_table;
+  const at::Device device = table.device();
+  const int64_t table_width = table.size(1), total = std::ssize(sequences.starts);
+  std::vector<KeyRun> runs;
+  for (int64_t next = 0; next < total;) {
+    KeyRun run = {.row = offsets[next], .rows = 0, .blocks = {}, .places = {}, .sequences = {}};
+    std::vector<int64_t> row_offsets = {0}, key_offsets = {0}, counts, shifts, tables;
+    for (; next < total; ++next) {
+      const int64_t rows = offsets[next + 1] - offsets[next];
+      if (rows == 0) continue;
+      const int64_t first = FirstKey(sequences.starts[next], window);
+      const int64_t keys = sequences.starts[next] + rows - first;
+      if (!counts.empty() && key_offsets.back() + keys > max_keys) break;
+      counts.push_back(keys);
+      shifts.push_back(first - key_offsets.back());
+      tables.push_back(next * table_width);
+      row_offsets.push_back(row_offsets.back() + rows);
+      key_offsets.push_back(key_offsets.back() + keys);
+      run.sequences.longest_rows = std::max(run.sequences.longest_rows, rows);
+      run.sequences.longest_keys = std::max(run.sequences.longest_keys, keys);
+    }
+    if (counts.empty()) break;
+    run.rows = row_offsets.back();
+    std::vector<int64_t> all;
+    for (const auto* numbers : {&row_offsets, &key_offsets, &counts, &shifts, &tables}) {
+      all.insert(all.end(), numbers->begin(), numbers->end());
+    }
+    const at::Tensor uploaded = CopyToDevice(all, device);
+    const auto count = std::ssize(counts);
+    const at::Tensor limits = uploaded.narrow(0, 0, 2 * (count + 1)).to(at::kInt);
+    run.sequences.row_offsets = limits.narrow(0, 0, count + 1);
+    run.sequences.key_offsets = limits.narrow(0, count + 1, count + 1);
+    const at::Tensor of_sequence = uploaded.narrow(0, 2 * (count + 1), 3 * count).view({3, count});
+    const at::Tensor sequence =
+        at::repeat_interleave(of_sequence[0], std::optional(key_offsets.back()));
+    const at::Tensor of_key = of_sequence.narrow(0, 1, 2).index_select(1, sequence);
+    const at::Tensor position = at::arange(key_offsets.back(), of_key.options()).add_(of_key[0]);
+    run.blocks = table.view({-1})
+                     .index_select(0, position.div(block_tokens, "floor").add_(of_key[1]))
+                     .to(at::kLong);
+    run.places = position.remainder_(block_tokens);
+    runs.push_back(std::move(run));
+  }
+  return runs;
 }
 
 }  // namespace tandem::ops

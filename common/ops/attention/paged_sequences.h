@@ -5,7 +5,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <vector>
+
+#include "common/ops/attention/varlen_attention.h"
 
 namespace tandem::ops {
 
@@ -15,6 +18,13 @@ struct SingleRows {
   at::Tensor sequences;  // [N] int64: their rows in the block table
   at::Tensor positions;  // [N] int64: the positions of the rows
   int64_t blocks = 0;    // the most that one of them has
+};
+
+// Consecutive sequences whose keys are read together.
+struct KeyRun {
+  int64_t row = 0, rows = 0;  // of the batch
+  at::Tensor blocks, places;  // [K] int64: where their keys are, one sequence after the other
+  VarlenSequences sequences;
 };
 
 // The rows of a pass as attention in ATen operations takes them, so that no layer loops over
@@ -31,6 +41,8 @@ struct PagedSequences {
   // positions; entries past a sequence's last block name any block.
   at::Tensor block_table;
   PagedRows rows = {};  // needed where attention runs in ATen operations (AttendsInAten)
+  // PlanKeyRuns by the window of a layer: the first layer that has the window makes it.
+  mutable std::map<int64_t, std::vector<KeyRun>> key_runs = {};
 };
 
 // Returns the rows of sequences whose rows in the batch are [offsets[s], offsets[s + 1]), for
@@ -38,6 +50,12 @@ struct PagedSequences {
 // sequences, on the CPU.
 PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<int64_t>& starts,
                         const at::Tensor& block_table, int64_t block_tokens, at::Device device);
+
+// Returns the keys that the rows of the same sequences see through `window`, in runs of at most
+// `max_keys` keys, or of one sequence. Sequences without rows are in none.
+std::vector<KeyRun> PlanKeyRuns(const std::vector<int64_t>& offsets,
+                                const PagedSequences& sequences, int64_t block_tokens,
+                                int64_t window, int64_t max_keys);
 
 }  // namespace tandem::ops
 

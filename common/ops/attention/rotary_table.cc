@@ -6,6 +6,7 @@
 
 #include "common/ops/attention/rotary_growth.h"
 #include "common/ops/ops.h"
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
 
@@ -22,8 +23,8 @@ void RotaryTable::Grow(int64_t length) {
       *sin_row++ = static_cast<float>(std::sin(static_cast<double>(angle)) * scaling_);
     }
   }
-  cos_ = cos.to(device_);
-  sin_ = sin.to(device_);
+  cos_ = CopyToDevice(cos, device_);
+  sin_ = CopyToDevice(sin, device_);
 }
 
 std::pair<at::Tensor, at::Tensor> RotaryTable::Rows(const at::Tensor& positions, int64_t end) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/ops/linear/saved_object.h"
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
 namespace {
@@ -64,8 +65,9 @@ std::shared_ptr<const ExpertExchange> ExpertExchange::Start(
   for (size_t e = 0; e + 1 < offsets.size(); ++e) count[e] = offsets[e + 1] - offsets[e];
   const std::vector<int64_t> own_of_each(num_ranks, static_cast<int64_t>(own));
   // [n, E / n]
-  const at::Tensor received =
-      ranks.AllToAll(counts.to(device), own_of_each, own_of_each).to(at::kCPU).contiguous();
+  const at::Tensor received = ranks.AllToAll(CopyToDevice(counts, device), own_of_each, own_of_each)
+                                  .to(at::kCPU)
+                                  .contiguous();
   const auto* const rows = received.const_data_ptr<int64_t>();
 
   std::vector<int64_t> begins;  // of each rank's rows of each expert, [n, E / n]
@@ -90,7 +92,7 @@ std::shared_ptr<const ExpertExchange> ExpertExchange::Start(
     }
     exchange->offsets_.push_back(end);
   }
-  exchange->order_ = order.to(device);
+  exchange->order_ = CopyToDevice(order, device);
   return exchange;
 }
 

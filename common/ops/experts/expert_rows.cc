@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "common/ops/threads/parallel_for.h"
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
 namespace {
@@ -126,8 +127,8 @@ ExpertRows ExpertRows::OfRange(const at::Tensor& experts, int64_t num_experts, i
     row[i] = in_range(i) ? next[static_cast<size_t>(expert[i] - first)]++ : -1;
     if (row[i] >= 0) token[row[i]] = i / choices;
   }
-  order.tokens = order.tokens.to(experts.device());
-  order.rows = order.rows.to(experts.device());
+  order.tokens = CopyToDevice(order.tokens, experts.device());
+  order.rows = CopyToDevice(order.rows, experts.device());
   return order;
 }
 

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "common/tensor/aten/device_copies.h"
+
 namespace tandem::parallel {
 namespace {
 
@@ -32,7 +34,7 @@ void ForEachToken(const ContextShard& shard, int rank, const Function& fn) {
 at::Tensor RowsOf(const ContextShard& shard, int rank, at::Device device) {
   std::vector<int64_t> rows;
   ForEachToken(shard, rank, [&](int64_t offset, int64_t p) { rows.push_back(offset + p); });
-  return at::tensor(rows, at::kLong).to(device);
+  return CopyToDevice(rows, device);
 }
 
 // Returns the images of a batch of `tokens` tokens for the rank that holds `rows` of them. The rank
@@ -69,7 +71,7 @@ int64_t ContextShard::NumRows(int of_rank) const {
 at::Tensor ContextShard::Positions(int of_rank) const {
   std::vector<int64_t> positions;
   ForEachToken(*this, of_rank, [&](int64_t, int64_t p) { positions.push_back(p); });
-  return at::tensor(positions, at::kLong).to(rows.device());
+  return CopyToDevice(positions, rows.device());
 }
 
 ContextShard MakeContextShard(const RaggedBatch& whole, int rank, int num_ranks) {

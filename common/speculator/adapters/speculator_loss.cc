@@ -13,6 +13,7 @@
 #include "common/base/errors/status_macros.h"
 #include "common/loss/logits/output_rows.h"
 #include "common/loss/supervised_loss.h"
+#include "common/tensor/aten/device_copies.h"
 
 namespace tandem::speculator {
 
@@ -66,7 +67,7 @@ absl::StatusOr<SpeculatorLossReport> SpeculatorLoss::Run(const SpeculatorBatch& 
     return report;
   }
 
-  const at::Tensor positions = loss::ToDevice(rows.positions, batch.hidden.device());
+  const at::Tensor positions = CopyToDevice(rows.positions, batch.hidden.device());
   std::vector<at::Tensor> tokens;
   for (int64_t step = 0; step < n_predict; ++step) {
     tokens.push_back(batch.tokens.index_select(0, positions + (step + 1)));

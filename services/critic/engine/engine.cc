@@ -20,6 +20,7 @@
 #include "common/model/model.h"
 #include "common/steps/mini_batches.h"
 #include "common/steps/sequence_check.h"
+#include "common/tensor/aten/device_copies.h"
 #include "services/critic/engine/value_step.h"
 #include "services/training_core/training_core.h"
 
@@ -187,7 +188,7 @@ absl::StatusOr<std::vector<training::SequenceValues>> TorchEngine::Evaluate(
             }
             const at::Tensor values =
                 core_->model()
-                    .Values(hidden.index_select(0, at::tensor(rows, at::kLong).to(hidden.device())))
+                    .Values(hidden.index_select(0, CopyToDevice(rows, hidden.device())))
                     .to(at::kCPU, at::kDouble)
                     .contiguous();
             const double* const data = values.const_data_ptr<double>();
@@ -259,7 +260,7 @@ absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatc
           [&](const training::MicroBatchInput& input,
               const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
             const at::Tensor values = core_->model().Values(
-                hidden.index_select(0, at::tensor(input.positions, at::kLong).to(hidden.device())));
+                hidden.index_select(0, CopyToDevice(input.positions, hidden.device())));
             const at::Tensor host = values.detach().to(at::kCPU, at::kDouble).contiguous();
             std::vector<double> gradients(static_cast<size_t>(host.numel()));
             TANDEM_RETURN_IF_ERROR(evaluator.Evaluate(

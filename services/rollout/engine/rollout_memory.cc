@@ -17,6 +17,7 @@
 #include "common/model/parameters/shard_numel.h"
 #include "common/model/passes/layer_cache.h"
 #include "common/model/vision/vision_activations.h"
+#include "common/ops/attention/gathered_keys.h"
 
 namespace tandem::rollout {
 namespace {
@@ -230,12 +231,20 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
            " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
            lane.length_field(), ")"),
        .device = device});
+  // Attention on a GPU copies keys and values side by side, of all sequences if they are few.
+  const int64_t gathered =
+      options.on_host
+          ? 0
+          : std::min(2 * ops::kGatheredNumbers * item,
+                     options.max_num_seqs * lane.sequence_blocks() * BlockBytes(lane, lane.ranks));
   const int64_t activations =
       options.max_batched_tokens *
-      lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item;
+          lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
+      gathered;
   pass.activations = std::max(pass.activations, activations);
-  // The columns that all ranks bring are gathered and then put side by side.
-  const int64_t copies = lane.ranks > 1 ? 2 : 1;
+  // The columns that all ranks bring are gathered and then put side by side. Where a device draws,
+  // it has scaled logits, weights in two layouts, and what a cut sorts, beside them.
+  const int64_t copies = (lane.ranks > 1 ? 2 : 1) + (options.on_host ? 0 : 6);
   const int64_t logits = copies * std::max(kLogitsBytes, config.vocab_size * kFloatBytes);
   pass.logits = std::max(pass.logits, logits);
   pass.rotary_tables += RotaryTableBytes(config, tokens);

@@ -15,6 +15,8 @@
 #include "common/ops/threads/parallel_for.h"
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/tensor/aten/catch_torch_errors.h"
+#include "common/tensor/aten/device_copies.h"
+#include "services/rollout/engine/models/device_sampler.h"
 #include "services/rollout/engine/rollout_memory.h"
 
 namespace tandem::rollout {
@@ -64,7 +66,7 @@ absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t 
   return CatchTorchErrors("drafts", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
     const auto on_device = [&](const std::vector<int64_t>& values) {
-      return at::tensor(values, at::kLong).to(hidden_.device());
+      return CopyToDevice(values, hidden_.device());
     };
     TANDEM_ASSIGN_OR_RETURN(
         const at::Tensor proposed,
@@ -137,6 +139,13 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
       const at::Tensor rows_of_chunk = model_->ForwardLogits(ops::Narrow(hidden, 0, begin, count));
       if (results == nullptr) continue;
       // The host waits for a GPU here: once per pass, unless the pass has very many rows.
+      const auto chunk_rows = pass.rows.subspan(begin, count);
+      if (rows_of_chunk.is_cuda() && std::ranges::all_of(chunk_rows, [&](const OutputRow& row) {
+            return DrawsOnDevice(row, width);
+          })) {
+        DrawOnDevice(rows_of_chunk, chunk_rows, std::span(*results).subspan(begin, count));
+        continue;
+      }
       const at::Tensor logits = OnHost(rows_of_chunk);
       const float* const data = logits.const_data_ptr<float>();
       constexpr int64_t kWorkPerLogit = 16;  // in multiply-adds: about one exponential

@@ -19,6 +19,7 @@
 #include "common/ranks/rank_agreement.h"
 #include "common/speculator/speculator_update.h"
 #include "common/tensor/aten/aten_bytes.h"
+#include "common/tensor/aten/device_copies.h"
 #include "common/tensor/safetensors/safetensors.h"
 
 namespace tandem::trainer {
@@ -143,8 +144,8 @@ absl::Status SpeculatorTrainer::AddGradients(const TrainingRows& rows,
   }
   if (tokens.empty()) return absl::OkStatus();
   const at::AutoGradMode with_gradients(true);
-  batch.hidden = hidden.detach().index_select(0, loss::ToDevice(positions, hidden.device()));
-  batch.tokens = loss::ToDevice(tokens, hidden.device());
+  batch.hidden = hidden.detach().index_select(0, CopyToDevice(positions, hidden.device()));
+  batch.tokens = CopyToDevice(tokens, hidden.device());
   batch.sequences = speculator::PackedSequences(offsets);
   batch.labels = std::move(tokens);
   const auto report = adapter_->ComputeSpeculatorLoss(batch, loss_options_);

@@ -1,0 +1,16 @@
+// How many numbers of a cache attention copies side by side at a time. No torch: the memory plan
+// counts them.
+#ifndef TANDEM_COMMON_OPS_ATTENTION_GATHERED_KEYS_H_
+#define TANDEM_COMMON_OPS_ATTENTION_GATHERED_KEYS_H_
+
+#include <cstdint>
+
+namespace tandem::ops {
+
+// Of keys, and as many of values, where sequences attend together on a GPU; or those of one
+// sequence that has more.
+inline constexpr int64_t kGatheredNumbers = int64_t{1} << 26;
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_ATTENTION_GATHERED_KEYS_H_

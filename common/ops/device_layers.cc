@@ -1,0 +1,89 @@
+#include "common/ops/device_layers.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cstdint>
+
+#include "common/ops/device_kernels.h"
+
+namespace tandem::ops {
+namespace {
+
+bool IsBfloat16(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16; }
+
+// Whether a kernel is there and takes numbers like those of `x`.
+template <typename Args>
+bool Takes(kernels::DeviceKernel<Args> kernel, const at::Tensor& x) {
+  return kernel != nullptr && !at::GradMode::is_enabled() &&
+         (IsBfloat16(x) || x.scalar_type() == at::kFloat);
+}
+
+// Returns `x`, or a copy if its last dimension is not contiguous.
+at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+}  // namespace
+
+at::Tensor DeviceRmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps,
+                         double offset) {
+  const auto kernel = DeviceKernelsOf(x_in.device()).rms_norm;
+  if (!Takes(kernel, x_in)) return {};
+  if (weight.scalar_type() != x_in.scalar_type()) return {};
+  const at::Tensor x = Packed(x_in), factors = weight.contiguous();
+  const bool has_heads = x.dim() == 3;
+  at::Tensor y = at::empty(x.sizes(), x.options());
+  Launch("RMSNorm", x.device(), kernel,
+         {.x = x.const_data_ptr(),
+          .row_stride = x.stride(0),
+          .head_stride = has_heads ? x.stride(1) : 0,
+          .weight = factors.const_data_ptr(),
+          .y = y.mutable_data_ptr(),
+          .rows = x.size(0),
+          .heads = has_heads ? x.size(1) : 1,
+          .width = x.size(-1),
+          .eps = static_cast<float>(eps),
+          .offset = static_cast<float>(offset),
+          .bfloat16 = IsBfloat16(x)});
+  return y;
+}
+
+at::Tensor DeviceRotary(const at::Tensor& x_in, const at::Tensor& cos_in,
+                        const at::Tensor& sin_in) {
+  const auto kernel = DeviceKernelsOf(x_in.device()).rotary;
+  if (!Takes(kernel, x_in)) return {};
+  const bool is_packed = x_in.stride(2) == 1 && x_in.stride(1) == x_in.size(2);
+  const at::Tensor x = is_packed ? x_in : x_in.contiguous();
+  const at::Tensor cos = cos_in.contiguous(), sin = sin_in.contiguous();
+  at::Tensor y = at::empty(x.sizes(), x.options());
+  Launch("rotary embedding", x.device(), kernel,
+         {.x = x.const_data_ptr(),
+          .row_stride = x.stride(0),
+          .cos = cos.const_data_ptr<float>(),
+          .sin = sin.const_data_ptr<float>(),
+          .y = y.mutable_data_ptr(),
+          .rows = x.size(0),
+          .heads = x.size(1),
+          .head_dim = x.size(2),
+          .rotated = 2 * cos.size(1),
+          .bfloat16 = IsBfloat16(x)});
+  return y;
+}
+
+at::Tensor DeviceGated(const at::Tensor& gate_up_in, kernels::GateActivation activation) {
+  const auto kernel = DeviceKernelsOf(gate_up_in.device()).gated;
+  if (!Takes(kernel, gate_up_in)) return {};
+  const at::Tensor gate_up = Packed(gate_up_in);
+  const int64_t width = gate_up.size(1) / 2;
+  at::Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
+  Launch("gate", gate_up.device(), kernel,
+         {.gate_up = gate_up.const_data_ptr(),
+          .row_stride = gate_up.stride(0),
+          .y = y.mutable_data_ptr(),
+          .rows = gate_up.size(0),
+          .width = width,
+          .activation = activation,
+          .bfloat16 = IsBfloat16(gate_up)});
+  return y;
+}
+
+}  // namespace tandem::ops

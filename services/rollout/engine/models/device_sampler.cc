@@ -1,0 +1,156 @@
+#include "services/rollout/engine/models/device_sampler.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "common/kernels/logit_blocks.h"
+#include "common/tensor/aten/device_copies.h"
+
+namespace tandem::rollout {
+namespace {
+
+constexpr int64_t kBlock = kernels::kLogitBlock;
+// In place of the number in [0, 1) that chooses a token: the largest logit is chosen.
+constexpr double kGreedy = -1;
+
+// Returns, for each row, the index of the first sum [N, K] above `target` [N, 1]. `sums` ascend and
+// end at `total` [N, 1], to which rounding may have brought the target: it stays below, so that the
+// index is that of a weight.
+at::Tensor FirstAbove(const at::Tensor& sums, const at::Tensor& target, const at::Tensor& total) {
+  const double below_one = 1.0 - std::numeric_limits<double>::epsilon();
+  return sums.le(at::minimum(target, total * below_one)).sum(1, /*keepdim=*/true);
+}
+
+// Returns the tokens [N, 1] at which the cumulative weights [N, V] exceed u times their sum
+// `total` [N, 1]; by blocks, as the sampler of the host does it.
+at::Tensor Invert(const at::Tensor& weights, const at::Tensor& sums_of_blocks, const at::Tensor& u,
+                  const at::Tensor& total) {
+  const at::Tensor sums = sums_of_blocks.cumsum(1);
+  const at::Tensor target = u * total;
+  const at::Tensor last = sums.narrow(1, sums.size(1) - 1, 1);
+  const at::Tensor block = FirstAbove(sums, target, last).clamp_max(sums.size(1) - 1);
+  const at::Tensor rest = target - (sums - sums_of_blocks).gather(1, block);
+  const at::Tensor columns = block * kBlock + at::arange(kBlock, block.options());
+  const at::Tensor inside = weights.gather(1, columns).cumsum(1, at::kDouble);
+  return block * kBlock + FirstAbove(inside, rest, inside.narrow(1, kBlock - 1, 1));
+}
+
+// Returns the lowest id [N, 1] among the largest logits.
+at::Tensor Largest(const at::Tensor& scaled, const at::Tensor& max) {
+  const at::Tensor ids = at::arange(scaled.size(1), scaled.options().dtype(at::kLong));
+  return at::where(scaled.eq(max), ids, scaled.size(1)).amin(1, /*keepdim=*/true);
+}
+
+// The cuts of rows, [N, 1] float64 each. Those that cut nothing are infinite.
+struct CutsOfRows {
+  at::Tensor top_k, top_p, log_min_p;
+
+  CutsOfRows Of(int64_t row, int64_t rows) const {
+    return {top_k.narrow(0, row, rows), top_p.narrow(0, row, rows), log_min_p.narrow(0, row, rows)};
+  }
+};
+
+// Returns whether the cuts keep a token, [N, V]. `below` [N, V] are the scaled logits less the
+// largest of their row, and `weights` their exponentials.
+at::Tensor Kept(const at::Tensor& below, const at::Tensor& weights, const CutsOfRows& cuts) {
+  const auto [sorted, ids] = below.sort(/*stable=*/true, /*dim=*/1, /*descending=*/true);
+  const at::Tensor rank = at::arange(below.size(1), cuts.top_k.options());
+  at::Tensor keeps = rank < cuts.top_k;
+  const at::Tensor mass = weights.gather(1, ids).to(at::kDouble).mul_(keeps);
+  const at::Tensor sums = mass.cumsum(1);
+  // The token that reaches the mass stays.
+  keeps.logical_and_(sums - mass < cuts.top_p * sums.narrow(1, sums.size(1) - 1, 1));
+  keeps.logical_and_(sorted >= cuts.log_min_p.to(at::kFloat));
+  return at::zeros_like(keeps).scatter_(1, ids, keeps);
+}
+
+// Sets the weights that the cuts do not keep to 0, some rows at a time: sorting takes memory.
+void Cut(const at::Tensor& below, const at::Tensor& weights, const CutsOfRows& cuts) {
+  constexpr int64_t kNumbers = int64_t{1} << 21;
+  const int64_t step = std::max<int64_t>(kNumbers / below.size(1), 1);
+  for (int64_t row = 0; row < below.size(0); row += step) {
+    const int64_t rows = std::min(step, below.size(0) - row);
+    const at::Tensor some = weights.narrow(0, row, rows);
+    some.mul_(Kept(below.narrow(0, row, rows), some, cuts.Of(row, rows)));
+  }
+}
+
+// Returns the sums [N, blocks] of weights [N, blocks * kBlock].
+at::Tensor SumBlocks(const at::Tensor& weights) {
+  return weights.unflatten(1, {-1, kBlock}).sum(2, /*keepdim=*/false, at::kDouble);
+}
+
+}  // namespace
+
+bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids) {
+  if (row.token != OutputRow::kDraw) return row.token >= 0 && row.token < num_token_ids;
+  return row.proposal.token == DraftProposal::kNone && row.distribution == nullptr;
+}
+
+void DrawOnDevice(const at::Tensor& logits, std::span<const OutputRow> rows,
+                  std::span<absl::StatusOr<SampledToken>> results) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const int64_t count = logits.size(0), width = logits.size(1);
+  std::vector<double> temperatures, numbers, tokens, top_k, top_p, log_min_p;
+  bool has_greedy = false, has_given = false, has_cuts = false;
+  for (const OutputRow& row : rows) {
+    const SamplingParams& sampling = *row.sampling;
+    const bool draws = row.token == OutputRow::kDraw;
+    const bool is_greedy = draws && sampling.temperature == 0;
+    const bool cuts = draws && !is_greedy && Cuts(sampling, width);
+    has_greedy |= is_greedy;
+    has_given |= !draws;
+    has_cuts |= cuts;
+    temperatures.push_back(sampling.temperature == 0 ? 1.0 : sampling.temperature);
+    numbers.push_back(is_greedy ? kGreedy : row.u);
+    tokens.push_back(row.token);
+    top_k.push_back(cuts && sampling.top_k > 0 ? sampling.top_k : kInfinity);
+    top_p.push_back(cuts && sampling.top_p < 1 ? sampling.top_p : kInfinity);
+    log_min_p.push_back(cuts && sampling.min_p > 0 ? std::log(sampling.min_p) : -kInfinity);
+  }
+  std::vector<double> all;
+  for (const auto* values : {&temperatures, &numbers, &tokens, &top_k, &top_p, &log_min_p}) {
+    all.insert(all.end(), values->begin(), values->end());
+  }
+  const at::Tensor given = CopyToDevice(all, logits.device()).view({6, count, 1});
+  const at::Tensor scaled = logits.to(at::kFloat) * given[0].to(at::kFloat).reciprocal();
+  const at::Tensor max = scaled.amax(1, /*keepdim=*/true), below = scaled - max;
+  const int64_t blocks = (width + kBlock - 1) / kBlock;
+  const at::Tensor weights = at::constant_pad_nd(below.exp(), {0, blocks * kBlock - width});
+  at::Tensor sums = SumBlocks(weights);
+  const at::Tensor total = sums.sum(1, /*keepdim=*/true);
+  at::Tensor kept = total;
+  if (has_cuts) {
+    Cut(below, weights.narrow(1, 0, width),
+        {.top_k = given[3], .top_p = given[4], .log_min_p = given[5]});
+    sums = SumBlocks(weights);
+    kept = sums.sum(1, /*keepdim=*/true);
+  }
+  at::Tensor token = Invert(weights, sums, given[1].clamp_min(0), kept);
+  if (has_greedy) token = at::where(given[1].eq(kGreedy), Largest(scaled, max), token);
+  if (has_given) token = at::where(given[2].ge(0), given[2].to(at::kLong), token);
+  // A row of numbers that are none has no token.
+  const at::Tensor within = token.clamp(0, width - 1);
+  const at::Tensor logprob = scaled.gather(1, within).to(at::kDouble) - max - total.log();
+  const at::Tensor is_sound = max.isfinite().logical_and_(total.isfinite());
+  const at::Tensor host =
+      at::cat({within.to(at::kDouble), logprob, (kept / total).log(), is_sound.to(at::kDouble)}, 1)
+          .to(at::kCPU);
+  const double* values = host.const_data_ptr<double>();
+  for (absl::StatusOr<SampledToken>& result : results) {
+    if (values[3] == 0) {
+      result = TandemSampler::BrokenLogits();
+    } else {
+      result = SampledToken{.token = static_cast<int32_t>(values[0]),
+                            .logprob = static_cast<float>(values[1]),
+                            .log_keep_mass = static_cast<float>(values[2])};
+    }
+    values += 4;
+  }
+}
+
+}  // namespace tandem::rollout

@@ -1,0 +1,30 @@
+// Draws tokens on the device of the logits, so that a few numbers of each row come to the host in
+// place of the row.
+#ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_DEVICE_SAMPLER_H_
+#define TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_DEVICE_SAMPLER_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+
+#include "absl/status/statusor.h"
+#include "common/coauthoring/tandem_sampler.h"
+#include "services/rollout/engine/models/model_runner.h"
+
+namespace tandem::rollout {
+
+// Whether a row of a pass can be drawn on a device: without cuts, a draft, or a wanted
+// distribution. The log-prob of a given token always can.
+bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids);
+
+// Overwrites `results`, one for each row, with those of TandemSampler for logits [N, V] on a
+// device, of any floating-point type. For equal logits a token is the same, but where a number lies
+// within rounding of the border between two tokens, or of a cut; log-probs are the same up to
+// rounding. The host waits for the device once. Every row must satisfy DrawsOnDevice.
+void DrawOnDevice(const at::Tensor& logits, std::span<const OutputRow> rows,
+                  std::span<absl::StatusOr<SampledToken>> results);
+
+}  // namespace tandem::rollout
+
+#endif  // TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_DEVICE_SAMPLER_H_

@@ -1,0 +1,1 @@
+#include "tests/gpu/emulated/cuda_runtime.h"

@@ -1,0 +1,19 @@
+// What a process did on the simulated GPUs.
+#ifndef TANDEM_TESTS_GPU_SIMULATED_COUNTS_H_
+#define TANDEM_TESTS_GPU_SIMULATED_COUNTS_H_
+
+#include <atomic>
+#include <cstdint>
+
+namespace tandem::simulated_gpu {
+
+struct Counts {
+  std::atomic<int64_t> launches = 0;          // operations that are no views
+  std::atomic<int64_t> synchronizations = 0;  // the host waited for a device
+};
+
+Counts& TheCounts();
+
+}  // namespace tandem::simulated_gpu
+
+#endif  // TANDEM_TESTS_GPU_SIMULATED_COUNTS_H_

@@ -1,0 +1,48 @@
+#include "tests/gpu/simulated/kernels.h"
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/kernels/device_kernels.h"
+#include "common/ops/device_kernels.h"
+#include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/memory.h"
+
+namespace tandem::simulated_gpu {
+namespace {
+
+// Returns the arguments with the addresses at which the simulation has the bytes of a device.
+template <typename Args>
+Args OnHostOf(const Args& args) {
+  Args moved = args;
+  auto* const bytes = reinterpret_cast<char*>(&moved);
+  for (size_t at = 0; at + sizeof(void*) <= sizeof(Args); at += alignof(void*)) {
+    void* address = nullptr;
+    std::memcpy(&address, bytes + at, sizeof(address));
+    if (!IsOfDevice(address)) continue;
+    address = OnHost(address);
+    std::memcpy(bytes + at, &address, sizeof(address));
+  }
+  return moved;
+}
+
+template <auto Entry, typename Args>
+const char* Run(const Args& args, kernels::DeviceStream stream) {
+  ++TheCounts().launches;
+  return (kernels::kCudaKernels.*Entry)(OnHostOf(args), stream);
+}
+
+using kernels::DeviceKernels;
+constexpr DeviceKernels kKernels = {
+    .rms_norm = Run<&DeviceKernels::rms_norm, kernels::DeviceRmsNormArgs>,
+    .rotary = Run<&DeviceKernels::rotary, kernels::DeviceRotaryArgs>,
+    .gated = Run<&DeviceKernels::gated, kernels::DeviceGatedArgs>,
+    .logit_statistics = Run<&DeviceKernels::logit_statistics, kernels::DeviceLogitStatisticsArgs>,
+    .logit_gradient = Run<&DeviceKernels::logit_gradient, kernels::DeviceLogitGradientArgs>};
+
+}  // namespace
+
+WithKernels::WithKernels() { ops::SubstituteDeviceKernels(&kKernels); }
+WithKernels::~WithKernels() { ops::SubstituteDeviceKernels(nullptr); }
+
+}  // namespace tandem::simulated_gpu

@@ -1,0 +1,40 @@
+// The memory of the simulated GPUs. Nobody can touch the addresses of a device: an access is a
+// segmentation fault. The simulation has the bytes elsewhere.
+#ifndef TANDEM_TESTS_GPU_SIMULATED_MEMORY_H_
+#define TANDEM_TESTS_GPU_SIMULATED_MEMORY_H_
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <cstddef>
+#include <utility>
+
+namespace tandem::simulated_gpu {
+
+inline constexpr c10::DeviceIndex kDevices = 2;
+// Every byte of memory that nobody wrote: no number, -1, true.
+inline constexpr int kUnwritten = 0xFF;
+// Of each device.
+inline constexpr size_t kMemoryBytes = size_t{8} << 30;
+
+// The device of the calling thread: what cudaSetDevice sets.
+c10::DeviceIndex CurrentDevice();
+void SetCurrentDevice(c10::DeviceIndex device);
+
+// Returns the address of a byte of a device at which the simulation has it; nullptr for nullptr.
+void* OnHost(const void* device_address);
+
+// Whether an address is one of a device.
+bool IsOfDevice(const void* address);
+// Whether the host pinned the memory at an address.
+bool IsPinned(const void* address);
+
+// Memory of the current device, filled with kUnwritten. Throws
+// c10::OutOfMemoryError.
+c10::DeviceAllocator& DeviceMemory();
+// Memory of the host that copies need not stage.
+at::HostAllocator& PinnedMemory();
+
+}  // namespace tandem::simulated_gpu
+
+#endif  // TANDEM_TESTS_GPU_SIMULATED_MEMORY_H_

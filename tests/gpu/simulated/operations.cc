@@ -1,0 +1,266 @@
+// Operations of the simulated GPUs: those of the CPU, on the bytes of the device.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/host_bytes.h"
+#include "tests/gpu/simulated/memory.h"
+#include "tests/gpu/simulated/stream.h"
+
+namespace tandem::simulated_gpu {
+
+at::Tensor OnCpu(const at::Tensor& x) {
+  const c10::Storage& storage = x.storage();
+  c10::Storage bytes(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                     c10::DataPtr(OnHost(storage.data()), at::kCPU), c10::GetAllocator(at::kCPU),
+                     /*resizable=*/true);
+  at::Tensor alias = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(bytes), c10::DispatchKeySet(c10::DispatchKey::CPU), x.dtype());
+  alias.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
+  return alias;
+}
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+
+constexpr c10::DispatchKeySet kGpu(c10::DispatchKey::CUDA), kCpu(c10::DispatchKey::CPU);
+
+Tensor EmptyStrided(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type,
+                    c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  return at::detail::empty_strided_generic(sizes, strides, &DeviceMemory(), kGpu, type);
+}
+
+// Returns a copy of a tensor of the CPU, with its strides.
+Tensor OnGpu(const Tensor& x, c10::Device device) {
+  Tensor copy = EmptyStrided(x.sizes(), x.strides(), x.scalar_type(), device);
+  std::memcpy(OnHost(copy.mutable_data_ptr()), x.const_data_ptr(), copy.storage().nbytes());
+  return copy;
+}
+
+// The tensors of devices among the arguments of an operation, beside those that the CPU sees.
+class Operands {
+ public:
+  explicit Operands(const c10::OperatorHandle& op) : op_(op) {}
+
+  IValue ToCpu(const IValue& argument) {
+    if (argument.isTensor()) return ToCpu(argument.toTensor());
+    if (argument.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& x : argument.toTensorVector()) list.push_back(ToCpu(x));
+      return list;
+    }
+    if (argument.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> list;
+      for (const std::optional<Tensor>& x : argument.toOptionalTensorVector()) {
+        list.push_back(x.has_value() ? std::optional(ToCpu(*x)) : std::nullopt);
+      }
+      return list;
+    }
+    if (argument.isDevice()) {
+      SetDevice(argument.toDevice());
+      return c10::Device(at::kCPU);
+    }
+    return argument;
+  }
+
+  // Gives operands that the operation wrote new sizes, or new memory if it made some.
+  void TakeShapes() {
+    for (const auto& [gpu, cpu] : pairs_) {
+      c10::TensorImpl* const to = gpu.unsafeGetTensorImpl();
+      const c10::Storage& bytes = cpu.storage();
+      c10::StorageImpl* const storage = gpu.storage().unsafeGetStorageImpl();
+      if (bytes.data() != OnHost(storage->data())) {
+        const c10::DeviceGuard guard(gpu.device());
+        c10::DataPtr memory = DeviceMemory().allocate(bytes.nbytes());
+        if (bytes.nbytes() > 0) std::memcpy(OnHost(memory.get()), bytes.data(), bytes.nbytes());
+        storage->set_data_ptr_noswap(std::move(memory));
+        storage->set_nbytes(bytes.nbytes());
+      }
+      if (gpu.sizes() != cpu.sizes() || gpu.strides() != cpu.strides()) {
+        to->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+      }
+    }
+  }
+
+  // Returns the tensor of the device for a result of the operation: the operand itself, a view of
+  // its memory, or a new tensor.
+  Tensor ToGpu(const Tensor& result) {
+    if (!result.defined() || !device_.has_value()) return result;
+    for (const auto& [gpu, cpu] : pairs_) {
+      if (result.is_same(cpu)) return gpu;
+    }
+    for (const auto& [gpu, cpu] : pairs_) {
+      if (result.storage().unsafeGetStorageImpl() != cpu.storage().unsafeGetStorageImpl()) continue;
+      Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, c10::Storage(gpu.storage()), gpu.key_set(), result.dtype());
+      view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(),
+                                                        result.storage_offset());
+      is_view_ = true;
+      return view;
+    }
+    return OnGpu(result, *device_);
+  }
+  IValue ToGpu(const IValue& result) {
+    if (result.isTensor()) return ToGpu(result.toTensor());
+    if (!result.isTensorList()) return result;
+    c10::List<Tensor> list;
+    for (const Tensor& x : result.toTensorVector()) list.push_back(ToGpu(x));
+    return list;
+  }
+
+  c10::Device device() const { return device_.value_or(c10::Device(at::kCUDA, CurrentDevice())); }
+  bool is_view() const { return is_view_; }
+
+ private:
+  Tensor ToCpu(const Tensor& x) {
+    if (!x.defined()) return x;
+    if (x.is_cpu()) {
+      TORCH_CHECK(x.dim() == 0, op_.schema().operator_name(), ": a tensor of shape ", x.sizes(),
+                  " is on the CPU, others are on ", device());
+      return x;
+    }
+    SetDevice(x.device());
+    pairs_.emplace_back(x, OnCpu(x));
+    return pairs_.back().second;
+  }
+
+  void SetDevice(c10::Device device) {
+    if (device.is_cuda() && !device.has_index()) device = {at::kCUDA, CurrentDevice()};
+    TORCH_CHECK(!device_.has_value() || *device_ == device, op_.schema().operator_name(),
+                ": tensors are on ", *device_, " and on ", device);
+    device_ = device;
+  }
+
+  const c10::OperatorHandle& op_;
+  std::vector<std::pair<Tensor, Tensor>> pairs_;  // of the device, and with its bytes on the CPU
+  std::optional<c10::Device> device_;
+  bool is_view_ = false;
+};
+
+// Whether the shape of an operation's result depends on values: the host waits for them.
+bool HasShapeOfValues(std::string_view name, at::ArrayRef<IValue> arguments) {
+  if (name == "aten::repeat_interleave") return arguments[1].isNone();  // the size of its result
+  constexpr std::array<std::string_view, 6> kNames = {"aten::nonzero",  "aten::masked_select",
+                                                      "aten::_unique2", "aten::unique_dim",
+                                                      "aten::bincount", "aten::unique_consecutive"};
+  return std::ranges::find(kNames, name) != kNames.end();
+}
+
+void RunOnCpu(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t num_arguments = op.schema().arguments().size();
+  const size_t num_returns = op.schema().returns().size();
+  Operands operands(op);
+  const at::DisableRecordFunctionGuard unseen;  // by those who count operations
+  bool waits = HasShapeOfValues(op.schema().name(), torch::jit::last(*stack, num_arguments));
+  for (size_t i = stack->size() - num_arguments; i < stack->size(); ++i) {
+    (*stack)[i] = operands.ToCpu((*stack)[i]);
+  }
+  op.redispatchBoxed(kCpu, stack);
+  operands.TakeShapes();
+  for (size_t i = stack->size() - num_returns; i < stack->size(); ++i) {
+    const IValue& result = (*stack)[i];
+    waits |= !result.isTensor() && !result.isTensorList();
+    (*stack)[i] = operands.ToGpu(result);
+  }
+  if (!operands.is_view()) ++TheCounts().launches;
+  if (waits) Synchronize(operands.device().index());
+}
+
+Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
+             std::optional<at::Layout> /*layout*/, std::optional<at::Device> device,
+             std::optional<bool> /*pin_memory*/, std::optional<at::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(sizes, &DeviceMemory(), kGpu,
+                                   type.value_or(at::get_default_dtype_as_scalartype()), format);
+}
+
+Tensor EmptyWithStrides(at::IntArrayRef sizes, at::IntArrayRef strides,
+                        std::optional<at::ScalarType> type, std::optional<at::Layout> /*layout*/,
+                        std::optional<at::Device> device, std::optional<bool> /*pin_memory*/) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(sizes, strides, &DeviceMemory(), kGpu,
+                                           type.value_or(at::get_default_dtype_as_scalartype()));
+}
+
+Tensor& Copy(Tensor& to, const Tensor& from, bool non_blocking) {
+  ++TheCounts().launches;
+  if (to.is_cuda() && from.is_cuda()) {
+    OnCpu(to).copy_(OnCpu(from));
+  } else if (to.is_cuda()) {
+    OnCpu(to).copy_(from);
+    if (!non_blocking) {
+      Synchronize(to.device().index());
+    } else if (IsPinned(from.const_data_ptr())) {
+      ReadLater(to.device().index(), from);
+    }
+  } else {
+    DeliverLater(from.device().index(), to,
+                 OnCpu(from).to(to.scalar_type()).expand(to.sizes()).clone());
+    if (!non_blocking) Synchronize(from.device().index());
+  }
+  return to;
+}
+
+at::Scalar Item(const Tensor& x) {
+  Synchronize(x.device().index());
+  return OnCpu(x).item();
+}
+
+Tensor& SetStorage(Tensor& x, at::Storage source, int64_t offset, at::IntArrayRef sizes,
+                   at::IntArrayRef strides) {
+  x.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  x.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return x;
+}
+
+void RecordStream(Tensor& /*x*/, at::Stream /*stream*/) {}
+
+// Products of bfloat16 with a result of float32, which the CPU does not have.
+Tensor BatchedProduct(const Tensor& a, const Tensor& b, at::ScalarType type) {
+  return at::bmm(a.to(type), b.to(type));
+}
+Tensor Product(const Tensor& a, const Tensor& b, at::ScalarType type) {
+  return at::mm(a.to(type), b.to(type));
+}
+Tensor& ProductOut(const Tensor& a, const Tensor& b, at::ScalarType type, Tensor& out) {
+  return at::mm_out(out, a.to(type), b.to(type));
+}
+Tensor& SumOfProductOut(const Tensor& c, const Tensor& a, const Tensor& b, at::ScalarType type,
+                        const at::Scalar& beta, const at::Scalar& alpha, Tensor& out) {
+  return at::addmm_out(out, c, a.to(type), b.to(type), beta, alpha);
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&RunOnCpu>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", &Empty);
+  library.impl("empty_strided", &EmptyWithStrides);
+  library.impl("copy_", &Copy);
+  library.impl("_local_scalar_dense", &Item);
+  library.impl("set_.source_Storage_storage_offset", &SetStorage);
+  library.impl("record_stream", &RecordStream);
+  library.impl("bmm.dtype", &BatchedProduct);
+  library.impl("mm.dtype", &Product);
+  library.impl("mm.dtype_out", &ProductOut);
+  library.impl("addmm.dtype_out", &SumOfProductOut);
+}
+
+}  // namespace
+}  // namespace tandem::simulated_gpu

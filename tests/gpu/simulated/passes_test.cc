@@ -1,0 +1,173 @@
+// How often the host waits for a GPU, and how many operations a pass launches.
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "common/coauthoring/tandem_config.h"
+#include "common/model/testing/models.h"
+#include "services/rollout/engine/models/torch_runner.h"
+#include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/kernels.h"
+
+namespace tandem::rollout {
+namespace {
+
+using simulated_gpu::TheCounts;
+
+const at::Device kGpu(at::kCUDA, 0);
+
+struct Costs {
+  int64_t launches, synchronizations;
+};
+
+template <typename Function>
+Costs CostsOf(const Function& fn) {
+  const int64_t launches = TheCounts().launches, waits = TheCounts().synchronizations;
+  fn();
+  return {TheCounts().launches - launches, TheCounts().synchronizations - waits};
+}
+
+// Sequences of different lengths that a model on the GPU continues.
+class Sequences {
+ public:
+  Sequences(const std::string& family, int64_t count)
+      : runner_(TinyModel(family, {}, {.placement = {.device = kGpu, .dtype = at::kBFloat16}}),
+                /*num_blocks=*/2 * count, DType::kBFloat16) {
+    for (int32_t i = 0; i < count; ++i) blocks_.push_back({2 * i, 2 * i + 1});
+    starts_.resize(blocks_.size());
+  }
+
+  // Consumes the given numbers of tokens, and draws after the last one of each sequence.
+  Costs Run(const std::vector<int64_t>& lengths) {
+    std::vector<std::vector<int32_t>> tokens;
+    std::vector<std::vector<int64_t>> wanted;
+    for (const int64_t length : lengths) {
+      tokens.emplace_back(length, 7);
+      wanted.push_back({length - 1});
+    }
+    std::vector<DecodeInput> inputs;
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      inputs.push_back({.blocks = blocks_[i],
+                        .start = starts_[i],
+                        .tokens = tokens[i],
+                        .output_rows = wanted[i]});
+      starts_[i] += lengths[i];
+    }
+    const std::vector<OutputRow> rows(lengths.size(), {.u = 0.3, .sampling = &sampling_});
+    return CostsOf([&] {
+      const absl::Status status =
+          runner_.Run({.copies = {}, .sequences = inputs, .rows = rows}, results_);
+      EXPECT_TRUE(status.ok()) << status;
+    });
+  }
+
+ private:
+  const SamplingParams sampling_;
+  std::vector<std::vector<int32_t>> blocks_;
+  std::vector<int64_t> starts_;
+  TorchRunner runner_;
+  PassResults results_;
+};
+
+// 1, 2, 3, …: sequences of different lengths.
+std::vector<int64_t> Lengths(int64_t count) {
+  std::vector<int64_t> lengths(static_cast<size_t>(count));
+  std::iota(lengths.begin(), lengths.end(), 1);
+  return lengths;
+}
+
+// A prompt of each sequence, one more token of each, and three, as where drafts are verified.
+std::vector<Costs> PassesOf(const std::string& family, int64_t count) {
+  Sequences sequences(family, count);
+  return {sequences.Run(Lengths(count)), sequences.Run(std::vector<int64_t>(count, 1)),
+          sequences.Run(std::vector<int64_t>(count, 3))};
+}
+
+// How the rows of a layer's experts are divided is read by the host.
+int64_t ExpertLayers(const std::string& family) {
+  return TinyConfig(family).RoutingLayout().layers;
+}
+
+// Attention with a soft cap loops over sequences.
+bool AttendsTogether(const std::string& family) {
+  return !TinyConfig(family).decoder.attention_soft_cap.has_value();
+}
+
+TEST(GpuPassesTest, TheHostWaitsOnceForAPass) {
+  for (const std::string& family : EveryFamily()) {
+    for (const int64_t count : {1, 20}) {
+      for (const Costs& pass : PassesOf(family, count)) {
+        EXPECT_EQ(pass.synchronizations, 1 + ExpertLayers(family)) << family << " " << count;
+      }
+    }
+  }
+}
+
+TEST(GpuPassesTest, APassLaunchesAsMuchForManySequencesAsForOne) {
+  for (const std::string& family : EveryFamily()) {
+    if (!AttendsTogether(family)) continue;
+    const std::vector<Costs> one = PassesOf(family, 1), many = PassesOf(family, 20);
+    for (size_t i = 0; i < one.size(); ++i) {
+      // Where a row of each sequence is wanted they are selected; a sequence of one row is all.
+      EXPECT_NEAR(many[i].launches, one[i].launches, 4) << family << ", pass " << i;
+    }
+  }
+}
+
+// The logits of a prompt.
+at::Tensor Logits(const std::string& family) {
+  const c10::InferenceMode inference_mode;
+  const auto model = TinyModel(family, {}, {.placement = {.device = kGpu, .dtype = at::kBFloat16}});
+  CausalContext context;
+  return model
+      ->ForwardLogits(model->HiddenStates(MakeRaggedBatch({{5, 9, 3, 60, 7}}, kGpu), context))
+      .cpu();
+}
+
+TEST(GpuPassesTest, KernelsChangeLaunchesAndRoundingAlone) {
+  for (const std::string& family : EveryFamily()) {
+    if (ExpertLayers(family) > 0) continue;  // rounding decides which experts a token takes
+    at::Tensor with_aten, with_kernels;
+    const Costs aten = CostsOf([&] { with_aten = Logits(family); });
+    const Costs own = CostsOf([&] {
+      const simulated_gpu::WithKernels kernels;
+      with_kernels = Logits(family);
+    });
+    EXPECT_LT(own.launches, aten.launches * 3 / 4) << family;
+    const at::Tensor apart = (with_kernels - with_aten).to(at::kFloat).norm();
+    EXPECT_LE((apart / with_aten.to(at::kFloat).norm()).item<double>(), 0.03) << family;
+  }
+}
+
+// The forward and backward pass of sequences of different lengths.
+Costs TrainingPass(const std::string& family, int64_t count) {
+  const auto model = TinyModel(
+      family, {}, {.requires_grad = true, .placement = {.device = kGpu, .dtype = at::kBFloat16}});
+  std::vector<std::vector<int64_t>> tokens;
+  for (const int64_t length : Lengths(count)) tokens.emplace_back(length, 7);
+  return CostsOf([&] {
+    CausalContext context;
+    model->HiddenStates(MakeRaggedBatch(tokens, kGpu), context).sum().backward();
+  });
+}
+
+TEST(GpuPassesTest, TrainingWaitsForNothingButExperts) {
+  for (const std::string& family : EveryFamily()) {
+    EXPECT_EQ(TrainingPass(family, 20).synchronizations, ExpertLayers(family)) << family;
+  }
+}
+
+TEST(GpuPassesTest, TrainingLaunchesAsMuchForManySequencesAsForOne) {
+  for (const std::string& family : EveryFamily()) {
+    if (!AttendsTogether(family)) continue;
+    EXPECT_NEAR(TrainingPass(family, 20).launches, TrainingPass(family, 1).launches, 4) << family;
+  }
+}
+
+}  // namespace
+}  // namespace tandem::rollout

@@ -1,0 +1,155 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <vector>
+
+#include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/memory.h"
+
+namespace tandem::simulated_gpu {
+namespace {
+
+const at::Device kGpu(at::kCUDA, 0);
+
+at::Tensor Pinned(const at::Tensor& x) {
+  return at::empty(x.sizes(), x.options().pinned_memory(true)).copy_(x);
+}
+
+void Wait() {
+  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  guard.synchronizeStream(guard.getStream(kGpu));
+}
+
+int64_t Synchronizations(const std::function<void()>& fn) {
+  const int64_t before = TheCounts().synchronizations;
+  fn();
+  return TheCounts().synchronizations - before;
+}
+
+TEST(SimulatedGpuTest, ComputesAsTheCpu) {
+  at::manual_seed(1);
+  const at::Tensor a = at::randn({5, 7}), b = at::randn({7, 3});
+  const at::Tensor on_gpu = at::softmax(a.to(kGpu).matmul(b.to(kGpu)), -1);
+  EXPECT_EQ(on_gpu.device(), kGpu);
+  EXPECT_TRUE(at::equal(on_gpu.cpu(), at::softmax(a.matmul(b), -1)));
+}
+
+TEST(SimulatedGpuTest, ViewsShareMemory) {
+  const at::Tensor x = at::zeros({4, 6}, kGpu);
+  x.narrow(1, 2, 3).fill_(1);
+  x.t().select(0, 0).add_(at::ones({4}, kGpu));
+  x.view({2, 12}).slice(0, 1).mul_(2);
+  const at::Tensor part = x.cpu();
+  EXPECT_EQ(part.sum().item<float>(), 4 + 12 + (2 + 6));
+  EXPECT_EQ(x.split(2)[1].storage().data(), x.storage().data());
+}
+
+TEST(SimulatedGpuTest, GradientsFlow) {
+  const at::Tensor x = at::arange(6.0, kGpu).requires_grad_();
+  (x * x).sum().backward();
+  EXPECT_TRUE(at::equal(x.grad().cpu(), 2 * at::arange(6.0)));
+}
+
+TEST(SimulatedGpuTest, ResultsGrow) {
+  at::Tensor out = at::empty({0}, kGpu);
+  at::arange_out(out, 0, 5, 1);
+  EXPECT_TRUE(at::equal(out.cpu(), at::arange(0, 5).to(at::kFloat)));
+}
+
+TEST(SimulatedGpuTest, MemoryThatNobodyWroteIsNoNumber) {
+  EXPECT_TRUE(at::empty({100}, kGpu).isnan().all().item<bool>());
+  EXPECT_EQ(at::empty({3}, at::dtype(at::kLong).device(kGpu)).max().item<int64_t>(), -1);
+}
+
+TEST(SimulatedGpuTest, MemoryComesBackAndRunsOut) {
+  const auto free = [] { return DeviceMemory().getMemoryInfo(0).first; };
+  const size_t before = free();
+  {
+    const at::Tensor x = at::empty({1000}, kGpu), y = at::empty({2000}, kGpu);
+    EXPECT_EQ(before - free(), 4096 + 8192);
+  }
+  EXPECT_EQ(free(), before);
+  EXPECT_THROW(
+      at::empty({static_cast<int64_t>(kMemoryBytes) + 1}, at::dtype(at::kByte).device(kGpu)),
+      c10::OutOfMemoryError);
+}
+
+TEST(SimulatedGpuTest, TensorsOfTheCpuAreNoOperands) {
+  const at::Tensor x = at::ones({3}, kGpu);
+  EXPECT_THROW(x.add(at::ones({3})), c10::Error);
+  EXPECT_THROW(x.add(at::ones({3}, at::Device(at::kCUDA, 1))), c10::Error);
+  EXPECT_EQ(x.add(1).sum().item<float>(), 6);
+}
+
+TEST(SimulatedGpuTest, ACopyToTheHostIsLate) {
+  const at::Tensor x = at::full({3}, 4.0, kGpu);
+  const at::Tensor host = at::zeros({3}, at::TensorOptions().pinned_memory(true));
+  host.copy_(x, /*non_blocking=*/true);
+  x.fill_(5);  // runs behind the copy
+  EXPECT_TRUE(host.isnan().all().item<bool>());
+  Wait();
+  EXPECT_TRUE(at::equal(host, at::full({3}, 4.0)));
+}
+
+TEST(SimulatedGpuTest, AnEventWaitsForWhatIsBeforeIt) {
+  const at::Tensor x = at::ones({3}, kGpu);
+  const at::Tensor first = Pinned(at::zeros({3})), second = Pinned(at::zeros({3}));
+  first.copy_(x, /*non_blocking=*/true);
+  c10::Event event(at::kCUDA);
+  event.record(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(kGpu));
+  second.copy_(x, /*non_blocking=*/true);
+  EXPECT_FALSE(event.query());
+  event.synchronize();
+  EXPECT_TRUE(event.query());
+  EXPECT_TRUE(at::equal(first, at::ones({3})));
+  EXPECT_TRUE(second.isnan().all().item<bool>());
+  Wait();
+  EXPECT_TRUE(at::equal(second, at::ones({3})));
+}
+
+TEST(SimulatedGpuTest, SynchronizationsAreCounted) {
+  const at::Tensor x = at::ones({3}, kGpu);
+  const at::Tensor host = at::zeros({3}), pinned = Pinned(host), other = Pinned(host);
+  EXPECT_EQ(Synchronizations([&] { x.mul(2).add_(x); }), 0);
+  EXPECT_EQ(Synchronizations([&] { pinned.to(kGpu, /*non_blocking=*/true); }), 0);
+  EXPECT_EQ(Synchronizations([&] { other.copy_(x, /*non_blocking=*/true); }), 0);
+  EXPECT_EQ(Synchronizations([&] { host.to(kGpu); }), 1);
+  EXPECT_EQ(Synchronizations([&] { x.cpu(); }), 1);
+  EXPECT_EQ(Synchronizations([&] { x.sum().item(); }), 1);
+  EXPECT_EQ(Synchronizations([&] { x.nonzero(); }), 1);
+  EXPECT_EQ(Synchronizations([&] { at::equal(x, x); }), 1);
+}
+
+TEST(SimulatedGpuTest, ViewsAreNoLaunches) {
+  const at::Tensor x = at::ones({3, 4}, kGpu);
+  const int64_t before = TheCounts().launches;
+  x.t().narrow(0, 1, 2).unsqueeze(0).expand({2, 2, 3});
+  EXPECT_EQ(TheCounts().launches, before);
+  x.t().add(1);
+  EXPECT_EQ(TheCounts().launches, before + 1);
+}
+
+using SimulatedGpuDeathTest = testing::Test;
+
+TEST(SimulatedGpuDeathTest, TheHostCannotReadMemoryOfTheDevice) {
+  const at::Tensor x = at::ones({3}, kGpu);
+  const float* const data = x.const_data_ptr<float>();
+  EXPECT_DEATH(static_cast<void>(*const_cast<const volatile float*>(data)), "");
+}
+
+TEST(SimulatedGpuDeathTest, TheHostMustNotWriteWhatACopyReads) {
+  const auto write_too_early = [] {
+    const at::Tensor pinned = Pinned(at::ones({3}));
+    const at::Tensor x = pinned.to(kGpu, /*non_blocking=*/true);
+    pinned.fill_(2);
+    Wait();
+  };
+  EXPECT_DEATH(write_too_early(), "still reads");
+}
+
+}  // namespace
+}  // namespace tandem::simulated_gpu

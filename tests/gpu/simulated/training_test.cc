@@ -1,0 +1,76 @@
+// Steps of the trainer on a simulated GPU: the numbers of the CPU, and how often the host waits.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "services/trainer/engine/testing/engine_fixture.h"
+#include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/kernels.h"
+
+namespace tandem::trainer {
+namespace {
+
+using simulated_gpu::TheCounts;
+
+class SimulatedTrainerTest : public TrainerEngineTest {
+ protected:
+  EngineOptions OnGpu(const std::string& dtype) const {
+    EngineOptions options = Options();
+    options.compute.device = "cuda";
+    options.compute.dtype = dtype;
+    return options;
+  }
+};
+
+// `count` samples of the test batch, over and over.
+PolicyBatch Samples(int count) {
+  const PolicyBatch batch = TestBatch();
+  PolicyBatch many = batch;
+  many.samples.clear();
+  for (int i = 0; i < count; ++i) many.samples.push_back(batch.samples[i % batch.samples.size()]);
+  return many;
+}
+
+// With the emulated kernels and with ATen's operations.
+TEST_F(SimulatedTrainerTest, AStepHasTheMetricsOfTheCpu) {
+  const std::unique_ptr<Engine> cpu = Make();
+  const StepResult expected = Step(*cpu, TestRequest());
+  for (const bool with_kernels : {false, true}) {
+    std::optional<simulated_gpu::WithKernels> kernels;
+    if (with_kernels) kernels.emplace();
+    const std::unique_ptr<Engine> gpu = Make(OnGpu("float32"));
+    const StepResult actual = Step(*gpu, TestRequest());
+    for (const char* name :
+         {"policy/grad_norm", "policy/entropy", "policy/ppo_kl", "policy/mean_ratio"}) {
+      ASSERT_TRUE(expected.report.metrics.contains(name)) << name;
+      EXPECT_NEAR(actual.report.metrics.at(name), expected.report.metrics.at(name),
+                  2e-5 * (1 + std::abs(expected.report.metrics.at(name))))
+          << name << (with_kernels ? " with kernels" : "");
+    }
+    const std::vector<int32_t> prompt = {1, 5, 7}, response = {3, 10, 17};
+    const std::vector<float> own = LogProbsOf(*gpu, prompt, response);
+    const std::vector<float> those_of_cpu = LogProbsOf(*cpu, prompt, response);
+    for (size_t i = 0; i < own.size(); ++i) EXPECT_NEAR(own[i], those_of_cpu[i], 1e-4);
+  }
+}
+
+// For the log-probs of a micro-batch, which decide the losses of its tokens; for the norm of the
+// gradient; for the digest of the new weights.
+TEST_F(SimulatedTrainerTest, AStepWaitsThreeTimesWhateverItsSequences) {
+  for (const int count : {4, 40}) {
+    const std::unique_ptr<Engine> engine = Make(OnGpu("bfloat16"));
+    const TrainStepRequest request = TestRequest(Samples(count));
+    const int64_t before = TheCounts().synchronizations;
+    EXPECT_EQ(Step(*engine, request).report.metrics.at("policy/micro_batches"), 1);
+    EXPECT_EQ(TheCounts().synchronizations - before, 3) << count;
+  }
+}
+
+}  // namespace
+}  // namespace tandem::trainer

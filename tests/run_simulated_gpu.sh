@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs the parity and law tests with compute.device cuda on simulated GPUs (tests/gpu/simulated), in
+# float32 and bfloat16.
+#   tests/run_simulated_gpu.sh BUILD_DIR
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export TANDEM_BUILD_DIR=$1/simulated_gpu TANDEM_TEST_DEVICE=cuda
+for dtype in float32 bfloat16; do
+  TANDEM_TEST_DTYPE=$dtype tests/run_pytest.sh \
+    tests/parity/test_{transformers,vision,speculator}_parity.py \
+    tests/integration/laws/test_{tandem,training}_laws.py
+done
