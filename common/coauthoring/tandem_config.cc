@@ -74,9 +74,12 @@ absl::Status Validate(const SamplingParams& params, int64_t num_token_ids) {
   return absl::OkStatus();
 }
 
+bool CutsByCount(const SamplingParams& params, int64_t num_token_ids) {
+  return params.top_k > 0 && params.top_k < num_token_ids;
+}
+
 bool Cuts(const SamplingParams& params, int64_t num_token_ids) {
-  return (params.top_k > 0 && params.top_k < num_token_ids) || params.top_p < 1.0 ||
-         params.min_p > 0.0;
+  return CutsByCount(params, num_token_ids) || params.top_p < 1.0 || params.min_p > 0.0;
 }
 
 }  // namespace tandem

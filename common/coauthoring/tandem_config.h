@@ -52,7 +52,8 @@ struct SamplingParams {
   friend bool operator==(const SamplingParams&, const SamplingParams&) = default;
 };
 
-// Whether top_k, top_p or min_p can leave tokens out.
+// Whether top_k, and whether one of top_k, top_p and min_p, can leave tokens out.
+bool CutsByCount(const SamplingParams& params, int64_t num_token_ids);
 bool Cuts(const SamplingParams& params, int64_t num_token_ids);
 
 // Bounds of the lists, which every trajectory repeats.

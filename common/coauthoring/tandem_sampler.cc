@@ -74,10 +74,6 @@ auto LogitStatistics() {
   return own != nullptr ? own : kernels::kPortableKernels.logit_statistics;
 }
 
-bool CutsByCount(const SamplingParams& params, size_t vocabulary) {
-  return params.top_k > 0 && static_cast<size_t>(params.top_k) < vocabulary;
-}
-
 absl::Status CheckProposal(const DraftProposal& draft, size_t vocabulary) {
   const bool known = draft.token >= 0 && static_cast<size_t>(draft.token) < vocabulary;
   const size_t size = draft.distribution.size();
@@ -248,7 +244,7 @@ double TandemSampler::FillCutRow(std::span<const float> logits, const SamplingPa
   const double total = FillRow(logits);
   Border border = {kNever, std::numeric_limits<int32_t>::max()};  // everything
   double kept = total;
-  if (CutsByCount(params, logits.size())) {
+  if (CutsByCount(params, static_cast<int64_t>(logits.size()))) {
     border = FindBorder(border, params.top_k, 0.0);
     kept = Cut(border);
   }

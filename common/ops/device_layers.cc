@@ -1,7 +1,7 @@
 #include "common/ops/device_layers.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <cstdint>
 
@@ -15,7 +15,7 @@ bool IsBfloat16(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16; 
 // Whether a kernel is there and takes numbers like those of `x`.
 template <typename Args>
 bool Takes(kernels::DeviceKernel<Args> kernel, const at::Tensor& x) {
-  return kernel != nullptr && !at::GradMode::is_enabled() &&
+  return kernel != nullptr && c10::InferenceMode::is_enabled() &&
          (IsBfloat16(x) || x.scalar_type() == at::kFloat);
 }
 

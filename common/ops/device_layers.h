@@ -1,6 +1,7 @@
-// Operations of layers with the project's kernels of a GPU, without autograd. Each returns an
-// undefined tensor where there is no kernel for its operands, or autograd is on: ATen computes
-// then. Arguments and results are those of ops.h.
+// Operations of layers with the project's kernels of a GPU, in c10::InferenceMode. Each returns an
+// undefined tensor where there is no kernel for its operands, and in other modes: ATen computes
+// then, so that a trainer's passes have the same numbers with a gradient and without one. Arguments
+// and results are those of ops.h.
 #ifndef TANDEM_COMMON_OPS_DEVICE_LAYERS_H_
 #define TANDEM_COMMON_OPS_DEVICE_LAYERS_H_
 

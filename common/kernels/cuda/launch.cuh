@@ -1,5 +1,4 @@
-// How kernels of this folder are launched: a block takes one argument, a struct of
-// device_kernels.h.
+// How kernels of this folder are launched: each takes one argument, a struct of device_kernels.h.
 #ifndef TANDEM_COMMON_KERNELS_CUDA_LAUNCH_CUH_
 #define TANDEM_COMMON_KERNELS_CUDA_LAUNCH_CUH_
 
@@ -16,11 +15,14 @@ template <typename Args>
 const char* LaunchKernel(void (*kernel)(Args), int64_t blocks, int threads, const Args& args,
                          DeviceStream stream) {
   if (blocks == 0) return nullptr;
+  if (blocks > INT32_MAX) return "it has too many rows";
   void* arguments[] = {const_cast<Args*>(&args)};
   const cudaError_t error = cudaLaunchKernel(kernel, dim3{static_cast<unsigned>(blocks)},
                                              dim3{static_cast<unsigned>(threads)}, arguments,
                                              /*sharedMem=*/0, static_cast<cudaStream_t>(stream));
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // else the next operation reports it, too
+  return cudaGetErrorString(error);
 }
 
 }  // namespace tandem::kernels

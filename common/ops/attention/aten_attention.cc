@@ -71,28 +71,28 @@ void AttendSequence(const at::Tensor& q, int64_t start, const at::Tensor& block_
 // of a row sees the same keys, so that those that share a key/value head are the rows of a product.
 void AttendSingleRows(const at::Tensor& q, const SingleRows& singles, const at::Tensor& block_table,
                       const at::Tensor& key_cache, const at::Tensor& value_cache,
-                      const AttentionScores& scores, int64_t gathered, const at::Tensor& out) {
+                      const AttentionScores& scores, int64_t max_gathered, const at::Tensor& out) {
   const int64_t key_value_heads = key_cache.size(1), block_tokens = key_cache.size(2);
   const int64_t head_dim = q.size(2), value_dim = value_cache.size(3);
   const bool has_window = scores.window != kNoWindow;
   const int64_t columns = std::min(singles.blocks, WindowBlocks(scores.window, block_tokens));
   const int64_t keys = columns * block_tokens, total = singles.rows.size(0);
-  const int64_t step = std::max<int64_t>(gathered / (keys * key_value_heads * head_dim), 1);
+  const int64_t step = std::max<int64_t>(max_gathered / (keys * key_value_heads * head_dim), 1);
   for (int64_t begin = 0; begin < total; begin += step) {
     const int64_t count = std::min(step, total - begin);
     const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
     const at::Tensor positions = part(singles.positions).unsqueeze(1);  // [N, 1]
-    at::Tensor runs = at::arange(columns, positions.options()).unsqueeze(0);
+    at::Tensor block_columns = at::arange(columns, positions.options()).unsqueeze(0);
     if (has_window) {
       const at::Tensor first_keys = (positions - (scores.window - 1)).clamp_min(0);
-      runs = runs + first_keys.div(block_tokens, "floor");
+      block_columns = block_columns + first_keys.div(block_tokens, "floor");
     }
     const at::Tensor blocks =
         block_table.index_select(0, part(singles.sequences))
-            .gather(1, runs.clamp_max(block_table.size(1) - 1).expand({count, columns}))
+            .gather(1, block_columns.clamp_max(block_table.size(1) - 1).expand({count, columns}))
             .flatten();
     const at::Tensor key_positions =  // [N or 1, keys]
-        (runs.unsqueeze(2) * block_tokens + at::arange(block_tokens, positions.options()))
+        (block_columns.unsqueeze(2) * block_tokens + at::arange(block_tokens, positions.options()))
             .flatten(1);
     at::Tensor seen = key_positions <= positions;  // [N, keys]
     if (has_window) seen = seen.logical_and_(key_positions > positions - scores.window);
@@ -126,11 +126,11 @@ at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q,
 at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
                       const PagedSequences& sequences, const at::Tensor& key_cache,
                       const at::Tensor& value_cache, const AttentionScores& scores,
-                      int64_t gathered) {
+                      int64_t max_gathered) {
   const int64_t block_tokens = key_cache.size(2);
   auto known = sequences.key_runs.find(scores.window);
   if (known == sequences.key_runs.end()) {
-    const int64_t max_keys = gathered / (key_cache.size(1) * key_cache.size(3));
+    const int64_t max_keys = max_gathered / (key_cache.size(1) * key_cache.size(3));
     known = sequences.key_runs
                 .emplace(scores.window,
                          PlanKeyRuns(offsets, sequences, block_tokens, scores.window, max_keys))
@@ -160,13 +160,15 @@ int64_t Longest(const std::vector<int64_t>& offsets) {
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores,
                                const at::Tensor& device_offsets) {
+  if (q.size(0) == 0) return JoinRows({}, q, v.size(2));
   if (HasVarlenAttention(q, scores)) {
-    const at::Tensor limits =
+    const at::Tensor on_device =
         device_offsets.defined() ? device_offsets : CopyToDevice(offsets, q.device()).to(at::kInt);
-    const int64_t longest = Longest(offsets);
+    // Where no sequence has more than one row, libtorch's FlashAttention expects a row of each.
+    const int64_t longest = std::max<int64_t>(Longest(offsets), 2);
     return VarlenAttention(q, k, v,
-                           {.row_offsets = limits,
-                            .key_offsets = limits,
+                           {.row_offsets = on_device,
+                            .key_offsets = on_device,
                             .longest_rows = longest,
                             .longest_keys = longest},
                            scores);
@@ -187,21 +189,21 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
-                               const AttentionScores& scores, int64_t gathered) {
+                               const AttentionScores& scores, int64_t max_gathered) {
   const PagedRows& rows = sequences.rows;
   TORCH_CHECK(rows.blocks.defined(), "the rows of the pass are not planned");
   for (const auto& [cache, x] : {std::pair{key_cache, k}, {value_cache, v}}) {
     cache.transpose(1, 2).index_put_({rows.blocks, rows.places}, x.to(cache.scalar_type()));
   }
   if (HasVarlenAttention(q, scores)) {
-    return AttendRuns(q, offsets, sequences, key_cache, value_cache, scores, gathered);
+    return AttendRuns(q, offsets, sequences, key_cache, value_cache, scores, max_gathered);
   }
   const bool takes_singles = !scores.soft_cap.has_value();
   at::Tensor out = at::empty({q.size(0), q.size(1) * v.size(2)}, q.options());
   if (takes_singles) {
     for (const SingleRows& singles : rows.singles) {
-      AttendSingleRows(q, singles, sequences.block_table, key_cache, value_cache, scores, gathered,
-                       out);
+      AttendSingleRows(q, singles, sequences.block_table, key_cache, value_cache, scores,
+                       max_gathered, out);
     }
   }
   for (size_t s = 0; s < sequences.starts.size(); ++s) {

@@ -15,7 +15,7 @@
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
-// CachedAttention copies at most `gathered` numbers of keys at a time where sequences attend
+// CachedAttention copies at most `max_gathered` numbers of keys at a time where sequences attend
 // together, and at least those of one sequence.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores,
@@ -23,7 +23,8 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
-                               const AttentionScores& scores, int64_t gathered = kGatheredNumbers);
+                               const AttentionScores& scores,
+                               int64_t max_gathered = kGatheredNumbers);
 
 // Returns the gradients of causal attention for the gradient dy [T, heads * Dv] of its result: on
 // the CPU in float32, with a soft cap on any device and in any floating-point type. They do not

@@ -7,8 +7,8 @@
 
 namespace tandem::ops {
 
-// Of keys, and as many of values, where sequences attend together on a GPU; or those of one
-// sequence that has more.
+// At most this many numbers of keys, and as many of values, where sequences attend together on a
+// GPU; more for one sequence that has more.
 inline constexpr int64_t kGatheredNumbers = int64_t{1} << 26;
 
 }  // namespace tandem::ops

@@ -231,12 +231,17 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
            " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
            lane.length_field(), ")"),
        .device = device});
-  // Attention on a GPU copies keys and values side by side, of all sequences if they are few.
-  const int64_t gathered =
-      options.on_host
-          ? 0
-          : std::min(2 * ops::kGatheredNumbers * item,
-                     options.max_num_seqs * lane.sequence_blocks() * BlockBytes(lane, lane.ranks));
+  // Attention on a GPU copies the keys and values of a layer side by side, those of one sequence at
+  // least, and of all sequences if they are few.
+  int64_t widest = 0;
+  for (const LayerCache& layer : lane.family->CacheLayout(config, lane.ranks)) {
+    widest = std::max(widest, 2 * layer.heads * layer.head_dim);
+  }
+  const int64_t of_sequence = tokens * widest * item;
+  const int64_t gathered = options.on_host
+                               ? 0
+                               : std::min(std::max(2 * ops::kGatheredNumbers * item, of_sequence),
+                                          options.max_num_seqs * of_sequence);
   const int64_t activations =
       options.max_batched_tokens *
           lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +

@@ -29,6 +29,7 @@ void CheckOperands(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     TORCH_CHECK(x.stride(0) % 8 == 0 && x.stride(1) % 8 == 0 && x.storage_offset() % 8 == 0,
                 "flash attention: rows are not aligned to 16 bytes");
   }
+  TORCH_CHECK(row_offsets.numel() > 1, "batch size must be positive");
   TORCH_CHECK(q.size(1) % k.size(1) == 0 && k.size(1) == v.size(1) && k.size(0) == v.size(0),
               "flash attention: heads or keys do not fit");
   for (const Tensor& offsets : {row_offsets, key_offsets}) {
@@ -45,7 +46,7 @@ struct Sequence {
 
 struct Window {
   bool is_causal;
-  std::optional<int64_t> before, behind;
+  std::optional<int64_t> left, right;
 };
 
 // Calls fn(sequence) for each that has rows.
@@ -70,8 +71,8 @@ void ForEachSequence(const Tensor& row_offsets, const Tensor& key_offsets, int64
     sequence.hidden = at::zeros({sequence.rows, sequence.keys}, at::kBool);
     const auto hide = [&](const Tensor& keys) { sequence.hidden.logical_or_(keys); };
     if (window.is_causal) hide(at_key > at_row);
-    if (window.before.value_or(-1) >= 0) hide(at_key < at_row - *window.before);
-    if (window.behind.value_or(-1) >= 0) hide(at_key > at_row + *window.behind);
+    if (window.left.value_or(-1) >= 0) hide(at_key < at_row - *window.left);
+    if (window.right.value_or(-1) >= 0) hide(at_key > at_row + *window.right);
     fn(sequence);
   }
 }
@@ -94,8 +95,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> Forward(
     const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
     const std::optional<Tensor>& row_offsets, const std::optional<Tensor>& key_offsets,
     int64_t longest_rows, int64_t longest_keys, double /*dropout*/, bool is_causal,
-    bool /*return_debug_mask*/, std::optional<double> scale, std::optional<int64_t> before,
-    std::optional<int64_t> behind, const std::optional<Tensor>& /*used_keys*/,
+    bool /*return_debug_mask*/, std::optional<double> scale, std::optional<int64_t> left,
+    std::optional<int64_t> right, const std::optional<Tensor>& /*used_keys*/,
     const std::optional<Tensor>& /*slopes*/) {
   CheckOperands(q_in, k_in, v_in, *row_offsets, *key_offsets);
   ++TheCounts().launches;
@@ -104,15 +105,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> Forward(
   const int64_t heads = q.size(1);
   Tensor output = at::empty_like(q_in);
   Tensor log_sums = at::empty({heads, q.size(0)}, q_in.options().dtype(at::kFloat));
-  ForEachSequence(
-      *row_offsets, *key_offsets, longest_rows, longest_keys,
-      {.is_causal = is_causal, .before = before, .behind = behind}, [&](const Sequence& s) {
-        const Tensor scores =
-            Scores(Heads(q, s.row, s.rows, heads), Heads(k, s.key, s.keys, heads), s, *scale);
-        const Tensor y = at::matmul(at::softmax(scores, -1), Heads(v, s.key, s.keys, heads));
-        OnCpu(output).narrow(0, s.row, s.rows).copy_(y.transpose(0, 1));
-        OnCpu(log_sums).narrow(1, s.row, s.rows).copy_(at::logsumexp(scores, {-1}));
-      });
+  ForEachSequence(*row_offsets, *key_offsets, longest_rows, longest_keys,
+                  {.is_causal = is_causal, .left = left, .right = right}, [&](const Sequence& s) {
+                    const Tensor scores = Scores(Heads(q, s.row, s.rows, heads),
+                                                 Heads(k, s.key, s.keys, heads), s, *scale);
+                    const Tensor y =
+                        at::matmul(at::softmax(scores, -1), Heads(v, s.key, s.keys, heads));
+                    OnCpu(output).narrow(0, s.row, s.rows).copy_(y.transpose(0, 1));
+                    OnCpu(log_sums).narrow(1, s.row, s.rows).copy_(at::logsumexp(scores, {-1}));
+                  });
   const auto random = q_in.options().dtype(at::kUInt64);
   return {output, log_sums, at::empty({2}, random), at::empty({}, random),
           at::empty({0}, q_in.options())};
@@ -123,7 +124,7 @@ std::tuple<Tensor, Tensor, Tensor> Backward(
     const Tensor& output_in, const Tensor& log_sums_in, const Tensor& row_offsets,
     const Tensor& key_offsets, int64_t longest_rows, int64_t longest_keys, double /*dropout*/,
     bool is_causal, const Tensor& /*random_state*/, const Tensor& /*unused*/,
-    std::optional<double> scale, std::optional<int64_t> before, std::optional<int64_t> behind) {
+    std::optional<double> scale, std::optional<int64_t> left, std::optional<int64_t> right) {
   CheckOperands(q_in, k_in, v_in, row_offsets, key_offsets);
   ++TheCounts().launches;
   const at::DisableRecordFunctionGuard unseen;
@@ -133,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor> Backward(
   const Tensor dq = at::zeros_like(q_in), dk = at::zeros_like(k_in), dv = at::zeros_like(v_in);
   ForEachSequence(
       row_offsets, key_offsets, longest_rows, longest_keys,
-      {.is_causal = is_causal, .before = before, .behind = behind}, [&](const Sequence& s) {
+      {.is_causal = is_causal, .left = left, .right = right}, [&](const Sequence& s) {
         const Tensor qs = Heads(q, s.row, s.rows, heads), ks = Heads(k, s.key, s.keys, heads);
         const Tensor dys = Heads(dy, s.row, s.rows, heads);
         const Tensor p =

@@ -1,5 +1,7 @@
 #include "tests/gpu/simulated/kernels.h"
 
+#include <c10/util/Exception.h>
+
 #include <cstdint>
 #include <cstring>
 
@@ -20,6 +22,9 @@ Args OnHostOf(const Args& args) {
     void* address = nullptr;
     std::memcpy(&address, bytes + at, sizeof(address));
     if (!IsOfDevice(address)) continue;
+    TORCH_CHECK(DeviceOf(address) == CurrentDevice(), "a kernel on GPU ",
+                static_cast<int>(CurrentDevice()), " gets memory of GPU ",
+                static_cast<int>(DeviceOf(address)));
     address = OnHost(address);
     std::memcpy(bytes + at, &address, sizeof(address));
   }

@@ -36,7 +36,7 @@ class SimulatedKernelsTest : public testing::TestWithParam<at::ScalarType> {
     int64_t copies = 0;
     const at::Tensor result = fn([&](const at::Tensor& x) {
       const int64_t start = simulated_gpu::TheCounts().launches;
-      const at::Tensor moved = on_gpu(x);
+      at::Tensor moved = on_gpu(x);
       copies += simulated_gpu::TheCounts().launches - start;
       return moved;
     });
@@ -63,6 +63,17 @@ TEST_P(SimulatedKernelsTest, RmsNorm) {
   ExpectTheCpusResult([&](auto on) {
     return ops::RmsNorm(on(fused).narrow(1, 10, 60).view({4, 5, 12}), on(weight), 1e-5);
   });
+}
+
+// As a junior that has a GPU of its own, computed by the senior's thread.
+TEST_P(SimulatedKernelsTest, AnotherDeviceThanTheSelectedOne) {
+  const c10::InferenceMode inference_mode;
+  const simulated_gpu::WithKernels kernels;
+  const at::Tensor x = Normal({3, 8}), weight = Normal({8});
+  const auto norm = [&](at::Device device) {
+    return ops::RmsNorm(x.to(device, GetParam()), weight.to(device, GetParam()), 1e-5);
+  };
+  EXPECT_TRUE(at::equal(norm({at::kCUDA, 1}).cpu(), norm(kGpu).cpu()));
 }
 
 TEST_P(SimulatedKernelsTest, Rotary) {

@@ -209,6 +209,11 @@ bool IsOfDevice(const void* address) {
   return byte >= begin && byte - begin < kDevices * kMemoryBytes;
 }
 
+c10::DeviceIndex DeviceOf(const void* device_address) {
+  const auto offset = static_cast<const char*>(device_address) - TheMappings().device;
+  return static_cast<c10::DeviceIndex>(static_cast<size_t>(offset) / kMemoryBytes);
+}
+
 void* OnHost(const void* device_address) {
   if (device_address == nullptr) return nullptr;
   TORCH_CHECK(IsOfDevice(device_address), "a tensor of a GPU has memory of the host");

@@ -24,8 +24,9 @@ void SetCurrentDevice(c10::DeviceIndex device);
 // Returns the address of a byte of a device at which the simulation has it; nullptr for nullptr.
 void* OnHost(const void* device_address);
 
-// Whether an address is one of a device.
+// Whether an address is one of a device, and of which.
 bool IsOfDevice(const void* address);
+c10::DeviceIndex DeviceOf(const void* device_address);
 // Whether the host pinned the memory at an address.
 bool IsPinned(const void* address);
 

@@ -155,6 +155,12 @@ class Operands {
 // Whether the shape of an operation's result depends on values: the host waits for them.
 bool HasShapeOfValues(std::string_view name, at::ArrayRef<IValue> arguments) {
   if (name == "aten::repeat_interleave") return arguments[1].isNone();  // the size of its result
+  if (name.starts_with("aten::index") && arguments.size() > 1 &&
+      arguments[1].isOptionalTensorList()) {
+    return std::ranges::any_of(arguments[1].toOptionalTensorVector(), [](const auto& index) {
+      return index.has_value() && index->defined() && index->scalar_type() == at::kBool;
+    });
+  }
   constexpr std::array<std::string_view, 6> kNames = {"aten::nonzero",  "aten::masked_select",
                                                       "aten::_unique2", "aten::unique_dim",
                                                       "aten::bincount", "aten::unique_consecutive"};
@@ -203,10 +209,10 @@ Tensor& Copy(Tensor& to, const Tensor& from, bool non_blocking) {
     OnCpu(to).copy_(OnCpu(from));
   } else if (to.is_cuda()) {
     OnCpu(to).copy_(from);
-    if (!non_blocking) {
-      Synchronize(to.device().index());
-    } else if (IsPinned(from.const_data_ptr())) {
+    if (non_blocking && IsPinned(from.const_data_ptr())) {
       ReadLater(to.device().index(), from);
+    } else {
+      Synchronize(to.device().index());  // CUDA may wait before it stages pageable memory
     }
   } else {
     DeliverLater(from.device().index(), to,

@@ -1,10 +1,9 @@
 // The work of a simulated GPU. Operations run at once, which nothing outside of the device can see:
 // its memory is out of reach. Copies from and to the host are as late as they may be.
 //
-//   to the host       arrives at the next synchronisation; until then all bits there are set
-//   from the host     reads pinned memory until the next synchronisation: host code that writes
-//   there
-//                     before ends the process
+//   to the host: they arrive at the next synchronisation; until then all bits there are set
+//   from the host: they read pinned memory until the next synchronisation, and host code that
+//   writes there before it ends the process
 #ifndef TANDEM_TESTS_GPU_SIMULATED_STREAM_H_
 #define TANDEM_TESTS_GPU_SIMULATED_STREAM_H_
 

@@ -17,9 +17,9 @@ constexpr int64_t kBlock = kernels::kLogitBlock;
 // In place of the number in [0, 1) that chooses a token: the largest logit is chosen.
 constexpr double kGreedy = -1;
 
-// Returns, for each row, the index of the first sum [N, K] above `target` [N, 1]. `sums` ascend and
-// end at `total` [N, 1], to which rounding may have brought the target: it stays below, so that the
-// index is that of a weight.
+// Returns, for each row, the index of the first sum [N, K] above `target` [N, 1]. The last sum is
+// `total` [N, 1], to which rounding may have brought the target: it stays below, so that the index
+// is that of a weight.
 at::Tensor FirstAbove(const at::Tensor& sums, const at::Tensor& target, const at::Tensor& total) {
   const double below_one = 1.0 - std::numeric_limits<double>::epsilon();
   return sums.le(at::minimum(target, total * below_one)).sum(1, /*keepdim=*/true);
@@ -33,7 +33,8 @@ at::Tensor Invert(const at::Tensor& weights, const at::Tensor& sums_of_blocks, c
   const at::Tensor target = u * total;
   const at::Tensor last = sums.narrow(1, sums.size(1) - 1, 1);
   const at::Tensor block = FirstAbove(sums, target, last).clamp_max(sums.size(1) - 1);
-  const at::Tensor rest = target - (sums - sums_of_blocks).gather(1, block);
+  // Rounding may bring it below 0, and then a weight of 0 would be chosen.
+  const at::Tensor rest = (target - (sums - sums_of_blocks).gather(1, block)).clamp_min_(0);
   const at::Tensor columns = block * kBlock + at::arange(kBlock, block.options());
   const at::Tensor inside = weights.gather(1, columns).cumsum(1, at::kDouble);
   return block * kBlock + FirstAbove(inside, rest, inside.narrow(1, kBlock - 1, 1));
@@ -91,8 +92,7 @@ bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids) {
   return row.proposal.token == DraftProposal::kNone && row.distribution == nullptr;
 }
 
-void DrawOnDevice(const at::Tensor& logits, std::span<const OutputRow> rows,
-                  std::span<absl::StatusOr<SampledToken>> results) {
+at::Tensor DrawOnDevice(const at::Tensor& logits, std::span<const OutputRow> rows) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const int64_t count = logits.size(0), width = logits.size(1);
   std::vector<double> temperatures, numbers, tokens, top_k, top_p, log_min_p;
@@ -133,14 +133,17 @@ void DrawOnDevice(const at::Tensor& logits, std::span<const OutputRow> rows,
   at::Tensor token = Invert(weights, sums, given[1].clamp_min(0), kept);
   if (has_greedy) token = at::where(given[1].eq(kGreedy), Largest(scaled, max), token);
   if (has_given) token = at::where(given[2].ge(0), given[2].to(at::kLong), token);
-  // A row of numbers that are none has no token.
+  // A row with NaN or infinity has no token.
   const at::Tensor within = token.clamp(0, width - 1);
   const at::Tensor logprob = scaled.gather(1, within).to(at::kDouble) - max - total.log();
   const at::Tensor is_sound = max.isfinite().logical_and_(total.isfinite());
-  const at::Tensor host =
-      at::cat({within.to(at::kDouble), logprob, (kept / total).log(), is_sound.to(at::kDouble)}, 1)
-          .to(at::kCPU);
-  const double* values = host.const_data_ptr<double>();
+  return at::cat({within.to(at::kDouble), logprob, (kept / total).log(), is_sound.to(at::kDouble)},
+                 1);
+}
+
+void ReadDrawn(const at::Tensor& drawn, std::span<absl::StatusOr<SampledToken>> results) {
+  TORCH_CHECK(drawn.is_contiguous() && drawn.size(0) == std::ssize(results), "rows of results");
+  const double* values = drawn.const_data_ptr<double>();
   for (absl::StatusOr<SampledToken>& result : results) {
     if (values[3] == 0) {
       result = TandemSampler::BrokenLogits();

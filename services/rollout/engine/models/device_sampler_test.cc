@@ -34,7 +34,7 @@ void ExpectTheSamplersResults(const at::Tensor& logits, const std::vector<Output
   TandemSampler sampler;
   for (const at::Device device : Devices()) {
     PassResults results(rows.size());
-    DrawOnDevice(logits.to(device), rows, std::span(results));
+    ReadDrawn(DrawOnDevice(logits.to(device), rows).cpu(), std::span(results));
     for (size_t i = 0; i < rows.size(); ++i) {
       SCOPED_TRACE(testing::Message() << device << ", row " << i);
       ASSERT_TRUE(DrawsOnDevice(rows[i], width));
@@ -112,7 +112,7 @@ TEST(DeviceSamplerTest, RowsThatAreNoNumbersHaveErrorsOfTheirOwn) {
                                        {.u = 0.5, .sampling = &sampling}};
   for (const at::Device device : Devices()) {
     PassResults results(rows.size());
-    DrawOnDevice(logits.to(device), rows, std::span(results));
+    ReadDrawn(DrawOnDevice(logits.to(device), rows).cpu(), std::span(results));
     for (int i = 0; i < 4; ++i) EXPECT_EQ(results[i].status(), TandemSampler::BrokenLogits()) << i;
     ASSERT_TRUE(results[4].ok());
     EXPECT_EQ(results[4]->token, 20);
