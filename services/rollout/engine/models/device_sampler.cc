@@ -92,7 +92,8 @@ bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids) {
   return row.proposal.token == DraftProposal::kNone && row.distribution == nullptr;
 }
 
-at::Tensor DrawOnDevice(const at::Tensor& logits, std::span<const OutputRow> rows) {
+void DeviceDraws::Draw(const at::Tensor& logits, std::span<const OutputRow> rows,
+                       std::span<absl::StatusOr<SampledToken>> results) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   const int64_t count = logits.size(0), width = logits.size(1);
   std::vector<double> temperatures, numbers, tokens, top_k, top_p, log_min_p;
@@ -137,22 +138,26 @@ at::Tensor DrawOnDevice(const at::Tensor& logits, std::span<const OutputRow> row
   const at::Tensor within = token.clamp(0, width - 1);
   const at::Tensor logprob = scaled.gather(1, within).to(at::kDouble) - max - total.log();
   const at::Tensor is_sound = max.isfinite().logical_and_(total.isfinite());
-  return at::cat({within.to(at::kDouble), logprob, (kept / total).log(), is_sound.to(at::kDouble)},
-                 1);
+  drawn_.push_back(at::cat(
+      {within.to(at::kDouble), logprob, (kept / total).log(), is_sound.to(at::kDouble)}, 1));
+  results_.push_back(results);
 }
 
-void ReadDrawn(const at::Tensor& drawn, std::span<absl::StatusOr<SampledToken>> results) {
-  TORCH_CHECK(drawn.is_contiguous() && drawn.size(0) == std::ssize(results), "rows of results");
-  const double* values = drawn.const_data_ptr<double>();
-  for (absl::StatusOr<SampledToken>& result : results) {
-    if (values[3] == 0) {
-      result = TandemSampler::BrokenLogits();
-    } else {
-      result = SampledToken{.token = static_cast<int32_t>(values[0]),
-                            .logprob = static_cast<float>(values[1]),
-                            .log_keep_mass = static_cast<float>(values[2])};
+void DeviceDraws::Read() {
+  if (drawn_.empty()) return;
+  const at::Tensor on_host = at::cat(drawn_).to(at::kCPU);
+  const double* values = on_host.const_data_ptr<double>();
+  for (const auto& results : results_) {
+    for (absl::StatusOr<SampledToken>& result : results) {
+      if (values[3] == 0) {
+        result = TandemSampler::BrokenLogits();
+      } else {
+        result = SampledToken{.token = static_cast<int32_t>(values[0]),
+                              .logprob = static_cast<float>(values[1]),
+                              .log_keep_mass = static_cast<float>(values[2])};
+      }
+      values += 4;
     }
-    values += 4;
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "common/coauthoring/tandem_sampler.h"
@@ -18,16 +19,24 @@ namespace tandem::rollout {
 // distribution. The log-prob of a token of the vocabulary can always be computed there.
 bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids);
 
-// Draws a token from each row of logits [N, V] on a device, of any floating-point type. Returns
-// numbers [N, 4] on the device, for ReadDrawn; the host does not wait. Every row must satisfy
-// DrawsOnDevice.
-at::Tensor DrawOnDevice(const at::Tensor& logits, std::span<const OutputRow> rows);
+// Tokens that a device draws, from some rows of logits after the other.
+class DeviceDraws {
+ public:
+  // Draws a token from each row of logits [N, V] on a device, of any floating-point type, without a
+  // wait for the device. `results`, one for each row, outlives Read. Every row must satisfy
+  // DrawsOnDevice.
+  void Draw(const at::Tensor& logits, std::span<const OutputRow> rows,
+            std::span<absl::StatusOr<SampledToken>> results);
 
-// Overwrites `results`, one for each row, with those of TandemSampler for the logits from which
-// `drawn`, copied to the host, was drawn. For equal logits a token is the same, but where a number
-// lies within rounding of the border between two tokens, or of a cut; log-probs are the same up to
-// rounding.
-void ReadDrawn(const at::Tensor& drawn, std::span<absl::StatusOr<SampledToken>> results);
+  // Waits for the device, once, and overwrites all results with those of TandemSampler. For equal
+  // logits a token is the same, but where a number lies within rounding of the border between two
+  // tokens, or of a cut; log-probs are the same up to rounding.
+  void Read();
+
+ private:
+  std::vector<at::Tensor> drawn_;  // [N, 4] float64 each: token, two log-probs, whether it is sound
+  std::vector<std::span<absl::StatusOr<SampledToken>>> results_;  // of the same rows
+};
 
 }  // namespace tandem::rollout
 

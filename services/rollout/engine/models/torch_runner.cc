@@ -134,9 +134,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
     const int64_t width = model_->num_token_ids();
     const int64_t chunk =
         std::max<int64_t>(1, kLogitsBytes / (width * static_cast<int64_t>(sizeof(float))));
-    // What the device drew, chunk by chunk, and where that goes.
-    std::vector<at::Tensor> drawn;
-    std::vector<std::span<absl::StatusOr<SampledToken>>> drawn_results;
+    DeviceDraws draws;
     for (int64_t begin = 0; begin < total; begin += chunk) {
       const int64_t count = std::min(chunk, total - begin);
       const at::Tensor rows_of_chunk = model_->ForwardLogits(ops::Narrow(hidden, 0, begin, count));
@@ -145,11 +143,10 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
       if (rows_of_chunk.is_cuda() && std::ranges::all_of(chunk_rows, [&](const OutputRow& row) {
             return DrawsOnDevice(row, width);
           })) {
-        drawn.push_back(DrawOnDevice(rows_of_chunk, chunk_rows));
-        drawn_results.push_back(std::span(*results).subspan(begin, count));
+        draws.Draw(rows_of_chunk, chunk_rows, std::span(*results).subspan(begin, count));
         continue;
       }
-      // The host waits for a GPU here, and below.
+      // The host waits for a GPU here, and where it reads the draws.
       const at::Tensor logits = OnHost(rows_of_chunk);
       const float* const data = logits.const_data_ptr<float>();
       constexpr int64_t kWorkPerLogit = 16;  // in multiply-adds: about one exponential
@@ -160,14 +157,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
         }
       });
     }
-    if (!drawn.empty()) {
-      const at::Tensor on_host = at::cat(drawn).to(at::kCPU);
-      int64_t row = 0;
-      for (const auto& some : drawn_results) {
-        ReadDrawn(ops::Narrow(on_host, 0, row, std::ssize(some)), some);
-        row += std::ssize(some);
-      }
-    }
+    draws.Read();
     return absl::OkStatus();
   });
   return NameMemorySettings(computed, kMemorySettings);
