@@ -14,6 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+# What a build without CUDA does not have.
+_OF_CUDA = re.compile(r"if\(TANDEM_CUDA\).*?endif\(\)", re.DOTALL)
+_ROOT = "${CMAKE_SOURCE_DIR}/"
 _TEST = re.compile(r"\btandem_test\(\s*(\w+)\s+SRCS\b(.*?)(?:\bDEPS\b|\))", re.DOTALL)
 
 
@@ -23,8 +26,11 @@ def programs(repository: Path = REPOSITORY) -> dict[str, set[str]]:
     for folder in ("common", "services", "tests"):
         for lists in (repository / folder).rglob("CMakeLists.txt"):
             beside = lists.parent.relative_to(repository)
-            for name, sources in _TEST.findall(lists.read_text()):
-                found[name] = {(beside / one).as_posix() for one in sources.split()}
+            for name, sources in _TEST.findall(_OF_CUDA.sub("", lists.read_text())):
+                found[name] = {
+                    one.removeprefix(_ROOT) if one.startswith(_ROOT) else (beside / one).as_posix()
+                    for one in sources.split()
+                }
     return found
 
 
