@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# What a build without CUDA does not have.
+# The programs that a build without CUDA lacks.
 _OF_CUDA = re.compile(r"if\(TANDEM_CUDA\).*?endif\(\)", re.DOTALL)
 _ROOT = "${CMAKE_SOURCE_DIR}/"
 _TEST = re.compile(r"\btandem_test\(\s*(\w+)\s+SRCS\b(.*?)(?:\bDEPS\b|\))", re.DOTALL)

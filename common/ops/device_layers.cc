@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/ops/device_kernels.h"
+#include "common/ops/packed.h"
 
 namespace tandem::ops {
 namespace {
@@ -18,9 +19,6 @@ bool Takes(kernels::DeviceKernel<Args> kernel, const at::Tensor& x) {
   return kernel != nullptr && c10::InferenceMode::is_enabled() &&
          (IsBfloat16(x) || x.scalar_type() == at::kFloat);
 }
-
-// Returns `x`, or a copy if its last dimension is not contiguous.
-at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 }  // namespace
 
@@ -51,8 +49,7 @@ at::Tensor DeviceRotary(const at::Tensor& x_in, const at::Tensor& cos_in,
                         const at::Tensor& sin_in) {
   const auto kernel = DeviceKernelsOf(x_in.device()).rotary;
   if (!Takes(kernel, x_in)) return {};
-  const bool is_packed = x_in.stride(2) == 1 && x_in.stride(1) == x_in.size(2);
-  const at::Tensor x = is_packed ? x_in : x_in.contiguous();
+  const at::Tensor x = HeadsPacked(x_in);
   const at::Tensor cos = cos_in.contiguous(), sin = sin_in.contiguous();
   at::Tensor y = at::empty(x.sizes(), x.options());
   Launch("rotary embedding", x.device(), kernel,

@@ -13,6 +13,7 @@
 #include "common/ops/autograd_functions.h"
 #include "common/ops/device_layers.h"
 #include "common/ops/linear/linear_function.h"
+#include "common/ops/packed.h"
 #include "common/ops/products/parallel_linear.h"
 #include "common/ops/threads/parallel_for.h"
 #include "common/ops/threads/pass_memory.h"
@@ -29,9 +30,6 @@ bool UseCpuKernels(const at::Tensor& x) { return HasCpuKernels(x) && !at::GradMo
 
 const float* Data(const at::Tensor& x) { return x.const_data_ptr<float>(); }
 float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
-
-// Returns `x`, or a copy if its last dimension is not contiguous, as the kernels need it.
-at::Tensor Packed(const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 // The whole map; x [T, in] and weight [out, in] have contiguous rows.
 kernels::LinearArgs WholeLinear(const at::Tensor& x, const at::Tensor& weight,
@@ -137,11 +135,6 @@ at::Tensor AttentionKernel(const at::Tensor& q, int64_t key_value_heads, int64_t
   ParallelFor(static_cast<int64_t>(items.size()),
               std::min(group, kHeadsPerItem) * head_dim * kernels::kAttentionBlock, run);
   return out;
-}
-
-// Returns x [T, heads, D], or a copy if the heads of a row are not contiguous.
-at::Tensor HeadsPacked(const at::Tensor& x) {
-  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
 }
 
 // Writes `count` numbers into the cache. bf16 is rounded to the nearest, ties to even.

@@ -73,12 +73,9 @@ const TensorSums& WeightsHasher::Sums() {
 
 at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& values) {
   const at::Device device = values.device();
-  const auto to_device = [&](const std::vector<int64_t>& numbers) {
-    return CopyToDevice(numbers, device);
-  };
   std::vector<at::Tensor> word_keys;
   for (const BlockKeys& keys : WordKeys()) {
-    word_keys.push_back(to_device({keys.begin(), keys.end()}));
+    word_keys.push_back(CopyToDevice(std::vector<int64_t>(keys.begin(), keys.end()), device));
   }
   at::Tensor total = at::zeros({2}, at::device(device).dtype(at::kLong));
   const auto add = [&](int64_t first, const at::Tensor& part) {
@@ -97,7 +94,8 @@ at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& val
         keys.push_back(static_cast<int64_t>(KeyOfBlock(sum, i)));
       }
       const at::Tensor key = word_keys[static_cast<size_t>(sum)].take(in_block);
-      total.select(0, sum).add_(key.mul_(to_device(keys).take(blocks)).mul_(words).sum());
+      total.select(0, sum).add_(
+          key.mul_(CopyToDevice(keys, device).take(blocks)).mul_(words).sum());
     }
   };
   const int64_t rows = values.size(0), width = values.size(1);

@@ -16,7 +16,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KERNELS = REPOSITORY / "common" / "kernels" / "cuda"
-# Of each kernel of the folder.
+# The size of a block, the same for every kernel of the folder.
 THREADS = 256
 # Registers come in units of this many for a warp of 32 threads.
 REGISTER_UNIT = 256

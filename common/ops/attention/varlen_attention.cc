@@ -9,7 +9,7 @@
 namespace tandem::ops {
 namespace {
 
-// What the kernels take: multiples of the first up to the second.
+// The kernels take widths that are multiples of the first, up to the second.
 constexpr int64_t kWidthUnit = 8, kMaxWidth = 256;
 
 // Returns x [T, heads, width] as the kernels read it: columns that it lacks are 0, every row of a

@@ -17,7 +17,7 @@ namespace {
 
 using at::Tensor;
 
-// What the kernels refuse.
+// Throws c10::Error for operands that the kernels refuse.
 void CheckOperands(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& row_offsets,
                    const Tensor& key_offsets) {
   for (const Tensor& x : {q, k, v}) {

@@ -1,4 +1,4 @@
-// What a process did on the simulated GPUs.
+// Counts of the work of a process on the simulated GPUs.
 #ifndef TANDEM_TESTS_GPU_SIMULATED_COUNTS_H_
 #define TANDEM_TESTS_GPU_SIMULATED_COUNTS_H_
 

@@ -1,4 +1,4 @@
-// How operations of the simulated GPUs reach their operands.
+// Access of the simulated GPUs' operations to their operands.
 #ifndef TANDEM_TESTS_GPU_SIMULATED_HOST_BYTES_H_
 #define TANDEM_TESTS_GPU_SIMULATED_HOST_BYTES_H_
 

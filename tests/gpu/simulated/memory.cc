@@ -16,16 +16,17 @@ constexpr size_t kAlignment = 512, kPage = 4096;
 
 thread_local c10::DeviceIndex current_device = 0;
 
-char* Map(int protection, int flags, int file) {
-  void* const address = mmap(nullptr, kDevices * kMemoryBytes, protection, flags, file, 0);
+char* Map(int protection) {
+  void* const address = mmap(nullptr, kDevices * kMemoryBytes, protection,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   TORCH_CHECK(address != MAP_FAILED, "the simulated GPU cannot reserve addresses");
   return static_cast<char*>(address);
 }
 
 // The addresses of the devices, and as many bytes of the simulation.
 struct Mappings {
-  char* device = Map(PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
-  char* host = Map(PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
+  char* device = Map(PROT_NONE);
+  char* host = Map(PROT_READ | PROT_WRITE);
 };
 
 // Leaked, as all that libtorch may call while the process ends.

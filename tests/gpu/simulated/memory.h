@@ -14,7 +14,7 @@ namespace tandem::simulated_gpu {
 inline constexpr c10::DeviceIndex kDevices = 2;
 // Every byte of memory that nobody wrote: no number, -1, true.
 inline constexpr int kUnwritten = 0xFF;
-// Of each device.
+// The memory of each device.
 inline constexpr size_t kMemoryBytes = size_t{8} << 30;
 
 // The device of the calling thread: what cudaSetDevice sets.

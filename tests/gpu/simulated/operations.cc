@@ -198,9 +198,8 @@ Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
 Tensor EmptyWithStrides(at::IntArrayRef sizes, at::IntArrayRef strides,
                         std::optional<at::ScalarType> type, std::optional<at::Layout> /*layout*/,
                         std::optional<at::Device> device, std::optional<bool> /*pin_memory*/) {
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(sizes, strides, &DeviceMemory(), kGpu,
-                                           type.value_or(at::get_default_dtype_as_scalartype()));
+  return EmptyStrided(sizes, strides, type.value_or(at::get_default_dtype_as_scalartype()),
+                      device.value_or(c10::Device(at::kCUDA)));
 }
 
 Tensor& Copy(Tensor& to, const Tensor& from, bool non_blocking) {

@@ -1,4 +1,4 @@
-// How often the host waits for a GPU, and how many operations a pass launches.
+// The waits of the host for a GPU, and the launches of a pass.
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
@@ -88,7 +88,7 @@ std::vector<Costs> PassesOf(const std::string& family, int64_t count) {
           sequences.Run(std::vector<int64_t>(count, 3))};
 }
 
-// How the rows of a layer's experts are divided is read by the host.
+// The host reads how many rows each expert of a layer has.
 int64_t ExpertLayers(const std::string& family) {
   return TinyConfig(family).RoutingLayout().layers;
 }

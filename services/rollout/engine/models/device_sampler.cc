@@ -14,7 +14,7 @@ namespace tandem::rollout {
 namespace {
 
 constexpr int64_t kBlock = kernels::kLogitBlock;
-// In place of the number in [0, 1) that chooses a token: the largest logit is chosen.
+// Stands for the number in [0, 1) that chooses a token, where the largest logit is chosen.
 constexpr double kGreedy = -1;
 
 // Returns, for each row, the index of the first sum [N, K] above `target` [N, 1]. The last sum is

@@ -140,7 +140,7 @@ TEST(DeviceSamplerTest, CutsKeepTheTokensOfTheHostsSampler) {
       }
     }
   }
-  // Of the last, no two rows fit into a part that is sorted at a time.
+  // No two rows of the last width fit into a part that is sorted at a time.
   for (const int64_t width : {1, 61, 4500, 1 << 20}) {
     const int64_t num_rows = width < 5000 ? 200 : 3;
     at::Tensor logits = at::randn({num_rows, width}) * 3;

@@ -65,12 +65,10 @@ absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t 
   }
   return CatchTorchErrors("drafts", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
-    const auto on_device = [&](const std::vector<int64_t>& values) {
-      return CopyToDevice(values, hidden_.device());
-    };
     TANDEM_ASSIGN_OR_RETURN(
         const at::Tensor proposed,
-        speculator_->Draft(hidden_.index_select(0, on_device(rows)), on_device(tokens), count));
+        speculator_->Draft(hidden_.index_select(0, CopyToDevice(rows, hidden_.device())),
+                           CopyToDevice(tokens, hidden_.device()), count));
     const at::Tensor values = proposed.to(at::kCPU, at::kInt).contiguous();
     const int32_t* const data = values.const_data_ptr<int32_t>();
     drafts.assign(data, data + values.numel());
