@@ -106,13 +106,14 @@ TANDEM_INLINE Vec InOrder(Vec v) {
 // for input 8 * eight + i of the group, in the order of units if kUnitOrder. Up to kStraightRows
 // rows are multiplied straight from the panels: every tile of rows widens the weights again, which
 // takes longer than a copy in the first-level cache if the weights are scaled. A tile has at most
-// kRows of them; from kFetchRows on it fetches weights.
+// kRows of them; from kFetchRows on it fetches weights. Several tiles share blocks of kTiledInputs.
 
 struct Float32Format {
   static constexpr bool kUnitOrder = false;
   static constexpr int64_t kStraightRows = 32;
   static constexpr int kRows = kTileRows;
   static constexpr int kFetchRows = 4;
+  static constexpr int64_t kTiledInputs = kStraightInputs;
   static constexpr int64_t kGroupBytes = PanelBytes(WeightFormat::kFloat32, kGroupInputs);
   static TANDEM_INLINE int64_t BytesOf(int64_t in) { return in * kPanel * 4; }
   struct Group {
@@ -131,6 +132,7 @@ struct Bfloat16Format {
   static constexpr int64_t kStraightRows = 32;
   static constexpr int kRows = kTileRows;
   static constexpr int kFetchRows = 2;
+  static constexpr int64_t kTiledInputs = kVectors == 1 ? 128 : kStraightInputs;
   static constexpr int64_t kGroupBytes = PanelBytes(WeightFormat::kBfloat16, kGroupInputs);
   static TANDEM_INLINE int64_t BytesOf(int64_t in) { return (in + 1) / 2 * kPanel * 4; }
   using Group = Float32Format::Group;
@@ -158,6 +160,7 @@ struct ScaledFormat {
   // Scales take registers, too.
   static constexpr int kRows = kVectors == 2 ? kTileRows - 1 : kTileRows;
   static constexpr int kFetchRows = 1;
+  static constexpr int64_t kTiledInputs = kStraightInputs;
   static constexpr int64_t kGroupBytes =
       PanelBytes(kBits == 8 ? WeightFormat::kInt8 : WeightFormat::kInt4, kGroupInputs);
   static constexpr int kPerUnit = 16 / kBits;
@@ -213,12 +216,25 @@ struct ScaledFormat {
 using Int8Format = ScaledFormat<8>;
 using Int4Format = ScaledFormat<4>;
 
+// Panels of float32 in a tile that the processor follows as streams better than it fetches them.
+constexpr int kStreamedPanels = 4;
+
+// Panels of a tile that reads them as they are. Fetched panels of float32 are read one by one: two
+// streams have half the rate of one.
+template <typename Format>
+constexpr int StraightPanels(int rows) {
+  const int panels = TilePanels(rows);
+  const bool fetched = rows >= Format::kFetchRows && panels < kStreamedPanels;
+  return std::is_same_v<Format, Float32Format> && fetched ? 1 : panels;
+}
+
 // Weights to be fetched into the second-level cache while a tile is multiplied: with each group of
 // inputs that is multiplied, the bytes [begin, end) of a group of those to come, of each of `count`
 // panels or rows.
 struct Ahead {
   const char* at;
   int64_t count, stride, group_bytes;
+  bool by_eights;  // all of a group of the tile's own panels, a part with each eight inputs
   int64_t begin = 0, end = group_bytes;
 
   // Part i of `parts`: some of the panels or rows, or some of the cache lines of each.
@@ -235,14 +251,29 @@ struct Ahead {
     }
     return part;
   }
-  TANDEM_INLINE void Fetch() {
+  static TANDEM_INLINE void FetchLine(const char* p) {
     constexpr int kRead = 0, kSecondLevel = 2;
+    __builtin_prefetch(p, kRead, kSecondLevel);
+  }
+  TANDEM_INLINE void FetchGroup() const {
+    if (by_eights) return;
     for (int64_t r = 0; r < count; ++r) {
-      for (int64_t b = begin; b < end; b += kCacheLine) {
-        __builtin_prefetch(at + r * stride + b, kRead, kSecondLevel);
+      for (int64_t b = begin; b < end; b += kCacheLine) FetchLine(at + r * stride + b);
+    }
+  }
+  // Lines that are asked for together wait for each other, and the products for them.
+  template <typename Format, int P>
+  TANDEM_INLINE void FetchEight(int eight) const {
+    if (!by_eights) return;
+    constexpr int kEights = kGroupInputs / 8;
+    constexpr auto kLines = static_cast<int>((Format::kGroupBytes + kCacheLine - 1) / kCacheLine);
+    constexpr int kPart = (kLines + kEights - 1) / kEights;
+    TANDEM_UNROLL for (int p = 0; p < P; ++p) {
+      TANDEM_UNROLL for (int i = 0; i < kPart; ++i) {
+        const int line = eight * kPart + i;
+        if (kLines % kPart == 0 || line < kLines) FetchLine(at + p * stride + line * kCacheLine);
       }
     }
-    at += group_bytes;
   }
 };
 
@@ -274,13 +305,14 @@ TANDEM_INLINE void AddProducts(const float* x, int64_t x_stride, const Block& bl
     }
   };
   for (int64_t begin = 0; begin < block.count;
-       begin += kGroupInputs, panel += Format::kGroupBytes) {
-    ahead.Fetch();
+       begin += kGroupInputs, panel += Format::kGroupBytes, ahead.at += ahead.group_bytes) {
+    ahead.FetchGroup();
     TANDEM_UNROLL for (int p = 0; p < P; ++p) groups[p] =
         Format::Open(panel + p * block.panel_bytes);
     const auto inputs = static_cast<int>(Min(kGroupInputs, block.count - begin));
     int eight = 0;
     for (; eight * 8 + 8 <= inputs; ++eight) {
+      ahead.template FetchEight<Format, P>(eight);
       if constexpr (R == 1) {
         // The vectors of a panel are used together, so that its scales stay in registers. With more
         // rows that would keep the inputs of eight of them there.
@@ -373,9 +405,10 @@ template <typename PanelFormat, int R>
 struct StraightSource {
   struct Blocks {
     using Format = PanelFormat;
+    static constexpr bool kTiles = R == Format::kRows;  // rows of several tiles, or of the tallest
     template <int P>
-    static constexpr int64_t kInputs = kStraightInputs;
-    static constexpr int64_t kRows = R < Format::kRows ? R : Format::kStraightRows;
+    static constexpr int64_t kInputs = kTiles ? Format::kTiledInputs : kStraightInputs;
+    static constexpr int64_t kRows = kTiles ? Format::kStraightRows : R;
     static constexpr bool kCopies = false;
   };
 
@@ -386,12 +419,13 @@ struct StraightSource {
     return data + panel * panel_bytes + k / kGroupInputs * PanelFormat::kGroupBytes;
   }
   // Fetching costs an instruction for each cache line, and where little else is done with a line
-  // the processor alone is faster; so it is with four panels of float32, each a stream of its own.
+  // the processor alone is faster; so it is with many panels of float32, each a stream of its own.
   template <int P>
   TANDEM_INLINE Ahead Fetch(int64_t panel, int64_t k) const {
-    constexpr bool kStreams = std::is_same_v<PanelFormat, Float32Format> && P >= 4;
+    constexpr bool kStreams = std::is_same_v<PanelFormat, Float32Format> && P >= kStreamedPanels;
     constexpr bool kFetches = R >= PanelFormat::kFetchRows && !kStreams;
-    return {At(panel, k), kFetches ? P : 0, panel_bytes, PanelFormat::kGroupBytes};
+    return {At(panel, k), kFetches ? P : 0, panel_bytes, PanelFormat::kGroupBytes,
+            kFetches && !Blocks::kTiles};
   }
   template <int P>
   TANDEM_INLINE Block Read(int64_t panel, int64_t k, int64_t count, float*) const {
@@ -510,7 +544,7 @@ struct DenseSource {
   template <int P>
   TANDEM_INLINE Ahead Fetch(int64_t panel, int64_t k) const {
     const auto* const at = reinterpret_cast<const char*>(w + (first + panel * kPanel) * in + k);
-    return {at, P * kPanel, in * 4, kGroupInputs * 4};
+    return {at, P * kPanel, in * 4, kGroupInputs * 4, /*by_eights=*/false};
   }
   template <int P>
   TANDEM_INLINE Block Read(int64_t panel, int64_t k, int64_t count, float* buffer) const {
@@ -588,8 +622,9 @@ void MultiplyFewRows(const LinearProduct& a, const PackedLinearArgs& args) {
   }
   const StraightSource<Format, R> source = {static_cast<const char*>(args.w),
                                             Format::BytesOf(args.in)};
-  MultiplyPanels<R, TilePanels(R)>(a, source, 0, a.rows, args.panel_begin,
-                                   args.panel_end - args.panel_begin, args.panel_begin * kPanel);
+  MultiplyPanels<R, StraightPanels<Format>(R)>(a, source, 0, a.rows, args.panel_begin,
+                                               args.panel_end - args.panel_begin,
+                                               args.panel_begin * kPanel);
 }
 
 template <typename Format>
