@@ -17,6 +17,7 @@ from tandem.evaluation.answers import (
     grade,
     prompts_of,
 )
+from tandem.utils.authors import senior_fraction
 from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.wire import from_tensor, to_tensor
 from tandem.session.session import Session
@@ -66,7 +67,7 @@ def takeover(
         grade(session, answers),
         {
             "taken_over": len(places),
-            "tandem/senior_token_fraction": sum(map(sum, masks)) / sum(map(len, masks)),
+            "tandem/senior_token_fraction": senior_fraction(masks),
         },
     )
 
