@@ -8,8 +8,8 @@ import logging
 from tandem._proto.types.v1 import server_pb2
 from tandem.evaluation.answers import Evaluation, draw, grade
 from tandem.preflight.checks import handoff_boundary_ids
-from tandem.utils.authors import senior_fraction
 from tandem.session.session import Session
+from tandem.utils.authors import senior_fraction
 
 _log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from tandem.evaluation.answers import (
     grade,
     prompts_of,
 )
-from tandem.utils.authors import senior_fraction
 from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.wire import from_tensor, to_tensor
 from tandem.session.session import Session
 from tandem.settings.run import TakeoverSettings
+from tandem.utils.authors import senior_fraction
 
 # The share of an answer after which the other model takes over, unless the settings say more.
 _AFTER_SHARE = 0.5

@@ -48,9 +48,7 @@ def join(
     for name, optional in _FLOATS.items():
         _join_floats(name, optional, turn, said, next_turn, whole)
     if turn.accepted_draft_mask or next_turn.accepted_draft_mask:
-        whole.accepted_draft_mask = (
-            _drafts(turn) + bytes(said) + _drafts(next_turn)
-        )
+        whole.accepted_draft_mask = _drafts(turn) + bytes(said) + _drafts(next_turn)
     _join_versions(turn, said, next_turn, whole)
     whole.sampling.max_tokens = begun + said + next_turn.sampling.max_tokens
     return whole

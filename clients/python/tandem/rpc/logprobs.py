@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from tandem._proto.types.v1 import trajectory_pb2
-from tandem.utils.authors import ENVIRONMENT, SENIOR
 from tandem.rpc.wire import from_tensor
+from tandem.utils.authors import ENVIRONMENT, SENIOR
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,8 @@ def picture(console: Console, title: str) -> str:
 class AuthoredText:
     """A text that grows by author: senior bold cyan, junior yellow, underlined and in brackets.
 
-    What an environment said is green and between « and ». Accepted drafts are reversed and between ‹ and ›, inside of the brackets.
+    What an environment said is green and between « and ». Accepted drafts are reversed and between
+    ‹ and ›, inside of the brackets.
     """
 
     def __init__(self, keep: str = "\n") -> None:

@@ -121,5 +121,5 @@ def test_the_last_turn_must_have_the_experts_of_every_token():
     assert join(first, SAID, second).routed_experts == second.routed_experts
     short = copy.deepcopy(second)
     short.routed_experts.CopyFrom(experts(2))
-    with pytest.raises(TurnsDifferError, match="routed_experts: .* of 2 tokens, not of all 8"):
+    with pytest.raises(TurnsDifferError, match=r"routed_experts: .* of 2 tokens, not of all 8"):
         join(first, SAID, short)
