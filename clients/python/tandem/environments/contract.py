@@ -1,8 +1,9 @@
 """The class that a run's `environment` names: TRL's contract of `environment_factory`.
 
 A class without required arguments, with `reset(self, **row)`, whose text is appended to the last
-user message; every other public method is a tool, sync or async, described by the types of its
-arguments and its docstring. `get_reward(self)`, the attribute `done` and `close(self)` are optional.
+user message. Every other public method is a tool, sync or async, described by the types of its
+arguments and its docstring. `get_reward(self)`, `close(self)` and the attribute `done`, which ends
+the episode once it is true, are optional.
 """
 
 from __future__ import annotations

@@ -34,10 +34,12 @@ class Turns:
         self._kwargs = dict(template_kwargs)
         call = ToolCall(next(iter(self._tool_names()), "tool"))
         self._before = self._conversation(call)
+        asked = self._render(self._before[:1], prompt=True)
         base = self._render(self._before, prompt=False)
-        self.end_id, self._end = self._end_of_turn(base)
+        self._require_begins("a prompt", asked, base)
+        self.end_id, self._end = self._end_of_turn(base[len(asked) :])
         self._cut = base.rindex(self._end) + len(self._end)
-        self._check(base, call)
+        self._check(base[: self._cut], call)
 
     def between(self, answers: Sequence[tuple[ToolCall, str]]) -> list[int]:
         """Returns the ids behind the token that ends a turn, up to where the next turn begins.
@@ -70,31 +72,29 @@ class Turns:
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
         return self._codec.rendered(messages, self._kwargs, prompt=prompt)
 
-    def _end_of_turn(self, base: str) -> tuple[int, str]:
-        """Returns the last special token, with its text, of a conversation that ends in a turn."""
-        for token in reversed(self._codec.encode(base, special=False)):
+    def _end_of_turn(self, turn: str) -> tuple[int, str]:
+        """Returns the last special token, with its text, of a turn of the model."""
+        for token in reversed(self._codec.encode(turn, special=False)):
             [text] = self._codec.token_texts([token])
-            if self._codec.special_token_id(text) == token and text in base:
+            if self._codec.special_token_id(text) == token and text in turn:
                 return token, text
         raise self._unusable("no special token ends a turn of the model")
 
-    def _check(self, base: str, call: ToolCall) -> None:
-        """Raises ConfigError unless each rendering of a conversation begins the next."""
-        asked = self._render(self._before[:1], prompt=True)
+    def _check(self, turn: str, call: ToolCall) -> None:
+        """Raises ConfigError unless a conversation up to a turn begins what may follow it."""
         answer = _message(call, "answer")
         answered = self._render([*self._before, answer], prompt=True)
-        again = [*self._before, answer, *self._before[1:]]
-        steps = (
-            ("a prompt", asked, base),
-            ("a turn of the model", base[: self._cut], answered),
-            ("an answer to it", answered, self._render(again, prompt=False)),
-        )
-        for what, one, following in steps:
-            if not following.startswith(one):
-                raise self._unusable(f"{what} is rendered otherwise once the conversation goes on")
+        self._require_begins("a turn of the model", turn, answered)
+        again = self._render([*self._before, answer, *self._before[1:]], prompt=False)
+        self._require_begins("an answer to it", answered, again)
         if "answer" not in answered[self._cut :]:
             raise self._unusable("it does not show messages of the role `tool`")
         self.between([(call, "answer")])
+
+    def _require_begins(self, what: str, one: str, following: str) -> None:
+        """Raises ConfigError unless a rendering is the beginning of the one that follows it."""
+        if not following.startswith(one):
+            raise self._unusable(f"{what} is rendered otherwise once the conversation goes on")
 
     def _unusable(self, why: str) -> ConfigError:
         return ConfigError(

@@ -579,8 +579,8 @@ class RunSettings(Settings):
             return self
         if self.reward.overlong_buffer is not None:
             raise ValueError(
-                "reward.overlong_buffer: does not apply to a run with `environment`, whose episodes "
-                "environment.max_episode_tokens bounds"
+                "reward.overlong_buffer: does not apply to a run with `environment`; "
+                "environment.max_episode_tokens bounds its episodes"
             )
         return self
 
