@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem import tracing
 from tandem._proto.types.v1 import trajectory_pb2
+from tandem.utils.authors import ENVIRONMENT
 from tandem.utils.progress import Progress
 
 # The keys of every line of metrics.jsonl, in this order; null where a step has no such number.
@@ -193,7 +194,10 @@ def response_metrics(
 
 def length_metrics(responses: Sequence[trajectory_pb2.Trajectory]) -> dict[str, float | int]:
     """Returns the client's metrics of the lengths of responses, at least one."""
-    lengths = [len(trajectory.response_token_ids) for trajectory in responses]
+    # What an environment said counts for no length.
+    lengths = [
+        len(one.response_token_ids) - one.authorship_mask.count(ENVIRONMENT) for one in responses
+    ]
     cut = [one.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for one in responses]
     return {
         "response/length_mean": sum(lengths) / len(lengths),

@@ -169,4 +169,4 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         if self.shares.answer(index, item):
             del stream.items[told.request_id]
             stream.answered = True
-            self.answer(index, item, [samples[i] for i in range(len(samples))])
+            self.answer(index, item, [samples[i] for i in sorted(samples)])

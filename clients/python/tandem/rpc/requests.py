@@ -31,6 +31,19 @@ _ROUTING_PART_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
+class ResponseSoFar:
+    """The tokens of a response that a prompt continues; none by default.
+
+    Attributes:
+        token_ids: turns of the models, and between them what an environment said.
+        authorship_mask: the author of each token: 1 senior, 0 junior, 2 environment.
+    """
+
+    token_ids: Sequence[int] = ()
+    authorship_mask: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt to continue.
 
@@ -48,6 +61,10 @@ class Prompt:
             acceptance_rule rejection_sampling, which preserves only its distribution.
         return_routed_experts: also record the experts that the senior's routers chose.
         vision_inputs: images and videos, in the order of their tokens.
+        response: the response so far, which the server continues; what it returns are the new
+            tokens alone, which tandem.join() puts behind the others. `max_tokens` bounds them.
+        first_sample_index: index of the first sample. A sample that is continued names its own,
+            with num_samples 1.
     """
 
     token_ids: Sequence[int]
@@ -62,6 +79,13 @@ class Prompt:
     speculative: Mapping[str, Any] = field(default_factory=dict)
     return_routed_experts: bool = False
     vision_inputs: Sequence[VisionInput] = ()
+    response: ResponseSoFar = ResponseSoFar()
+    first_sample_index: int = 0
+
+    @property
+    def sample_indices(self) -> range:
+        """The indices of its samples."""
+        return range(self.first_sample_index, self.first_sample_index + max(1, self.num_samples))
 
     def named(self, index: int) -> Prompt:
         """Returns the prompt with a request_id, made of `index` where it has none."""
@@ -87,7 +111,11 @@ class Prompt:
             stream_tokens=self.stream_tokens,
             priority=self.priority,
             vision_inputs=messages(self.vision_inputs),
+            first_sample_index=self.first_sample_index,
         )
+        if self.response.token_ids:
+            prompt.response.token_ids.extend(self.response.token_ids)
+            prompt.response.authorship_mask = bytes(self.response.authorship_mask)
         place = f"prompt {self.request_id!r}: "
         to_message(self.sampling, prompt.sampling, f"{place}sampling")
         to_message(self.tandem, prompt.tandem, f"{place}tandem")
@@ -151,7 +179,7 @@ class Collector:
         return [
             prompt
             for prompt in self.prompts
-            if len(self._samples[prompt.request_id]) < max(1, prompt.num_samples)
+            if len(self._samples[prompt.request_id]) < len(prompt.sample_indices)
         ]
 
     def add(self, event: rollout_pb2.GenerateResponse) -> None:
@@ -190,7 +218,7 @@ class Collector:
     def results(self) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order."""
         return [
-            [self._samples[prompt.request_id][index] for index in range(max(1, prompt.num_samples))]
+            [self._samples[prompt.request_id][index] for index in prompt.sample_indices]
             for prompt in self.prompts
         ]
 
