@@ -191,8 +191,39 @@ TEST(GeneratorTest, AContinuationReadsWhatTheCacheLostAlone) {
   const int64_t shared = harness.Stats().shared_prefix_tokens_total;
   harness.Submit(Continued(request, whole, 25));
   harness.Finish();
-  // Both lanes find the whole blocks of the 40 + 25 tokens.
+  // Both lanes find the whole block of the 40 + 25 tokens.
   EXPECT_EQ(harness.Stats().shared_prefix_tokens_total - shared, 2 * kKvBlockTokens);
+}
+
+TEST(GeneratorTest, ATurnReadsTheTokensSinceTheLastOneAlone) {
+  for (const bool enabled : {false, true}) {
+    TandemConfig tandem = Tandem(SelectionStrategy::kAlternating);
+    tandem.enabled = enabled;
+    PromptRequest request = Request(tandem, 40);
+    request.sampling.ignore_eos = true;
+    Harness harness;
+    Trajectory whole = harness.Run(request);
+    int64_t unread = 1;  // the last token that was drawn
+    for (int turn = 0; turn < 3; ++turn) {
+      PromptRequest next = Continued(request, whole, whole.response_token_ids.size());
+      next.response_token_ids.push_back(7);
+      next.response_authors.push_back(Author::kEnvironment);
+      next.sampling.max_tokens = 4;
+      const int64_t shared = harness.Stats().shared_prefix_tokens_total;
+      const Trajectory got = harness.Run(next);
+      const int64_t taken = harness.Stats().shared_prefix_tokens_total - shared;
+      const int64_t given = 40 + std::ssize(next.response_token_ids);
+      // The junior may lag by a token more.
+      EXPECT_GE(taken, (enabled ? 2 : 1) * (given - 1 - unread) - (enabled ? 1 : 0));
+      ExpectSame(got, Harness().Run(next));
+      whole.response_token_ids = next.response_token_ids;
+      whole.authorship_mask = next.response_authors;
+      whole.response_token_ids.insert(whole.response_token_ids.end(),
+                                      got.response_token_ids.begin(), got.response_token_ids.end());
+      whole.authorship_mask.insert(whole.authorship_mask.end(), got.authorship_mask.begin(),
+                                   got.authorship_mask.end());
+    }
+  }
 }
 
 // Law 4 for turns: authors follow from the tokens, the seed and where turns begin.
@@ -727,8 +758,9 @@ TEST(GeneratorTest, AConversationsNextTurnSharesTheTurnsBefore) {
   next.sampling.max_tokens = 5;
   const int64_t before = harness.senior.consumed;
   const Trajectory second = harness.Run(next);
-  EXPECT_EQ(harness.senior.consumed - before, 91 - 64 + 4) << "one whole block was there";
-  EXPECT_EQ(harness.Stats().shared_prefix_tokens_total, 64);
+  // The whole block is there, and the begun one: all but the last token of the first response.
+  EXPECT_EQ(harness.senior.consumed - before, 2 + 4);
+  EXPECT_EQ(harness.Stats().shared_prefix_tokens_total, 89);
   ExpectSame(second, Harness().Run(next));
 }
 

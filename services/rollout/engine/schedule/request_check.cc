@@ -57,6 +57,10 @@ int64_t GivenTokens(const PromptRequest& request) {
   return std::ssize(request.prompt_token_ids) + std::ssize(request.response_token_ids);
 }
 
+const VisionConfig* VisionOf(size_t lane, const RequestLimits& limits) {
+  return limits.vision[lane].has_value() ? &*limits.vision[lane] : nullptr;
+}
+
 absl::Status CheckResponseSoFar(const PromptRequest& request, const RequestLimits& limits) {
   const std::vector<Author>& authors = request.response_authors;
   if (authors.size() != request.response_token_ids.size()) {
@@ -68,6 +72,18 @@ absl::Status CheckResponseSoFar(const PromptRequest& request, const RequestLimit
     return InvalidField("authorship_mask[0]",
                         "is of an environment: what it says before a model's first token belongs "
                         "to the prompt");
+  }
+  // A model may write such a token, as text; an environment would mean an image.
+  for (size_t i = 0; i < authors.size(); ++i) {
+    const int32_t id = request.response_token_ids[i];
+    for (const size_t lane : {0, 1}) {
+      const VisionConfig* const vision = VisionOf(lane, limits);
+      if (IsDrawn(authors[i]) || vision == nullptr) continue;
+      if (id != vision->image_token_id && id != vision->video_token_id) continue;
+      return FieldError(absl::StatusCode::kUnimplemented, absl::StrCat("token_ids[", i, "]"),
+                        "stands for an image or a video: those of an environment's turns are not "
+                        "supported, only those of the prompt");
+    }
   }
   return CheckTokenIds("token_ids", request.response_token_ids, limits.num_token_ids);
 }
@@ -88,10 +104,6 @@ absl::Status CheckRouting(const PromptRequest& request, const RequestLimits& lim
                     absl::StrCat(limits.routing_bytes_per_token, " bytes for each of ", tokens,
                                  " tokens (prompt and sampling.max_tokens); at most in total: ",
                                  kMaxRoutingBytes));
-}
-
-const VisionConfig* VisionOf(size_t lane, const RequestLimits& limits) {
-  return limits.vision[lane].has_value() ? &*limits.vision[lane] : nullptr;
 }
 
 // Checks that a request with images can be computed by a junior, and read as the senior reads it.

@@ -165,6 +165,14 @@ TEST(CheckPromptTest, AResponseSoFarMustFitAndBeginWithAModel) {
   // The prompt fits, and the response does not: with tandem the junior's limit is 6.
   refused([](auto& r) { r.tandem.enabled = true; }, kOutOfRange, "response.token_ids");
   refused([](auto& r) { r.first_sample_index = ~uint64_t{0}; }, kOutOfRange, "first_sample_index");
+
+  RequestLimits sees = kLimits;
+  sees.vision[0] = Vision();
+  request.response_token_ids = {kImage, 8, 9};
+  EXPECT_TRUE(CheckPrompt(request, sees).ok()) << "a model's text";
+  request.response_token_ids = {7, kImage, 9};
+  ExpectRefused(CheckPrompt(request, sees), absl::StatusCode::kUnimplemented,
+                "response.token_ids[1]");
 }
 
 TEST(CheckPromptTest, DraftsOfTheJuniorNeedItsLane) {

@@ -121,6 +121,9 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
     plan_.copies.push_back(
         {.from = sibling->lane(lane).table.blocks()[tail], .to = state.table.blocks()[tail]});
     state.cursor = shared;
+  } else if (sibling == nullptr) {
+    state.cursor += state.table.TakeBegun(blocks, std::span(sequence.tokens).first(most),
+                                          sequence.prompt->image_tokens);
   }
   shared_tokens_total_ += state.cursor;
   DropUnread(lane, state);
@@ -310,6 +313,11 @@ void Scheduler::SettleDrafts(Sequence& sequence, int64_t accepted, bool any_reje
 
 void Scheduler::ReleaseBlocks(Author lane, Sequence& sequence) {
   LaneState& state = sequence.lane(lane);
+  // For the prompt that continues the sequence, or for itself, after a preemption.
+  if (!state.table.empty() && state.epoch == epochs_[LaneIndex(lane)]) {
+    state.table.RememberBegun(pool(lane), std::span(sequence.tokens).first(state.cursor),
+                              sequence.prompt->image_tokens);
+  }
   state.table.Release(pool(lane));
   state.cursor = 0;
   state.ahead = 0;
