@@ -317,6 +317,7 @@ void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* prot
   }
   proto->clear_vision_inputs();
   VisionInputsToProto(trajectory.vision_inputs, proto->mutable_vision_inputs());
+  proto->set_response_offset(static_cast<int32_t>(trajectory.response_offset));
 }
 
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto) {
@@ -334,13 +335,7 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
                         absl::StrCat("must have one byte for each of the ", length,
                                      " response tokens, has ", mask.size()));
   }
-  for (size_t i = 0; i < mask.size(); ++i) {
-    const std::optional<Author> author = AuthorOf(static_cast<uint8_t>(mask[i]));
-    if (!author.has_value()) {
-      return InvalidField(absl::StrCat("authorship_mask[", i, "]"), "must be 0 or 1");
-    }
-    trajectory.authorship_mask.push_back(*author);
-  }
+  TANDEM_ASSIGN_OR_RETURN(trajectory.authorship_mask, AuthorsFromProto("authorship_mask", mask));
 
   if (!proto.has_author_logprobs()) return InvalidField("author_logprobs", "is required");
   TANDEM_ASSIGN_OR_RETURN(trajectory.author_logprobs,
@@ -398,7 +393,23 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
     trajectory.routed_experts = *std::move(experts);
   }
   TANDEM_ASSIGN_OR_RETURN(trajectory.vision_inputs, VisionInputsFromProto(proto.vision_inputs()));
+  trajectory.response_offset = proto.response_offset();
   return trajectory;
+}
+
+absl::StatusOr<std::vector<Author>> AuthorsFromProto(absl::string_view field,
+                                                     const std::string& mask) {
+  std::vector<Author> authors;
+  authors.reserve(mask.size());
+  for (size_t i = 0; i < mask.size(); ++i) {
+    const std::optional<Author> author = AuthorOf(static_cast<uint8_t>(mask[i]));
+    if (!author.has_value()) {
+      return InvalidField(absl::StrCat(field, "[", i, "]"),
+                          "must be 0 (junior), 1 (senior) or 2 (environment)");
+    }
+    authors.push_back(*author);
+  }
+  return authors;
 }
 
 absl::StatusOr<std::vector<VisionReference>> VisionInputsFromProto(

@@ -100,10 +100,14 @@ struct SpeculativeParams {
 // One prompt and its samples.
 struct PromptRequest {
   std::vector<int32_t> prompt_token_ids;
+  // The response so far, which is continued; the authors of its tokens.
+  std::vector<int32_t> response_token_ids = {};
+  std::vector<Author> response_authors = {};
   SamplingParams sampling;
   TandemConfig tandem;  // resolved: the caller has merged the request over the defaults
   uint64_t seed = 0;
   int64_t num_samples = 1;
+  uint64_t first_sample_index = 0;
   bool return_other_logprobs = false;
   bool return_routed_experts = false;
   bool stream_tokens = false;
@@ -133,7 +137,7 @@ struct DraftCounts {
 // The drafts of one sample.
 struct SampleDrafts {
   DraftCounts counts;
-  // One per response token: 1 = an accepted draft. Empty if the prompt asks for no drafts.
+  // One per new response token: 1 = an accepted draft. Empty if the prompt asks for no drafts.
   std::vector<uint8_t> accepted_mask;
 
   bool operator==(const SampleDrafts&) const = default;

@@ -141,6 +141,12 @@ absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
                         absl::StrCat("must not be negative, got ", prompt.num_samples()));
   }
   request.num_samples = prompt.num_samples() == 0 ? 1 : prompt.num_samples();
+  request.first_sample_index = prompt.first_sample_index();
+  const v1::ResponseSoFar& response = prompt.response();
+  request.response_token_ids.assign(response.token_ids().begin(), response.token_ids().end());
+  TANDEM_ASSIGN_OR_RETURN(
+      request.response_authors,
+      rpc::AuthorsFromProto("response.authorship_mask", response.authorship_mask()));
   request.return_other_logprobs = prompt.return_other_logprobs();
   request.return_routed_experts = prompt.return_routed_experts();
   request.stream_tokens = prompt.stream_tokens();
