@@ -3,6 +3,11 @@
 HIGHEST = 15
 
 
+def third(number: int) -> str:
+    """Returns the third of the numbers in which a number lies."""
+    return ("low", "middle", "high")[(number - 1) * 3 // HIGHEST]
+
+
 class Guess:
     """One game."""
 
@@ -25,9 +30,9 @@ class Guess:
         return "higher" if number < self._answer else "lower"
 
     def hint(self) -> str:
-        """Tells the third of the numbers in which the number lies; costs as much as half a guess."""
+        """Tells the third of the numbers in which the number lies; costs half a guess."""
         self._hints += 1
-        return ("low", "middle", "high")[(self._answer - 1) * 3 // HIGHEST]
+        return third(self._answer)
 
     def get_reward(self) -> float:
         """Returns 1 for a number that was found, less 0.1 for each further guess, 0.05 a hint."""

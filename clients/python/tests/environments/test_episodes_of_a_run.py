@@ -1,6 +1,7 @@
 """Runs with an environment against fake servers, through the command line."""
 
 import json
+import signal
 import threading
 
 import fakes
@@ -407,3 +408,36 @@ def test_an_environment_without_a_reward_needs_a_function(world, codec, run_file
     train(run_file, "steps=1", f"reward.function={tmp_path}/reward.py:reward")
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
     assert line["reward/max"] > 0
+
+
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_an_environment(
+    world, codec, run_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tandem.environments.driver.STOP_SECONDS", 0.2)
+    let_write(
+        world,
+        codec,
+        lambda seed, index, before: (
+            called("think", seconds=30) if world.version else guessing(seed, index, before)
+        ),
+    )
+    episodes = tmp_path / "run" / "episodes" / "step_2.jsonl"
+
+    def interrupt():
+        fakes.wait_until(lambda: episodes.exists() and episodes.read_text().count("reset") == 6)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    printed = train(run_file, check=130)
+    thread.join()
+    assert "step 2 is given up: 6 episodes wait for their environments" in printed.stdout
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 1
+
+
+def test_supervised_training_shows_the_tools_in_its_prompts(world, codec, run_file, tmp_path):
+    trained = []
+    world.on_samples = trained.extend
+    tandem("sft", run_file, "steps=1", "sft.batch_size=2")
+    for one in trained:
+        assert "fail guess hint think" in "".join(codec.token_texts(one.prompt_token_ids))
