@@ -4,11 +4,13 @@ import json
 import signal
 import threading
 
+import fake_fleet
 import fakes
 import pytest
 import yaml
 from commands import contents, lines, tandem
 from commands import records as records_of
+from fake_fleet import FakeReplica, random_delay
 from talking import called, chat_codec, let_write
 
 from tandem.metrics import CLOCK_KEYS, ENVIRONMENT_KEYS, KEYS
@@ -441,3 +443,23 @@ def test_supervised_training_shows_the_tools_in_its_prompts(world, codec, run_fi
     tandem("sft", run_file, "steps=1", "sft.batch_size=2")
     for one in trained:
         assert "fail guess hint think" in "".join(codec.token_texts(one.prompt_token_ids))
+
+
+@pytest.mark.parametrize("losses", [[], [5]])
+def test_episodes_are_the_same_on_several_replicas(world, codec, run_file, tmp_path, losses):
+    let_write(world, codec, guessing)
+    train(run_file, f"run_dir={tmp_path / 'alone'}")
+    world.version = world.published = 0
+    replicas = [FakeReplica(world) for _ in range(3)]
+    for seed, replica in enumerate(replicas):
+        replica.delay = random_delay(seed, 0.004)
+    replicas[0].losses, replicas[0].down_seconds = losses, 0.05
+    with fake_fleet.serve(replicas) as trainer:
+        addresses = ", ".join(one.address for one in replicas)
+        servers = [f"servers.trainer={trainer}", f"servers.rollout=[{addresses}]"]
+        train(run_file, f"run_dir={tmp_path / 'several'}", *servers)
+    assert sum(bool(one.drawn) for one in replicas) > 1
+    for step in (1, 2):
+        name = f"trajectories/step_{step}.parquet"
+        alone, several = (tmp_path / run / name for run in ("alone", "several"))
+        assert several.read_bytes() == alone.read_bytes()
