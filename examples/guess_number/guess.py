@@ -1,6 +1,6 @@
-"""The environment: a number from 1 to 15 to guess, with few guesses and few hints."""
+"""The environment: a number from 1 to 7 to guess, with few guesses and few hints."""
 
-HIGHEST = 15
+HIGHEST = 7
 
 
 def third(number: int) -> str:

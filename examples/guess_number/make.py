@@ -21,8 +21,8 @@ WORDS = (
     *("right", "higher", "lower", "low", "middle", "high"),
     *map(str, range(1, HIGHEST + 1)),
 )
-MOST_TURNS = 8
-GAMES = 6000
+MOST_TURNS = 6
+GAMES = 12000
 
 
 def game(rng: random.Random) -> list[dict[str, str]]:

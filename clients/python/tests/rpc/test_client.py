@@ -29,7 +29,7 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.rpc import requests, retry, transport
-from tandem.rpc.requests import Prompt, SupervisedSample
+from tandem.rpc.requests import Prompt, ResponseSoFar, SupervisedSample
 from tandem.rpc.retry import ONCE, Retries
 from tandem.rpc.transport import MAX_SEND_BYTES
 
@@ -457,3 +457,27 @@ async def test_an_async_stream_starts_at_once_and_ends_when_left(world, address)
             break
         await events.aclose()
         await happens(lambda: world.open_streams == 0)
+
+
+def test_a_prompt_continues_a_response_and_names_its_sample(world, address):
+    sampling = {"max_tokens": 4}
+    with RolloutClient(address) as client:
+        [group] = client.generate([Prompt([5], seed=3, num_samples=2, sampling=sampling)])
+        so_far = ResponseSoFar([*group[1].response_token_ids, 9], [*group[1].authorship_mask, 2])
+        asked = []
+        world.on_prompt = asked.append
+        [[turn]] = client.generate(
+            [Prompt([5], seed=3, sampling=sampling, response=so_far, first_sample_index=1)]
+        )
+    assert (turn.sample_index, turn.response_offset) == (1, len(so_far.token_ids))
+    [prompt] = asked
+    assert list(prompt.response.token_ids) == so_far.token_ids
+    assert list(prompt.response.authorship_mask) == so_far.authorship_mask
+    # A response that begins has none.
+    assert not Prompt([5]).message().HasField("response")
+
+
+def test_samples_of_any_first_index_are_in_order(address):
+    with RolloutClient(address) as client:
+        [group] = client.generate([Prompt([5], num_samples=3, first_sample_index=4)])
+    assert [one.sample_index for one in group] == [4, 5, 6]
