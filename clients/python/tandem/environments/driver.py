@@ -106,6 +106,9 @@ class Driver:
                 event = self._events.get_nowait()
             except Empty:
                 self._request_turns()
+                # Those that had no room for a turn may have been the last.
+                if not self._unfinished:
+                    return
                 event = self._wait()
             event()
 

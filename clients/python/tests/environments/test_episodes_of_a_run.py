@@ -265,8 +265,15 @@ def test_episodes_end_for_the_reason_that_is_counted(
         assert one["authorship_mask"][-1] != 2
 
 
-def test_the_context_ends_an_episode(world, codec, run_file, tmp_path):
+@pytest.mark.parametrize("rewards", [True, False])
+def test_the_context_ends_an_episode(world, codec, run_file, tmp_path, rewards):
     let_write(world, codec, lambda *_: called("guess", number=9))
+    if not rewards:
+        (tmp_path / "reward.py").write_text(REWARD)
+        (tmp_path / "env.py").write_text(ENVIRONMENT.replace("get_reward", "_get_reward"))
+        settings = yaml.safe_load(run_file.read_text())
+        settings["reward"] = {"function": "reward.py:reward"}
+        run_file.write_text(yaml.safe_dump(settings))
     world.max_model_len = world.junior_max_model_len = 400
     train(run_file, "steps=1", "environment.max_turns=50")
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
