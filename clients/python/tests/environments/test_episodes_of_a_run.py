@@ -15,6 +15,7 @@ from talking import called, chat_codec, let_write
 
 from tandem.metrics import CLOCK_KEYS, ENVIRONMENT_KEYS, KEYS
 from tandem.rpc.author_schedule import TOKEN, uniform
+from tandem.run_directory.trajectories.files import evaluation_file, read_records
 from tandem.utils.authors import turns
 
 ENVIRONMENT = '''
@@ -393,7 +394,7 @@ def test_rewards_of_environment_and_function_are_summed(world, codec, run_file, 
     ("overrides", "says"),
     [
         (["data.template=raw"], "environment: rows.jsonl"),
-        (["eval.every=1"], "environment: evaluations draw no episodes"),
+        (["eval.every=1", "eval.modes=[legibility]"], "eval.modes: legibility: does not work"),
         (["environment.class=nowhere.py:Guess"], "environment.class: "),
         (["environment.max_turns=0"], "environment.max_turns: must be at least 1"),
         (["reward.overlong_buffer={len: 2}"], "reward.overlong_buffer: does not apply"),
@@ -442,6 +443,45 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_an_environment(
     thread.join()
     assert "step 2 is given up: 6 episodes wait for their environments" in printed.stdout
     assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 1
+
+
+def test_evaluations_draw_solo_episodes(world, codec, run_file, tmp_path):
+    let_write(world, codec, guessing)
+    asked = []
+    world.on_prompt = asked.append
+    train(run_file, "steps=1", "eval.at_end=true", "eval.samples=2", "reward.correct_at=0.5")
+    [line] = lines(tmp_path / "run" / "evals.jsonl")
+    assert (line["mode"], line["prompts"], line["samples"]) == ("solo", 12, 2)
+    answers = read_records(evaluation_file(tmp_path / "run", 1, "solo"))
+    assert len(answers) == 24
+    assert all(set(one["authorship_mask"]) <= {1, 2} for one in answers)
+    assert line["accuracy"] == sum(one["reward"] >= 0.5 for one in answers) / 24
+    assert line["environment/turns_mean"] == pytest.approx(
+        sum(turns(one["authorship_mask"]) for one in answers) / 24
+    )
+    # Evaluations are drawn with seeds of their own, and recorded as answers alone.
+    assert not (tmp_path / "run" / "episodes" / "step_0.jsonl").exists()
+    before = len(asked)
+    printed = tandem("eval", run_file, "--json", "eval.samples=2", "reward.correct_at=0.5")
+    said = json.loads(printed.stdout.splitlines()[-1])
+    assert len(asked) > before
+    assert said["evaluations"]["solo"]["accuracy"] == line["accuracy"]
+
+
+def test_episodes_that_cannot_begin_are_not_correct(world, codec, run_file, tmp_path):
+    rows = [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": 0, "breaks": "reset"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    let_write(world, codec, lambda seed, index, before: called("guess", number=0))
+    printed = tandem("eval", run_file, "--json")
+    said = json.loads(printed.stdout.splitlines()[-1])["evaluations"]["solo"]
+    assert (said["accuracy"], said["environment/failures"]) == (0.5, 1)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    assert "no episode of the evaluation began" in tandem("eval", run_file, check=1).stderr
+
+
+def test_the_gate_is_refused(world, codec, run_file):
+    let_write(world, codec, guessing)
+    assert "--gate: does not work" in tandem("eval", run_file, "--gate", check=2).stderr
 
 
 def test_supervised_training_shows_the_tools_in_its_prompts(world, codec, run_file, tmp_path):
