@@ -457,3 +457,25 @@ async def test_an_async_stream_starts_at_once_and_ends_when_left(world, address)
             break
         await events.aclose()
         await happens(lambda: world.open_streams == 0)
+
+
+def test_publish_raises_where_a_server_did_not_get_the_weights(world, address):
+    with TrainerClient(address) as trainer, RolloutClient(address) as rollout:
+        assert trainer.publish([rollout]).digest == "d"
+        world.published = world.version + 1
+        with pytest.raises(FailedPreconditionError, match=f"{world.targets[0]}: stale") as caught:
+            trainer.publish([rollout])
+        assert caught.value.reason == "STALE_WEIGHT_VERSION"
+        assert trainer.publish([rollout], allow_rollback=True).version == world.version
+        with pytest.raises(ConfigError, match="advertise the same address"):
+            trainer.publish([rollout, rollout])
+
+    async def publish():
+        async with AsyncTrainerClient(address) as trainer, AsyncRolloutClient(address) as rollout:
+            world.published = 0
+            assert (await trainer.publish([rollout])).version == world.version
+            world.published = world.version + 1
+            with pytest.raises(FailedPreconditionError):
+                await trainer.publish([rollout])
+
+    asyncio.run(publish())
