@@ -264,10 +264,12 @@ class TrainerCalls(CheckpointCalls):
         Raises the error of a server that did not get them; the others have them then.
         `allow_rollback` is that of publish_weights().
         """
-        # Not the clients' own methods: those of plain clients are not awaited.
+        # Of the classes, not of the objects: methods of plain clients are not awaited.
         infos = [(one, await RolloutCalls.info(one)) for one in rollouts]
         targets = delivery.by_advertised_address(infos)
-        reply = await self.publish_weights(list(targets), allow_rollback=allow_rollback)
+        reply = await TrainerCalls.publish_weights(
+            self, list(targets), allow_rollback=allow_rollback
+        )
         return delivery.delivered(reply)
 
     async def publish_weights(
