@@ -481,3 +481,25 @@ def test_samples_of_any_first_index_are_in_order(address):
     with RolloutClient(address) as client:
         [group] = client.generate([Prompt([5], num_samples=3, first_sample_index=4)])
     assert [one.sample_index for one in group] == [4, 5, 6]
+
+
+def test_publish_raises_where_a_server_did_not_get_the_weights(world, address):
+    with TrainerClient(address) as trainer, RolloutClient(address) as rollout:
+        assert trainer.publish([rollout]).digest == "d"
+        world.published = world.version + 1
+        with pytest.raises(FailedPreconditionError, match=f"{world.targets[0]}: stale") as caught:
+            trainer.publish([rollout])
+        assert caught.value.reason == "STALE_WEIGHT_VERSION"
+        assert trainer.publish([rollout], allow_rollback=True).version == world.version
+        with pytest.raises(ConfigError, match="advertise the same address"):
+            trainer.publish([rollout, rollout])
+
+    async def publish():
+        async with AsyncTrainerClient(address) as trainer, AsyncRolloutClient(address) as rollout:
+            world.published = 0
+            assert (await trainer.publish([rollout])).version == world.version
+            world.published = world.version + 1
+            with pytest.raises(FailedPreconditionError):
+                await trainer.publish([rollout])
+
+    asyncio.run(publish())
