@@ -34,9 +34,10 @@ class EnvironmentSettings(Settings):
     # Most tokens of an episode, those of the environment included. Not set: what the servers'
     # max_model_len leaves. sampling.max_tokens bounds a turn.
     max_episode_tokens: Count | None = None
-    # Most seconds of a call of the environment, and of all calls in an episode, not counting the
-    # time in which the models write. Not set: no bound of the episode's own.
+    # Most seconds of a call of the environment, which is given up then.
     timeout_seconds: float = Field(60.0, gt=0, le=1e8)
+    # Most seconds of all calls of the environment in an episode; the time in which the models write
+    # does not count. Not set: no bound of the episode's own.
     episode_timeout_seconds: float | None = Field(None, gt=0, le=1e8)
     # Calls of environments that run at once, each in a thread. Not set: one for each episode of a
     # step, at most 256.
