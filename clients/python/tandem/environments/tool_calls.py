@@ -80,8 +80,17 @@ _SIGNS: Mapping[ToolCallFormat, str] = {
 }
 
 
+# What the templates contain whose calls are XML between the marks of Hermes: those of Qwen3.5 and
+# Nemotron 3, and of GLM-4.5.
+_XML = ("<function=", "<arg_key>")
+
+
 def format_of(template: str) -> ToolCallFormat:
     """Returns the format that a chat template names; raises ConfigError if it names none."""
+    if any(sign in template for sign in _XML):
+        raise ConfigError(
+            "environment.tool_calls: the chat template has calls of tools in XML, which is not read"
+        )
     for name, sign in _SIGNS.items():
         if sign in template:
             return name

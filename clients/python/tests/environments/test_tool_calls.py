@@ -68,3 +68,5 @@ def test_the_format_follows_from_the_chat_template():
     assert format_of('Environment: ipython {"name": …, "parameters": …}') == "llama3"
     with pytest.raises(ConfigError, match=r"^environment\.tool_calls: .* names no format"):
         format_of("{{ messages }}")
+    with pytest.raises(ConfigError, match="calls of tools in XML, which is not read"):
+        format_of("<tool_call>\n<function=look>\n<parameter=x>")
