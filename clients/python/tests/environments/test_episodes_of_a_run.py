@@ -390,6 +390,13 @@ def test_rewards_of_environment_and_function_are_summed(world, codec, run_file, 
     assert line["reward/environment"] > 0
 
 
+def test_the_reward_of_an_environment_may_have_a_weight(world, codec, run_file, tmp_path):
+    let_write(world, codec, guessing)
+    train(run_file, "steps=1", "rewards=[{function: environment, weight: 2.0, name: game}]")
+    for one in records_of(tmp_path / "run", 1):
+        assert one["reward"] == 2 * one["scores"]["game"] > 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
