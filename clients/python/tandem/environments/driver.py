@@ -203,10 +203,11 @@ class Driver:
         if call is None:
             self._go_on(one)
             return
+        arguments = dict(self._rules.environment.typed(call))
         self._ask(
             one,
-            {"call": call.name, "arguments": dict(call.arguments)},
-            lambda live: live.tool(call.name, call.arguments),
+            {"call": call.name, "arguments": arguments},
+            lambda live: live.tool(call.name, arguments),
             partial(self._answered, one, call),
         )
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from tandem.settings.base import Count, NonEmptyPath, Settings
 from tandem.settings.paths import absolute
 
-ToolCallFormat = Literal["hermes", "llama3", "mistral"]
+ToolCallFormat = Literal["hermes", "qwen_xml", "llama3", "mistral"]
 
 
 class EnvironmentSettings(Settings):
@@ -21,7 +21,8 @@ class EnvironmentSettings(Settings):
     class_: Annotated[str, Field(pattern=r"^.+:\w+$", alias="class")]
     # Folder in which modules are looked up after the installed ones. Default: the run file's.
     python_path: NonEmptyPath = Field(default_factory=Path.cwd)
-    # How the model writes calls of tools: hermes (<tool_call>{…}</tool_call>, as Qwen does), llama3
+    # How the model writes calls of tools: hermes (<tool_call>{…}</tool_call>, as Qwen2.5 and Qwen3
+    # do), qwen_xml (<function=…> inside of that, as Qwen3.5 and Nemotron 3 do), llama3
     # (<|python_tag|> or bare JSON), mistral ([TOOL_CALLS] […]). Not set: the one that the chat
     # template names.
     tool_calls: ToolCallFormat | None = None
