@@ -427,6 +427,24 @@ def test_an_environment_without_a_reward_needs_a_function(world, codec, run_file
     assert line["reward/max"] > 0
 
 
+def test_every_environment_is_closed_before_a_run_ends(world, codec, run_file, tmp_path):
+    (tmp_path / "env.py").write_text(
+        ENVIRONMENT
+        + f"""
+    def close(self):
+        time.sleep(0.1)
+        with open({str(tmp_path / "closed")!r}, "a") as file:
+            file.write("x")
+        raise OSError("the door is stuck")
+"""
+    )
+    let_write(world, codec, guessing)
+    train(run_file, "steps=1", "environment.workers=2")
+    assert (tmp_path / "closed").read_text() == "x" * 6
+    log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
+    assert "close() of an environment failed: OSError: the door is stuck" in log
+
+
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_an_environment(
     world, codec, run_file, tmp_path, monkeypatch
 ):
