@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
@@ -24,6 +26,26 @@ namespace {
 
 using weights::v1::WeightService;
 
+absl::StatusOr<weights::v1::GetVersionResponse> AskVersion(WeightService::StubInterface& receiver,
+                                                           const WeightSenderOptions& options) {
+  weights::v1::GetVersionRequest request;
+  request.set_with_tensor_types(true);
+  weights::v1::GetVersionResponse served;
+  CallContext context(options.call, options.version_timeout);
+  TANDEM_RETURN_IF_ERROR(FromGrpcStatus(receiver.GetVersion(context.get(), request, &served)));
+  return served;
+}
+
+// Returns the types that this sender can send: a type that it does not know is left out, as any
+// tensor may travel as float32.
+TensorTypes TypesFromProto(const weights::v1::GetVersionResponse& served) {
+  TensorTypes types;
+  for (const auto& type : served.tensor_types()) {
+    if (type.dtype() == types::v1::DATA_TYPE_BFLOAT16) types[type.name()] = DType::kBFloat16;
+  }
+  return types;
+}
+
 class Sender {
  public:
   Sender(WeightService::StubInterface& receiver, const std::string& update_id,
@@ -33,14 +55,13 @@ class Sender {
   // One attempt, from wherever the receiver is.
   absl::StatusOr<SentWeights> Attempt() {
     progressed_ = false;
-    weights::v1::GetVersionResponse served;
-    CallContext context(options_.call, options_.version_timeout);
-    TANDEM_RETURN_IF_ERROR(FromGrpcStatus(receiver_.GetVersion(context.get(), {}, &served)));
+    TANDEM_ASSIGN_OR_RETURN(const weights::v1::GetVersionResponse served,
+                            AskVersion(receiver_, options_));
     SentWeights sent = {.weights = WeightsVersionFromProto(served.weights())};
     for (const auto& component : served.components()) {
       sent.components[component.name()] = WeightsVersionFromProto(component.weights());
     }
-    ChooseComponents(sent);
+    TANDEM_RETURN_IF_ERROR(ChooseTensors(sent, TypesFromProto(served)));
     if (Serves(sent)) {
       sent.bytes = furthest_chunk_ > 0 ? sent_bytes_ : 0;
       return sent;
@@ -67,9 +88,13 @@ class Sender {
   bool progressed() const { return progressed_; }
 
  private:
+  struct Range {
+    int64_t begin, end;
+  };
+
   // Leaves out the components that the receiver does not take, and a model that it serves, under
-  // any version.
-  void ChooseComponents(const SentWeights& served) {
+  // any version. Chooses the type of each tensor that is sent.
+  absl::Status ChooseTensors(const SentWeights& served, const TensorTypes& types) {
     const WeightManifest& whole = source_.manifest();
     manifest_ = whole;
     for (const ComponentManifest& component : whole.components) {
@@ -78,20 +103,47 @@ class Sender {
       }
     }
     if (served.weights.digest == whole.digest) manifest_ = manifest_.Without(kModelComponent);
+    const bool with_model = manifest_.has_model();
+    manifest_.tensors.clear();
+    manifest_.total_bytes = 0;
     ranges_.clear();
-    int64_t offset = 0;
-    for (const WeightSpec& tensor : whole.tensors) {
-      const int64_t begin = std::exchange(offset, offset + tensor.bytes());
-      const absl::string_view component = ComponentOf(tensor);
-      const bool is_sent = component == kModelComponent ? manifest_.has_model()
-                                                        : manifest_.Find(component) != nullptr;
-      if (!is_sent) continue;
-      if (!ranges_.empty() && ranges_.back().end == begin) {
-        ranges_.back().end = offset;
+    TensorSums sums;
+    bool all_float32 = true;
+    int64_t end = 0;  // in the source's stream
+    for (size_t i = 0; i < whole.tensors.size();) {
+      const std::string& name = whole.tensors[i].name;
+      const absl::string_view component = ComponentOf(whole.tensors[i]);
+      const bool of_model = component == kModelComponent;
+      const auto wanted = of_model ? types.find(name) : types.end();
+      const DType type = wanted == types.end() ? DType::kFloat32 : wanted->second;
+      std::optional<size_t> chosen;
+      Range range = {};
+      for (; i < whole.tensors.size() && whole.tensors[i].name == name; ++i) {
+        const WeightSpec& tensor = whole.tensors[i];
+        const int64_t begin = std::exchange(end, end + tensor.bytes());
+        if (tensor.dtype != type && (chosen.has_value() || !IsFloat32(tensor))) continue;
+        chosen = i;
+        range = {.begin = begin, .end = end};
+      }
+      if (of_model ? !with_model : manifest_.Find(component) == nullptr) continue;
+      if (!chosen.has_value()) {
+        return absl::UnavailableError(absl::StrCat("the receiver wants \"", name, "\" as ",
+                                                   TorchDTypeName(type),
+                                                   ", which it did not when the weights were "
+                                                   "prepared: publish again"));
+      }
+      manifest_.tensors.push_back(whole.tensors[*chosen]);
+      manifest_.total_bytes += manifest_.tensors.back().bytes();
+      if (of_model && !source_.sums().empty()) sums.Add(name, source_.sums()[*chosen]);
+      all_float32 = all_float32 && IsFloat32(manifest_.tensors.back());
+      if (!ranges_.empty() && ranges_.back().end == range.begin) {
+        ranges_.back().end = range.end;
       } else {
-        ranges_.push_back({.begin = begin, .end = offset});
+        ranges_.push_back(range);
       }
     }
+    if (!all_float32) manifest_.sent_digest = sums.Digest();
+    return absl::OkStatus();
   }
 
   // Whether the receiver serves exactly what would be sent to it.
@@ -194,9 +246,6 @@ class Sender {
   const std::string& update_id_;
   const WeightSource& source_;
   const WeightSenderOptions& options_;
-  struct Range {
-    int64_t begin, end;
-  };
   WeightManifest manifest_;    // of what this receiver is sent
   std::vector<Range> ranges_;  // of that in the source's stream
   int64_t sent_bytes_ = 0;     // of the last attempt that began an update
@@ -212,6 +261,9 @@ bool Retryable(const absl::Status& status) {
     case absl::StatusCode::kResourceExhausted:
     case absl::StatusCode::kNotFound:  // the receiver restarted: begin again
       return true;
+    // The receiver was restarted with other types since it was asked for them: ask again.
+    case absl::StatusCode::kInvalidArgument:
+      return absl::EndsWith(FieldPath(status).value_or(""), ".dtype");
     case absl::StatusCode::kDataLoss:
       return !HasReason(status, reason::kDigestMismatch);
     default:
@@ -220,6 +272,13 @@ bool Retryable(const absl::Status& status) {
 }
 
 }  // namespace
+
+absl::StatusOr<TensorTypes> AskTensorTypes(WeightService::StubInterface& receiver,
+                                           const WeightSenderOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const weights::v1::GetVersionResponse served,
+                          AskVersion(receiver, options));
+  return TypesFromProto(served);
+}
 
 absl::StatusOr<SentWeights> SendWeights(WeightService::StubInterface& receiver,
                                         const std::string& update_id, const WeightSource& source,
