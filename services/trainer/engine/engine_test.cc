@@ -542,16 +542,37 @@ TEST_F(TrainerEngineTest, ExportIsAModelDirectory) {
 
 TEST_F(TrainerEngineTest, SnapshotIsAnImmutableCopyWithTheDigestOfTheWeights) {
   auto engine = Make();
-  const auto snapshot = engine->Snapshot({}).value();
+  const auto snapshot = engine->Snapshot({}, {}).value();
   EXPECT_EQ(snapshot->manifest().digest, Digest(*engine));
   EXPECT_EQ(snapshot->manifest().version, 0);
   Step(*engine, TestRequest());
   std::vector<std::byte> bytes(static_cast<size_t>(snapshot->manifest().total_bytes));
   ASSERT_TRUE(snapshot->Read(0, absl::MakeSpan(bytes)).ok());
   EXPECT_EQ(StreamDigest(snapshot->manifest().tensors, bytes), snapshot->manifest().digest);
-  const auto next = engine->Snapshot({}).value();
+  const auto next = engine->Snapshot({}, {}).value();
   EXPECT_EQ(next->manifest().version, 1);
   EXPECT_EQ(next->manifest().digest, Digest(*engine));
+}
+
+TEST_F(TrainerEngineTest, SnapshotHasTheTypesThatReceiversWant) {
+  auto engine = Make();
+  const TensorTypes types = {{"model.embed_tokens.weight", DType::kBFloat16}};
+  const auto narrow = engine->Snapshot({}, {types}).value();
+  EXPECT_EQ(narrow->manifest().tensors[0].dtype, DType::kBFloat16);
+  EXPECT_EQ(narrow->manifest().tensors[1].dtype, DType::kFloat32);
+  EXPECT_EQ(narrow->sums().size(), narrow->manifest().tensors.size());
+  EXPECT_EQ(engine->Snapshot({}, {types}).value(), narrow) << "while it is held, it is used again";
+  const auto both = engine->Snapshot({}, {{}, types}).value();
+  EXPECT_NE(both, narrow);
+  EXPECT_EQ(both->manifest().tensors.size(), narrow->manifest().tensors.size() + 1);
+  EXPECT_EQ(both->manifest().digest, narrow->manifest().digest);
+
+  const int64_t wide_bytes = both->manifest().tensors[0].bytes();
+  std::vector<float> wide(static_cast<size_t>(wide_bytes / 4));
+  std::vector<at::BFloat16> rounded(wide.size());
+  ASSERT_TRUE(both->Read(0, absl::as_writable_bytes(absl::MakeSpan(wide))).ok());
+  ASSERT_TRUE(narrow->Read(0, absl::as_writable_bytes(absl::MakeSpan(rounded))).ok());
+  for (size_t i = 0; i < wide.size(); ++i) EXPECT_EQ(rounded[i], at::BFloat16(wide[i])) << i;
 }
 
 TEST_F(TrainerEngineTest, SupervisedStepsLearnTheResponses) {
