@@ -567,12 +567,15 @@ TEST_F(TrainerEngineTest, SnapshotHasTheTypesThatReceiversWant) {
   EXPECT_EQ(both->manifest().tensors.size(), narrow->manifest().tensors.size() + 1);
   EXPECT_EQ(both->manifest().digest, narrow->manifest().digest);
 
-  const int64_t wide_bytes = both->manifest().tensors[0].bytes();
-  std::vector<float> wide(static_cast<size_t>(wide_bytes / 4));
-  std::vector<at::BFloat16> rounded(wide.size());
-  ASSERT_TRUE(both->Read(0, absl::as_writable_bytes(absl::MakeSpan(wide))).ok());
-  ASSERT_TRUE(narrow->Read(0, absl::as_writable_bytes(absl::MakeSpan(rounded))).ok());
-  for (size_t i = 0; i < wide.size(); ++i) EXPECT_EQ(rounded[i], at::BFloat16(wide[i])) << i;
+  const auto first_tensor = [](const WeightSource& source, at::ScalarType type) {
+    const WeightSpec& spec = source.manifest().tensors[0];
+    at::Tensor values = at::empty(spec.shape, type);
+    auto* const bytes = static_cast<std::byte*>(values.mutable_data_ptr());
+    EXPECT_TRUE(source.Read(0, {bytes, static_cast<size_t>(spec.bytes())}).ok());
+    return values;
+  };
+  EXPECT_TRUE(at::equal(first_tensor(*narrow, at::kBFloat16),
+                        first_tensor(*both, at::kFloat).to(at::kBFloat16)));
 }
 
 TEST_F(TrainerEngineTest, SupervisedStepsLearnTheResponses) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
@@ -69,15 +70,18 @@ Receivers::Receivers(const std::vector<std::string>& targets,
 }
 
 std::vector<TensorTypes> Receivers::AskTypes(const CallScope& call) const {
-  std::vector<TensorTypes> types(stubs_.size());
-  // Whoever does not answer is asked again by Send, which reports the error.
-  ForEach(stubs_.size(), call, [&](size_t i) -> absl::Status {
-    TANDEM_ASSIGN_OR_RETURN(types[i], rpc::AskTensorTypes(*stubs_[i], {.call = call}));
-    return absl::OkStatus();
-  });
-  std::ranges::sort(types);
-  types.erase(std::ranges::unique(types).begin(), types.end());
-  return types;
+  std::vector<TensorTypes> answers(stubs_.size());
+  const std::vector<absl::Status> asked =
+      ForEach(stubs_.size(), call, [&](size_t i) -> absl::Status {
+        TANDEM_ASSIGN_OR_RETURN(answers[i], rpc::AskTensorTypes(*stubs_[i], {.call = call}));
+        return absl::OkStatus();
+      });
+  std::set<TensorTypes> types;
+  for (size_t i = 0; i < asked.size(); ++i) {
+    // Send asks again, and reports the error.
+    if (asked[i].ok()) types.insert(std::move(answers[i]));
+  }
+  return {types.begin(), types.end()};
 }
 
 std::vector<absl::StatusOr<rpc::SentWeights>> Receivers::Send(const WeightSource& source,

@@ -24,8 +24,8 @@ class Receivers {
   // Connects to each of `targets` with its first call.
   Receivers(const std::vector<std::string>& targets, const rpc::ChannelOptions& channel_options);
 
-  // Returns the types in which the receivers want tensors, those of several receivers once. One
-  // that does not answer counts as one that wants float32, which any receiver takes.
+  // Returns the types in which the receivers that answer want tensors, those of several receivers
+  // once.
   std::vector<TensorTypes> AskTypes(const CallScope& call) const;
 
   // Sends `source` to every receiver and commits it there. Blocks until every delivery has

@@ -105,6 +105,13 @@ TEST_F(PublishTest, TheSnapshotHasTheTypesThatTheReceiversWant) {
   EXPECT_EQ(response->results(0).bytes(), (2 << 20) + 40);
   EXPECT_EQ(response->results(1).bytes(), 0) << "it serves the weights";
   EXPECT_EQ(wide.told.applied.size(), (2 << 20) + 40);
+
+  const std::string dead = wide.server.address();
+  wide.server.Stop();
+  response = Publish({dead, rounds.server.address()});
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_THAT(engine_->asked_types(), testing::ElementsAre(narrow));
+  EXPECT_EQ(response->results(0).status().code(), static_cast<int>(grpc::UNAVAILABLE));
 }
 
 TEST_F(PublishTest, OneDeadReceiverDoesNotConcernTheOthers) {
