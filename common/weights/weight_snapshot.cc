@@ -82,11 +82,12 @@ class Snapshot : public WeightSource {
   std::unique_ptr<SnapshotFile> file_;
 };
 
-// Writes tensors to a file, one behind the other, and sums up what it writes.
+// Writes float32 values to a file in the types of their tensors, one tensor behind the other, and
+// adds up what it writes. The values are read from memory once.
 class TensorWriter {
  public:
   TensorWriter(const std::vector<WeightSpec>& tensors, const SnapshotFile& file)
-      : file_(file), places_(tensors.size()) {
+      : tensors_(tensors), file_(file), places_(tensors.size()) {
     // The digest of float32 values is known already.
     if (!std::ranges::all_of(tensors, &IsFloat32)) sums_.resize(tensors.size());
     int64_t begin = 0;
@@ -95,34 +96,59 @@ class TensorWriter {
     }
   }
 
-  // Writes the next values of a tensor.
-  absl::Status Write(size_t tensor, const at::Tensor& values) {
-    const absl::Span bytes(static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes());
-    Place& place = places_[tensor];
-    if (!sums_.empty()) {
-      const int64_t word = place.written / kWordBytes;
-      const int64_t words = static_cast<int64_t>(bytes.size()) / kWordBytes;
-      sums_[tensor] += SumWordsInParallel(word, bytes.data(), words);
-      const auto rest = bytes.subspan(static_cast<size_t>(words * kWordBytes));
-      sums_[tensor] += SumBytes(word + words, rest.data(), static_cast<int64_t>(rest.size()));
+  // Writes the next values of tensors [first, last), which are one tensor in several types.
+  absl::Status Write(size_t first, size_t last, const at::Tensor& values) {
+    for (int64_t begin = 0; begin < values.numel(); begin += kCachedValues) {
+      const at::Tensor some =
+          values.narrow(0, begin, std::min(kCachedValues, values.numel() - begin));
+      if (!sums_.empty()) {
+        const std::string& name = tensors_[first].name;
+        if (ComponentOf(tensors_[first]) == kModelComponent) {
+          model_.Add(name, SumOf(places_[first].values, some));
+        }
+      }
+      for (size_t i = first; i < last; ++i) {
+        TANDEM_RETURN_IF_ERROR(WriteAs(i, some.to(ToScalarType(tensors_[i].dtype))));
+      }
     }
-    const int64_t to = place.begin + place.written;
-    place.written += static_cast<int64_t>(bytes.size());
-    return file_.file.WriteAllAt(to, bytes);
+    return absl::OkStatus();
   }
 
-  std::vector<WordSums> TakeSums() { return std::move(sums_); }
+  // Returns the digest of the model's tensors as float32, if sums are needed.
+  std::string ModelDigest() const { return model_.Digest(); }
+  // Returns the sums of each tensor as it was written; empty if all are float32.
+  const std::vector<WordSums>& sums() const { return sums_; }
 
  private:
-  static constexpr int64_t kWordBytes = 4;
-  // Bytes of a tensor in the file.
+  static constexpr int64_t kCachedValues = 1 << 20;
+  // Where a tensor begins in the file, and how many values of it were written.
   struct Place {
-    int64_t begin = 0, written = 0;
+    int64_t begin = 0, values = 0;
   };
 
+  static WordSums SumOf(int64_t first, const at::Tensor& values) {
+    constexpr int64_t kWordBytes = 4;
+    const auto* const data = static_cast<const char*>(values.const_data_ptr());
+    const auto bytes = static_cast<int64_t>(values.nbytes());
+    const int64_t begin = first * values.element_size() / kWordBytes, words = bytes / kWordBytes;
+    WordSums sums = SumWordsInParallel(begin, data, words);
+    return sums += SumBytes(begin + words, data + words * kWordBytes, bytes % kWordBytes);
+  }
+
+  absl::Status WriteAs(size_t tensor, const at::Tensor& values) {
+    Place& place = places_[tensor];
+    if (!sums_.empty()) sums_[tensor] += SumOf(place.values, values);
+    const int64_t to = place.begin + place.values * values.element_size();
+    place.values += values.numel();
+    return file_.file.WriteAllAt(
+        to, {static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes()});
+  }
+
+  const std::vector<WeightSpec>& tensors_;
   const SnapshotFile& file_;
   std::vector<Place> places_;
-  std::vector<WordSums> sums_;  // empty if all tensors are float32
+  std::vector<WordSums> sums_;
+  TensorSums model_;
 };
 
 absl::Status CheckTensor(const std::vector<WeightSpec>& expected, size_t index,
@@ -170,21 +196,25 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
   size_t next = 0;
   TANDEM_RETURN_IF_ERROR(
       source([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
-        TANDEM_RETURN_IF_ERROR(CheckTensor(tensors, next, name, tensor));
-        for (; next < tensors.size() && tensors[next].name == name; ++next) {
-          const auto write = [&, index = next](const at::Tensor& values) {
-            return writer.Write(index, values);
-          };
-          TANDEM_RETURN_IF_ERROR(copies.Add(tensor, ToScalarType(tensors[next].dtype), write));
-        }
-        return absl::OkStatus();
+        const size_t first = next;
+        TANDEM_RETURN_IF_ERROR(CheckTensor(tensors, first, name, tensor));
+        while (next < tensors.size() && tensors[next].name == name) ++next;
+        return copies.Add(tensor, at::kFloat, [&, first, last = next](const at::Tensor& values) {
+          return writer.Write(first, last, values);
+        });
       }));
   TANDEM_RETURN_IF_ERROR(copies.Finish());
   if (next < tensors.size()) {
     return absl::InvalidArgumentError(
         absl::StrCat("tensor '", tensors[next].name, "' was not given"));
   }
-  return std::make_shared<Snapshot>(std::move(manifest), writer.TakeSums(), std::move(file));
+  // A receiver of rounded values cannot see it.
+  if (!writer.sums().empty() && writer.ModelDigest() != weights.digest) {
+    return absl::DataLossError(absl::StrCat("the copy of version ", weights.version, " has digest ",
+                                            writer.ModelDigest(), ", the weights have ",
+                                            weights.digest));
+  }
+  return std::make_shared<Snapshot>(std::move(manifest), writer.sums(), std::move(file));
 }
 
 }  // namespace tandem

@@ -115,6 +115,14 @@ TEST(WeightSnapshotTest, ATensorIsKeptInSeveralTypesWithTheSumsOfEach) {
   EXPECT_TRUE(Snapshot(given).value()->sums().empty()) << "the digest says it all";
 }
 
+TEST(WeightSnapshotTest, RoundedWeightsMustHaveTheDigestOfTheirVersion) {
+  const NamedTensors given = {{"a", at::ones({3})}}, others = {{"a", at::full({3}, 2.0)}};
+  const std::vector<WeightSpec> specs = {{.name = "a", .dtype = DType::kBFloat16, .shape = {3}}};
+  EXPECT_TRUE(MakeWeightSnapshot(specs, SourceOf(given), VersionOf(1, given), 7).ok());
+  EXPECT_EQ(MakeWeightSnapshot(specs, SourceOf(others), VersionOf(1, given), 7).status().code(),
+            absl::StatusCode::kDataLoss);
+}
+
 TEST(WeightSnapshotTest, AFileIsUsedAgainOnlyWhenNobodyHoldsIt) {
   const auto first_value = [](const WeightSource& source) {
     float value = 0;

@@ -103,47 +103,64 @@ class Sender {
       }
     }
     if (served.weights.digest == whole.digest) manifest_ = manifest_.Without(kModelComponent);
-    const bool with_model = manifest_.has_model();
-    manifest_.tensors.clear();
+    const std::vector<WeightSpec> sent = std::exchange(manifest_.tensors, {});
     manifest_.total_bytes = 0;
     ranges_.clear();
-    TensorSums sums;
-    bool all_float32 = true;
-    int64_t end = 0;  // in the source's stream
-    for (size_t i = 0; i < whole.tensors.size();) {
-      const std::string& name = whole.tensors[i].name;
-      const absl::string_view component = ComponentOf(whole.tensors[i]);
-      const bool of_model = component == kModelComponent;
-      const auto wanted = of_model ? types.find(name) : types.end();
-      const DType type = wanted == types.end() ? DType::kFloat32 : wanted->second;
-      std::optional<size_t> chosen;
-      Range range = {};
-      for (; i < whole.tensors.size() && whole.tensors[i].name == name; ++i) {
-        const WeightSpec& tensor = whole.tensors[i];
-        const int64_t begin = std::exchange(end, end + tensor.bytes());
-        if (tensor.dtype != type && (chosen.has_value() || !IsFloat32(tensor))) continue;
-        chosen = i;
-        range = {.begin = begin, .end = end};
-      }
-      if (of_model ? !with_model : manifest_.Find(component) == nullptr) continue;
+    model_sums_ = {};
+    size_t i = 0;        // of the source's tensors
+    int64_t offset = 0;  // of tensor i in the source's stream
+    for (size_t first = 0; first < sent.size();) {
+      // A tensor may be there in several types, one behind the other.
+      const std::string& name = sent[first].name;
+      for (; whole.tensors[i].name != name; ++i) offset += whole.tensors[i].bytes();
+      const auto wanted = types.find(name);
+      const DType type = wanted == types.end() || ComponentOf(sent[first]) != kModelComponent
+                             ? DType::kFloat32
+                             : wanted->second;
+      const std::optional<size_t> chosen = ChooseForm(i, type);
       if (!chosen.has_value()) {
         return absl::UnavailableError(absl::StrCat("the receiver wants \"", name, "\" as ",
                                                    TorchDTypeName(type),
                                                    ", which it did not when the weights were "
                                                    "prepared: publish again"));
       }
-      manifest_.tensors.push_back(whole.tensors[*chosen]);
-      manifest_.total_bytes += manifest_.tensors.back().bytes();
-      if (of_model && !source_.sums().empty()) sums.Add(name, source_.sums()[*chosen]);
-      all_float32 = all_float32 && IsFloat32(manifest_.tensors.back());
-      if (!ranges_.empty() && ranges_.back().end == range.begin) {
-        ranges_.back().end = range.end;
-      } else {
-        ranges_.push_back(range);
+      for (; i < whole.tensors.size() && whole.tensors[i].name == name; ++i, ++first) {
+        const int64_t begin = std::exchange(offset, offset + whole.tensors[i].bytes());
+        if (i == *chosen) AddTensor(i, begin);
       }
     }
-    if (!all_float32) manifest_.sent_digest = sums.Digest();
+    if (!std::ranges::all_of(manifest_.tensors, &IsFloat32)) {
+      manifest_.sent_digest = model_sums_.Digest();
+    }
     return absl::OkStatus();
+  }
+
+  // Returns which form of the tensor whose first one is the source's tensor `first` is sent: one of
+  // `type`, or else of float32, which every receiver takes.
+  std::optional<size_t> ChooseForm(size_t first, DType type) const {
+    const std::vector<WeightSpec>& tensors = source_.manifest().tensors;
+    std::optional<size_t> chosen;
+    for (size_t i = first; i < tensors.size() && tensors[i].name == tensors[first].name; ++i) {
+      if (tensors[i].dtype == type) return i;
+      if (IsFloat32(tensors[i])) chosen = i;
+    }
+    return chosen;
+  }
+
+  // Adds the source's tensor `i`, at `begin` in its stream, to what is sent.
+  void AddTensor(size_t i, int64_t begin) {
+    const WeightSpec& tensor = source_.manifest().tensors[i];
+    manifest_.tensors.push_back(tensor);
+    manifest_.total_bytes += tensor.bytes();
+    if (!source_.sums().empty() && ComponentOf(tensor) == kModelComponent) {
+      model_sums_.Add(tensor.name, source_.sums()[i]);
+    }
+    const int64_t end = begin + tensor.bytes();
+    if (!ranges_.empty() && ranges_.back().end == begin) {
+      ranges_.back().end = end;
+    } else {
+      ranges_.push_back({.begin = begin, .end = end});
+    }
   }
 
   // Whether the receiver serves exactly what would be sent to it.
@@ -248,6 +265,7 @@ class Sender {
   const WeightSenderOptions& options_;
   WeightManifest manifest_;    // of what this receiver is sent
   std::vector<Range> ranges_;  // of that in the source's stream
+  TensorSums model_sums_;      // of the model's tensors as they are sent
   int64_t sent_bytes_ = 0;     // of the last attempt that began an update
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;

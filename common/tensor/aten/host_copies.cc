@@ -14,9 +14,6 @@ namespace {
 
 constexpr int64_t kAlignment = 64;  // of a copy in its buffer, in bytes
 
-// Bytes of a tensor of the host that are converted at a time, so that they are read from the cache.
-constexpr int64_t kConvertedBytes = 4 << 20;
-
 int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
@@ -26,7 +23,7 @@ absl::Status HostCopies::Add(const at::Tensor& tensor, at::ScalarType type, Read
   const at::NoGradGuard no_grad;
   if (tensor.is_cpu() && !stage_all_) {
     TANDEM_RETURN_IF_ERROR(Finish());
-    return status_ = ReadHere(tensor.detach().reshape({-1}), type, reader);
+    return status_ = reader(tensor.detach().to(type).contiguous().view({-1}));
   }
   const at::Tensor values = tensor.detach().reshape({-1});
   const int64_t most =
@@ -34,17 +31,6 @@ absl::Status HostCopies::Add(const at::Tensor& tensor, at::ScalarType type, Read
   for (int64_t begin = 0; begin < values.numel(); begin += most) {
     const at::Tensor some = values.narrow(0, begin, std::min(most, values.numel() - begin));
     TANDEM_RETURN_IF_ERROR(Queue(some, type, reader));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status HostCopies::ReadHere(const at::Tensor& values, at::ScalarType type,
-                                  const Reader& reader) {
-  if (values.scalar_type() == type) return reader(values.contiguous());
-  const int64_t most = kConvertedBytes / static_cast<int64_t>(c10::elementSize(type));
-  for (int64_t begin = 0; begin < values.numel(); begin += most) {
-    const int64_t count = std::min(most, values.numel() - begin);
-    TANDEM_RETURN_IF_ERROR(reader(values.narrow(0, begin, count).to(type).contiguous()));
   }
   return absl::OkStatus();
 }

@@ -49,9 +49,8 @@ class HostCopies {
   // order, in one call or several, after the values of the tensors before and before Finish
   // returns: perhaps now, perhaps in a later call. The tensor's memory may be overwritten by later
   // work on the device's current stream, or freed, as soon as Add returns. A tensor on the host is
-  // read at once, without a copy where it is contiguous and of `type`, else some at a time. All
-  // tensors of a device are on the same one. Returns the first error of a reader, after which
-  // nothing more is read.
+  // read at once, without a copy where it is contiguous and of `type`. All tensors of a device are
+  // on the same one. Returns the first error of a reader, after which nothing more is read.
   absl::Status Add(const at::Tensor& tensor, at::ScalarType type, Reader reader);
 
   // Waits for the copies that are in flight, and has all of them read.
@@ -71,8 +70,6 @@ class HostCopies {
     std::optional<c10::Event> copied = std::nullopt;  // the device has made the copies
   };
 
-  // Has values of the host read at once.
-  static absl::Status ReadHere(const at::Tensor& values, at::ScalarType type, const Reader& reader);
   absl::Status Queue(const at::Tensor& values, at::ScalarType type, const Reader& reader);
   // Marks the buffer that is being filled as complete, and goes on with the other one, whose copies
   // are read first.
