@@ -42,6 +42,12 @@ void AuthorSelector::OnToken(int32_t id) {
   next_ = Choose(boundaries_->contains(id));
 }
 
+void AuthorSelector::OnEnvironmentToken() {
+  ++t_;
+  turn_begin_ = t_;
+  next_ = Choose(/*after_boundary=*/false);
+}
+
 Author AuthorSelector::Coin() const {
   const double u = Uniform(seed_, sample_index_, static_cast<uint32_t>(t_), RandomPurpose::kAuthor);
   return u < prob_senior_ ? Author::kSenior : Author::kJunior;
@@ -50,18 +56,20 @@ Author AuthorSelector::Coin() const {
 // The author of token t_; next_ still holds the author of t_ - 1.
 Author AuthorSelector::Choose(bool after_boundary) {
   if (!enabled_) return Author::kSenior;
+  const int64_t of_turn = t_ - turn_begin_;
   switch (strategy_) {
     case SelectionStrategy::kBernoulli:
       return Coin();
     case SelectionStrategy::kChunk:
-      return t_ / chunk_size_ % 2 == 0 ? Author::kSenior : Author::kJunior;
+      return of_turn / chunk_size_ % 2 == 0 ? Author::kSenior : Author::kJunior;
     case SelectionStrategy::kAlternating:
-      return t_ % 2 == 0 ? Author::kSenior : Author::kJunior;
+      return of_turn % 2 == 0 ? Author::kSenior : Author::kJunior;
     case SelectionStrategy::kSentence:
+      if (of_turn == 0) return Author::kSenior;
       if (!after_boundary) return next_;
       return next_ == Author::kSenior ? Author::kJunior : Author::kSenior;
     case SelectionStrategy::kWord:
-      if (t_ > 0 && !after_boundary && since_draw_ < max_gap_tokens_) return next_;
+      if (of_turn > 0 && !after_boundary && since_draw_ < max_gap_tokens_) return next_;
       since_draw_ = 0;
       return Coin();
   }

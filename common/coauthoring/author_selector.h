@@ -29,13 +29,14 @@ class TokenSet {
   std::vector<bool> bits_;
 };
 
-// With coin(t) = senior iff Uniform(seed, sample_index, t, kAuthor) < prob_senior:
+// With coin(t) = senior iff Uniform(seed, sample_index, t, kAuthor) < prob_senior, and b the first
+// token of the turn: 0, or the token behind the last one of an environment.
 //   disabled     senior
 //   bernoulli    coin(t)
-//   chunk        senior iff floor(t / chunk_size) is even
-//   alternating  senior iff t is even
-//   sentence     senior at 0; toggles after every emitted token of the boundary set
-//   word         coin(0); coin(t) after a boundary token or max_gap_tokens tokens without a draw,
+//   chunk        senior iff floor((t - b) / chunk_size) is even
+//   alternating  senior iff t - b is even
+//   sentence     senior at b; toggles after every emitted token of the boundary set
+//   word         coin(b); coin(t) after a boundary token or max_gap_tokens tokens without a draw,
 //                else the author of t - 1
 class AuthorSelector {
  public:
@@ -48,6 +49,9 @@ class AuthorSelector {
 
   // Adds token number size(), which is `id`.
   void OnToken(int32_t id);
+
+  // Adds a token of an environment: the next one begins a turn.
+  void OnEnvironmentToken();
 
   int64_t size() const { return t_; }
 
@@ -65,6 +69,7 @@ class AuthorSelector {
   std::shared_ptr<const TokenSet> boundaries_;
 
   int64_t t_ = 0;
+  int64_t turn_begin_ = 0;
   // Number of tokens since the last draw (word).
   int32_t since_draw_ = 0;
   Author next_ = Author::kSenior;

@@ -125,6 +125,55 @@ TEST(AuthorSelectorTest, ReplayedPrefixGoesOnIdentically) {
   }
 }
 
+// A turn begins as a response does, but its coins have the numbers of its tokens in the response.
+TEST(AuthorSelectorTest, ATurnBeginsBehindAnEnvironment) {
+  const auto tokens = RandomTokens(90);
+  // An environment's tokens: after an odd number of a chunk, several, one behind a boundary.
+  const auto said = [&](size_t t) { return t == 11 || (t >= 23 && t < 27) || t == 61; };
+  for (const auto strategy :
+       {SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
+        SelectionStrategy::kSentence, SelectionStrategy::kWord}) {
+    const TandemConfig config = {
+        .selection_strategy = strategy, .prob_senior = 0.5, .chunk_size = 7, .max_gap_tokens = 5};
+    AuthorSelector selector(config, kSeed, kSample, Boundaries());
+    size_t begin = 0, drawn = 0;
+    Author author = S;
+    for (size_t t = 0; t < tokens.size(); ++t) {
+      if (said(t)) {
+        selector.OnEnvironmentToken();
+        begin = t + 1;
+        continue;
+      }
+      const bool boundary = t > begin && tokens[t - 1] == kBoundary;
+      const Author coin = Coin(static_cast<uint32_t>(t), 0.5) ? S : J;
+      switch (strategy) {
+        case SelectionStrategy::kBernoulli:
+          author = coin;
+          break;
+        case SelectionStrategy::kChunk:
+          author = (t - begin) / 7 % 2 == 0 ? S : J;
+          break;
+        case SelectionStrategy::kAlternating:
+          author = (t - begin) % 2 == 0 ? S : J;
+          break;
+        case SelectionStrategy::kSentence:
+          if (t == begin) author = S;
+          if (boundary) author = author == S ? J : S;
+          break;
+        case SelectionStrategy::kWord:
+          if (t == begin || boundary || t - drawn >= 5) {
+            author = coin;
+            drawn = t;
+          }
+          break;
+      }
+      ASSERT_EQ(selector.NextAuthor(), author) << static_cast<int>(strategy) << " " << t;
+      selector.OnToken(tokens[t]);
+    }
+    EXPECT_EQ(selector.size(), std::ssize(tokens));
+  }
+}
+
 TEST(TokenSetTest, HoldsItsIdsOnly) {
   const TokenSet set(std::vector<int32_t>{5, 2, 5});
   EXPECT_TRUE(set.contains(2));

@@ -13,7 +13,9 @@ double Ratio(int64_t numerator, int64_t denominator) {
 
 int64_t CountSwitches(std::span<const Author> mask) {
   int64_t switches = 0;
-  for (size_t t = 1; t < mask.size(); ++t) switches += mask[t] != mask[t - 1];
+  for (size_t t = 1; t < mask.size(); ++t) {
+    switches += IsDrawn(mask[t]) && IsDrawn(mask[t - 1]) && mask[t] != mask[t - 1];
+  }
   return switches;
 }
 
@@ -24,12 +26,15 @@ int64_t CountSentences(std::span<const bool> ends_sentence) {
 }
 
 void AuthorshipStats::Add(std::span<const Author> mask, std::span<const bool> ends_sentence) {
-  const int64_t senior = std::count(mask.begin(), mask.end(), Author::kSenior);
-  senior_tokens_ += senior;
-  junior_tokens_ += static_cast<int64_t>(mask.size()) - senior;
+  senior_tokens_ += std::ranges::count(mask, Author::kSenior);
+  junior_tokens_ += std::ranges::count(mask, Author::kJunior);
   ++sequences_;
   switches_ += CountSwitches(mask);
-  sentences_ += CountSentences(ends_sentence);
+  for (auto turn = mask.begin(); turn != mask.end();) {
+    const auto end = std::find_if_not(turn, mask.end(), IsDrawn);
+    sentences_ += CountSentences(ends_sentence.subspan(turn - mask.begin(), end - turn));
+    turn = std::find_if(end, mask.end(), IsDrawn);
+  }
 }
 
 double AuthorshipStats::senior_token_fraction() const {

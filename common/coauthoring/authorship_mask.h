@@ -1,5 +1,6 @@
 // The authorship mask of a response, and the metrics that follow from it. A mask has one entry per
-// *response* token; prompt and padding tokens have none.
+// *response* token; prompt and padding tokens have none. Tokens of an environment divide a response
+// into turns, and are counted nowhere.
 #ifndef TANDEM_COMMON_COAUTHORING_AUTHORSHIP_MASK_H_
 #define TANDEM_COMMON_COAUTHORING_AUTHORSHIP_MASK_H_
 
@@ -11,12 +12,11 @@
 
 namespace tandem {
 
-// Returns the number of t >= 1 with a_t != a_{t-1}.
+// Returns the number of t >= 1 with a_t != a_{t-1}, of tokens of models.
 int64_t CountSwitches(std::span<const Author> mask);
 
-// Returns the number of sentences of a response: one ends after each token for which
-// `ends_sentence` is true, and one at the response's end if tokens are left. 0 for an empty
-// response.
+// Returns the number of sentences of a turn: one ends after each token for which `ends_sentence` is
+// true, and one at the turn's end if tokens are left. 0 for an empty turn.
 int64_t CountSentences(std::span<const bool> ends_sentence);
 
 // Sums over the sequences of a batch; the getters are the reported metrics.

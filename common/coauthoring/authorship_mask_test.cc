@@ -5,6 +5,8 @@
 
 #include <array>
 
+#include "common/coauthoring/testing/authors.h"
+
 namespace tandem {
 namespace {
 
@@ -27,6 +29,20 @@ TEST(AuthorshipStatsTest, WeighsTokensNotSequences) {
   EXPECT_DOUBLE_EQ(stats.junior_token_fraction(), 0.5);
   EXPECT_DOUBLE_EQ(stats.switches_per_seq(), 1.0);
   EXPECT_DOUBLE_EQ(stats.tokens_per_sent(), 2.0);
+}
+
+TEST(AuthorshipStatsTest, AnEnvironmentDividesAResponseAndCountsNowhere) {
+  AuthorshipStats stats;
+  // Sentences end at 0, 4 and 7, and with the turns at 2 and 6; a boundary of the environment's
+  // ends none.
+  stats.Add(Authors("SJJESSJEJ"),
+            std::array{true, false, false, true, true, false, false, true, false});
+  EXPECT_EQ(stats.response_tokens(), 7);
+  EXPECT_DOUBLE_EQ(stats.senior_token_fraction(), 3.0 / 7);
+  EXPECT_DOUBLE_EQ(stats.junior_token_fraction(), 4.0 / 7);
+  EXPECT_DOUBLE_EQ(stats.switches_per_seq(), 2.0);
+  EXPECT_DOUBLE_EQ(stats.tokens_per_sent(), 7.0 / 5);
+  EXPECT_EQ(CountSwitches(Authors("SEJ")), 0);
 }
 
 TEST(AuthorshipStatsTest, AnEmptyBatchHasNoFractions) {

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from tandem.settings import cluster, run
+from tandem.settings import cluster, environment, run
 from tandem.settings.explain import kinds_in, sections_in
 from tandem.settings.run import RunSettings
 
@@ -35,7 +35,7 @@ Comment = Callable[[type[BaseModel], str], str]
 def comments() -> Comment:
     """Returns the function that gives the comment above a field of a section."""
     found: dict[tuple[str, str], str] = {}
-    for module in (cluster, run):
+    for module in (cluster, environment, run):
         found |= _comments_of(inspect.getsource(module))
 
     def comment(section: type[BaseModel], name: str) -> str:
@@ -97,7 +97,7 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
         lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():
             text = objective(name) if path == "objective" else comment(section, name)
-            row = (f"`{_joined(path, name)}`", _kind(path, name, field), _default(field), text)
+            row = (f"`{_joined(path, field.alias or name)}`", _kind(path, name, field), _default(field), text)
             lines.append("| " + " | ".join(one.replace("|", "\\|") for one in row) + " |")
     return "\n".join(lines) + "\n"
 
@@ -112,7 +112,8 @@ def json_schema(comment: Comment, objective: Callable[[str], str]) -> str:
             section = classes.get(name)
             text = objective(key) if name == "ObjectiveSettings" else ""
             if section is not None and not text:
-                text = comment(section, key)
+                fields = section.model_fields
+                text = comment(section, key if key in fields else f"{key}_")
             if text:
                 field["description"] = text
             # Folders of the machine that writes this file.

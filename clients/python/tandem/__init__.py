@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
     from tandem.rpc.credentials import Credentials
     from tandem.rpc.images import ImageProcessor, VisionInput
+    from tandem.rpc.joining import join
     from tandem.rpc.logprobs import LogProbs
-    from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample
+    from tandem.rpc.requests import PolicySample, Prompt, ResponseSoFar, SupervisedSample
     from tandem.rpc.retry import RetryPolicy
     from tandem.rpc.seeds import prompt_seed
     from tandem.rpc.wire import from_tensor
@@ -48,6 +49,7 @@ _HOMES = {
     "LogProbs": "rpc.logprobs",
     "PolicySample": "rpc.requests",
     "Prompt": "rpc.requests",
+    "ResponseSoFar": "rpc.requests",
     "RetryPolicy": "rpc.retry",
     "RolloutClient": "rpc.client",
     "RunSettings": "settings.run",
@@ -58,6 +60,7 @@ _HOMES = {
     "VisionInput": "rpc.images",
     "authorship_mask": "rpc.author_schedule",
     "from_tensor": "rpc.wire",
+    "join": "rpc.joining",
     "prompt_seed": "rpc.seeds",
 }
 
@@ -73,6 +76,7 @@ __all__ = [
     "LogProbs",
     "PolicySample",
     "Prompt",
+    "ResponseSoFar",
     "RetryPolicy",
     "RolloutClient",
     "RunSettings",
@@ -83,6 +87,7 @@ __all__ = [
     "VisionInput",
     "authorship_mask",
     "from_tensor",
+    "join",
     "prompt_seed",
 ]
 

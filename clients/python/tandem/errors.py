@@ -70,6 +70,18 @@ class RunDirectoryBusyError(TandemError):
     """A run directory that another process uses, as a predecessor that still saves."""
 
 
+class TurnsDifferError(TandemError):
+    """Turns that are not of one response, and so cannot be joined.
+
+    Attributes:
+        field: the field of Trajectory in which they differ.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
 class StorageError(TandemError):
     """Storage that failed, as a full disk does: nothing that the user wrote is wrong."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem import tracing
 from tandem._proto.types.v1 import trajectory_pb2
+from tandem.utils.authors import ENVIRONMENT
 from tandem.utils.progress import Progress
 
 # The keys of every line of metrics.jsonl, in this order; null where a step has no such number.
@@ -95,6 +96,24 @@ CRITIC_KEYS = (
     "critic/updates",
     "critic/updates_not_finite",
 )
+# The keys that an environment adds.
+ENVIRONMENT_KEYS = (
+    "environment/turns_mean",
+    "environment/tokens_mean",
+    "environment/tool_calls_mean",
+    "environment/tool_errors",
+    "environment/parse_errors",
+    "environment/failures",
+    "environment/timeouts",
+    "environment/stop_finished",
+    "environment/stop_turns",
+    "environment/stop_tokens",
+    "environment/stop_tool_calls",
+    "environment/stop_context",
+    "environment/stop_time",
+    "environment/stop_parse_error",
+    "environment/stop_environment",
+)
 # Keys of whole numbers, which a trainer reports as floating-point numbers.
 COUNT_KEYS = frozenset(
     {
@@ -137,7 +156,9 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     speculator adds its own, speculator/<name>, and a mixture of experts router/<name> and
     critic/router_<name>.
     """
-    keys = KEYS + (CRITIC_KEYS if any(key in values for key in CRITIC_KEYS) else ())
+    keys = KEYS
+    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS):
+        keys += further if any(key in values for key in further) else ()
     added = ("reward/", "router/", "critic/router_", "speculator/")
     # In alphabetical order: a report is a map, whose order no two processes share.
     keys += tuple(sorted(key for key in values if key.startswith(added) and key not in KEYS))
@@ -192,8 +213,13 @@ def response_metrics(
 
 
 def length_metrics(responses: Sequence[trajectory_pb2.Trajectory]) -> dict[str, float | int]:
-    """Returns the client's metrics of the lengths of responses, at least one."""
-    lengths = [len(trajectory.response_token_ids) for trajectory in responses]
+    """Returns the client's metrics of the lengths of responses; none without a response."""
+    if not responses:
+        return {}
+    # What an environment said counts for no length.
+    lengths = [
+        len(one.response_token_ids) - one.authorship_mask.count(ENVIRONMENT) for one in responses
+    ]
     cut = [one.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for one in responses]
     return {
         "response/length_mean": sum(lengths) / len(lengths),

@@ -103,6 +103,7 @@ class FakeWorld:
         self.vocabulary_digest = ""
         self.parameters = 1000
         self.eos_token_ids = [EOS]
+        self.sample = sample  # the response to a prompt: (prompt, sample's index, version)
         self.objective_failure = None  # google.rpc.Status with which CheckObjective fails
 
     def describe(self, model):
@@ -187,13 +188,14 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
                     )
                     continue
                 drafted, accepted = self.world.drafts_of(prompt)
-                for index in reversed(range(max(1, prompt.num_samples))):
+                first = prompt.first_sample_index
+                for index in reversed(range(first, first + max(1, prompt.num_samples))):
                     if prompt.stream_tokens:
                         yield from token_events(prompt, index)
                     yield rollout_pb2.GenerateResponse(
                         finished=rollout_pb2.FinishedEvent(
                             request_id=prompt.request_id,
-                            trajectory=sample(prompt, index, self.world.published),
+                            trajectory=self.world.sample(prompt, index, self.world.published),
                             draft_tokens=drafted,
                             accepted_draft_tokens=accepted,
                         )
@@ -360,10 +362,16 @@ def write_checkpoint(path, name=None):
 def sample(prompt, index, version):
     """A response drawn uniformly, with the author schedule of the real server."""
     tokens = []
-    for t in range(prompt.sampling.max_tokens):
+    begin = len(prompt.response.token_ids)
+    for t in range(begin, begin + prompt.sampling.max_tokens):
         tokens.append(int(uniform(prompt.seed, index, t, TOKEN) * VOCABULARY))
         if tokens[-1] == EOS:
             break
+    return written(prompt, index, version, tokens)
+
+
+def written(prompt, index, version, tokens):
+    """The response of these tokens, which go on behind those that the prompt has of it."""
     tandem = prompt.tandem
     if not tandem.HasField("enabled"):
         tandem.enabled = True
@@ -371,7 +379,12 @@ def sample(prompt, index, version):
         tandem.selection_strategy = 1
     if not tandem.HasField("prob_senior"):
         tandem.prob_senior = 0.5
-    mask = authorship_mask(tokens, tandem_record(tandem), prompt.seed, index)
+    before = prompt.response.token_ids
+    said = [t for t, author in enumerate(prompt.response.authorship_mask) if author == 2]
+    whole = [*before, *tokens]
+    mask = authorship_mask(whole, tandem_record(tandem), prompt.seed, index, environment=said)
+    assert bytes(mask[: len(before)]) == prompt.response.authorship_mask
+    mask = mask[len(before) :]
     logprobs = np.log(np.arange(1, len(tokens) + 1) / 100.0)
     trajectory = trajectory_pb2.Trajectory(
         prompt_token_ids=prompt.prompt_token_ids,
@@ -384,6 +397,7 @@ def sample(prompt, index, version):
         sample_index=index,
         sampling=prompt.sampling,
         tandem=tandem,
+        response_offset=len(before),
     )
     if prompt.return_other_logprobs and tandem.enabled:
         trajectory.other_logprobs.CopyFrom(to_tensor(logprobs - 1))

@@ -10,7 +10,7 @@ from tandem._proto.types.v1.trajectory_pb2 import (
     FINISH_REASON_STOP,
     Trajectory,
 )
-from tandem.metrics import CRITIC_KEYS, KEYS, response_metrics, step_line
+from tandem.metrics import CRITIC_KEYS, KEYS, length_metrics, response_metrics, step_line
 
 
 def response(length, finish_reason=FINISH_REASON_STOP):
@@ -36,6 +36,13 @@ def test_keys_have_one_order_whatever_order_a_report_has():
 def test_tokens_are_whole_numbers():
     line = step_line({"tokens/prompt": 12.0, "reward/mean": 1.0})
     assert json.dumps([line["tokens/prompt"], line["reward/mean"]]) == "[12, 1.0]"
+
+
+def test_what_an_environment_said_counts_for_no_length():
+    episode = response(6)
+    episode.authorship_mask = bytes([1, 0, 2, 2, 2, 1])
+    numbers = length_metrics([episode, response(1)])
+    assert (numbers["response/length_mean"], numbers["response/length_max"]) == (2.0, 3)
 
 
 def test_metrics_of_responses_and_rewards_are_as_documented():

@@ -10,12 +10,13 @@
 
 namespace tandem {
 
-// Returns the authors of "SJS": senior, junior, senior.
+// Returns the authors of "SJES": senior, junior, environment, senior.
 inline std::vector<Author> Authors(std::string_view letters) {
   std::vector<Author> mask;
   for (const char letter : letters) {
-    if (letter != 'S' && letter != 'J') throw std::invalid_argument("no author has this letter");
-    mask.push_back(letter == 'S' ? Author::kSenior : Author::kJunior);
+    const size_t author = std::string_view("JSE").find(letter);
+    if (author == std::string_view::npos) throw std::invalid_argument("no author has this letter");
+    mask.push_back(static_cast<Author>(author));
   }
   return mask;
 }

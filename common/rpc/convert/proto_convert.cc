@@ -317,6 +317,23 @@ void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* prot
   }
   proto->clear_vision_inputs();
   VisionInputsToProto(trajectory.vision_inputs, proto->mutable_vision_inputs());
+  proto->set_response_offset(static_cast<int32_t>(trajectory.response_offset));
+  if (trajectory.top_tokens.count > 0) {
+    TopTokensToProto(trajectory.top_tokens, proto->mutable_top_token_ids(),
+                     proto->mutable_top_logprobs());
+  }
+}
+
+void TopTokensToProto(const TopTokens& tokens, types::v1::Tensor* ids,
+                      types::v1::Tensor* logprobs) {
+  FloatsToProto(tokens.logprobs, logprobs);
+  ids->set_dtype(types::v1::DATA_TYPE_INT32);
+  ids->set_data(tokens.ids.data(), tokens.ids.size() * sizeof(int32_t));
+  for (types::v1::Tensor* tensor : {ids, logprobs}) {
+    tensor->clear_shape();
+    tensor->add_shape(static_cast<int64_t>(tokens.ids.size()) / tokens.count);
+    tensor->add_shape(tokens.count);
+  }
 }
 
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto) {
@@ -334,13 +351,7 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
                         absl::StrCat("must have one byte for each of the ", length,
                                      " response tokens, has ", mask.size()));
   }
-  for (size_t i = 0; i < mask.size(); ++i) {
-    const std::optional<Author> author = AuthorOf(static_cast<uint8_t>(mask[i]));
-    if (!author.has_value()) {
-      return InvalidField(absl::StrCat("authorship_mask[", i, "]"), "must be 0 or 1");
-    }
-    trajectory.authorship_mask.push_back(*author);
-  }
+  TANDEM_ASSIGN_OR_RETURN(trajectory.authorship_mask, AuthorsFromProto("authorship_mask", mask));
 
   if (!proto.has_author_logprobs()) return InvalidField("author_logprobs", "is required");
   TANDEM_ASSIGN_OR_RETURN(trajectory.author_logprobs,
@@ -398,7 +409,23 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
     trajectory.routed_experts = *std::move(experts);
   }
   TANDEM_ASSIGN_OR_RETURN(trajectory.vision_inputs, VisionInputsFromProto(proto.vision_inputs()));
+  trajectory.response_offset = proto.response_offset();
   return trajectory;
+}
+
+absl::StatusOr<std::vector<Author>> AuthorsFromProto(absl::string_view field,
+                                                     const std::string& mask) {
+  std::vector<Author> authors;
+  authors.reserve(mask.size());
+  for (size_t i = 0; i < mask.size(); ++i) {
+    const std::optional<Author> author = AuthorOf(static_cast<uint8_t>(mask[i]));
+    if (!author.has_value()) {
+      return InvalidField(absl::StrCat(field, "[", i, "]"),
+                          "must be 0 (junior), 1 (senior) or 2 (environment)");
+    }
+    authors.push_back(*author);
+  }
+  return authors;
 }
 
 absl::StatusOr<std::vector<VisionReference>> VisionInputsFromProto(

@@ -11,6 +11,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "common/coauthoring/author.h"
 #include "common/coauthoring/tandem_config.h"
 #include "common/coauthoring/trajectory.h"
 #include "common/model/model_summary.h"
@@ -56,6 +58,13 @@ void SamplingParamsToProto(const SamplingParams& params, types::v1::SamplingPara
 void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* proto);
 // Refuses a trajectory in which a required field is missing or has the wrong number of entries.
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto);
+
+// Sets both tensors, [distributions, count].
+void TopTokensToProto(const TopTokens& tokens, types::v1::Tensor* ids, types::v1::Tensor* logprobs);
+
+// The authors of the bytes of a mask. INVALID_ARGUMENT with "field[i]".
+absl::StatusOr<std::vector<Author>> AuthorsFromProto(absl::string_view field,
+                                                     const std::string& mask);
 
 // Copies what the wire says; digests are checked where blobs are looked up, and grids where prompts
 // are. INVALID_ARGUMENT with "vision_inputs[i].kind".

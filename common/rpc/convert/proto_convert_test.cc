@@ -22,7 +22,8 @@ Trajectory Example() {
   Trajectory t;
   t.prompt_token_ids = {5, 6};
   t.response_token_ids = {7, 8, 9};
-  t.authorship_mask = Authors("SJS");
+  t.authorship_mask = Authors("SES");
+  t.response_offset = 4;
   t.author_logprobs = {-0.5f, -1.0f, -1.5f};
   t.other_logprobs = {-2.0f, -2.5f, -3.0f};
   t.log_keep_mass = {0.0f, -0.1f, 0.0f};
@@ -135,7 +136,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadTrajectory{[](auto* t) { t->clear_response_token_ids(); }, "response_token_ids"},
         BadTrajectory{[](auto* t) { t->clear_authorship_mask(); }, "authorship_mask"},
         BadTrajectory{[](auto* t) { t->set_authorship_mask("\1"); }, "authorship_mask"},
-        BadTrajectory{[](auto* t) { t->set_authorship_mask("\1\2\1"); }, "authorship_mask[1]"},
+        BadTrajectory{[](auto* t) { t->set_authorship_mask("\1\3\1"); }, "authorship_mask[1]"},
         BadTrajectory{[](auto* t) { t->clear_author_logprobs(); }, "author_logprobs"},
         BadTrajectory{[](auto* t) { *t->mutable_author_logprobs() = Floats({1}); },
                       "author_logprobs"},

@@ -97,15 +97,22 @@ struct SpeculativeParams {
   AcceptanceRule acceptance_rule = AcceptanceRule::kExact;
 };
 
+inline constexpr int32_t kMaxTopLogprobs = 128;
+
 // One prompt and its samples.
 struct PromptRequest {
   std::vector<int32_t> prompt_token_ids;
+  // The response so far, which is continued; the authors of its tokens.
+  std::vector<int32_t> response_token_ids = {};
+  std::vector<Author> response_authors = {};
   SamplingParams sampling;
   TandemConfig tandem;  // resolved: the caller has merged the request over the defaults
   uint64_t seed = 0;
   int64_t num_samples = 1;
+  uint64_t first_sample_index = 0;
   bool return_other_logprobs = false;
   bool return_routed_experts = false;
+  int32_t num_top_logprobs = 0;  // up to kMaxTopLogprobs
   bool stream_tokens = false;
   int32_t priority = 0;  // higher comes first (waiting_queue.h)
   SpeculativeParams speculative;
@@ -133,7 +140,7 @@ struct DraftCounts {
 // The drafts of one sample.
 struct SampleDrafts {
   DraftCounts counts;
-  // One per response token: 1 = an accepted draft. Empty if the prompt asks for no drafts.
+  // One per new response token: 1 = an accepted draft. Empty if the prompt asks for no drafts.
   std::vector<uint8_t> accepted_mask;
 
   bool operator==(const SampleDrafts&) const = default;
@@ -194,13 +201,15 @@ struct ScoreRequest {
   bool senior = true;
   bool junior = false;
   double temperature = 1.0;
-  Blobs blobs = {};  // of the sequences' images
+  int32_t num_top_logprobs = 0;  // up to kMaxTopLogprobs
+  Blobs blobs = {};              // of the sequences' images
 };
 
 struct SequenceScores {
   // One per token from first_scored_token on; empty if not requested.
   std::vector<float> senior_logprobs;
   std::vector<float> junior_logprobs;
+  TopTokens senior_top_tokens = {}, junior_top_tokens = {};
 };
 
 struct ScoreResult {

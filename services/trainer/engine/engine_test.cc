@@ -636,6 +636,15 @@ TEST_F(TrainerEngineTest, TheCriticDoesNotLearnOnJuniorTokensThatGaeSkips) {
     mask.push_back(author == Author::kSenior ? 1 : 0);
   }
   EXPECT_EQ(critic->last.loss_masks[1], mask);
+  // Nor on what an environment said.
+  batch.objective.gae_skip_junior_tokens = false;
+  batch.samples[1].trajectory.authorship_mask[2] = Author::kEnvironment;
+  request = TestRequest(batch);
+  request.request_id = "third";
+  request.expected_version = 2;
+  Step(*engine, request);
+  ASSERT_EQ(critic->last.loss_masks.size(), 4u);
+  EXPECT_EQ(critic->last.loss_masks[1], (std::vector<uint8_t>{1, 1, 0, 1, 1, 1}));
 }
 
 // The critic's metrics are in the report where the critic has learnt.

@@ -41,7 +41,9 @@ Trajectory SomeTrajectory() {
                      .max_gap_tokens = 33,
                      .boundary_token_ids = {12}},
           .routed_experts = {.layers = 2, .experts_per_token = 3, .ids = {1, 2, 400, 0, 5, 6}},
-          .vision_inputs = SomeImages()};
+          .vision_inputs = SomeImages(),
+          .response_offset = 6,
+          .top_tokens = {.count = 1, .ids = {4}, .logprobs = {-1.5f}}};
 }
 
 PolicyObjective SomeObjective() {

@@ -41,6 +41,7 @@ class Example:
         content: the columns that `format` shows, as JSON; "" if they are not known.
         response_ids: of the text to learn, for supervised training (supervised.with_responses).
         vision_inputs: the images of the prompt, in the order of their tokens.
+        messages: the conversation that the chat template wrote; none for a raw prompt.
     """
 
     row: dict[str, Any]
@@ -51,6 +52,7 @@ class Example:
     content: str = ""
     response_ids: Sequence[int] = ()
     vision_inputs: Sequence[VisionInput] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
 
     @property
     def shown_row(self) -> dict[str, Any]:
@@ -164,18 +166,19 @@ def load_dataset(
     seed: int = 0,
     field: str = "data",
     learnt: LearntRows | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Dataset:
     """Reads the rows and writes their prompts; logs how many were too long, if any.
 
     `field` is where the settings stand in the file ("data", "eval.data"), and `learnt` is for
-    supervised training.
+    supervised training. Conversations show the `tools`, schemas of an environment.
 
     Raises ConfigError, which names the field, for a source that cannot be read, a bad row, a prompt
     that cannot be written or has no tokens, and with `too_long: fail` a prompt that is too long;
     ProblemsError for several, up to SHOWN_PROBLEMS, each once with the number of rows that have it.
     """
     scorer, rows = read_rows(settings, field, learnt and learnt.is_text)
-    writer = _Writer(settings, codec, scorer, field, learnt)
+    writer = _Writer(settings, codec, scorer, field, learnt, tools)
     examples: list[Example] = []
     seen: set[tuple[str, ...]] = set()
     too_long = 0
@@ -292,7 +295,11 @@ class _Writer:
         scorer: Any,
         field: str,
         learnt: LearntRows | None,
+        tools: Sequence[Mapping[str, Any]],
     ) -> None:
+        self._template_kwargs = settings.chat_template_kwargs | (
+            {"tools": list(tools)} if tools else {}
+        )
         self._settings = settings
         self._codec = codec
         self._scorer = scorer
@@ -350,10 +357,13 @@ class _Writer:
             messages = messages[:-1]
         text = json.dumps(messages, ensure_ascii=False, default=_shown)
         content = json.dumps(messages, sort_keys=True, default=_shown)
+        messages = _with_system(self._settings, messages)
         ids, inputs = self._chat(messages, place)
         if inputs:
             row = row | {"messages": json.loads(json.dumps(row["messages"], default=_shown))}
-        return Example(row, text, ids, place, self._scorer, content, vision_inputs=inputs)
+        return Example(
+            row, text, ids, place, self._scorer, content, vision_inputs=inputs, messages=messages
+        )
 
     def _prompt(self, row: dict[str, Any], place: str) -> Example:
         settings, field = self._settings, self._field
@@ -362,6 +372,7 @@ class _Writer:
         text = _fill(settings.format, row, f"{field}.format")
         content = _content(settings.format, row)
         images = _images(settings, row, f"{field}.images: {place}")
+        messages: list[dict[str, Any]] = []
         if settings.template == "raw":
             if settings.system is not None:
                 raise ConfigError(
@@ -373,20 +384,21 @@ class _Writer:
                 ids = self._encoded(text, place)
                 ids, inputs = self._codec.with_images(ids, images, _folder(settings))
         else:
-            ids, inputs = self._chat([{"role": "user", "content": content_of(images, text)}], place)
+            asked = [{"role": "user", "content": content_of(images, text)}]
+            messages = _with_system(settings, asked)
+            ids, inputs = self._chat(messages, place)
         if inputs:
             row = row | {settings.images: [_shown(image) for image in images]}
-        return Example(row, text, ids, place, self._scorer, content, vision_inputs=inputs)
+        return Example(
+            row, text, ids, place, self._scorer, content, vision_inputs=inputs, messages=messages
+        )
 
     def _chat(
         self, messages: list[dict[str, Any]], place: str
     ) -> tuple[list[int], Sequence[VisionInput]]:
-        settings = self._settings
         with _named_by_row(place, self._field):
             return self._codec.chat_with_images(
-                _with_system(settings, messages),
-                _folder(settings),
-                settings.chat_template_kwargs,
+                messages, _folder(self._settings), self._template_kwargs
             )
 
     def _encoded(self, text: str, place: str) -> list[int]:

@@ -9,6 +9,7 @@ from tandem._proto.types.v1 import server_pb2
 from tandem.evaluation.answers import Evaluation, draw, grade
 from tandem.preflight.checks import handoff_boundary_ids
 from tandem.session.session import Session
+from tandem.utils.authors import senior_fraction
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
         {
             "rounds/mean": sum(map(rounds, flat)) / len(flat),
             "rounds/cut": sum(len(mask) < n for mask, n in zip(flat, whole, strict=True)),
-            "tandem/senior_token_fraction": sum(map(sum, flat)) / sum(map(len, flat)),
+            "tandem/senior_token_fraction": senior_fraction(flat),
         },
     )
 

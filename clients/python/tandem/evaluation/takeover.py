@@ -21,6 +21,7 @@ from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.wire import from_tensor, to_tensor
 from tandem.session.session import Session
 from tandem.settings.run import TakeoverSettings
+from tandem.utils.authors import senior_fraction
 
 # The share of an answer after which the other model takes over, unless the settings say more.
 _AFTER_SHARE = 0.5
@@ -66,7 +67,7 @@ def takeover(
         grade(session, answers),
         {
             "taken_over": len(places),
-            "tandem/senior_token_fraction": sum(map(sum, masks)) / sum(map(len, masks)),
+            "tandem/senior_token_fraction": senior_fraction(masks),
         },
     )
 

@@ -198,11 +198,28 @@ class TextCodec:
         `template_kwargs` are variables of the template. Raises NoChatTemplateError without one.
         """
         continues = bool(messages) and messages[-1].get("role") == "assistant"
+        text = self.rendered(
+            messages, template_kwargs, prompt=not continues, continue_final_message=continues
+        )
+        return self.encode(text, special=False)
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        prompt: bool,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Returns a conversation in the chat template, as text; `prompt` begins an answer.
+
+        Raises what chat() raises.
+        """
         try:
-            text = self._renderer.apply_chat_template(
+            text: str = self._renderer.apply_chat_template(
                 list(messages),
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
+                add_generation_prompt=prompt,
+                continue_final_message=continue_final_message,
                 tokenize=False,
                 **(template_kwargs or {}),
             )
@@ -213,7 +230,12 @@ class TextCodec:
             raise ConfigError(
                 f"tokenizer: chat template of {self.directory}: {type(error).__name__}: {error}"
             ) from None
-        return self.encode(text, special=False)
+        return text
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; raises NoChatTemplateError without one."""
+        return str(self._renderer.chat_template)
 
     @cached_property
     def images(self) -> ImageProcessor:

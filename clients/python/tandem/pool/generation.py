@@ -16,6 +16,7 @@ from tandem.pool.request import Admit, PoolRequest, PoolState
 from tandem.rpc.client import GenerateStream
 from tandem.rpc.generate_events import PromptFailed, SampleFinished, read_event
 from tandem.rpc.requests import Prompt
+from tandem.utils.progress import Progress
 
 
 @dataclass
@@ -57,6 +58,7 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         state: PoolState,
         prompts: Sequence[Prompt],
         admit: Admit,
+        progress: Progress,
         on_answer: Callable[[int, list[trajectory_pb2.Trajectory]], None] | None = None,
     ) -> None:
         """`on_answer` is called with the number of a prompt and its samples, with the lock."""
@@ -71,6 +73,7 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         self._streams: dict[int, _Stream] = {}
         self._samples: list[dict[int, trajectory_pb2.Trajectory]] = [{} for _ in prompts]
         self._times_sent = [0] * len(prompts)
+        self._progress = progress
         self._on_answer = on_answer
 
     def serve(self, index: int) -> None:
@@ -133,7 +136,7 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
         for item in items:
             prompt = self.items[item]
             # Those of a prompt that is sent again come again.
-            self._state.progress.advance(-len(self._samples[item]))
+            self._progress.advance(-len(self._samples[item]))
             self._samples[item] = {}
             self._times_sent[item] += 1
             if self._times_sent[item] > 1:
@@ -164,9 +167,9 @@ class PoolGeneration(PoolRequest[Prompt, list[trajectory_pb2.Trajectory]]):
             raise told.error
         samples = self._samples[item]
         tokens = len(told.trajectory.response_token_ids)
-        self._state.progress.advance(1, tokens)
+        self._progress.advance(1, tokens)
         samples[told.sample_index] = told.trajectory
         if self.shares.answer(index, item):
             del stream.items[told.request_id]
             stream.answered = True
-            self.answer(index, item, [samples[i] for i in range(len(samples))])
+            self.answer(index, item, [samples[i] for i in sorted(samples)])

@@ -83,13 +83,15 @@ class RolloutPool:
         prompts: Sequence[Prompt],
         admit: Admit | None = None,
         on_answer: Callable[[int, list[trajectory_pb2.Trajectory]], None] | None = None,
+        progress: Progress | None = None,
     ) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order.
 
         `admit` is called with the client of a replica before each of its calls, in any thread: it
         makes sure that the replica may be used, or raises. By default one that answers may.
         `on_answer` is called with the number of a prompt and its samples as soon as it has all of
-        them, in any thread and order; it must return at once.
+        them, in any thread and order; it must return at once. `progress` is told how many there
+        are, by default that of the pool.
 
         Raises:
             ConfigError: two prompts have the same request_id.
@@ -98,8 +100,10 @@ class RolloutPool:
                 cancelled.
         """
         named = Collector(prompts).prompts
-        self._state.progress.expect(sum(max(1, one.num_samples) for one in named))
-        return PoolGeneration(self._state, named, admit or _require_answer, on_answer).run()
+        progress = progress or self._state.progress
+        progress.expect(sum(max(1, one.num_samples) for one in named))
+        admit = admit or _require_answer
+        return PoolGeneration(self._state, named, admit, progress, on_answer).run()
 
     def score(
         self,

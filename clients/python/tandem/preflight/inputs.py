@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,16 @@ class Inputs:
         return {field: dataset for field, dataset in read.items() if dataset is not None}
 
 
-def read_inputs(settings: RunSettings, purpose: Purpose, problems: Problems) -> Inputs:
-    """Reads tokenizer and data, and collects what is wrong with them."""
+def read_inputs(
+    settings: RunSettings,
+    purpose: Purpose,
+    problems: Problems,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> Inputs:
+    """Reads tokenizer and data, and collects what is wrong with them.
+
+    Conversations show the `tools`, schemas of an environment.
+    """
     codec = sampling = data = eval_data = None
     with problems.collect():
         codec = TextCodec(settings.tokenizer)
@@ -64,8 +72,8 @@ def read_inputs(settings: RunSettings, purpose: Purpose, problems: Problems) -> 
     else:
         if settings.eval.data is not None:
             with problems.collect():
-                eval_data = load_dataset(settings.eval.data, codec, field="eval.data")
-        settings, data = _read_data(settings, purpose, codec, eval_data, problems)
+                eval_data = load_dataset(settings.eval.data, codec, field="eval.data", tools=tools)
+        settings, data = _read_data(settings, purpose, codec, eval_data, problems, tools)
     checks.note_greedy_samples(settings, purpose)
     if codec is not None and "handoff" in modes_in(settings, purpose):
         with problems.collect():
@@ -82,6 +90,7 @@ def _read_data(
     codec: TextCodec,
     eval_data: Dataset | None,
     problems: Problems,
+    tools: Sequence[Mapping[str, Any]],
 ) -> tuple[RunSettings, Dataset | None]:
     """Returns the settings with the steps of `epochs`, and the data."""
     trains = purpose in ("train", "sft")
@@ -90,7 +99,7 @@ def _read_data(
     data = None
     with problems.collect():
         learnt = LearntRows(settings.sft) if _learns_rows(settings, purpose) else None
-        data = load_dataset(settings.data, codec, settings.seed, learnt=learnt)
+        data = load_dataset(settings.data, codec, settings.seed, learnt=learnt, tools=tools)
         if trains and eval_data is not None:
             data = _without_held_out(data, eval_data)
         if trains:

@@ -27,6 +27,9 @@ class GenerateEvents:
         self._receive = receive
         self._tokens: dict[_Key, TokensEvent] = defaultdict(TokensEvent)  # all so far
         self._matched: dict[_Key, int] = defaultdict(int)  # number of tokens
+        # Position of the first token, there and wanted; not 0 where a response is continued.
+        self._starts: dict[_Key, int] = {}
+        self._wanted_starts: dict[_Key, int] = {}
         self._ends: dict[_Key, list[GenerateResponse]] = defaultdict(list)
         self._gap = False
 
@@ -53,7 +56,8 @@ class GenerateEvents:
 
     def _part(self, wanted: TokensEvent) -> GenerateResponse | None:
         key = wanted.request_id, wanted.sample_index
-        end = wanted.offset + len(wanted.token_ids)
+        first = wanted.offset - self._wanted_starts.setdefault(key, wanted.offset)
+        end = first + len(wanted.token_ids)
         there = self._tokens[key]
         while len(there.token_ids) < end:
             if self._ends[key] or self._ends[wanted.request_id, None]:
@@ -61,12 +65,12 @@ class GenerateEvents:
             if not self._read():
                 return None
         self._matched[key] = max(self._matched[key], end)
-        part = slice(wanted.offset, end)
+        part = slice(first, end)
         return GenerateResponse(
             tokens=TokensEvent(
                 request_id=wanted.request_id,
                 sample_index=wanted.sample_index,
-                offset=wanted.offset,
+                offset=self._starts.get(key, wanted.offset - first) + first,
                 token_ids=there.token_ids[part],
                 authorship_mask=there.authorship_mask[part],
             )
@@ -82,7 +86,8 @@ class GenerateEvents:
             self._ends[key].append(event)
             return True
         there = self._tokens[key]
-        self._gap |= event.tokens.offset != len(there.token_ids)
+        start = self._starts.setdefault(key, event.tokens.offset)
+        self._gap |= event.tokens.offset != start + len(there.token_ids)
         there.token_ids.extend(event.tokens.token_ids)
         there.authorship_mask += event.tokens.authorship_mask
         return True

@@ -24,7 +24,12 @@ from tandem.rewards.judges.watch import STOP_SECONDS, Watch
 from tandem.rewards.loading import file_of, load_function
 from tandem.rewards.math_answers import final_answer, final_number, gsm8k
 from tandem.settings.bounds import MAX_REWARD
-from tandem.settings.run import OverlongBufferSettings, RewardFunctionSettings, RewardSettings
+from tandem.settings.run import (
+    ENVIRONMENT_REWARD,
+    OverlongBufferSettings,
+    RewardFunctionSettings,
+    RewardSettings,
+)
 from tandem.utils.interrupt import StopRequested
 from tandem.utils.optional import optional_module
 from tandem.utils.progress import Progress
@@ -193,6 +198,7 @@ class Judging:
                 one.outcomes[function] = function.start(one.example, one.responses)
             function.finish()
         asked = [(one.example, response.text) for one in groups for response in one.responses]
+        environments = [response.environment for one in groups for response in one.responses]
         outcomes = [
             [future for one in groups for future in one.outcomes[function]]
             for function in self._functions
@@ -205,7 +211,8 @@ class Judging:
             for function, given in zip(self._functions, results, strict=True)
         ]
         sums = [
-            self._sum(asked[i], [one[i] for one in values], failures) for i in range(len(asked))
+            self._sum(asked[i], [one[i] for one in values], environments[i], failures)
+            for i in range(len(asked))
         ]
         late = sum(
             any(isinstance(one, Failure) and one.timed_out for one in given)
@@ -223,14 +230,24 @@ class Judging:
         return Judged(grouped(sums), scores, failures, late)
 
     def _sum(
-        self, asked: tuple[Example, str], values: Sequence[float | None], failures: list[str]
+        self,
+        asked: tuple[Example, str],
+        values: Sequence[float | None],
+        environment: Outcome | None,
+        failures: list[str],
     ) -> float | None:
         """Returns the weighted sum for a response, None where a value is missing.
 
-        A sum beyond the trainer's bound is a failure like that of a function.
+        None, too, where its environment failed. A sum beyond the trainer's bound is a failure like
+        that of a function.
         """
         known = [value for value in values if value is not None]
         if len(known) < len(values):
+            return None
+        if isinstance(environment, Failure):
+            failures.append(
+                f"environment: {environment.what}\n{_shown(*asked)}\n{environment.trace}".rstrip()
+            )
             return None
         total = sum(one.weight * value for one, value in zip(self._functions, known, strict=True))
         if abs(total) <= MAX_REWARD:
@@ -266,7 +283,9 @@ class _Function:
     ) -> None:
         self.name = settings.shown_name
         self.weight = settings.weight
-        self.skips = settings.on_error == "skip"
+        self._is_environment = settings.function == ENVIRONMENT_REWARD
+        # An environment that fails ends no run.
+        self.skips = settings.on_error == "skip" or self._is_environment
         self.file: Path | None = None
         self._settings = settings
         self._field = field
@@ -278,7 +297,7 @@ class _Function:
         # Builtins compute and do not wait, so they are called without threads.
         self._collected = OneByOne(None, make_watch(stops=True))
         self._judge: Judge = self._collected
-        if self._builtin is None:
+        if self._builtin is None and not self._is_environment:
             self._function = load_function(
                 settings.function, settings.python_path, f"{field}.function"
             )
@@ -288,6 +307,8 @@ class _Function:
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError for a row that the function cannot be called with."""
+        if self._is_environment:
+            return
         if self._builtin is not None:
             needs = {"reasoning_gym": _scorer, "gsm8k": _number}.get(
                 self._settings.function, _answer
@@ -321,6 +342,8 @@ class _Function:
 
     def start(self, example: Example, responses: Sequence[Response]) -> list[Future[Outcome]]:
         """Begins to judge the responses to an example; returns the outcome of each."""
+        if self._is_environment:
+            return [_given(one.environment) for one in responses]
         if self._builtin is not None:
             return [
                 self._collected.add(example.place, partial(self._builtin, example, one.text))
@@ -496,6 +519,13 @@ def _gym_score(example: Example, answer: str, field: str) -> Outcome:
     # The model wrote the answer, so the task's judge may fail to read it.
     except Exception as error:
         return failure_of(error)
+
+
+def _given(outcome: Outcome | None) -> Future[Outcome]:
+    """Returns the outcome of an environment, which is known; a failure tells _sum()."""
+    future: Future[Outcome] = Future()
+    future.set_result(Failure("no environment gave a reward") if outcome is None else outcome)
+    return future
 
 
 def _short(text: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from tandem.utils.authors import ENVIRONMENT, SENIOR
+
 AUTHOR, TOKEN = 0, 1  # purposes of a draw
 
 _MASK32 = 0xFFFFFFFF
@@ -42,31 +44,38 @@ def authorship_mask(
     seed: int,
     sample_index: int,
     boundaries: Collection[int] = (),
+    environment: Collection[int] = (),
 ) -> list[int]:
-    """Returns the author of each of `tokens`: 1 = senior, 0 = junior.
+    """Returns the author of each of `tokens`: 1 = senior, 0 = junior, 2 = environment.
 
     `tandem` has the fields of TandemConfig; `boundaries` is the strategy's default set, used when
-    `tandem` names no boundary_token_ids of its own.
+    `tandem` names no boundary_token_ids of its own. `environment` are the indices of the tokens
+    that an environment said. Behind them a turn begins, and the strategy starts anew.
     """
+    said = set(environment)
     if not tandem["enabled"]:
-        return [1] * len(tokens)
+        return [ENVIRONMENT if t in said else SENIOR for t in range(len(tokens))]
     strategy = tandem["selection_strategy"]
     boundary = set(tandem.get("boundary_token_ids") or boundaries)
     mask: list[int] = []
-    since_draw = 0
+    first = since_draw = 0  # the turn's first token, and its tokens since the last coin
     for t in range(len(tokens)):
+        if t in said:
+            mask.append(ENVIRONMENT)
+            first = t + 1
+            continue
         coin = int(uniform(seed, sample_index, t, AUTHOR) < tandem["prob_senior"])
-        after_boundary = t > 0 and tokens[t - 1] in boundary
+        after_boundary = t > first and tokens[t - 1] in boundary
         if strategy == "bernoulli":
             author = coin
         elif strategy == "chunk":
-            author = int(t // tandem["chunk_size"] % 2 == 0)
+            author = int((t - first) // tandem["chunk_size"] % 2 == 0)
         elif strategy == "alternating":
-            author = int(t % 2 == 0)
+            author = int((t - first) % 2 == 0)
         elif strategy == "sentence":
-            author = 1 if t == 0 else mask[-1] ^ after_boundary
+            author = 1 if t == first else mask[-1] ^ after_boundary
         elif strategy == "word":
-            draw = t == 0 or after_boundary or since_draw == tandem["max_gap_tokens"]
+            draw = t == first or after_boundary or since_draw == tandem["max_gap_tokens"]
             author = coin if draw else mask[-1]
             since_draw = 1 if draw else since_draw + 1
         else:

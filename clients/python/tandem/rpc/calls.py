@@ -119,12 +119,14 @@ class RolloutCalls(Transport):
         senior: bool = True,
         junior: bool = False,
         temperature: float | None = None,
+        num_top_logprobs: int = 0,
     ) -> rollout_pb2.ScoreResponse:
         """Returns the log-probabilities of (token ids, index of the first scored token).
 
-        A sequence with images is a requests.ScoredTokens.
+        A sequence with images is a requests.ScoredTokens. With `num_top_logprobs` also as many of
+        the likeliest tokens at each place, at most 128.
         """
-        request = requests.score(sequences, senior, junior, temperature)
+        request = requests.score(sequences, senior, junior, temperature, num_top_logprobs)
         images = (image for one in request.sequences for image in one.vision_inputs)
         return await self._with_images(images, lambda: self._call("Score", request))
 

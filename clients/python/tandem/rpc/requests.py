@@ -31,6 +31,19 @@ _ROUTING_PART_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
+class ResponseSoFar:
+    """The tokens of a response that a prompt continues; none by default.
+
+    Attributes:
+        token_ids: turns of the models, and between them what an environment said.
+        authorship_mask: the author of each token: 1 senior, 0 junior, 2 environment.
+    """
+
+    token_ids: Sequence[int] = ()
+    authorship_mask: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt to continue.
 
@@ -48,6 +61,12 @@ class Prompt:
             acceptance_rule rejection_sampling, which preserves only its distribution.
         return_routed_experts: also record the experts that the senior's routers chose.
         vision_inputs: images and videos, in the order of their tokens.
+        response: the response so far, which the server continues; what it returns are the new
+            tokens alone, which tandem.join() puts behind the others. `max_tokens` bounds them.
+        first_sample_index: index of the first sample. A sample that is continued names its own,
+            with num_samples 1.
+        num_top_logprobs: number of the likeliest tokens that are returned for each place, with
+            their log-probabilities, at most 128 (Trajectory.top_token_ids).
     """
 
     token_ids: Sequence[int]
@@ -62,6 +81,14 @@ class Prompt:
     speculative: Mapping[str, Any] = field(default_factory=dict)
     return_routed_experts: bool = False
     vision_inputs: Sequence[VisionInput] = ()
+    response: ResponseSoFar = ResponseSoFar()
+    first_sample_index: int = 0
+    num_top_logprobs: int = 0
+
+    @property
+    def sample_indices(self) -> range:
+        """The indices of its samples."""
+        return range(self.first_sample_index, self.first_sample_index + max(1, self.num_samples))
 
     def named(self, index: int) -> Prompt:
         """Returns the prompt with a request_id, made of `index` where it has none."""
@@ -87,7 +114,12 @@ class Prompt:
             stream_tokens=self.stream_tokens,
             priority=self.priority,
             vision_inputs=messages(self.vision_inputs),
+            first_sample_index=self.first_sample_index,
+            num_top_logprobs=self.num_top_logprobs,
         )
+        if self.response.token_ids:
+            prompt.response.token_ids.extend(self.response.token_ids)
+            prompt.response.authorship_mask = bytes(self.response.authorship_mask)
         place = f"prompt {self.request_id!r}: "
         to_message(self.sampling, prompt.sampling, f"{place}sampling")
         to_message(self.tandem, prompt.tandem, f"{place}tandem")
@@ -151,7 +183,7 @@ class Collector:
         return [
             prompt
             for prompt in self.prompts
-            if len(self._samples[prompt.request_id]) < max(1, prompt.num_samples)
+            if len(self._samples[prompt.request_id]) < len(prompt.sample_indices)
         ]
 
     def add(self, event: rollout_pb2.GenerateResponse) -> None:
@@ -190,7 +222,7 @@ class Collector:
     def results(self) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order."""
         return [
-            [self._samples[prompt.request_id][index] for index in range(max(1, prompt.num_samples))]
+            [self._samples[prompt.request_id][index] for index in prompt.sample_indices]
             for prompt in self.prompts
         ]
 
@@ -211,6 +243,8 @@ class PolicySample:
         sample = trainer_pb2.PolicySample(trajectory=self.trajectory, group_id=self.group_id)
         # Depends on the load: a step that is repeated with responses drawn again is the same step.
         sample.trajectory.ClearField("accepted_draft_mask")
+        for unread in ("top_token_ids", "top_logprobs"):
+            sample.trajectory.ClearField(unread)
         if self.reward is not None:
             sample.reward = self.reward
         if self.advantages is not None:
@@ -325,9 +359,12 @@ def score(
     senior: bool,
     junior: bool,
     temperature: float | None,
+    num_top_logprobs: int = 0,
 ) -> rollout_pb2.ScoreRequest:
     """Returns the message of Score for (token ids, index of the first scored token)."""
-    request = rollout_pb2.ScoreRequest(senior=senior, junior=junior)
+    request = rollout_pb2.ScoreRequest(
+        senior=senior, junior=junior, num_top_logprobs=num_top_logprobs
+    )
     for one in (ScoredTokens(*sequence) for sequence in sequences):
         request.sequences.add(
             token_ids=one.token_ids,

@@ -9,6 +9,7 @@ versions.jsonl           {"step", "version", "digest"}: the weights after every 
                          "critic_version" and "critic_digest", too
 evals.jsonl              one line per evaluation and mode
 tensorboard/             the numbers of both as TensorBoard events
+episodes/step_N.jsonl    what environments said in the episodes of a step
 trajectories/step_N.parquet
                          one row per response of a step; earlier releases wrote JSON lines
 evaluations/step_N.MODE.parquet
@@ -45,6 +46,7 @@ from tandem.run_directory.checkpoints import (
     remove_checkpoint,
     require_here,
 )
+from tandem.run_directory.episodes import FOLDER as EPISODES
 from tandem.run_directory.lock import LOCK, locked
 from tandem.run_directory.log import FILE_ONLY, logged_to
 from tandem.run_directory.trajectories.files import EVALUATIONS, STEPS, TrajectoryFile
@@ -88,6 +90,8 @@ RESUMABLE = (
     "trackers",
     "wandb",
     "trajectories",
+    "environment.python_path",
+    "environment.workers",
     "reward.python_path",
     "reward.executor",
     "reward.workers",
@@ -527,11 +531,20 @@ def _remove_run(path: Path) -> None:
 
     for name in _FILES:
         (path / name).unlink(missing_ok=True)
+    for file in (path / EPISODES).glob("step_*.jsonl"):
+        file.unlink()
     _remove_trajectories(path, after=-1)
     _remove_checkpoints(path, 0)
     for file in event_file.event_files(path / "tensorboard"):
         file.unlink()
-    for folder in ("checkpoints/critic", "checkpoints", STEPS, EVALUATIONS, "tensorboard"):
+    for folder in (
+        "checkpoints/critic",
+        "checkpoints",
+        STEPS,
+        EVALUATIONS,
+        EPISODES,
+        "tensorboard",
+    ):
         with suppress(OSError):
             (path / folder).rmdir()
 

@@ -146,6 +146,7 @@ def _connected(servers: ServersSettings, prepared: Prepared, stack: ExitStack) -
         data=problems.whole(inputs.data),
         eval_data=inputs.eval_data,
         reward=problems.whole(prepared.reward),
+        environment=prepared.environment,
         connections=connections,
         trainer=trainer,
         status_client=status_client,

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster import registry
-from tandem.cluster.plan import planned, uses_of
+from tandem.cluster.plan import modes_in, planned, uses_of
 from tandem.cluster.readiness import wait_until_serving
+from tandem.environments.contract import EnvironmentClass
+from tandem.environments.run_environment import RunEnvironment
+from tandem.errors import ConfigError
 from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool
 from tandem.preflight import checks
@@ -27,7 +30,12 @@ from tandem.session.connections import Connections
 from tandem.session.reference import ServerReference
 from tandem.settings.cluster import ClusterSettings, ServersSettings
 from tandem.settings.paths import model_settings
-from tandem.settings.run import Purpose, RunSettings
+from tandem.settings.run import (
+    ENVIRONMENT_REWARD,
+    Purpose,
+    RewardFunctionSettings,
+    RunSettings,
+)
 from tandem.trackers.trackers import require_installed
 from tandem.utils.progress import Progress
 
@@ -41,12 +49,14 @@ class Prepared:
     Attributes:
         reward: None if it is refused, which is among the problems.
         servers: the addresses of the servers, unless the run starts them.
+        environment: None for a run without episodes, or if it is refused.
         cluster: the cluster that the run starts, without problems; None if it uses running servers.
         in_force: sections of the settings with the servers' defaults, as far as they are known.
     """
 
     inputs: Inputs
     reward: Reward | None
+    environment: RunEnvironment | None
     problems: Problems
     progress: Progress
     connections: Connections
@@ -75,9 +85,12 @@ def prepare(
         with problems.collect():
             servers = registry.addresses(servers, any_rollout=uses_of(settings, purpose).rollout)
     connections = Connections(settings.servers, credentials)
-    reward = _read_reward(settings, purpose, progress, problems, stack)
-    inputs = read_inputs(settings, purpose, problems)
+    environment_class = _load_environment(settings, purpose, problems)
+    reward = _read_reward(settings, environment_class, purpose, progress, problems, stack)
+    tools = list(environment_class.tools.values()) if environment_class is not None else []
+    inputs = read_inputs(settings, purpose, problems, tools)
     _check_reward(reward, inputs, problems)
+    environment = _open_environment(environment_class, inputs, progress, problems, stack)
     settings = inputs.settings  # now with the steps of `epochs`
     if settings.cluster is None and servers.start_timeout_seconds > 0:
         problems.raise_any()
@@ -98,8 +111,75 @@ def prepare(
     else:
         in_force = {"servers": servers.model_dump(mode="json", exclude_none=True)}
     return Prepared(
-        inputs, reward, problems, progress, connections, servers, reference, cluster, in_force
+        inputs,
+        reward,
+        environment,
+        problems,
+        progress,
+        connections,
+        servers,
+        reference,
+        cluster,
+        in_force,
     )
+
+
+def _load_environment(
+    settings: RunSettings, purpose: Purpose, problems: Problems
+) -> EnvironmentClass | None:
+    """Loads the class of `environment`, whose tools the prompts of training show."""
+    if settings.environment is None:
+        return None
+    with problems.collect():
+        if modes_in(settings, purpose):
+            raise ConfigError(
+                "environment: evaluations draw no episodes: `tandem eval`, and eval.every, "
+                "eval.at_start and eval.at_end of a run, do not work with it"
+            )
+    if purpose in ("train", "sft"):
+        with problems.collect():
+            return EnvironmentClass.load(settings.environment)
+    return None
+
+
+def _open_environment(
+    environment: EnvironmentClass | None,
+    inputs: Inputs,
+    progress: Progress,
+    problems: Problems,
+    stack: ExitStack,
+) -> RunEnvironment | None:
+    """Opens the environment of a run that draws episodes; None for any other."""
+    if environment is None or inputs.purpose != "train":
+        return None
+    if inputs.codec is None or inputs.data is None:
+        return None
+    with problems.collect():
+        opened = RunEnvironment(inputs.settings, environment, inputs.codec, inputs.data)
+        opened.progress = progress
+        return stack.enter_context(closing(opened))
+    return None
+
+
+def _reward_functions(
+    settings: RunSettings, environment: EnvironmentClass | None
+) -> list[RewardFunctionSettings]:
+    """Returns the functions of the reward, with that of the environment if it has one.
+
+    Raises ConfigError for an environment without get_reward() that is to give the reward.
+    """
+    functions = settings.reward_functions
+    named = any(one.function == ENVIRONMENT_REWARD for one in functions)
+    if environment is None:
+        return functions
+    if named and not environment.has_reward:
+        raise ConfigError(
+            f"environment.class: {environment.name} has no get_reward()",
+            hint="without one, reward.function or `rewards` judge the response",
+        )
+    if named or not environment.has_reward:
+        return functions
+    return [*functions, RewardFunctionSettings(function=ENVIRONMENT_REWARD)]
 
 
 def _named_models(settings: RunSettings) -> Iterator[Path]:
@@ -115,6 +195,7 @@ def _named_models(settings: RunSettings) -> Iterator[Path]:
 
 def _read_reward(
     settings: RunSettings,
+    environment: EnvironmentClass | None,
     purpose: Purpose,
     progress: Progress,
     problems: Problems,
@@ -132,7 +213,7 @@ def _read_reward(
                 f"{' and '.join(READING_PATTERNS)}"
             )
     with problems.collect():
-        reward = stack.enter_context(closing(Reward(*settings.reward_functions)))
+        reward = stack.enter_context(closing(Reward(*_reward_functions(settings, environment))))
         reward.progress = progress
         return reward
     return None

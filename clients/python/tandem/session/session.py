@@ -16,6 +16,7 @@ from tandem._proto.types.v1 import server_pb2, trajectory_pb2
 from tandem.cluster.local import LocalCluster
 from tandem.cluster.plan import uses_of
 from tandem.data.dataset import Dataset
+from tandem.environments.run_environment import RunEnvironment
 from tandem.errors import FailedPreconditionError
 from tandem.metrics import StepClock
 from tandem.models.tokenizer import TextCodec
@@ -53,6 +54,7 @@ class Session:
         progress: is told what the run is doing.
         sampling: the fields of SamplingParams for the run's responses.
         eval_data: the prompts of `eval.data`, if the run has any.
+        environment: that of a run that draws episodes; None where it draws single responses.
         connections: what the clients of the run have in common.
         status_client: a second client of the trainer, which is asked how far a step is.
         rollouts: none for supervised training, unless servers are named for it, it evaluates, or
@@ -70,6 +72,7 @@ class Session:
     data: Dataset
     eval_data: Dataset | None
     reward: Reward
+    environment: RunEnvironment | None
     connections: Connections
     trainer: TrainerClient
     status_client: TrainerClient
@@ -184,11 +187,13 @@ class Session:
         *,
         any_version: bool = False,
         on_answer: Callable[[int, list[trajectory_pb2.Trajectory]], None] | None = None,
+        progress: Progress | None = None,
     ) -> list[list[trajectory_pb2.Trajectory]]:
         """Returns the samples of every prompt, in order, all written by the trainer's weights.
 
         `on_answer` is called with the number of a prompt and its samples as soon as they have
-        arrived, in any thread and order; it must return at once.
+        arrived, in any thread and order; it must return at once. `progress` is told how many there
+        are, by default that of the run.
 
         A rollout server that is behind is brought there before it draws any. Samples of a server
         that got other weights in the middle are drawn again, unless `any_version` will do.
@@ -199,7 +204,7 @@ class Session:
         """
         return self._answered(
             prompts,
-            self.rollouts.generate,
+            functools.partial(self.rollouts.generate, progress=progress),
             _all_by,
             expected,
             any_version=any_version,
@@ -308,8 +313,10 @@ class Session:
         return {"servers": self._servers(), "inputs": self._inputs()}
 
     def _inputs(self) -> dict[str, Any]:
-        """Returns digests of the rows, and of the files of the reward functions."""
+        """Returns digests of the rows, and of the files of reward functions and environment."""
         inputs = {"data": self.data.digest()}
+        if self.environment is not None and (file := self.environment.environment.file):
+            inputs["environment"] = xxhash.xxh3_128_hexdigest(file.read_bytes())
         if self.purpose == "train" and self.reward.files:
             files = [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in self.reward.files]
             inputs["reward"] = files[0] if len(files) == 1 else files

@@ -51,7 +51,10 @@ class Settings(BaseModel):
     told numbers, flags and text apart already.
     """
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+    # A key that is a word of Python (`class`) is the alias of its field.
+    model_config = ConfigDict(
+        extra="forbid", allow_inf_nan=False, strict=True, serialize_by_alias=True
+    )
 
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:

@@ -171,7 +171,7 @@ def fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:
         if inner is None:
             return []
         schema = inner
-    return list(schema.model_fields)
+    return [field.alias or name for name, field in schema.model_fields.items()]
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

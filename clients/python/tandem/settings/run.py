@@ -31,13 +31,17 @@ from tandem.settings.cluster import (
     ServersSettings,
     read_cluster,
 )
+from tandem.settings.environment import EnvironmentSettings
 from tandem.settings.paths import absolute, name_model, senior_of
 
 # Steps of a run that names neither `steps` nor `epochs`.
 DEFAULT_STEPS = 10
 
 # Reward functions of this package.
-BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym")
+BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym", "environment")
+
+# The one of them that gives what the environment's get_reward() gives.
+ENVIRONMENT_REWARD = "environment"
 
 # Trackers of a run's numbers, in addition to metrics.jsonl.
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
@@ -159,7 +163,7 @@ class RewardFunctionSettings(Settings):
     """A function that judges responses, and the way to call it."""
 
     # "module:function", "path/file.py:function", or a builtin: "exact_match", "gsm8k", "math",
-    # "reasoning_gym".
+    # "reasoning_gym", "environment" (get_reward() of the run's environment).
     function: Text = "exact_match"
     # Name in metrics and trajectories; the function's by default.
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")] | None = None
@@ -171,7 +175,6 @@ class RewardFunctionSettings(Settings):
     batch: bool = False
     # Threads are for functions that wait, processes for functions that compute.
     executor: Literal["thread", "process"] = "thread"
-    # Number of calls at a time. Not set: 16 with threads, one per CPU that this process may use
     # Number of calls at a time. Not set: 16 with threads, one per CPU that this process may use
     # with processes, all with an `async def`. 1 with threads runs them one after the other in the
     # main thread.
@@ -513,6 +516,8 @@ class RunSettings(Settings):
     # Several functions in the place of reward.function: a response's reward is the weighted sum of
     # their rewards.
     rewards: list[RewardFunctionSettings] = Field([])
+    # Draws episodes of several turns in the place of single responses.
+    environment: EnvironmentSettings | None = None
     batch: BatchSettings = BatchSettings()
     sampling: SamplingSettings = SamplingSettings()
     tandem: TandemSettings = TandemSettings()
@@ -552,6 +557,31 @@ class RunSettings(Settings):
                 raise ValueError(f"rewards.{place}.name: {name!r} is taken")
             if f"reward/{name}" in KEYS:
                 raise ValueError(f"rewards.{place}.name: reward/{name} is a metric already")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environment_rewards(cls, values: Any) -> Any:
+        """Lets a run that names no reward function have that of its environment."""
+        if not isinstance(values, dict) or not values.get("environment") or values.get("rewards"):
+            return values
+        reward = values.get("reward")
+        if reward is None or (isinstance(reward, dict) and "function" not in reward):
+            return values | {"reward": {**(reward or {}), "function": ENVIRONMENT_REWARD}}
+        return values
+
+    @model_validator(mode="after")
+    def _environment_fits(self) -> RunSettings:
+        named = ENVIRONMENT_REWARD in [one.function for one in self.reward_functions]
+        if self.environment is None:
+            if named:
+                raise ValueError(f"reward: {ENVIRONMENT_REWARD} needs the section `environment`")
+            return self
+        if self.reward.overlong_buffer is not None:
+            raise ValueError(
+                "reward.overlong_buffer: does not apply to a run with `environment`; "
+                "environment.max_episode_tokens bounds its episodes"
+            )
         return self
 
     @model_validator(mode="after")

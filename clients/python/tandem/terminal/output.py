@@ -22,13 +22,16 @@ from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.models.tokenizer import GrowingText, TextCodec
 from tandem.rpc.generate_events import SampleFinished, TokensCame, read_event
 from tandem.run_directory.log import FILE_ONLY, handled_by, shown
+from tandem.utils.authors import ENVIRONMENT, JUNIOR, SENIOR
 
 _log = logging.getLogger(__name__)
 
 
-SENIOR_STYLE = "bold cyan"
-JUNIOR_STYLE = "underline yellow"
+# The style of an author's text and the marks around it, by the number in authorship masks.
+AUTHOR_STYLES = {SENIOR: "bold cyan", JUNIOR: "underline yellow", ENVIRONMENT: "green"}
+_MARKS = {SENIOR: ("", ""), JUNIOR: ("[", "]"), ENVIRONMENT: ("«", "»")}
 LEGEND = "senior, [junior]"
+ENVIRONMENT_LEGEND = "«environment»"
 # Added to an author's style.
 DRAFT_STYLE = "reverse"
 DRAFT_LEGEND = "‹accepted draft›"
@@ -222,18 +225,19 @@ def picture(console: Console, title: str) -> str:
 class AuthoredText:
     """A text that grows by author: senior bold cyan, junior yellow, underlined and in brackets.
 
-    Accepted drafts are reversed and between ‹ and ›, inside of the brackets.
+    What an environment said is green and between « and ». Accepted drafts are reversed and between
+    ‹ and ›, inside of the brackets.
     """
 
     def __init__(self, keep: str = "\n") -> None:
         """Begins an empty text; control characters other than `keep` are shown by their escapes."""
         self._text = Text()
-        self._author = 1
+        self._author = SENIOR
         self._draft = 0
         self._keep = keep
 
     def append(self, author: int, text: str, note: str = "", draft: int = 0) -> None:
-        """Appends the text of a token by an author (1: senior), and a note about it.
+        """Appends the text of a token by an author of authorship masks, and a note about it.
 
         `draft`: 1 for an accepted draft.
         """
@@ -241,22 +245,22 @@ class AuthoredText:
         if not text:
             return
         self._mark(author, draft)
-        style = SENIOR_STYLE if author else JUNIOR_STYLE
+        style = AUTHOR_STYLES[author]
         if draft:
             style += f" {DRAFT_STYLE}"
         self._text.append(visible(text, self._keep), style=style)
         self._text.append(note, style="dim")
 
     def end(self) -> None:
-        """Closes the marks of a text that ends with the junior or with a draft."""
-        self._mark(1, 0)
+        """Closes the marks of a text that ends with another author than the senior, or a draft."""
+        self._mark(SENIOR, 0)
 
     def _mark(self, author: int, draft: int) -> None:
         """Ends and begins the marks before a token."""
         other = author != self._author
         marks = "›" if self._draft and (other or not draft) else ""
         if other:
-            marks += "]" if author else "["
+            marks += _MARKS[self._author][1] + _MARKS[author][0]
         if draft and (other or not self._draft):
             marks += "‹"
         self._text.append(marks, style="dim")
@@ -317,7 +321,11 @@ class ResponsePrinter:
         elif isinstance(told, SampleFinished):
             trajectory = told.trajectory
             response = self._responses[told.request_id, told.sample_index]
-            response.add(trajectory.response_token_ids, trajectory.authorship_mask, 0)
+            response.add(
+                trajectory.response_token_ids,
+                trajectory.authorship_mask,
+                trajectory.response_offset,
+            )
             response.end()
         self._print()
 
@@ -343,17 +351,18 @@ class _Response:
     def __init__(self, growing: GrowingText) -> None:
         self.ended = False
         self._growing = growing
-        self._tokens = 0
-        self._author = 1
+        # Position behind the last token; None before the first, which may continue a response.
+        self._end: int | None = None
+        self._author = SENIOR
         self._text = AuthoredText()
 
     def add(self, ids: Sequence[int], mask: Sequence[int], offset: int) -> None:
         """Takes tokens from position `offset` on; tokens that are known already change nothing."""
-        known = self._tokens - offset
+        known = 0 if self._end is None else self._end - offset
         for token, author in zip(ids[known:], mask[known:], strict=True):
             self._text.append(author, self._growing.add(token))
             self._author = author
-            self._tokens += 1
+        self._end = max(self._end or 0, offset + len(ids))
 
     def end(self) -> None:
         """Ends the response: no more tokens come."""

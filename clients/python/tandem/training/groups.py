@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
 from tandem._proto.types.v1 import server_pb2, trajectory_pb2
 from tandem.data.dataset import Example
+from tandem.environments.episode import Episode
+from tandem.environments.run_environment import trajectories_of
 from tandem.metrics import StepClock, response_metrics
+from tandem.rewards.judges.cases import Outcome
 from tandem.rewards.judges.responses import Response
 from tandem.rewards.reward import Judged, overlong_punishment
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
 from tandem.session.session import Session
+from tandem.training.episodes import draw_episodes, episode_metrics, failures_without_response
 
 # Rewards of a group that differ by no more than this, times the largest of their magnitudes where
 # that is above 1, are equal: sums of the same scores in another order differ by rounding. It is the
@@ -74,6 +81,7 @@ class Drawn:
         failures: a message for every call of a reward function that failed.
         num_gen_batches: number of times that prompts were drawn.
         timed_out: number of responses for which a reward function took too long.
+        episodes: those of the responses, where the run has an environment.
     """
 
     groups: list[Group]
@@ -81,6 +89,7 @@ class Drawn:
     failures: list[str]
     num_gen_batches: int
     timed_out: int = 0
+    episodes: Sequence[Episode] = ()
 
     @property
     def all_failed(self) -> bool:
@@ -110,6 +119,7 @@ class Drawn:
             ),
             "reward/timed_out": self.timed_out,
             **means,
+            **(episode_metrics(self.episodes) if self.episodes else {}),
             "batch/groups_drawn": len(self.groups),
             "batch/groups_dropped": len(self.groups) - len(self.kept),
             "batch/num_gen_batches": self.num_gen_batches,
@@ -133,13 +143,14 @@ def draw_groups(
     first: int,
     weights: server_pb2.WeightsVersion,
     clock: StepClock,
+    run_dir: Path = Path(),
 ) -> Drawn:
     """Draws the groups of a step: the data's prompts from place `first` on, and their responses.
 
     With `batch.filter_groups` groups whose rewards are all the same are dropped, and as many
     further prompts are drawn, until the step is full or has its last generation batch: the dynamic
     sampling of DAPO (arXiv 2503.14476). The groups are a function of seed, step, `first` and
-    weights alone.
+    weights alone, and of what an environment said, which is recorded in `run_dir`.
 
     Raises what Session.generate() and Reward raise.
     """
@@ -148,21 +159,31 @@ def draw_groups(
     groups: list[Group] = []
     kept: list[Group] = []
     failures: list[str] = []
+    episodes: list[Episode] = []
     batches = timed_out = 0
     while len(kept) < wanted and batches < (filtering.max_num_gen_batches if filtering else 1):
         examples = session.data.batch(first + len(groups), wanted - len(kept))
         begin = len(groups)
         judging = _JudgingBehind(session, step, examples)
         with clock.phase("generate"):
-            answers = session.generate(
-                [
-                    step_prompt(session, example, step, begin + i)
-                    for i, example in enumerate(examples)
-                ],
-                weights,
-                any_version=bool(settings.objective.max_staleness),
-                on_answer=judging.add,
-            )
+            prompts = [
+                step_prompt(session, example, step, begin + i) for i, example in enumerate(examples)
+            ]
+            if session.environment is None:
+                answers = session.generate(
+                    prompts,
+                    weights,
+                    any_version=bool(settings.objective.max_staleness),
+                    on_answer=judging.add,
+                )
+            else:
+                requests = {
+                    begin + i: pair for i, pair in enumerate(zip(prompts, examples, strict=True))
+                }
+                on_group = partial(_judge_episodes, judging, begin)
+                drawn = draw_episodes(session, step, requests, weights, run_dir, on_group)
+                answers = [trajectories_of(group) for group in drawn]
+                episodes += itertools.chain(*drawn)
         with clock.phase("reward"):
             texts, judged = judging.result()
         groups += [
@@ -181,7 +202,16 @@ def draw_groups(
         failures += judged.failures
         timed_out += judged.timed_out
         batches += 1
-    return Drawn(groups, kept, failures, batches, timed_out)
+    failures += failures_without_response(episodes)
+    return Drawn(groups, kept, failures, batches, timed_out, episodes)
+
+
+def _judge_episodes(
+    judging: _JudgingBehind, begin: int, index: int, episodes: Sequence[Episode]
+) -> None:
+    """Lets the responses of a prompt's episodes be judged; those whose reset() failed have none."""
+    whole = [one for one in episodes if one.trajectory is not None]
+    judging.add(index - begin, trajectories_of(whole), [one.reward for one in whole])
 
 
 class _JudgingBehind:
@@ -193,16 +223,23 @@ class _JudgingBehind:
         self._examples = examples
         self._judging = session.reward.judging()
         self._texts: dict[int, list[str]] = {}
-        self._groups: SimpleQueue[tuple[int, Sequence[trajectory_pb2.Trajectory]] | None]
+        self._groups: SimpleQueue[
+            tuple[int, Sequence[trajectory_pb2.Trajectory], Sequence[Outcome | None]] | None
+        ]
         self._groups = SimpleQueue()
         self._error: Exception | None = None
         # A generation that fails ends the run, and leaves the thread to itself.
         self._thread = Thread(target=self._work, name="judge-behind", daemon=True)
         self._thread.start()
 
-    def add(self, index: int, group: Sequence[trajectory_pb2.Trajectory]) -> None:
-        """Takes the responses to a prompt; returns at once."""
-        self._groups.put((index, group))
+    def add(
+        self,
+        index: int,
+        group: Sequence[trajectory_pb2.Trajectory],
+        environment: Sequence[Outcome | None] = (),
+    ) -> None:
+        """Takes the responses to a prompt, and what their environments gave; returns at once."""
+        self._groups.put((index, group, environment or [None] * len(group)))
 
     def result(self) -> tuple[list[list[str]], Judged]:
         """Returns the texts and the rewards of all responses, by prompt, once they are judged.
@@ -219,11 +256,12 @@ class _JudgingBehind:
     def _work(self) -> None:
         try:
             while (entry := self._groups.get()) is not None:
-                index, group = entry
+                index, group, environment = entry
                 decode = self._session.codec.decode
                 texts = self._texts[index] = [decode(one.response_token_ids) for one in group]
                 responses = [
-                    Response(text, one, self._step) for text, one in zip(texts, group, strict=True)
+                    Response(text, one, self._step, environment=gave)
+                    for text, one, gave in zip(texts, group, environment, strict=True)
                 ]
                 self._judging.add(index, self._examples[index], responses)
         except Exception as error:

@@ -62,7 +62,9 @@ def train(
         for step in loop.steps():
             clock = StepClock(session.progress)
             try:
-                drawn = draw_groups(session, step, loop.examples_drawn, loop.weights, clock)
+                drawn = draw_groups(
+                    session, step, loop.examples_drawn, loop.weights, clock, run.path
+                )
             except StopRequested as stop:
                 loop.give_up(stop)
                 break
@@ -285,6 +287,8 @@ class Loop:
         if self._interrupt is not None:
             self._interrupt.defer()
             session.reward.stopping = lambda: self._interrupt.requested
+            if session.environment is not None:
+                session.environment.stopping = lambda: self._interrupt.requested
         run.begin(session.settings.steps)
         run.record(start.record(), session.facts())
         _log.info(str(start))

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tandem.models.tokenizer import TextCodec
+from tandem.utils.authors import turns
 from tandem.view.about import About
 from tandem.view.trajectories import Trajectory
 
@@ -83,6 +84,7 @@ def _group(run: About, codec: TextCodec, members: Sequence[Trajectory]) -> dict[
                 "scores": one.scores,
                 "advantage": one.advantage,
                 "accepted_draft_mask": one.accepted_drafts,
+                "turns": turns(one.record["authorship_mask"]),
                 "token_texts": codec.token_texts(one.record["response_token_ids"]),
             }
             for one in members

@@ -12,6 +12,7 @@ from rich.text import Text
 from tandem.models.tokenizer import TextCodec
 from tandem.terminal.output import (
     DRAFT_LEGEND,
+    ENVIRONMENT_LEGEND,
     LEGEND,
     Output,
     authored_text,
@@ -19,6 +20,7 @@ from tandem.terminal.output import (
     tab_separated,
     visible,
 )
+from tandem.utils.authors import ENVIRONMENT, turns
 from tandem.view.trajectories import Trajectory
 
 # Smallest log-prob gap, in nats, that is written behind its token.
@@ -47,6 +49,10 @@ def print_trajectories(
     heads = ["reward", *scores, *(["advantage"] if advantage else [])]
     heads += ["drafts"] if drafts else []
     legend = f"{title}: {LEGEND}"
+    episodes = first is not None and ENVIRONMENT in first.record["authorship_mask"]
+    heads += ["turns"] if episodes else []
+    if episodes:
+        legend += f", {ENVIRONMENT_LEGEND}"
     if drafts:
         legend += f", {DRAFT_LEGEND}"
     if gap:
@@ -56,7 +62,7 @@ def print_trajectories(
         rows = (
             [
                 visible(one.record["group_id"]),
-                *_numbers(one, advantage=advantage, drafts=drafts),
+                *_numbers(one, advantage=advantage, drafts=drafts, episodes=episodes),
                 _prompt(codec, one, keep=""),
                 _response(codec, one, gap=gap, drafts=drafts, keep=""),
             ]
@@ -70,7 +76,7 @@ def print_trajectories(
         members = list(group)
         rows = [
             (
-                *_numbers(one, advantage=advantage, drafts=drafts),
+                *_numbers(one, advantage=advantage, drafts=drafts, episodes=episodes),
                 _response(codec, one, gap=gap, drafts=drafts, keep="\n"),
             )
             for one in members
@@ -111,7 +117,9 @@ def _table(
     return table
 
 
-def _numbers(trajectory: Trajectory, *, advantage: bool, drafts: bool) -> Iterator[str]:
+def _numbers(
+    trajectory: Trajectory, *, advantage: bool, drafts: bool, episodes: bool
+) -> Iterator[str]:
     yield cell(trajectory.record["reward"], "{:.2f}")
     for score in trajectory.scores.values():
         yield cell(score, "{:.2f}")
@@ -120,6 +128,8 @@ def _numbers(trajectory: Trajectory, *, advantage: bool, drafts: bool) -> Iterat
     if drafts:
         accepted = trajectory.accepted_drafts
         yield cell(None if accepted is None else sum(accepted), "{}")
+    if episodes:
+        yield str(turns(trajectory.record["authorship_mask"]))
 
 
 def _prompt(codec: TextCodec, trajectory: Trajectory, keep: str) -> str:

@@ -101,3 +101,20 @@ def test_a_request_that_fails_twice_has_two_events():
     assert events.matching(failed()) == failed()
     assert events.matching(failed()) == second
     assert not events.has_more()
+
+
+def test_a_continued_response_begins_where_its_prompt_ends():
+    def moved(events, by):
+        for event in events:
+            event.tokens.offset += by
+        return events
+
+    recorded = [tokens(0, 0, 1), tokens(0, 1, 3)]
+    events = events_of(*moved([tokens(0, 0, 3), tokens(0, 3, 1)], 7))
+    for event in moved(recorded, 7):
+        assert first_difference(event, events.matching(event)) is None
+    assert not events.has_more()
+    # Another start is another response.
+    events = events_of(*moved([tokens(0, 0, 4)], 6))
+    [event] = moved([tokens(0, 0, 4)], 7)
+    assert first_difference(event, events.matching(event)).path == "tokens.offset"

@@ -56,6 +56,30 @@ def test_without_tandem_or_with_a_certain_coin_there_is_one_author():
     assert mask("word", range(6), prob_senior=0.0) == [0] * 6
 
 
+def turns_of(strategy, tokens, environment, **changes):
+    config = BASE | {"selection_strategy": strategy} | changes
+    return authorship_mask(tokens, config, 5, 1, boundaries={9}, environment=environment)
+
+
+def test_behind_an_environment_the_strategy_starts_anew():
+    assert turns_of("chunk", range(9), [2, 3]) == [1, 1, 2, 2, 1, 1, 1, 0, 0]
+    assert turns_of("alternating", range(7), [1, 4]) == [1, 2, 1, 0, 2, 1, 0]
+    # The boundary before the environment's tokens toggles nothing, and neither does one of theirs.
+    assert turns_of("sentence", [1, 9, 2, 9, 9, 1, 9, 3], [3, 4]) == [1, 1, 0, 2, 2, 1, 1, 0]
+    assert turns_of("bernoulli", range(4), [1, 2], enabled=False) == [1, 2, 2, 1]
+
+
+def test_coins_keep_the_number_of_the_token_in_the_response():
+    coins = [int(uniform(5, 1, t, AUTHOR) < 0.5) for t in range(12)]
+    said = [3, 4]
+    expected = [2 if t in said else coins[t] for t in range(12)]
+    assert turns_of("bernoulli", range(10, 22), said) == expected
+    # Draws at the first token of each turn, and after 4 tokens of the turn without one.
+    draws = [0, 5, 9]
+    expected = [2 if t in said else coins[max(d for d in draws if d <= t)] for t in range(12)]
+    assert turns_of("word", range(10, 22), said) == expected
+
+
 def test_prompt_seeds_do_not_change_between_releases_and_differ():
     assert prompt_seed(0, 1, 0) == 1885185396456424860
     seeds = {

@@ -60,6 +60,8 @@ def variety():
     )
     pictured.senior_versions[0].count -= 1
     pictured.senior_versions.append(pictured.senior_versions[0])
+    mask = plain.authorship_mask
+    plain.authorship_mask = mask[:1] + b"\2" + mask[2:]  # what an environment said
     row = {"answer": 5, "nested": {"a": [1, None, "é"]}, "bad": math.nan, "猫": "\u2028"}
     return [
         Response(plain, "text\n", 0.1, {"right": 0.1}, -0.5, "g0", "rows.jsonl:1", row),
@@ -158,7 +160,7 @@ def test_damage_is_named_by_file_record_and_column(tmp_path, subtests):
         ("group_id", [None], None, ":1: group_id: is null"),
         ("finish_reason", [None], None, ":1: finish_reason: "),
         ("authorship_mask", [[1, 0]], None, ":1: authorship_mask: 2 entries for"),
-        ("authorship_mask", [[2] * 20], None, ":1: authorship_mask.0: "),
+        ("authorship_mask", [[3] * 20], None, ":1: authorship_mask.0: "),
         ("response_token_ids", [[-1] * 20], None, ":1: response_token_ids.0: "),
         ("reward", [math.inf], None, ":1: reward: "),
         ("row", ["[]"], None, ":1: row: "),

@@ -31,6 +31,7 @@ class Drawing:
         self.codec = SimpleNamespace(decode=len)
         self.reward = self
         self.sampling = {"max_tokens": 6}
+        self.environment = None
         self._rewards, self._lengths = rewards, lengths
         self.seeds = []
 

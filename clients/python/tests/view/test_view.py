@@ -120,7 +120,7 @@ def test_a_gap_is_senior_minus_junior_where_both_are_known():
     ("change", "message"),
     [
         ({"authorship_mask": [1]}, "authorship_mask: 1 entries for 2 response tokens"),
-        ({"authorship_mask": [1, 2]}, "authorship_mask.1: "),
+        ({"authorship_mask": [1, 3]}, "authorship_mask.1: "),
         ({"accepted_draft_mask": [1]}, "accepted_draft_mask: 1 entries for 2 response tokens"),
         ({"senior_logprobs": [0.0, float("nan")]}, "senior_logprobs.1: "),
         ({"junior_logprobs": [0.0] * 3}, "junior_logprobs: 3 entries for 2 response tokens"),
@@ -276,6 +276,21 @@ def test_a_page_knows_the_accepted_drafts():
     assert found.run["drafts"] is True
 
 
+def test_an_episode_is_shown_turn_by_turn():
+    rows = [trajectory("p", "abcdef", mask=[1, 0, 2, 2, 0, 1]), trajectory("p", "g")]
+    screen = Screen(80)
+    print_trajectories(screen.output, Letters(), rows, "Step 1")
+    assert screen.lines == [
+        "Step 1: senior, [junior], «environment»",
+        "step-1/p",
+        "  p",
+        "  reward  turns  response",
+        "    0.50      2  a[b]«cd»[e]f",
+        "    0.50      1  g",
+    ]
+    assert [sample["turns"] for sample in Page(make_page(*rows)).samples] == [2, 1]
+
+
 def test_trajectories_are_plain_lines_without_a_terminal():
     screen = Screen(60, terminal=False)
     rows = [trajectory("a\tb" + "c" * 100, "x\ny", mask=[1, 0, 0], group_id="g0")]
@@ -425,7 +440,7 @@ def test_a_page_holds_what_the_run_recorded(run_file, tmp_path):
     found = Page(file.read_text())
     records = records_of(run, 1, 2, 3, 4, 5)
     assert len(found.samples) == len(records) == 5 * 6
-    keys = set(found.samples[0]) - {"token_texts", "advantage", "scores"}
+    keys = set(found.samples[0]) - {"token_texts", "advantage", "scores", "turns"}
     assert keys >= {"authorship_mask", "senior_logprobs", "junior_logprobs", "reward"}
     for sample, one in zip(found.samples, records, strict=True):
         assert {key: sample[key] for key in keys} == {key: one[key] for key in keys}

@@ -35,16 +35,28 @@ void BlockPool::Release(int32_t block) {
 
 std::optional<BlockPool::Known> BlockPool::Find(PrefixId before, std::span<const int32_t> tokens,
                                                 const std::string& images) {
-  const auto found = known_.find({before, {tokens.begin(), tokens.end()}, images});
+  const auto found = known_.find(MakeContents(before, tokens, images));
   if (found == known_.end()) return std::nullopt;
   Hold(found->second.block);
   return found->second;
 }
 
+std::optional<int32_t> BlockPool::TakeIdle(PrefixId before, std::span<const int32_t> tokens,
+                                           const std::string& images) {
+  const auto found = known_.find(MakeContents(before, tokens, images));
+  if (found == known_.end()) return std::nullopt;
+  const int32_t block = found->second.block;
+  if (at(block).holders > 0) return std::nullopt;
+  known_.erase(found);
+  at(block).known = known_.end();
+  Hold(block);
+  return block;
+}
+
 PrefixId BlockPool::Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens,
                              const std::string& images) {
-  const auto [entry, is_new] = known_.try_emplace({before, {tokens.begin(), tokens.end()}, images},
-                                                  Known{block, last_prefix_ + 1});
+  const auto [entry, is_new] =
+      known_.try_emplace(MakeContents(before, tokens, images), Known{block, last_prefix_ + 1});
   if (is_new) {
     ++last_prefix_;
     at(block).known = entry;

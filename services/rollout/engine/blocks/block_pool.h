@@ -54,11 +54,15 @@ class BlockPool {
   // (IdentitiesAmong).
   std::optional<Known> Find(PrefixId before, std::span<const int32_t> tokens,
                             const std::string& images = "");
-  // Remembers that `block`, which the caller holds, contains `tokens` after the prefix `before`,
-  // and returns the prefix up to its end. If another block is known to contain them, that one stays
-  // the one that is found.
+  // Remembers that `block`, which the caller holds, contains `tokens`, in all of its places or in
+  // the first ones, after the prefix `before`, and returns the prefix up to its end. If another
+  // block is known to contain them, that one stays the one that is found.
   PrefixId Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens,
                     const std::string& images = "");
+  // Finds such a block that is idle, and forgets its contents: the caller holds it now, alone, and
+  // may write behind the tokens.
+  std::optional<int32_t> TakeIdle(PrefixId before, std::span<const int32_t> tokens,
+                                  const std::string& images = "");
   // Forgets all contents: they come from weights that are gone.
   void Forget();
 
@@ -78,6 +82,11 @@ class BlockPool {
     std::list<int32_t>::iterator place;  // in idle_ or held_
     KnownBlocks::iterator known;         // known_.end(): not remembered
   };
+
+  static Contents MakeContents(PrefixId before, std::span<const int32_t> tokens,
+                               const std::string& images) {
+    return {before, {tokens.begin(), tokens.end()}, images};
+  }
 
   Block& at(int32_t block) { return blocks_[block - first_block_]; }
   void Hold(int32_t block);

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <vector>
 
 #include "common/model/passes/layer_cache.h"
@@ -60,6 +61,63 @@ TEST(BlockTableTest, BlocksOfOneImageAreNotThoseOfAnother) {
   std::vector<ImageTokens> shorter = image("a");
   shorter[0].end = kKvBlockTokens;
   EXPECT_EQ(known(shorter), kKvBlockTokens);
+}
+
+TEST(BlockTableTest, ABegunBlockGoesOnWithOneSequenceAlone) {
+  BlockPool pool({.count = 4});
+  std::vector<int32_t> tokens(kKvBlockTokens + 10);
+  std::iota(tokens.begin(), tokens.end(), 0);
+  const auto begin = [&] {
+    BlockTable table;
+    table.Grow(pool);
+    table.Grow(pool);
+    table.Remember(pool, tokens);
+    table.RememberBegun(pool, tokens);
+    return table;
+  };
+  BlockTable ended = begin();
+  const std::vector<int32_t> blocks(ended.blocks().begin(), ended.blocks().end());
+  const auto take = [&](BlockTable& table, std::vector<int32_t> wanted) {
+    const int64_t known = table.TakeKnown(pool, wanted);
+    return known + table.TakeBegun(pool, wanted);
+  };
+  std::vector<int32_t> longer = tokens;
+  longer.insert(longer.end(), {1, 2, 3});
+  BlockTable early;
+  EXPECT_EQ(take(early, longer), kKvBlockTokens) << "somebody still holds it";
+  early.Release(pool);
+  ended.Release(pool);
+  BlockTable shorter;
+  EXPECT_EQ(take(shorter, {tokens.begin(), tokens.end() - 1}), kKvBlockTokens)
+      << "a part of what it contains would be overwritten";
+  shorter.Release(pool);
+  BlockTable next;
+  EXPECT_EQ(take(next, longer), std::ssize(tokens));
+  EXPECT_EQ(std::vector<int32_t>(next.blocks().begin(), next.blocks().end()), blocks);
+  BlockTable second;
+  EXPECT_EQ(take(second, longer), kKvBlockTokens);
+  second.Release(pool);
+  // It grows, is remembered as a whole, and both keys are gone once it is given out again.
+  longer.resize(2 * kKvBlockTokens, 5);
+  next.Remember(pool, longer);
+  next.RememberBegun(pool, longer);
+  next.Release(pool);
+  EXPECT_EQ(take(second, longer), 2 * kKvBlockTokens);
+  second.Release(pool);
+  for (int i = 0; i < 4; ++i) pool.Allocate();
+  BlockTable last;
+  EXPECT_EQ(take(last, longer), 0);
+}
+
+TEST(BlockTableTest, NewWeightsForgetBegunBlocks) {
+  BlockPool pool({.count = 1});
+  BlockTable table;
+  table.Grow(pool);
+  table.RememberBegun(pool, kTokens);
+  pool.Forget();
+  table.Release(pool);
+  BlockTable next;
+  EXPECT_EQ(next.TakeBegun(pool, kTokens), 0);
 }
 
 TEST(BlockPoolTest, ABlockIsIdleWhenItsLastHolderReleasesIt) {

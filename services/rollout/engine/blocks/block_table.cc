@@ -18,8 +18,9 @@ std::span<const int32_t> TokensOf(std::span<const int32_t> tokens, int64_t block
   return tokens.subspan(block * kKvBlockTokens, kKvBlockTokens);
 }
 
-std::string ImagesOf(std::span<const ImageTokens> images, int64_t block) {
-  return IdentitiesAmong(images, block * kKvBlockTokens, (block + 1) * kKvBlockTokens);
+std::string ImagesOf(std::span<const ImageTokens> images, int64_t block,
+                     int64_t tokens = kKvBlockTokens) {
+  return IdentitiesAmong(images, block * kKvBlockTokens, block * kKvBlockTokens + tokens);
 }
 
 }  // namespace
@@ -37,6 +38,18 @@ int64_t BlockTable::TakeKnown(BlockPool& pool, std::span<const int32_t> tokens,
   return num_known_ * kKvBlockTokens;
 }
 
+int64_t BlockTable::TakeBegun(BlockPool& pool, std::span<const int32_t> tokens,
+                              std::span<const ImageTokens> images) {
+  const std::span<const int32_t> next = tokens.subspan(num_known_ * kKvBlockTokens);
+  for (int64_t n = std::min<int64_t>(std::ssize(next), kKvBlockTokens - 1); n > 0; --n) {
+    const auto block = pool.TakeIdle(prefix_, next.first(n), ImagesOf(images, num_known_, n));
+    if (!block.has_value()) continue;
+    blocks_.push_back(*block);
+    return n;
+  }
+  return 0;
+}
+
 bool BlockTable::Grow(BlockPool& pool) {
   const std::optional<int32_t> block = pool.Allocate();
   if (block.has_value()) blocks_.push_back(*block);
@@ -49,6 +62,14 @@ void BlockTable::Remember(BlockPool& pool, std::span<const int32_t> tokens,
     prefix_ = pool.Remember(blocks_[num_known_], prefix_, TokensOf(tokens, num_known_),
                             ImagesOf(images, num_known_));
   }
+}
+
+void BlockTable::RememberBegun(BlockPool& pool, std::span<const int32_t> tokens,
+                               std::span<const ImageTokens> images) {
+  const std::span<const int32_t> begun = tokens.subspan(num_known_ * kKvBlockTokens);
+  if (begun.empty() || num_known_ < num_dropped_) return;
+  pool.Remember(blocks_[num_known_], prefix_, begun,
+                ImagesOf(images, num_known_, std::ssize(begun)));
 }
 
 void BlockTable::Shrink(BlockPool& pool, int64_t size) {

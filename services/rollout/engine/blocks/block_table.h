@@ -30,12 +30,20 @@ class BlockTable {
   // some stand for `images`; returns the number of tokens in them.
   int64_t TakeKnown(BlockPool& pool, std::span<const int32_t> tokens,
                     std::span<const ImageTokens> images = {});
+  // Adds to what TakeKnown has taken the block that an ended sequence began, if it contains the
+  // next of `tokens`; returns their number.
+  int64_t TakeBegun(BlockPool& pool, std::span<const int32_t> tokens,
+                    std::span<const ImageTokens> images = {});
   // Adds a block. Returns false if none is idle.
   bool Grow(BlockPool& pool);
   // Tells the pool what the whole blocks contain: the first of `tokens`, which the model has
   // consumed.
   void Remember(BlockPool& pool, std::span<const int32_t> tokens,
                 std::span<const ImageTokens> images = {});
+  // Tells the pool what the last block contains, if a part of it: the last of `tokens`. The table
+  // may only be released then.
+  void RememberBegun(BlockPool& pool, std::span<const int32_t> tokens,
+                     std::span<const ImageTokens> images = {});
   // Gives back the blocks after the first `size`, none of which Remember has told the pool of.
   void Shrink(BlockPool& pool, int64_t size);
   // Gives back the first `count` blocks, which nothing reads any more: they lie before the window

@@ -30,15 +30,20 @@ TokenSet StopTokens(const SamplingParams& sampling, std::span<const int32_t> eos
 Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_version,
                           TokenExperts routed_experts) {
   const PromptRequest& request = sequence.prompt->request;
+  const int64_t given = sequence.response_so_far();
+  const auto take = [given](const auto& numbers, auto& result) {
+    result.assign(numbers.begin() + given, numbers.end());
+  };
   Trajectory result;
   result.prompt_token_ids = request.prompt_token_ids;
-  result.response_token_ids.assign(sequence.tokens.begin() + sequence.prompt_length(),
+  result.response_offset = given;
+  result.response_token_ids.assign(sequence.tokens.begin() + sequence.given_length(),
                                    sequence.tokens.end());
-  result.authorship_mask.assign(sequence.authors.begin(), sequence.authors.end());
-  result.author_logprobs = sequence.author_logprobs;
-  if (sequence.wants_other) result.other_logprobs = sequence.other_logprobs;
-  if (HasCut(request.sampling)) result.log_keep_mass = sequence.log_keep_mass;
-  for (const auto& weights : sequence.senior_weights) {
+  take(sequence.authors, result.authorship_mask);
+  take(sequence.author_logprobs, result.author_logprobs);
+  if (sequence.wants_other) take(sequence.other_logprobs, result.other_logprobs);
+  if (HasCut(request.sampling)) take(sequence.log_keep_mass, result.log_keep_mass);
+  for (const auto& weights : std::span(sequence.senior_weights).subspan(given)) {
     std::vector<VersionRun>& runs = result.senior_versions;
     if (runs.empty() || runs.back().weights != *weights) {
       runs.push_back({.weights = *weights, .count = 0});
@@ -52,6 +57,8 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   result.sampling = request.sampling;
   result.tandem = request.tandem;
   result.routed_experts = std::move(routed_experts);
+  result.top_tokens = sequence.top_tokens;
+  result.top_tokens.count = request.num_top_logprobs;
   result.vision_inputs = request.vision_inputs;
   return result;
 }
@@ -80,7 +87,8 @@ void Generator::Submit(PromptId id, Submission submission) {
   prompt->id = id;
   prompt->stream = submission.stream;
   prompt->stop_tokens = StopTokens(request.sampling, options_.eos_token_ids);
-  prompt->max_response_tokens = LongestResponse(request, options_.request_limits);
+  prompt->max_response_tokens =
+      std::ssize(request.response_token_ids) + LongestResponse(request, options_.request_limits);
   const auto boundaries = boundaries_->Resolve(request.tandem);
   prompt->images = ImagesOf(request, options_.request_limits).value();
   if (prompt->images[0] != nullptr) prompt->image_tokens = ImageTokensOf(*prompt->images[0]);
@@ -98,6 +106,7 @@ void Generator::Submit(PromptId id, Submission submission) {
       }
       sequence->drafts = std::make_unique<DraftState>(params, options_.make_drafter(params));
     }
+    ReadTurn(*sequence);
     scheduler_.Enqueue(sequence.get());
     prompt->samples.push_back(std::move(sequence));
   }
@@ -141,7 +150,8 @@ void Generator::ExpireDeadlines(SteadyTime now) {
 
 bool Generator::Step() {
   for (const Prompt* prompt : scheduler_.Admit()) {
-    totals_.prompt_tokens_total += static_cast<int64_t>(prompt->request.prompt_token_ids.size());
+    totals_.prompt_tokens_total += std::ssize(prompt->request.prompt_token_ids) +
+                                   std::ssize(prompt->request.response_token_ids);
   }
   scheduler_.AskForDrafts();
   bool computed = false;
@@ -162,6 +172,7 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
     OutputRow row = {.sampling = &sampling};
     if (position >= entry.end - entry.draws) {
       row.u = sequence.UniformAt(position + 1, RandomPurpose::kToken);
+      if (!entry.drafting) row.num_top = sequence.prompt->request.num_top_logprobs;
       if (sequence.rejection_sampling()) ProposeDraft(entry, position + 1, row);
     } else if (sequence.NeedsOther(lane, position)) {
       row.token = sequence.tokens[position + 1];
@@ -247,7 +258,7 @@ absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const Deco
   int64_t& catch_up = lane == Author::kSenior ? totals_.senior_catch_up_tokens_total
                                               : totals_.junior_catch_up_tokens_total;
   const int64_t confirmed = std::min(entry.end, sequence.length());
-  for (int64_t p = std::max(entry.begin, sequence.prompt_length()); p < confirmed; ++p) {
+  for (int64_t p = std::max(entry.begin, sequence.given_length()); p < confirmed; ++p) {
     catch_up += sequence.authors[p - sequence.prompt_length()] != lane;
   }
   const size_t num_logprobs = results.size() - entry.draws;
@@ -390,13 +401,20 @@ bool Generator::RunPass(Author lane, const PassPlan& plan) {
 void Generator::AppendToken(Sequence& sequence, Author author, const SampledToken& sampled) {
   const int32_t token = sampled.token;
   const Prompt& prompt = *sequence.prompt;
-  if (!sequence.authors.empty() && sequence.authors.back() != author) ++totals_.handoffs_total;
+  if (!sequence.authors.empty() && IsDrawn(sequence.authors.back()) &&
+      sequence.authors.back() != author) {
+    ++totals_.handoffs_total;
+  }
   ++(author == Author::kSenior ? totals_.senior_tokens_total : totals_.junior_tokens_total);
   sequence.tokens.push_back(token);
   sequence.authors.push_back(author);
   sequence.author_logprobs.push_back(sampled.logprob);
   sequence.other_logprobs.push_back(kNotComputed);
   sequence.log_keep_mass.push_back(sampled.log_keep_mass);
+  for (const LikelyToken& likely : sampled.top) {
+    sequence.top_tokens.ids.push_back(likely.token);
+    sequence.top_tokens.logprobs.push_back(likely.logprob);
+  }
   sequence.senior_weights.push_back(senior_weights_);
   sequence.selector.OnToken(token);
 
@@ -404,6 +422,20 @@ void Generator::AppendToken(Sequence& sequence, Author author, const SampledToke
     sequence.finish_reason = FinishReason::kStop;
   } else if (sequence.response_length() >= prompt.max_response_tokens) {
     sequence.finish_reason = FinishReason::kLength;
+  }
+}
+
+void Generator::ReadTurn(Sequence& sequence) const {
+  const PromptRequest& request = sequence.prompt->request;
+  if (!sequence.stop_texts.active()) return;
+  const auto& authors = request.response_authors;
+  const auto begin =
+      std::find_if_not(authors.rbegin(), authors.rend(), IsDrawn).base() - authors.begin();
+  for (const int32_t token : std::span(request.response_token_ids).subspan(begin)) {
+    // A text that ended the turn does not end its continuation, too.
+    if (CompletesStopText(sequence, token)) {
+      sequence.stop_texts = StopTextFinder(request.sampling.stop);
+    }
   }
 }
 
@@ -434,7 +466,7 @@ absl::Status Generator::FinishIfComplete(Sequence* sequence) {
                                             sequence->length() - 1, routed_experts));
   }
   scheduler_.Remove(sequence);
-  const std::unique_ptr<Sequence> owned = std::move(prompt->samples[sequence->sample_index]);
+  const std::unique_ptr<Sequence> owned = std::move(prompt->samples[sequence->number]);
   SampleDrafts drafts;
   if (owned->drafts != nullptr) drafts = std::move(owned->drafts->outcome);
   prompt->listener->OnFinished(

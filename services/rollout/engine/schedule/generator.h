@@ -103,7 +103,9 @@ class Generator {
   // Has the senior's heads draft for all that were noted.
   absl::Status DraftWithHeads();
   void AppendToken(Sequence& sequence, Author author, const SampledToken& sampled);
-  // Whether the response, with its next token, contains a stop text.
+  // Reads the begun turn of a response that is continued, for stop texts.
+  void ReadTurn(Sequence& sequence) const;
+  // Whether the turn, with its next token, contains a stop text.
   bool CompletesStopText(Sequence& sequence, int32_t token) const;
   // Tells the listener of the response's tokens from number `first` on.
   void StreamTokens(const Sequence& sequence, int64_t first);

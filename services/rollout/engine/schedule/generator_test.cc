@@ -123,6 +123,188 @@ TEST(GeneratorTest, Law3NeighboursBudgetsAndOrderDoNotMatter) {
   }
 }
 
+// Returns the request that continues a response behind its first `count` tokens.
+PromptRequest Continued(PromptRequest request, const Trajectory& whole, size_t count) {
+  request.response_token_ids.assign(whole.response_token_ids.begin(),
+                                    whole.response_token_ids.begin() + count);
+  request.response_authors.assign(whole.authorship_mask.begin(),
+                                  whole.authorship_mask.begin() + count);
+  request.sampling.max_tokens -= static_cast<int32_t>(count);
+  request.first_sample_index = whole.sample_index;
+  request.num_samples = 1;
+  return request;
+}
+
+// Returns what a continuation of the whole response has of it.
+Trajectory Rest(Trajectory whole, size_t count) {
+  const auto cut = [count](auto& numbers) {
+    if (!numbers.empty()) numbers.erase(numbers.begin(), numbers.begin() + count);
+  };
+  cut(whole.response_token_ids);
+  cut(whole.authorship_mask);
+  cut(whole.author_logprobs);
+  cut(whole.other_logprobs);
+  cut(whole.log_keep_mass);
+  return whole;
+}
+
+TEST(GeneratorTest, AContinuedResponseEqualsTheUninterruptedOne) {
+  for (const auto strategy : kStrategies) {
+    for (const bool drafts : {false, true}) {
+      PromptRequest request = Request(Tandem(strategy), 21);
+      request.num_samples = 3;
+      request.return_other_logprobs = true;
+      request.sampling.top_p = 0.9;
+      if (drafts) request.speculative = {.method = SpeculativeMethod::kNgram};
+      Harness warm;
+      const auto listener = warm.Submit(request);
+      warm.Finish();
+      for (const auto& [index, whole] : listener->finished()) {
+        const size_t length = whole.response_token_ids.size();
+        for (const size_t count : {size_t{1}, length / 2, length - 1}) {
+          if (count == 0 || count >= length) continue;
+          const PromptRequest rest = Continued(request, whole, count);
+          for (Harness* harness : {&warm, std::make_unique<Harness>(Limits(2, 7)).release()}) {
+            const std::unique_ptr<Harness> owned(harness == &warm ? nullptr : harness);
+            const auto heard = harness->Submit(rest);
+            harness->Finish();
+            ASSERT_EQ(heard->finished().size(), 1u);
+            const Trajectory got = heard->finished().at(index);
+            ExpectSame(got, Rest(whole, count));
+            EXPECT_EQ(got.response_offset, std::ssize(rest.response_token_ids));
+            EXPECT_EQ(got.sample_index, whole.sample_index);
+            EXPECT_EQ(got.senior_versions.at(0).count, std::ssize(got.response_token_ids));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(GeneratorTest, AContinuationReadsWhatTheCacheLostAlone) {
+  PromptRequest request = Request(Tandem(SelectionStrategy::kAlternating), 40);
+  request.sampling.ignore_eos = true;
+  Harness harness;
+  const auto listener = harness.Submit(request);
+  harness.Finish();
+  const Trajectory whole = listener->finished().at(0);
+  const int64_t shared = harness.Stats().shared_prefix_tokens_total;
+  harness.Submit(Continued(request, whole, 25));
+  harness.Finish();
+  // Both lanes find the whole block of the 40 + 25 tokens.
+  EXPECT_EQ(harness.Stats().shared_prefix_tokens_total - shared, 2 * kKvBlockTokens);
+}
+
+TEST(GeneratorTest, ATurnReadsTheTokensSinceTheLastOneAlone) {
+  for (const bool enabled : {false, true}) {
+    TandemConfig tandem = Tandem(SelectionStrategy::kAlternating);
+    tandem.enabled = enabled;
+    PromptRequest request = Request(tandem, 40);
+    request.sampling.ignore_eos = true;
+    Harness harness;
+    Trajectory whole = harness.Run(request);
+    int64_t unread = 1;  // the last token that was drawn
+    for (int turn = 0; turn < 3; ++turn) {
+      PromptRequest next = Continued(request, whole, whole.response_token_ids.size());
+      next.response_token_ids.push_back(7);
+      next.response_authors.push_back(Author::kEnvironment);
+      next.sampling.max_tokens = 4;
+      const int64_t shared = harness.Stats().shared_prefix_tokens_total;
+      const Trajectory got = harness.Run(next);
+      const int64_t taken = harness.Stats().shared_prefix_tokens_total - shared;
+      const int64_t given = 40 + std::ssize(next.response_token_ids);
+      // The junior may lag by a token more.
+      EXPECT_GE(taken, (enabled ? 2 : 1) * (given - 1 - unread) - (enabled ? 1 : 0));
+      ExpectSame(got, Harness().Run(next));
+      whole.response_token_ids = next.response_token_ids;
+      whole.authorship_mask = next.response_authors;
+      whole.response_token_ids.insert(whole.response_token_ids.end(),
+                                      got.response_token_ids.begin(), got.response_token_ids.end());
+      whole.authorship_mask.insert(whole.authorship_mask.end(), got.authorship_mask.begin(),
+                                   got.authorship_mask.end());
+    }
+  }
+}
+
+TEST(GeneratorTest, TheLikeliestTokensOfEachAuthorAreRecorded) {
+  PromptRequest request = Request(Tandem(SelectionStrategy::kWord));
+  request.return_other_logprobs = true;
+  const Trajectory plain = Harness().Run(request);
+  EXPECT_EQ(plain.top_tokens, TopTokens());
+  request.num_top_logprobs = 4;
+  for (const bool drafts : {false, true}) {
+    if (drafts) request.speculative = {.method = SpeculativeMethod::kNgram};
+    Harness harness;
+    const Trajectory got = harness.Run(request);
+    ExpectSame(got, plain);
+    TandemSampler sampler;
+    std::vector<int32_t> tokens = got.prompt_token_ids;
+    TopTokens expected = {.count = 4, .ids = {}, .logprobs = {}};
+    for (size_t t = 0; t < got.response_token_ids.size(); ++t) {
+      const FakeRunner& model =
+          got.authorship_mask[t] == Author::kSenior ? harness.senior : harness.junior;
+      const std::vector<float> logits = model.Logits(tokens);
+      ASSERT_TRUE(sampler.TokenLogProb(logits, 1.0, 0).ok());
+      for (const LikelyToken& likely : sampler.Top(logits, 4)) {
+        expected.ids.push_back(likely.token);
+        expected.logprobs.push_back(likely.logprob);
+      }
+      tokens.push_back(got.response_token_ids[t]);
+    }
+    EXPECT_EQ(got.top_tokens, expected);
+  }
+}
+
+// Law 4 for turns: authors follow from the tokens, the seed and where turns begin.
+TEST(GeneratorTest, ATurnBehindAnEnvironmentHasItsOwnAuthors) {
+  for (const auto strategy : kStrategies) {
+    PromptRequest request = Request(Tandem(strategy));
+    request.sampling.ignore_eos = true;
+    Harness harness;
+    const Trajectory first = harness.Run(request);
+    PromptRequest next = Continued(request, first, first.response_token_ids.size());
+    for (const int32_t said : {17, 3, 22}) {
+      next.response_token_ids.push_back(said);
+      next.response_authors.push_back(Author::kEnvironment);
+    }
+    next.sampling.max_tokens = 25;
+    const Trajectory turn = harness.Run(next);
+    ExpectSame(turn, Harness(Limits(1, 3)).Run(next));
+    EXPECT_EQ(turn.response_offset, 33);
+    EXPECT_EQ(turn.finish_reason, FinishReason::kLength);
+    ASSERT_EQ(turn.authorship_mask.size(), 25u);
+    AuthorSelector selector(request.tandem, request.seed, 0,
+                            harness.boundaries.Resolve(request.tandem));
+    for (const int32_t token : first.response_token_ids) selector.OnToken(token);
+    for (int i = 0; i < 3; ++i) selector.OnEnvironmentToken();
+    for (size_t t = 0; t < 25; ++t) {
+      EXPECT_EQ(turn.authorship_mask[t], selector.NextAuthor());
+      selector.OnToken(turn.response_token_ids[t]);
+    }
+  }
+}
+
+TEST(GeneratorTest, StopTextsMatchWithinATurn) {
+  PromptRequest request = Request({.enabled = false});
+  request.sampling.ignore_eos = true;
+  const Trajectory whole = Harness().Run(request);
+  const auto& ids = whole.response_token_ids;
+  // The text of tokens 9 and 10: a continuation between the two ends with the second.
+  request.sampling.stop = {PieceOf(ids[9]) + PieceOf(ids[10])};
+  const Trajectory rest = Harness().Run(Continued(request, whole, 10));
+  EXPECT_EQ(rest.finish_reason, FinishReason::kStop);
+  EXPECT_EQ(rest.response_token_ids, std::vector<int32_t>{ids[10]});
+  // Behind an environment it does not: what was said before is no part of the turn.
+  PromptRequest turn = Continued(request, whole, 9);
+  turn.response_token_ids.push_back(ids[9]);
+  turn.response_authors.push_back(Author::kEnvironment);
+  EXPECT_EQ(Harness().Run(turn).response_token_ids[0], ids[10]);
+  EXPECT_GT(Harness().Run(turn).response_token_ids.size(), 1u);
+  // A text that has ended a turn does not end its continuation, too.
+  request.sampling.stop = {PieceOf(ids[9])};
+  EXPECT_GT(Harness().Run(Continued(request, whole, 10)).response_token_ids.size(), 1u);
+}
+
 TEST(GeneratorTest, Law3SamplesThatShareAPromptEqualSamplesAlone) {
   PromptRequest request = Request(Tandem(SelectionStrategy::kWord), 12);
   request.num_samples = 6;
@@ -605,8 +787,9 @@ TEST(GeneratorTest, AConversationsNextTurnSharesTheTurnsBefore) {
   next.sampling.max_tokens = 5;
   const int64_t before = harness.senior.consumed;
   const Trajectory second = harness.Run(next);
-  EXPECT_EQ(harness.senior.consumed - before, 91 - 64 + 4) << "one whole block was there";
-  EXPECT_EQ(harness.Stats().shared_prefix_tokens_total, 64);
+  // The whole block is there, and the begun one: all but the last token of the first response.
+  EXPECT_EQ(harness.senior.consumed - before, 2 + 4);
+  EXPECT_EQ(harness.Stats().shared_prefix_tokens_total, 89);
   ExpectSame(second, Harness().Run(next));
 }
 

@@ -1,6 +1,7 @@
 #include "services/rollout/engine/schedule/request_check.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -52,6 +53,53 @@ absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimi
                                params.prompt_lookup_max);
 }
 
+int64_t GivenTokens(const PromptRequest& request) {
+  return std::ssize(request.prompt_token_ids) + std::ssize(request.response_token_ids);
+}
+
+const VisionConfig* VisionOf(size_t lane, const RequestLimits& limits) {
+  return limits.vision[lane].has_value() ? &*limits.vision[lane] : nullptr;
+}
+
+absl::Status CheckResponseSoFar(const PromptRequest& request, const RequestLimits& limits) {
+  const std::vector<Author>& authors = request.response_authors;
+  if (authors.size() != request.response_token_ids.size()) {
+    return InvalidField("authorship_mask",
+                        absl::StrCat("has ", authors.size(), " entries for ",
+                                     request.response_token_ids.size(), " tokens"));
+  }
+  if (!authors.empty() && !IsDrawn(authors[0])) {
+    return InvalidField("authorship_mask[0]",
+                        "is of an environment: what it says before a model's first token belongs "
+                        "to the prompt");
+  }
+  // A model may write such a token, as text; an environment would mean an image.
+  for (size_t i = 0; i < authors.size(); ++i) {
+    const int32_t id = request.response_token_ids[i];
+    for (const size_t lane : {0, 1}) {
+      const VisionConfig* const vision = VisionOf(lane, limits);
+      if (IsDrawn(authors[i]) || vision == nullptr) continue;
+      if (id != vision->image_token_id && id != vision->video_token_id) continue;
+      return FieldError(absl::StatusCode::kUnimplemented, absl::StrCat("token_ids[", i, "]"),
+                        "stands for an image or a video: those of an environment's turns are not "
+                        "supported, only those of the prompt");
+    }
+  }
+  return CheckTokenIds("token_ids", request.response_token_ids, limits.num_token_ids);
+}
+
+// Checks the number of tokens at each of `places`, which are sent in one message.
+absl::Status CheckNumTop(int32_t count, int64_t places, const RequestLimits& limits) {
+  const std::string field = "num_top_logprobs";
+  TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(
+      field, count, 0, std::min<int64_t>(kMaxTopLogprobs, limits.num_token_ids)));
+  constexpr int64_t kBytes = sizeof(int32_t) + sizeof(float);
+  if (count * places * kBytes <= kMaxTopBytes) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kOutOfRange, field,
+                    absl::StrCat(count, " tokens of ", kBytes, " bytes at each of ", places,
+                                 " places; at most in total: ", kMaxTopBytes, " bytes"));
+}
+
 absl::Status CheckRouting(const PromptRequest& request, const RequestLimits& limits) {
   const std::string field = "return_routed_experts";
   if (limits.routing_bytes_per_token == 0) {
@@ -62,17 +110,12 @@ absl::Status CheckRouting(const PromptRequest& request, const RequestLimits& lim
                       "is not supported for a senior with sliding windows, which frees the blocks "
                       "that hold the record");
   }
-  const int64_t tokens =
-      static_cast<int64_t>(request.prompt_token_ids.size()) + LongestResponse(request, limits) - 1;
+  const int64_t tokens = GivenTokens(request) + LongestResponse(request, limits) - 1;
   if (tokens * limits.routing_bytes_per_token <= kMaxRoutingBytes) return absl::OkStatus();
   return FieldError(absl::StatusCode::kOutOfRange, field,
                     absl::StrCat(limits.routing_bytes_per_token, " bytes for each of ", tokens,
                                  " tokens (prompt and sampling.max_tokens); at most in total: ",
                                  kMaxRoutingBytes));
-}
-
-const VisionConfig* VisionOf(size_t lane, const RequestLimits& limits) {
-  return limits.vision[lane].has_value() ? &*limits.vision[lane] : nullptr;
 }
 
 // Checks that a request with images can be computed by a junior, and read as the senior reads it.
@@ -124,8 +167,7 @@ absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOf(const ScoreSequence
 }
 
 int32_t LongestResponse(const PromptRequest& request, const RequestLimits& limits) {
-  const int64_t room =
-      LimitOf(request, limits).tokens - static_cast<int64_t>(request.prompt_token_ids.size());
+  const int64_t room = LimitOf(request, limits).tokens - GivenTokens(request);
   return static_cast<int32_t>(std::min<int64_t>(request.sampling.max_tokens, room));
 }
 
@@ -141,6 +183,13 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   }
   TANDEM_RETURN_IF_ERROR(
       CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("response", CheckResponseSoFar(request, limits)));
+  if (const LengthLimit limit = LimitOf(request, limits); GivenTokens(request) >= limit.tokens) {
+    return FieldError(
+        absl::StatusCode::kOutOfRange, "response.token_ids",
+        absl::StrCat(request.response_token_ids.size(), " tokens behind a prompt of ", length,
+                     " leave no room for more: together at most ", InWords(limit)));
+  }
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("sampling", tandem::Validate(request.sampling, limits.num_token_ids)));
   if (!request.sampling.stop.empty() && !limits.has_vocabulary) {
@@ -156,6 +205,8 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   }
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("speculative", CheckSpeculative(request.speculative, limits)));
+  TANDEM_RETURN_IF_ERROR(
+      CheckNumTop(request.num_top_logprobs, LongestResponse(request, limits), limits));
   if (request.return_routed_experts) TANDEM_RETURN_IF_ERROR(CheckRouting(request, limits));
   TANDEM_RETURN_IF_ERROR(ImagesOf(request, limits).status());
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("num_samples", request.num_samples, 1));
@@ -163,6 +214,11 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
     return FieldError(absl::StatusCode::kOutOfRange, "num_samples",
                       absl::StrCat(request.num_samples, " samples, at most ", limits.max_samples,
                                    " fit the queue"));
+  }
+  if (request.first_sample_index >
+      std::numeric_limits<uint64_t>::max() - static_cast<uint64_t>(request.num_samples)) {
+    return FieldError(absl::StatusCode::kOutOfRange, "first_sample_index",
+                      "leaves no indices for the samples");
   }
   return absl::OkStatus();
 }
@@ -181,6 +237,7 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
   TANDEM_RETURN_IF_ERROR(tandem::Validate(
       SamplingParams{.temperature = request.temperature, .max_tokens = 1}, limits.num_token_ids));
   const LengthLimit limit = LimitOf(request.senior, request.junior, limits);
+  int64_t places = 0;
   for (size_t i = 0; i < request.sequences.size(); ++i) {
     const ScoreSequence& sequence = request.sequences[i];
     const std::string path = absl::StrCat("sequences[", i, "]");
@@ -194,13 +251,15 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
         CheckTokenIds(path + ".token_ids", sequence.token_ids, limits.num_token_ids));
     TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(path + ".first_scored_token",
                                                  sequence.first_scored_token, 1, length - 1));
+    places += length - sequence.first_scored_token;
     for (const size_t lane : {0, 1}) {
       if (!(lane == 0 ? request.senior : request.junior)) continue;
       TANDEM_RETURN_IF_ERROR(
           PrependFieldPath(path, ImagesOf(sequence, request.blobs, lane, limits).status()));
     }
   }
-  return absl::OkStatus();
+  const int models = (request.senior ? 1 : 0) + (request.junior ? 1 : 0);
+  return CheckNumTop(request.num_top_logprobs, models * places, limits);
 }
 
 }  // namespace tandem::rollout

@@ -142,6 +142,57 @@ TEST(CheckPromptTest, AResponseEndsAtTheLimit) {
   EXPECT_EQ(LongestResponse(request, kLimits), 1);
 }
 
+TEST(CheckPromptTest, LikeliestTokensAreBounded) {
+  PromptRequest request = PromptOf(4, /*tandem=*/false);
+  RequestLimits limits = kLimits;
+  limits.num_token_ids = 1000;
+  limits.max_model_len = 100'000;
+  request.num_top_logprobs = kMaxTopLogprobs;
+  EXPECT_TRUE(CheckPrompt(request, limits).ok());
+  request.sampling.max_tokens = 10'000;  // 128 x 10,000 x 8 bytes
+  ExpectRefused(CheckPrompt(request, limits), absl::StatusCode::kOutOfRange, "num_top_logprobs");
+  request.sampling.max_tokens = 100;
+  request.num_top_logprobs = kMaxTopLogprobs + 1;
+  ExpectRefused(CheckPrompt(request, limits), absl::StatusCode::kInvalidArgument,
+                "num_top_logprobs");
+  request.num_top_logprobs = 51;  // beyond the vocabulary of kLimits
+  ExpectRefused(CheckPrompt(request, kLimits), absl::StatusCode::kInvalidArgument,
+                "num_top_logprobs");
+}
+
+TEST(CheckPromptTest, AResponseSoFarMustFitAndBeginWithAModel) {
+  PromptRequest request = PromptOf(4, /*tandem=*/false);
+  request.response_token_ids = {7, 8, 9};
+  request.response_authors = {Author::kSenior, Author::kEnvironment, Author::kJunior};
+  EXPECT_TRUE(CheckPrompt(request, kLimits).ok());
+  EXPECT_EQ(LongestResponse(request, kLimits), 10 - 4 - 3);
+  request.first_sample_index = 5;
+  EXPECT_TRUE(CheckPrompt(request, kLimits).ok());
+
+  const auto refused = [&](auto damage, absl::StatusCode code, const char* field) {
+    PromptRequest damaged = request;
+    damage(damaged);
+    ExpectRefused(CheckPrompt(damaged, kLimits), code, field);
+  };
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  constexpr auto kOutOfRange = absl::StatusCode::kOutOfRange;
+  refused([](auto& r) { r.response_authors.pop_back(); }, kInvalid, "response.authorship_mask");
+  refused([](auto& r) { r.response_authors[0] = Author::kEnvironment; }, kInvalid,
+          "response.authorship_mask[0]");
+  refused([](auto& r) { r.response_token_ids[2] = 50; }, kInvalid, "response.token_ids[2]");
+  // The prompt fits, and the response does not: with tandem the junior's limit is 6.
+  refused([](auto& r) { r.tandem.enabled = true; }, kOutOfRange, "response.token_ids");
+  refused([](auto& r) { r.first_sample_index = ~uint64_t{0}; }, kOutOfRange, "first_sample_index");
+
+  RequestLimits sees = kLimits;
+  sees.vision[0] = Vision();
+  request.response_token_ids = {kImage, 8, 9};
+  EXPECT_TRUE(CheckPrompt(request, sees).ok()) << "a model's text";
+  request.response_token_ids = {7, kImage, 9};
+  ExpectRefused(CheckPrompt(request, sees), absl::StatusCode::kUnimplemented,
+                "response.token_ids[1]");
+}
+
 TEST(CheckPromptTest, DraftsOfTheJuniorNeedItsLane) {
   PromptRequest request = PromptOf(6, /*tandem=*/false);
   EXPECT_EQ(LongestResponse(request, kLimits), 4);

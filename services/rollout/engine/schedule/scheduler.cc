@@ -47,7 +47,7 @@ std::vector<const Prompt*> Scheduler::Admit() {
       int64_t has = sequence.lane(lane).table.size();
       int64_t& counted = sequence.prompt->counted[LaneIndex(lane)];
       if (has == 0 && std::exchange(counted, admits_) == admits_) {
-        has = (sequence.prompt_length() - 1) / kKvBlockTokens;
+        has = (sequence.given_length() - 1) / kKvBlockTokens;
       }
       // For one more token.
       const int64_t missing = std::max<int64_t>(0, KvBlocks(sequence.length() + 1) - has);
@@ -98,7 +98,7 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
   BlockPool& blocks = pool(lane);
   const int64_t most = sequence.FirstWanted(lane);
   // The last prompt token is always consumed, because the response starts from its row.
-  const int64_t shared = std::min(sequence.prompt_length() - 1, most);
+  const int64_t shared = std::min(sequence.given_length() - 1, most);
   if (sequence.prompt->read_in_pass[LaneIndex(lane)] == passes_ + 1) return false;
   const Sequence* sibling = nullptr;
   for (const auto& other : sequence.prompt->samples) {
@@ -121,6 +121,9 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
     plan_.copies.push_back(
         {.from = sibling->lane(lane).table.blocks()[tail], .to = state.table.blocks()[tail]});
     state.cursor = shared;
+  } else if (sibling == nullptr) {
+    state.cursor += state.table.TakeBegun(blocks, std::span(sequence.tokens).first(most),
+                                          sequence.prompt->image_tokens);
   }
   shared_tokens_total_ += state.cursor;
   DropUnread(lane, state);
@@ -176,7 +179,7 @@ int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget) {
                            .draws = writes && end == target ? 1 : 0,
                            .drafting = drafting});
   sequence.last_pass = passes_ + 1;
-  if (state.cursor < sequence.prompt_length() - 1) {
+  if (state.cursor < sequence.given_length() - 1) {
     sequence.prompt->read_in_pass[LaneIndex(lane)] = passes_ + 1;
   }
   return end - begin;
@@ -240,7 +243,7 @@ const PassPlan& Scheduler::Plan(Author lane) {
     // Preemption shortens running_, behind `index`.
     for (size_t index = 0; index < running_.size() && budget > 0; ++index) {
       const Sequence& sequence = *running_[index];
-      const bool reads = sequence.lane(lane).cursor < sequence.prompt_length() - 1;
+      const bool reads = sequence.lane(lane).cursor < sequence.given_length() - 1;
       if (reads == reads_prompt && Waits(lane, sequence)) {
         budget -= PlanEntry(lane, index, budget);
       }
@@ -310,6 +313,11 @@ void Scheduler::SettleDrafts(Sequence& sequence, int64_t accepted, bool any_reje
 
 void Scheduler::ReleaseBlocks(Author lane, Sequence& sequence) {
   LaneState& state = sequence.lane(lane);
+  // For the prompt that continues the sequence, or for itself, after a preemption.
+  if (!state.table.empty() && state.epoch == epochs_[LaneIndex(lane)]) {
+    state.table.RememberBegun(pool(lane), std::span(sequence.tokens).first(state.cursor),
+                              sequence.prompt->image_tokens);
+  }
   state.table.Release(pool(lane));
   state.cursor = 0;
   state.ahead = 0;

@@ -54,8 +54,8 @@ struct Prompt {
   PromptRequest request;
   std::shared_ptr<PromptListener> listener;
   TokenSet stop_tokens;
-  int64_t max_response_tokens = 0;
-  LaneImages images;  // of the prompt, as each lane reads them
+  int64_t max_response_tokens = 0;  // with the response so far
+  LaneImages images;                // of the prompt, as each lane reads them
   std::vector<ImageTokens> image_tokens;
   // Indexed by sample; null once finished.
   std::vector<std::unique_ptr<Sequence>> samples;
@@ -68,10 +68,12 @@ struct Prompt {
 };
 
 struct Sequence {
-  Sequence(Prompt* prompt, uint64_t sample_index, std::shared_ptr<const TokenSet> boundaries,
+  // `number` counts the samples of the prompt.
+  Sequence(Prompt* prompt, uint64_t number, std::shared_ptr<const TokenSet> boundaries,
            bool eager = false)
       : prompt(prompt),
-        sample_index(sample_index),
+        number(number),
+        sample_index(prompt->request.first_sample_index + number),
         tokens(prompt->request.prompt_token_ids),
         selector(prompt->request.tandem, prompt->request.seed, sample_index, std::move(boundaries)),
         stop_texts(prompt->request.sampling.stop),
@@ -80,9 +82,11 @@ struct Sequence {
     if (records_routing(Author::kSenior)) {
       lane(Author::kSenior).table = BlockTable(kNoRecordedPrefix);
     }
+    TakeResponseSoFar();
   }
 
   Prompt* const prompt;
+  const uint64_t number;  // in prompt->samples
   const uint64_t sample_index;
   std::vector<int32_t> tokens;  // prompt and response
   AuthorSelector selector;
@@ -101,21 +105,22 @@ struct Sequence {
 
   // Allocates the memory of the response, but not more than most responses need.
   void ReserveResponse() {
-    const int64_t count = std::min<int64_t>(prompt->max_response_tokens, 1024);
-    tokens.reserve(prompt_length() + count);
-    authors.reserve(count);
-    author_logprobs.reserve(count);
-    other_logprobs.reserve(count);
-    log_keep_mass.reserve(count);
-    senior_weights.reserve(count);
+    const int64_t count = std::min<int64_t>(prompt->max_response_tokens - response_so_far(), 1024);
+    tokens.reserve(given_length() + count);
+    for (std::vector<float>* numbers : {&author_logprobs, &other_logprobs, &log_keep_mass}) {
+      numbers->reserve(response_so_far() + count);
+    }
+    authors.reserve(response_so_far() + count);
+    senior_weights.reserve(response_so_far() + count);
     if (drafts != nullptr) drafts->outcome.accepted_mask.reserve(count);
   }
 
-  // One entry per response token.
+  // One entry per response token; those of the response so far have no numbers.
   std::vector<Author> authors;
   std::vector<float> author_logprobs;
   std::vector<float> other_logprobs;  // NaN until the other model has read that far
   std::vector<float> log_keep_mass;
+  TopTokens top_tokens;  // of the new tokens
   // The senior's version of each token: the version that wrote it, or, for a junior's token, the
   // version of its other_logprobs once they are computed.
   std::vector<std::shared_ptr<const WeightsVersion>> senior_weights;
@@ -124,6 +129,9 @@ struct Sequence {
   int64_t prompt_length() const {
     return static_cast<int64_t>(prompt->request.prompt_token_ids.size());
   }
+  int64_t response_so_far() const { return std::ssize(prompt->request.response_token_ids); }
+  // Number of tokens that the request has: prompt and response so far.
+  int64_t given_length() const { return prompt_length() + response_so_far(); }
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
   int64_t response_length() const { return static_cast<int64_t>(authors.size()); }
   LaneState& lane(Author author) { return lanes[LaneIndex(author)]; }
@@ -213,6 +221,27 @@ struct Sequence {
       if (lane(author).cursor < Target(author)) return false;
     }
     return true;
+  }
+
+ private:
+  void TakeResponseSoFar() {
+    const PromptRequest& request = prompt->request;
+    const size_t count = request.response_token_ids.size();
+    tokens.insert(tokens.end(), request.response_token_ids.begin(),
+                  request.response_token_ids.end());
+    authors = request.response_authors;
+    for (size_t i = 0; i < count; ++i) {
+      if (IsDrawn(authors[i])) {
+        selector.OnToken(request.response_token_ids[i]);
+      } else {
+        selector.OnEnvironmentToken();
+      }
+    }
+    for (std::vector<float>* numbers : {&author_logprobs, &other_logprobs, &log_keep_mass}) {
+      numbers->assign(count, 0.0f);
+    }
+    senior_weights.resize(count);
+    for (LaneState& state : lanes) state.other_read = static_cast<int64_t>(count);
   }
 };
 

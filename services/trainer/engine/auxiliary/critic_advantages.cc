@@ -14,17 +14,18 @@ absl::StatusOr<Advantages> CriticAdvantages(training::TrainingCore& core, Critic
       .scope = call, .progress = [&core] { core.NoteProgress(); }, .blobs = request.blobs};
   CriticConnection::TrainRequest train;
   train.step = {.run_id = request.run_id, .step = request.step, .request_id = request.request_id};
+  bool all_steps = true;
   for (const PolicySample& sample : batch.samples) {
     train.sequences.push_back({sample.trajectory.prompt_token_ids,
                                sample.trajectory.response_token_ids,
                                sample.trajectory.vision_inputs});
-    if (SkipsJuniorTokens(batch.objective)) {
-      std::vector<uint8_t>& mask = train.loss_masks.emplace_back();
-      for (const Author author : sample.trajectory.authorship_mask) {
-        mask.push_back(IsPolicy(author) ? 1 : 0);
-      }
+    std::vector<uint8_t>& mask = train.loss_masks.emplace_back();
+    for (const Author author : sample.trajectory.authorship_mask) {
+      mask.push_back(IsStep(batch.objective, author) ? 1 : 0);
+      all_steps &= mask.back() == 1;
     }
   }
+  if (all_steps) train.loss_masks.clear();
   TANDEM_ASSIGN_OR_RETURN(CriticConnection::Values values,
                           core.FromRankZero<CriticConnection::Values>([&] {
                             return critic.ComputeValues(critic_call, train.step, train.sequences);

@@ -96,7 +96,13 @@ absl::Status CheckMask(const Trajectory& trajectory) {
   for (size_t i = 0; i < length; ++i) {
     if (AuthorOf(static_cast<uint8_t>(mask[i])).has_value()) continue;
     return InvalidField(absl::StrCat("authorship_mask[", i, "]"),
-                        "must be 1 (senior) or 0 (junior)");
+                        "must be 1 (senior), 0 (junior) or 2 (environment)");
+  }
+  for (const size_t i : {size_t{0}, length - 1}) {
+    if (IsDrawn(mask[i])) continue;
+    return InvalidField(absl::StrCat("authorship_mask[", i, "]"),
+                        "is of an environment, but a model writes the first token of a response "
+                        "and its last");
   }
   const bool junior = std::ranges::count(mask, Author::kJunior) > 0;
   if (junior && !trajectory.tandem.enabled) {
@@ -141,6 +147,11 @@ absl::Status CheckTrajectory(const Trajectory& trajectory, const PolicyObjective
                              const BatchLimits& limits) {
   TANDEM_RETURN_IF_ERROR(training::CheckSequence(trajectory.prompt_token_ids,
                                                  trajectory.response_token_ids, limits.sequence));
+  if (trajectory.response_offset != 0) {
+    return InvalidField("response_offset",
+                        absl::StrCat("is ", trajectory.response_offset,
+                                     ": a step takes whole responses, with all of their turns"));
+  }
   TANDEM_RETURN_IF_ERROR(CheckMask(trajectory));
   const size_t length = trajectory.response_token_ids.size();
   TANDEM_RETURN_IF_ERROR(

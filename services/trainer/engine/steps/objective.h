@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "common/coauthoring/author.h"
 #include "common/loss/advantages.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
@@ -87,11 +88,16 @@ struct PolicyObjective {
   bool operator==(const PolicyObjective&) const = default;
 };
 
-// Whether junior-written tokens belong to the environment: they have no advantage, and the critic
-// does not learn on them.
+// Whether junior-written tokens are no steps of the trajectory: they have no advantage, and the
+// critic does not learn on them.
 constexpr bool SkipsJuniorTokens(const PolicyObjective& objective) {
   return objective.advantage_estimator == AdvantageEstimator::kGae &&
          objective.gae_skip_junior_tokens;
+}
+
+// Whether the tokens of an author are steps of the trajectory.
+constexpr bool IsStep(const PolicyObjective& objective, Author author) {
+  return IsPolicy(author) || (IsDrawn(author) && !SkipsJuniorTokens(objective));
 }
 
 // Whether the KL to the reference is part of the objective, of the reward, of the loss.

@@ -64,13 +64,11 @@ absl::StatusOr<std::vector<double>> ResponseAdvantages(const PolicyBatch& batch,
   return absl::InternalError("the estimator has no advantage per response");
 }
 
-// Returns the tokens that are steps of the trajectory: all, or the senior's.
+// Returns the tokens that are steps of the trajectory.
 std::vector<size_t> StepsOf(const PolicyObjective& objective, const Trajectory& trajectory) {
   std::vector<size_t> steps;
   for (size_t t = 0; t < trajectory.response_token_ids.size(); ++t) {
-    if (IsPolicy(trajectory.authorship_mask[t]) || !SkipsJuniorTokens(objective)) {
-      steps.push_back(t);
-    }
+    if (IsStep(objective, trajectory.authorship_mask[t])) steps.push_back(t);
   }
   return steps;
 }
@@ -86,17 +84,19 @@ std::vector<double> StepRewards(const PolicySample& sample, absl::Span<const siz
   return rewards;
 }
 
-// Returns the discounted return of each token, [L]: GAE without values.
+// Returns the discounted return of each step, [L]; 0 for other tokens. GAE without values.
 absl::StatusOr<std::vector<double>> Returns(const PolicySample& sample,
                                             const PolicyObjective& objective,
                                             absl::Span<const double> penalties) {
-  const std::vector<double> rewards =
-      StepRewards(sample, StepsOf(objective, sample.trajectory), penalties);
+  const std::vector<size_t> steps = StepsOf(objective, sample.trajectory);
+  const std::vector<double> rewards = StepRewards(sample, steps, penalties);
   TANDEM_ASSIGN_OR_RETURN(
-      loss::GaeResult gae,
+      const loss::GaeResult gae,
       loss::GeneralizedAdvantages(rewards, std::vector<double>(rewards.size() + 1, 0.0),
                                   /*truncated=*/false, {.gamma = objective.gae_gamma}));
-  return std::move(gae.returns);
+  std::vector<double> returns(sample.trajectory.response_token_ids.size(), 0.0);
+  for (size_t i = 0; i < steps.size(); ++i) returns[steps[i]] = gae.returns[i];
+  return returns;
 }
 
 absl::Status AddGae(const PolicySample& sample, const PolicyObjective& objective,
@@ -202,6 +202,7 @@ std::vector<training::MiniBatch> MiniBatches(const PolicyBatch& batch) {
 absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch, const TokenNumbers& kept) {
   loss::LossScales all;
   for (const training::MiniBatch& range : MiniBatches(batch)) {
+    // Of tokens that models drew: others are in no denominator.
     std::vector<double> weights;
     std::vector<int64_t> lengths;
     for (size_t i = range.begin; i < range.end; ++i) {
@@ -209,14 +210,20 @@ absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch, const To
       const bool counts = !IsMasked(sample, batch.objective);
       const std::vector<Author>& authors = sample.trajectory.authorship_mask;
       for (size_t t = 0; t < authors.size(); ++t) {
+        if (!IsDrawn(authors[t])) continue;
         const double weight = IsPolicy(authors[t]) ? 1.0 : batch.objective.junior_token_loss_weight;
         weights.push_back(counts && (kept.empty() || kept[i][t] != 0) ? weight : 0.0);
       }
-      lengths.push_back(static_cast<int64_t>(sample.trajectory.authorship_mask.size()));
+      lengths.push_back(std::ranges::count_if(authors, IsDrawn));
     }
     TANDEM_ASSIGN_OR_RETURN(const loss::LossScales own,
                             loss::ComputeLossScales(batch.objective.scale, weights, lengths));
-    all.scales.insert(all.scales.end(), own.scales.begin(), own.scales.end());
+    auto drawn = own.scales.begin();
+    for (size_t i = range.begin; i < range.end; ++i) {
+      for (const Author author : batch.samples[i].trajectory.authorship_mask) {
+        all.scales.push_back(IsDrawn(author) ? *drawn++ : 0.0);
+      }
+    }
     all.total_weight += own.total_weight;
     all.counted_sequences += own.counted_sequences;
   }

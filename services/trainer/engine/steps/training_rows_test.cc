@@ -211,6 +211,108 @@ TEST(TrainingRowsTest, GaeMaySkipJuniorTokens) {
   }
 }
 
+// Puts `said` tokens of an environment behind every token of a response but the last. Its numbers
+// are large, so that none of them goes unnoticed.
+Trajectory WithEnvironment(const Trajectory& t, size_t said) {
+  Trajectory turns = t;
+  turns.response_token_ids.clear();
+  turns.authorship_mask.clear();
+  turns.author_logprobs.clear();
+  turns.other_logprobs.clear();
+  const size_t length = t.response_token_ids.size();
+  for (size_t k = 0; k < length; ++k) {
+    turns.response_token_ids.push_back(t.response_token_ids[k]);
+    turns.authorship_mask.push_back(t.authorship_mask[k]);
+    turns.author_logprobs.push_back(t.author_logprobs[k]);
+    turns.other_logprobs.push_back(t.other_logprobs[k]);
+    for (size_t i = 0; i < said && k + 1 < length; ++i) {
+      turns.response_token_ids.push_back(2);
+      turns.authorship_mask.push_back(Author::kEnvironment);
+      turns.author_logprobs.push_back(-99);
+      turns.other_logprobs.push_back(-99);
+    }
+  }
+  turns.senior_versions[0].count = std::ssize(turns.response_token_ids);
+  return turns;
+}
+
+// Returns the numbers of the tokens that models drew.
+std::vector<double> OfModels(const Trajectory& t, const std::vector<double>& numbers) {
+  std::vector<double> drawn;
+  for (size_t k = 0; k < numbers.size(); ++k) {
+    if (IsDrawn(t.authorship_mask[k])) drawn.push_back(numbers[k]);
+  }
+  return drawn;
+}
+
+// Law: what an environment says moves the tokens of models, and changes none of their numbers.
+TEST(TrainingRowsTest, AnEnvironmentsTokensChangeNoNumberOfTheOthers) {
+  using enum AdvantageEstimator;
+  for (const AdvantageEstimator estimator : {kGroupRelative, kGae, kReinforcePlusPlus}) {
+    for (const bool skips : {false, true}) {
+      for (const auto aggregation :
+           {loss::Aggregation::kTokenMean, loss::Aggregation::kSeqMeanTokenMean}) {
+        PolicyBatch plain = TestBatch();
+        if (estimator == kReinforcePlusPlus) {
+          for (PolicySample& sample : plain.samples) sample.group_id.clear();
+        }
+        plain.objective.advantage_estimator = estimator;
+        plain.objective.gae_skip_junior_tokens = skips;
+        plain.objective.gae_gamma = 0.9;
+        plain.objective.gae_lambda = 0.8;
+        plain.objective.whiten_advantages = true;
+        plain.objective.junior_token_loss_weight = skips ? 0.0 : 0.5;
+        plain.objective.junior_kl_coefficient = 0.3;
+        plain.objective.scale.aggregation = aggregation;
+        plain.objective.scale.normalizer = loss::Normalizer::kAllTokens;
+        PolicyBatch turns = plain;
+        CriticConnection::Values values, all_values;
+        for (size_t i = 0; i < plain.samples.size(); ++i) {
+          turns.samples[i].trajectory = WithEnvironment(plain.samples[i].trajectory, i + 1);
+          std::vector<float>& own = values.values.emplace_back();
+          std::vector<float>& all = all_values.values.emplace_back();
+          for (const Author author : turns.samples[i].trajectory.authorship_mask) {
+            all.push_back(IsDrawn(author) ? 0.1f * static_cast<float>(own.size() % 4) : 50.0f);
+            if (IsDrawn(author)) own.push_back(all.back());
+          }
+          values.final_values.push_back(0.7f);
+          all_values.final_values.push_back(0.7f);
+        }
+        const loss::LossScales scales = PolicyScales(plain).value();
+        const loss::LossScales of_turns = PolicyScales(turns).value();
+        EXPECT_EQ(of_turns.total_weight, scales.total_weight);
+        const Advantages expected = PolicyAdvantages(plain, &values).value();
+        const Advantages got = PolicyAdvantages(turns, &all_values).value();
+        size_t row = 0, row_of_turns = 0;
+        for (size_t i = 0; i < plain.samples.size(); ++i) {
+          const Trajectory& t = turns.samples[i].trajectory;
+          EXPECT_EQ(OfModels(t, got.advantages[i]), expected.advantages[i]);
+          if (estimator == kGae) {
+            EXPECT_EQ(OfModels(t, {got.returns[i].begin(), got.returns[i].end()}),
+                      std::vector<double>(expected.returns[i].begin(), expected.returns[i].end()));
+          }
+          for (const Author author : t.authorship_mask) {
+            const double scale = of_turns.scales[row_of_turns++];
+            EXPECT_EQ(scale, IsDrawn(author) ? scales.scales[row++] : 0.0);
+          }
+        }
+        const TrainingRows rows = PolicyRows(plain, scales);
+        const TrainingRows rows_of_turns = PolicyRows(turns, of_turns);
+        EXPECT_EQ(rows_of_turns.tokens.old_logprobs, rows.tokens.old_logprobs);
+        EXPECT_EQ(rows_of_turns.tokens.behaviour, rows.tokens.behaviour);
+        EXPECT_EQ(rows_of_turns.tokens.authorship, rows.tokens.authorship);
+        EXPECT_EQ(rows_of_turns.tokens.scales, rows.tokens.scales);
+        EXPECT_EQ(rows_of_turns.taught.logprobs, rows.taught.logprobs);
+        EXPECT_EQ(rows_of_turns.taught.scales, rows.taught.scales);
+        for (size_t i = 0; i < plain.samples.size(); ++i) {
+          EXPECT_EQ(rows_of_turns.sequences.sequences()[i].labels,
+                    rows.sequences.sequences()[i].labels);
+        }
+      }
+    }
+  }
+}
+
 // Follows verl's compute_reinforce_plus_plus_outcome_advantage, with plain loops.
 TEST(TrainingRowsTest, ReinforcePlusPlusWhitensDiscountedReturns) {
   PolicyBatch batch = TestBatch();

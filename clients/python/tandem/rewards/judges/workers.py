@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.rewards.judges.cases import Case, Failure, Outcome, call, failure_of, too_slow
 from tandem.rewards.judges.watch import Watch
@@ -17,11 +17,24 @@ from tandem.rewards.judges.watch import Watch
 MOST_ABANDONED = 256
 
 
-class Caller(Protocol):
+class Placed(Protocol):
+    """Something to call for, with the place of its row."""
+
+    @property
+    def place(self) -> str:
+        """The place, for notes about long calls."""
+        ...
+
+
+Asked = TypeVar("Asked", bound=Placed, contravariant=True)
+Answer = TypeVar("Answer", covariant=True)
+
+
+class Caller(Protocol[Asked, Answer]):
     """The maker of one worker's calls."""
 
-    def __call__(self, case: Case) -> Outcome:
-        """Returns what the function gives the case."""
+    def __call__(self, case: Asked) -> Answer | Failure:
+        """Returns what the call gives, or why it failed."""
         ...
 
     def prepare(self) -> Failure | None:
@@ -54,13 +67,13 @@ class InThisProcess:
         return False
 
 
-def settle(future: Future[Outcome], outcome: Outcome) -> None:
+def settle(future: Future[Any], outcome: Any) -> None:
     """Gives a future its outcome, unless it has one."""
     with suppress(InvalidStateError):
         future.set_result(outcome)
 
 
-class Workers:
+class Workers(Generic[Asked, Answer]):
     """A judge with a number of threads, each of which makes one call at a time.
 
     A call that reaches its limit is a failure, and another worker replaces the one that made it.
@@ -70,20 +83,29 @@ class Workers:
 
     waits = False
 
-    def __init__(self, count: int, make_caller: Callable[[], Caller], watch: Watch) -> None:
+    def __init__(
+        self,
+        count: int,
+        make_caller: Callable[[], Caller[Asked, Answer]],
+        watch: Watch,
+        advice: str = "; `executor: process` can",
+    ) -> None:
+        """`advice` ends the message about calls that never return."""
+        self._advice = advice
         self._count = count
         self._make_caller = make_caller
         self._watch = watch
-        self._tasks: queue.SimpleQueue[tuple[Case, Future[Outcome]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Asked, Future[Answer | Failure]] | None]
+        self._tasks = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._workers: dict[threading.Thread, Caller] = {}
+        self._workers: dict[threading.Thread, Caller[Asked, Answer]] = {}
         # Threads whose call was given up and has not returned.
         self._abandoned: list[threading.Thread] = []
         self._closed = False
 
-    def start(self, cases: Sequence[Case]) -> list[Future[Outcome]]:
+    def start(self, cases: Sequence[Asked]) -> list[Future[Answer | Failure]]:
         """Begins to judge; returns the outcome of each case."""
-        futures: list[Future[Outcome]] = [Future() for _ in cases]
+        futures: list[Future[Answer | Failure]] = [Future() for _ in cases]
         with self._lock:
             for case, future in zip(cases, futures, strict=True):
                 self._tasks.put((case, future))
@@ -115,7 +137,7 @@ class Workers:
         self._workers[thread] = caller
         thread.start()
 
-    def _run(self, caller: Caller) -> None:
+    def _run(self, caller: Caller[Asked, Answer]) -> None:
         me = threading.current_thread()
         # _give_up() raises it here, at the latest when the call has returned.
         with suppress(GivenUp):
@@ -126,7 +148,7 @@ class Workers:
                     self._workers.pop(me, None)
                 caller.end()
 
-    def _work(self, me: threading.Thread, caller: Caller) -> None:
+    def _work(self, me: threading.Thread, caller: Caller[Asked, Answer]) -> None:
         while (task := self._tasks.get()) is not None:
             case, future = task
             try:
@@ -151,7 +173,12 @@ class Workers:
                 return  # _give_up() says what becomes of the call and of this worker.
             settle(future, outcome)
 
-    def _give_up(self, thread: threading.Thread, caller: Caller, future: Future[Outcome]) -> None:
+    def _give_up(
+        self,
+        thread: threading.Thread,
+        caller: Caller[Asked, Answer],
+        future: Future[Answer | Failure],
+    ) -> None:
         ended = caller.end()
         settle(future, too_slow(self._watch.limit))
         with self._lock:
@@ -170,7 +197,7 @@ class Workers:
                 "the judge was closed"
                 if self._closed
                 else f"{len(self._abandoned)} earlier calls never returned, and nothing can end "
-                "them; `executor: process` can"
+                f"them{self._advice}"
             )
 
     def _fail_waiting(self, why: str) -> None:

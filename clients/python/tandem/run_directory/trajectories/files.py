@@ -29,7 +29,8 @@ class _Record(BaseModel):
 
     prompt_token_ids: list[TokenId]
     response_token_ids: list[TokenId]
-    authorship_mask: list[Literal[0, 1]]
+    # 1 senior, 0 junior, 2 environment.
+    authorship_mask: list[Literal[0, 1, 2]]
     # null: log-probabilities were not kept (trajectories.logprobs: false).
     senior_logprobs: list[FiniteFloat | None] | None
     junior_logprobs: list[FiniteFloat | None] | None

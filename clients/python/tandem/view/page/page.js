@@ -109,8 +109,14 @@ function gapOf(sample, t) {
   return senior === null || junior === null ? null : senior - junior;
 }
 
+const AUTHORS = ["junior", "senior", "environment"];
+
+function authorOf(sample, t) {
+  return AUTHORS[sample.authorship_mask[t]];
+}
+
 function writerLogprob(sample, t) {
-  return sample.authorship_mask[t] ? seniorLogprob(sample, t) : juniorLogprob(sample, t);
+  return authorOf(sample, t) === "junior" ? juniorLogprob(sample, t) : seniorLogprob(sample, t);
 }
 
 function shade(span, sample, t, kind) {
@@ -149,7 +155,7 @@ function tokenTable(sample) {
   const body = table.createTBody();
   sample.response_token_ids.forEach((id, t) => {
     const row = body.insertRow();
-    const author = sample.authorship_mask[t] ? "senior" : "junior";
+    const author = authorOf(sample, t);
     const text = visible(sample.token_texts[t]).replaceAll("\n", "\\n");
     row.append(
       element("td", "", t),
@@ -189,15 +195,24 @@ function drawSample({ sample, anchor }, kind) {
     ...Object.entries(sample.scores).map(([name, score]) =>
       element("span", "score", `${visible(name)} ${number(score, 2)}`)),
     element("span", "drafts", draftCount(sample)),
+    ...(sample.turns > 1 ? [element("span", "score", counted(sample.turns, "turn"))] : []),
     link,
   );
   const response = element("div", "response");
+  // What an environment said between two turns is a block of its own.
+  let block = response;
   sample.token_texts.forEach((text, t) => {
-    const author = sample.authorship_mask[t] ? "senior" : "junior";
+    const author = authorOf(sample, t);
+    if (author !== "environment") {
+      block = response;
+    } else if (block === response) {
+      block = element("div", "said");
+      response.append(block);
+    }
     const draft = isDraft(sample, t) ? " draft" : "";
     const span = element("span", `token ${author}${draft}`, visible(text));
     if (kind !== "none") shade(span, sample, t, kind);
-    response.append(span);
+    block.append(span);
   });
   const body = document.createElement("div");
   body.append(response, tokenDetails(sample));

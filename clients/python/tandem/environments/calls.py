@@ -1,0 +1,179 @@
+"""Calls of environments in threads, each with a time limit.
+
+A call that takes too long is given up: what computes in Python ends, an `async def` is cancelled,
+and any other call is left to itself, in a thread that another one replaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from tandem.rewards.judges.cases import FAILURES, Failure, failure_of, number_of
+from tandem.rewards.judges.watch import Watch
+from tandem.rewards.judges.workers import Workers
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a call of an environment gave; a line of the run's record of episodes holds it.
+
+    Attributes:
+        text: what goes to the model; of reset() also None, for nothing.
+        tool_failed: whether a tool raised, or could not be called: `text` says so to the model.
+        done: whether the environment has ended the episode.
+        reward: what get_reward() gave; None in every other call, and where it failed.
+        failure: why the environment failed, and no reward counts; "" if it did not.
+        timed_out: whether it failed because a call took too long.
+        seconds: time of the call.
+    """
+
+    text: str | None = None
+    tool_failed: bool = False
+    done: bool = False
+    reward: float | None = None
+    failure: str = ""
+    timed_out: bool = False
+    seconds: float = 0.0
+
+    @classmethod
+    def failed(cls, failure: Failure) -> Self:
+        """Returns what a call gave that failed."""
+        trace = f"\n{failure.trace}" if failure.trace else ""
+        return cls(failure=failure.what + trace, timed_out=failure.timed_out)
+
+    def record(self) -> dict[str, Any]:
+        """Returns it as JSON, without what is as by default."""
+        return {name: value for name, value in asdict(self).items() if value != _NOTHING[name]}
+
+
+_NOTHING = asdict(Said())
+
+
+class LiveEnvironment:
+    """An instance of a user's class, made in the thread of its first call.
+
+    Its coroutines run in an event loop of its own, in the thread of the call.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._made: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    def reset(self, arguments: Mapping[str, Any]) -> Said:
+        """Makes the environment and begins an episode; its text joins the prompt."""
+        self._made = self._make()
+        text = self._result(self._made.reset(**arguments))
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"reset() returned {type(text).__name__}, neither text nor None")
+        return Said(text or None)
+
+    def tool(self, name: str, arguments: Mapping[str, Any]) -> Said:
+        """Calls a tool; what it raises goes back to the model as text."""
+        try:
+            value = self._result(getattr(self._made, name)(**arguments))
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            failed = False
+        # A user's tool may raise anything, for what a model wrote.
+        except FAILURES as error:
+            text, failed = f"Error: {type(error).__name__}: {error}", True
+        return Said(text, tool_failed=failed, done=bool(getattr(self._made, "done", False)))
+
+    def reward(self) -> Said:
+        """Returns what get_reward() gives."""
+        reward = number_of(self._result(self._made.get_reward()))
+        return Said.failed(reward) if isinstance(reward, Failure) else Said(reward=reward)
+
+    def close(self) -> Said:
+        """Closes the environment, if it has a close(), and its event loop."""
+        if hasattr(self._made, "close"):
+            self._result(self._made.close())
+        if self._loop is not None:
+            self._loop.close()
+        return Said()
+
+    def cancel(self) -> None:
+        """Cancels the coroutine that runs, if one does; called in another thread."""
+        if self._loop is not None and self._task is not None:
+            # The loop may have ended meanwhile.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _result(self, value: Any) -> Any:
+        """Returns a value, awaited where it is a coroutine."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(_awaited(value))
+        return self._loop.run_until_complete(self._task)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to make.
+
+    Attributes:
+        place: where the row of the episode stands.
+    """
+
+    environment: LiveEnvironment
+    run: Callable[[], Said]
+    place: str
+
+
+class _Caller:
+    """Makes the calls of one thread."""
+
+    def __init__(self) -> None:
+        self._call: Call | None = None
+
+    def __call__(self, call: Call) -> Said | Failure:
+        """Makes a call."""
+        self._call = call
+        begun = time.monotonic()
+        try:
+            return replace(call.run(), seconds=time.monotonic() - begun)
+        except FAILURES as error:
+            return failure_of(error)
+
+    def prepare(self) -> None:
+        """Does nothing: a thread is ready."""
+
+    def end(self) -> bool:
+        """Cancels a coroutine; returns False, for a thread cannot be ended."""
+        if self._call is not None:
+            self._call.environment.cancel()
+        return False
+
+
+class EnvironmentCalls:
+    """The threads that call the environments of a run."""
+
+    def __init__(self, name: str, threads: int, limit_seconds: float) -> None:
+        """`name` begins the notes about long calls."""
+        self._workers: Workers[Call, Said] = Workers(
+            threads, _Caller, Watch(name, limit_seconds), advice=""
+        )
+
+    def start(self, call: Call) -> Future[Said | Failure]:
+        """Begins a call."""
+        [future] = self._workers.start([call])
+        return future
+
+    def close(self) -> None:
+        """Leaves the calls that run to themselves."""
+        self._workers.close()

@@ -1,0 +1,289 @@
+"""Draws many episodes at once: no turn waits for the environment of another episode.
+
+One thread keeps the episodes. Environments answer in threads of their own, and the turns that are
+ready go to the rollout servers together, in several requests at a time. Nothing depends on who is
+ready first: a turn is a function of its tokens, its seed and the weights.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.environments.calls import Call, EnvironmentCalls, LiveEnvironment, Said
+from tandem.environments.episode import Episode, Rules
+from tandem.environments.tool_calls import ToolCall
+from tandem.errors import ConfigError
+from tandem.rewards.judges.cases import Failure, failure_of
+from tandem.rewards.judges.watch import STOP_SECONDS
+from tandem.run_directory.episodes import EpisodeRecord
+from tandem.utils.interrupt import StopRequested
+from tandem.utils.progress import Progress
+
+# Most requests for turns at a time. Turns that are ready while so many run go together in the next.
+MOST_REQUESTS = 16
+# Seconds between two looks at whether the run was asked to stop.
+_LOOK_SECONDS = 0.5
+
+
+class Generate(Protocol):
+    """Draws samples of prompts, and tells each prompt's as soon as they have come."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        on_answer: Callable[[int, list[trajectory_pb2.Trajectory]], None],
+    ) -> object:
+        """Returns when all have come; raises if one cannot be drawn."""
+        ...
+
+
+@dataclass
+class _Running:
+    """An episode with its environment.
+
+    Attributes:
+        environment: made by its first call; None while the record answers.
+        recorded: the lines of the record that are not replayed yet.
+        taking: takes what the call that runs gives.
+    """
+
+    episode: Episode
+    environment: LiveEnvironment | None
+    recorded: list[dict[str, Any]]
+    taking: Callable[[Said], None] = lambda said: None
+
+
+class Driver:
+    """Draws episodes; one object for one set of them."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        calls: EnvironmentCalls,
+        record: EpisodeRecord,
+        generate: Generate,
+        *,
+        on_end: Callable[[Episode], None],
+        stopping: Callable[[], bool] = lambda: False,
+        progress: Progress | None = None,
+    ) -> None:
+        """`on_end` is called with each episode, in the caller's thread and in any order."""
+        self._rules = rules
+        self._calls = calls
+        self._record = record
+        self._generate = generate
+        self._on_end = on_end
+        self._stopping = stopping
+        self._progress = progress or Progress()
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ready: list[_Running] = []
+        self._requests = 0
+        self._unfinished = 0
+        self._stop_asked_at: float | None = None
+
+    def run(self, episodes: Sequence[Episode]) -> None:
+        """Draws the episodes to their ends.
+
+        Raises what generating raises, and StopRequested if the run was asked to stop and an
+        environment does not answer.
+        """
+        self._unfinished = len(episodes)
+        self._progress.expect(len(episodes))
+        for episode in episodes:
+            recorded = list(self._record.replay(episode.key))
+            self._begin(_Running(episode, None, recorded))
+        while self._unfinished:
+            # All that has happened comes first, so that the turns that are ready go together.
+            try:
+                event = self._events.get_nowait()
+            except Empty:
+                self._request_turns()
+                event = self._wait()
+            event()
+
+    def _wait(self) -> Callable[[], None]:
+        """Returns what happens next."""
+        self._record.sync()
+        while True:
+            try:
+                return self._events.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                self._require_progress()
+
+    def _require_progress(self) -> None:
+        """Raises StopRequested where only environments keep a run that was asked to stop."""
+        if self._requests or not self._stopping():
+            self._stop_asked_at = None
+            return
+        self._stop_asked_at = self._stop_asked_at or time.monotonic()
+        if time.monotonic() - self._stop_asked_at >= STOP_SECONDS:
+            raise StopRequested(f"{self._unfinished} episodes wait for their environments")
+
+    # The steps of an episode. Each ends with a call, a request, or the end.
+
+    def _begin(self, one: _Running) -> None:
+        environment, episode = self._rules.environment, one.episode
+        arguments = environment.arguments(episode.example.row, episode.seed)
+        self._ask(
+            one,
+            {"call": "reset"},
+            lambda live: live.reset(arguments),
+            partial(self._begun, one),
+        )
+
+    def _begun(self, one: _Running, said: Said) -> None:
+        self._guarded(one, lambda: one.episode.begin(said))
+        self._go_on(one)
+
+    def _go_on(self, one: _Running) -> None:
+        """Lets the models write the next turn, or ends the episode."""
+        if one.episode.stop is not None:
+            self._judge(one)
+            return
+        self._ready.append(one)
+
+    def _request_turns(self) -> None:
+        """Asks for the turns that are ready, if not too many requests run."""
+        if not self._ready or self._requests >= MOST_REQUESTS:
+            return
+        ready, self._ready = self._ready, []
+        asked = []
+        for one in ready:
+            prompt = one.episode.next_turn()
+            if prompt is None:
+                self._judge(one)
+            else:
+                asked.append((one, prompt))
+        if not asked:
+            return
+        self._requests += 1
+        # The calls of another thread belong to the caller's span, too.
+        work = partial(copy_context().run, self._request, asked)
+        threading.Thread(target=work, name="episodes", daemon=True).start()
+
+    def _request(self, asked: Sequence[tuple[_Running, Any]]) -> None:
+        def take(index: int, samples: list[trajectory_pb2.Trajectory]) -> None:
+            [turn] = samples
+            self._events.put(partial(self._wrote, asked[index][0], turn))
+
+        try:
+            self._generate([prompt for _, prompt in asked], take)
+        except BaseException as error:  # It is raised in the caller's thread.
+            self._events.put(partial(_raise, error))
+        finally:
+            self._events.put(self._request_ended)
+
+    def _request_ended(self) -> None:
+        self._requests -= 1
+
+    def _wrote(self, one: _Running, turn: trajectory_pb2.Trajectory) -> None:
+        one.episode.wrote(turn)
+        self._progress.advance(0, len(turn.response_token_ids))
+        self._call_next(one)
+
+    def _call_next(self, one: _Running) -> None:
+        found: list[ToolCall | None] = [None]
+
+        def find() -> None:
+            found[0] = one.episode.next_call()
+
+        self._guarded(one, find)
+        call = found[0]
+        if call is None:
+            self._go_on(one)
+            return
+        self._ask(
+            one,
+            {"call": call.name, "arguments": dict(call.arguments)},
+            lambda live: live.tool(call.name, call.arguments),
+            partial(self._answered, one, call),
+        )
+
+    def _answered(self, one: _Running, call: ToolCall, said: Said) -> None:
+        one.episode.answered(call, said)
+        self._call_next(one)
+
+    def _judge(self, one: _Running) -> None:
+        if one.episode.failed or not self._rules.environment.has_reward:
+            self._end(one)
+            return
+        self._ask(
+            one,
+            {"call": "get_reward"},
+            lambda live: live.reward(),
+            partial(self._judged, one),
+        )
+
+    def _judged(self, one: _Running, said: Said) -> None:
+        one.episode.judged(said)
+        self._end(one)
+
+    def _end(self, one: _Running) -> None:
+        episode = one.episode
+        assert episode.stop is not None
+        if one.environment is not None:
+            self._record.add(episode.key, {"turn": episode.turns, "end": episode.stop.value})
+            # Nobody waits for it. One that hangs in a call is left alone.
+            if not episode.timeouts:
+                self._calls.start(
+                    Call(one.environment, one.environment.close, episode.example.place)
+                )
+        self._unfinished -= 1
+        self._progress.advance(1)
+        self._on_end(episode)
+
+    def _guarded(self, one: _Running, work: Callable[[], None]) -> None:
+        """Does what may fail because of what an environment said, as text that is no Unicode."""
+        try:
+            work()
+        except ConfigError as error:
+            one.episode.fail(failure_of(error))
+
+    # What an environment says, now or as the record has it.
+
+    def _ask(
+        self,
+        one: _Running,
+        what: dict[str, Any],
+        ask: Callable[[LiveEnvironment], Said],
+        take: Callable[[Said], None],
+    ) -> None:
+        episode = one.episode
+        line = {"turn": episode.turns, **what, "wrote": episode.digest()}
+        if one.recorded:
+            known = one.recorded.pop(0)
+            if all(known.get(name) == value for name, value in line.items()):
+                said = {name: known[name] for name in Said.__annotations__ if name in known}
+                self._events.put(partial(take, Said(**said)))
+                return
+            # The models write otherwise than then, so the record is of another episode.
+            self._record.forget(episode.key)
+            one.recorded, one.episode = [], episode.begun_again()
+            self._begin(one)
+            return
+        if one.environment is None:
+            one.environment = LiveEnvironment(self._rules.environment.make)
+        live = one.environment
+
+        def tell(said: Said) -> None:
+            self._record.add(episode.key, line | said.record())
+            take(said)
+
+        future = self._calls.start(Call(live, lambda: ask(live), episode.example.place))
+        future.add_done_callback(lambda done: self._events.put(partial(tell, _said(done.result()))))
+
+
+def _said(outcome: Said | Failure) -> Said:
+    return Said.failed(outcome) if isinstance(outcome, Failure) else outcome
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,250 @@
+"""One episode: the turns of the models, what the environment said between them, and its limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.data.dataset import Example
+from tandem.environments.calls import Said
+from tandem.environments.contract import EnvironmentClass
+from tandem.environments.template import Turns
+from tandem.environments.tool_calls import BadCall, Found, ToolCall
+from tandem.models.tokenizer import TextCodec
+from tandem.rewards.judges.cases import Failure, Outcome
+from tandem.rpc.joining import join
+from tandem.rpc.requests import Prompt, ResponseSoFar
+from tandem.run_directory.episodes import EpisodeKey
+from tandem.settings.environment import EnvironmentSettings
+from tandem.utils.authors import ENVIRONMENT
+
+
+class StopReason(StrEnum):
+    """Why an episode ended: the model called no tool (finished), or the bound or failure named."""
+
+    FINISHED = "finished"
+    TURNS = "turns"
+    TOKENS = "tokens"
+    TOOL_CALLS = "tool_calls"
+    CONTEXT = "context"
+    TIME = "time"
+    PARSE_ERROR = "parse_error"
+    ENVIRONMENT = "environment"
+
+
+# The name under which a call that cannot be read is answered.
+_NO_TOOL = ToolCall("error")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the episodes of a run have in common.
+
+    Attributes:
+        parse: finds the calls in the text of a turn.
+        template_kwargs: variables of the chat template, the tools among them.
+        longest: most tokens of a prompt with its response.
+    """
+
+    settings: EnvironmentSettings
+    environment: EnvironmentClass
+    codec: TextCodec
+    turns: Turns
+    parse: Callable[[str], list[Found]]
+    template_kwargs: Mapping[str, Any]
+    longest: int
+
+    def prompt_ids(self, example: Example, text: str | None) -> list[int]:
+        """Returns the ids of a prompt with the text of reset() behind its last message."""
+        if text is None:
+            return example.token_ids
+        *before, last = example.messages
+        content = last["content"]
+        said = text if isinstance(content, str) else [{"type": "text", "text": text}]
+        messages = [*before, {**last, "content": content + said}]
+        return self.codec.chat(messages, self.template_kwargs)
+
+
+@dataclass
+class Episode:
+    """An episode that is drawn.
+
+    Attributes:
+        key: the index of its prompt in the step, and its sample.
+        request: the request of a first turn, without the text of reset().
+        seed: of the environment; the same for all samples of a prompt.
+        trajectory: the turns so far as one response; None before the first has come.
+        reward: what get_reward() gave, or why the environment failed; None without either.
+        stop: why it ended; None until it has.
+    """
+
+    key: EpisodeKey
+    example: Example
+    request: Prompt
+    seed: int
+    rules: Rules
+    trajectory: trajectory_pb2.Trajectory | None = None
+    reward: Outcome | None = None
+    stop: StopReason | None = None
+    turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    parse_errors: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+    _token_ids: Sequence[int] = ()
+    _said: list[int] = field(default_factory=list)
+    _pending: list[Found] = field(default_factory=list)
+    _answers: list[tuple[ToolCall, str]] = field(default_factory=list)
+    _length_reason: StopReason = StopReason.TOKENS
+
+    @property
+    def failed(self) -> bool:
+        """Whether its environment failed."""
+        return isinstance(self.reward, Failure)
+
+    def begun_again(self) -> Episode:
+        """Returns the episode as it was before its first call."""
+        return Episode(self.key, self.example, self.request, self.seed, self.rules)
+
+    def digest(self) -> str:
+        """Returns a digest of the tokens so far, by which a record of the episode is known."""
+        written = self.trajectory.response_token_ids if self.trajectory is not None else ()
+        ids = np.array([*(self._token_ids or self.example.token_ids), *written], "<i4")
+        return xxhash.xxh3_64_hexdigest(ids.tobytes())
+
+    def begin(self, said: Said) -> None:
+        """Takes what reset() gave."""
+        if self._take(said):
+            return
+        self._token_ids = self.rules.prompt_ids(self.example, said.text)
+        if len(self._token_ids) >= self.rules.longest:
+            text = f"the prompt with the text of reset() has {len(self._token_ids):,} tokens"
+            self.fail(Failure(f"{text}, but the servers' max_model_len is {self.rules.longest:,}"))
+
+    def next_turn(self) -> Prompt | None:
+        """Returns the request for the next turn; None if there is no room, which ends the episode.
+
+        What the environment said last is no part of the response then.
+        """
+        one, settings = self.trajectory, self.rules.settings
+        before = [] if one is None else [*one.response_token_ids, *self._said]
+        mask = [] if one is None else [*one.authorship_mask, *[ENVIRONMENT] * len(self._said)]
+        rooms = {
+            StopReason.TOKENS: self.request.sampling["max_tokens"],
+            StopReason.CONTEXT: self.rules.longest - len(self._token_ids) - len(before),
+        }
+        if settings.max_episode_tokens is not None:
+            left = settings.max_episode_tokens - len(before)
+            rooms[StopReason.TOKENS] = min(rooms[StopReason.TOKENS], left)
+        self._length_reason = min(rooms, key=lambda reason: rooms[reason])
+        room = rooms[self._length_reason]
+        if room < 1:
+            self.stop = self._length_reason
+            return None
+        sampling = dict(self.request.sampling)
+        stops = {*sampling.get("stop_token_ids", ()), self.rules.turns.end_id}
+        return dataclasses.replace(
+            self.request,
+            token_ids=self._token_ids,
+            num_samples=1,
+            first_sample_index=self.key[1],
+            sampling=sampling | {"max_tokens": room, "stop_token_ids": sorted(stops)},
+            response=ResponseSoFar(before, mask),
+        )
+
+    def wrote(self, turn: trajectory_pb2.Trajectory) -> None:
+        """Takes a turn of the models; finds the calls in it."""
+        before = self.trajectory
+        self.trajectory = turn if before is None else join(before, self._said, turn)
+        self._said = []
+        self.turns += 1
+        if turn.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH:
+            self.stop = self._length_reason
+            return
+        ids = list(turn.response_token_ids)
+        if ids[-1] == self.rules.turns.end_id:
+            ids.pop()
+        self._pending = self.rules.parse("".join(self.rules.codec.token_texts(ids)))
+        self._answers = []
+        bad = any(isinstance(one, BadCall) for one in self._pending)
+        self.parse_errors += bad
+        if not self._pending:
+            self.stop = StopReason.FINISHED
+        elif self.parse_errors >= self.rules.settings.max_parse_errors and bad:
+            self.stop = StopReason.PARSE_ERROR
+
+    def next_call(self) -> ToolCall | None:
+        """Returns the next call to make; None once the environment has said all of this turn.
+
+        Calls that cannot be made are answered here.
+        """
+        while self._pending and self.stop is None:
+            one = self._pending.pop(0)
+            if isinstance(one, BadCall):
+                self._answers.append((_NO_TOOL, f"Error: {one.why}"))
+                continue
+            most = self.rules.settings.max_tool_calls
+            if most is not None and self.tool_calls >= most:
+                self.stop = StopReason.TOOL_CALLS
+                return None
+            self.tool_calls += 1
+            if one.name in self.rules.environment.tools:
+                return one
+            names = ", ".join(self.rules.environment.tools)
+            self.tool_errors += 1
+            self._answers.append((one, f"Error: there is no tool {one.name!r}, only {names}"))
+        if self.stop is None:
+            self._end_turn()
+        return None
+
+    def answered(self, call: ToolCall, said: Said) -> None:
+        """Takes what a tool gave."""
+        if self._take(said):
+            return
+        self.tool_errors += said.tool_failed
+        self._answers.append((call, said.text or ""))
+        if said.done:
+            self.stop = StopReason.ENVIRONMENT
+
+    def judged(self, said: Said) -> None:
+        """Takes what get_reward() gave."""
+        if not self._take(said):
+            self.reward = said.reward
+
+    def fail(self, failure: Failure) -> None:
+        """Ends the episode because its environment failed: it has no reward then."""
+        self.reward = failure
+        self.timeouts += failure.timed_out
+        if self.stop is None:
+            self.stop = StopReason.TIME if failure.timed_out else StopReason.ENVIRONMENT
+
+    def _take(self, said: Said) -> bool:
+        """Counts a call; returns whether the environment failed in it."""
+        self.seconds += said.seconds
+        if said.failure:
+            what, _, trace = said.failure.partition("\n")
+            self.fail(Failure(what, trace, timed_out=said.timed_out))
+            return True
+        limit = self.rules.settings.episode_timeout_seconds
+        if limit is not None and self.seconds > limit and self.stop is None:
+            self.stop = StopReason.TIME
+        return False
+
+    def _end_turn(self) -> None:
+        """Writes what the environment said, unless no further turn may follow."""
+        if self.turns >= self.rules.settings.max_turns:
+            self.stop = StopReason.TURNS
+            return
+        assert self.trajectory is not None
+        turns = self.rules.turns
+        # A stop text, or another stop token, may have ended the turn.
+        ended = self.trajectory.response_token_ids[-1] == turns.end_id
+        self._said = ([] if ended else [turns.end_id]) + turns.between(self._answers)

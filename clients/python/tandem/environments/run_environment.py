@@ -1,0 +1,103 @@
+"""The environment of a run: its class, the rules of its episodes, and the threads of its calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.data.dataset import Dataset
+from tandem.environments.calls import EnvironmentCalls
+from tandem.environments.contract import EnvironmentClass
+from tandem.environments.driver import Driver, Generate
+from tandem.environments.episode import Episode, Rules
+from tandem.environments.template import Turns
+from tandem.environments.tool_calls import PARSERS, format_of
+from tandem.models.tokenizer import TextCodec
+from tandem.run_directory.episodes import EpisodeRecord
+from tandem.settings.run import RunSettings
+from tandem.utils.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+# Most threads in which environments are called, where the settings do not say.
+MOST_THREADS = 256
+
+
+class RunEnvironment:
+    """A run's environment, checked; close() leaves its calls to themselves.
+
+    Attributes:
+        environment: the user's class.
+        progress: is told how many episodes are done.
+        stopping: whether the run was asked to stop.
+    """
+
+    def __init__(
+        self, settings: RunSettings, environment: EnvironmentClass, codec: TextCodec, data: Dataset
+    ) -> None:
+        """Raises ConfigError for rows, a chat template or a format of calls that do not fit."""
+        assert settings.environment is not None
+        self.environment = environment
+        self.progress = Progress()
+        self.stopping: Callable[[], bool] = lambda: False
+        self._settings = settings.environment
+        self._codec = codec
+        environment.check(data.examples)
+        self._kwargs = with_tools(settings.data.chat_template_kwargs, environment)
+        self._turns = Turns(codec, self._kwargs)
+        self._parse = PARSERS[self._settings.tool_calls or format_of(codec.chat_template)]
+        if not self._turns.shows_tools(data.examples[0].messages):
+            _log.warning(
+                "environment: the chat template shows no tools: data.system, or the prompts, "
+                "should say which there are and how to call them"
+            )
+        threads = self._settings.workers or min(settings.batch.samples_per_step, MOST_THREADS)
+        name = f"environment: {environment.name}"
+        self._calls = EnvironmentCalls(name, threads, self._settings.timeout_seconds)
+
+    def rules(self, longest: int) -> Rules:
+        """Returns the rules of episodes whose prompt and response have at most `longest` tokens."""
+        return Rules(
+            self._settings,
+            self.environment,
+            self._codec,
+            self._turns,
+            self._parse,
+            self._kwargs,
+            longest,
+        )
+
+    def draw(
+        self,
+        episodes: Sequence[Episode],
+        record: EpisodeRecord,
+        generate: Generate,
+        on_end: Callable[[Episode], None],
+    ) -> None:
+        """Draws episodes of one set of rules to their ends; raises what Driver.run() raises."""
+        if episodes:
+            Driver(
+                episodes[0].rules,
+                self._calls,
+                record,
+                generate,
+                on_end=on_end,
+                stopping=lambda: self.stopping(),
+                progress=self.progress,
+            ).run(episodes)
+
+    def close(self) -> None:
+        """Leaves the calls that run to themselves."""
+        self._calls.close()
+
+
+def with_tools(template_kwargs: Mapping[str, Any], environment: EnvironmentClass) -> dict[str, Any]:
+    """Returns variables of the chat template, the schemas of the tools among them."""
+    return {**template_kwargs, "tools": list(environment.tools.values())}
+
+
+def trajectories_of(episodes: Sequence[Episode]) -> list[trajectory_pb2.Trajectory]:
+    """Returns the responses of episodes that have one: reset() of the others failed."""
+    return [one.trajectory for one in episodes if one.trajectory is not None]

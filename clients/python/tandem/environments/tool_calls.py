@@ -1,0 +1,128 @@
+"""The calls of tools in a model's text, in the formats that models are trained to write."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.settings.environment import ToolCallFormat
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for; `id` is what the model named it, "" without a name."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class BadCall:
+    """A call that cannot be read; `why` is told to the model."""
+
+    why: str
+
+
+Found = ToolCall | BadCall
+
+# <tool_call> up to its end, or to the next one or the end of the text where nothing closes it.
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_LLAMA3 = "<|python_tag|>"
+_MISTRAL = "[TOOL_CALLS]"
+
+
+def hermes(text: str) -> list[Found]:
+    """Returns the calls of Hermes and Qwen: <tool_call>{"name", "arguments"}</tool_call>, each."""
+    return [
+        _call(body, ("arguments",)) if end else BadCall("<tool_call> is not closed")
+        for body, end in _HERMES.findall(text)
+    ]
+
+
+def llama3(text: str) -> list[Found]:
+    """Returns the call of Llama 3: {"name", "parameters"}, behind <|python_tag|> or alone."""
+    _, tag, body = text.rpartition(_LLAMA3)
+    body = body.strip()
+    if not tag and not (body.startswith("{") and '"name"' in body):
+        return []
+    return [_call(one, ("parameters", "arguments")) for one in _separate(body)]
+
+
+def mistral(text: str) -> list[Found]:
+    """Returns the calls of Mistral: [TOOL_CALLS] [{"name", "arguments", "id"}, …]."""
+    _, tag, body = text.partition(_MISTRAL)
+    if not tag:
+        return []
+    try:
+        calls = json.loads(body)
+    except ValueError as error:
+        return [BadCall(f"what follows {_MISTRAL} is not JSON: {error}")]
+    if not isinstance(calls, list):
+        return [BadCall(f"what follows {_MISTRAL} is not a list")]
+    return [_read(one, ("arguments",)) for one in calls]
+
+
+PARSERS: Mapping[ToolCallFormat, Callable[[str], list[Found]]] = {
+    "hermes": hermes,
+    "llama3": llama3,
+    "mistral": mistral,
+}
+# What a chat template of each format contains.
+_SIGNS: Mapping[ToolCallFormat, str] = {
+    "hermes": "<tool_call>",
+    "mistral": _MISTRAL,
+    "llama3": _LLAMA3,
+}
+
+
+def format_of(template: str) -> ToolCallFormat:
+    """Returns the format that a chat template names; raises ConfigError if it names none."""
+    for name, sign in _SIGNS.items():
+        if sign in template:
+            return name
+    # Llama 3's template has calls as bare JSON.
+    if '"parameters"' in template and "ipython" in template:
+        return "llama3"
+    raise ConfigError(
+        "environment.tool_calls: the chat template names no format of tool calls that is known",
+        hint=f"set it to the one that the model writes: {', '.join(PARSERS)}",
+    )
+
+
+def _separate(body: str) -> list[str]:
+    """Returns the JSON objects of a text that stand one behind the other, between them ";".
+
+    The last entry is what cannot be read, if there is such a rest.
+    """
+    decoder, parts, place = json.JSONDecoder(), [], 0
+    while place < len(body):
+        try:
+            _, end = decoder.raw_decode(body, place)
+        except ValueError:
+            return [*parts, body[place:]]
+        parts.append(body[place:end])
+        place = end + len(body[end:]) - len(body[end:].lstrip("; \n\t"))
+    return parts or [body]
+
+
+def _call(text: str, keys: tuple[str, ...]) -> Found:
+    try:
+        return _read(json.loads(text), keys)
+    except ValueError as error:
+        return BadCall(f"the call is not JSON: {error}")
+
+
+def _read(value: Any, keys: tuple[str, ...]) -> Found:
+    """Returns the call in a JSON value; its arguments have one of `keys`."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return BadCall('the call is not an object with a "name"')
+    arguments = next((value[key] for key in keys if key in value), {})
+    if not isinstance(arguments, dict):
+        return BadCall(f'"{keys[0]}" is not an object')
+    name = value.get("id")
+    return ToolCall(value["name"], arguments, name if isinstance(name, str) else "")

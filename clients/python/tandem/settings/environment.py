@@ -1,0 +1,52 @@
+"""The section `environment` of a run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tandem.settings.base import Count, NonEmptyPath, Settings
+from tandem.settings.paths import absolute
+
+ToolCallFormat = Literal["hermes", "llama3", "mistral"]
+
+
+class EnvironmentSettings(Settings):
+    """An environment that the models talk with, turn by turn, in the place of single responses."""
+
+    # "path/file.py:Class" or "module:Class": a class with reset(self, **row), tools as methods, and
+    # optionally get_reward(self).
+    class_: Annotated[str, Field(pattern=r"^.+:\w+$", alias="class")]
+    # Folder in which modules are looked up after the installed ones. Default: the run file's.
+    python_path: NonEmptyPath = Field(default_factory=Path.cwd)
+    # How the model writes calls of tools: hermes (<tool_call>{…}</tool_call>, as Qwen does), llama3
+    # (<|python_tag|> or bare JSON), mistral ([TOOL_CALLS] […]). Not set: the one that the chat
+    # template names.
+    tool_calls: ToolCallFormat | None = None
+    # Most turns of the models in an episode.
+    max_turns: Count = 8
+    # Most calls of tools in an episode. Not set: no bound of its own.
+    max_tool_calls: Count | None = None
+    # Turns with a call that is no valid JSON after which an episode ends.
+    max_parse_errors: Count = 3
+    # Most tokens of an episode, those of the environment included. Not set: what the servers'
+    # max_model_len leaves. sampling.max_tokens bounds a turn.
+    max_episode_tokens: Count | None = None
+    # Most seconds of a call of the environment, and of all calls in an episode, not counting the
+    # time in which the models write. Not set: no bound of the episode's own.
+    timeout_seconds: float = Field(60.0, gt=0, le=1e8)
+    episode_timeout_seconds: float | None = Field(None, gt=0, le=1e8)
+    # Calls of environments that run at once, each in a thread. Not set: one for each episode of a
+    # step, at most 256.
+    workers: Count | None = None
+
+    @classmethod
+    def anchor(cls, values: dict[str, Any], base: Path) -> None:
+        """Also anchors the file of the class and the folder of modules."""
+        values.setdefault("python_path", str(base))
+        super().anchor(values, base)
+        file, colon, name = str(values.get("class")).rpartition(":")
+        if file.endswith(".py"):
+            values["class"] = absolute(file, base) + colon + name

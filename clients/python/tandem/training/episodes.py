@@ -1,0 +1,106 @@
+"""The episodes of a step: drawn in the place of single responses where a run has an environment."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from tandem._proto.types.v1 import server_pb2
+from tandem.environments.episode import Episode, StopReason
+from tandem.rewards.judges.cases import Failure
+from tandem.rpc.requests import Prompt
+from tandem.rpc.seeds import prompt_seed
+from tandem.run_directory.episodes import EpisodeRecord
+from tandem.session.session import Session
+from tandem.utils.authors import ENVIRONMENT
+from tandem.utils.progress import Progress
+
+# Prompts by their index in the step, each with its example's place in the batch.
+OnGroup = Callable[[int, Sequence[Episode]], None]
+
+
+def draw_episodes(
+    session: Session,
+    step: int,
+    requests: Mapping[int, tuple[Prompt, object]],
+    weights: server_pb2.WeightsVersion,
+    run_dir: Path,
+    on_group: OnGroup,
+) -> list[list[Episode]]:
+    """Draws the episodes of prompts, in the order of `requests`.
+
+    `requests` has by the index in the step the request of a first turn and the example. What
+    environments say is recorded in `run_dir`, or replayed from there. `on_group` is called with the
+    index of a prompt and its episodes as soon as all of them have ended.
+
+    Raises what Session.generate() raises, and StopRequested.
+    """
+    environment = session.environment
+    assert environment is not None
+    rules = environment.rules(session.longest_sequence)
+    drawn: dict[int, dict[int, Episode]] = defaultdict(dict)
+
+    def on_end(episode: Episode) -> None:
+        index, sample = episode.key
+        group = drawn[index]
+        group[sample] = episode
+        if len(group) == requests[index][0].num_samples:
+            on_group(index, [group[one] for one in sorted(group)])
+
+    episodes = [
+        Episode(
+            (index, sample),
+            example,
+            request,
+            # One for all samples of a prompt, which are compared with each other.
+            prompt_seed(session.settings.seed, step, index, "environment"),
+            rules,
+        )
+        for index, (request, example) in requests.items()
+        for sample in range(request.num_samples)
+    ]
+    generate = partial(
+        session.generate,
+        expected=weights,
+        any_version=bool(session.settings.objective.max_staleness),
+        # The run is told of episodes, not of turns.
+        progress=Progress(),
+    )
+    with EpisodeRecord(run_dir, step) as record:
+        environment.draw(
+            episodes,
+            record,
+            lambda prompts, on_answer: generate(prompts, on_answer=on_answer),
+            on_end,
+        )
+    return [[drawn[index][one] for one in sorted(drawn[index])] for index in requests]
+
+
+def failures_without_response(episodes: Sequence[Episode]) -> list[str]:
+    """Returns a message for each episode that has no response, because its reset() failed."""
+    return [
+        f"environment: {one.reward.what}\n  row: {one.example.place}\n{one.reward.trace}".rstrip()
+        for one in episodes
+        if one.trajectory is None and isinstance(one.reward, Failure)
+    ]
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float | int]:
+    """Returns the metrics of a step's episodes, at least one."""
+    stops = [one.stop for one in episodes]
+    said = [
+        0 if one.trajectory is None else one.trajectory.authorship_mask.count(ENVIRONMENT)
+        for one in episodes
+    ]
+    return {
+        "environment/turns_mean": sum(one.turns for one in episodes) / len(episodes),
+        "environment/tokens_mean": sum(said) / len(episodes),
+        "environment/tool_calls_mean": sum(one.tool_calls for one in episodes) / len(episodes),
+        "environment/tool_errors": sum(one.tool_errors for one in episodes),
+        "environment/parse_errors": sum(one.parse_errors for one in episodes),
+        "environment/failures": sum(one.failed for one in episodes),
+        "environment/timeouts": sum(one.timeouts for one in episodes),
+        **{f"environment/stop_{reason}": stops.count(reason) for reason in StopReason},
+    }

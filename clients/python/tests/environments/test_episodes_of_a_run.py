@@ -1,0 +1,409 @@
+"""Runs with an environment against fake servers, through the command line."""
+
+import json
+import threading
+
+import fakes
+import pytest
+import yaml
+from commands import contents, lines, tandem
+from commands import records as records_of
+from talking import called, chat_codec, let_write
+
+from tandem.metrics import CLOCK_KEYS, ENVIRONMENT_KEYS, KEYS
+from tandem.rpc.author_schedule import TOKEN, uniform
+from tandem.utils.authors import turns
+
+ENVIRONMENT = '''
+import time
+from pathlib import Path
+
+class Guess:
+    """A number from 0 to 3 to guess."""
+
+    def reset(self, answer, seed, **row):
+        self.answer, self.tries, self.done = answer, 0, False
+        if row.get("breaks") == "reset":
+            raise RuntimeError("no connection")
+        return " Begin."
+
+    def guess(self, number: int) -> str:
+        """Says how a number compares.
+
+        Args:
+            number: the number.
+        """
+        self.tries += 1
+        self.done = number == self.answer
+        return "right" if self.done else "higher" if self.answer > number else "lower"
+
+    async def hint(self) -> str:
+        """Gives a hint."""
+        return f"it is {self.answer}"
+
+    def think(self, seconds: float) -> str:
+        """Takes its time.
+
+        Args:
+            seconds: how much.
+        """
+        time.sleep(seconds)
+        return "well"
+
+    def fail(self) -> str:
+        """Does not work."""
+        raise ValueError("out of order")
+
+    def get_reward(self):
+        return 1.0 / max(1, self.tries) if self.done else 0.0
+'''
+
+
+@pytest.fixture
+def codec(tmp_path):
+    return chat_codec(tmp_path / "talker")
+
+
+@pytest.fixture
+def run_file(address, world, codec, tmp_path, monkeypatch):
+    """A run whose rows are numbers to guess; the models write nothing until let_write()."""
+    monkeypatch.setattr(fakes, "VOCABULARY", codec.vocabulary_size)
+    world.max_model_len = world.junior_max_model_len = 2048
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    rows = [{"prompt": f"Guess {i}.", "answer": i % 4} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "run_dir": "run",
+        "steps": 2,
+        "tokenizer": str(codec.directory),
+        "servers": {"rollout": [address], "trainer": address},
+        "data": {"jsonl": "rows.jsonl", "template": "chat"},
+        "batch": {"prompts_per_step": 3, "samples_per_prompt": 2},
+        "sampling": {"max_tokens": 200},
+        "environment": {"class": "env.py:Guess"},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def guessing(seed, index, before):
+    """Guesses one number after the other, in an order that the seed decides, then is done."""
+    tried = before.count("<tool_call>")
+    if "right" in before:
+        return "Done."
+    number = int(uniform(seed, index, 0, TOKEN) * 4 + tried) % 4
+    return "I guess. " + called("guess", number=number)
+
+
+def train(run_file, *arguments, check=0):
+    return tandem("train", run_file, *arguments, check=check)
+
+
+def without_clock(metrics):
+    return [{k: v for k, v in line.items() if k not in CLOCK_KEYS} for line in metrics]
+
+
+def test_episodes_are_trained_recorded_and_counted(world, codec, run_file, tmp_path):
+    let_write(world, codec, guessing)
+    trained = []
+    world.on_samples = trained.extend
+    train(run_file)
+    run = tmp_path / "run"
+    metrics = lines(run / "metrics.jsonl")
+    assert tuple(metrics[0]) == KEYS + ENVIRONMENT_KEYS
+    assert len(trained) == 12
+    for one in trained:
+        trajectory = one.trajectory
+        assert trajectory.response_offset == 0
+        text = "".join(codec.token_texts(trajectory.response_token_ids))
+        assert text.endswith("</tool_call><|im_end|>")
+        mask = trajectory.authorship_mask
+        said = "".join(
+            codec.token_texts(
+                [t for t, a in zip(trajectory.response_token_ids, mask, strict=True) if a == 2]
+            )
+        )
+        assert said.count("<tool_response>") == turns(mask) - 1
+        # The environment ended the episode with the right guess, and its reward is by the tries.
+        assert one.reward == 1 / turns(mask)
+        prompt = "".join(codec.token_texts(trajectory.prompt_token_ids))
+        assert "fail guess hint think" in prompt
+        assert " Begin.<|im_end|>" in prompt
+    records = [one for step in (1, 2) for one in records_of(run, step)]
+    assert [turns(one["authorship_mask"]) for one in records] == [
+        turns(one.trajectory.authorship_mask) for one in trained
+    ]
+    line = metrics[0]
+    of_step = records[:6]
+    mean = sum(turns(one["authorship_mask"]) for one in of_step) / 6
+    assert line["environment/turns_mean"] == line["environment/tool_calls_mean"] == mean
+    assert line["environment/stop_environment"] == 6
+    assert sum(line[key] for key in ENVIRONMENT_KEYS if "stop_" in key) == 6
+    assert (line["environment/failures"], line["environment/timeouts"]) == (0, 0)
+    assert line["environment/tokens_mean"] * 6 == sum(
+        one["authorship_mask"].count(2) for one in of_step
+    )
+    assert line["response/length_mean"] * 6 == sum(
+        len(one["authorship_mask"]) - one["authorship_mask"].count(2) for one in of_step
+    )
+
+
+def test_the_same_seed_gives_the_same_run(world, codec, run_file, tmp_path):
+    let_write(world, codec, guessing)
+    for name in "ab":
+        world.version = world.published = 0
+        train(run_file, f"run_dir={tmp_path / name}")
+    a, b = (without_clock(lines(tmp_path / name / "metrics.jsonl")) for name in "ab")
+    assert a == b
+    for step in (1, 2):
+        name = f"trajectories/step_{step}.parquet"
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+# Nothing that it says is said twice.
+RANDOM = ENVIRONMENT.replace("self.done", "self.found").replace(
+    'return "right"', 'import os\n        return os.urandom(4).hex() + " right"'
+)
+
+
+@pytest.fixture
+def crashed(world, codec, run_file, tmp_path):
+    """A run of two steps with a random environment, of which only the first one is saved."""
+    (tmp_path / "env.py").write_text(RANDOM)
+    let_write(world, codec, lambda *asked: "Bye." if "right" in asked[2] else guessing(*asked))
+    train(run_file, "steps=1")
+    run = tmp_path / "run"
+    state = (run / "state.json").read_bytes()
+    train(run_file, "steps=2", "--resume", "checkpoint.at_end=false")
+    (run / "state.json").write_bytes(state)
+    return run
+
+
+def resume(run_file):
+    train(run_file, "steps=2", "--resume", "checkpoint.at_end=false")
+
+
+def test_a_step_that_is_drawn_again_gets_the_same_answers_from_the_record(crashed, run_file):
+    first = contents(crashed)
+    resume(run_file)
+    again = contents(crashed)
+    name = "trajectories/step_2.parquet"
+    assert again[name] == first[name]
+    # Nothing was asked again.
+    name = "episodes/step_2.jsonl"
+    assert sorted(again[name].splitlines()) == sorted(first[name].splitlines())
+
+
+def test_an_episode_that_was_cut_off_begins_anew(crashed, run_file):
+    file = crashed / "episodes" / "step_2.jsonl"
+    whole = file.read_text().splitlines()
+    ended = [json.loads(line) for line in whole if '"end"' in line]
+    assert len(ended) == 6
+    # Only the first episode that ended is whole, and a line is cut in two.
+    kept = [one for one in whole if '"end"' not in one]
+    file.write_text("\n".join([*kept, json.dumps(ended[0]), whole[0][:20]]))
+    before = records_of(crashed, 2)
+    resume(run_file)
+    again = records_of(crashed, 2)
+    same = [one["text"] == two["text"] for one, two in zip(before, again, strict=True)]
+    place = ended[0]["prompt"] * 2 + ended[0]["sample"]
+    assert same == [index == place for index in range(6)]
+    assert file.read_text().count('"end"') == 6
+    assert file.read_text().endswith("}\n")
+
+
+def test_a_record_of_what_the_models_do_not_write_any_more_is_dropped(
+    crashed, run_file, world, codec
+):
+    before = records_of(crashed, 2)
+    let_write(world, codec, lambda *asked: "!" + guessing(*asked))
+    resume(run_file)
+    again = records_of(crashed, 2)
+    assert all(one["text"] != two["text"] for one, two in zip(before, again, strict=True))
+    assert all("!I guess." in one["text"] for one in again)
+    # The next start replays the new episodes.
+    kept = contents(crashed)["episodes/step_2.jsonl"]
+    state = json.loads((crashed / "state.json").read_text())
+    assert state["step"] == 1
+    resume(run_file)
+    assert [one["text"] for one in records_of(crashed, 2)] == [one["text"] for one in again]
+    assert len(contents(crashed)["episodes/step_2.jsonl"]) < len(kept)
+
+
+@pytest.mark.parametrize(
+    ("write", "settings", "reason", "turns_mean"),
+    [
+        (lambda *_: "No call.", {}, "finished", 1),
+        (lambda *_: called("guess", number=9), {"max_turns": 3}, "turns", 3),
+        (lambda *_: called("guess", number=9), {"max_tool_calls": 2}, "tool_calls", 3),
+        (lambda *_: "<tool_call>{</tool_call>", {"max_parse_errors": 2}, "parse_error", 2),
+        (lambda *_: called("guess", number=9) + " " * 200, {}, "tokens", 1),
+        (lambda *_: called("guess", number=9), {"max_episode_tokens": 100}, "tokens", 1),
+        (lambda *_: called("guess", number=9), {"max_episode_tokens": 150}, "tokens", 2),
+        (
+            lambda *_: called("think", seconds=0.05),
+            {"episode_timeout_seconds": 0.08},
+            "time",
+            2,
+        ),
+    ],
+)
+def test_episodes_end_for_the_reason_that_is_counted(
+    world, codec, run_file, tmp_path, write, settings, reason, turns_mean
+):
+    let_write(world, codec, write)
+    given = [f"environment.{name}={value}" for name, value in settings.items()]
+    train(run_file, "steps=1", *given)
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert line[f"environment/stop_{reason}"] == 6
+    assert line["environment/turns_mean"] == turns_mean
+    for one in records_of(tmp_path / "run", 1):
+        assert one["authorship_mask"][-1] != 2
+
+
+def test_the_context_ends_an_episode(world, codec, run_file, tmp_path):
+    let_write(world, codec, lambda *_: called("guess", number=9))
+    world.max_model_len = world.junior_max_model_len = 400
+    train(run_file, "steps=1", "environment.max_turns=50")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["environment/stop_context"] == 6
+    for one in records_of(tmp_path / "run", 1):
+        assert len(one["prompt_token_ids"]) + len(one["response_token_ids"]) <= 400
+
+
+def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(
+    world, codec, run_file, tmp_path
+):
+    texts = [
+        "<tool_call>{bad</tool_call>",
+        called("fail"),
+        called("nothing"),
+        called("guess", digit=1),
+        called("hint"),
+    ]
+
+    def write(seed, index, before):
+        place = before.count("<tool_response>")
+        return texts[place] if place < len(texts) else "Bye."
+
+    let_write(world, codec, write)
+    train(run_file, "steps=1")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["environment/parse_errors"] == 6
+    assert line["environment/tool_errors"] == 3 * 6
+    assert line["environment/tool_calls_mean"] == 4
+    assert line["environment/stop_finished"] == 6
+    text = records_of(tmp_path / "run", 1)[0]["text"]
+    for said in (
+        "Error: the call is not JSON",
+        "Error: ValueError: out of order",
+        "Error: there is no tool 'nothing', only fail, guess, hint, think",
+        "Error: TypeError: Guess.guess() got an unexpected keyword argument 'digit'",
+        "it is ",
+    ):
+        assert f"<tool_response>{said}" in text
+
+
+def test_an_environment_that_hangs_or_fails_costs_its_own_episodes(
+    world, codec, run_file, tmp_path
+):
+    rows = [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": 0, "breaks": "reset"}]
+    rows.append({"prompt": "c", "answer": 0, "breaks": ""})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained = []
+    world.on_samples = trained.extend
+
+    def write(seed, index, before):
+        return called("think", seconds=30) if index else guessing(seed, index, before)
+
+    let_write(world, codec, write)
+    train(run_file, "steps=1", "environment.timeout_seconds=0.5")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    # Both samples of the row whose reset() fails, and the second of both others.
+    assert line["environment/failures"] == 4
+    assert line["environment/timeouts"] == line["environment/stop_time"] == 2
+    assert line["reward/failed"] == 2
+    records = records_of(tmp_path / "run", 1)
+    assert [one["reward"] is None for one in records] == [False, True, False, True]
+    assert [one.trajectory.sample_index for one in trained] == [0, 0]
+    log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
+    assert "RuntimeError: no connection" in log
+
+
+def test_a_slow_environment_holds_nothing_else_up(world, codec, run_file, tmp_path):
+    """The other episodes end while one waits in its first call."""
+    others_done = threading.Event()
+    let_write(world, codec, guessing)
+    slow = ENVIRONMENT.replace(
+        "        self.tries += 1\n",
+        "        self.tries += 1\n"
+        "        while self.slow and not Path(self.slow).exists():\n"
+        "            time.sleep(0.01)\n",
+    ).replace(
+        "self.done = answer, 0, False",
+        "self.done = answer, 0, False\n        self.slow = row.get('slow')",
+    )
+    (tmp_path / "env.py").write_text(slow)
+    flag = tmp_path / "go"
+    rows = [{"prompt": str(i), "answer": 1, "slow": ""} for i in range(3)]
+    rows[0]["slow"] = str(flag)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    episodes = tmp_path / "run" / "episodes" / "step_1.jsonl"
+
+    def release():
+        fakes.wait_until(lambda: episodes.exists() and episodes.read_text().count('"end"') == 4)
+        others_done.set()
+        flag.write_text("")
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    train(run_file, "steps=1")
+    thread.join()
+    assert others_done.is_set()
+    assert len(records_of(tmp_path / "run", 1)) == 6
+
+
+REWARD = "def reward(prompt, response, **row):\n    return len(response) / 1000\n"
+
+
+def test_rewards_of_environment_and_function_are_summed(world, codec, run_file, tmp_path):
+    let_write(world, codec, guessing)
+    (tmp_path / "reward.py").write_text(REWARD)
+    train(run_file, "steps=1", f"reward.function={tmp_path}/reward.py:reward")
+    for one in records_of(tmp_path / "run", 1):
+        assert set(one["scores"]) == {"reward", "environment"}
+        assert one["reward"] == pytest.approx(sum(one["scores"].values()))
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["reward/environment"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data.template=raw"], "environment: rows.jsonl"),
+        (["eval.every=1"], "environment: evaluations draw no episodes"),
+        (["environment.class=nowhere.py:Guess"], "environment.class: "),
+        (["environment.max_turns=0"], "environment.max_turns: must be at least 1"),
+        (["reward.overlong_buffer={len: 2}"], "reward.overlong_buffer: does not apply"),
+        (["environment=null", "reward.function=environment"], "needs the section `environment`"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_the_first_second(
+    world, codec, run_file, tmp_path, overrides, says
+):
+    printed = train(run_file, *overrides, check=2)
+    assert says in (printed.stderr + printed.stdout).replace(f"{tmp_path}/", "")
+    assert not world.batches
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_environment_without_a_reward_needs_a_function(world, codec, run_file, tmp_path):
+    (tmp_path / "env.py").write_text(ENVIRONMENT.replace("get_reward", "_get_reward"))
+    let_write(world, codec, guessing)
+    assert "has no get_reward()" in train(run_file, check=2).stderr
+    (tmp_path / "reward.py").write_text(REWARD)
+    train(run_file, "steps=1", f"reward.function={tmp_path}/reward.py:reward")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["reward/max"] > 0

@@ -1,0 +1,80 @@
+"""What an environment says between two turns, in the tokens of the chat template."""
+
+import pytest
+from talking import SPECIAL, TEMPLATE, chat_codec
+
+from tandem.environments.template import Turns
+from tandem.environments.tool_calls import ToolCall
+from tandem.errors import ConfigError
+
+LOOK = ToolCall("look", {"x": 1})
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'tool' %}[RESULTS] {{ m.tool_call_id }}: {{ m.content }} [/RESULTS]"
+    "{% else %}{% if m.tool_calls %}[TOOL_CALLS] {{ m.tool_calls | map(attribute='function') | list"
+    " | tojson }}{% else %}{{ m.content }}{% endif %}<|end|>{% endif %}{% endfor %}"
+)
+
+
+def test_the_text_between_two_turns_is_the_difference_of_two_renderings(tmp_path):
+    codec = chat_codec(tmp_path)
+    turns = Turns(codec, {})
+    assert turns.end_id == codec.special_token_id("<|im_end|>")
+    said = turns.between([(LOOK, "a wall"), (LOOK, "é")])
+    assert "".join(codec.token_texts(said)) == (
+        "\n<|im_start|>user\n<tool_response>a wall</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>é</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_turns_with_what_is_between_them_are_the_whole_conversation(tmp_path):
+    codec = chat_codec(tmp_path)
+    asked = [{"role": "user", "content": "go"}]
+    wrote = {"role": "assistant", "content": "I look."}
+    answer = {"role": "tool", "name": "look", "content": "a wall", "tool_call_id": "1"}
+    turn = codec.encode("I look.<|im_end|>", special=False)
+    ids = [*codec.chat(asked), *turn, *Turns(codec, {}).between([(LOOK, "a wall")])]
+    assert ids == codec.chat([*asked, wrote, answer])
+
+
+def test_ids_of_calls_reach_a_template_that_wants_them(tmp_path):
+    codec = chat_codec(tmp_path, MISTRAL)
+    turns = Turns(codec, {})
+    assert turns.end_id == SPECIAL.index("<|end|>") + 256
+    said = turns.between([(ToolCall("look", {}, "abcdefghi"), "a wall")])
+    assert codec.decode(said) == "[RESULTS] abcdefghi: a wall [/RESULTS]"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        # Qwen3's: earlier turns lose their thoughts.
+        (
+            TEMPLATE.replace(
+                "{{ m.content }}{% for",
+                "{% if loop.last and m.role == 'assistant' %}…{% endif %}{{ m.content }}{% for",
+            ),
+            "a turn of the model is rendered otherwise once the conversation goes on",
+        ),
+        (TEMPLATE.replace("<|im_end|>", "."), "no special token ends a turn"),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|end|>{% endfor %}",
+            "does not show messages of the role `tool`",
+        ),
+        (
+            "{% if add_generation_prompt %}{{ messages | length }}{% endif %}" + TEMPLATE,
+            "a prompt is rendered otherwise",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused(tmp_path, template, why):
+    with pytest.raises(ConfigError, match=why) as error:
+        Turns(chat_codec(tmp_path, template), {})
+    assert str(tmp_path) in error.value.message
+
+
+def test_a_template_shows_tools_or_does_not(tmp_path):
+    asked = [{"role": "user", "content": "go"}]
+    tools = {"tools": [{"type": "function", "function": {"name": "look"}}]}
+    assert Turns(chat_codec(tmp_path), tools).shows_tools(asked)
+    assert not Turns(chat_codec(tmp_path / "other", MISTRAL), tools).shows_tools(asked)

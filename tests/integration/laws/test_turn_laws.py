@@ -1,0 +1,238 @@
+"""Laws of responses in turns, on the real servers: what an environment says, and what follows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import harness
+import numpy as np
+import pytest
+import tandem
+from harness import SAMPLING, STRATEGIES, TANDEM, flat, logprobs, mask, prompts, tokens
+from tandem.errors import InvalidArgumentError
+from tandem.pool.rollout_pool import response_to_score
+from tandem.rpc.author_schedule import authorship_mask
+from tandem.rpc.requests import PolicySample, ResponseSoFar
+from tandem.rpc.wire import from_tensor, tandem_record
+
+# Ids that an environment says; one begins a word, where the strategies have boundaries.
+SAID = ([7, 31, 200], [5], [44, 45, 46, 47, 48, 49])
+
+
+def continued(prompt, response, *, said=(), **changes):
+    """The prompt that continues `response`, a whole one, behind what an environment said."""
+    return dataclasses.replace(
+        prompt,
+        request_id="",
+        num_samples=1,
+        first_sample_index=response.sample_index,
+        response=ResponseSoFar(
+            [*response.response_token_ids, *said],
+            bytes(response.authorship_mask) + bytes([2]) * len(said),
+        ),
+        **changes,
+    )
+
+
+def begun(response, count):
+    """The first `count` tokens of a response, as far as a prompt has them."""
+    cut = type(response)()
+    cut.CopyFrom(response)
+    del cut.response_token_ids[count:]
+    cut.authorship_mask = response.authorship_mask[:count]
+    return cut
+
+
+def episodes(client, batch):
+    """Draws the samples of prompts with three turns each; returns them joined, by prompt."""
+    groups = client.generate(batch)
+    for said in SAID[:2]:
+        asked = [
+            continued(prompt, one, said=said)
+            for prompt, group in zip(batch, groups, strict=True)
+            for one in group
+        ]
+        turns = iter(flat(client.generate(asked)))
+        groups = [[tandem.join(one, said, next(turns)) for one in group] for group in groups]
+    return groups
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_continued_response_is_the_uninterrupted_one(numerics, rollout, strategy):
+    sampling = SAMPLING | {"top_p": 0.9, "ignore_eos": True}
+    batch = prompts(
+        4, TANDEM[strategy], sampling=sampling, num_samples=2, return_other_logprobs=True
+    )
+    for prompt, group in zip(batch, rollout.generate(batch), strict=True):
+        for whole in group:
+            for count in (1, 11, 23):
+                rest = sampling | {"max_tokens": 24 - count}
+                asked = continued(prompt, begun(whole, count), sampling=rest)
+                [[got]] = rollout.generate([asked])
+                assert got.response_offset == count
+                assert got.sample_index == whole.sample_index
+                if numerics.common_tokens < 1:
+                    continue
+                assert tokens(got) == tokens(whole)[count:]
+                assert mask(got) == mask(whole)[count:]
+                for model in ("senior", "junior"):
+                    np.testing.assert_allclose(
+                        logprobs(got, model),
+                        logprobs(whole, model)[count:],
+                        rtol=0,
+                        atol=numerics.atol,
+                    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_authors_and_log_probs_of_an_episode_follow_from_its_record(numerics, rollout, strategy):
+    info = rollout.info()
+    boundaries = {
+        "sentence": info.sentence_boundary_token_ids,
+        "word": info.word_boundary_token_ids,
+    }
+    # Boundary ids that do occur, in turns and in what is said.
+    config = TANDEM[strategy] | {"boundary_token_ids": list(range(2, 90))}
+    batch = prompts(4, config, num_samples=3, return_other_logprobs=True)
+    samples = flat(episodes(rollout, batch))
+    assert {author for one in samples for author in mask(one)} == {0, 1, 2}
+    scores = rollout.score([response_to_score(one) for one in samples], junior=True)
+    for one, score in zip(samples, scores.sequences, strict=True):
+        said = [t for t, author in enumerate(mask(one)) if author == 2]
+        assert [tokens(one)[t] for t in said] == [*SAID[0], *SAID[1]]
+        assert mask(one) == authorship_mask(
+            tokens(one),
+            tandem_record(one.tandem),
+            one.seed,
+            one.sample_index,
+            boundaries.get(strategy, ()),
+            environment=said,
+        )
+        drawn = np.array(mask(one)) != 2
+        for model in ("senior", "junior"):
+            np.testing.assert_allclose(
+                from_tensor(getattr(score, f"{model}_logprobs"))[drawn],
+                logprobs(one, model)[drawn],
+                rtol=0,
+                atol=numerics.atol,
+            )
+        assert (logprobs(one, "author")[~drawn] == 0).all()
+
+
+def test_a_turn_does_not_depend_on_its_company_or_the_cache(numerics, rollout, models, tmp_path):
+    batch = prompts(5, TANDEM["word"], num_samples=3, return_other_logprobs=True)
+    together = flat(episodes(rollout, batch))
+    with (
+        harness.cluster(tmp_path, models, rollout=numerics.settings(max_num_seqs=2)) as running,
+        harness.rollout_client(running) as client,
+    ):
+        alone = [
+            one for prompt in reversed(batch) for one in reversed(flat(episodes(client, [prompt])))
+        ][::-1]
+    if numerics.common_tokens == 1:
+        harness.assert_same_bits(together, alone)
+
+
+def test_a_turn_reuses_what_the_server_has_read(models, tmp_path):
+    with (
+        harness.cluster(tmp_path, models) as running,
+        harness.rollout_client(running) as client,
+    ):
+        [prompt] = prompts(1, {"enabled": False}, sampling=SAMPLING | {"ignore_eos": True})
+        prompt = dataclasses.replace(prompt, token_ids=list(range(2, 62)))
+        [[first]] = client.generate([prompt])
+        before = harness.gauge(running.rollouts[0], "tandem_prefix_cache_hit_tokens_total")
+        client.generate([continued(prompt, first, said=SAID[0])])
+        after = harness.gauge(running.rollouts[0], "tandem_prefix_cache_hit_tokens_total")
+        # All but the last token: nothing has read that one.
+        assert after - before == 60 + 24 - 1
+
+
+def test_bad_responses_so_far_are_refused(rollout):
+    [prompt] = prompts(1, TANDEM["word"])
+
+    def refused(ids, authors, field):
+        bad = dataclasses.replace(prompt, response=ResponseSoFar(ids, bytes(authors)))
+        with pytest.raises(InvalidArgumentError) as caught:
+            rollout.generate([bad])
+        assert field in str(caught.value)
+
+    refused([5, 6], [2, 1], "response.authorship_mask[0]")
+    refused([5, 6], [1, 3], "response.authorship_mask[1]")
+    refused([5, 6], [1], "response.authorship_mask")
+    refused([5, 300], [1, 0], "response.token_ids[1]")
+
+
+def oracle(model_directory, samples, advantages, junior_weight):
+    """Loss and gradient norm of a first GRPO step, by transformers in float64."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float64)
+    weight_of = {0: junior_weight, 1: 1.0, 2: 0.0}
+    terms, weights = [], []
+    for one, advantage in zip(samples, advantages, strict=True):
+        prompt = len(one.prompt_token_ids)
+        ids = torch.tensor([[*one.prompt_token_ids, *one.response_token_ids]])
+        rows = torch.log_softmax(model(ids).logits[0, prompt - 1 : -1], -1)
+        chosen = rows[torch.arange(len(tokens(one))), ids[0, prompt:]]
+        own = torch.tensor([weight_of[author] for author in mask(one)], dtype=torch.float64)
+        # The ratio to the old log-probabilities is 1 in the first step.
+        terms.append((own * torch.exp(chosen - chosen.detach()) * advantage).sum())
+        weights.append((own > 0).sum())
+    loss = -sum(terms) / sum(weights)
+    loss.backward()
+    squares = sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None)
+    return loss.item(), squares.sqrt().item()
+
+
+@pytest.mark.parametrize("junior_weight", [0.0, 0.5])
+def test_a_step_on_episodes_is_that_of_a_float64_oracle(models, fresh_pair, junior_weight):
+    with (
+        harness.rollout_client(fresh_pair) as rollout,
+        harness.trainer_client(fresh_pair) as trainer,
+    ):
+        batch = prompts(3, TANDEM["word"], num_samples=3, return_other_logprobs=True)
+        groups = episodes(rollout, batch)
+        samples = [
+            PolicySample(one, f"g{g}", reward=float(i * (g + 1)))
+            for g, group in enumerate(groups)
+            for i, one in enumerate(group)
+        ]
+        report = trainer.train_step(
+            samples,
+            run_id="r",
+            step=1,
+            expected_version=0,
+            objective={
+                "advantage_estimator": "leave_one_out",
+                "junior_token_loss_weight": junior_weight,
+            },
+        ).report
+    # Rewards of a group: 0, r, 2 r; its advantages: -1.5 r, 0, 1.5 r.
+    advantages = [1.5 * (g + 1) * (i - 1) for g in range(3) for i in range(3)]
+    loss, norm = oracle(models.senior, flat(groups), advantages, junior_weight)
+    assert report.metrics["loss/policy"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    assert report.metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    authors = [author for one in flat(groups) for author in mask(one)]
+    drawn = authors.count(0) + authors.count(1)
+    assert report.metrics["tokens/response"] == drawn
+    assert report.metrics["tandem/senior_token_fraction"] == pytest.approx(authors.count(1) / drawn)
+
+
+def test_a_step_takes_whole_responses_alone(fresh_pair):
+    with (
+        harness.rollout_client(fresh_pair) as rollout,
+        harness.trainer_client(fresh_pair) as trainer,
+    ):
+        [prompt] = prompts(1, TANDEM["word"])
+        [[first]] = rollout.generate([prompt])
+        [[turn]] = rollout.generate([continued(prompt, first, said=SAID[0])])
+        with pytest.raises(InvalidArgumentError, match="response_offset"):
+            trainer.train_step(
+                [PolicySample(turn, "g", reward=1.0)],
+                run_id="r",
+                step=1,
+                expected_version=0,
+                objective={},
+            )
