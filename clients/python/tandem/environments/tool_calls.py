@@ -80,6 +80,12 @@ _SIGNS: Mapping[ToolCallFormat, str] = {
 }
 
 
+def text_before_calls(name: ToolCallFormat, text: str) -> str:
+    """Returns what a model wrote before its calls; nothing where the calls are all of the text."""
+    before, sign, _ = text.partition(_SIGNS[name])
+    return before.rstrip() if sign else ""
+
+
 def format_of(template: str) -> ToolCallFormat:
     """Returns the format that a chat template names; raises ConfigError if it names none."""
     for name, sign in _SIGNS.items():

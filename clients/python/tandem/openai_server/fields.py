@@ -15,6 +15,7 @@ from pydantic_core import PydanticKnownError
 
 from tandem.openai_server import limits
 from tandem.openai_server.errors import RequestError
+from tandem.openai_server.tools import check_tools
 from tandem.rpc import renamed
 
 _log = logging.getLogger(__name__)
@@ -44,17 +45,25 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "suffix": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+
+# What is said of a refused field, where there is more to say.
+_WHY = {
+    "functions": "use tools",
+    "function_call": "use tools and tool_choice",
+    "response_format": "a rollout server does not hold its answers to a grammar; ask for JSON in "
+    "the messages, or give a tool with the wanted parameters",
+}
+
+# An id of a session, which is a part of paths.
+SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 
 Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 
@@ -334,6 +343,7 @@ _NO_VARIABLES = frozenset(
         "return_tensors",
         "tokenize",
         "tokenizer_kwargs",
+        "tools",
     }
 )
 
@@ -357,6 +367,23 @@ class ChatRequest(Request):
     ] = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
+    # Checked by check_tools().
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    # Also the header X-Session-Id.
+    session_id: Annotated[str, Field(pattern=SESSION_ID)] | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        shown = {"tools": self.offered_tools} if self.offered_tools else {}
+        return {**(self.chat_template_kwargs or {}), **shown}
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
@@ -401,10 +428,13 @@ def parse(kind: type[Kind], body: Any) -> Kind:
         value = fields.pop(name)
         nothing = value is None or value in ("", [])
         if not nothing and value not in REFUSED[name]:
+            why = f": {_WHY[name]}" if name in _WHY else ""
             raise RequestError(
-                f"{name}: not supported by rollout servers", name, code="unsupported_parameter"
+                f"{name}: not supported by rollout servers{why}", name, code="unsupported_parameter"
             )
     _check_sizes(fields.get("messages"))
+    if issubclass(kind, ChatRequest):
+        check_tools(fields)
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
