@@ -81,8 +81,8 @@ class Choice:
         # Place in the text at which each token begins.
         self._starts: list[int] = []
         self._told = 0
-        # Whether a stop text ended the response.
-        self._cut = False
+        # Where a stop text ended the text; None if none has.
+        self._cut: int | None = None
 
     def add(self, ids: Sequence[int]) -> None:
         """Takes the next tokens, up to the one that completes a stop text."""
@@ -115,7 +115,7 @@ class Choice:
     def shown(self) -> tuple[list[int], list[int]]:
         """Returns the ids that are part of the text, and where each begins in it."""
         count = len(self.ids)
-        while self._cut and count and self._starts[count - 1] >= len(self.text):
+        while self._cut is not None and count and self._starts[count - 1] >= self._cut:
             count -= 1
         return self.ids[:count], self._starts[:count]
 
@@ -127,7 +127,7 @@ class Choice:
         if found:
             self.text = self.text[: min(found)]
             self.finish_reason = "stop"
-            self._cut = True
+            self._cut = len(self.text)
 
 
 def _overlap(text: str, stop: str) -> int:

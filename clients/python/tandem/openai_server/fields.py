@@ -68,7 +68,9 @@ SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """The fields of an object of a request; others are refused."""
+
     model_config = ConfigDict(extra="forbid")
 
     @pydantic.model_validator(mode="before")
@@ -147,7 +149,7 @@ def _tandem(value: Any) -> Any:
     return value
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """How a stream is written."""
 
     include_usage: StrictBool | None = False
@@ -155,7 +157,7 @@ class StreamOptions(_Fields):
     include_obfuscation: Literal[False] | None = None
 
 
-class Request(_Fields):
+class Request(Fields):
     """The fields that both kinds of completion have."""
 
     model: str
@@ -213,7 +215,7 @@ def _image_bytes(url: Any) -> bytes:
         raise ValueError(f"the image is not base64: {error}") from None
 
 
-class ImageUrl(_Fields):
+class ImageUrl(Fields):
     """An image in a data URL, of which the bytes are kept."""
 
     url: Annotated[bytes, pydantic.BeforeValidator(_image_bytes)]
@@ -240,7 +242,7 @@ def _asks_for_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-class Part(_Fields):
+class Part(Fields):
     """A part of a message: a text, a refusal, which is a text, or an image."""
 
     model_config = ConfigDict(extra="allow")
@@ -274,7 +276,7 @@ def _checked_content(value: Any) -> Any:
     raise ValueError("must be text or a list of parts")
 
 
-class ChatMessage(_Fields):
+class ChatMessage(Fields):
     """A message of a conversation.
 
     Its other fields are handed to the chat template, which may know them (tool_calls) or not.
@@ -410,13 +412,18 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def parse_json(kind: type[Kind], body: bytes) -> Kind:
     """Returns the request in a body; raises RequestError as parse() does."""
+    return parse(kind, json_of(body))
+
+
+def json_of(body: bytes) -> Any:
+    """Returns the value of a body; raises RequestError for one that is no JSON of Unicode texts."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     if _SURROGATE.search(body):
         _check_unicode(value)
-    return parse(kind, value)
+    return value
 
 
 def parse(kind: type[Kind], body: Any) -> Kind:

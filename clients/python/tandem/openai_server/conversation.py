@@ -1,0 +1,47 @@
+"""The messages of a call, by which it is known whether it continues a trajectory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import xxhash
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a call, as the chat template reads them."""
+
+    messages: Sequence[Mapping[str, Any]]
+
+    @cached_property
+    def digests(self) -> list[str]:
+        """A digest of each message."""
+        return [message_digest(message) for message in self.messages]
+
+    def continues(self, heard: Sequence[str]) -> bool:
+        """Whether it goes on behind the messages `heard`, with others than the assistant's."""
+        count = len(heard)
+        return (
+            0 < count < len(self.messages)
+            and self.digests[:count] == list(heard)
+            and all(message["role"] != "assistant" for message in self.messages[count:])
+        )
+
+
+def message_digest(message: Mapping[str, Any]) -> str:
+    """Returns a digest of a message: what no chat template reads of a call does not count."""
+    rest = dict(message)
+    if isinstance(calls := rest.pop("tool_calls", None), list):
+        rest["calls"] = [_call(call) for call in calls]
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True))
+
+
+def _call(call: Any) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = call["function"]
+    return [call.get("id"), function.get("name"), function.get("arguments")]
