@@ -37,7 +37,7 @@ def message_digest(message: Mapping[str, Any]) -> str:
     rest = dict(message)
     if isinstance(calls := rest.pop("tool_calls", None), list):
         rest["calls"] = [_call(call) for call in calls]
-    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True))
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def _call(call: Any) -> Any:

@@ -58,7 +58,7 @@ def digest_of_settings(asked: ChatRequest, served: Served) -> str:
         "template": asked.template_variables,
         "served": [served.vocabulary, served.junior, str(served.codec.directory)],
     }
-    return xxhash.xxh3_128_hexdigest(json.dumps(common, sort_keys=True))
+    return xxhash.xxh3_128_hexdigest(json.dumps(common, sort_keys=True).encode())
 
 
 def digest_of_answer(message: Mapping[str, Any]) -> str:

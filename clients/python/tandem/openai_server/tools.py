@@ -127,6 +127,6 @@ def _record(choice: Choice, index: int, call: ToolCall) -> dict[str, Any]:
     letters and digits, which is what Mistral's templates want.
     """
     written = json.dumps([*choice.prompt, *choice.ids, index])
-    name = call.id or xxhash.xxh3_64_hexdigest(written)[:9]
+    name = call.id or xxhash.xxh3_64_hexdigest(written.encode())[:9]
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}
