@@ -90,9 +90,7 @@ class SessionsError(TandemError):
         code: the server's name of the failure; None if it gave none.
     """
 
-    def __init__(
-        self, message: str, *, status: int | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code

@@ -1,10 +1,10 @@
 """Sessions of `tandem serve-openai`: rewards for agents' episodes, and the episodes to train on.
 
-    with_rewards = SessionsClient("http://127.0.0.1:8000/v1")
-    with_rewards.reward("episode-7", 1.0, group_id="task-3")
-    episodes = with_rewards.finished(count=8, wait_seconds=600)
-    samples = policy_samples(episodes)          # for TrainerClient.train_step()
-    with_rewards.drop(episodes[-1].cursor)      # once what was learnt is safe
+with_rewards = SessionsClient("http://127.0.0.1:8000/v1")
+with_rewards.reward("episode-7", 1.0, group_id="task-3")
+episodes = with_rewards.finished(count=8, wait_seconds=600)
+samples = policy_samples(episodes)          # for TrainerClient.train_step()
+with_rewards.drop(episodes[-1].cursor)      # once what was learnt is safe
 """
 
 from __future__ import annotations

@@ -137,7 +137,10 @@ def test_answers_of_tools_go_through_the_template(http, world, codec):
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]}, "tools[0].function.x"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "x": 1}}]},
+            "tools[0].function.x",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
             "tools[0].function.parameters",
