@@ -215,8 +215,8 @@ def test_a_template_that_rewrites_turns_begins_another_trajectory(address, world
     """As Qwen3's does, which drops the thoughts of turns before the last user's message."""
     template = talking.TEMPLATE.replace(
         "{{ m.content }}{% for c",
-        "{% if not loop.last and messages[-1].role == 'user' and m.role == 'assistant' %}old{% endif"
-        " %}{{ m.content }}{% for c",
+        "{% if not loop.last and messages[-1].role == 'user' and m.role == 'assistant' %}"
+        "old{% endif %}{{ m.content }}{% for c",
     )
     assert template != talking.TEMPLATE
     codec = talking.chat_codec(tmp_path / "rewrites", template)
