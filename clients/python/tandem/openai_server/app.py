@@ -350,7 +350,8 @@ class _Server:
             job = await job_of(asked, served, session, held)
             headers = job.headers
             if not asked.stream:
-                whole = await _while_connected(request, self._until_stopped(self._whole(job)))
+                work = self._until_stopped(self._whole(job))
+                whole: Response = await _while_connected(request, work)
                 whole.headers.update(headers)
                 return whole
             chunks = await held.enter_async_context(aclosing(self._chunks(job)))
@@ -607,14 +608,12 @@ class _Server:
             aclosing(generate(self._client, job.submitted, job.choices, retry)) as growing,
         ):
             async for choice in growing:
-                if choice.finish_reason:
-                    self._finished(job, choice)
+                if choice.finish_reason and job.parser is not None:
+                    job.parser.find(choice)
                 yield choice
 
-    def _finished(self, job: Job, choice: Choice) -> None:
-        """Finds the calls in a finished choice, and tells its session of it."""
-        if job.parser is not None:
-            job.parser.find(choice)
+    def _join(self, job: Job, choice: Choice) -> None:
+        """Tells the session of a finished choice, which nothing keeps from its client any more."""
         if job.call is not None and choice.trajectory is not None:
             answer = digest_of_answer(answer_message(choice, choice.text))
             self._sessions.wrote(job.call, choice.trajectory, answer)
@@ -642,6 +641,8 @@ class _Server:
             async for _ in growing:
                 pass
         logprobs = await self._logprobs(job, job.choices)
+        for choice in job.choices:
+            self._join(job, choice)
         choices = [
             job.answer.whole_choice(choice, job.text(choice, choice.text), logprobs[choice.index])
             for choice in job.choices
@@ -668,6 +669,8 @@ class _Server:
                     if (opening := answer.first_choice(choice)) is not None:
                         yield answer.object(answer.chunk, [opening], **rest)
                 logprobs = await self._logprobs(job, [choice] if choice.finish_reason else [])
+                if choice.finish_reason:
+                    self._join(job, choice)
                 part = answer.chunk_choice(choice, text, logprobs.get(choice.index))
                 yield answer.object(answer.chunk, [part], **rest)
         if counts:

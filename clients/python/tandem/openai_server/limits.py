@@ -56,4 +56,4 @@ SESSION_IDLE_SECONDS = 3600
 MAX_ENDED_SESSIONS = 65536
 # Finished sessions of one answer, and about how many bytes they may have; one is always there.
 MAX_PAGE_SESSIONS = 256
-MAX_PAGE_BYTES = 64 << 20
+MAX_PAGE_BYTES = 16 << 20

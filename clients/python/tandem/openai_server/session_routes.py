@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -39,6 +40,10 @@ class SessionPages:
         self._sessions = sessions
         self._admission = admission
 
+    async def totals(self, request: Request) -> Response:
+        """Counts the sessions."""
+        return JSONResponse(self._sessions.totals())
+
     async def state(self, request: Request) -> Response:
         """Describes a session."""
         return JSONResponse(_state(self._sessions.find(request.path_params["session"])))
@@ -64,8 +69,12 @@ class SessionPages:
     async def finished(self, request: Request) -> Response:
         """Gives finished sessions behind a cursor, and changes nothing."""
         after = _one_parameter(request, {"after", "limit"}).get("after")
-        page = self._sessions.finished(after, _limit(request))
-        return JSONResponse({"sessions": [self._whole(session) for session in page]})
+        limit = _limit(request)
+        async with self._admission.heavy:
+            page = self._sessions.finished(after, limit)
+            return await asyncio.to_thread(
+                lambda: JSONResponse({"sessions": [self._whole(session) for session in page]})
+            )
 
     async def drop(self, request: Request) -> Response:
         """Forgets the finished sessions up to a cursor."""
@@ -96,6 +105,7 @@ def session_routes(pages: SessionPages, wrapped: Any) -> list[Route]:
     """Returns the routes; `wrapped` makes an endpoint of a method of the pages."""
     one = "/v1/sessions/{session}"
     return [
+        Route("/v1/sessions", wrapped(pages.totals), methods=["GET"]),
         Route(one, wrapped(pages.state), methods=["GET"]),
         Route(one, wrapped(pages.discard), methods=["DELETE"]),
         Route(f"{one}/reward", wrapped(pages.reward), methods=["POST"]),

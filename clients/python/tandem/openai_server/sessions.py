@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
+from typing import Any
 
 from tandem._proto.types.v1 import trajectory_pb2
 from tandem.errors import TurnsDifferError
@@ -149,6 +150,8 @@ class Sessions:
         self._last = 0
         self._dropped = 0
         self._bytes = 0
+        self._begun: Counter[Begun] = Counter()
+        self._idle = 0
 
     # Calls.
 
@@ -169,7 +172,8 @@ class Sessions:
             call.trajectory.busy = False
             if call.trajectory.joined is None:
                 session.trajectories.remove(call.trajectory)
-                session.begun[call.begun or Begun.FIRST] -= 1
+                for begun in (session.begun, self._begun):
+                    begun[call.begun or Begun.FIRST] -= 1
             self._used(session)
             if not session.trajectories:
                 self._open.pop(name, None)
@@ -246,6 +250,7 @@ class Sessions:
         one = SessionTrajectory(index, settings, seed)
         session.trajectories.append(one)
         session.begun[why] += 1
+        self._begun[why] += 1
         if why != Begun.FIRST:
             _log.warning("session %s: trajectory %d begins: %s", session.id, index, why)
         return one
@@ -302,6 +307,17 @@ class Sessions:
             code="session_not_found",
         )
 
+    def totals(self) -> dict[str, Any]:
+        """Returns the numbers of sessions, and of trajectories by why they began."""
+        self._forget_idle()
+        return {
+            "open": len(self._open),
+            "finished": len(self._finished),
+            "dropped_for_idleness": self._idle,
+            "bytes": self._bytes,
+            "begun": {why.value: self._begun[why] for why in Begun},
+        }
+
     def _require_not_ended(self, name: str) -> None:
         if name in self._finished:
             raise _conflict(f"session {name} has ended with a reward", "session_ended")
@@ -316,6 +332,7 @@ class Sessions:
         ):
             if not session.busy:
                 _log.warning("session %s: discarded, it was idle", session.id)
+                self._idle += 1
                 self._forget(session, f"was idle for {limits.SESSION_IDLE_SECONDS} s")
 
     def _forget(self, session: Session, why: str) -> None:
@@ -339,7 +356,8 @@ class Sessions:
         number = self._dropped if after is None else self._number(after, "after")
         if number < self._dropped:
             raise _conflict("after: sessions behind this cursor were dropped", "sessions_dropped")
-        page, size = [], 0
+        page: list[Session] = []
+        size = 0
         for session in self._finished.values():
             if session.number <= number:
                 continue

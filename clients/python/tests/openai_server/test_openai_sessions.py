@@ -274,6 +274,42 @@ def test_a_call_that_fails_leaves_no_trace(http, world, prompts):
     assert http.get("/v1/sessions/new").status_code == 404
 
 
+def test_a_turn_whose_scores_fail_is_not_the_sessions(http, world, codec):
+    first = message_of(chat(http))
+    messages = [*ASK, first, tool_answer(first)]
+    before = state(http)
+    calls = len(world.calls)
+
+    def fail():
+        # The first batch is the call's own, then come its scores.
+        if world.batches:
+            world.failures = [fakes.error_status(9, "no scores")] * 3
+
+    world.batches.clear()
+    world.on_batch = fail
+    assert chat(http, messages, logprobs=True).status_code == 400
+    assert len(world.calls) > calls
+    world.on_batch = lambda: None
+    world.failures = []
+    assert state(http) == before
+    assert chat(http, messages, logprobs=True).headers["x-session-turn"] == "2"
+
+
+def test_the_server_counts_its_sessions(http):
+    for name in "ab":
+        episode(http, name)
+    chat(http, session="b")
+    reward(http, 1.0, "a")
+    totals = http.get("/v1/sessions").json()
+    assert totals.pop("bytes") > 0
+    assert totals == {
+        "open": 1,
+        "finished": 1,
+        "dropped_for_idleness": 0,
+        "begun": {"first": 2, "messages": 1, "settings": 0, "concurrent": 0, "template": 0},
+    }
+
+
 def test_no_room_is_said(http, world):
     first = message_of(chat(http))
     long = tool_answer(first, "x" * 900)
