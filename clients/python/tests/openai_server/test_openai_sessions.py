@@ -97,6 +97,10 @@ def trajectories_of(session):
     ]
 
 
+def with_another_id(message):
+    return message | {"tool_calls": [message["tool_calls"][0] | {"id": "other"}]}
+
+
 def records(messages):
     """Messages as the chat template reads them."""
     return [ChatMessage.model_validate(one).record() for one in messages]
@@ -181,6 +185,7 @@ def test_the_text_of_the_model_is_not_encoded_again(http, world, codec, prompts)
         ),
         (lambda messages: [*messages, {"role": "assistant", "content": "mine"}], "messages"),
         (lambda messages: ASK, "messages"),
+        (lambda messages: [*messages[:2], with_another_id(messages[2]), messages[3]], "messages"),
     ],
 )
 def test_calls_that_do_not_continue_begin_another_trajectory(

@@ -77,7 +77,15 @@ def test_a_stream_has_the_calls_in_one_chunk(http, world, codec):
     assert [call] == whole["tool_calls"]
 
 
-@pytest.mark.parametrize("text", ["plain", '<tool_call>{"name": 1}</tool_call>', "<tool_call>{"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        '<tool_call>{"name": 1}</tool_call>',
+        "<tool_call>{",
+        talking.called("add", a=1) + "<tool_call>{",
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_no_call_is_content(http, world, codec, text, stream):
     talking.let_write(world, codec, lambda *_: text)
