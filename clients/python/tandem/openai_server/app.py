@@ -32,7 +32,6 @@ from tandem.openai_server.answers import (
     Answer,
     ChatAnswer,
     CompletionAnswer,
-    answer_message,
     prompt_text,
     usage,
 )
@@ -50,8 +49,8 @@ from tandem.openai_server.served import Served, Source
 from tandem.openai_server.session_routes import SessionPages, session_routes
 from tandem.openai_server.session_turns import (
     continued,
-    digest_of_answer,
     digest_of_settings,
+    digests_of_answer,
     session_id,
     turns_of,
 )
@@ -615,8 +614,7 @@ class _Server:
     def _join(self, job: Job, choice: Choice) -> None:
         """Tells the session of a finished choice, which nothing keeps from its client any more."""
         if job.call is not None and choice.trajectory is not None:
-            answer = digest_of_answer(answer_message(choice, choice.text))
-            self._sessions.wrote(job.call, choice.trajectory, answer)
+            self._sessions.wrote(job.call, choice.trajectory, digests_of_answer(choice))
 
     async def _logprobs(self, job: Job, choices: Sequence[Choice]) -> dict[int, Any]:
         """Returns the log-probabilities of finished choices by index; null unless asked for."""

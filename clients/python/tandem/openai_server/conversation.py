@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,13 +22,17 @@ class Conversation:
         """A digest of each message."""
         return [message_digest(message) for message in self.messages]
 
-    def continues(self, heard: Sequence[str]) -> bool:
-        """Whether it goes on behind the messages `heard`, with others than the assistant's."""
-        count = len(heard)
+    def continues(self, heard: Sequence[str], said: Collection[str]) -> bool:
+        """Whether it goes on behind the messages `heard` and one of `said`, which the model wrote.
+
+        What follows has other roles than the assistant's.
+        """
+        rest = self.messages[len(heard) + 1 :]
         return (
-            0 < count < len(self.messages)
-            and self.digests[:count] == list(heard)
-            and all(message["role"] != "assistant" for message in self.messages[count:])
+            bool(rest)
+            and self.digests[: len(heard)] == list(heard)
+            and self.digests[len(heard)] in said
+            and all(message["role"] != "assistant" for message in rest)
         )
 
 

@@ -14,6 +14,8 @@ from starlette.requests import Request as HttpRequest
 from tandem.environments.template import Turns
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import TextCodec
+from tandem.openai_server.answers import answer_message
+from tandem.openai_server.choices import Choice
 from tandem.openai_server.conversation import message_digest
 from tandem.openai_server.errors import RequestError
 from tandem.openai_server.fields import SESSION_ID, ChatMessage, ChatRequest, Request
@@ -61,9 +63,16 @@ def digest_of_settings(asked: ChatRequest, served: Served) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(common, sort_keys=True).encode())
 
 
-def digest_of_answer(message: Mapping[str, Any]) -> str:
-    """Returns the digest that the message of an answer has when it comes back."""
-    return message_digest(ChatMessage.model_validate(message).record())
+def digests_of_answer(choice: Choice) -> set[str]:
+    """Returns the digests that the message of an answer may have when it comes back.
+
+    An agent may put the stop text that ended the answer, and is no part of it, back behind it.
+    """
+    shown = {choice.text}
+    if choice.trajectory is not None and not choice.tool_calls:
+        shown.add(choice.codec.decode(choice.trajectory.response_token_ids))
+    messages = [ChatMessage.model_validate(answer_message(choice, text)) for text in shown]
+    return {message_digest(message.record()) for message in messages}
 
 
 def turns_of(codec: TextCodec, variables: Mapping[str, Any]) -> Turns | None:
@@ -84,7 +93,7 @@ def continued(call: Call, turns: Turns | None) -> bool:
     assert whole is not None
     if turns is None:
         return False
-    messages = call.conversation.messages[len(call.trajectory.heard) :]
+    messages = call.conversation.messages[len(call.trajectory.heard) + 1 :]
     try:
         said = turns.after(messages)
     except ConfigError as error:

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -56,7 +56,8 @@ class SessionTrajectory:
         index: its number in the session, and the index of its sample.
         settings: digest of the fields that all its calls have in common.
         prompt: ids of the prompt.
-        heard: digests of the messages so far, the last one of which the model wrote.
+        heard: digests of the messages before the last turn.
+        said: digests of the message of the last turn, as it may come back; empty before one ended.
         joined: the response so far; None before the first turn has ended.
         turns: number of turns that have ended.
         busy: whether a call writes its next turn.
@@ -68,6 +69,7 @@ class SessionTrajectory:
     seed: int
     prompt: Sequence[int] = ()
     heard: Sequence[str] = ()
+    said: Collection[str] = ()
     joined: trajectory_pb2.Trajectory | None = None
     turns: int = 0
     busy: bool = True
@@ -184,8 +186,8 @@ class Sessions:
         call.begun = Begun.TEMPLATE
         call.trajectory = self._begin(call.session, settings, seed, Begun.TEMPLATE)
 
-    def wrote(self, call: Call, turn: trajectory_pb2.Trajectory, answer: str) -> None:
-        """Takes the turn that a call wrote; `answer` is the digest of its message.
+    def wrote(self, call: Call, turn: trajectory_pb2.Trajectory, said: Collection[str]) -> None:
+        """Takes the turn that a call wrote; `said` are digests of its message.
 
         Raises RequestError if the turn does not fit, as where another junior wrote it.
         """
@@ -198,7 +200,7 @@ class Sessions:
                 status=HTTPStatus.CONFLICT,
                 code="turns_differ",
             ) from None
-        one.heard = [*call.conversation.digests, answer]
+        one.heard, one.said = call.conversation.digests, said
         one.turns += 1
         before = call.session.size
         call.session.size = sum(one.size for one in call.session.trajectories)
@@ -229,7 +231,7 @@ class Sessions:
         found = [
             one
             for one in session.trajectories
-            if not one.busy and one.settings == settings and talk.continues(one.heard)
+            if not one.busy and one.settings == settings and talk.continues(one.heard, one.said)
         ]
         if not found:
             return None
@@ -389,7 +391,7 @@ def _why_begun(session: Session, settings: str, talk: Conversation) -> Begun:
     """Returns why a call continues none of a session's trajectories."""
     if not session.trajectories:
         return Begun.FIRST
-    heard = [one for one in session.trajectories if talk.continues(one.heard)]
+    heard = [one for one in session.trajectories if talk.continues(one.heard, one.said)]
     if not heard:
         return Begun.MESSAGES
     same = any(one.settings == settings for one in heard)

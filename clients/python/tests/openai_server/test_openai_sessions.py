@@ -265,6 +265,16 @@ def test_a_stop_text_does_not_cut_the_trajectory(http, world, codec):
     assert codec.decode(whole.response_token_ids) == "so it is 2"
 
 
+@pytest.mark.parametrize(("back", "turn"), [("so it ", "2"), ("so it is", "2"), ("so it i", "1")])
+def test_an_agent_may_put_the_stop_text_back(http, world, codec, back, turn):
+    """As CodeAgent of smolagents does."""
+    talking.let_write(world, codec, lambda *_: "so it is")
+    assert message_of(chat(http, stop="is", tools=None))["content"] == "so it "
+    message = {"role": "assistant", "content": back}
+    messages = [*ASK, message, {"role": "user", "content": "and?"}]
+    assert chat(http, messages, stop="is", tools=None).headers["x-session-turn"] == turn
+
+
 def test_a_call_that_fails_leaves_no_trace(http, world, prompts):
     first = message_of(chat(http))
     messages = [*ASK, first, tool_answer(first)]
