@@ -219,6 +219,21 @@ def test_a_branch_is_a_trajectory_of_its_own(url, rollout, codec):
         )
 
 
+def test_a_stop_text_ends_a_turn_with_the_token_that_completes_it(url, codec):
+    stops = ["e", " t"]
+    texts = episode(url, "stops", stop=stops, seed=3, max_completion_tokens=20)
+    [whole] = finished(url, ["stops"])["stops"].trajectories
+    cut = 0
+    for (begin, end), text in zip(turns_of(whole), texts, strict=True):
+        wrote = codec.decode(tokens(whole)[begin:end])
+        assert wrote.startswith(text)
+        stopped = [stop for stop in stops if stop in wrote]
+        cut += bool(stopped)
+        assert bool(stopped) == (wrote != text)
+        assert not any(stop in codec.decode(tokens(whole)[begin : end - 1]) for stop in stops)
+    assert cut
+
+
 def test_a_trainer_learns_from_sessions_and_each_is_learnt_from_once(url, cluster, rollout):
     """Steps on sessions, one of which has turns under two versions of the weights."""
     client = SessionsClient(url)
@@ -268,6 +283,7 @@ def test_a_trainer_learns_from_sessions_and_each_is_learnt_from_once(url, cluste
         episode(url, "across", between=train_again)
     client.reward("across", 1.0)
     [across] = client.finished(cursor, wait_seconds=30)
+    client.drop(across.cursor)
     [whole] = across.trajectories
     [_, (begin, _), _] = turns_of(whole)
     versions = [(run.weights.version, run.count) for run in whole.senior_versions]
