@@ -54,6 +54,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+# Fields of chats alone; /v1/completions refuses them as it does those of REFUSED.
+_OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "parallel_tool_calls": (True, False),
+    "session_id": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+}
+
 # What is said of a refused field, where there is more to say.
 _WHY = {
     "functions": "use tools",
@@ -431,13 +439,15 @@ def parse(kind: type[Kind], body: Any) -> Kind:
     if not isinstance(body, Mapping):
         raise RequestError("the body is not a JSON object")
     fields = {name: value for name, value in body.items() if name not in IGNORED}
-    for name in REFUSED.keys() & fields.keys():
+    refused = REFUSED if issubclass(kind, ChatRequest) else REFUSED | _OF_CHATS
+    for name in refused.keys() & fields.keys():
         value = fields.pop(name)
         nothing = value is None or value in ("", [])
-        if not nothing and value not in REFUSED[name]:
+        if not nothing and value not in refused[name]:
             why = f": {_WHY[name]}" if name in _WHY else ""
+            whose = "/v1/completions" if name in _OF_CHATS else "rollout servers"
             raise RequestError(
-                f"{name}: not supported by rollout servers{why}", name, code="unsupported_parameter"
+                f"{name}: not supported by {whose}{why}", name, code="unsupported_parameter"
             )
     _check_sizes(fields.get("messages"))
     if issubclass(kind, ChatRequest):

@@ -167,6 +167,16 @@ def test_what_is_not_supported_is_refused_by_name(http, world, fields, param):
     assert not world.batches
 
 
+def test_tools_and_sessions_are_those_of_chats(http):
+    body = {"model": "senior", "prompt": "a", "max_tokens": 1}
+    nothing = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "session_id": None}
+    assert http.post("/v1/completions", json=body | nothing).is_success
+    for name, value in (("tools", [TOOL]), ("tool_choice", "required"), ("session_id", "s")):
+        error = http.post("/v1/completions", json=body | {name: value}).json()["error"]
+        assert error["param"] == name
+        assert error["message"] == f"{name}: not supported by /v1/completions"
+
+
 def test_every_field_of_openais_client_is_followed_ignored_or_refused():
     from openai.types.chat import completion_create_params
 
