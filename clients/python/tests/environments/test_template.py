@@ -75,10 +75,13 @@ def test_a_template_that_cannot_be_continued_is_refused(tmp_path, template, why)
 
 
 def test_a_conversation_without_tools_goes_on_with_the_users_messages(tmp_path):
-    plain = "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|end|>{% endfor %}"
-    codec = chat_codec(tmp_path, plain + "{% if add_generation_prompt %}A:{% endif %}")
+    plain = (
+        "{% for m in messages if m.role != 'tool' %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    codec = chat_codec(tmp_path, plain)
     said = Turns(codec, {}).after([{"role": "user", "content": "and?"}])
-    assert "".join(codec.token_texts(said)) == "and?<|end|>A:"
+    assert "".join(codec.token_texts(said)) == "user:and?<|end|>assistant:"
     with pytest.raises(ConfigError, match="does not show messages of the role `user`"):
         silent = plain.replace("'tool'", "'user'")
         Turns(chat_codec(tmp_path / "silent", silent), {})
