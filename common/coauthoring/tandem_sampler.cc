@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/status_macros.h"
@@ -315,6 +316,18 @@ absl::StatusOr<float> TandemSampler::TokenLogProb(std::span<const float> logits,
   }
   if (absl::Status status = Prepare(logits, temperature); !status.ok()) return status;
   return LogProb(logits[token]);
+}
+
+std::vector<LikelyToken> TandemSampler::Top(std::span<const float> logits, size_t count) {
+  ids_.resize(logits.size());
+  std::iota(ids_.begin(), ids_.end(), 0);
+  const auto middle = ids_.begin() + static_cast<int64_t>(std::min(count, ids_.size()));
+  std::partial_sort(ids_.begin(), middle, ids_.end(), [&](int32_t a, int32_t b) {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+  });
+  std::vector<LikelyToken> top;
+  for (auto id = ids_.begin(); id != middle; ++id) top.push_back({*id, LogProb(logits[*id])});
+  return top;
 }
 
 float TandemSampler::LogProb(float logit) const {

@@ -12,12 +12,22 @@
 
 namespace tandem {
 
+// A token and its log-probability.
+struct LikelyToken {
+  int32_t token = 0;
+  float logprob = 0.0f;
+
+  bool operator==(const LikelyToken&) const = default;
+};
+
 struct SampledToken {
   int32_t token = 0;
   // log-softmax(logits / temperature)[token], before any cut.
   float logprob = 0.0f;
   // Log of the probability mass that the cut kept; exactly 0 when it kept everything.
   float log_keep_mass = 0.0f;
+  // The likeliest tokens of the row, if they were asked for; see TandemSampler::Top.
+  std::vector<LikelyToken> top = {};
 };
 
 // A draft of the token that is to be drawn, for rejection sampling (Leviathan et al. 2023, Chen et
@@ -59,6 +69,10 @@ class TandemSampler {
   // Returns log-softmax(logits / temperature)[token] as Sample does (temperature 0 counts as 1).
   absl::StatusOr<float> TokenLogProb(std::span<const float> logits, double temperature,
                                      int32_t token);
+
+  // Returns the `count` likeliest tokens of a row whose logits the last call took, with their
+  // log-probs as Sample returns them: the likeliest first, of equal ones the lower id.
+  std::vector<LikelyToken> Top(std::span<const float> logits, size_t count);
 
   // The error of a row that is no distribution, here and where tokens are drawn on a device.
   static absl::Status BrokenLogits();
@@ -109,6 +123,7 @@ class TandemSampler {
   std::vector<float> weights_;
   std::vector<double> histogram_;
   std::vector<Border> candidates_;
+  std::vector<int32_t> ids_;
 };
 
 }  // namespace tandem

@@ -180,6 +180,31 @@ TEST(TandemSamplerTest, BrokenRowsAreErrors) {
   EXPECT_EQ(sampler.Sample(none, {}, 0.5).status().code(), absl::StatusCode::kInternal);
 }
 
+TEST(TandemSamplerTest, TheLikeliestTokensAreThoseOfASort) {
+  std::vector<float> logits = RandomLogits(500, 8);
+  logits[400] = logits[20] = logits[30] = 50;  // equal ones: lower ids come first
+  logits[7] = -std::numeric_limits<float>::infinity();
+  TandemSampler sampler;
+  for (const double temperature : {0.0, 0.7}) {
+    SamplingParams params;
+    params.temperature = temperature;
+    params.top_k = 3;  // cuts do not count
+    ASSERT_TRUE(sampler.Sample(logits, params, 0.5).ok());
+    const std::vector<LikelyToken> top = sampler.Top(logits, 60);
+    std::vector<int32_t> order(logits.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+    ASSERT_EQ(top.size(), 60u);
+    EXPECT_EQ(top[0].token, 20);
+    EXPECT_EQ(top[2].token, 400);
+    for (size_t i = 0; i < top.size(); ++i) {
+      EXPECT_EQ(top[i].token, order[i]);
+      EXPECT_EQ(top[i].logprob, *TandemSampler().TokenLogProb(logits, temperature, order[i]));
+    }
+    EXPECT_EQ(sampler.Top(logits, 1000).size(), logits.size());
+  }
+}
+
 TEST(TandemSamplerTest, TokenLogProbEqualsTheSampledOne) {
   TandemSampler sampler;
   const auto logits = RandomLogits(1000, 8);

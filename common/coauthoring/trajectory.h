@@ -41,6 +41,15 @@ struct TokenExperts {
   bool operator==(const TokenExperts&) const = default;
 };
 
+// The likeliest tokens of each of several distributions.
+struct TopTokens {
+  int64_t count = 0;            // in each distribution; 0: not asked for
+  std::vector<int32_t> ids;     // [distributions, count], the likeliest first
+  std::vector<float> logprobs;  // of the same shape
+
+  bool operator==(const TopTokens&) const = default;
+};
+
 // L = response_token_ids.size(). Every per-token vector has L entries, or may be empty where noted.
 struct Trajectory {
   std::vector<int32_t> prompt_token_ids;
@@ -61,6 +70,7 @@ struct Trajectory {
   TokenExperts routed_experts;
   std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
   int64_t response_offset = 0;  // tokens of the response before these, which are not in it
+  TopTokens top_tokens = {};    // of each token's author; nothing depends on it
 
   bool operator==(const Trajectory&) const = default;
 };

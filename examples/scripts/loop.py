@@ -46,7 +46,7 @@ def train(
         codec = TextCodec(Path(rollout.info().server.model.path))
         # Gives up what these servers learnt before.
         weights = trainer.load_base_model()
-        publish(trainer, rollout, allow_rollback=True)
+        trainer.publish([rollout], allow_rollback=True)
         for step in range(1, options.steps + 1):
             draw = random.Random(step).randrange
             sums = [(draw(10), draw(10)) for _ in range(PROMPTS)]
@@ -80,17 +80,9 @@ def train(
                 request_id=f"{run_id}/{step}",
             ).report
             weights = report.weights
-            publish(trainer, rollout)
+            trainer.publish([rollout])
             print(f"step {step}", *(f"{key} {report.metrics[key]:.4f}" for key in show), sep="  ")
         print(trainer.save_checkpoint(f"runs/{name}", f"step_{options.steps:06d}", keep=1))
-
-
-def publish(trainer: TrainerClient, rollout: RolloutClient, **options: bool) -> None:
-    """Sends the trainer's weights to the rollout server, at the address that it advertises."""
-    target = rollout.info().server.advertised_address
-    for result in trainer.publish_weights([target], **options).results:
-        if result.status.code:
-            raise SystemExit(f"{result.target}: {result.status.message}")
 
 
 def arguments() -> argparse.Namespace:

@@ -97,7 +97,12 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
         lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():
             text = objective(name) if path == "objective" else comment(section, name)
-            row = (f"`{_joined(path, field.alias or name)}`", _kind(path, name, field), _default(field), text)
+            row = (
+                f"`{_joined(path, field.alias or name)}`",
+                _kind(path, name, field),
+                _default(field),
+                text,
+            )
             lines.append("| " + " | ".join(one.replace("|", "\\|") for one in row) + " |")
     return "\n".join(lines) + "\n"
 

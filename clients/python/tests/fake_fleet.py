@@ -143,7 +143,9 @@ class FakeReplica(fakes.FakeRollout):
                 else:
                     for prompt in request.submit.prompts:
                         assert prompt.request_id not in {one[0].request_id for one in waiting}
-                        waiting += ((prompt, i) for i in range(max(1, prompt.num_samples)))
+                        first = prompt.first_sample_index
+                        indices = range(first, first + max(1, prompt.num_samples))
+                        waiting += ((prompt, i) for i in indices)
             if not context.is_active():
                 return
             if waiting:
@@ -163,7 +165,7 @@ class FakeReplica(fakes.FakeRollout):
         return rollout_pb2.GenerateResponse(
             finished=rollout_pb2.FinishedEvent(
                 request_id=prompt.request_id,
-                trajectory=fakes.sample(prompt, index, self.version),
+                trajectory=self.world.sample(prompt, index, self.version),
             )
         )
 

@@ -318,6 +318,22 @@ void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* prot
   proto->clear_vision_inputs();
   VisionInputsToProto(trajectory.vision_inputs, proto->mutable_vision_inputs());
   proto->set_response_offset(static_cast<int32_t>(trajectory.response_offset));
+  if (trajectory.top_tokens.count > 0) {
+    TopTokensToProto(trajectory.top_tokens, proto->mutable_top_token_ids(),
+                     proto->mutable_top_logprobs());
+  }
+}
+
+void TopTokensToProto(const TopTokens& tokens, types::v1::Tensor* ids,
+                      types::v1::Tensor* logprobs) {
+  FloatsToProto(tokens.logprobs, logprobs);
+  ids->set_dtype(types::v1::DATA_TYPE_INT32);
+  ids->set_data(tokens.ids.data(), tokens.ids.size() * sizeof(int32_t));
+  for (types::v1::Tensor* tensor : {ids, logprobs}) {
+    tensor->clear_shape();
+    tensor->add_shape(static_cast<int64_t>(tokens.ids.size()) / tokens.count);
+    tensor->add_shape(tokens.count);
+  }
 }
 
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto) {

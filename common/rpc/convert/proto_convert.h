@@ -59,6 +59,9 @@ void TrajectoryToProto(const Trajectory& trajectory, types::v1::Trajectory* prot
 // Refuses a trajectory in which a required field is missing or has the wrong number of entries.
 absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& proto);
 
+// Sets both tensors, [distributions, count].
+void TopTokensToProto(const TopTokens& tokens, types::v1::Tensor* ids, types::v1::Tensor* logprobs);
+
 // The authors of the bytes of a mask. INVALID_ARGUMENT with "field[i]".
 absl::StatusOr<std::vector<Author>> AuthorsFromProto(absl::string_view field,
                                                      const std::string& mask);

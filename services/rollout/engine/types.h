@@ -97,6 +97,8 @@ struct SpeculativeParams {
   AcceptanceRule acceptance_rule = AcceptanceRule::kExact;
 };
 
+inline constexpr int32_t kMaxTopLogprobs = 128;
+
 // One prompt and its samples.
 struct PromptRequest {
   std::vector<int32_t> prompt_token_ids;
@@ -110,6 +112,7 @@ struct PromptRequest {
   uint64_t first_sample_index = 0;
   bool return_other_logprobs = false;
   bool return_routed_experts = false;
+  int32_t num_top_logprobs = 0;  // up to kMaxTopLogprobs
   bool stream_tokens = false;
   int32_t priority = 0;  // higher comes first (waiting_queue.h)
   SpeculativeParams speculative;
@@ -198,13 +201,15 @@ struct ScoreRequest {
   bool senior = true;
   bool junior = false;
   double temperature = 1.0;
-  Blobs blobs = {};  // of the sequences' images
+  int32_t num_top_logprobs = 0;  // up to kMaxTopLogprobs
+  Blobs blobs = {};              // of the sequences' images
 };
 
 struct SequenceScores {
   // One per token from first_scored_token on; empty if not requested.
   std::vector<float> senior_logprobs;
   std::vector<float> junior_logprobs;
+  TopTokens senior_top_tokens = {}, junior_top_tokens = {};
 };
 
 struct ScoreResult {

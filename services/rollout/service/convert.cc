@@ -142,6 +142,7 @@ absl::StatusOr<PromptRequest> PromptFromProto(const v1::Prompt& prompt,
   }
   request.num_samples = prompt.num_samples() == 0 ? 1 : prompt.num_samples();
   request.first_sample_index = prompt.first_sample_index();
+  request.num_top_logprobs = prompt.num_top_logprobs();
   const v1::ResponseSoFar& response = prompt.response();
   request.response_token_ids.assign(response.token_ids().begin(), response.token_ids().end());
   TANDEM_ASSIGN_OR_RETURN(
@@ -195,6 +196,7 @@ absl::StatusOr<ScoreRequest> ScoreFromProto(const v1::ScoreRequest& proto) {
   request.senior = proto.senior();
   request.junior = proto.junior();
   if (proto.has_temperature()) request.temperature = proto.temperature();
+  request.num_top_logprobs = proto.num_top_logprobs();
   for (const v1::ScoreSequence& sequence : proto.sequences()) {
     auto images = rpc::VisionInputsFromProto(sequence.vision_inputs());
     if (!images.ok()) {
@@ -218,6 +220,14 @@ v1::ScoreResponse ScoreToProto(const ScoreResult& result) {
     }
     if (!scores.junior_logprobs.empty()) {
       rpc::FloatsToProto(scores.junior_logprobs, out->mutable_junior_logprobs());
+    }
+    if (scores.senior_top_tokens.count > 0) {
+      rpc::TopTokensToProto(scores.senior_top_tokens, out->mutable_senior_top_token_ids(),
+                            out->mutable_senior_top_logprobs());
+    }
+    if (scores.junior_top_tokens.count > 0) {
+      rpc::TopTokensToProto(scores.junior_top_tokens, out->mutable_junior_top_token_ids(),
+                            out->mutable_junior_top_logprobs());
     }
   }
   return response;

@@ -42,7 +42,8 @@ Trajectory SomeTrajectory() {
                      .boundary_token_ids = {12}},
           .routed_experts = {.layers = 2, .experts_per_token = 3, .ids = {1, 2, 400, 0, 5, 6}},
           .vision_inputs = SomeImages(),
-          .response_offset = 6};
+          .response_offset = 6,
+          .top_tokens = {.count = 1, .ids = {4}, .logprobs = {-1.5f}}};
 }
 
 PolicyObjective SomeObjective() {

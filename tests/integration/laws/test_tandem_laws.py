@@ -78,6 +78,41 @@ def assert_same_samples(numerics, ours, theirs, *, same_authors=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=numerics.atol)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_likeliest_tokens_are_those_of_the_author(numerics, rollout, temperature):
+    sampling = GREEDY | {"temperature": temperature}
+    plain = prompts(4, TANDEM["word"], sampling=sampling, num_samples=2)
+    asked = [dataclasses.replace(prompt, num_top_logprobs=5) for prompt in plain]
+    samples = flat(rollout.generate(asked))
+    assert_same_samples(numerics, samples, flat(rollout.generate(plain)))
+    scores = rollout.score(
+        [response_to_score(t) for t in samples],
+        junior=True,
+        temperature=temperature or None,
+        num_top_logprobs=5,
+    )
+    for t, score in zip(samples, scores.sequences, strict=True):
+        ids, values = from_tensor(t.top_token_ids), from_tensor(t.top_logprobs)
+        assert ids.shape == values.shape == (len(tokens(t)), 5)
+        assert (np.diff(values) <= 0).all()
+        assert (np.exp(values).sum(1) <= 1 + 1e-5).all()
+        if temperature == 0:
+            assert ids[:, 0].tolist() == tokens(t)
+            np.testing.assert_array_equal(values[:, 0], logprobs(t, "author"))
+        senior = np.array(mask(t), bool)[:, None]
+        scored = np.where(
+            senior, from_tensor(score.senior_top_logprobs), from_tensor(score.junior_top_logprobs)
+        )
+        np.testing.assert_allclose(values, scored, rtol=0, atol=numerics.atol)
+        if numerics.common_tokens == 1:
+            scored_ids = np.where(
+                senior,
+                from_tensor(score.senior_top_token_ids),
+                from_tensor(score.junior_top_token_ids),
+            )
+            np.testing.assert_array_equal(ids, scored_ids)
+
+
 def test_law_1_equal_models_write_greedily_what_the_senior_writes_alone(numerics, self_paired):
     with harness.rollout_client(self_paired) as client:
         alone = flat(client.generate(prompts(5, {"enabled": False}, sampling=GREEDY)))

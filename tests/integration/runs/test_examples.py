@@ -21,6 +21,8 @@ COMMANDS = {
     "speculator": "speculator train",
     "tandem_effect/pretrain": "sft",
     "demo/teach": "sft",
+    "guess_number/teach": "sft",
+    "calculator/teach": "sft",
 }
 WITH_CRITIC = {"recipes/ppo", "zero"}
 # Roles that an example runs on two ranks.
@@ -59,7 +61,13 @@ def squares(tmp_path_factory):
 def seeds(models, tmp_path_factory):
     """The folders of a seed of the examples that make their models and rows; nothing is trained."""
     folders = {}
-    for name, script in (("tandem_effect", "make.py"), ("demo", "sums.py")):
+    scripts = {
+        "tandem_effect": "make.py",
+        "demo": "sums.py",
+        "guess_number": "make.py",
+        "calculator": "make.py",
+    }
+    for name, script in scripts.items():
         folders[name] = tmp_path_factory.mktemp(name)
         runpy.run_path(str(harness.REPOSITORY / "examples" / name / script))["main"](
             folders[name], 0
@@ -68,6 +76,8 @@ def seeds(models, tmp_path_factory):
         effect, demo = folders["tandem_effect"], folders["demo"]
         (effect / name).symlink_to(effect / f"{name}-blank")
         (demo / name).symlink_to(getattr(models, name))
+    for name in ("guess_number", "calculator"):
+        (folders[name] / "taught").symlink_to(folders[name] / "blank")
     return folders
 
 
@@ -117,7 +127,7 @@ def name_of(file: Path) -> str:
 
 
 # Those of `make test`: an estimator, a critic, ranks and supervised steps each.
-QUICK = {"demo", "sums", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero"}
+QUICK = {"demo", "sums", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero", "guess_number"}
 
 
 @pytest.mark.parametrize(

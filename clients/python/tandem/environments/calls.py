@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,6 +20,9 @@ from typing import Any, Self
 from tandem.rewards.judges.cases import FAILURES, Failure, failure_of, number_of
 from tandem.rewards.judges.watch import Watch
 from tandem.rewards.judges.workers import Workers
+
+# Seconds that a cancelled coroutine has to end.
+_CANCEL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class LiveEnvironment:
         self._made: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
+        self._idle = threading.Event()
 
     def reset(self, arguments: Mapping[str, Any]) -> Said:
         """Makes the environment and begins an episode; its text joins the prompt."""
@@ -101,12 +106,18 @@ class LiveEnvironment:
             self._loop.close()
         return Said()
 
-    def cancel(self) -> None:
-        """Cancels the coroutine that runs, if one does; called in another thread."""
-        if self._loop is not None and self._task is not None:
-            # The loop may have ended meanwhile.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._task.cancel)
+    def cancel(self, seconds: float) -> bool:
+        """Cancels the coroutine that runs; called in another thread.
+
+        Returns whether it ended within `seconds`; False if none runs.
+        """
+        loop, task = self._loop, self._task
+        if loop is None or task is None:
+            return False
+        # The loop may have ended meanwhile.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(task.cancel)
+        return self._idle.wait(seconds)
 
     def _result(self, value: Any) -> Any:
         """Returns a value, awaited where it is a coroutine."""
@@ -115,7 +126,12 @@ class LiveEnvironment:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(_awaited(value))
-        return self._loop.run_until_complete(self._task)
+        self._idle.clear()
+        try:
+            return self._loop.run_until_complete(self._task)
+        finally:
+            self._task = None
+            self._idle.set()
 
 
 async def _awaited(value: Any) -> Any:
@@ -154,10 +170,8 @@ class _Caller:
         """Does nothing: a thread is ready."""
 
     def end(self) -> bool:
-        """Cancels a coroutine; returns False, for a thread cannot be ended."""
-        if self._call is not None:
-            self._call.environment.cancel()
-        return False
+        """Cancels a coroutine; returns whether the call ended, for a thread cannot be ended."""
+        return self._call is not None and self._call.environment.cancel(_CANCEL_SECONDS)
 
 
 class EnvironmentCalls:

@@ -23,7 +23,7 @@ from tandem.environments.tool_calls import ToolCall
 from tandem.errors import ConfigError
 from tandem.rewards.judges.cases import Failure, failure_of
 from tandem.rewards.judges.watch import STOP_SECONDS
-from tandem.run_directory.episodes import EpisodeRecord
+from tandem.run_directory.episodes import EpisodeRecord, NoRecord
 from tandem.utils.interrupt import StopRequested
 from tandem.utils.progress import Progress
 
@@ -68,7 +68,7 @@ class Driver:
         self,
         rules: Rules,
         calls: EnvironmentCalls,
-        record: EpisodeRecord,
+        record: EpisodeRecord | NoRecord,
         generate: Generate,
         *,
         on_end: Callable[[Episode], None],
@@ -106,6 +106,9 @@ class Driver:
                 event = self._events.get_nowait()
             except Empty:
                 self._request_turns()
+                # Those that had no room for a turn may have been the last.
+                if not self._unfinished:
+                    return
                 event = self._wait()
             event()
 

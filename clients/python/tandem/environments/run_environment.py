@@ -15,7 +15,7 @@ from tandem.environments.episode import Episode, Rules
 from tandem.environments.template import Turns
 from tandem.environments.tool_calls import PARSERS, format_of
 from tandem.models.tokenizer import TextCodec
-from tandem.run_directory.episodes import EpisodeRecord
+from tandem.run_directory.episodes import EpisodeRecord, NoRecord
 from tandem.settings.run import RunSettings
 from tandem.utils.progress import Progress
 
@@ -35,20 +35,28 @@ class RunEnvironment:
     """
 
     def __init__(
-        self, settings: RunSettings, environment: EnvironmentClass, codec: TextCodec, data: Dataset
+        self,
+        settings: RunSettings,
+        environment: EnvironmentClass,
+        codec: TextCodec,
+        data: Sequence[Dataset],
     ) -> None:
-        """Raises ConfigError for rows, a chat template or a format of calls that do not fit."""
+        """Raises ConfigError for rows, a chat template or a format of calls that do not fit.
+
+        `data` are the rows of all episodes, at least one set.
+        """
         assert settings.environment is not None
         self.environment = environment
         self.progress = Progress()
         self.stopping: Callable[[], bool] = lambda: False
         self._settings = settings.environment
         self._codec = codec
-        environment.check(data.examples)
+        for rows in data:
+            environment.check(rows.examples)
         self._kwargs = with_tools(settings.data.chat_template_kwargs, environment)
         self._turns = Turns(codec, self._kwargs)
         self._parse = PARSERS[self._settings.tool_calls or format_of(codec.chat_template)]
-        if not self._turns.shows_tools(data.examples[0].messages):
+        if not self._turns.shows_tools(data[0].examples[0].messages):
             _log.warning(
                 "environment: the chat template shows no tools: data.system, or the prompts, "
                 "should say which there are and how to call them"
@@ -72,7 +80,7 @@ class RunEnvironment:
     def draw(
         self,
         episodes: Sequence[Episode],
-        record: EpisodeRecord,
+        record: EpisodeRecord | NoRecord,
         generate: Generate,
         on_end: Callable[[Episode], None],
     ) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from tandem import tracing
 from tandem._proto.types.v1 import server_pb2
+from tandem.errors import ConfigError
 from tandem.evaluation.answers import JUNIOR_ALONE, SENIOR_ALONE, Answers, Evaluation, draw
+from tandem.evaluation.episodes import solo_episodes
 from tandem.evaluation.handoff import handoff
 from tandem.evaluation.legibility import legibility
 from tandem.evaluation.solo import solo
@@ -29,13 +31,21 @@ def evaluate(
     drawn once for all modes.
 
     Raises:
-        ConfigError: a mode needs a junior and a rollout server has none, or no token ends a turn.
+        ConfigError: a mode needs a junior and a rollout server has none, no token ends a turn, or
+            a mode other than solo is asked for with an environment.
     """
     modes = list(modes or session.settings.eval.modes)
     for replica in session.rollouts.replicas:
         whose = f"the rollout server at {replica.client.address}"
         check_junior(modes, replica.has_junior, whose)
     weights = session.weights()
+    if session.environment is not None:
+        if modes != ["solo"]:
+            raise ConfigError(
+                f"eval.modes: {', '.join(modes)}: does not work with `environment`; solo does"
+            )
+        with session.progress.phase("evaluate solo"):
+            return {"solo": solo_episodes(session, weights)}
     # Answers of one model, which several modes read.
     alone: dict[str, Answers] = {}
     for author, rules in (("senior", SENIOR_ALONE), ("junior", JUNIOR_ALONE)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 from tandem._proto.types.v1 import server_pb2, trajectory_pb2
 from tandem.data.dataset import Example
 from tandem.models.tokenizer import TextCodec
+from tandem.rewards.judges.cases import Outcome
 from tandem.rewards.judges.responses import Response as JudgedResponse
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
@@ -104,14 +106,15 @@ class Evaluation:
     @property
     def version(self) -> int:
         """The version of the senior's weights."""
-        return self.answers[0][0].senior_versions[-1].weights.version
+        first = next(itertools.chain(*self.answers))
+        return first.senior_versions[-1].weights.version
 
     def summary(self) -> dict[str, Any]:
         """Returns the line of evals.jsonl, without its step."""
         return {
             "mode": self.mode,
             "prompts": len(self.answers),
-            "samples": len(self.answers[0]),
+            "samples": max(map(len, self.answers)),
             **({} if self.grades is None else self.grades.summary()),
             **self.numbers,
             "version/senior": self.version,
@@ -172,24 +175,40 @@ def prompts_of(session: Session, tandem: Mapping[str, Any]) -> list[Prompt]:
 
 
 def grade(
-    session: Session, answers: Answers, lengths: Sequence[Sequence[int]] | None = None
+    session: Session,
+    answers: Answers,
+    lengths: Sequence[Sequence[int]] | None = None,
+    environments: Sequence[Sequence[Outcome | None]] | None = None,
 ) -> Grades:
-    """Judges the answers to every held-out prompt, or their first tokens, as many as `lengths`."""
+    """Judges the answers to every held-out prompt, or their first tokens, as many as `lengths`.
+
+    `environments` has what the environment of each answer gave. An answer that is missing, because
+    its environment failed before it began, is not correct.
+    """
     settings = session.settings
     ends = lengths or [[len(one.response_token_ids) for one in group] for group in answers]
+    gave_all = environments or [[None] * len(group) for group in answers]
     responses = [
         [
-            JudgedResponse(session.codec.decode(one.response_token_ids[:end]), one, length=end)
-            for one, end in zip(*pair, strict=True)
+            JudgedResponse(
+                session.codec.decode(one.response_token_ids[:end]),
+                one,
+                length=end,
+                environment=gave,
+            )
+            for one, end, gave in zip(*group, strict=True)
         ]
-        for pair in zip(answers, ends, strict=True)
+        for group in zip(answers, ends, gave_all, strict=True)
     ]
     with session.progress.phase("evaluate, judge"):
         judged = session.reward(held_out(session), responses)
     rewards = judged.rewards
     least = settings.reward.correct_at
-    correct = [[value is not None and value >= least for value in group] for group in rewards]
     n = settings.eval.samples
+    correct = [
+        [value is not None and value >= least for value in group] + [False] * (n - len(group))
+        for group in rewards
+    ]
     pass_at = {
         k: sum(pass_at_k(n, sum(group), k) for group in correct) / len(correct)
         for k in settings.eval.k

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from tandem.errors import ConfigError
 from tandem.evaluation.answers import (
     JUNIOR_ALONE,
     SENIOR_ALONE,
@@ -147,7 +148,12 @@ def as_in_training(settings: RunSettings) -> RunSettings:
 
 
 def gate(session: Session) -> Gate:
-    """Draws answers to the held-out prompts, as as_in_training() has set, and compares them."""
+    """Draws answers to the held-out prompts, as as_in_training() has set, and compares them.
+
+    Raises ConfigError for a run with an environment.
+    """
+    if session.environment is not None:
+        raise ConfigError("--gate: does not work with `environment`")
     weights = session.weights()
     rules: dict[str, Mapping[str, Any]] = {"senior": SENIOR_ALONE}
     if session.settings.tandem.enabled:

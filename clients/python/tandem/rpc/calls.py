@@ -16,7 +16,7 @@ from tandem._proto.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem._proto.trainer.v1.objective_pb2 import PolicyObjective
 from tandem._proto.types.v1 import optimizer_pb2, server_pb2, trajectory_pb2, vision_pb2
 from tandem._proto.weights.v1 import weights_pb2, weights_pb2_grpc
-from tandem.rpc import requests
+from tandem.rpc import delivery, requests
 from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample
 from tandem.rpc.transport import Transport
 from tandem.rpc.wire import to_message
@@ -119,12 +119,14 @@ class RolloutCalls(Transport):
         senior: bool = True,
         junior: bool = False,
         temperature: float | None = None,
+        num_top_logprobs: int = 0,
     ) -> rollout_pb2.ScoreResponse:
         """Returns the log-probabilities of (token ids, index of the first scored token).
 
-        A sequence with images is a requests.ScoredTokens.
+        A sequence with images is a requests.ScoredTokens. With `num_top_logprobs` also as many of
+        the likeliest tokens at each place, at most 128.
         """
-        request = requests.score(sequences, senior, junior, temperature)
+        request = requests.score(sequences, senior, junior, temperature, num_top_logprobs)
         images = (image for one in request.sequences for image in one.vision_inputs)
         return await self._with_images(images, lambda: self._call("Score", request))
 
@@ -253,6 +255,22 @@ class TrainerCalls(CheckpointCalls):
             (image for one in messages for image in one.vision_inputs),
             lambda: self._collect("ComputeLogProbs", messages),
         )
+
+    async def publish(
+        self, rollouts: Iterable[RolloutCalls], *, allow_rollback: bool = False
+    ) -> server_pb2.WeightsVersion:
+        """Sends the current weights to the servers of rollout clients; returns their version.
+
+        Raises the error of a server that did not get them; the others have them then.
+        `allow_rollback` is that of publish_weights().
+        """
+        # Of the classes, not of the objects: methods of plain clients are not awaited.
+        infos = [(one, await RolloutCalls.info(one)) for one in rollouts]
+        targets = delivery.by_advertised_address(infos)
+        reply = await TrainerCalls.publish_weights(
+            self, list(targets), allow_rollback=allow_rollback
+        )
+        return delivery.delivered(reply)
 
     async def publish_weights(
         self, targets: Iterable[str], *, allow_rollback: bool = False

@@ -130,6 +130,7 @@ class TrainerClient(Connection, TrainerCalls):
     train_step = blocking(TrainerCalls.train_step)
     send_train_step = blocking(TrainerCalls.send_train_step)
     compute_log_probs = blocking(TrainerCalls.compute_log_probs)
+    publish = blocking(TrainerCalls.publish)
     publish_weights = blocking(TrainerCalls.publish_weights)
     check_objective = blocking(TrainerCalls.check_objective)
     save_checkpoint = blocking(TrainerCalls.save_checkpoint)

@@ -47,6 +47,7 @@ def join(
     )
     for name, optional in _FLOATS.items():
         _join_floats(name, optional, turn, said, next_turn, whole)
+    _join_top(turn, said, next_turn, whole)
     if turn.accepted_draft_mask or next_turn.accepted_draft_mask:
         whole.accepted_draft_mask = _drafts(turn) + bytes(said) + _drafts(next_turn)
     _join_versions(turn, said, next_turn, whole)
@@ -115,6 +116,24 @@ def _join_floats(
     )
     joined = np.concatenate([before, np.zeros(said, np.float32), after])
     getattr(whole, name).CopyFrom(to_tensor(joined))
+
+
+def _join_top(
+    turn: trajectory_pb2.Trajectory,
+    said: int,
+    next_turn: trajectory_pb2.Trajectory,
+    whole: trajectory_pb2.Trajectory,
+) -> None:
+    there = [one.HasField("top_token_ids") for one in (turn, next_turn)]
+    if not any(there):
+        return
+    if not all(there) or turn.top_token_ids.shape[1] != next_turn.top_token_ids.shape[1]:
+        raise TurnsDifferError("top_token_ids", "the turns have different numbers of them")
+    count = turn.top_token_ids.shape[1]
+    for name, nothing in (("top_token_ids", np.int32(-1)), ("top_logprobs", np.float32(0))):
+        before, after = (from_tensor(getattr(one, name)) for one in (turn, next_turn))
+        joined = np.concatenate([before, np.full((said, count), nothing), after])
+        getattr(whole, name).CopyFrom(to_tensor(joined, joined.dtype))
 
 
 def _drafts(turn: trajectory_pb2.Trajectory) -> bytes:

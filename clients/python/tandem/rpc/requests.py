@@ -65,6 +65,8 @@ class Prompt:
             tokens alone, which tandem.join() puts behind the others. `max_tokens` bounds them.
         first_sample_index: index of the first sample. A sample that is continued names its own,
             with num_samples 1.
+        num_top_logprobs: number of the likeliest tokens that are returned for each place, with
+            their log-probabilities, at most 128 (Trajectory.top_token_ids).
     """
 
     token_ids: Sequence[int]
@@ -81,6 +83,7 @@ class Prompt:
     vision_inputs: Sequence[VisionInput] = ()
     response: ResponseSoFar = ResponseSoFar()
     first_sample_index: int = 0
+    num_top_logprobs: int = 0
 
     @property
     def sample_indices(self) -> range:
@@ -112,6 +115,7 @@ class Prompt:
             priority=self.priority,
             vision_inputs=messages(self.vision_inputs),
             first_sample_index=self.first_sample_index,
+            num_top_logprobs=self.num_top_logprobs,
         )
         if self.response.token_ids:
             prompt.response.token_ids.extend(self.response.token_ids)
@@ -239,6 +243,8 @@ class PolicySample:
         sample = trainer_pb2.PolicySample(trajectory=self.trajectory, group_id=self.group_id)
         # Depends on the load: a step that is repeated with responses drawn again is the same step.
         sample.trajectory.ClearField("accepted_draft_mask")
+        for unread in ("top_token_ids", "top_logprobs"):
+            sample.trajectory.ClearField(unread)
         if self.reward is not None:
             sample.reward = self.reward
         if self.advantages is not None:
@@ -353,9 +359,12 @@ def score(
     senior: bool,
     junior: bool,
     temperature: float | None,
+    num_top_logprobs: int = 0,
 ) -> rollout_pb2.ScoreRequest:
     """Returns the message of Score for (token ids, index of the first scored token)."""
-    request = rollout_pb2.ScoreRequest(senior=senior, junior=junior)
+    request = rollout_pb2.ScoreRequest(
+        senior=senior, junior=junior, num_top_logprobs=num_top_logprobs
+    )
     for one in (ScoredTokens(*sequence) for sequence in sequences):
         request.sequences.add(
             token_ids=one.token_ids,

@@ -77,6 +77,23 @@ class EpisodeRecord:
             self._unsynced = False
 
 
+class NoRecord:
+    """The record of episodes that are neither kept nor replayed, those of evaluations."""
+
+    def replay(self, key: EpisodeKey) -> list[dict[str, Any]]:
+        """Returns no lines."""
+        return []
+
+    def forget(self, key: EpisodeKey) -> None:
+        """Does nothing: there is nothing to forget."""
+
+    def add(self, key: EpisodeKey, line: Mapping[str, Any]) -> None:
+        """Drops a line."""
+
+    def sync(self) -> None:
+        """Does nothing: nothing is on the disk."""
+
+
 def _whole_episodes(path: Path) -> dict[EpisodeKey, list[dict[str, Any]]]:
     """Returns the episodes of a file that ended; a last line that was cut off is left out."""
     if not path.exists():

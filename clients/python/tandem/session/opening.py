@@ -16,9 +16,9 @@ from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool
 from tandem.preflight.running_servers import RunningServers, check_running
 from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.delivery import by_advertised_address
 from tandem.rpc.retry import ONCE
 from tandem.session.preparing import Prepared, prepare
-from tandem.session.publisher import by_advertised_address
 from tandem.session.reference import JuniorReference
 from tandem.session.session import Session
 from tandem.settings.cluster import ServersSettings

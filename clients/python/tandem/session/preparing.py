@@ -127,18 +127,16 @@ def prepare(
 def _load_environment(
     settings: RunSettings, purpose: Purpose, problems: Problems
 ) -> EnvironmentClass | None:
-    """Loads the class of `environment`, whose tools the prompts of training show."""
-    if settings.environment is None:
+    """Loads the class of `environment`, whose tools the prompts show."""
+    if settings.environment is None or purpose == "drafts":
         return None
     with problems.collect():
-        if modes_in(settings, purpose):
+        if others := [mode for mode in modes_in(settings, purpose) if mode != "solo"]:
             raise ConfigError(
-                "environment: evaluations draw no episodes: `tandem eval`, and eval.every, "
-                "eval.at_start and eval.at_end of a run, do not work with it"
+                f"eval.modes: {', '.join(others)}: does not work with `environment`; solo does"
             )
-    if purpose in ("train", "sft"):
-        with problems.collect():
-            return EnvironmentClass.load(settings.environment)
+    with problems.collect():
+        return EnvironmentClass.load(settings.environment)
     return None
 
 
@@ -150,12 +148,12 @@ def _open_environment(
     stack: ExitStack,
 ) -> RunEnvironment | None:
     """Opens the environment of a run that draws episodes; None for any other."""
-    if environment is None or inputs.purpose != "train":
-        return None
-    if inputs.codec is None or inputs.data is None:
+    draws = inputs.purpose == "train" or modes_in(inputs.settings, inputs.purpose)
+    data = list(inputs.data_sets.values())
+    if environment is None or not draws or inputs.codec is None or not data:
         return None
     with problems.collect():
-        opened = RunEnvironment(inputs.settings, environment, inputs.codec, inputs.data)
+        opened = RunEnvironment(inputs.settings, environment, inputs.codec, data)
         opened.progress = progress
         return stack.enter_context(closing(opened))
     return None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.trainer.v1 import trainer_pb2
 from tandem._proto.types.v1 import server_pb2
-from tandem.errors import ConfigError, RpcError, TandemError, from_status
+from tandem.errors import RpcError
 from tandem.pool.rollout_pool import RolloutPool
+from tandem.rpc import delivery
 from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.retry import Retries, RetryPolicy, may_pass
 
@@ -105,18 +106,15 @@ class Publisher:
                     infos.append((client, client.info()))
                 except RpcError as error:
                     failures.append((client, error))
-            targets = by_advertised_address(infos)
+            targets = delivery.by_advertised_address(infos)
             if not targets:
                 return failures
             reply = self._trainer.publish_weights(list(targets), allow_rollback=allow_rollback)
+            failures += [
+                (targets[target], failure) for target, failure in delivery.failures(reply).items()
+            ]
             for result in reply.results:
-                if result.status.code:
-                    failure = from_status(result.status, method="PublishWeights")
-                    failure.message = f"{result.target}: {failure.message}"
-                    failures.append((targets[result.target], failure))
-                elif result.digest != reply.weights.digest:
-                    raise TandemError(f"{result.target} received weights other than those sent")
-                elif result.speculator == trainer_pb2.SPECULATOR_DELIVERY_UNUSED:
+                if result.speculator == trainer_pb2.SPECULATOR_DELIVERY_UNUSED:
                     self._say_once(
                         f"{result.target}: has no senior.speculator, and does not draft with the "
                         "trainer's speculator"
@@ -128,23 +126,3 @@ class Publisher:
         if text not in self._said:
             self._said.add(text)
             _log.info(text)
-
-
-def by_advertised_address(
-    infos: Iterable[tuple[RolloutClient, rollout_pb2.GetServerInfoResponse]],
-) -> dict[str, RolloutClient]:
-    """Returns the clients by the addresses at which the trainer reaches their servers.
-
-    Raises ConfigError if two of them advertise the same one: the other would get no weights.
-    """
-    clients: dict[str, RolloutClient] = {}
-    for client, info in infos:
-        address = info.server.advertised_address
-        if address in clients:
-            raise ConfigError(
-                f"the rollout servers at {clients[address].address} and {client.address} advertise "
-                f"the same address, {address}",
-                hint="give each server its own server.advertised_address",
-            )
-        clients[address] = client
-    return clients

@@ -104,6 +104,9 @@ KEYS = {
     "gamma": "objective.gae_gamma",
     "lam": "objective.gae_lambda",
     "mask_truncated": "objective.mask_truncated_completions",
+    # environments
+    "environment_factory": "environment",
+    "max_tool_calling_iterations": "environment.max_turns",
     # data and rewards
     "dataset": "data",
     "dataset_name": "data.hub.name",

@@ -20,8 +20,9 @@ from tandem.rewards.judges.responses import Response
 from tandem.rewards.reward import Judged, overlong_punishment
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
+from tandem.run_directory.episodes import EpisodeRecord
+from tandem.session.episodes import draw_episodes, episode_metrics, failures_without_response
 from tandem.session.session import Session
-from tandem.training.episodes import draw_episodes, episode_metrics, failures_without_response
 
 # Rewards of a group that differ by no more than this, times the largest of their magnitudes where
 # that is above 1, are equal: sums of the same scores in another order differ by rounding. It is the
@@ -181,7 +182,16 @@ def draw_groups(
                     begin + i: pair for i, pair in enumerate(zip(prompts, examples, strict=True))
                 }
                 on_group = partial(_judge_episodes, judging, begin)
-                drawn = draw_episodes(session, step, requests, weights, run_dir, on_group)
+                with EpisodeRecord(run_dir, step) as record:
+                    drawn = draw_episodes(
+                        session,
+                        step,
+                        requests,
+                        weights,
+                        record,
+                        on_group,
+                        any_version=bool(settings.objective.max_staleness),
+                    )
                 answers = [trajectories_of(group) for group in drawn]
                 episodes += itertools.chain(*drawn)
         with clock.phase("reward"):

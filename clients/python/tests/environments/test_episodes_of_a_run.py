@@ -1,17 +1,21 @@
 """Runs with an environment against fake servers, through the command line."""
 
 import json
+import signal
 import threading
 
+import fake_fleet
 import fakes
 import pytest
 import yaml
 from commands import contents, lines, tandem
 from commands import records as records_of
+from fake_fleet import FakeReplica, random_delay
 from talking import called, chat_codec, let_write
 
 from tandem.metrics import CLOCK_KEYS, ENVIRONMENT_KEYS, KEYS
 from tandem.rpc.author_schedule import TOKEN, uniform
+from tandem.run_directory.trajectories.files import evaluation_file, read_records
 from tandem.utils.authors import turns
 
 ENVIRONMENT = '''
@@ -262,8 +266,15 @@ def test_episodes_end_for_the_reason_that_is_counted(
         assert one["authorship_mask"][-1] != 2
 
 
-def test_the_context_ends_an_episode(world, codec, run_file, tmp_path):
+@pytest.mark.parametrize("rewards", [True, False])
+def test_the_context_ends_an_episode(world, codec, run_file, tmp_path, rewards):
     let_write(world, codec, lambda *_: called("guess", number=9))
+    if not rewards:
+        (tmp_path / "reward.py").write_text(REWARD)
+        (tmp_path / "env.py").write_text(ENVIRONMENT.replace("get_reward", "_get_reward"))
+        settings = yaml.safe_load(run_file.read_text())
+        settings["reward"] = {"function": "reward.py:reward"}
+        run_file.write_text(yaml.safe_dump(settings))
     world.max_model_len = world.junior_max_model_len = 400
     train(run_file, "steps=1", "environment.max_turns=50")
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
@@ -383,7 +394,7 @@ def test_rewards_of_environment_and_function_are_summed(world, codec, run_file, 
     ("overrides", "says"),
     [
         (["data.template=raw"], "environment: rows.jsonl"),
-        (["eval.every=1"], "environment: evaluations draw no episodes"),
+        (["eval.every=1", "eval.modes=[legibility]"], "eval.modes: legibility: does not work"),
         (["environment.class=nowhere.py:Guess"], "environment.class: "),
         (["environment.max_turns=0"], "environment.max_turns: must be at least 1"),
         (["reward.overlong_buffer={len: 2}"], "reward.overlong_buffer: does not apply"),
@@ -407,3 +418,95 @@ def test_an_environment_without_a_reward_needs_a_function(world, codec, run_file
     train(run_file, "steps=1", f"reward.function={tmp_path}/reward.py:reward")
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
     assert line["reward/max"] > 0
+
+
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_an_environment(
+    world, codec, run_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tandem.environments.driver.STOP_SECONDS", 0.2)
+    let_write(
+        world,
+        codec,
+        lambda seed, index, before: (
+            called("think", seconds=30) if world.version else guessing(seed, index, before)
+        ),
+    )
+    episodes = tmp_path / "run" / "episodes" / "step_2.jsonl"
+
+    def interrupt():
+        fakes.wait_until(lambda: episodes.exists() and episodes.read_text().count("reset") == 6)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    printed = train(run_file, check=130)
+    thread.join()
+    assert "step 2 is given up: 6 episodes wait for their environments" in printed.stdout
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["step"] == 1
+
+
+def test_evaluations_draw_solo_episodes(world, codec, run_file, tmp_path):
+    let_write(world, codec, guessing)
+    asked = []
+    world.on_prompt = asked.append
+    train(run_file, "steps=1", "eval.at_end=true", "eval.samples=2", "reward.correct_at=0.5")
+    [line] = lines(tmp_path / "run" / "evals.jsonl")
+    assert (line["mode"], line["prompts"], line["samples"]) == ("solo", 12, 2)
+    answers = read_records(evaluation_file(tmp_path / "run", 1, "solo"))
+    assert len(answers) == 24
+    assert all(set(one["authorship_mask"]) <= {1, 2} for one in answers)
+    assert line["accuracy"] == sum(one["reward"] >= 0.5 for one in answers) / 24
+    assert line["environment/turns_mean"] == pytest.approx(
+        sum(turns(one["authorship_mask"]) for one in answers) / 24
+    )
+    # Evaluations are drawn with seeds of their own, and recorded as answers alone.
+    assert not (tmp_path / "run" / "episodes" / "step_0.jsonl").exists()
+    before = len(asked)
+    printed = tandem("eval", run_file, "--json", "eval.samples=2", "reward.correct_at=0.5")
+    said = json.loads(printed.stdout.splitlines()[-1])
+    assert len(asked) > before
+    assert said["evaluations"]["solo"]["accuracy"] == line["accuracy"]
+
+
+def test_episodes_that_cannot_begin_are_not_correct(world, codec, run_file, tmp_path):
+    rows = [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": 0, "breaks": "reset"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    let_write(world, codec, lambda seed, index, before: called("guess", number=0))
+    printed = tandem("eval", run_file, "--json")
+    said = json.loads(printed.stdout.splitlines()[-1])["evaluations"]["solo"]
+    assert (said["accuracy"], said["environment/failures"]) == (0.5, 1)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    assert "no episode of the evaluation began" in tandem("eval", run_file, check=1).stderr
+
+
+def test_the_gate_is_refused(world, codec, run_file):
+    let_write(world, codec, guessing)
+    assert "--gate: does not work" in tandem("eval", run_file, "--gate", check=2).stderr
+
+
+def test_supervised_training_shows_the_tools_in_its_prompts(world, codec, run_file, tmp_path):
+    trained = []
+    world.on_samples = trained.extend
+    tandem("sft", run_file, "steps=1", "sft.batch_size=2")
+    for one in trained:
+        assert "fail guess hint think" in "".join(codec.token_texts(one.prompt_token_ids))
+
+
+@pytest.mark.parametrize("losses", [[], [5]])
+def test_episodes_are_the_same_on_several_replicas(world, codec, run_file, tmp_path, losses):
+    let_write(world, codec, guessing)
+    train(run_file, f"run_dir={tmp_path / 'alone'}")
+    world.version = world.published = 0
+    replicas = [FakeReplica(world) for _ in range(3)]
+    for seed, replica in enumerate(replicas):
+        replica.delay = random_delay(seed, 0.004)
+    replicas[0].losses, replicas[0].down_seconds = losses, 0.05
+    with fake_fleet.serve(replicas) as trainer:
+        addresses = ", ".join(one.address for one in replicas)
+        servers = [f"servers.trainer={trainer}", f"servers.rollout=[{addresses}]"]
+        train(run_file, f"run_dir={tmp_path / 'several'}", *servers)
+    assert sum(bool(one.drawn) for one in replicas) > 1
+    for step in (1, 2):
+        name = f"trajectories/step_{step}.parquet"
+        alone, several = (tmp_path / run / name for run in ("alone", "several"))
+        assert several.read_bytes() == alone.read_bytes()

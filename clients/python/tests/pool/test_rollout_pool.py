@@ -1,5 +1,6 @@
 """A pool of rollout servers answers as one server does, whatever happens to some of them."""
 
+import dataclasses
 import random
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 from fake_fleet import FakeReplica, meet, pool_of, random_delay
 
 from tandem.errors import ConfigError, DeadlineError, InvalidArgumentError, UnavailableError
-from tandem.rpc.requests import Prompt
+from tandem.rpc.requests import Prompt, ResponseSoFar
 from tandem.rpc.retry import RetryPolicy
 
 SAMPLING = {"max_tokens": 5}
@@ -314,3 +315,20 @@ def test_scores_are_in_order_whoever_computes_them(replicas, monkeypatch, lost):
     assert bool(replicas[2].scored) != lost
     # The slow one computes its first call's, no more.
     assert slow.scored == 2
+
+
+def test_continued_samples_are_drawn_as_by_one_server(replicas):
+    prompts = [
+        dataclasses.replace(
+            prompt,
+            num_samples=1,
+            first_sample_index=place % 3,
+            response=ResponseSoFar([4, 5], [2, 2]),
+        )
+        for place, prompt in enumerate(prompts_of(9))
+    ]
+    with pool_of(replicas) as pool:
+        answers = pool.generate(prompts)
+    assert answers == [
+        [fakes.sample(prompt.message(), prompt.first_sample_index, 0)] for prompt in prompts
+    ]

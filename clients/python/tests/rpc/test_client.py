@@ -29,7 +29,7 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.rpc import requests, retry, transport
-from tandem.rpc.requests import Prompt, SupervisedSample
+from tandem.rpc.requests import Prompt, ResponseSoFar, SupervisedSample
 from tandem.rpc.retry import ONCE, Retries
 from tandem.rpc.transport import MAX_SEND_BYTES
 
@@ -457,3 +457,49 @@ async def test_an_async_stream_starts_at_once_and_ends_when_left(world, address)
             break
         await events.aclose()
         await happens(lambda: world.open_streams == 0)
+
+
+def test_a_prompt_continues_a_response_and_names_its_sample(world, address):
+    sampling = {"max_tokens": 4}
+    with RolloutClient(address) as client:
+        [group] = client.generate([Prompt([5], seed=3, num_samples=2, sampling=sampling)])
+        so_far = ResponseSoFar([*group[1].response_token_ids, 9], [*group[1].authorship_mask, 2])
+        asked = []
+        world.on_prompt = asked.append
+        [[turn]] = client.generate(
+            [Prompt([5], seed=3, sampling=sampling, response=so_far, first_sample_index=1)]
+        )
+    assert (turn.sample_index, turn.response_offset) == (1, len(so_far.token_ids))
+    [prompt] = asked
+    assert list(prompt.response.token_ids) == so_far.token_ids
+    assert list(prompt.response.authorship_mask) == so_far.authorship_mask
+    # A response that begins has none.
+    assert not Prompt([5]).message().HasField("response")
+
+
+def test_samples_of_any_first_index_are_in_order(address):
+    with RolloutClient(address) as client:
+        [group] = client.generate([Prompt([5], num_samples=3, first_sample_index=4)])
+    assert [one.sample_index for one in group] == [4, 5, 6]
+
+
+def test_publish_raises_where_a_server_did_not_get_the_weights(world, address):
+    with TrainerClient(address) as trainer, RolloutClient(address) as rollout:
+        assert trainer.publish([rollout]).digest == "d"
+        world.published = world.version + 1
+        with pytest.raises(FailedPreconditionError, match=f"{world.targets[0]}: stale") as caught:
+            trainer.publish([rollout])
+        assert caught.value.reason == "STALE_WEIGHT_VERSION"
+        assert trainer.publish([rollout], allow_rollback=True).version == world.version
+        with pytest.raises(ConfigError, match="advertise the same address"):
+            trainer.publish([rollout, rollout])
+
+    async def publish():
+        async with AsyncTrainerClient(address) as trainer, AsyncRolloutClient(address) as rollout:
+            world.published = 0
+            assert (await trainer.publish([rollout])).version == world.version
+            world.published = world.version + 1
+            with pytest.raises(FailedPreconditionError):
+                await trainer.publish([rollout])
+
+    asyncio.run(publish())

@@ -123,3 +123,19 @@ def test_the_last_turn_must_have_the_experts_of_every_token():
     short.routed_experts.CopyFrom(experts(2))
     with pytest.raises(TurnsDifferError, match=r"routed_experts: .* of 2 tokens, not of all 8"):
         join(first, SAID, short)
+
+
+def test_the_likeliest_tokens_are_joined_with_empty_rows_for_an_environment():
+    first, second = two_turns()
+    for one, start in ((first, 10), (second, 20)):
+        length = len(one.response_token_ids)
+        ids = np.arange(start, start + 2 * length).reshape(length, 2)
+        one.top_token_ids.CopyFrom(to_tensor(ids, "<i4"))
+        one.top_logprobs.CopyFrom(to_tensor(ids / -100))
+    whole = join(first, SAID, second)
+    ids = from_tensor(whole.top_token_ids)
+    assert ids.tolist() == [[10, 11], [12, 13], [14, 15], [-1, -1], [-1, -1], [20, 21], [22, 23]]
+    assert from_tensor(whole.top_logprobs)[-1].tolist() == np.float32([-0.22, -0.23]).tolist()
+    second.ClearField("top_token_ids")
+    with pytest.raises(TurnsDifferError, match="top_token_ids"):
+        join(first, SAID, second)

@@ -216,6 +216,22 @@ def test_responses_are_printed_as_they_grow_and_in_their_order(codec):
     assert screen.lines == ["--- one ---", "w2[w3w4w5]", "--- two ---", "w8w9"]
 
 
+def test_a_continued_response_is_printed_from_where_it_goes_on(codec):
+    screen = Screen(80)
+    printer = ResponsePrinter(screen.console, codec, {("p", 0): "one"})
+    printer.on_event(tokens(0, 7, [2, 3], [1, 0]))
+    turn = finished(0, [2, 3, 4], [1, 0, 0])
+    turn.finished.trajectory.response_offset = 7
+    printer.on_event(turn)
+    assert screen.lines == ["--- one ---", "w2[w3w4]"]
+
+
+def test_what_an_environment_said_has_marks_and_a_colour_of_its_own():
+    text = authored_text(["a", "b", "c", "d", "e"], [1, 2, 2, 0, 2])
+    assert text.plain == "a«bc»[d]«e»"
+    assert "green" in {str(span.style) for span in text.spans}
+
+
 def test_a_single_response_has_a_head_too(codec):
     screen = Screen(80)
     ResponsePrinter(screen.console, codec, {("p", 0): "one"}).on_event(finished(0, [2], [1]))

@@ -88,6 +88,7 @@ at::Tensor SumBlocks(const at::Tensor& weights) {
 }  // namespace
 
 bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids) {
+  if (row.num_top > 0) return false;
   if (row.token != OutputRow::kDraw) return row.token >= 0 && row.token < num_token_ids;
   return row.proposal.token == DraftProposal::kNone && row.distribution == nullptr;
 }

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/base/errors/status_macros.h"
 #include "common/coauthoring/tandem_config.h"
 #include "common/coauthoring/tandem_sampler.h"
 #include "common/coauthoring/trajectory.h"
@@ -23,11 +24,27 @@ struct OutputRow {
   int32_t token = kDraw;  // whose log-prob is wanted
   double u = 0;           // kDraw: the uniform number that chooses the token
   const SamplingParams* sampling =
-      nullptr;  // not null; for a log-prob the temperature alone counts
+      nullptr;          // not null; for a log-prob the temperature alone counts
+  int32_t num_top = 0;  // of the likeliest tokens that are wanted, too
   // kDraw: as in TandemSampler::Sample.
   DraftProposal proposal = {};
   std::vector<float>* distribution = nullptr;
 };
+
+// Returns what a row wants of its logits.
+inline absl::StatusOr<SampledToken> ReadRow(TandemSampler& sampler, std::span<const float> logits,
+                                            const OutputRow& row) {
+  SampledToken read = {.token = row.token};
+  if (row.token == OutputRow::kDraw) {
+    TANDEM_ASSIGN_OR_RETURN(
+        read, sampler.Sample(logits, *row.sampling, row.u, row.proposal, row.distribution));
+  } else {
+    TANDEM_ASSIGN_OR_RETURN(read.logprob,
+                            sampler.TokenLogProb(logits, row.sampling->temperature, row.token));
+  }
+  if (row.num_top > 0) read.top = sampler.Top(logits, static_cast<size_t>(row.num_top));
+  return read;
+}
 
 // A whole block that is copied before the pass, in the order of the list.
 struct BlockCopy {

@@ -24,12 +24,7 @@ namespace {
 
 absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow& row) {
   thread_local TandemSampler sampler;
-  if (row.token == OutputRow::kDraw) {
-    return sampler.Sample(logits, *row.sampling, row.u, row.proposal, row.distribution);
-  }
-  TANDEM_ASSIGN_OR_RETURN(const float logprob,
-                          sampler.TokenLogProb(logits, row.sampling->temperature, row.token));
-  return SampledToken{.token = row.token, .logprob = logprob};
+  return ReadRow(sampler, logits, row);
 }
 
 }  // namespace

@@ -57,6 +57,8 @@ Trajectory MakeTrajectory(const Sequence& sequence, const std::string& junior_ve
   result.sampling = request.sampling;
   result.tandem = request.tandem;
   result.routed_experts = std::move(routed_experts);
+  result.top_tokens = sequence.top_tokens;
+  result.top_tokens.count = request.num_top_logprobs;
   result.vision_inputs = request.vision_inputs;
   return result;
 }
@@ -170,6 +172,7 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
     OutputRow row = {.sampling = &sampling};
     if (position >= entry.end - entry.draws) {
       row.u = sequence.UniformAt(position + 1, RandomPurpose::kToken);
+      if (!entry.drafting) row.num_top = sequence.prompt->request.num_top_logprobs;
       if (sequence.rejection_sampling()) ProposeDraft(entry, position + 1, row);
     } else if (sequence.NeedsOther(lane, position)) {
       row.token = sequence.tokens[position + 1];
@@ -408,6 +411,10 @@ void Generator::AppendToken(Sequence& sequence, Author author, const SampledToke
   sequence.author_logprobs.push_back(sampled.logprob);
   sequence.other_logprobs.push_back(kNotComputed);
   sequence.log_keep_mass.push_back(sampled.log_keep_mass);
+  for (const LikelyToken& likely : sampled.top) {
+    sequence.top_tokens.ids.push_back(likely.token);
+    sequence.top_tokens.logprobs.push_back(likely.logprob);
+  }
   sequence.senior_weights.push_back(senior_weights_);
   sequence.selector.OnToken(token);
 

@@ -226,6 +226,35 @@ TEST(GeneratorTest, ATurnReadsTheTokensSinceTheLastOneAlone) {
   }
 }
 
+TEST(GeneratorTest, TheLikeliestTokensOfEachAuthorAreRecorded) {
+  PromptRequest request = Request(Tandem(SelectionStrategy::kWord));
+  request.return_other_logprobs = true;
+  const Trajectory plain = Harness().Run(request);
+  EXPECT_EQ(plain.top_tokens, TopTokens());
+  request.num_top_logprobs = 4;
+  for (const bool drafts : {false, true}) {
+    if (drafts) request.speculative = {.method = SpeculativeMethod::kNgram};
+    Harness harness;
+    const Trajectory got = harness.Run(request);
+    ExpectSame(got, plain);
+    TandemSampler sampler;
+    std::vector<int32_t> tokens = got.prompt_token_ids;
+    TopTokens expected = {.count = 4, .ids = {}, .logprobs = {}};
+    for (size_t t = 0; t < got.response_token_ids.size(); ++t) {
+      const FakeRunner& model =
+          got.authorship_mask[t] == Author::kSenior ? harness.senior : harness.junior;
+      const std::vector<float> logits = model.Logits(tokens);
+      ASSERT_TRUE(sampler.TokenLogProb(logits, 1.0, 0).ok());
+      for (const LikelyToken& likely : sampler.Top(logits, 4)) {
+        expected.ids.push_back(likely.token);
+        expected.logprobs.push_back(likely.logprob);
+      }
+      tokens.push_back(got.response_token_ids[t]);
+    }
+    EXPECT_EQ(got.top_tokens, expected);
+  }
+}
+
 // Law 4 for turns: authors follow from the tokens, the seed and where turns begin.
 TEST(GeneratorTest, ATurnBehindAnEnvironmentHasItsOwnAuthors) {
   for (const auto strategy : kStrategies) {

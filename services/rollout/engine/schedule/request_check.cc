@@ -88,6 +88,18 @@ absl::Status CheckResponseSoFar(const PromptRequest& request, const RequestLimit
   return CheckTokenIds("token_ids", request.response_token_ids, limits.num_token_ids);
 }
 
+// Checks the number of tokens at each of `places`, which are sent in one message.
+absl::Status CheckNumTop(int32_t count, int64_t places, const RequestLimits& limits) {
+  const std::string field = "num_top_logprobs";
+  TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(
+      field, count, 0, std::min<int64_t>(kMaxTopLogprobs, limits.num_token_ids)));
+  constexpr int64_t kBytes = sizeof(int32_t) + sizeof(float);
+  if (count * places * kBytes <= kMaxTopBytes) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kOutOfRange, field,
+                    absl::StrCat(count, " tokens of ", kBytes, " bytes at each of ", places,
+                                 " places; at most in total: ", kMaxTopBytes, " bytes"));
+}
+
 absl::Status CheckRouting(const PromptRequest& request, const RequestLimits& limits) {
   const std::string field = "return_routed_experts";
   if (limits.routing_bytes_per_token == 0) {
@@ -193,6 +205,8 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   }
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("speculative", CheckSpeculative(request.speculative, limits)));
+  TANDEM_RETURN_IF_ERROR(
+      CheckNumTop(request.num_top_logprobs, LongestResponse(request, limits), limits));
   if (request.return_routed_experts) TANDEM_RETURN_IF_ERROR(CheckRouting(request, limits));
   TANDEM_RETURN_IF_ERROR(ImagesOf(request, limits).status());
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("num_samples", request.num_samples, 1));
@@ -223,6 +237,7 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
   TANDEM_RETURN_IF_ERROR(tandem::Validate(
       SamplingParams{.temperature = request.temperature, .max_tokens = 1}, limits.num_token_ids));
   const LengthLimit limit = LimitOf(request.senior, request.junior, limits);
+  int64_t places = 0;
   for (size_t i = 0; i < request.sequences.size(); ++i) {
     const ScoreSequence& sequence = request.sequences[i];
     const std::string path = absl::StrCat("sequences[", i, "]");
@@ -236,13 +251,15 @@ absl::Status CheckScore(const ScoreRequest& request, const RequestLimits& limits
         CheckTokenIds(path + ".token_ids", sequence.token_ids, limits.num_token_ids));
     TANDEM_RETURN_IF_ERROR(CheckInRange<int64_t>(path + ".first_scored_token",
                                                  sequence.first_scored_token, 1, length - 1));
+    places += length - sequence.first_scored_token;
     for (const size_t lane : {0, 1}) {
       if (!(lane == 0 ? request.senior : request.junior)) continue;
       TANDEM_RETURN_IF_ERROR(
           PrependFieldPath(path, ImagesOf(sequence, request.blobs, lane, limits).status()));
     }
   }
-  return absl::OkStatus();
+  const int models = (request.senior ? 1 : 0) + (request.junior ? 1 : 0);
+  return CheckNumTop(request.num_top_logprobs, models * places, limits);
 }
 
 }  // namespace tandem::rollout

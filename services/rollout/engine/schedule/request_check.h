@@ -36,6 +36,8 @@ struct RequestLimits {
 // Most bytes of a record of routing, which travels in one message with its response: less than the
 // 64 MiB that clients take.
 inline constexpr int64_t kMaxRoutingBytes = 48 << 20;
+// Most bytes of likeliest tokens, which travel in the same message.
+inline constexpr int64_t kMaxTopBytes = 8 << 20;
 
 // The images of a prompt as each lane reads them, senior first; nullptr for text alone, and for a
 // lane that the prompt does not need.
@@ -45,7 +47,8 @@ using LaneImages = std::array<std::shared_ptr<const PromptImages>, 2>;
 // at LongestResponse with finish reason kLength. OUT_OF_RANGE names the lane whose limit a prompt
 // meets: the senior's, and the smaller one of both where the junior writes tokens or drafts.
 // UNIMPLEMENTED for a record of the routing of a senior with windows, OUT_OF_RANGE for one of more
-// than kMaxRoutingBytes. Errors of ImagesOf for the prompt's images.
+// than kMaxRoutingBytes, and for likeliest tokens of more than kMaxTopBytes. Errors of ImagesOf for
+// the prompt's images.
 absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limits);
 
 // Returns the images of a request. INVALID_ARGUMENT with "vision_inputs" or "vision_inputs[i]"

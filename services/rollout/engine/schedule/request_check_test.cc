@@ -142,6 +142,24 @@ TEST(CheckPromptTest, AResponseEndsAtTheLimit) {
   EXPECT_EQ(LongestResponse(request, kLimits), 1);
 }
 
+TEST(CheckPromptTest, LikeliestTokensAreBounded) {
+  PromptRequest request = PromptOf(4, /*tandem=*/false);
+  RequestLimits limits = kLimits;
+  limits.num_token_ids = 1000;
+  limits.max_model_len = 100'000;
+  request.num_top_logprobs = kMaxTopLogprobs;
+  EXPECT_TRUE(CheckPrompt(request, limits).ok());
+  request.sampling.max_tokens = 10'000;  // 128 x 10,000 x 8 bytes
+  ExpectRefused(CheckPrompt(request, limits), absl::StatusCode::kOutOfRange, "num_top_logprobs");
+  request.sampling.max_tokens = 100;
+  request.num_top_logprobs = kMaxTopLogprobs + 1;
+  ExpectRefused(CheckPrompt(request, limits), absl::StatusCode::kInvalidArgument,
+                "num_top_logprobs");
+  request.num_top_logprobs = 51;  // beyond the vocabulary of kLimits
+  ExpectRefused(CheckPrompt(request, kLimits), absl::StatusCode::kInvalidArgument,
+                "num_top_logprobs");
+}
+
 TEST(CheckPromptTest, AResponseSoFarMustFitAndBeginWithAModel) {
   PromptRequest request = PromptOf(4, /*tandem=*/false);
   request.response_token_ids = {7, 8, 9};

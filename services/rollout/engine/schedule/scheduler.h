@@ -119,9 +119,9 @@ class Scheduler {
   // many of those that it wrote were accepted. The junior's stay that no pass had room for and that
   // still go on from the sequence's tokens: they cost a pass each.
   void SettleDrafts(Sequence& sequence, int64_t accepted, bool any_rejected);
-  // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains, the last
-  // of which may be a begun one.
-  // Returns false if the sequence should wait for another sample of its prompt.
+  // Gives a lane that has consumed nothing the blocks of the tokens that the cache contains, the
+  // last of which may be a begun one. Returns false if the sequence should wait for another sample
+  // of its prompt.
   bool TakePrefix(Author lane, Sequence& sequence);
   // Gives a sequence idle blocks for its first `tokens` tokens, or for as many as it can get;
   // returns how many tokens its blocks hold then, at most `tokens`.

@@ -18,6 +18,7 @@ namespace {
 struct Scored {
   const ScoreSequence* sequence;
   std::vector<float>* logprobs;
+  TopTokens* top;
   std::shared_ptr<const PromptImages> images = nullptr;
   std::vector<ImageTokens> image_tokens = {};
   BlockTable table = {};
@@ -103,9 +104,14 @@ bool Scorer::Step(absl::Duration limit) {
   return true;
 }
 
-bool Scorer::AddToGroup(Job& job, const ScoreSequence& sequence, std::vector<float>* logprobs) {
+bool Scorer::AddToGroup(Job& job, const ScoreSequence& sequence, SequenceScores& scores) {
   BlockPool& blocks = pool(job.lane);
-  Scored scored = {.sequence = &sequence, .logprobs = logprobs};
+  const bool senior = job.lane == Author::kSenior;
+  Scored scored = {.sequence = &sequence,
+                   .logprobs = senior ? &scores.senior_logprobs : &scores.junior_logprobs,
+                   .top = senior ? &scores.senior_top_tokens : &scores.junior_top_tokens};
+  scored.logprobs->resize(sequence.token_ids.size() - sequence.first_scored_token);
+  *scored.top = {.count = job.request.num_top_logprobs, .ids = {}, .logprobs = {}};
   scored.images =
       ImagesOf(sequence, job.request.blobs, LaneIndex(job.lane), request_limits_).value();
   if (scored.images != nullptr) scored.image_tokens = ImageTokensOf(*scored.images);
@@ -124,13 +130,9 @@ bool Scorer::AddToGroup(Job& job, const ScoreSequence& sequence, std::vector<flo
 }
 
 void Scorer::FillGroup(Job& job) {
-  const auto field = job.lane == Author::kSenior ? &SequenceScores::senior_logprobs
-                                                 : &SequenceScores::junior_logprobs;
   while (job.group.size() < kGroupSize && job.num_begun < job.request.sequences.size()) {
     const ScoreSequence& sequence = job.request.sequences[job.num_begun];
-    std::vector<float>& logprobs = job.result.sequences[job.num_begun].*field;
-    logprobs.resize(sequence.token_ids.size() - sequence.first_scored_token);
-    if (!AddToGroup(job, sequence, &logprobs)) return;
+    if (!AddToGroup(job, sequence, job.result.sequences[job.num_begun])) return;
     ++job.num_begun;
   }
 }
@@ -165,7 +167,9 @@ absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
     // The row of a position gives the log-prob of the token after it.
     for (int64_t p = std::max<int64_t>(scored.cursor, scored.unscored().size()); p < end; ++p) {
       own_rows.push_back(p - scored.cursor);
-      rows.push_back({.token = scored.sequence->token_ids[p + 1], .sampling = &job.sampling});
+      rows.push_back({.token = scored.sequence->token_ids[p + 1],
+                      .sampling = &job.sampling,
+                      .num_top = job.request.num_top_logprobs});
     }
     // The rows do not move with the vector that holds them.
     inputs.push_back({.blocks = scored.table.blocks(),
@@ -191,6 +195,10 @@ absl::Status Scorer::RunPass(Job& job, absl::Duration limit) {
     for (const int64_t row : inputs[i].output_rows) {
       TANDEM_ASSIGN_OR_RETURN(const SampledToken token, results[next++]);
       (*scored.logprobs)[scored.cursor + row - scored.unscored().size()] = token.logprob;
+      for (const LikelyToken& likely : token.top) {  // rows come in their order
+        scored.top->ids.push_back(likely.token);
+        scored.top->logprobs.push_back(likely.logprob);
+      }
     }
     scored.cursor += static_cast<int64_t>(inputs[i].tokens.size());
     scored.table.Remember(pool(job.lane),

@@ -81,7 +81,7 @@ class Scorer {
   void FillGroup(Job& job);
   // Gives `sequence` blocks, shared or its own, as the next of the job's group. Returns false if it
   // has to wait for the next group.
-  bool AddToGroup(Job& job, const ScoreSequence& sequence, std::vector<float>* logprobs);
+  bool AddToGroup(Job& job, const ScoreSequence& sequence, SequenceScores& scores);
   void FreeGroup(Job& job);
   // Removes the job at `position` from the queue and calls its `done`.
   void End(std::deque<std::unique_ptr<Job>>::iterator position, const absl::Status& status);

@@ -86,6 +86,30 @@ TEST_F(ScorerTest, EveryTokenHasTheLogProbOfTheWholePrefix) {
   EXPECT_LE(senior_.largest_pass, kPassTokens);
 }
 
+TEST_F(ScorerTest, TheLikeliestTokensOfEveryPlaceAreReturned) {
+  ScoreRequest request = Request(9, 30, /*senior=*/true, /*junior=*/true);
+  request.num_top_logprobs = 3;
+  const auto result = Submit(request);
+  Finish();
+  TandemSampler sampler;
+  for (const auto& [model, field] : {std::pair(&senior_, &SequenceScores::senior_top_tokens),
+                                     std::pair(&junior_, &SequenceScores::junior_top_tokens)}) {
+    for (size_t i = 0; i < request.sequences.size(); ++i) {
+      const ScoreSequence& sequence = request.sequences[i];
+      TopTokens expected = {.count = 3, .ids = {}, .logprobs = {}};
+      for (size_t t = sequence.first_scored_token; t < sequence.token_ids.size(); ++t) {
+        const auto logits = model->Logits(std::span(sequence.token_ids).first(t));
+        ASSERT_TRUE(sampler.TokenLogProb(logits, request.temperature, 0).ok());
+        for (const LikelyToken& likely : sampler.Top(logits, 3)) {
+          expected.ids.push_back(likely.token);
+          expected.logprobs.push_back(likely.logprob);
+        }
+      }
+      EXPECT_EQ((**result)->sequences[i].*field, expected) << i;
+    }
+  }
+}
+
 TEST_F(ScorerTest, AStepIsOnePass) {
   Submit(Request(9, 30, true, true));
   Submit(Request(9, 30));

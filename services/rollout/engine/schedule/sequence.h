@@ -120,6 +120,7 @@ struct Sequence {
   std::vector<float> author_logprobs;
   std::vector<float> other_logprobs;  // NaN until the other model has read that far
   std::vector<float> log_keep_mass;
+  TopTokens top_tokens;  // of the new tokens
   // The senior's version of each token: the version that wrote it, or, for a junior's token, the
   // version of its other_logprobs once they are computed.
   std::vector<std::shared_ptr<const WeightsVersion>> senior_weights;

@@ -69,14 +69,7 @@ class FakeRunner : public ModelRunner {
         }
         const std::vector<float> logits = Logits(held);
         if (keep_rows) read_.push_back(held);
-        if (row.token == OutputRow::kDraw) {
-          results.push_back(
-              sampler.Sample(logits, *row.sampling, row.u, row.proposal, row.distribution));
-        } else {
-          results.push_back(SampledToken{
-              .token = row.token,
-              .logprob = *sampler.TokenLogProb(logits, row.sampling->temperature, row.token)});
-        }
+        results.push_back(ReadRow(sampler, logits, row));
       }
     }
     return absl::OkStatus();

@@ -1,39 +1,41 @@
-"""The episodes of a step: drawn in the place of single responses where a run has an environment."""
+"""Episodes, drawn in the place of single responses where a run has an environment."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from tandem._proto.types.v1 import server_pb2
+from tandem.data.dataset import Example
 from tandem.environments.episode import Episode, StopReason
 from tandem.rewards.judges.cases import Failure
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
-from tandem.run_directory.episodes import EpisodeRecord
+from tandem.run_directory.episodes import EpisodeRecord, NoRecord
 from tandem.session.session import Session
 from tandem.utils.authors import ENVIRONMENT
 from tandem.utils.progress import Progress
 
-# Prompts by their index in the step, each with its example's place in the batch.
+# Takes the index of a prompt, and its episodes.
 OnGroup = Callable[[int, Sequence[Episode]], None]
 
 
 def draw_episodes(
     session: Session,
     step: int,
-    requests: Mapping[int, tuple[Prompt, object]],
+    requests: Mapping[int, tuple[Prompt, Example]],
     weights: server_pb2.WeightsVersion,
-    run_dir: Path,
-    on_group: OnGroup,
+    record: EpisodeRecord | NoRecord,
+    on_group: OnGroup = lambda index, episodes: None,
+    *,
+    any_version: bool = False,
 ) -> list[list[Episode]]:
     """Draws the episodes of prompts, in the order of `requests`.
 
     `requests` has by the index in the step the request of a first turn and the example. What
-    environments say is recorded in `run_dir`, or replayed from there. `on_group` is called with the
-    index of a prompt and its episodes as soon as all of them have ended.
+    environments say is added to `record`, or comes from there. `on_group` is called as soon as all
+    episodes of a prompt have ended. Step 0 stands for evaluations.
 
     Raises what Session.generate() raises, and StopRequested.
     """
@@ -46,7 +48,7 @@ def draw_episodes(
         index, sample = episode.key
         group = drawn[index]
         group[sample] = episode
-        if len(group) == requests[index][0].num_samples:
+        if len(group) == len(requests[index][0].sample_indices):
             on_group(index, [group[one] for one in sorted(group)])
 
     episodes = [
@@ -59,22 +61,18 @@ def draw_episodes(
             rules,
         )
         for index, (request, example) in requests.items()
-        for sample in range(request.num_samples)
+        for sample in request.sample_indices
     ]
     generate = partial(
         session.generate,
         expected=weights,
-        any_version=bool(session.settings.objective.max_staleness),
+        any_version=any_version,
         # The run is told of episodes, not of turns.
         progress=Progress(),
     )
-    with EpisodeRecord(run_dir, step) as record:
-        environment.draw(
-            episodes,
-            record,
-            lambda prompts, on_answer: generate(prompts, on_answer=on_answer),
-            on_end,
-        )
+    environment.draw(
+        episodes, record, lambda prompts, on_answer: generate(prompts, on_answer=on_answer), on_end
+    )
     return [[drawn[index][one] for one in sorted(drawn[index])] for index in requests]
 
 

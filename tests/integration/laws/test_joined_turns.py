@@ -1,15 +1,12 @@
-"""Responses that are continued, and the turns of episodes, on the real servers."""
+"""Turns that the client joins, on the real servers."""
 
 from __future__ import annotations
 
 import harness
-import numpy as np
 import pytest
-from harness import STRATEGIES, TANDEM, logprobs, mask, prompts, tokens
+from harness import STRATEGIES, TANDEM, mask, prompts, tokens
 from tandem import Prompt, ResponseSoFar, join
-from tandem.rpc.author_schedule import authorship_mask
 from tandem.rpc.requests import PolicySample
-from tandem.rpc.wire import tandem_record
 
 SAMPLES = 3
 SAID = [5, 9, 17]
@@ -75,42 +72,6 @@ def test_a_continued_response_equals_the_one_that_was_written_at_once(rollout, s
             assert joined.other_logprobs == expected.other_logprobs
             assert joined.sampling == expected.sampling
             assert joined.senior_versions == expected.senior_versions
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_behind_an_environment_a_turn_begins(rollout, strategy):
-    boundaries = {
-        "sentence": rollout.info().sentence_boundary_token_ids,
-        "word": rollout.info().word_boundary_token_ids,
-    }.get(strategy, ())
-    for prompt in prompts(3, TANDEM[strategy]):
-        first = first_turns(rollout, prompt, 7)
-        second = continued(rollout, prompt, first, SAID, 12)
-        for one, other in zip(first, second, strict=True):
-            assert other.response_offset == 7 + len(SAID)
-            joined = join(one, SAID, other)
-            assert mask(joined) == authorship_mask(
-                tokens(joined),
-                tandem_record(joined.tandem),
-                joined.seed,
-                joined.sample_index,
-                boundaries,
-                environment=range(7, 7 + len(SAID)),
-            )
-
-
-def test_log_probs_of_a_turn_are_those_of_all_tokens_before_it(rollout):
-    [prompt] = prompts(1, TANDEM["bernoulli"])
-    [first, *_] = first_turns(rollout, prompt, 7)
-    [second] = continued(rollout, prompt, [first], SAID, 12)
-    before = [*prompt.token_ids, *tokens(first), *SAID]
-    [scored] = rollout.score(
-        [([*before, *tokens(second)], len(before))], senior=True, junior=True
-    ).sequences
-    senior = np.frombuffer(scored.senior_logprobs.data, "<f4")
-    junior = np.frombuffer(scored.junior_logprobs.data, "<f4")
-    own = np.where(np.array(mask(second)) == 1, senior, junior)
-    assert np.array_equal(own, logprobs(second, "author"))
 
 
 def test_a_trainer_takes_joined_responses(server, rollout):

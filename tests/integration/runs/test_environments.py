@@ -1,0 +1,87 @@
+"""Runs with an environment on the real servers."""
+
+from __future__ import annotations
+
+import runpy
+
+import harness
+import pytest
+from commands import records, tandem
+from tandem.metrics import CLOCK_KEYS
+from tandem.rpc.author_schedule import authorship_mask
+from tandem.utils.authors import ENVIRONMENT, turns
+
+GUESS = harness.REPOSITORY / "examples" / "guess_number"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The blank model of the example and its rows."""
+    folder = tmp_path_factory.mktemp("guess_number")
+    runpy.run_path(str(GUESS / "make.py"))["main"](folder)
+    return folder
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    """Trains in a directory; the blank model writes calls that cannot be read, and goes on."""
+
+    def run(name, *overrides):
+        tandem(
+            "train",
+            GUESS / "run.yaml",
+            f"run_dir={tmp_path / name}",
+            f"data.jsonl={made}/train.jsonl",
+            f"cluster.model={made}/blank",
+            f"cluster.directory={tmp_path / 'cluster'}",
+            f"reward.function={tmp_path}/reward.py:reward",
+            "batch.prompts_per_step=3",
+            "batch.samples_per_prompt=4",
+            "trajectories.every=1",
+            "checkpoint.every=1",
+            *overrides,
+        )
+        return tmp_path / name
+
+    (tmp_path / "reward.py").write_text(
+        "def reward(prompt, response, **row):\n    return len(response) / 1000\n"
+    )
+    return run
+
+
+def test_episodes_have_the_authors_of_their_rule_and_numbers_that_a_trainer_agrees_with(run):
+    path = run("run", f"steps={STEPS}")
+    episodes = [one for step in range(1, STEPS + 1) for one in records(path, step)]
+    assert max(turns(one["authorship_mask"]) for one in episodes) > 1
+    for one in episodes:
+        mask = one["authorship_mask"]
+        said = [place for place, author in enumerate(mask) if author == ENVIRONMENT]
+        derived = authorship_mask(
+            one["response_token_ids"],
+            one["tandem"],
+            one["seed"],
+            one["sample_index"],
+            environment=said,
+        )
+        assert mask == derived
+        assert [one["senior_logprobs"][place] for place in said] == [None] * len(said)
+    for line in harness.json_lines(path / "metrics.jsonl"):
+        assert line["environment/parse_errors"] > 0
+        assert line["mismatch/max_abs_logprob_diff"] == pytest.approx(0, abs=1e-4)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(run):
+    whole, parted = run("whole", f"steps={STEPS}"), run("parted", "steps=1")
+    run("parted", f"steps={STEPS}", "--resume")
+    for step in range(1, STEPS + 1):
+        name = f"trajectories/step_{step}.parquet"
+        assert (parted / name).read_bytes() == (whole / name).read_bytes()
+    lines = [
+        [
+            {key: value for key, value in line.items() if key not in CLOCK_KEYS}
+            for line in harness.json_lines(path / "metrics.jsonl")
+        ]
+        for path in (whole, parted)
+    ]
+    assert lines[0] == lines[1]
