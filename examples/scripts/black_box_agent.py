@@ -11,7 +11,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
-from loop import WORDS_IN_TURN, arguments, publish, right_sum
+from loop import WORDS_IN_TURN, arguments, right_sum
 from tandem import RolloutClient, SessionsClient, TrainerClient, policy_samples
 
 TASKS, EPISODES = 4, 8
@@ -61,7 +61,7 @@ def main() -> None:
             served = json.loads(server.stdout.readline())
             sessions = SessionsClient(served["base_url"])
             weights = trainer.load_base_model()
-            publish(trainer, rollout, allow_rollback=True)
+            trainer.publish([rollout], allow_rollback=True)
             cursor = None
             for step in range(1, options.steps + 1):
 
@@ -83,7 +83,7 @@ def main() -> None:
                     request_id=f"{run_id}/{step}",
                 ).report
                 weights = report.weights
-                publish(trainer, rollout)
+                trainer.publish([rollout])
                 # What has been learnt from need not be kept.
                 sessions.drop(cursor)
                 show = ("reward/mean", "tokens/response", "policy/grad_norm")

@@ -239,12 +239,6 @@ def test_a_trainer_learns_from_sessions_and_each_is_learnt_from_once(url, cluste
     client = SessionsClient(url)
     seen, cursor = [], None
     with harness.trainer_client(cluster) as trainer:
-
-        def publish():
-            target = rollout.info().server.advertised_address
-            [result] = trainer.publish_weights([target]).results
-            assert result.status.code == 0
-
         for step in (1, 2):
             names = [f"step-{step}-{i}" for i in range(4)]
             for index, name in enumerate(names):
@@ -261,7 +255,7 @@ def test_a_trainer_learns_from_sessions_and_each_is_learnt_from_once(url, cluste
             ).report
             authors = flat(mask(one) for session in sessions for one in session.trajectories)
             assert report.metrics["tokens/response"] == sum(author != 2 for author in authors)
-            publish()
+            trainer.publish([rollout])
             cursor = sessions[-1].cursor
             if step == 1:
                 client.drop(cursor)
@@ -278,7 +272,7 @@ def test_a_trainer_learns_from_sessions_and_each_is_learnt_from_once(url, cluste
                     expected_version=2,
                     objective={"advantage_estimator": "leave_one_out", "max_staleness": 1},
                 )
-                publish()
+                trainer.publish([rollout])
 
         episode(url, "across", between=train_again)
     client.reward("across", 1.0)
