@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -77,8 +78,13 @@ def digests_of_answer(choice: Choice) -> set[str]:
 
 def turns_of(codec: TextCodec, variables: Mapping[str, Any]) -> Turns | None:
     """Returns the writer of what is said between turns; None where the template allows for none."""
+    return _turns_of(codec, json.dumps(variables))
+
+
+@functools.lru_cache(maxsize=256)
+def _turns_of(codec: TextCodec, variables: str) -> Turns | None:
     try:
-        return Turns(codec, variables)
+        return Turns(codec, json.loads(variables))
     except ConfigError as error:
         _log.warning("every call of a session begins a trajectory: %s", error.message)
         return None
@@ -96,8 +102,7 @@ def continued(call: Call, turns: Turns | None) -> bool:
     messages = call.conversation.messages[len(call.trajectory.heard) + 1 :]
     try:
         said = turns.after(messages)
-    except ConfigError as error:
-        _log.warning("session %s: %s", call.session.id, error.message)
+    except ConfigError:
         return False
     ended = whole.response_token_ids[-1] == turns.end_id
     call.said = said if ended else [turns.end_id, *said]

@@ -253,7 +253,8 @@ class Sessions:
         session.trajectories.append(one)
         session.begun[why] += 1
         self._begun[why] += 1
-        if why != Begun.FIRST:
+        # One line for each reason: an agent may never continue anything.
+        if why != Begun.FIRST and session.begun[why] == 1:
             _log.warning("session %s: trajectory %d begins: %s", session.id, index, why)
         return one
 

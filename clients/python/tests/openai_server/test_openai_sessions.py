@@ -23,6 +23,7 @@ from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
 from tandem.openai_server.fields import ChatMessage
 from tandem.rpc.author_schedule import authorship_mask
+from tandem.rpc.credentials import watched_tokens
 from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.wire import tandem_record
 from tandem.sessions import SessionsClient, policy_samples
@@ -200,7 +201,8 @@ def test_calls_that_do_not_continue_begin_another_trajectory(
     assert not prompts[1].response.token_ids
     assert prompts[1].first_sample_index == 1
     assert state(http)["begun"] == {"first": 1, reason: 1}
-    assert "session s: trajectory 1 begins: messages" in caplog.text
+    says = "session s: trajectory 1 begins: messages"
+    assert [one for one in caplog.messages if "trajectory" in one] == [says]
     # The first one still goes on.
     assert chat(http, [*ASK, first, tool_answer(first)]).headers["x-session-trajectory"] == "0"
 
@@ -548,6 +550,29 @@ async def test_concurrent_calls_are_trajectories_and_sessions_do_not_mix(
 
 
 # The client.
+
+
+def test_sessions_need_a_key_as_all_pages_do(world, address, codec, tmp_path, prompts):
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    settings = Settings(address, codec, "senior", api_keys=watched_tokens(keys, "--api-key-file"))
+    with served(application(settings)) as url:
+        chat_url = f"{url}/chat/completions"
+        body = {"model": "senior", "messages": ASK, "max_tokens": 5, "session_id": "s"}
+        header = {"authorization": "Bearer secret"}
+        assert httpx2.post(chat_url, json=body, headers=header).is_success
+        assert SessionsClient(url, api_key="secret").state("s")["state"] == "open"
+        stranger = SessionsClient(url, api_key="other")
+        for call in (
+            lambda: stranger.state("s"),
+            lambda: stranger.reward("s", 1.0),
+            lambda: stranger.discard("s"),
+            lambda: stranger.finished(),
+            lambda: stranger.drop("x"),
+        ):
+            with pytest.raises(SessionsError) as caught:
+                call()
+            assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import ssl
@@ -141,6 +142,8 @@ def serve_openai(
             allowed_origins=allowed_origins or (),
             tool_calls=_tool_call_format(tool_calls),
         )
+    # What the server says of requests and sessions goes to the error stream.
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     listener = _listener(host, port)
     shown = f"[{host}]" if ":" in host else host
     url = f"http{'s' * (https is not None)}://{shown}:{listener.getsockname()[1]}/v1"
