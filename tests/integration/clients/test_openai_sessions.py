@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import harness
 import numpy as np
@@ -53,23 +52,27 @@ def cluster(talking, tmp_path_factory):
         yield running
 
 
-@contextmanager
-def serving(cluster) -> Iterator[str]:
-    """The command's server; yields its base URL."""
-    address = cluster.rollouts[0].address
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """What the command's server writes to the error stream."""
+    return tmp_path_factory.mktemp("log") / "stderr"
+
+
+@pytest.fixture(scope="module")
+def url(cluster, log) -> Iterator[str]:
+    """The base URL of the command's server."""
     command = [sys.executable, "-m", "tandem", "serve-openai", "--json"]
-    options = ["--rollout", address, "--port", "0", "--model-name", "senior"]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+    options = ["--rollout", cluster.rollouts[0].address, "--port", "0", "--model-name", "senior"]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
         try:
             yield json.loads(process.stdout.readline())["base_url"]
         finally:
             process.terminate()
-
-
-@pytest.fixture(scope="module")
-def url(cluster) -> Iterator[str]:
-    with serving(cluster) as url:
-        yield url
 
 
 @pytest.fixture
@@ -194,7 +197,7 @@ def test_every_turn_is_drawn_again_from_the_trajectorys_record(url, rollout):
             np.testing.assert_array_equal(logprobs(turn, model), logprobs(whole, model)[begin:end])
 
 
-def test_a_branch_is_a_trajectory_of_its_own(url, rollout, codec):
+def test_a_branch_is_a_trajectory_of_its_own(url, rollout, log):
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         asked = [{"role": "user", "content": "one"}]
         first = call(client, "branch", asked).parse().choices[0].message
@@ -206,6 +209,7 @@ def test_a_branch_is_a_trajectory_of_its_own(url, rollout, codec):
     state = SessionsClient(url).state("branch")
     assert state["begun"] == {"first": 1, "messages": 2}
     assert [one["turns"] for one in state["trajectories"]] == [2, 1, 1]
+    assert log.read_text() == "WARNING: session branch: trajectory 1 begins: messages\n"
     trajectories = finished(url, ["branch"])["branch"].trajectories
     assert [one.sample_index for one in trajectories] == [0, 1, 2]
     scores = rollout.score([response_to_score(one) for one in trajectories]).sequences
