@@ -76,7 +76,10 @@ class SessionsClient:
         self._base_url = base_url.rstrip("/")
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._timeout = timeout_seconds
-        self._context = ssl_context
+        # Proxies of the environment are not used, as by all clients here.
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ssl_context)
+        )
 
     def state(self, session_id: str) -> dict[str, Any]:
         """Returns the state of a session: its trajectories, why each began, and its reward."""
@@ -146,9 +149,7 @@ class SessionsClient:
         )
         place = f"{method} {request.full_url}"
         try:
-            with urllib.request.urlopen(
-                request, timeout=self._timeout, context=self._context
-            ) as answer:
+            with self._opener.open(request, timeout=self._timeout) as answer:
                 read = answer.read()
                 return json.loads(read) if read else None
         except urllib.error.HTTPError as error:

@@ -590,10 +590,12 @@ def served(app):
         thread.join()
 
 
-def test_the_client_gives_each_finished_session_once(address, codec, prompts):
+def test_the_client_gives_each_finished_session_once(address, codec, prompts, monkeypatch):
+    # Proxies of the environment are not used.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with served(application(Settings(address, codec, "senior"))) as url:
         sessions = SessionsClient(url)
-        with httpx2.Client(base_url=url.removesuffix("/v1"), timeout=60) as http:
+        with httpx2.Client(base_url=url.removesuffix("/v1"), timeout=60, trust_env=False) as http:
             for name in "abcd":
                 episode(http, name)
             for name in "abc":
