@@ -120,6 +120,8 @@ class Call:
         conversation: the call's messages.
         begun: why it begins a trajectory; None if it continues one.
         said: ids of what the environment said since the last turn.
+        ended: whether its turn belongs to the trajectory, which other calls may continue now: they
+            may come before a stream of this one is closed.
     """
 
     session: Session
@@ -127,6 +129,7 @@ class Call:
     conversation: Conversation
     begun: Begun | None
     said: Sequence[int] = ()
+    ended: bool = False
 
     def so_far(self) -> ResponseSoFar:
         """Returns the response that the call continues; none for a first turn."""
@@ -171,7 +174,8 @@ class Sessions:
         try:
             yield call
         finally:
-            call.trajectory.busy = False
+            if not call.ended:
+                call.trajectory.busy = False
             if call.trajectory.joined is None:
                 session.trajectories.remove(call.trajectory)
                 for begun in (session.begun, self._begun):
@@ -202,6 +206,7 @@ class Sessions:
             ) from None
         one.heard, one.said = call.conversation.digests, said
         one.turns += 1
+        one.busy, call.ended = False, True
         before = call.session.size
         call.session.size = sum(one.size for one in call.session.trajectories)
         self._bytes += call.session.size - before

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import fakes
 import httpx2
@@ -21,9 +21,13 @@ from tandem._proto.types.v1 import trajectory_pb2
 from tandem.errors import SessionsError
 from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
+from tandem.openai_server.conversation import Conversation
+from tandem.openai_server.errors import RequestError
 from tandem.openai_server.fields import ChatMessage
+from tandem.openai_server.sessions import Sessions
 from tandem.rpc.author_schedule import authorship_mask
 from tandem.rpc.credentials import watched_tokens
+from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.wire import tandem_record
 from tandem.sessions import SessionsClient, policy_samples
@@ -547,6 +551,25 @@ async def test_concurrent_calls_are_trajectories_and_sessions_do_not_mix(
         for name in names[1:]:
             found = (await http.get(f"/v1/sessions/{name}")).json()
             assert [one["turns"] for one in found["trajectories"]] == [1, 1]
+
+
+def test_the_next_call_may_come_before_the_last_ones_stream_is_closed():
+    prompt = Prompt([2, 3], sampling={"max_tokens": 3}, tandem={"enabled": False})
+    turn = fakes.written(prompt.message(), 0, 0, [5, 6, 7])
+    message, more = {"role": "assistant", "content": "it"}, {"role": "user", "content": "more"}
+    following = Conversation(records([*ASK, message, more]))
+    sessions, stream = Sessions(), ExitStack()
+    first = stream.enter_context(sessions.call("s", "x", 0, Conversation(records(ASK))))
+    sessions.wrote(first, turn, {following.digests[2]})
+    assert not first.session.busy
+    with sessions.call("s", "x", 0, following) as second:
+        assert second.begun is None
+        assert second.trajectory is first.trajectory
+        stream.close()
+        assert second.trajectory.busy
+        with pytest.raises(RequestError, match="worked on"):
+            sessions.finish("s", 1.0, None, None)
+    assert sessions.finish("s", 1.0, None, None).number == 1
 
 
 # The client.
