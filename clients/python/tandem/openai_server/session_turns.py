@@ -81,7 +81,7 @@ def turns_of(codec: TextCodec, variables: Mapping[str, Any]) -> Turns | None:
     return _turns_of(codec, json.dumps(variables))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=16)
 def _turns_of(codec: TextCodec, variables: str) -> Turns | None:
     try:
         return Turns(codec, json.loads(variables))
