@@ -71,7 +71,7 @@ _WHY = {
 }
 
 # An id of a session, which is a part of paths.
-SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
+SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"
 
 Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 

@@ -347,7 +347,7 @@ def test_a_session_is_named_by_header_or_field(http):
     assert "x-session-turn" not in http.post(path, json=body).headers
     both = http.post(path, json=body | {"session_id": "f"}, headers={"x-session-id": "g"})
     assert both.json()["error"]["param"] == "session_id"
-    for bad in ("a b", "a/b", "x" * 129):
+    for bad in ("a b", "a/b", "..", "x" * 129):
         header = http.post(path, json=body, headers={"x-session-id": bad})
         assert header.json()["error"]["param"] == "x-session-id"
         field = http.post(path, json=body | {"session_id": bad})
