@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -20,9 +21,14 @@ from typing import Any, Self
 from tandem.rewards.judges.cases import FAILURES, Failure, failure_of, number_of
 from tandem.rewards.judges.watch import Watch
 from tandem.rewards.judges.workers import Workers
+from tandem.run_directory.log import FILE_ONLY
+
+_log = logging.getLogger(__name__)
 
 # Seconds that a cancelled coroutine has to end.
 _CANCEL_SECONDS = 1.0
+# Seconds that the environments of the last episodes have to close at the end of a run.
+CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -182,12 +188,27 @@ class EnvironmentCalls:
         self._workers: Workers[Call, Said] = Workers(
             threads, _Caller, Watch(name, limit_seconds), advice=""
         )
+        self._closing: set[Future[Said | Failure]] = set()
 
     def start(self, call: Call) -> Future[Said | Failure]:
         """Begins a call."""
         [future] = self._workers.start([call])
         return future
 
+    def close_environment(self, environment: LiveEnvironment, place: str) -> None:
+        """Closes an environment; nobody waits for it but close()."""
+        future = self.start(Call(environment, environment.close, place))
+        self._closing.add(future)
+        future.add_done_callback(self._closed)
+
     def close(self) -> None:
-        """Leaves the calls that run to themselves."""
+        """Waits a moment for environments that are closed, and leaves other calls to themselves."""
+        wait(list(self._closing), timeout=CLOSE_SECONDS)
         self._workers.close()
+
+    def _closed(self, future: Future[Said | Failure]) -> None:
+        self._closing.discard(future)
+        outcome = future.result()
+        if isinstance(outcome, Failure):
+            text = f"close() of an environment failed: {outcome.what}\n{outcome.trace}".rstrip()
+            _log.warning(text, extra=FILE_ONLY)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.dataset import Example
+from tandem.environments.tool_calls import ToolCall, typed_arguments
 from tandem.errors import ConfigError
 from tandem.rewards.loading import file_of, load_function
 from tandem.settings.environment import EnvironmentSettings
@@ -82,6 +83,13 @@ class EnvironmentClass:
     def arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Returns the arguments of reset() for a row, and the episode's seed if it takes one."""
         return {**row, "seed": seed} if self.takes_seed else dict(row)
+
+    def typed(self, call: ToolCall) -> Mapping[str, Any]:
+        """Returns the arguments of a call, as typed_arguments() does by the tool's schema.
+
+        A text that is no value of its type stays as it is, and the tool says so.
+        """
+        return typed_arguments(call, self.tools[call.name]["function"]["parameters"])
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError, which names the row, for one that reset() cannot be called with.

@@ -51,14 +51,13 @@ class _Running:
 
     Attributes:
         environment: made by its first call; None while the record answers.
-        recorded: the lines of the record that are not replayed yet.
-        taking: takes what the call that runs gives.
+        recorded: the lines of the record that are not replayed yet; none for an episode that is
+            not recorded.
     """
 
     episode: Episode
     environment: LiveEnvironment | None
     recorded: list[dict[str, Any]]
-    taking: Callable[[Said], None] = lambda said: None
 
 
 class Driver:
@@ -203,10 +202,11 @@ class Driver:
         if call is None:
             self._go_on(one)
             return
+        arguments = dict(self._rules.environment.typed(call))
         self._ask(
             one,
-            {"call": call.name, "arguments": dict(call.arguments)},
-            lambda live: live.tool(call.name, call.arguments),
+            {"call": call.name, "arguments": arguments},
+            lambda live: live.tool(call.name, arguments),
             partial(self._answered, one, call),
         )
 
@@ -234,11 +234,9 @@ class Driver:
         assert episode.stop is not None
         if one.environment is not None:
             self._record.add(episode.key, {"turn": episode.turns, "end": episode.stop.value})
-            # Nobody waits for it. One that hangs in a call is left alone.
+            # One that hangs in a call is left alone.
             if not episode.timeouts:
-                self._calls.start(
-                    Call(one.environment, one.environment.close, episode.example.place)
-                )
+                self._calls.close_environment(one.environment, episode.example.place)
         self._unfinished -= 1
         self._progress.advance(1)
         self._on_end(episode)

@@ -7,11 +7,12 @@ behind the token that ends a turn. So nothing that a model wrote is decoded and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tandem.environments.tool_calls import ToolCall
 from tandem.errors import ConfigError
-from tandem.models.tokenizer import TextCodec
+from tandem.models.tokenizer import NoChatTemplateError, TextCodec
 
 # Mistral's templates want ids of nine letters and digits.
 _NO_ID = "call00000"
@@ -32,8 +33,19 @@ class Turns:
         """
         self._codec = codec
         self._kwargs = dict(template_kwargs)
+        try:
+            self._use("said")
+        except ConfigError:
+            # Qwen3 shows an empty thought in the last turn alone, and a real one in every turn.
+            with suppress(ConfigError):
+                self._use("<think>\nthought\n</think>\n\nsaid")
+                return
+            raise
+
+    def _use(self, words: str) -> None:
+        """Takes the differences from a conversation in which the model says these words."""
         call = ToolCall(next(iter(self._tool_names()), "tool"))
-        self._before = self._conversation(call)
+        self._before = self._conversation(words, call)
         asked = self._render(self._before[:1], prompt=True)
         base = self._render(self._before, prompt=False)
         self._require_begins("a prompt", asked, base)
@@ -71,17 +83,22 @@ class Turns:
     def _tool_names(self) -> list[str]:
         return [tool["function"]["name"] for tool in self._kwargs.get("tools") or ()]
 
-    def _conversation(self, call: ToolCall) -> list[dict[str, Any]]:
+    def _conversation(self, words: str, call: ToolCall) -> list[dict[str, Any]]:
         """Returns a user's message and a turn of the model, a call where there are tools."""
         asked = [{"role": "user", "content": "ask"}]
         if not self._tool_names():
-            return [*asked, {"role": "assistant", "content": "said"}]
+            return [*asked, {"role": "assistant", "content": words}]
         function = {"name": call.name, "arguments": dict(call.arguments)}
         calls = [{"id": _NO_ID, "type": "function", "function": function}]
-        return [*asked, {"role": "assistant", "content": "said", "tool_calls": calls}]
+        return [*asked, {"role": "assistant", "content": words, "tool_calls": calls}]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
-        return self._codec.rendered(messages, self._kwargs, prompt=prompt)
+        try:
+            return self._codec.rendered(messages, self._kwargs, prompt=prompt)
+        except NoChatTemplateError:
+            raise
+        except ConfigError as error:
+            raise self._unusable(error.message) from None
 
     def _end_of_turn(self, turn: str) -> tuple[int, str]:
         """Returns the last special token, with its text, of a turn of the model."""

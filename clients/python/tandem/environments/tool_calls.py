@@ -14,11 +14,17 @@ from tandem.settings.environment import ToolCallFormat
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model asks for; `id` is what the model named it, "" without a name."""
+    """A call that the model asks for.
+
+    Attributes:
+        id: what the model named the call; "" without a name.
+        in_text: whether the arguments are texts, as XML has them, whose types the tool knows.
+    """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
+    in_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,9 @@ Found = ToolCall | BadCall
 
 # <tool_call> up to its end, or to the next one or the end of the text where nothing closes it.
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+# The inside of a call in XML, and an argument.
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _LLAMA3 = "<|python_tag|>"
 _MISTRAL = "[TOOL_CALLS]"
 
@@ -42,6 +51,24 @@ def hermes(text: str) -> list[Found]:
         _call(body, ("arguments",)) if end else BadCall("<tool_call> is not closed")
         for body, end in _HERMES.findall(text)
     ]
+
+
+def qwen_xml(text: str) -> list[Found]:
+    """Returns the calls of Qwen3.5 and Nemotron 3: <function=NAME> in the marks of Hermes, each.
+
+    Its arguments are <parameter=NAME>VALUE</parameter>.
+    """
+    calls: list[Found] = []
+    for body, end in _HERMES.findall(text):
+        function = _FUNCTION.fullmatch(body)
+        if not end:
+            calls.append(BadCall("<tool_call> is not closed"))
+        elif function is None:
+            calls.append(BadCall("the call is not <function=NAME>…</function>"))
+        else:
+            name, inside = function.groups()
+            calls.append(ToolCall(name, dict(_PARAMETER.findall(inside)), in_text=True))
+    return calls
 
 
 def llama3(text: str) -> list[Found]:
@@ -69,25 +96,65 @@ def mistral(text: str) -> list[Found]:
 
 PARSERS: Mapping[ToolCallFormat, Callable[[str], list[Found]]] = {
     "hermes": hermes,
+    "qwen_xml": qwen_xml,
     "llama3": llama3,
     "mistral": mistral,
 }
-# What a chat template of each format contains.
+# What a chat template of each format contains. That of XML comes first: it has Hermes' mark, too.
 _SIGNS: Mapping[ToolCallFormat, str] = {
+    "qwen_xml": "<function=",
     "hermes": "<tool_call>",
     "mistral": _MISTRAL,
     "llama3": _LLAMA3,
 }
 
 
+# What a template of GLM-4.5 contains, whose calls are other XML between the marks of Hermes.
+_GLM = "<arg_key>"
+
+
+def typed_arguments(call: ToolCall, parameters: Any) -> Mapping[str, Any]:
+    """Returns the arguments of a call; texts of XML become values of the types in a JSON schema.
+
+    A text that is no such value, or of a type that is not known, stays as it is.
+    """
+    if not call.in_text:
+        return call.arguments
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return {
+        name: text if _is_text(schemas.get(name)) else _value(text)
+        for name, text in call.arguments.items()
+    }
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether an argument is text, or of a type that is not known."""
+    types = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
+    return "string" in ([types] if isinstance(types, str) else types)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def text_before_calls(name: ToolCallFormat, text: str) -> str:
     """Returns what a model wrote before its calls; nothing where the calls are all of the text."""
-    before, sign, _ = text.partition(_SIGNS[name])
+    # A call in XML stands between the marks of Hermes.
+    before, sign, _ = text.partition(_SIGNS["hermes" if name == "qwen_xml" else name])
     return before.rstrip() if sign else ""
 
 
 def format_of(template: str) -> ToolCallFormat:
     """Returns the format that a chat template names; raises ConfigError if it names none."""
+    if _GLM in template:
+        raise ConfigError(
+            "environment.tool_calls: the chat template has calls as GLM writes them, which are not "
+            "read"
+        )
     for name, sign in _SIGNS.items():
         if sign in template:
             return name

@@ -403,7 +403,9 @@ class _Server:
         size = sum(len(text.encode()) for _, text in texts(read))
         _check_text(size, "messages", served)
         shows = any(not isinstance(message["content"], str) for message in messages)
-        parser = ToolCalls.of(codec, self._settings.tool_calls) if asked.offered_tools else None
+        parser = None
+        if tools := asked.offered_tools:
+            parser = ToolCalls.of(codec, self._settings.tool_calls, tools)
         async with self._turn(size, shows):
             try:
                 if session is not None:

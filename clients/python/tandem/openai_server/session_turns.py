@@ -47,7 +47,8 @@ def session_id(request: HttpRequest, asked: Request) -> str | None:
         )
     if not re.fullmatch(SESSION_ID, header):
         raise RequestError(
-            f"{SESSION_KEY}: must be 1 to 128 letters, digits, '.', '_', ':' and '-', a letter or digit first",
+            f"{SESSION_KEY}: must be 1 to 128 letters, digits, '.', '_', ':' and '-', a letter or "
+            "digit first",
             SESSION_KEY,
         )
     return header

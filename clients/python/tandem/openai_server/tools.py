@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from tandem.environments.tool_calls import (
     ToolCall,
     format_of,
     text_before_calls,
+    typed_arguments,
 )
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import TextCodec
@@ -83,18 +84,27 @@ def _unsupported(field: str, why: str) -> RequestError:
 
 @dataclass(frozen=True)
 class ToolCalls:
-    """Finds the calls of tools in answers, in the format that the model writes."""
+    """Finds the calls of tools in answers, in the format that the model writes.
+
+    Attributes:
+        parameters: the JSON schema of the parameters of each tool.
+    """
 
     format: ToolCallFormat
+    parameters: Mapping[str, Any]
 
     @classmethod
-    def of(cls, codec: TextCodec, given: ToolCallFormat | None) -> ToolCalls:
-        """Returns that of a model; `given` replaces the format that its template names.
+    def of(
+        cls, codec: TextCodec, given: ToolCallFormat | None, tools: Sequence[Mapping[str, Any]]
+    ) -> ToolCalls:
+        """Returns that of a model and tools; `given` replaces the format of its template.
 
         Raises RequestError for a template that names none.
         """
+        functions = [tool["function"] for tool in tools]
+        parameters = {one["name"]: one.get("parameters") for one in functions}
         try:
-            return cls(given or format_of(codec.chat_template))
+            return cls(given or format_of(codec.chat_template), parameters)
         except ConfigError as error:
             message = error.message.removeprefix("environment.tool_calls: ")
             raise RequestError(
@@ -114,13 +124,18 @@ class ToolCalls:
         calls = [one for one in found if isinstance(one, ToolCall)]
         if not calls or any(isinstance(one, BadCall) for one in found):
             return
-        choice.tool_calls = [_record(choice, index, call) for index, call in enumerate(calls)]
+        choice.tool_calls = [
+            _record(choice, index, call, typed_arguments(call, self.parameters.get(call.name)))
+            for index, call in enumerate(calls)
+        ]
         choice.text = text_before_calls(self.format, text)
         if choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"
 
 
-def _record(choice: Choice, index: int, call: ToolCall) -> dict[str, Any]:
+def _record(
+    choice: Choice, index: int, call: ToolCall, values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns a call as OpenAI's API shows it.
 
     Its id follows from the tokens, so that a request that is repeated gives it again; it has nine
@@ -128,5 +143,5 @@ def _record(choice: Choice, index: int, call: ToolCall) -> dict[str, Any]:
     """
     written = json.dumps([*choice.prompt, *choice.ids, index])
     name = call.id or xxhash.xxh3_64_hexdigest(written.encode())[:9]
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    arguments = json.dumps(values, ensure_ascii=False)
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}

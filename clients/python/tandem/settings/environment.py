@@ -10,7 +10,7 @@ from pydantic import Field
 from tandem.settings.base import Count, NonEmptyPath, Settings
 from tandem.settings.paths import absolute
 
-ToolCallFormat = Literal["hermes", "llama3", "mistral"]
+ToolCallFormat = Literal["hermes", "qwen_xml", "llama3", "mistral"]
 
 
 class EnvironmentSettings(Settings):
@@ -21,7 +21,8 @@ class EnvironmentSettings(Settings):
     class_: Annotated[str, Field(pattern=r"^.+:\w+$", alias="class")]
     # Folder in which modules are looked up after the installed ones. Default: the run file's.
     python_path: NonEmptyPath = Field(default_factory=Path.cwd)
-    # How the model writes calls of tools: hermes (<tool_call>{…}</tool_call>, as Qwen does), llama3
+    # How the model writes calls of tools: hermes (<tool_call>{…}</tool_call>, as Qwen2.5 and Qwen3
+    # do), qwen_xml (<function=…> inside of that, as Qwen3.5 and Nemotron 3 do), llama3
     # (<|python_tag|> or bare JSON), mistral ([TOOL_CALLS] […]). Not set: the one that the chat
     # template names.
     tool_calls: ToolCallFormat | None = None
@@ -34,9 +35,10 @@ class EnvironmentSettings(Settings):
     # Most tokens of an episode, those of the environment included. Not set: what the servers'
     # max_model_len leaves. sampling.max_tokens bounds a turn.
     max_episode_tokens: Count | None = None
-    # Most seconds of a call of the environment, and of all calls in an episode, not counting the
-    # time in which the models write. Not set: no bound of the episode's own.
+    # Most seconds of a call of the environment, which is given up then.
     timeout_seconds: float = Field(60.0, gt=0, le=1e8)
+    # Most seconds of all calls of the environment in an episode; the time in which the models write
+    # does not count. Not set: no bound of the episode's own.
     episode_timeout_seconds: float | None = Field(None, gt=0, le=1e8)
     # Calls of environments that run at once, each in a thread. Not set: one for each episode of a
     # step, at most 256.

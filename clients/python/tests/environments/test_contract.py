@@ -7,7 +7,7 @@ from talking import called
 
 from tandem.data.dataset import Example
 from tandem.environments.contract import EnvironmentClass
-from tandem.environments.tool_calls import hermes
+from tandem.environments.tool_calls import ToolCall, hermes
 from tandem.errors import ConfigError
 from tandem.settings.environment import EnvironmentSettings
 
@@ -85,6 +85,20 @@ def test_a_class_that_does_not_fit_is_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=r"^environment\.class: ") as error:
         load(tmp_path, text)
     assert re.search(message, error.value.message)
+
+
+def test_texts_become_values_of_the_types_in_the_schema(tmp_path):
+    found = load(
+        tmp_path,
+        GUESS.replace("number: int", "number: int, word: str").replace(
+            "number: the number.", "number: the number.\n            word: a word."
+        ),
+    )
+    given = {"number": "5", "word": "7", "other": "1"}
+    assert found.typed(ToolCall("guess", given, in_text=True)) == given | {"number": 5}
+    assert found.typed(ToolCall("guess", {"number": "five"}, in_text=True)) == {"number": "five"}
+    # JSON has types of its own.
+    assert found.typed(ToolCall("guess", {"number": "5"})) == {"number": "5"}
 
 
 def example(row, role="user"):

@@ -390,6 +390,13 @@ def test_rewards_of_environment_and_function_are_summed(world, codec, run_file, 
     assert line["reward/environment"] > 0
 
 
+def test_the_reward_of_an_environment_may_have_a_weight(world, codec, run_file, tmp_path):
+    let_write(world, codec, guessing)
+    train(run_file, "steps=1", "rewards=[{function: environment, weight: 2.0, name: game}]")
+    for one in records_of(tmp_path / "run", 1):
+        assert one["reward"] == 2 * one["scores"]["game"] > 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -418,6 +425,24 @@ def test_an_environment_without_a_reward_needs_a_function(world, codec, run_file
     train(run_file, "steps=1", f"reward.function={tmp_path}/reward.py:reward")
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
     assert line["reward/max"] > 0
+
+
+def test_every_environment_is_closed_before_a_run_ends(world, codec, run_file, tmp_path):
+    (tmp_path / "env.py").write_text(
+        ENVIRONMENT
+        + f"""
+    def close(self):
+        time.sleep(0.1)
+        with open({str(tmp_path / "closed")!r}, "a") as file:
+            file.write("x")
+        raise OSError("the door is stuck")
+"""
+    )
+    let_write(world, codec, guessing)
+    train(run_file, "steps=1", "environment.workers=2")
+    assert (tmp_path / "closed").read_text() == "x" * 6
+    log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
+    assert "close() of an environment failed: OSError: the door is stuck" in log
 
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_an_environment(

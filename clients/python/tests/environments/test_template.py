@@ -48,7 +48,7 @@ def test_ids_of_calls_reach_a_template_that_wants_them(tmp_path):
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        # Qwen3's: earlier turns lose their thoughts.
+        # Earlier turns lose what the last one shows.
         (
             TEMPLATE.replace(
                 "{{ m.content }}{% for",
@@ -57,6 +57,13 @@ def test_ids_of_calls_reach_a_template_that_wants_them(tmp_path):
             "a turn of the model is rendered otherwise once the conversation goes on",
         ),
         (TEMPLATE.replace("<|im_end|>", "."), "no special token ends a turn"),
+        # Gemma's.
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}"
+            "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}<|end|>"
+            "{% endfor %}",
+            "turn by turn: .* roles must alternate",
+        ),
         (
             "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|end|>{% endfor %}",
             "does not show messages of the role `tool`",
@@ -85,6 +92,17 @@ def test_a_conversation_without_tools_goes_on_with_the_users_messages(tmp_path):
     with pytest.raises(ConfigError, match="does not show messages of the role `user`"):
         silent = plain.replace("'tool'", "'user'")
         Turns(chat_codec(tmp_path / "silent", silent), {})
+
+
+def test_a_template_that_shows_empty_thoughts_in_the_last_turn_alone_is_continued(tmp_path):
+    """As Qwen3's: a turn with a thought is the same wherever it stands."""
+    qwen3 = TEMPLATE.replace(
+        "{{ m.content }}{% for",
+        "{% if loop.last and m.role == 'assistant' and '<think>' not in m.content %}"
+        "<think>\n\n</think>\n\n{% endif %}{{ m.content }}{% for",
+    )
+    said = Turns(chat_codec(tmp_path, qwen3), {}).between([(LOOK, "a wall")])
+    assert said == Turns(chat_codec(tmp_path / "plain"), {}).between([(LOOK, "a wall")])
 
 
 def test_a_template_shows_tools_or_does_not(tmp_path):

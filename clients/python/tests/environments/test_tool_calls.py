@@ -2,7 +2,15 @@
 
 import pytest
 
-from tandem.environments.tool_calls import BadCall, ToolCall, format_of, hermes, llama3, mistral
+from tandem.environments.tool_calls import (
+    BadCall,
+    ToolCall,
+    format_of,
+    hermes,
+    llama3,
+    mistral,
+    qwen_xml,
+)
 from tandem.errors import ConfigError
 
 LOOK = ToolCall("look", {"x": 1})
@@ -22,6 +30,12 @@ LOOK = ToolCall("look", {"x": 1})
             '<tool_call>{"name": "look", "arguments": {"x": 1}}</tool_call>'
             '<tool_call>{"name": "go"}</tool_call>',
             [LOOK, ToolCall("go")],
+        ),
+        (
+            qwen_xml,
+            "Look.\n<tool_call>\n<function=look>\n<parameter=x>\n1\n</parameter>\n"
+            "<parameter=text>\ntwo\nlines\n</parameter>\n</function>\n</tool_call>",
+            [ToolCall("look", {"x": "1", "text": "two\nlines"}, in_text=True)],
         ),
         (llama3, "5 {apples}", []),
         (llama3, '{"name": "look", "parameters": {"x": 1}}', [LOOK]),
@@ -50,6 +64,8 @@ def test_calls_are_found_in_each_format(parse, text, found):
         (hermes, '<tool_call>{"name": "look"}', "is not closed"),
         (hermes, '<tool_call>["look"]</tool_call>', 'not an object with a "name"'),
         (hermes, '<tool_call>{"name": "look", "arguments": [1]}</tool_call>', '"arguments" is not'),
+        (qwen_xml, '<tool_call>{"name": "look"}</tool_call>', "is not <function=NAME>"),
+        (qwen_xml, "<tool_call><function=look></function>", "is not closed"),
         (llama3, '{"name": "look", "parameters": {', "is not JSON"),
         (llama3, "<|python_tag|>look(1)", "is not JSON"),
         (mistral, "[TOOL_CALLS] look", "is not JSON"),
@@ -68,3 +84,6 @@ def test_the_format_follows_from_the_chat_template():
     assert format_of('Environment: ipython {"name": …, "parameters": …}') == "llama3"
     with pytest.raises(ConfigError, match=r"^environment\.tool_calls: .* names no format"):
         format_of("{{ messages }}")
+    assert format_of("<tool_call>\n<function=look>\n<parameter=x>") == "qwen_xml"
+    with pytest.raises(ConfigError, match="calls as GLM writes them, which are not read"):
+        format_of("<tool_call>look\n<arg_key>x</arg_key>")

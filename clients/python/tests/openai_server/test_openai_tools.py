@@ -212,3 +212,21 @@ def test_a_call_behind_a_special_token_is_found(address, world, tmp_path):
         [found] = chat(client).json()["choices"][0]["message"]["tool_calls"]
     assert found["id"] == "abcdefghi"
     assert json.loads(found["function"]["arguments"]) == {"a": 1}
+
+
+def test_arguments_in_xml_have_the_types_of_the_tool(address, world, codec):
+    text = (
+        "so\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+    )
+    talking.let_write(world, codec, lambda *_: text)
+    properties = {"a": {"type": "integer"}, "b": {"type": ["string", "null"]}}
+    function = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": function}]
+    with TestClient(
+        application(Settings(address, codec, "senior", tool_calls="qwen_xml"))
+    ) as client:
+        message = chat(client, tools=tools).json()["choices"][0]["message"]
+    assert message["content"] == "so"
+    [call] = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "2"}
