@@ -25,6 +25,8 @@ struct WeightSpec {
   }
 };
 
+inline bool IsFloat32(const WeightSpec& tensor) { return tensor.dtype == DType::kFloat32; }
+
 }  // namespace tandem
 
 #endif  // TANDEM_COMMON_TENSOR_WEIGHT_SPEC_H_

@@ -17,11 +17,6 @@
 namespace tandem {
 namespace {
 
-bool IsFloating(DType dtype) {
-  return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kBFloat16 ||
-         dtype == DType::kFloat16;
-}
-
 absl::Status Stale(absl::string_view message) {
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.version", message),
                     reason::kStaleWeightVersion);
@@ -36,6 +31,20 @@ absl::Status CheckOrder(const std::vector<WeightSpec>& tensors) {
       absl::StrCat("manifest.tensors[", sorted_until - tensors.begin(), "].name"),
       absl::StrCat("\"", wrong.name, "\" comes after \"", before.name, "\": the tensors of the ",
                    ComponentOf(before), " come after those of the ", ComponentOf(wrong)));
+}
+
+// Checks that there is a digest of the tensors as they travel, beside the one of their float32
+// values, where the two differ.
+absl::Status CheckSentDigest(const WeightManifest& manifest) {
+  const std::string& digest = manifest.sent_digest;
+  if (std::ranges::all_of(manifest.tensors, &IsFloat32)) {
+    if (digest.empty() || digest == manifest.digest) return absl::OkStatus();
+    return InvalidField("manifest.sent_digest",
+                        "differs from the digest, but all tensors travel as float32");
+  }
+  if (digest.size() == 32) return absl::OkStatus();
+  return InvalidField("manifest.sent_digest",
+                      "must be 32 hexadecimal digits where a tensor does not travel as float32");
 }
 
 // Returns DATA_LOSS where the two digests of `what` differ.
@@ -130,10 +139,6 @@ absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest)
     if (!seen.insert(spec.name).second) {
       return InvalidField(path + ".name", absl::StrCat("\"", spec.name, "\" is listed twice"));
     }
-    if (!IsFloating(spec.dtype)) {
-      return InvalidField(path + ".dtype",
-                          absl::StrCat("\"", spec.name, "\" must be of a floating type"));
-    }
     const auto found = missing.find(spec.name);
     const WeightSpec* expected = found != missing.end() ? found->second : nullptr;
     if (expected == nullptr && optional_.has_value() && optional_->name == spec.name) {
@@ -148,6 +153,12 @@ absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest)
           path + ".shape",
           absl::StrCat("\"", spec.name, "\" is [", absl::StrJoin(spec.shape, ", "),
                        "], the model's is [", absl::StrJoin(expected->shape, ", "), "]"));
+    }
+    if (!IsFloat32(spec) && spec.dtype != expected->dtype) {
+      return InvalidField(
+          path + ".dtype",
+          absl::StrCat("\"", spec.name, "\" travels as ", TorchDTypeName(spec.dtype),
+                       ", but this server wants ", TorchDTypeName(expected->dtype)));
     }
     if (found != missing.end()) missing.erase(found);
     total_bytes += spec.bytes();
@@ -164,6 +175,7 @@ absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest)
   if (manifest.digest.size() != 32) {
     return InvalidField("manifest.digest", "must be 32 hexadecimal digits");
   }
+  TANDEM_RETURN_IF_ERROR(CheckSentDigest(manifest));
   if (manifest.num_token_ids != num_token_ids_) {
     return WithReason(
         FieldError(absl::StatusCode::kFailedPrecondition, "manifest.num_token_ids",
@@ -291,8 +303,10 @@ absl::Status StagedWeightReceiver::CheckDigests(const Update& update) {
   // Without the model's tensors the digest is that of the served ones: only a commit changes them,
   // and it ends every other update.
   if (update.manifest.has_model()) {
+    const WeightManifest& manifest = update.manifest;
     TANDEM_RETURN_IF_ERROR(
-        CheckDigest("the weights", update.sums[0].Digest(), update.manifest.digest));
+        CheckDigest("the weights", update.sums[0].Digest(),
+                    manifest.sent_digest.empty() ? manifest.digest : manifest.sent_digest));
   }
   for (size_t i = 1; i < kWeightComponents.size(); ++i) {
     const ComponentManifest* const component = update.manifest.Find(kWeightComponents[i]);
@@ -373,6 +387,15 @@ void StagedWeightReceiver::DropAbandoned(SteadyTime now) {
 WeightsVersion StagedWeightReceiver::Version() const {
   std::lock_guard lock(mutex_);
   return version_;
+}
+
+TensorTypes StagedWeightReceiver::WantedTypes() const {
+  TensorTypes types;
+  for (const WeightSpec& parameter : parameters_) {
+    if (!IsFloat32(parameter)) types[parameter.name] = parameter.dtype;
+  }
+  if (optional_.has_value() && !IsFloat32(*optional_)) types[optional_->name] = optional_->dtype;
+  return types;
 }
 
 std::optional<WeightsVersion> StagedWeightReceiver::ComponentVersion(absl::string_view name) const {

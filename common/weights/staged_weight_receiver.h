@@ -53,9 +53,9 @@ class StagedWeightReceiver : public WeightReceiver {
   // Makes the engine's part of an update.
   using Start = std::function<std::unique_ptr<NextWeights>()>;
 
-  // `parameters` has the name and shape of every parameter of the model; dtypes are not compared,
-  // as any floating type is converted. `optional` is a parameter that a manifest may leave out (a
-  // tied head). `num_token_ids`: those of the model, which a sender's model must have too. An
+  // `parameters` has the name and shape of every parameter of the model, and the type in which the
+  // receiver wants it. `optional` is a parameter that a manifest may leave out (a tied head).
+  // `num_token_ids`: those of the model, which a sender's model must have too. An
   // update may leave out any of `components`, which then stays. `allow_not_finite`: weights that
   // hold a value that is infinite or NaN are served, too.
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
@@ -74,6 +74,7 @@ class StagedWeightReceiver : public WeightReceiver {
   std::optional<WeightsVersion> ComponentVersion(absl::string_view name) const override;
   std::string OpenUpdateId() const override;
   void DropAbandoned(SteadyTime now) override;
+  TensorTypes WantedTypes() const override;
 
  private:
   struct Update {
@@ -114,7 +115,7 @@ class StagedWeightReceiver : public WeightReceiver {
   absl::Status NotOpenLocked(const std::string& update_id) const;
   // OK if the whole stream was received.
   static absl::Status CheckReceived(Update& update);
-  // OK if the tensors, all of which have been taken, have the manifest's digest.
+  // OK if the tensors, all of which have been taken, have the manifest's digests.
   static absl::Status CheckDigests(const Update& update);
 
   const std::vector<WeightSpec> parameters_;

@@ -30,7 +30,8 @@ std::vector<std::byte> Bytes(int count, int start = 0) {
 class StagedWeightReceiverTest : public ::testing::Test {
  protected:
   StagedWeightReceiverTest()
-      : receiver_({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
+      : receiver_({{.name = "a", .shape = {2, 3}},
+                   {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}},
                   WeightSpec{.name = "head", .shape = {2, 3}}, /*num_token_ids=*/7,
                   {.version = 0, .digest = "start"}, Tell(told_)) {}
 
@@ -38,12 +39,15 @@ class StagedWeightReceiverTest : public ::testing::Test {
   static WeightManifest ManifestOf(const std::vector<std::byte>& stream, int64_t version = 1) {
     const std::vector<WeightSpec> tensors = {
         {.name = "a", .shape = {2, 3}}, {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}};
+    const std::string sent = StreamDigest(tensors, stream);
     return {.version = version,
             .tensors = tensors,
             .total_bytes = 32,
             .chunk_bytes = 12,
-            .digest = StreamDigest(tensors, stream),
-            .num_token_ids = 7};
+            // Stands for the digest of the float32 values, which the receiver does not see.
+            .digest = std::string(sent.rbegin(), sent.rend()),
+            .num_token_ids = 7,
+            .sent_digest = sent};
   }
 
   absl::Status SendAll(const std::string& id, const std::vector<std::byte>& stream) {
@@ -84,6 +88,66 @@ TEST_F(StagedWeightReceiverTest, ADifferentDigestIsDataLoss) {
   EXPECT_TRUE(told_.applied.empty());
   EXPECT_EQ(receiver_.Version().version, 0);
   EXPECT_EQ(receiver_.Commit("u", {}).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(StagedWeightReceiverTest, TheVersionHasTheDigestOfTheManifestAndTheBytesTheirOwn) {
+  WeightManifest wrong = Manifest();
+  wrong.sent_digest = wrong.digest;
+  ASSERT_TRUE(receiver_.Begin("u", wrong, false).ok());
+  ASSERT_TRUE(SendAll("u", stream_).ok());
+  const absl::Status status = receiver_.Commit("u", {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr(Manifest().sent_digest));
+  EXPECT_TRUE(told_.applied.empty());
+  ASSERT_TRUE(receiver_.Begin("v", Manifest(), false).ok());
+  ASSERT_TRUE(SendAll("v", stream_).ok());
+  EXPECT_EQ(receiver_.Commit("v", {})->digest, Manifest().digest);
+  EXPECT_EQ(receiver_.Version().digest, Manifest().digest);
+}
+
+TEST_F(StagedWeightReceiverTest, TensorsTravelAsFloat32OrInTheTypeThatIsWanted) {
+  EXPECT_EQ(receiver_.WantedTypes(), (TensorTypes{{"b", DType::kBFloat16}}));
+  const auto refused_field = [&](size_t tensor, DType dtype) {
+    WeightManifest manifest = Manifest();
+    manifest.total_bytes -= manifest.tensors[tensor].bytes();
+    manifest.tensors[tensor].dtype = dtype;
+    manifest.total_bytes += manifest.tensors[tensor].bytes();
+    const absl::Status status = receiver_.Begin("u", manifest, false).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return FieldPath(status).value_or("");
+  };
+  EXPECT_EQ(refused_field(0, DType::kBFloat16), "manifest.tensors[0].dtype");
+  EXPECT_EQ(refused_field(0, DType::kFloat64), "manifest.tensors[0].dtype");
+  EXPECT_EQ(refused_field(1, DType::kFloat16), "manifest.tensors[1].dtype");
+
+  WeightManifest wide = Manifest();
+  wide.tensors[1].dtype = DType::kFloat32;
+  wide.total_bytes = 40;
+  EXPECT_EQ(FieldPath(receiver_.Begin("u", wide, false).status()), "manifest.sent_digest")
+      << "all are float32: the digest is theirs";
+  const std::vector<std::byte> stream = Bytes(40);
+  wide.digest = StreamDigest(wide.tensors, stream);
+  wide.sent_digest.clear();
+  wide.chunk_bytes = 40;
+  ASSERT_TRUE(receiver_.Begin("u", wide, false).ok());
+  ASSERT_TRUE(receiver_.Append("u", 0, stream).ok());
+  EXPECT_TRUE(receiver_.Commit("u", {}).ok());
+
+  WeightManifest unknown = Manifest(2);
+  unknown.sent_digest.clear();
+  EXPECT_EQ(FieldPath(receiver_.Begin("v", unknown, false).status()), "manifest.sent_digest");
+}
+
+// As where a receiver was asked for its types by a sender of another time.
+TEST_F(StagedWeightReceiverTest, AnUpdateInOtherTypesBeginsAnew) {
+  ASSERT_EQ(*receiver_.Begin("u", Manifest(), false), 0);
+  ASSERT_TRUE(receiver_.Append("u", 0, absl::MakeSpan(stream_).subspan(0, 12)).ok());
+  EXPECT_EQ(*receiver_.Begin("u", Manifest(), false), 1);
+  WeightManifest wide = Manifest();
+  wide.tensors[1].dtype = DType::kFloat32;
+  wide.total_bytes = 40;
+  wide.sent_digest.clear();
+  EXPECT_EQ(*receiver_.Begin("u", wide, false), 0);
 }
 
 TEST_F(StagedWeightReceiverTest, ChunksMustBeInOrderAndInside) {
@@ -319,9 +383,10 @@ TEST_F(StagedWeightReceiverTest, WeightsThatAreNotFiniteAreNotServed) {
     EXPECT_EQ(receiver_.OpenUpdateId(), "");
     EXPECT_TRUE(told_.applied.empty());
   }
-  StagedWeightReceiver careless({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
-                                std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""},
-                                Tell(told_), {}, /*allow_not_finite=*/true);
+  StagedWeightReceiver careless(
+      {{.name = "a", .shape = {2, 3}}, {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}},
+      std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""}, Tell(told_), {},
+      /*allow_not_finite=*/true);
   const std::vector<std::byte> stream = with(8, &nan, 4);
   ASSERT_TRUE(careless.Begin("u", ManifestOf(stream), false).ok());
   for (int64_t chunk = 0; chunk < 3; ++chunk) {
@@ -347,9 +412,10 @@ class SlowWeights : public NextWeights {
 
 TEST_F(StagedWeightReceiverTest, OtherCallsDoNotWaitForTheTensorOfAnUpdateThatIsReplaced) {
   std::latch taking(1), go(1);
-  StagedWeightReceiver receiver({{.name = "a", .shape = {2, 3}}, {.name = "b", .shape = {4}}},
-                                std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""},
-                                [&] { return std::make_unique<SlowWeights>(taking, go); });
+  StagedWeightReceiver receiver(
+      {{.name = "a", .shape = {2, 3}}, {.name = "b", .dtype = DType::kBFloat16, .shape = {4}}},
+      std::nullopt, /*num_token_ids=*/7, {.version = 0, .digest = ""},
+      [&] { return std::make_unique<SlowWeights>(taking, go); });
   ASSERT_TRUE(receiver.Begin("u", Manifest(5), false).ok());
   for (const int64_t chunk : {0, 1}) {  // the whole of "a"
     ASSERT_TRUE(receiver.Append("u", chunk, absl::MakeSpan(stream_).subspan(chunk * 12, 12)).ok());

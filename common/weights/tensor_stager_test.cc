@@ -43,6 +43,21 @@ TEST(TensorStagerTest, TensorsComeWholeAndInOrderOnAnotherThread) {
   }
 }
 
+// A tensor of three bfloat16 values ends within a word.
+TEST(TensorStagerTest, TensorsOfSeveralTypesAreCutByTheirBytes) {
+  const std::vector<WeightSpec> tensors = {{.name = "a", .shape = {2}},
+                                           {.name = "b", .dtype = DType::kBFloat16, .shape = {3}},
+                                           {.name = "c", .dtype = DType::kBFloat16, .shape = {3}}};
+  std::vector<std::string> taken;
+  TensorStager stager(tensors, [&](const WeightSpec& spec, TensorBytes bytes) {
+    taken.push_back(Text(spec, bytes));
+    return absl::OkStatus();
+  });
+  for (int i = 0; i < kBytes; i += 5) Write(stager, i, i + 5);
+  EXPECT_TRUE(stager.Finish({}).ok());
+  EXPECT_THAT(taken, ElementsAre("aaaaaaaa", "bbbbcc", "cccccc"));
+}
+
 // The stream goes on while a tensor is taken, as far as there is room.
 TEST(TensorStagerTest, HoldsAtMostTwiceTheLargestTensor) {
   std::atomic<int> written = 0;

@@ -1,11 +1,12 @@
 #include "common/weights/weight_snapshot.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -15,6 +16,8 @@
 #include "absl/types/span.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/file_descriptor.h"
+#include "common/tensor/aten/aten_bytes.h"
+#include "common/tensor/aten/host_copies.h"
 #include "common/weights/weights_digest.h"
 
 namespace tandem {
@@ -62,11 +65,12 @@ class SpareFile {
 
 class Snapshot : public WeightSource {
  public:
-  Snapshot(WeightManifest manifest, std::unique_ptr<SnapshotFile> file)
-      : manifest_(std::move(manifest)), file_(std::move(file)) {}
+  Snapshot(WeightManifest manifest, std::vector<WordSums> sums, std::unique_ptr<SnapshotFile> file)
+      : manifest_(std::move(manifest)), sums_(std::move(sums)), file_(std::move(file)) {}
   ~Snapshot() override { SpareFile::Get().Return(std::move(file_)); }
 
   const WeightManifest& manifest() const override { return manifest_; }
+  absl::Span<const WordSums> sums() const override { return sums_; }
 
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
     return file_->file.ReadAllAt(offset, out);
@@ -74,7 +78,77 @@ class Snapshot : public WeightSource {
 
  private:
   const WeightManifest manifest_;
+  const std::vector<WordSums> sums_;
   std::unique_ptr<SnapshotFile> file_;
+};
+
+// Writes float32 values to a file in the types of their tensors, one tensor behind the other, and
+// adds up what it writes. The values are read from memory once.
+class TensorWriter {
+ public:
+  TensorWriter(const std::vector<WeightSpec>& tensors, const SnapshotFile& file)
+      : tensors_(tensors), file_(file), places_(tensors.size()) {
+    // The digest of float32 values is known already.
+    if (!std::ranges::all_of(tensors, &IsFloat32)) sums_.resize(tensors.size());
+    int64_t begin = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      places_[i].begin = std::exchange(begin, begin + tensors[i].bytes());
+    }
+  }
+
+  // Writes the next values of tensors [first, last), which are one tensor in several types.
+  absl::Status Write(size_t first, size_t last, const at::Tensor& values) {
+    for (int64_t begin = 0; begin < values.numel(); begin += kCachedValues) {
+      const at::Tensor some =
+          values.narrow(0, begin, std::min(kCachedValues, values.numel() - begin));
+      if (!sums_.empty()) {
+        const std::string& name = tensors_[first].name;
+        if (ComponentOf(tensors_[first]) == kModelComponent) {
+          model_.Add(name, SumOf(places_[first].values, some));
+        }
+      }
+      for (size_t i = first; i < last; ++i) {
+        TANDEM_RETURN_IF_ERROR(WriteAs(i, some.to(ToScalarType(tensors_[i].dtype))));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Returns the digest of the model's tensors as float32, if sums are needed.
+  std::string ModelDigest() const { return model_.Digest(); }
+  // Returns the sums of each tensor as it was written; empty if all are float32.
+  const std::vector<WordSums>& sums() const { return sums_; }
+
+ private:
+  static constexpr int64_t kCachedValues = 1 << 20;
+  // Where a tensor begins in the file, and how many values of it were written.
+  struct Place {
+    int64_t begin = 0, values = 0;
+  };
+
+  static WordSums SumOf(int64_t first, const at::Tensor& values) {
+    constexpr int64_t kWordBytes = 4;
+    const auto* const data = static_cast<const char*>(values.const_data_ptr());
+    const auto bytes = static_cast<int64_t>(values.nbytes());
+    const int64_t begin = first * values.element_size() / kWordBytes, words = bytes / kWordBytes;
+    WordSums sums = SumWordsInParallel(begin, data, words);
+    return sums += SumBytes(begin + words, data + words * kWordBytes, bytes % kWordBytes);
+  }
+
+  absl::Status WriteAs(size_t tensor, const at::Tensor& values) {
+    Place& place = places_[tensor];
+    if (!sums_.empty()) sums_[tensor] += SumOf(place.values, values);
+    const int64_t to = place.begin + place.values * values.element_size();
+    place.values += values.numel();
+    return file_.file.WriteAllAt(
+        to, {static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes()});
+  }
+
+  const std::vector<WeightSpec>& tensors_;
+  const SnapshotFile& file_;
+  std::vector<Place> places_;
+  std::vector<WordSums> sums_;
+  TensorSums model_;
 };
 
 absl::Status CheckTensor(const std::vector<WeightSpec>& expected, size_t index,
@@ -89,6 +163,23 @@ absl::Status CheckTensor(const std::vector<WeightSpec>& expected, size_t index,
 
 }  // namespace
 
+std::vector<WeightSpec> InWantedTypes(const std::vector<WeightSpec>& tensors,
+                                      const std::vector<TensorTypes>& receivers) {
+  std::vector<WeightSpec> wanted;
+  for (const WeightSpec& tensor : tensors) {
+    std::set<DType> types;
+    for (const TensorTypes& receiver : receivers) {
+      const auto found = receiver.find(tensor.name);
+      types.insert(found == receiver.end() ? DType::kFloat32 : found->second);
+    }
+    if (types.empty()) types.insert(DType::kFloat32);
+    for (const DType type : types) {
+      wanted.push_back({.name = tensor.name, .dtype = type, .shape = tensor.shape});
+    }
+  }
+  return wanted;
+}
+
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
     const std::vector<WeightSpec>& tensors, TensorSource source, const WeightsVersion& weights,
     int64_t num_token_ids, std::vector<ComponentManifest> components) {
@@ -98,29 +189,32 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
                              .digest = weights.digest,
                              .num_token_ids = num_token_ids,
                              .components = std::move(components)};
-  for (WeightSpec& tensor : manifest.tensors) {
-    tensor.dtype = DType::kFloat32;
-    manifest.total_bytes += tensor.bytes();
-  }
+  for (const WeightSpec& tensor : tensors) manifest.total_bytes += tensor.bytes();
   TANDEM_ASSIGN_OR_RETURN(auto file, SpareFile::Get().Take(manifest.total_bytes));
-  size_t given = 0;
-  const auto checked = [&](TensorVisitor visit) {
-    return source([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
-      TANDEM_RETURN_IF_ERROR(CheckTensor(tensors, given++, name, tensor));
-      return visit(name, tensor);
-    });
-  };
-  int64_t offset = 0;
-  TANDEM_RETURN_IF_ERROR(VisitOnHost(checked, [&](const at::Tensor& values) {
-    const absl::Span bytes(static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes());
-    const int64_t to = std::exchange(offset, offset + static_cast<int64_t>(bytes.size()));
-    return file->file.WriteAllAt(to, bytes);
-  }));
-  if (given < tensors.size()) {
+  TensorWriter writer(tensors, *file);
+  HostCopies copies;
+  size_t next = 0;
+  TANDEM_RETURN_IF_ERROR(
+      source([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
+        const size_t first = next;
+        TANDEM_RETURN_IF_ERROR(CheckTensor(tensors, first, name, tensor));
+        while (next < tensors.size() && tensors[next].name == name) ++next;
+        return copies.Add(tensor, at::kFloat, [&, first, last = next](const at::Tensor& values) {
+          return writer.Write(first, last, values);
+        });
+      }));
+  TANDEM_RETURN_IF_ERROR(copies.Finish());
+  if (next < tensors.size()) {
     return absl::InvalidArgumentError(
-        absl::StrCat("tensor '", tensors[given].name, "' was not given"));
+        absl::StrCat("tensor '", tensors[next].name, "' was not given"));
   }
-  return std::make_shared<Snapshot>(std::move(manifest), std::move(file));
+  // A receiver of rounded values cannot see it.
+  if (!writer.sums().empty() && writer.ModelDigest() != weights.digest) {
+    return absl::DataLossError(absl::StrCat("the copy of version ", weights.version, " has digest ",
+                                            writer.ModelDigest(), ", the weights have ",
+                                            weights.digest));
+  }
+  return std::make_shared<Snapshot>(std::move(manifest), writer.sums(), std::move(file));
 }
 
 }  // namespace tandem

@@ -14,16 +14,24 @@
 
 namespace tandem {
 
-// Makes an immutable float32 copy of the tensors that `source` gives: `tensors`, in this order, on
-// any device and of any floating type; those of `components` come behind the model's and have names
-// of an update. `weights` has the digest of the model's tensors, and `num_token_ids` is that of the
+// Returns `tensors` in the types in which `receivers` want them, for MakeWeightSnapshot: one that
+// is wanted in several types comes once in each of them. Without receivers all are float32.
+std::vector<WeightSpec> InWantedTypes(const std::vector<WeightSpec>& tensors,
+                                      const std::vector<TensorTypes>& receivers);
+
+// Makes an immutable copy of the tensors that `source` gives, on any device and of any floating
+// type. `tensors` names them in this order, each with the type, float32 or bfloat16, that it is
+// converted to; one that is listed in several types, one behind the other, is given once and kept
+// in all of them. Those of `components` come behind the model's and have names of
+// an update. `weights` has the digest of the model's tensors, and `num_token_ids` is that of the
 // model; a receiver compares both.
 //
 // The copy is in a file without a name in the directory for temporary files (TMPDIR), so that the
 // process holds one tensor at a time; the file of the last released copy is used again.
 // INVALID_ARGUMENT names a tensor that is not the expected one, or is not floating-point;
-// RESOURCE_EXHAUSTED names directory and bytes when there is no space for them; else errors of
-// `source` or of the file.
+// RESOURCE_EXHAUSTED names directory and bytes when there is no space for them; DATA_LOSS if
+// tensors are rounded and the float32 values do not have the digest, which a receiver of rounded
+// ones cannot see; else errors of `source` or of the file.
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
     const std::vector<WeightSpec>& tensors, TensorSource source, const WeightsVersion& weights,
     int64_t num_token_ids, std::vector<ComponentManifest> components = {});

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -71,6 +72,55 @@ TEST(WeightSnapshotTest, HalfPrecisionIsWidenedAndIntegersAreRefused) {
   EXPECT_EQ(snapshot->manifest().digest, DigestOfStream(*snapshot));
   EXPECT_EQ(Snapshot({{"a", at::ones({2}, at::kLong)}}, {}).status().code(),
             absl::StatusCode::kInvalidArgument);
+}
+
+TEST(WeightSnapshotTest, EveryTypeThatAReceiverWantsIsThereOnce) {
+  const std::vector<WeightSpec> tensors = {{.name = "a", .shape = {2}},
+                                           {.name = "b", .shape = {3}}};
+  const TensorTypes narrow = {{"a", DType::kBFloat16}, {"other", DType::kBFloat16}};
+  EXPECT_EQ(InWantedTypes(tensors, {}), tensors);
+  EXPECT_EQ(InWantedTypes(tensors, {{}}), tensors);
+  const WeightSpec rounded = {.name = "a", .dtype = DType::kBFloat16, .shape = {2}};
+  EXPECT_EQ(InWantedTypes(tensors, {narrow}), (std::vector<WeightSpec>{rounded, tensors[1]}));
+  EXPECT_EQ(InWantedTypes(tensors, {narrow, {}, narrow}),
+            (std::vector<WeightSpec>{tensors[0], rounded, tensors[1]}));
+}
+
+// More values than are converted at a time, and an odd number of them.
+TEST(WeightSnapshotTest, ATensorIsKeptInSeveralTypesWithTheSumsOfEach) {
+  at::Tensor values = at::randn({(2 << 20) + 1'001});
+  // Ties, the largest value that is not rounded to infinity, and values without a leading 1.
+  const std::vector<float> special = {1.00390625f, 1.01171875f, -3.3895e38f, 1e-40f, 0.0f, -0.0f};
+  std::copy(special.begin(), special.end(), values.mutable_data_ptr<float>());
+  const at::Tensor norm = at::randn({5});
+  const auto count = values.numel();
+  const std::vector<WeightSpec> specs = {{.name = "a", .shape = {count}},
+                                         {.name = "a", .dtype = DType::kBFloat16, .shape = {count}},
+                                         {.name = "b", .shape = {5}}};
+  const NamedTensors given = {{"a", values}, {"b", norm}};
+  const auto snapshot = MakeWeightSnapshot(specs, SourceOf(given), VersionOf(1, given), 7).value();
+  EXPECT_EQ(snapshot->manifest().tensors, specs);
+  EXPECT_EQ(snapshot->manifest().total_bytes, count * 6 + 20);
+  EXPECT_EQ(snapshot->manifest().float32_bytes(), count * 4 + 20);
+  const std::vector<at::Tensor> forms = {values, values.to(at::kBFloat16), norm};
+  int64_t offset = 0;
+  ASSERT_EQ(snapshot->sums().size(), specs.size());
+  for (size_t i = 0; i < specs.size(); ++i) {
+    std::vector<std::byte> bytes(static_cast<size_t>(specs[i].bytes()));
+    ASSERT_TRUE(snapshot->Read(offset, absl::MakeSpan(bytes)).ok());
+    EXPECT_EQ(std::memcmp(bytes.data(), forms[i].const_data_ptr(), bytes.size()), 0) << i;
+    EXPECT_EQ(snapshot->sums()[i], SumBytes(0, bytes.data(), specs[i].bytes())) << i;
+    offset += specs[i].bytes();
+  }
+  EXPECT_TRUE(Snapshot(given).value()->sums().empty()) << "the digest says it all";
+}
+
+TEST(WeightSnapshotTest, RoundedWeightsMustHaveTheDigestOfTheirVersion) {
+  const NamedTensors given = {{"a", at::ones({3})}}, others = {{"a", at::full({3}, 2.0)}};
+  const std::vector<WeightSpec> specs = {{.name = "a", .dtype = DType::kBFloat16, .shape = {3}}};
+  EXPECT_TRUE(MakeWeightSnapshot(specs, SourceOf(given), VersionOf(1, given), 7).ok());
+  EXPECT_EQ(MakeWeightSnapshot(specs, SourceOf(others), VersionOf(1, given), 7).status().code(),
+            absl::StatusCode::kDataLoss);
 }
 
 TEST(WeightSnapshotTest, AFileIsUsedAgainOnlyWhenNobodyHoldsIt) {

@@ -15,6 +15,9 @@
 // A sender that was interrupted calls Begin with the same update id, and goes on at the chunk that
 // the receiver lacks. Nothing is served of an update before its Commit; Abort drops it.
 //
+// A receiver says in which types it keeps tensors. What it keeps in bfloat16 travels in bfloat16,
+// rounded by the sender as the receiver would (docs/adr/0091); the rest travels in float32.
+//
 // An update has components (weight_components.h): the model, and behind it in the same stream
 // others that are served with it, such as its speculator (common/speculator). A receiver is sent
 // those that it has.
@@ -35,6 +38,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -49,11 +53,15 @@
 #include "common/tensor/weight_spec.h"
 #include "common/weights/weight_components.h"
 #include "common/weights/weights_version.h"
+#include "common/weights/word_sums.h"
 
 namespace tandem {
 
 // A sender that lives sends chunks, or asks again, within a few minutes.
 inline constexpr absl::Duration kAbandonedAfter = absl::Minutes(10);
+
+// The types in which a receiver wants tensors of the model, by name: float32 without an entry.
+using TensorTypes = std::map<std::string, DType>;
 
 // A component of an update beside the model.
 struct ComponentManifest {
@@ -73,11 +81,13 @@ struct WeightManifest {
   std::vector<WeightSpec> tensors;
   int64_t total_bytes = 0;
   int64_t chunk_bytes = 1 << 20;  // of every chunk but the last, which may be shorter
-  // Of the model's tensors (TensorSums::Digest), 32 hexadecimal digits: the same in every order,
-  // with other components and without.
+  // Of the model's tensors as float32 (TensorSums::Digest), 32 hexadecimal digits: the same in
+  // every order and type, with other components and without.
   std::string digest;
   int64_t num_token_ids = 0;  // of the model: the rows of its vocabulary that have a token
   std::vector<ComponentManifest> components = {};  // beside the model, no name twice
+  // Of the model's tensors as they travel; empty: `digest`, as where all are float32.
+  std::string sent_digest = {};
 
   bool operator==(const WeightManifest&) const = default;
 
@@ -101,14 +111,28 @@ struct WeightManifest {
     return rest;
   }
 
+  // Returns the bytes that the tensors take as float32, whatever the types that they are there in.
+  int64_t float32_bytes() const {
+    int64_t bytes = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (i > 0 && tensors[i].name == tensors[i - 1].name) continue;
+      bytes += WeightSpec{.name = "", .shape = tensors[i].shape}.bytes();
+    }
+    return bytes;
+  }
+
   int64_t num_chunks() const { return (total_bytes + chunk_bytes - 1) / chunk_bytes; }
 };
 
-// An immutable copy of a model's weights.
+// An immutable copy of a model's weights, for receivers that want them in different types.
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
+  // Describes all that can be sent: a tensor may be there in several types, one behind the other.
+  // There is no sent_digest, which depends on the receiver.
   virtual const WeightManifest& manifest() const = 0;
+  // Returns the sums of each of the manifest's tensors; empty if all tensors are float32.
+  virtual absl::Span<const WordSums> sums() const { return {}; }
   // Copies the stream's bytes [offset, offset + out.size()); the range must lie inside the stream.
   // Thread-safe. Errors are those of the file that holds the copy.
   virtual absl::Status Read(int64_t offset, absl::Span<std::byte> out) const = 0;
@@ -121,7 +145,8 @@ class WeightReceiver {
   // Opens an update, or continues the open one of that id and manifest. Returns the index of the
   // first chunk that is missing: num_chunks() where the manifest's weights are served already, so
   // that nothing is left to send and Commit returns at once. INVALID_ARGUMENT names a tensor that
-  // does not fit the model, or a component that the receiver does not have or has another one of.
+  // does not fit the model, or has a type that the receiver does not want, or a component that the
+  // receiver does not have or has another one of.
   // FAILED_PRECONDITION (reason VOCABULARY_MISMATCH) for another number of token ids than the
   // model's; (reason STALE_WEIGHT_VERSION) for a version that is not above the
   // served one, or is below that of another open update; an open update of a lower version is
@@ -147,6 +172,9 @@ class WeightReceiver {
   virtual absl::Status Abort(const std::string& update_id) = 0;
   // Drops the open update if its sender has not called for kAbandonedAfter. Called now and then.
   virtual void DropAbandoned(SteadyTime) {}
+  // Returns the types in which the receiver wants tensors, for as long as it lives. All of them may
+  // be sent as float32.
+  virtual TensorTypes WantedTypes() const { return {}; }
   // Returns the version of the model that is served.
   virtual WeightsVersion Version() const = 0;
   // Returns the version of a component beside the model, which is older than the model's where

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <mutex>
 
+#include "absl/functional/function_ref.h"
 #include "common/base/errors/status_macros.h"
 #include "common/tensor/aten/device_copies.h"
-#include "common/tensor/aten/host_copies.h"
 
 namespace tandem {
 namespace {
@@ -19,6 +19,19 @@ constexpr int64_t kGrain = int64_t{1} << 18;
 // Words that a device sums up at a time: with their places and keys they take some 40 bytes each.
 constexpr int64_t kDeviceWords = int64_t{1} << 22;
 constexpr int64_t kWordBytes = 4;
+
+// Returns the sum of what `sum` returns for ranges of 0 .. count - 1, which ATen's threads share.
+WordSums SumInParallel(int64_t count, int64_t grain,
+                       absl::FunctionRef<WordSums(int64_t from, int64_t to)> sum) {
+  std::mutex mutex;
+  WordSums total;
+  at::parallel_for(0, count, grain, [&](int64_t from, int64_t to) {
+    const WordSums part = sum(from, to);
+    const std::lock_guard lock(mutex);
+    total += part;
+  });
+  return total;
+}
 
 }  // namespace
 
@@ -37,23 +50,25 @@ void WeightsHasher::AddRows(absl::string_view name, int64_t begin, int64_t strid
   }
   const auto* const words = static_cast<const char*>(rows.const_data_ptr());
   const int64_t width = rows.size(1);
-  std::mutex mutex;
-  WordSums sums;
-  const auto add = [&](int64_t row, int64_t first, int64_t last) {
-    const WordSums part = SumWords(begin + row * stride + first,
-                                   words + (row * width + first) * kWordBytes, last - first);
-    const std::lock_guard lock(mutex);
-    sums += part;
-  };
   if (rows.size(0) == 1) {
-    at::parallel_for(0, width, kGrain, [&](int64_t from, int64_t to) { add(0, from, to); });
-  } else {
-    at::parallel_for(0, rows.size(0), std::max<int64_t>(1, kGrain / width),
-                     [&](int64_t from, int64_t to) {
-                       for (int64_t row = from; row < to; ++row) add(row, 0, width);
-                     });
+    sums_.Add(name, SumWordsInParallel(begin, words, width));
+    return;
   }
-  sums_.Add(name, sums);
+  sums_.Add(name, SumInParallel(rows.size(0), std::max<int64_t>(1, kGrain / width),
+                                [&](int64_t from, int64_t to) {
+                                  WordSums sums;
+                                  for (int64_t row = from; row < to; ++row) {
+                                    sums += SumWords(begin + row * stride,
+                                                     words + row * width * kWordBytes, width);
+                                  }
+                                  return sums;
+                                }));
+}
+
+WordSums SumWordsInParallel(int64_t begin, const void* words, int64_t count) {
+  return SumInParallel(count, kGrain, [&](int64_t from, int64_t to) {
+    return SumWords(begin + from, static_cast<const char*>(words) + from * kWordBytes, to - from);
+  });
 }
 
 const TensorSums& WeightsHasher::Sums() {
@@ -125,13 +140,5 @@ absl::StatusOr<std::string> WeightsDigest(TensorSource source) {
 }
 
 std::string WeightsDigest(const NamedTensors& tensors) { return *WeightsDigest(SourceOf(tensors)); }
-
-absl::Status VisitOnHost(TensorSource source, ValuesVisitor visit) {
-  HostCopies copies;
-  TANDEM_RETURN_IF_ERROR(source([&](const std::string&, const at::Tensor& tensor) {
-    return copies.Add(tensor, at::kFloat, visit);
-  }));
-  return copies.Finish();
-}
 
 }  // namespace tandem

@@ -1,4 +1,4 @@
-// The digest by which servers recognise weights, and the visit of weights on the host.
+// The digest by which servers recognise weights.
 #ifndef TANDEM_COMMON_WEIGHTS_WEIGHTS_DIGEST_H_
 #define TANDEM_COMMON_WEIGHTS_WEIGHTS_DIGEST_H_
 
@@ -9,7 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -40,6 +39,9 @@ class WeightsHasher {
   std::vector<std::pair<std::string, at::Tensor>> pending_;  // [2] int64 each, on a device
 };
 
+// Returns SumWords, computed by as many threads as ATen computes with.
+WordSums SumWordsInParallel(int64_t begin, const void* words, int64_t count);
+
 // Returns the sums, int64 [2], of float32 values as AddRows has them, computed with operations of
 // ATen on their device: SumWords for what is not on the host.
 at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& values);
@@ -47,12 +49,6 @@ at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& val
 std::string WeightsDigest(const NamedTensors& tensors);
 // Returns the digest of the tensors that `source` gives, or its error.
 absl::StatusOr<std::string> WeightsDigest(TensorSource source);
-
-using ValuesVisitor = absl::FunctionRef<absl::Status(const at::Tensor& values)>;
-
-// Calls `visit` with all values that `source` gives, as float32 on the host, in order: one call or
-// several for a tensor (HostCopies). Errors are those of `source` and `visit`.
-absl::Status VisitOnHost(TensorSource source, ValuesVisitor visit);
 
 }  // namespace tandem
 

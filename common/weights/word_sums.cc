@@ -94,15 +94,15 @@ WordSums SumWords(int64_t begin, const void* words, int64_t count) {
   return sums;
 }
 
-void TensorSums::AddTensor(absl::string_view name, const void* data, int64_t bytes) {
+WordSums SumBytes(int64_t begin, const void* data, int64_t bytes) {
   const int64_t words = bytes / 4;
-  WordSums sums = SumWords(0, data, words);
+  WordSums sums = SumWords(begin, data, words);
   if (const int64_t rest = bytes % 4; rest > 0) {
     uint32_t last = 0;
     std::memcpy(&last, static_cast<const char*>(data) + words * 4, static_cast<size_t>(rest));
-    sums += SumWords(words, &last, 1);
+    sums += SumWords(begin + words, &last, 1);
   }
-  Add(name, sums);
+  return sums;
 }
 
 WordSums TensorSums::Of(absl::string_view name) const {

@@ -41,13 +41,17 @@ uint64_t KeyOfBlock(int64_t sum, int64_t block);
 // Returns the sums of `count` words, of which the first is word `begin` of its tensor. Words are
 // little endian; `words` needs no alignment.
 WordSums SumWords(int64_t begin, const void* words, int64_t count);
+// Returns the sums of `bytes` bytes from word `begin` on; a last shorter word is filled with zeros.
+WordSums SumBytes(int64_t begin, const void* data, int64_t bytes);
 
 // The sums of tensors, by name.
 class TensorSums {
  public:
   void Add(absl::string_view name, const WordSums& sums) { sums_[std::string(name)] += sums; }
-  // Adds the words of a whole tensor of `bytes` bytes; a last shorter word is filled with zeros.
-  void AddTensor(absl::string_view name, const void* data, int64_t bytes);
+  // Adds a whole tensor of `bytes` bytes.
+  void AddTensor(absl::string_view name, const void* data, int64_t bytes) {
+    Add(name, SumBytes(0, data, bytes));
+  }
   // Returns sums of 0 for a name that was not added.
   WordSums Of(absl::string_view name) const;
 

@@ -284,6 +284,36 @@ TEST(PackedModelTest, PreparedWeightsAreSwappedIn) {
   }
 }
 
+// A sender rounds with an operation of ATen, and packing with a function of its own.
+TEST(PackedModelTest, WhatASenderRoundedHasTheBitsOfWhatIsRoundedHere) {
+  const LoadOptions dense = {.num_token_ids = kTokenIds, .placement = {.dtype = at::kBFloat16}};
+  for (const std::string& family : EveryFamily()) {
+    for (const LoadOptions& options : {Options(WeightFormat::kBfloat16), dense}) {
+      const auto whole = TinyModel(family, Biased(/*tied=*/false), options);
+      const auto sent = TinyModel(family, Biased(/*tied=*/false), options, /*seed=*/3);
+      NamedTensors tensors = RandomParameters(*whole, 7);
+      // Ties, the largest finite value, and values without a leading 1.
+      tensors[0].second.view(-1).narrow(0, 0, 6).copy_(
+          at::tensor({1.00390625f, 1.01171875f, -3.3895e38f, 1e-40f, -2e-39f, -0.0f}));
+      ASSERT_TRUE(whole->LoadParameters(tensors).ok());
+      const auto prepared = sent->PrepareWeights();
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        const auto& [name, tensor] = tensors[i];
+        const Parameter& parameter = sent->DeclaredParameters()[i];
+        const bool rounds =
+            parameter.packed != nullptr || parameter.value.scalar_type() == at::kBFloat16;
+        ASSERT_TRUE(prepared->Add(name, rounds ? tensor.to(at::kBFloat16) : tensor).ok()) << name;
+      }
+      sent->Adopt(*prepared);
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        EXPECT_TRUE(at::equal(sent->DeclaredParameters()[i].ComputedValue(),
+                              whole->DeclaredParameters()[i].ComputedValue()))
+            << family << " " << tensors[i].first;
+      }
+    }
+  }
+}
+
 TEST(PackedModelTest, PreparedWeightsAreChecked) {
   const auto model = MakeModel("llama", true, WeightFormat::kInt8);
   const at::Tensor before = Logits(*model);

@@ -218,6 +218,7 @@ WeightManifest Manifest() {
   manifest.total_bytes = 32;
   manifest.digest = std::string(32, 'a');
   manifest.num_token_ids = 7;
+  manifest.sent_digest = std::string(32, 'c');
   return manifest;
 }
 
@@ -259,6 +260,7 @@ TEST(WeightManifestTest, DamageIsNamed) {
     return FieldPath(WeightManifestFromProto(proto).status()).value_or("");
   };
   EXPECT_EQ(path_after([](auto* m) { m->clear_tensors(); }), "total_bytes");
+  EXPECT_EQ(path_after([](auto* m) { m->set_sent_digest("c"); }), "sent_digest");
   EXPECT_EQ(path_after([](auto* m) { m->mutable_tensors(1)->set_name("a"); }), "tensors[1].name");
   EXPECT_EQ(path_after([](auto* m) { m->mutable_tensors(1)->clear_dtype(); }), "tensors[1].dtype");
   EXPECT_EQ(path_after([](auto* m) { m->mutable_tensors(0)->set_shape(1, -3); }),

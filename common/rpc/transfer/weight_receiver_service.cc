@@ -149,7 +149,7 @@ grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServer
                                                             grpc::ByteBuffer* response) {
   return AnswerAtOnce<GetVersionRequest, GetVersionResponse>(
       executor_, context, request, response,
-      [this](const GetVersionRequest&) -> absl::StatusOr<GetVersionResponse> {
+      [this](const GetVersionRequest& request) -> absl::StatusOr<GetVersionResponse> {
         GetVersionResponse response;
         WeightsVersionToProto(receiver_.load()->Version(), response.mutable_weights());
         response.set_open_update_id(receiver_.load()->OpenUpdateId());
@@ -159,6 +159,13 @@ grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServer
           auto* component = response.add_components();
           component->set_name(std::string(name));
           WeightsVersionToProto(*version, component->mutable_weights());
+        }
+        if (request.with_tensor_types()) {
+          for (const auto& [name, dtype] : receiver_.load()->WantedTypes()) {
+            auto* type = response.add_tensor_types();
+            type->set_name(name);
+            type->set_dtype(DTypeToProto(dtype));
+          }
         }
         return response;
       });

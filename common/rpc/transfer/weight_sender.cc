@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
@@ -24,6 +26,26 @@ namespace {
 
 using weights::v1::WeightService;
 
+absl::StatusOr<weights::v1::GetVersionResponse> AskVersion(WeightService::StubInterface& receiver,
+                                                           const WeightSenderOptions& options) {
+  weights::v1::GetVersionRequest request;
+  request.set_with_tensor_types(true);
+  weights::v1::GetVersionResponse served;
+  CallContext context(options.call, options.version_timeout);
+  TANDEM_RETURN_IF_ERROR(FromGrpcStatus(receiver.GetVersion(context.get(), request, &served)));
+  return served;
+}
+
+// Returns the types that this sender can send: a type that it does not know is left out, as any
+// tensor may travel as float32.
+TensorTypes TypesFromProto(const weights::v1::GetVersionResponse& served) {
+  TensorTypes types;
+  for (const auto& type : served.tensor_types()) {
+    if (type.dtype() == types::v1::DATA_TYPE_BFLOAT16) types[type.name()] = DType::kBFloat16;
+  }
+  return types;
+}
+
 class Sender {
  public:
   Sender(WeightService::StubInterface& receiver, const std::string& update_id,
@@ -33,14 +55,13 @@ class Sender {
   // One attempt, from wherever the receiver is.
   absl::StatusOr<SentWeights> Attempt() {
     progressed_ = false;
-    weights::v1::GetVersionResponse served;
-    CallContext context(options_.call, options_.version_timeout);
-    TANDEM_RETURN_IF_ERROR(FromGrpcStatus(receiver_.GetVersion(context.get(), {}, &served)));
+    TANDEM_ASSIGN_OR_RETURN(const weights::v1::GetVersionResponse served,
+                            AskVersion(receiver_, options_));
     SentWeights sent = {.weights = WeightsVersionFromProto(served.weights())};
     for (const auto& component : served.components()) {
       sent.components[component.name()] = WeightsVersionFromProto(component.weights());
     }
-    ChooseComponents(sent);
+    TANDEM_RETURN_IF_ERROR(ChooseTensors(sent, TypesFromProto(served)));
     if (Serves(sent)) {
       sent.bytes = furthest_chunk_ > 0 ? sent_bytes_ : 0;
       return sent;
@@ -67,9 +88,13 @@ class Sender {
   bool progressed() const { return progressed_; }
 
  private:
+  struct Range {
+    int64_t begin, end;
+  };
+
   // Leaves out the components that the receiver does not take, and a model that it serves, under
-  // any version.
-  void ChooseComponents(const SentWeights& served) {
+  // any version. Chooses the type of each tensor that is sent.
+  absl::Status ChooseTensors(const SentWeights& served, const TensorTypes& types) {
     const WeightManifest& whole = source_.manifest();
     manifest_ = whole;
     for (const ComponentManifest& component : whole.components) {
@@ -78,19 +103,63 @@ class Sender {
       }
     }
     if (served.weights.digest == whole.digest) manifest_ = manifest_.Without(kModelComponent);
+    const std::vector<WeightSpec> sent = std::exchange(manifest_.tensors, {});
+    manifest_.total_bytes = 0;
     ranges_.clear();
-    int64_t offset = 0;
-    for (const WeightSpec& tensor : whole.tensors) {
-      const int64_t begin = std::exchange(offset, offset + tensor.bytes());
-      const absl::string_view component = ComponentOf(tensor);
-      const bool is_sent = component == kModelComponent ? manifest_.has_model()
-                                                        : manifest_.Find(component) != nullptr;
-      if (!is_sent) continue;
-      if (!ranges_.empty() && ranges_.back().end == begin) {
-        ranges_.back().end = offset;
-      } else {
-        ranges_.push_back({.begin = begin, .end = offset});
+    model_sums_ = {};
+    size_t i = 0;        // of the source's tensors
+    int64_t offset = 0;  // of tensor i in the source's stream
+    for (size_t first = 0; first < sent.size();) {
+      // A tensor may be there in several types, one behind the other.
+      const std::string& name = sent[first].name;
+      for (; whole.tensors[i].name != name; ++i) offset += whole.tensors[i].bytes();
+      const auto wanted = types.find(name);
+      const DType type = wanted == types.end() || ComponentOf(sent[first]) != kModelComponent
+                             ? DType::kFloat32
+                             : wanted->second;
+      const std::optional<size_t> chosen = ChooseForm(i, type);
+      if (!chosen.has_value()) {
+        return absl::UnavailableError(absl::StrCat("the receiver wants \"", name, "\" as ",
+                                                   TorchDTypeName(type),
+                                                   ", which it did not when the weights were "
+                                                   "prepared: publish again"));
       }
+      for (; i < whole.tensors.size() && whole.tensors[i].name == name; ++i, ++first) {
+        const int64_t begin = std::exchange(offset, offset + whole.tensors[i].bytes());
+        if (i == *chosen) AddTensor(i, begin);
+      }
+    }
+    if (!std::ranges::all_of(manifest_.tensors, &IsFloat32)) {
+      manifest_.sent_digest = model_sums_.Digest();
+    }
+    return absl::OkStatus();
+  }
+
+  // Returns which form of the tensor whose first one is the source's tensor `first` is sent: one of
+  // `type`, or else of float32, which every receiver takes.
+  std::optional<size_t> ChooseForm(size_t first, DType type) const {
+    const std::vector<WeightSpec>& tensors = source_.manifest().tensors;
+    std::optional<size_t> chosen;
+    for (size_t i = first; i < tensors.size() && tensors[i].name == tensors[first].name; ++i) {
+      if (tensors[i].dtype == type) return i;
+      if (IsFloat32(tensors[i])) chosen = i;
+    }
+    return chosen;
+  }
+
+  // Adds the source's tensor `i`, at `begin` in its stream, to what is sent.
+  void AddTensor(size_t i, int64_t begin) {
+    const WeightSpec& tensor = source_.manifest().tensors[i];
+    manifest_.tensors.push_back(tensor);
+    manifest_.total_bytes += tensor.bytes();
+    if (!source_.sums().empty() && ComponentOf(tensor) == kModelComponent) {
+      model_sums_.Add(tensor.name, source_.sums()[i]);
+    }
+    const int64_t end = begin + tensor.bytes();
+    if (!ranges_.empty() && ranges_.back().end == begin) {
+      ranges_.back().end = end;
+    } else {
+      ranges_.push_back({.begin = begin, .end = end});
     }
   }
 
@@ -194,11 +263,9 @@ class Sender {
   const std::string& update_id_;
   const WeightSource& source_;
   const WeightSenderOptions& options_;
-  struct Range {
-    int64_t begin, end;
-  };
   WeightManifest manifest_;    // of what this receiver is sent
   std::vector<Range> ranges_;  // of that in the source's stream
+  TensorSums model_sums_;      // of the model's tensors as they are sent
   int64_t sent_bytes_ = 0;     // of the last attempt that began an update
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;
@@ -212,6 +279,9 @@ bool Retryable(const absl::Status& status) {
     case absl::StatusCode::kResourceExhausted:
     case absl::StatusCode::kNotFound:  // the receiver restarted: begin again
       return true;
+    // The receiver was restarted with other types since it was asked for them: ask again.
+    case absl::StatusCode::kInvalidArgument:
+      return absl::EndsWith(FieldPath(status).value_or(""), ".dtype");
     case absl::StatusCode::kDataLoss:
       return !HasReason(status, reason::kDigestMismatch);
     default:
@@ -220,6 +290,13 @@ bool Retryable(const absl::Status& status) {
 }
 
 }  // namespace
+
+absl::StatusOr<TensorTypes> AskTensorTypes(WeightService::StubInterface& receiver,
+                                           const WeightSenderOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const weights::v1::GetVersionResponse served,
+                          AskVersion(receiver, options));
+  return TypesFromProto(served);
+}
 
 absl::StatusOr<SentWeights> SendWeights(WeightService::StubInterface& receiver,
                                         const std::string& update_id, const WeightSource& source,

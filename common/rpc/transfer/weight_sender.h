@@ -34,13 +34,20 @@ struct SentWeights {
   int64_t bytes = 0;  // of the update; 0 if the receiver served it already
 };
 
+// Returns the types in which a receiver wants tensors now. Errors of its GetVersion.
+absl::StatusOr<TensorTypes> AskTensorTypes(weights::v1::WeightService::StubInterface& receiver,
+                                           const WeightSenderOptions& options = {});
+
 // Sends the weights to one receiver and commits them; blocks. A receiver is sent the components
-// that it takes, and one that serves the weights already nothing. `update_id` names the update:
-// reuse it to go on, at the receiver's next chunk, with one that was interrupted. Retries
-// UNAVAILABLE, DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or CANCELLED
-// as soon as `options.call` is over, and then the update stays open, so that the caller can go on
-// with it; after any other error it is aborted. The answer's digest is the receiver's own and
-// equals the manifest's; another one is DATA_LOSS. INTERNAL if `source` cannot be read.
+// that it takes, and one that serves the weights already nothing. Tensors travel in the types that
+// it wants, or as float32 where `source` has no other; UNAVAILABLE if `source` has neither, as for
+// a receiver that was restarted with another type after its types were asked for. `update_id` names
+// the update: reuse it to go on, at the receiver's next chunk, with one that was interrupted.
+// Retries UNAVAILABLE, DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or
+// CANCELLED as soon as `options.call` is over, and then the update stays open, so that the caller
+// can go on with it; after any other error it is aborted. The answer's digest is the one that the
+// receiver serves and equals the manifest's; another one is DATA_LOSS. INTERNAL if `source` cannot
+// be read.
 absl::StatusOr<SentWeights> SendWeights(weights::v1::WeightService::StubInterface& receiver,
                                         const std::string& update_id, const WeightSource& source,
                                         const WeightSenderOptions& options = {});

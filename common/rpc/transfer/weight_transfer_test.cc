@@ -8,6 +8,7 @@
 #include <stop_token>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/base/checksum.h"
@@ -28,46 +29,67 @@ namespace {
 // The receiver of the engines, behind a connection that breaks.
 class FlakyReceiver final : public WeightReceiver {
  public:
-  explicit FlakyReceiver(int64_t elements, std::vector<ReceivedComponent> components = {})
-      : receiver_({{.name = "w", .shape = {elements}}}, std::nullopt, /*num_token_ids=*/7, {},
-                  Tell(told_), std::move(components), /*allow_not_finite=*/true) {}
+  explicit FlakyReceiver(int64_t elements, std::vector<ReceivedComponent> components = {},
+                         DType type = DType::kFloat32)
+      : elements_(elements), components_(std::move(components)) {
+    Restart(type);
+  }
+  // Forgets all updates, and wants tensors in `type`.
+  void Restart(DType type) {
+    receiver_.emplace(
+        std::vector<WeightSpec>{{.name = "w", .dtype = type, .shape = {elements_}}}, std::nullopt,
+        /*num_token_ids=*/7, WeightsVersion(), Tell(told_), components_, /*allow_not_finite=*/true);
+  }
 
   absl::StatusOr<int64_t> Begin(const std::string& id, const WeightManifest& manifest,
                                 bool allow_rollback) override {
-    return receiver_.Begin(id, manifest, allow_rollback);
+    ++begun_;
+    return receiver_->Begin(id, manifest, allow_rollback);
   }
   absl::StatusOr<int64_t> Append(const std::string& id, int64_t chunk_index,
                                  absl::Span<const std::byte> data) override {
     if (chunks_until_break_ == 0) {
       chunks_until_break_ = chunks_between_breaks_.load();
+      if (restarts_as_.has_value()) Restart(*restarts_as_);
       return absl::UnavailableError("the connection broke");
     }
     if (chunks_until_break_ > 0) --chunks_until_break_;
-    absl::StatusOr<int64_t> next = receiver_.Append(id, chunk_index, data);
+    absl::StatusOr<int64_t> next = receiver_->Append(id, chunk_index, data);
     chunks_appended_ += next.ok();
     return next;
   }
   absl::StatusOr<WeightsVersion> Commit(const std::string& id, const CallScope& call) override {
-    absl::StatusOr<WeightsVersion> version = receiver_.Commit(id, call);
+    absl::StatusOr<WeightsVersion> version = receiver_->Commit(id, call);
     if (version.ok() && lie_) version->digest = std::string(32, '0');
     return version;
   }
-  absl::Status Abort(const std::string& id) override { return receiver_.Abort(id); }
-  WeightsVersion Version() const override { return receiver_.Version(); }
-  std::optional<WeightsVersion> ComponentVersion(absl::string_view name) const override {
-    return receiver_.ComponentVersion(name);
+  absl::Status Abort(const std::string& id) override { return receiver_->Abort(id); }
+  WeightsVersion Version() const override { return receiver_->Version(); }
+  TensorTypes WantedTypes() const override {
+    const TensorTypes types = receiver_->WantedTypes();
+    return std::exchange(told_types_, std::nullopt).value_or(types);
   }
-  std::string OpenUpdateId() const override { return receiver_.OpenUpdateId(); }
-  void DropAbandoned(SteadyTime now) override { receiver_.DropAbandoned(now); }
+  std::optional<WeightsVersion> ComponentVersion(absl::string_view name) const override {
+    return receiver_->ComponentVersion(name);
+  }
+  std::string OpenUpdateId() const override { return receiver_->OpenUpdateId(); }
+  void DropAbandoned(SteadyTime now) override { receiver_->DropAbandoned(now); }
 
   // The bytes of the update in force.
   std::string applied() const {
     return {reinterpret_cast<const char*>(told_.applied.data()), told_.applied.size()};
   }
 
+  const int64_t elements_;
+  const std::vector<ReceivedComponent> components_;
   Told told_;
-  StagedWeightReceiver receiver_;
+  std::optional<StagedWeightReceiver> receiver_;
   std::atomic<int> chunks_appended_ = 0;
+  std::atomic<int> begun_ = 0;
+  // The type that the receiver restarts with when the connection breaks.
+  std::optional<DType> restarts_as_;
+  // The answer to the next question for types, as of a receiver that restarts behind it.
+  mutable std::optional<TensorTypes> told_types_;
   // The connection breaks after this many chunks, and then again and again; negative: never.
   std::atomic<int> chunks_until_break_ = -1;
   std::atomic<int> chunks_between_breaks_ = -1;
@@ -98,7 +120,29 @@ class BytesSource final : public WeightSource {
     manifest_.components = {{.name = kSpeculatorComponent, .config = "{}", .digest = {}}};
     SetDigests();
   }
+  // Adds a second form of the tensor behind the first. Nothing here knows that it is the first one
+  // rounded.
+  void AddBfloat16() {
+    WeightSpec rounded = manifest_.tensors[0];
+    rounded.dtype = DType::kBFloat16;
+    for (int64_t i = 0; i < rounded.bytes(); ++i) bytes_.push_back(static_cast<char>(i * 7 + 3));
+    sums_ = {SumBytes(0, bytes_.data(), manifest_.total_bytes),
+             SumBytes(0, bytes_.data() + manifest_.total_bytes, rounded.bytes())};
+    manifest_.tensors.push_back(rounded);
+    manifest_.total_bytes += rounded.bytes();
+  }
+  // Keeps the second form alone.
+  void DropFloat32() {
+    bytes_ = bfloat16_bytes();
+    sums_ = {sums_[1]};
+    manifest_.tensors = {manifest_.tensors[1]};
+    manifest_.total_bytes = manifest_.tensors[0].bytes();
+  }
+  std::string float32_bytes() const { return bytes_.substr(0, kElements * 4); }
+  std::string bfloat16_bytes() const { return bytes_.substr(kElements * 4); }
+
   const WeightManifest& manifest() const override { return manifest_; }
+  absl::Span<const WordSums> sums() const override { return sums_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
     std::memcpy(out.data(), bytes_.data() + offset, out.size());
     return absl::OkStatus();
@@ -114,6 +158,7 @@ class BytesSource final : public WeightSource {
   }
   std::string bytes_;
   WeightManifest manifest_;
+  std::vector<WordSums> sums_;
 };
 
 class ReceiverApp final : public ServerApp {
@@ -251,6 +296,98 @@ TEST(WeightTransferComponentsTest, WhatAReceiverDoesNotTakeIsCutOutOfTheStream) 
   EXPECT_EQ(sent->bytes, 10400);
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(told.applied.data()), told.applied.size()),
             model);
+}
+
+// A source with both forms of its tensor, and a receiver that wants the second one.
+class WeightTransferTypesTest : public testing::Test {
+ protected:
+  WeightTransferTypesTest() {
+    source_.AddBfloat16();
+    options_.backoff = absl::Milliseconds(1);
+  }
+  absl::StatusOr<SentWeights> Send() { return SendWeights(*stub_, "u1", source_, options_); }
+
+  BytesSource source_;
+  FlakyReceiver receiver_{BytesSource::kElements, {}, DType::kBFloat16};
+  WeightSenderOptions options_;
+  TestServer server_{[this](ServerRuntime& runtime) {
+    return std::make_unique<ReceiverApp>(runtime, &receiver_);
+  }};
+  std::unique_ptr<weights::v1::WeightService::Stub> stub_ =
+      weights::v1::WeightService::NewStub(server_.channel());
+};
+
+TEST_F(WeightTransferTypesTest, EveryReceiverGetsTheTypeThatItWants) {
+  EXPECT_EQ(*AskTensorTypes(*stub_), (TensorTypes{{"w", DType::kBFloat16}}));
+  receiver_.chunks_until_break_ = 2;
+  const auto sent = Send();
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  EXPECT_EQ(sent->bytes, 5240);
+  EXPECT_EQ(sent->weights.digest, source_.manifest().digest) << "that of the float32 values";
+  EXPECT_EQ(receiver_.Version().digest, source_.manifest().digest);
+  EXPECT_EQ(receiver_.applied(), source_.bfloat16_bytes());
+  EXPECT_EQ(receiver_.chunks_appended_, 6) << "nothing was sent twice";
+  EXPECT_EQ(Send()->bytes, 0) << "it is served already";
+
+  receiver_.Restart(DType::kFloat32);
+  EXPECT_TRUE(AskTensorTypes(*stub_)->empty());
+  const auto wide = Send();
+  ASSERT_TRUE(wide.ok()) << wide.status();
+  EXPECT_EQ(wide->bytes, 10480);
+  EXPECT_EQ(receiver_.applied(), source_.float32_bytes());
+}
+
+TEST_F(WeightTransferTypesTest, TypesAreToldWhenTheyAreAskedFor) {
+  grpc::ClientContext context;
+  weights::v1::GetVersionResponse served;
+  ASSERT_TRUE(stub_->GetVersion(&context, {}, &served).ok());
+  EXPECT_EQ(served.tensor_types_size(), 0);
+}
+
+TEST_F(WeightTransferTypesTest, OtherBytesThanWereSummedUpAreDataLoss) {
+  source_.bytes_.back() ^= 1;
+  options_.max_attempts = 1;
+  const absl::Status status = Send().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  EXPECT_EQ(receiver_.Version().version, 0);
+  EXPECT_TRUE(receiver_.applied().empty());
+}
+
+TEST_F(WeightTransferTypesTest, AReceiverMayRestartWithAnotherType) {
+  receiver_.chunks_until_break_ = 3;
+  receiver_.restarts_as_ = DType::kFloat32;
+  const auto sent = Send();
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  EXPECT_EQ(receiver_.applied(), source_.float32_bytes());
+  EXPECT_EQ(sent->bytes, 10480);
+}
+
+TEST_F(WeightTransferTypesTest, ATypeThatWasNotPreparedIsAskedForAgain) {
+  source_.DropFloat32();
+  receiver_.chunks_until_break_ = 3;
+  receiver_.restarts_as_ = DType::kFloat32;
+  const absl::Status status = Send().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("wants \"w\" as float32"), std::string::npos) << status;
+  EXPECT_EQ(receiver_.Version().version, 0);
+}
+
+// Between the question and the beginning of the update.
+TEST_F(WeightTransferTypesTest, ARefusedTypeIsAskedForAgain) {
+  receiver_.Restart(DType::kFloat32);
+  receiver_.told_types_ = TensorTypes{{"w", DType::kBFloat16}};
+  const auto sent = Send();
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  EXPECT_EQ(receiver_.begun_, 2);
+  EXPECT_EQ(receiver_.applied(), source_.float32_bytes());
+}
+
+// As one that was prepared before the receiver could be asked.
+TEST_F(WeightTransferTypesTest, Float32IsTakenByEveryReceiver) {
+  source_ = BytesSource();
+  const auto sent = Send();
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  EXPECT_EQ(receiver_.applied(), source_.bytes_);
 }
 
 TEST(WeightTransferLimitsTest, TheLargestChunksPassTheMessageLimit) {

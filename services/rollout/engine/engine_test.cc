@@ -517,6 +517,37 @@ TEST_P(StoredLaneTest, NewWeightsAreStoredAsTheOldOnesWere) {
   EXPECT_EQ(ScoresOf(*engine).senior_logprobs, expected.senior_logprobs);
 }
 
+// The bits are those that the lane makes of float32 values; what it quantises comes in float32.
+TEST_P(StoredLaneTest, ASenderMayRoundWhatTheLaneRounds) {
+  const auto model = *Model::Load(Senior());
+  for (const char* kernels : {"auto", "aten"}) {
+    EngineOptions stored = Options();
+    stored.compute.kernels = kernels;
+    stored.senior.dtype = GetParam().dtype;
+    stored.senior.quantization = GetParam().quantization;
+    if (std::string(kernels) == "aten" && GetParam().quantization != Quantization::kNone) continue;
+    const SequenceScores expected = ScoresOf(*Create(stored));
+    const TemporaryFolder other;
+    WriteTinyModelAndTokenizer(other.path(), 9);
+    stored.senior.model = other.path();
+    const auto engine = Create(stored);
+    EXPECT_NE(ScoresOf(*engine).senior_logprobs, expected.senior_logprobs);
+    const TensorTypes types = engine->weights().WantedTypes();
+    const bool rounds = GetParam().dtype == DType::kBFloat16;
+    EXPECT_EQ(types.contains("model.embed_tokens.weight"), rounds);
+    EXPECT_EQ(types.contains("model.norm.weight"), rounds && std::string(kernels) == "aten");
+    std::vector<std::byte> stream;
+    const WeightManifest manifest = ManifestOf(*model, 1, stream, types);
+    EXPECT_EQ(manifest.digest, model->weights_digest());
+    ASSERT_TRUE(engine->weights().Begin("u", manifest, false).ok());
+    ASSERT_TRUE(engine->weights().Append("u", 0, stream).ok());
+    const auto served = engine->weights().Commit("u", {});
+    ASSERT_TRUE(served.ok()) << served.status();
+    EXPECT_EQ(served->digest, model->weights_digest());
+    EXPECT_EQ(ScoresOf(*engine).senior_logprobs, expected.senior_logprobs) << kernels;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Formats, StoredLaneTest,
                          testing::Values(Stored{"bfloat16", DType::kBFloat16, Quantization::kNone,
                                                 0.3},

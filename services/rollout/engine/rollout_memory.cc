@@ -79,7 +79,7 @@ int64_t WeightBytes(const ParameterSpec& spec, int64_t rank, int64_t ranks,
                     const ExpertShard& experts, const LaneStorage& storage) {
   if (!IsPacked(spec, storage.weight_format)) {
     return ShardNumel(spec, rank, ranks, experts) *
-           static_cast<int64_t>(ItemSizeBytes(spec.trains ? storage.dtype : DType::kFloat32));
+           static_cast<int64_t>(ItemSizeBytes(StoredType(spec, storage)));
   }
   if (!spec.IsIn(experts)) return 0;
   const std::vector<int64_t> shape = spec.ShardOf(rank, ranks, experts).ShapeOf(spec.shape);

@@ -56,20 +56,20 @@ class TorchEngine final : public training::CoreEngine<Engine> {
                                                   const LogProbsBatch& batch) override {
     return compute_log_probs_(call, batch);
   }
-  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope& call) override {
-    return take_snapshot_(call, {});
+  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(
+      const CallScope& call, const std::vector<TensorTypes>& receivers) override {
+    return take_snapshot_(call, {.receivers = receivers});
   }
 
  private:
-  using NoRequest = training::TrainingCore::NoRequest;
+  struct SnapshotRequest {
+    std::vector<TensorTypes> receivers;
+  };
   using SnapshotResult = absl::StatusOr<std::shared_ptr<const WeightSource>>;
 
   void AddCommands();
   absl::StatusOr<StepResult> DoStep(const CallScope& call, const TrainStepRequest& request);
-  SnapshotResult TakeSnapshot();
-  // Copies the parameters, with the speculator behind them where `components` describe one.
-  SnapshotResult CopyWeights(TensorSource parameters, const WeightsVersion& weights,
-                             std::vector<ComponentManifest> components) const;
+  SnapshotResult TakeSnapshot(const SnapshotRequest& request);
   bool HasSpeculator() const { return models_->speculator != nullptr; }
   BatchLimits Limits() const;
 
@@ -80,7 +80,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   training::TrainingCore::Command<TrainStepRequest, absl::StatusOr<StepResult>> train_step_;
   training::TrainingCore::Command<LogProbsBatch, absl::StatusOr<LogProbsResults>>
       compute_log_probs_;
-  training::TrainingCore::Command<NoRequest, SnapshotResult> take_snapshot_;
+  training::TrainingCore::Command<SnapshotRequest, SnapshotResult> take_snapshot_;
 };
 
 void TorchEngine::AddCommands() {
@@ -92,8 +92,9 @@ void TorchEngine::AddCommands() {
       "log-probabilities", [this](const CallScope&, const auto& batch) {
         return trainer::ComputeLogProbs(*models_, batch);
       });
-  take_snapshot_ = core_->AddCommand<NoRequest, SnapshotResult>(
-      "weight snapshot", [this](const CallScope&, const NoRequest&) { return TakeSnapshot(); });
+  take_snapshot_ = core_->AddCommand<SnapshotRequest, SnapshotResult>(
+      "weight snapshot",
+      [this](const CallScope&, const auto& request) { return TakeSnapshot(request); });
 }
 
 BatchLimits TorchEngine::Limits() const {
@@ -118,9 +119,16 @@ absl::StatusOr<StepResult> TorchEngine::DoStep(const CallScope& call,
   return core_->Step(request, [&](StepReport& report) { return step.Prepare(call, report); });
 }
 
-TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
+TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& request) {
   const WeightsVersion weights = core_->weights();
   parallel::Strategy& strategy = core_->strategy();
+  std::vector<WeightSpec> tensors =
+      InWantedTypes(core_->model().WeightSpecs(DType::kFloat32), request.receivers);
+  NamedTensors heads;
+  if (HasSpeculator()) heads = speculator::WeightsToSend(models_->speculator->speculator());
+  for (const auto& [name, tensor] : heads) {
+    tensors.push_back({.name = name, .shape = tensor.sizes().vec()});
+  }
   // Null on other ranks, which publish nothing.
   std::shared_ptr<const WeightSource> snapshot = snapshot_.lock();
   std::vector<ComponentManifest> components;  // on rank 0, which sends them: all ranks have them
@@ -132,36 +140,24 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot() {
         return absl::StatusOr<bool>(snapshot != nullptr &&
                                     snapshot->manifest().version == weights.version &&
                                     snapshot->manifest().digest == weights.digest &&
-                                    snapshot->manifest().components == components);
+                                    snapshot->manifest().components == components &&
+                                    snapshot->manifest().tensors == tensors);
       }));
   if (held) return snapshot;
   snapshot = nullptr;  // releases its file for the next one
   TANDEM_RETURN_IF_ERROR(
       parallel::UseWholeParameters(strategy, [&](TensorSource parameters) -> absl::Status {
-        TANDEM_ASSIGN_OR_RETURN(snapshot, CopyWeights(parameters, weights, std::move(components)));
+        const auto all = [&](TensorVisitor visit) -> absl::Status {
+          TANDEM_RETURN_IF_ERROR(parameters(visit));
+          return SourceOf(heads)(visit);
+        };
+        TANDEM_ASSIGN_OR_RETURN(
+            snapshot, MakeWeightSnapshot(tensors, all, weights, core_->model().num_token_ids(),
+                                         std::move(components)));
         return absl::OkStatus();
       }));
   snapshot_ = snapshot;
   return snapshot;
-}
-
-TorchEngine::SnapshotResult TorchEngine::CopyWeights(
-    TensorSource parameters, const WeightsVersion& weights,
-    std::vector<ComponentManifest> components) const {
-  std::vector<WeightSpec> specs = core_->model().WeightSpecs(DType::kFloat32);
-  NamedTensors behind;
-  if (!components.empty()) {
-    behind = speculator::WeightsToSend(models_->speculator->speculator());
-  }
-  for (const auto& [name, tensor] : behind) {
-    specs.push_back({.name = name, .shape = tensor.sizes().vec()});
-  }
-  const auto all = [&](TensorVisitor visit) -> absl::Status {
-    TANDEM_RETURN_IF_ERROR(parameters(visit));
-    return SourceOf(behind)(visit);
-  };
-  return MakeWeightSnapshot(specs, all, weights, core_->model().num_token_ids(),
-                            std::move(components));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #define TANDEM_SERVICES_TRAINER_ENGINE_ENGINE_H_
 
 #include <memory>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -36,8 +37,10 @@ class Engine : public training::Engine {
   virtual absl::StatusOr<LogProbsResults> ComputeLogProbs(const CallScope& call,
                                                           const LogProbsBatch& batch) = 0;
 
-  // Returns a copy of the current weights, for publishing. It has those of the speculator, too.
-  virtual absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope& call) = 0;
+  // Returns a copy of the current weights, for publishing, in all types in which `receivers` want
+  // them; in float32 without receivers. It has those of the speculator, too.
+  virtual absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(
+      const CallScope& call, const std::vector<TensorTypes>& receivers) = 0;
 };
 
 // Loads the model; blocks. With a null `critic` GAE is refused.

@@ -150,7 +150,7 @@ TEST_F(EngineFrozenTest, AnUpdateThatIsNotFiniteSkipsTheStep) {
 TEST_F(EngineFrozenTest, TheModelIsPublishedExportedAndAskedForLogProbs) {
   const auto engine = Make(Frozen()), without = Make(Without());
   Step(*engine, Supervised(1));
-  const auto weights = engine->Snapshot({});
+  const auto weights = engine->Snapshot({}, {});
   ASSERT_TRUE(weights.ok()) << weights.status();
   EXPECT_EQ((*weights)->manifest().version, 1);
   EXPECT_EQ((*weights)->manifest().digest, Digest(*without));

@@ -374,11 +374,11 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAsBesideOneProcess) {
       last = Step(engine, request);
       ExpectSameReport(last, Step(*single, request));
       EXPECT_GT(last.report.metrics.at("speculator/loss"), 0);
-      const auto source = engine.Snapshot({}).value();
+      const auto source = engine.Snapshot({}, {}).value();
       EXPECT_EQ(source->manifest().version, step);
       EXPECT_EQ(source->manifest().components.at(0).config,
-                single->Snapshot({}).value()->manifest().components.at(0).config);
-      EXPECT_EQ(source->manifest().tensors, single->Snapshot({}).value()->manifest().tensors);
+                single->Snapshot({}, {}).value()->manifest().components.at(0).config);
+      EXPECT_EQ(source->manifest().tensors, single->Snapshot({}, {}).value()->manifest().tensors);
       if (step == 2)
         saved =
             engine.SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "two"})->path;
@@ -428,7 +428,7 @@ TEST_P(TrainerRanksTest, ASpeculatorLearnsAloneAsOnOneProcess) {
         resumed->SaveCheckpoint({}, {.directory = shared / "checkpoints", .name = "five"}).value();
     ASSERT_TRUE(engine.LoadCheckpoint({}, {of_single.path}).ok());
     EXPECT_EQ(engine.Info().optimizer_steps, 5);
-    EXPECT_EQ(engine.Snapshot({}).value()->manifest().digest, digest);
+    EXPECT_EQ(engine.Snapshot({}, {}).value()->manifest().digest, digest);
   });
 }
 
@@ -494,7 +494,7 @@ TEST_P(TrainerRanksTest, CheckpointsGoOnUnderOtherLayouts) {
              EXPECT_EQ(Digest(engine), Digest(*single));
              ExpectSameReport(Step(engine, RequestOf(3)), Step(*single, RequestOf(3)));
 
-             const auto weights = engine.Snapshot({});
+             const auto weights = engine.Snapshot({}, {});
              ASSERT_TRUE(weights.ok()) << weights.status();
              EXPECT_EQ((*weights)->manifest().digest, Digest(engine));
              ASSERT_TRUE(engine.ExportModel({}, shared / "exported", DType::kFloat32).ok());

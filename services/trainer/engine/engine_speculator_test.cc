@@ -94,7 +94,7 @@ TEST_F(EngineSpeculatorTest, ASnapshotHasTheModelAsWithoutOneAndTheSpeculatorBeh
   for (int64_t step = 1; step <= 2; ++step) {
     Step(*with, Supervised(step));
     Step(*without, Supervised(step));
-    const auto source = with->Snapshot({}).value(), alone = without->Snapshot({}).value();
+    const auto source = with->Snapshot({}, {}).value(), alone = without->Snapshot({}, {}).value();
     EXPECT_EQ(source->manifest().version, step);
     EXPECT_EQ(source->manifest().Without(kSpeculatorComponent), alone->manifest());
     EXPECT_THAT(alone->manifest().components, IsEmpty());
@@ -111,7 +111,7 @@ TEST_F(EngineSpeculatorTest, ASnapshotHasTheModelAsWithoutOneAndTheSpeculatorBeh
       tensors.erase(name);
     }
     EXPECT_EQ(tensors, TensorsOf(*alone));
-    EXPECT_EQ(with->Snapshot({}).value(), source) << "while it is held, it is used again";
+    EXPECT_EQ(with->Snapshot({}, {}).value(), source) << "while it is held, it is used again";
   }
 }
 

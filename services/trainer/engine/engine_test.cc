@@ -542,16 +542,40 @@ TEST_F(TrainerEngineTest, ExportIsAModelDirectory) {
 
 TEST_F(TrainerEngineTest, SnapshotIsAnImmutableCopyWithTheDigestOfTheWeights) {
   auto engine = Make();
-  const auto snapshot = engine->Snapshot({}).value();
+  const auto snapshot = engine->Snapshot({}, {}).value();
   EXPECT_EQ(snapshot->manifest().digest, Digest(*engine));
   EXPECT_EQ(snapshot->manifest().version, 0);
   Step(*engine, TestRequest());
   std::vector<std::byte> bytes(static_cast<size_t>(snapshot->manifest().total_bytes));
   ASSERT_TRUE(snapshot->Read(0, absl::MakeSpan(bytes)).ok());
   EXPECT_EQ(StreamDigest(snapshot->manifest().tensors, bytes), snapshot->manifest().digest);
-  const auto next = engine->Snapshot({}).value();
+  const auto next = engine->Snapshot({}, {}).value();
   EXPECT_EQ(next->manifest().version, 1);
   EXPECT_EQ(next->manifest().digest, Digest(*engine));
+}
+
+TEST_F(TrainerEngineTest, SnapshotHasTheTypesThatReceiversWant) {
+  auto engine = Make();
+  const TensorTypes types = {{"model.embed_tokens.weight", DType::kBFloat16}};
+  const auto narrow = engine->Snapshot({}, {types}).value();
+  EXPECT_EQ(narrow->manifest().tensors[0].dtype, DType::kBFloat16);
+  EXPECT_EQ(narrow->manifest().tensors[1].dtype, DType::kFloat32);
+  EXPECT_EQ(narrow->sums().size(), narrow->manifest().tensors.size());
+  EXPECT_EQ(engine->Snapshot({}, {types}).value(), narrow) << "while it is held, it is used again";
+  const auto both = engine->Snapshot({}, {{}, types}).value();
+  EXPECT_NE(both, narrow);
+  EXPECT_EQ(both->manifest().tensors.size(), narrow->manifest().tensors.size() + 1);
+  EXPECT_EQ(both->manifest().digest, narrow->manifest().digest);
+
+  const auto first_tensor = [](const WeightSource& source, at::ScalarType type) {
+    const WeightSpec& spec = source.manifest().tensors[0];
+    at::Tensor values = at::empty(spec.shape, type);
+    auto* const bytes = static_cast<std::byte*>(values.mutable_data_ptr());
+    EXPECT_TRUE(source.Read(0, {bytes, static_cast<size_t>(spec.bytes())}).ok());
+    return values;
+  };
+  EXPECT_TRUE(at::equal(first_tensor(*narrow, at::kBFloat16),
+                        first_tensor(*both, at::kFloat).to(at::kBFloat16)));
 }
 
 TEST_F(TrainerEngineTest, SupervisedStepsLearnTheResponses) {

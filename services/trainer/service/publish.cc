@@ -4,7 +4,9 @@
 #include <atomic>
 #include <set>
 #include <thread>
+#include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/catch_exceptions.h"
 #include "common/base/errors/error.h"
@@ -17,19 +19,31 @@ namespace {
 
 constexpr size_t kMaxParallelTargets = 16;
 
-absl::StatusOr<rpc::SentWeights> PublishToOne(const std::string& target, const WeightSource& source,
-                                              bool allow_rollback,
-                                              const rpc::ChannelOptions& channel_options,
-                                              const CallScope& call) {
-  const WeightManifest& manifest = source.manifest();
-  const auto receiver =
-      weights::v1::WeightService::NewStub(rpc::MakeChannel(target, channel_options));
-  std::string update_id = absl::StrCat("v", manifest.version, "-", manifest.digest);
-  for (const ComponentManifest& component : manifest.components) {
-    absl::StrAppend(&update_id, "-", component.digest);
+// Calls `work` with each of 0 .. count - 1, in parallel. What it throws is its status.
+std::vector<absl::Status> ForEach(size_t count, const CallScope& call,
+                                  absl::FunctionRef<absl::Status(size_t index)> work) {
+  std::vector<absl::Status> done(count);
+  std::atomic<size_t> next = 0;
+  const auto take = [&] {
+    const ScopedCallLog call_log(call);
+    for (size_t i = next++; i < count; i = next++) {
+      done[i] = CatchExceptions("publication", [&] { return work(i); });
+    }
+  };
+  {
+    std::vector<std::jthread> threads;  // joined at the end of the block, after an exception too
+    for (size_t i = 1; i < std::min(count, kMaxParallelTargets); ++i) threads.emplace_back(take);
+    take();
   }
-  return rpc::SendWeights(*receiver, update_id, source,
-                          {.allow_rollback = allow_rollback, .call = call});
+  return done;
+}
+
+std::string UpdateId(const WeightManifest& manifest) {
+  std::string id = absl::StrCat("v", manifest.version, "-", manifest.digest);
+  for (const ComponentManifest& component : manifest.components) {
+    absl::StrAppend(&id, "-", component.digest);
+  }
+  return id;
 }
 
 }  // namespace
@@ -47,27 +61,41 @@ absl::Status CheckTargets(const std::vector<std::string>& targets) {
   return absl::OkStatus();
 }
 
-std::vector<absl::StatusOr<rpc::SentWeights>> PublishToAll(
-    const std::vector<std::string>& targets, const WeightSource& source, bool allow_rollback,
-    const rpc::ChannelOptions& channel_options, const CallScope& call) {
-  std::vector<absl::StatusOr<rpc::SentWeights>> deliveries(targets.size());
-  std::atomic<size_t> next = 0;
-  const auto work = [&] {
-    const ScopedCallLog call_log(call);
-    for (size_t i = next++; i < targets.size(); i = next++) {
-      const absl::Status done = CatchExceptions("publication", [&] {
-        deliveries[i] = PublishToOne(targets[i], source, allow_rollback, channel_options, call);
+Receivers::Receivers(const std::vector<std::string>& targets,
+                     const rpc::ChannelOptions& channel_options) {
+  for (const std::string& target : targets) {
+    stubs_.push_back(
+        weights::v1::WeightService::NewStub(rpc::MakeChannel(target, channel_options)));
+  }
+}
+
+std::vector<TensorTypes> Receivers::AskTypes(const CallScope& call) const {
+  std::vector<TensorTypes> answers(stubs_.size());
+  const std::vector<absl::Status> asked =
+      ForEach(stubs_.size(), call, [&](size_t i) -> absl::Status {
+        TANDEM_ASSIGN_OR_RETURN(answers[i], rpc::AskTensorTypes(*stubs_[i], {.call = call}));
         return absl::OkStatus();
       });
-      if (!done.ok()) deliveries[i] = done;
-    }
-  };
-  {
-    std::vector<std::jthread> threads;  // joined at the end of the block, after an exception too
-    for (size_t i = 1; i < std::min(targets.size(), kMaxParallelTargets); ++i) {
-      threads.emplace_back(work);
-    }
-    work();
+  std::set<TensorTypes> types;
+  for (size_t i = 0; i < asked.size(); ++i) {
+    // Send asks again, and reports the error.
+    if (asked[i].ok()) types.insert(std::move(answers[i]));
+  }
+  return {types.begin(), types.end()};
+}
+
+std::vector<absl::StatusOr<rpc::SentWeights>> Receivers::Send(const WeightSource& source,
+                                                              bool allow_rollback,
+                                                              const CallScope& call) const {
+  const std::string update_id = UpdateId(source.manifest());
+  std::vector<absl::StatusOr<rpc::SentWeights>> deliveries(stubs_.size());
+  const std::vector<absl::Status> done = ForEach(stubs_.size(), call, [&](size_t i) {
+    deliveries[i] = rpc::SendWeights(*stubs_[i], update_id, source,
+                                     {.allow_rollback = allow_rollback, .call = call});
+    return absl::OkStatus();
+  });
+  for (size_t i = 0; i < done.size(); ++i) {
+    if (!done[i].ok()) deliveries[i] = done[i];
   }
   return deliveries;
 }

@@ -39,8 +39,9 @@ class ReceiverApp final : public rpc::ServerApp {
 // A receiver whose commits return the status of `apply`.
 struct ReceiverServer {
   explicit ReceiverServer(absl::Status apply = absl::OkStatus(), int64_t version = -1,
-                          std::vector<ReceivedComponent> components = {})
-      : receiver({{.name = "w", .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
+                          std::vector<ReceivedComponent> components = {},
+                          DType type = DType::kFloat32)
+      : receiver({{.name = "w", .dtype = type, .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
                  /*num_token_ids=*/0, {.version = version, .digest = ""}, Tell(told),
                  std::move(components)) {
     told.apply_status = std::move(apply);
@@ -79,6 +80,38 @@ TEST_F(PublishTest, EveryReceiverServesTheWeights) {
   }
   EXPECT_EQ(a.receiver.Version().digest, response->weights().digest());
   EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weight_bytes_sent_total 4194384"));
+}
+
+TEST_F(PublishTest, TheSnapshotHasTheTypesThatTheReceiversWant) {
+  ReceiverServer wide, rounds(absl::OkStatus(), -1, {}, DType::kBFloat16),
+      rounds_too(absl::OkStatus(), -1, {}, DType::kBFloat16);
+  auto response = Publish({rounds.server.address(), rounds_too.server.address()});
+  ASSERT_TRUE(response.ok()) << response.status();
+  const TensorTypes narrow = {{"w", DType::kBFloat16}};
+  EXPECT_THAT(engine_->asked_types(), testing::ElementsAre(narrow));
+  EXPECT_EQ(response->bytes(), (2 << 20) + 40);
+  for (const ReceiverServer* receiver : {&rounds, &rounds_too}) {
+    EXPECT_EQ(receiver->told.applied.size(), (2 << 20) / 2 + 20);
+    EXPECT_EQ(receiver->receiver.Version().digest, response->weights().digest());
+  }
+  for (const auto& result : response->results()) {
+    EXPECT_EQ(result.bytes(), (2 << 20) / 2 + 20) << result.status().message();
+  }
+  EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weight_bytes_sent_total 2097192"));
+
+  response = Publish({wide.server.address(), rounds.server.address()}, /*allow_rollback=*/true);
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_THAT(engine_->asked_types(), testing::ElementsAre(TensorTypes(), narrow));
+  EXPECT_EQ(response->results(0).bytes(), (2 << 20) + 40);
+  EXPECT_EQ(response->results(1).bytes(), 0) << "it serves the weights";
+  EXPECT_EQ(wide.told.applied.size(), (2 << 20) + 40);
+
+  const std::string dead = wide.server.address();
+  wide.server.Stop();
+  response = Publish({dead, rounds.server.address()});
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_THAT(engine_->asked_types(), testing::ElementsAre(narrow));
+  EXPECT_EQ(response->results(0).status().code(), static_cast<int>(grpc::UNAVAILABLE));
 }
 
 TEST_F(PublishTest, OneDeadReceiverDoesNotConcernTheOthers) {

@@ -216,13 +216,14 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
   const std::vector<std::string> targets(request.targets().begin(), request.targets().end());
   TANDEM_RETURN_IF_ERROR(CheckTargets(targets));
   const rpc::PhaseTimer timer(metrics_, "publish");
-  TANDEM_ASSIGN_OR_RETURN(const auto source, engine_->Snapshot(call));
+  const Receivers receivers(targets, options_.publish_channel);
+  TANDEM_ASSIGN_OR_RETURN(const auto source, engine_->Snapshot(call, receivers.AskTypes(call)));
   const std::vector<absl::StatusOr<rpc::SentWeights>> deliveries =
-      PublishToAll(targets, *source, request.allow_rollback(), options_.publish_channel, call);
+      receivers.Send(*source, request.allow_rollback(), call);
   v1::PublishWeightsResponse response;
   response.mutable_weights()->set_version(source->manifest().version);
   response.mutable_weights()->set_digest(source->manifest().digest);
-  response.set_bytes(source->manifest().total_bytes);
+  response.set_bytes(source->manifest().float32_bytes());
   for (size_t i = 0; i < targets.size(); ++i) {
     const absl::StatusOr<rpc::SentWeights>& delivery = deliveries[i];
     v1::PublishResult& result = *response.add_results();
@@ -230,6 +231,7 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
     *result.mutable_status() = rpc::ToRpcStatus(delivery.status());
     if (delivery.ok()) {
       result.set_digest(delivery->weights.digest);
+      result.set_bytes(delivery->bytes);
       metrics_.Counter(rpc::metric::kWeightBytesSent)
           .Increment(static_cast<double>(delivery->bytes));
       if (source->manifest().Find(kSpeculatorComponent) != nullptr) {

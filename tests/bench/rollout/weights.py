@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.rpc.client import TrainerClient
@@ -22,24 +23,45 @@ _BAR_RATE, _BAR_GAP = 0.7, 1.5
 # Tokens of the response that is written meanwhile; it is cancelled at the end.
 _LONG = 1500
 _TOKENS_BEFORE = 8
+# Settings of the senior; the gaps are those of the first.
+_LANES = {"bfloat16": {"senior_dtype": "bfloat16"}, "float32": {}}
 
 
 def run(bench: Bench) -> None:
-    """Measures the section, with a senior that is stored in bfloat16."""
+    """Measures the section: rates for servers of both types, gaps for one of bfloat16."""
     bench.limits.measure()
-    lane = {} if bench.options.skips("weights bfloat16") else {"senior_dtype": "bfloat16"}
-    model = str(bench.options.model)
-    longest = bench.options.prompt_tokens + _LONG
-    trainer = {"model": model, "optimizer": {"learning_rate": 1e-6}}
+    lanes = {
+        name: lane
+        for name, lane in _LANES.items()
+        if name == "float32" or not bench.options.skips(f"weights {name}")
+    }
+    with ExitStack() as stack:
+        program = build_directory() / "bin" / "tandem-stream-bench"
+        plain = stack.enter_context(DrivenProgram([program]))
+        _rates(
+            bench,
+            {name: _Receiver(bench, lane, "keep", stack) for name, lane in lanes.items()},
+            plain,
+        )
     for policy in ("keep", "recompute"):
-        settings = {"senior_model": model, "on_weight_update": policy, **lane}
         with ExitStack() as stack:
-            server = stack.enter_context(bench.server(settings, longest=longest, trainer=trainer))
-            publisher = stack.enter_context(_Publisher(server))
-            if policy == "keep":
-                program = build_directory() / "bin" / "tandem-stream-bench"
-                _rate(bench, server, publisher, stack.enter_context(DrivenProgram([program])))
-            _gap(bench, server, publisher, policy)
+            _gap(bench, _Receiver(bench, next(iter(lanes.values())), policy, stack), policy)
+
+
+class _Receiver:
+    """A rollout server whose senior is stored so, and a trainer that publishes to it."""
+
+    def __init__(self, bench: Bench, lane: dict[str, str], policy: str, stack: ExitStack) -> None:
+        model = str(bench.options.model)
+        settings = {"senior_model": model, "on_weight_update": policy, **lane}
+        self.server = stack.enter_context(
+            bench.server(
+                settings,
+                longest=bench.options.prompt_tokens + _LONG,
+                trainer={"model": model, "optimizer": {"learning_rate": 1e-6}},
+            )
+        )
+        self.publisher = stack.enter_context(_Publisher(self.server))
 
 
 class _Publisher:
@@ -64,35 +86,72 @@ class _Publisher:
         self._client.train_step([sample], run_id="bench", step=step, expected_version=step - 1)
 
     def publish(self) -> int:
-        """Publishes the weights; returns their bytes."""
-        reply = self._client.publish_weights(self._targets)
-        for result in reply.results:
-            if result.status.code:
-                raise RuntimeError(f"{result.target}: {result.status.message}")
-        return reply.bytes
+        """Publishes the weights; returns the bytes that were sent."""
+        [result] = self._client.publish_weights(self._targets).results
+        if result.status.code:
+            raise RuntimeError(f"{result.target}: {result.status.message}")
+        return result.bytes
 
 
-def _rate(bench: Bench, server: RolloutServer, publisher: _Publisher, plain: DrivenProgram) -> None:
-    receiver, sender = server.process.process.pid, server.cluster.trainer.process.pid
-    ratios, ours, theirs, received, copied = [], [], [], [], []
-    for count in range(bench.options.rounds + 1):
-        publisher.prepare()
+@dataclass
+class _Rates:
+    """What the publications to one receiver took, and a plain stream of as many bytes."""
+
+    size: int = 0
+    seconds: list[float] = field(default_factory=list)
+    plain_seconds: list[float] = field(default_factory=list)
+    receiver_cpu: list[float] = field(default_factory=list)
+    trainer_cpu: list[float] = field(default_factory=list)
+
+    def measure(self, side: _Receiver, plain: DrivenProgram) -> None:
+        """Publishes once."""
+        receiver = side.server.process.process.pid
+        sender = side.server.cluster.trainer.process.pid
+        side.publisher.prepare()
         begin, of_sender = Moment.now([receiver]), Moment.now([sender])
-        size = publisher.publish()
+        self.size = side.publisher.publish()
         published, sent = Moment.now([receiver]), Moment.now([sender])
-        plain.ask(str(size))
+        plain.ask(str(self.size))
         arrived = Moment.now()
-        if count > 0:
-            ours.append(size / (published - begin).seconds)
-            theirs.append(size / (arrived - published).seconds)
-            ratios.append(ours[-1] / theirs[-1])
-            received.append((published - begin).cpu_seconds)
-            copied.append((sent - of_sender).cpu_seconds)
-    cpu = f"receiver {statistics.median(received):.2f}, trainer {statistics.median(copied):.2f}"
-    rates = f"{_gigabytes(ours)}, plain {_gigabytes(theirs)}"
-    detail = f"{rates}; {size / 1e6:.0f} MB; CPU seconds: {cpu}"
-    figure = "weight update, bytes/s by a plain stream of 1 MiB messages"
-    bench.table.at_least(figure, statistics.median(ratios), _BAR_RATE, detail)
+        self.seconds.append((published - begin).seconds)
+        self.plain_seconds.append((arrived - published).seconds)
+        self.receiver_cpu.append((published - begin).cpu_seconds)
+        self.trainer_cpu.append((sent - of_sender).cpu_seconds)
+
+    def detail(self) -> str:
+        """Describes the figures."""
+        ours, plain = (
+            _gigabytes([self.size / second for second in seconds])
+            for seconds in (self.seconds, self.plain_seconds)
+        )
+        receiver = statistics.median(self.receiver_cpu)
+        trainer = statistics.median(self.trainer_cpu)
+        return (
+            f"{ours}, plain {plain}; {self.size / 1e6:.0f} MB in {_seconds(self.seconds)}; "
+            f"CPU seconds: receiver {receiver:.2f}, trainer {trainer:.2f}"
+        )
+
+
+def _rates(bench: Bench, sides: dict[str, _Receiver], plain: DrivenProgram) -> None:
+    """Publishes to the receivers by turns."""
+    rates = {name: _Rates() for name in sides}
+    for side in sides.values():
+        _Rates().measure(side, plain)  # the first one makes files and connections
+    for _ in range(bench.options.rounds):
+        for name, side in sides.items():
+            rates[name].measure(side, plain)
+    for name, rate in rates.items():
+        pairs = zip(rate.plain_seconds, rate.seconds, strict=True)
+        figure = f"weight update ({name}), bytes/s by a plain stream of 1 MiB messages"
+        ratio = statistics.median(plain / ours for plain, ours in pairs)
+        bench.table.at_least(figure, ratio, _BAR_RATE, rate.detail())
+    if len(rates) == len(_LANES):
+        half, whole = (statistics.median(rates[name].seconds) for name in _LANES)
+        bench.table.note("weight update, seconds of bfloat16 by those of float32", half / whole)
+
+
+def _seconds(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
 def _gigabytes(rates: list[float]) -> str:
@@ -100,8 +159,9 @@ def _gigabytes(rates: list[float]) -> str:
     return f"{statistics.median(rates) / 1e9:.2f} GB/s ({low:.2f} to {high:.2f})"
 
 
-def _gap(bench: Bench, server: RolloutServer, publisher: _Publisher, policy: str) -> None:
+def _gap(bench: Bench, side: _Receiver, policy: str) -> None:
     """Compares the longest time between two tokens during an update with the usual one."""
+    server, publisher = side.server, side.publisher
     ratios = []
     for _ in range(bench.options.rounds):
         publisher.prepare()

@@ -33,6 +33,8 @@ NOT_COMPARED = frozenset(
         "tandem.types.v1.Trajectory.accepted_draft_mask",
         # Drawn at random by the sender of an update.
         "tandem.weights.v1.GetVersionResponse.open_update_id",
+        # What the receiver held before decides.
+        "tandem.trainer.v1.PublishResult.bytes",
     }
 )
 

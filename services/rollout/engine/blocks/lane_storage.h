@@ -4,6 +4,7 @@
 
 #include "common/kernels/weight_format.h"
 #include "common/model/config/compute_options.h"
+#include "common/model/config/parameter_spec.h"
 #include "common/tensor/dtype.h"
 #include "services/rollout/engine/types.h"
 
@@ -15,6 +16,16 @@ struct LaneStorage {
   kernels::WeightFormat weight_format;
   DType cache_dtype;  // of keys and values
 };
+
+// Returns the type of the values that a lane keeps of a parameter, as far as a sender can round
+// them: float32 where the lane quantises it.
+inline DType StoredType(const ParameterSpec& spec, const LaneStorage& storage) {
+  if (!IsPacked(spec, storage.weight_format)) {
+    return spec.trains ? storage.dtype : DType::kFloat32;
+  }
+  return storage.weight_format == kernels::WeightFormat::kBfloat16 ? DType::kBFloat16
+                                                                   : DType::kFloat32;
+}
 
 // Whether linear maps are packed: with the CPU's own kernels.
 inline bool HasPackedLanes(const ComputeOptions& compute) {

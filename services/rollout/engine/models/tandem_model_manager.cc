@@ -123,9 +123,16 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   info.word_boundary_token_ids =
       manager->boundaries_->Resolve({.selection_strategy = SelectionStrategy::kWord})->ids();
   info.max_num_seqs = options.max_num_seqs;
-  manager->senior_parameters_ = senior->model->WeightSpecs(DType::kFloat32);
-  if (senior->model->tied()) {
-    manager->tied_head_ = {.name = kLmHeadName, .shape = {config.vocab_size, config.hidden_size}};
+  const LaneStorage senior_storage = StorageOf(options.senior, options);
+  for (const Parameter& parameter : senior->model->DeclaredParameters()) {
+    const ParameterSpec& spec = parameter.spec;
+    manager->senior_parameters_.push_back(
+        {.name = spec.name, .dtype = StoredType(spec, senior_storage), .shape = spec.shape});
+    // Both are compared, in the same type.
+    if (senior->model->tied() && spec.name == kEmbeddingName) {
+      manager->tied_head_ = manager->senior_parameters_.back();
+      manager->tied_head_->name = kLmHeadName;
+    }
   }
   std::unique_ptr<const speculator::Speculator> speculator;
   if (!options.senior_speculator.empty() && ranks.server->leads()) {

@@ -59,7 +59,7 @@ class TandemModelManager {
   const Vocabulary* vocabulary() const { return vocabulary_.has_value() ? &*vocabulary_ : nullptr; }
   // Those of both models.
   const std::vector<int32_t>& eos_token_ids() const { return eos_token_ids_; }
-  // The whole parameters of the senior, as a weight update brings them.
+  // The whole parameters of the senior, in the types in which a weight update brings them.
   const std::vector<WeightSpec>& senior_parameters() const { return senior_parameters_; }
   // The head of a senior whose head is its embedding; an update may contain it.
   const std::optional<WeightSpec>& tied_head() const { return tied_head_; }

@@ -70,7 +70,11 @@ class RolloutRanksTest : public testing::TestWithParam<Layout> {
     WriteTinyModelAndTokenizer(folder_ / name, seed, changes, GetParam().family);
   }
 
-  EngineOptions Options() const { return TinyOptions(folder_.path()); }
+  EngineOptions Options() const {
+    EngineOptions options = TinyOptions(folder_.path());
+    options.senior.dtype = senior_dtype_;
+    return options;
+  }
   EngineOptions Ranked(const RankEnvironment& environment) const {
     EngineOptions options = Options();
     options.layout = {
@@ -99,6 +103,7 @@ class RolloutRanksTest : public testing::TestWithParam<Layout> {
   }
 
   const TemporaryFolder folder_;
+  DType senior_dtype_ = DType::kFloat32;
 };
 
 INSTANTIATE_TEST_SUITE_P(
@@ -219,11 +224,12 @@ void ExpectSameScores(Engine& ranked, Engine& single) {
   }
 }
 
-// Sends the weights of the model in `directory`, up to the commit, and returns their manifest.
-WeightManifest Stage(Engine& engine, const std::string& directory) {
+// Sends the weights of the model in `directory` in `types`, up to the commit, and returns their
+// manifest.
+WeightManifest Stage(Engine& engine, const std::string& directory, const TensorTypes& types = {}) {
   const auto replacement = *Model::Load(directory);
   std::vector<std::byte> stream;
-  WeightManifest manifest = ManifestOf(*replacement, 3, stream);
+  WeightManifest manifest = ManifestOf(*replacement, 3, stream, types);
   EXPECT_TRUE(engine.weights().Begin("u", manifest, false).ok());
   EXPECT_TRUE(engine.weights().Append("u", 0, stream).ok());
   return manifest;
@@ -290,6 +296,24 @@ TEST_P(RolloutRanksTest, EveryRankTakesNewWeights) {
       ASSERT_TRUE(committed.ok()) << committed.status();
       EXPECT_EQ(committed->digest, manifest.digest);
     }
+    const std::vector<PromptRequest> requests = ManyRequests();
+    ExpectSame(RunAll(ranked, requests), RunAll(single, requests));
+    ExpectSameScores(ranked, single);
+  });
+}
+
+TEST_P(RolloutRanksTest, EveryRankTakesWeightsThatTheSenderRounded) {
+  senior_dtype_ = DType::kBFloat16;
+  Write("other", 6);
+  RunRanks([&](Engine& ranked, Engine& single) {
+    const TensorTypes types = ranked.weights().WantedTypes();
+    EXPECT_FALSE(types.empty());
+    EXPECT_EQ(types, single.weights().WantedTypes());
+    Stage(ranked, folder_ / "other", types);
+    Stage(single, folder_ / "other");
+    const auto committed = ranked.weights().Commit("u", {});
+    ASSERT_TRUE(committed.ok()) << committed.status();
+    EXPECT_EQ(committed->digest, single.weights().Commit("u", {})->digest);
     const std::vector<PromptRequest> requests = ManyRequests();
     ExpectSame(RunAll(ranked, requests), RunAll(single, requests));
     ExpectSameScores(ranked, single);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/model/model.h"
+#include "common/tensor/aten/aten_bytes.h"
 #include "common/weights/testing/stream_digest.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/testing/recording_listener.h"
@@ -54,21 +55,28 @@ inline absl::StatusOr<ScoreResult> Score(Engine& engine, ScoreRequest request,
   return done.get_future().get();
 }
 
-// Returns the byte stream and the manifest of a model's parameters.
+// Returns the byte stream and the manifest of a model's float32 parameters, sent in `types`.
 inline WeightManifest ManifestOf(const Model& model, int64_t version,
-                                 std::vector<std::byte>& stream) {
+                                 std::vector<std::byte>& stream, const TensorTypes& types = {}) {
   WeightManifest manifest = {.version = version, .tensors = {}, .total_bytes = 0, .digest = ""};
+  TensorSums whole;
   for (const auto& [name, tensor] : model.Parameters()) {
-    const at::Tensor values = tensor.contiguous();
-    manifest.tensors.push_back({.name = name, .shape = values.sizes().vec()});
+    const at::Tensor wide = tensor.contiguous();
+    whole.AddTensor(name, wide.const_data_ptr(), static_cast<int64_t>(wide.nbytes()));
+    const auto type = types.find(name);
+    manifest.tensors.push_back({.name = name,
+                                .dtype = type == types.end() ? DType::kFloat32 : type->second,
+                                .shape = wide.sizes().vec()});
+    const at::Tensor values = wide.to(ToScalarType(manifest.tensors.back().dtype));
     const size_t begin = stream.size();
     stream.resize(begin + values.nbytes());
     std::memcpy(stream.data() + begin, values.const_data_ptr(), values.nbytes());
   }
   manifest.total_bytes = static_cast<int64_t>(stream.size());
   manifest.chunk_bytes = manifest.total_bytes;
-  manifest.digest = StreamDigest(manifest.tensors, stream);
+  manifest.digest = whole.Digest();
   manifest.num_token_ids = model.num_token_ids();
+  if (!types.empty()) manifest.sent_digest = StreamDigest(manifest.tensors, stream);
   return manifest;
 }
 

@@ -40,7 +40,29 @@ class FakeWeights final : public WeightSource {
                              .digest = StreamDigest({heads}, absl::MakeSpan(bytes_).subspan(
                                                                  static_cast<size_t>(model)))}};
   }
+  // Keeps the tensor of a model alone in the wanted types; the second one has the first bytes of
+  // the first.
+  void Keep(const std::vector<TensorTypes>& receivers) {
+    const std::vector<std::byte> whole = std::exchange(bytes_, {});
+    const WeightSpec model = manifest_.tensors[0];
+    manifest_.tensors.clear();
+    manifest_.total_bytes = 0;
+    const auto wants = [](DType type) {
+      return [type](const TensorTypes& types) {
+        return (types.contains("w") ? types.at("w") : DType::kFloat32) == type;
+      };
+    };
+    for (const DType type : {DType::kFloat32, DType::kBFloat16}) {
+      if (std::ranges::none_of(receivers, wants(type))) continue;
+      const WeightSpec kept = {"w", type, model.shape};
+      bytes_.insert(bytes_.end(), whole.begin(), whole.begin() + kept.bytes());
+      sums_.push_back(SumBytes(0, whole.data(), kept.bytes()));
+      manifest_.tensors.push_back(kept);
+      manifest_.total_bytes += kept.bytes();
+    }
+  }
   const WeightManifest& manifest() const override { return manifest_; }
+  absl::Span<const WordSums> sums() const override { return sums_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
     std::copy_n(bytes_.begin() + offset, out.size(), out.begin());
     return absl::OkStatus();
@@ -49,6 +71,7 @@ class FakeWeights final : public WeightSource {
  private:
   WeightManifest manifest_;
   std::vector<std::byte> bytes_;
+  std::vector<WordSums> sums_;
 };
 
 // Every step adds 1 to the version; a known request id is replayed. FailNext fails one call.
@@ -97,12 +120,16 @@ class FakeEngine final : public Engine {
     return answers;
   }
 
-  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const CallScope&) override {
+  absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(
+      const CallScope&, const std::vector<TensorTypes>& receivers) override {
     std::lock_guard lock(mutex_);
+    asked_types_ = receivers;
     if (absl::Status error = TakeError(); !error.ok()) return error;
     // More than a chunk, and not a multiple of a chunk.
-    return std::make_shared<FakeWeights>(version_, (2 << 20) + 40 + speculator_bytes_,
-                                         speculator_bytes_);
+    auto weights = std::make_shared<FakeWeights>(version_, (2 << 20) + 40 + speculator_bytes_,
+                                                 speculator_bytes_);
+    if (speculator_bytes_ == 0) weights->Keep(receivers);
+    return weights;
   }
 
   absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope&,
@@ -185,6 +212,11 @@ class FakeEngine final : public Engine {
     return saved_;
   }
 
+  // The types that the last snapshot was asked for.
+  std::vector<TensorTypes> asked_types() const {
+    std::lock_guard lock(mutex_);
+    return asked_types_;
+  }
   // The last checkpoint that was loaded.
   training::LoadRequest loaded() const {
     std::lock_guard lock(mutex_);
@@ -231,6 +263,7 @@ class FakeEngine final : public Engine {
   DType export_dtype_ = DType::kInt8;
   bool unsaved_ = false;
   training::LoadRequest loaded_;
+  std::vector<TensorTypes> asked_types_;
   std::vector<std::string> saved_;
   EngineThread thread_{{.name = "fake"}};
 };
