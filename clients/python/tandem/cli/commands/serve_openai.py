@@ -64,8 +64,8 @@ def serve_openai(
     tool_calls: Annotated[
         str | None,
         typer.Option(
-            help="How the model writes calls of tools: hermes, qwen_xml, llama3 or mistral. Default: "
-            "as its chat template names it.",
+            help="How the model writes calls of tools: hermes, qwen_xml, llama3 or mistral. "
+            "Default: as its chat template names it.",
             metavar="FORMAT",
         ),
     ] = None,
