@@ -102,8 +102,9 @@ def serve_openai(
 ) -> None:
     """Serve the current senior to tools that use OpenAI's HTTP API.
 
-    Completions, chat completions with tools and models under /v1, streamed or not, with
-    log-probabilities; sessions of agents for training. Ctrl-C stops it.
+    Completions, chat completions with tools, and models under /v1, streamed or
+    not, with log-probabilities; sessions of agents that are trained. Ctrl-C stops
+    it.
     """
     from tandem.cli.commands.texts import codec_of
     from tandem.cluster.registry import connect
