@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tandem.rpc.retry import RetryPolicy
     from tandem.rpc.seeds import prompt_seed
     from tandem.rpc.wire import from_tensor
+    from tandem.sessions import FinishedSession, SessionsClient, policy_samples
     from tandem.settings.cluster import ClusterSettings
     from tandem.settings.run import RunSettings
 
@@ -44,6 +45,7 @@ _HOMES = {
     "ClusterSettings": "settings.cluster",
     "Credentials": "rpc.credentials",
     "CriticClient": "rpc.client",
+    "FinishedSession": "sessions",
     "ImageProcessor": "rpc.images",
     "LocalCluster": "cluster.local",
     "LogProbs": "rpc.logprobs",
@@ -53,6 +55,7 @@ _HOMES = {
     "RetryPolicy": "rpc.retry",
     "RolloutClient": "rpc.client",
     "RunSettings": "settings.run",
+    "SessionsClient": "sessions",
     "SupervisedSample": "rpc.requests",
     "TandemError": "errors",
     "TextCodec": "models.tokenizer",
@@ -61,6 +64,7 @@ _HOMES = {
     "authorship_mask": "rpc.author_schedule",
     "from_tensor": "rpc.wire",
     "join": "rpc.joining",
+    "policy_samples": "sessions",
     "prompt_seed": "rpc.seeds",
 }
 
@@ -71,6 +75,7 @@ __all__ = [
     "ClusterSettings",
     "Credentials",
     "CriticClient",
+    "FinishedSession",
     "ImageProcessor",
     "LocalCluster",
     "LogProbs",
@@ -80,6 +85,7 @@ __all__ = [
     "RetryPolicy",
     "RolloutClient",
     "RunSettings",
+    "SessionsClient",
     "SupervisedSample",
     "TandemError",
     "TextCodec",
@@ -88,6 +94,7 @@ __all__ = [
     "authorship_mask",
     "from_tensor",
     "join",
+    "policy_samples",
     "prompt_seed",
 ]
 

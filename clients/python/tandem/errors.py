@@ -82,6 +82,20 @@ class TurnsDifferError(TandemError):
         self.field = field
 
 
+class SessionsError(TandemError):
+    """A call of the sessions' pages of `tandem serve-openai` that failed.
+
+    Attributes:
+        status: the HTTP status; None if the server did not answer.
+        code: the server's name of the failure; None if it gave none.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
 class StorageError(TandemError):
     """Storage that failed, as a full disk does: nothing that the user wrote is wrong."""
 

@@ -191,7 +191,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
                 first = prompt.first_sample_index
                 for index in reversed(range(first, first + max(1, prompt.num_samples))):
                     if prompt.stream_tokens:
-                        yield from token_events(prompt, index)
+                        yield from token_events(prompt, self.world.sample(prompt, index, 0))
                     yield rollout_pb2.GenerateResponse(
                         finished=rollout_pb2.FinishedEvent(
                             request_id=prompt.request_id,
@@ -404,15 +404,15 @@ def written(prompt, index, version, tokens):
     return trajectory
 
 
-def token_events(prompt, index):
+def token_events(prompt, whole):
     """Events with the tokens of a sample, two in each."""
-    whole = sample(prompt, index, 0)
+    index = whole.sample_index
     for offset in range(0, len(whole.response_token_ids), 2):
         yield rollout_pb2.GenerateResponse(
             tokens=rollout_pb2.TokensEvent(
                 request_id=prompt.request_id,
                 sample_index=index,
-                offset=offset,
+                offset=whole.response_offset + offset,
                 token_ids=whole.response_token_ids[offset : offset + 2],
                 authorship_mask=whole.authorship_mask[offset : offset + 2],
             )

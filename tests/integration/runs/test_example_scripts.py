@@ -15,7 +15,10 @@ import tandem
 import yaml
 
 SCRIPTS = harness.REPOSITORY / "examples/scripts"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}answer:"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,14 @@ def test_grpo_learns_from_rewards_and_can_be_started_again(servers, tmp_path):
     assert list(numbers) == ["reward/mean", "policy/entropy", "policy/grad_norm"]
     # Rewards differ, and so there is something to learn.
     assert min(numbers["policy/grad_norm"]) > 0
+
+
+def test_a_black_box_agent_is_learnt_from(servers, tmp_path):
+    first, numbers = (train("black_box_agent.py", servers, tmp_path, 2) for _ in range(2))
+    assert first == numbers
+    assert min(numbers["policy/grad_norm"]) > 0
+    # Two tries of up to 12 tokens each, in 32 episodes.
+    assert min(numbers["tokens/response"]) > 32 * 12
 
 
 def test_ppo_trains_the_critic_too(servers, tmp_path):

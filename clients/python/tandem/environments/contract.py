@@ -9,14 +9,13 @@ the episode once it is true, are optional.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.data.dataset import Example
-from tandem.environments.tool_calls import ToolCall
+from tandem.environments.tool_calls import ToolCall, typed_arguments
 from tandem.errors import ConfigError
 from tandem.rewards.loading import file_of, load_function
 from tandem.settings.environment import EnvironmentSettings
@@ -86,17 +85,11 @@ class EnvironmentClass:
         return {**row, "seed": seed} if self.takes_seed else dict(row)
 
     def typed(self, call: ToolCall) -> Mapping[str, Any]:
-        """Returns the arguments of a call; texts become values of the types in the schema.
+        """Returns the arguments of a call, as typed_arguments() does by the tool's schema.
 
-        A text that is no such value stays as it is, and the tool says so.
+        A text that is no value of its type stays as it is, and the tool says so.
         """
-        if not call.in_text:
-            return call.arguments
-        properties = self.tools[call.name]["function"]["parameters"]["properties"]
-        return {
-            name: text if _is_text(properties.get(name, {})) else _value(text)
-            for name, text in call.arguments.items()
-        }
+        return typed_arguments(call, self.tools[call.name]["function"]["parameters"])
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError, which names the row, for one that reset() cannot be called with.
@@ -135,18 +128,6 @@ class EnvironmentClass:
                     f"{example.place}, whose columns are {', '.join(example.row)}: {error}",
                     hint="`def reset(self, answer, **row)` takes the columns that it does not name",
                 ) from None
-
-
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether an argument is text, or of a type that is not known."""
-    return schema.get("type", "string") == "string"
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _schema(method: Callable[..., Any], place: str) -> dict[str, Any]:

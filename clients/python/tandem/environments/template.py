@@ -51,15 +51,24 @@ class Turns:
         self._require_begins("a prompt", asked, base)
         self.end_id, self._end = self._end_of_turn(base[len(asked) :])
         self._cut = base.rindex(self._end) + len(self._end)
-        self._check(base[: self._cut], call)
+        self._turn = base[: self._cut]
+        self._check(call)
 
     def between(self, answers: Sequence[tuple[ToolCall, str]]) -> list[int]:
         """Returns the ids behind the token that ends a turn, up to where the next turn begins.
 
         `answers` are the calls of that turn with the texts of the environment.
         """
-        messages = [_message(call, text) for call, text in answers]
-        text = self._render([*self._before, *messages], prompt=True)[self._cut :]
+        return self.after([_message(call, text) for call, text in answers])
+
+    def after(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns what between() does, for messages of any role but the assistant's.
+
+        Raises ConfigError where these messages change how the turn before them is rendered.
+        """
+        rendered = self._render([*self._before, *messages], prompt=True)
+        self._require_begins("a turn of the model", self._turn, rendered)
+        text = rendered[self._cut :]
         # Encoded behind the token that ends the turn, as it stands in the conversation.
         ids = self._codec.encode(self._end + text, special=False)
         if not ids or ids[0] != self.end_id:
@@ -75,8 +84,10 @@ class Turns:
         return [tool["function"]["name"] for tool in self._kwargs.get("tools") or ()]
 
     def _conversation(self, words: str, call: ToolCall) -> list[dict[str, Any]]:
-        """Returns a user's message and a turn of the model, a call where the template shows one."""
+        """Returns a user's message and a turn of the model, a call where there are tools."""
         asked = [{"role": "user", "content": "ask"}]
+        if not self._tool_names():
+            return [*asked, {"role": "assistant", "content": words}]
         function = {"name": call.name, "arguments": dict(call.arguments)}
         calls = [{"id": _NO_ID, "type": "function", "function": function}]
         return [*asked, {"role": "assistant", "content": words, "tool_calls": calls}]
@@ -97,16 +108,19 @@ class Turns:
                 return token, text
         raise self._unusable("no special token ends a turn of the model")
 
-    def _check(self, turn: str, call: ToolCall) -> None:
+    def _check(self, call: ToolCall) -> None:
         """Raises ConfigError unless a conversation up to a turn begins what may follow it."""
         answer = _message(call, "answer")
+        # A conversation without tools goes on with a user's message.
+        if not self._tool_names():
+            answer = {"role": "user", "content": "answer"}
         answered = self._render([*self._before, answer], prompt=True)
-        self._require_begins("a turn of the model", turn, answered)
+        self._require_begins("a turn of the model", self._turn, answered)
         again = self._render([*self._before, answer, *self._before[1:]], prompt=False)
         self._require_begins("an answer to it", answered, again)
         if "answer" not in answered[self._cut :]:
-            raise self._unusable("it does not show messages of the role `tool`")
-        self.between([(call, "answer")])
+            raise self._unusable(f"it does not show messages of the role `{answer['role']}`")
+        self.after([answer])
 
     def _require_begins(self, what: str, one: str, following: str) -> None:
         """Raises ConfigError unless a rendering is the beginning of the one that follows it."""

@@ -113,6 +113,41 @@ _SIGNS: Mapping[ToolCallFormat, str] = {
 _GLM = "<arg_key>"
 
 
+def typed_arguments(call: ToolCall, parameters: Any) -> Mapping[str, Any]:
+    """Returns the arguments of a call; texts of XML become values of the types in a JSON schema.
+
+    A text that is no such value, or of a type that is not known, stays as it is.
+    """
+    if not call.in_text:
+        return call.arguments
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = properties if isinstance(properties, Mapping) else {}
+    return {
+        name: text if _is_text(schemas.get(name)) else _value(text)
+        for name, text in call.arguments.items()
+    }
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether an argument is text, or of a type that is not known."""
+    types = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
+    return "string" in ([types] if isinstance(types, str) else types)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def text_before_calls(name: ToolCallFormat, text: str) -> str:
+    """Returns what a model wrote before its calls; nothing where the calls are all of the text."""
+    # A call in XML stands between the marks of Hermes.
+    before, sign, _ = text.partition(_SIGNS["hermes" if name == "qwen_xml" else name])
+    return before.rstrip() if sign else ""
+
+
 def format_of(template: str) -> ToolCallFormat:
     """Returns the format that a chat template names; raises ConfigError if it names none."""
     if _GLM in template:

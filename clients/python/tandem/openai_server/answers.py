@@ -125,7 +125,7 @@ class ChatAnswer(Answer):
         """Returns a finished choice."""
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": answer_message(choice, text),
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
         }
@@ -136,11 +136,14 @@ class ChatAnswer(Answer):
 
     def chunk_choice(self, choice: Choice, text: str, logprobs: Any) -> dict[str, Any]:
         """Returns the next text of a choice; its end if the choice has finished."""
-        delta = {"content": text} if text else {}
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if choice.finish_reason and choice.tool_calls:
+            calls = enumerate(choice.tool_calls)
+            delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
         return self._chunk(choice, delta, logprobs, choice.finish_reason or None)
 
     def _chunk(
-        self, choice: Choice, delta: Mapping[str, str], logprobs: Any, end: str | None
+        self, choice: Choice, delta: Mapping[str, Any], logprobs: Any, end: str | None
     ) -> dict[str, Any]:
         return {
             "index": choice.index,
@@ -161,6 +164,14 @@ class ChatAnswer(Answer):
                 top = others or [own]
             content.append(own | {"top_logprobs": top})
         return {"content": content, "refusal": None}
+
+
+def answer_message(choice: Choice, text: str) -> dict[str, Any]:
+    """Returns the message of a finished choice of a chat."""
+    message = {"role": "assistant", "content": text, "refusal": None}
+    if not choice.tool_calls:
+        return message
+    return message | {"content": text or None, "tool_calls": choice.tool_calls}
 
 
 def prompt_text(choice: Choice) -> tuple[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import json
 import re
@@ -27,8 +28,15 @@ from tandem.errors import REQUEST_ID_KEY, ConfigError, TandemError
 from tandem.models.tokenizer import TextCodec
 from tandem.openai_server import limits
 from tandem.openai_server.admission import Admission
-from tandem.openai_server.answers import Answer, ChatAnswer, CompletionAnswer, prompt_text, usage
+from tandem.openai_server.answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    prompt_text,
+    usage,
+)
 from tandem.openai_server.choices import Choice, generate, score
+from tandem.openai_server.conversation import Conversation
 from tandem.openai_server.errors import (
     CLIENT_CLOSED_REQUEST,
     RequestError,
@@ -38,6 +46,16 @@ from tandem.openai_server.errors import (
 )
 from tandem.openai_server.fields import ChatRequest, CompletionRequest, Kind, parse_json, texts
 from tandem.openai_server.served import Served, Source
+from tandem.openai_server.session_routes import SessionPages, session_routes
+from tandem.openai_server.session_turns import (
+    continued,
+    digest_of_settings,
+    digests_of_answer,
+    session_id,
+    turns_of,
+)
+from tandem.openai_server.sessions import Call, Sessions
+from tandem.openai_server.tools import ToolCalls
 from tandem.rpc.aio import AsyncRolloutClient
 from tandem.rpc.credentials import Credentials, WatchedFiles
 from tandem.rpc.images import VisionInput
@@ -46,6 +64,7 @@ from tandem.rpc.retry import RetryPolicy
 from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.transport import CALLER_REQUEST_ID
 from tandem.rpc.wire import to_message
+from tandem.settings.environment import ToolCallFormat
 
 # OpenAI's default for /v1/completions.
 DEFAULT_MAX_TOKENS = 16
@@ -55,6 +74,10 @@ RETRY = RetryPolicy(seconds=5.0)
 _LONG_TEXT_BYTES = 64 << 10
 # An id of a request that a rollout server accepts.
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+# Headers that say which trajectory of a session an answer belongs to, and which turn of it it is.
+TRAJECTORY_KEY = "x-session-trajectory"
+TURN_KEY = "x-session-turn"
 
 Result = TypeVar("Result")
 
@@ -74,6 +97,7 @@ class Settings:
         api_keys: keys, one of which a request must show; None: any request is answered.
         allowed_origins: origins of web pages that may call the server; "*": any.
         retry: how long a request waits for a rollout server that is away, before its first token.
+        tool_calls: how the model writes calls of tools; None: as its chat template names it.
     """
 
     address: str
@@ -86,11 +110,17 @@ class Settings:
     api_keys: WatchedFiles[tuple[str, ...]] | None = None
     allowed_origins: Sequence[str] = ()
     retry: RetryPolicy = RETRY
+    tool_calls: ToolCallFormat | None = None
 
 
 @dataclass
 class Job:
-    """A request with what it needs from the rollout server."""
+    """A request with what it needs from the rollout server.
+
+    Attributes:
+        parser: finds the calls of tools in its answers; None without tools.
+        call: its place in a session; None without one.
+    """
 
     request: CompletionRequest | ChatRequest
     answer: Answer
@@ -100,6 +130,21 @@ class Job:
     logprobs: bool
     likeliest: bool
     echo: bool
+    parser: ToolCalls | None = None
+    call: Call | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the headers of the answer say of the session."""
+        if self.call is None:
+            return {}
+        one = self.call.trajectory
+        return {TRAJECTORY_KEY: str(one.index), TURN_KEY: str(one.turns + 1)}
+
+    @property
+    def comes_whole(self) -> bool:
+        """Whether a stream has each choice in one chunk."""
+        return self.logprobs or self.parser is not None
 
     def text(self, choice: Choice, text: str) -> str:
         """Returns a whole choice's text as the answer shows it."""
@@ -129,15 +174,16 @@ def application(settings: Settings) -> Starlette:
         Route("/v1/models/{name:path}", keyed(server.one_model)),
         Route("/v1/completions", keyed(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", keyed(server.chat), methods=["POST"]),
+        *session_routes(server.session_pages, keyed),
     ]
     handlers = {404: _no_such_page, 405: _no_such_page, 500: _failure}
     origins = list(settings.allowed_origins)
     cross_origin = Middleware(
         CORSMiddleware,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=[REQUEST_ID_KEY, "retry-after"],
+        expose_headers=[REQUEST_ID_KEY, "retry-after", TRAJECTORY_KEY, TURN_KEY],
     )
     app = Starlette(
         routes=routes,
@@ -204,8 +250,10 @@ async def _failure(request: Request, error: Exception) -> Response:
 class _Stream(StreamingResponse):
     """Server-sent events, with what has to be closed after them, however they end."""
 
-    def __init__(self, events: AsyncIterator[str], held: AsyncExitStack) -> None:
-        headers = {"cache-control": "no-cache"}
+    def __init__(
+        self, events: AsyncIterator[str], held: AsyncExitStack, headers: Mapping[str, str]
+    ) -> None:
+        headers = {"cache-control": "no-cache", **headers}
         super().__init__(events, 200, headers, "text/event-stream")
         self._held = held
 
@@ -226,6 +274,8 @@ class _Server:
         self._started = int(time.time())
         self._source = Source(settings.codec, settings.model, settings.tandem, settings.speculative)
         self._admission = Admission()
+        self._sessions = Sessions()
+        self.session_pages = SessionPages(self._sessions, self._admission)
         self._client: AsyncRolloutClient
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped: asyncio.Future[None]
@@ -284,7 +334,7 @@ class _Server:
         self,
         request: Request,
         kind: type[Kind],
-        job_of: Callable[[Kind, Served], Awaitable[Job]],
+        job_of: Callable[[Kind, Served, str | None, AsyncExitStack], Awaitable[Job]],
     ) -> Response:
         """Answers a request within the server's bounds."""
         async with AsyncExitStack() as held:
@@ -293,17 +343,22 @@ class _Server:
             body = await self._until_stopped(receiving)
             asked = await asyncio.to_thread(parse_json, kind, body)
             del body  # What was made of it is larger; the bound counts it once.
+            session = session_id(request, asked)
             served = await self._source.served(self._client)
             _check_model(served, asked.model)
-            job = await job_of(asked, served)
+            job = await job_of(asked, served, session, held)
+            headers = job.headers
             if not asked.stream:
-                return await _while_connected(request, self._until_stopped(self._whole(job)))
+                work = self._until_stopped(self._whole(job))
+                whole: Response = await _while_connected(request, work)
+                whole.headers.update(headers)
+                return whole
             chunks = await held.enter_async_context(aclosing(self._chunks(job)))
             # A request that is refused gets its status: the first chunk is there before the stream.
             first = await _while_connected(request, self._until_stopped(anext(chunks)))
             if isinstance(first, Response):
                 return first
-            return _Stream(self._events(first, chunks), held.pop_all())
+            return _Stream(self._events(first, chunks), held.pop_all(), headers)
 
     async def _until_stopped(self, work: Awaitable[Result]) -> Result:
         """Returns the result of `work`; raises RequestError if the server stops before."""
@@ -323,7 +378,13 @@ class _Server:
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
 
-    async def _completion(self, asked: CompletionRequest, served: Served) -> Job:
+    async def _completion(
+        self,
+        asked: CompletionRequest,
+        served: Served,
+        session: str | None,
+        held: AsyncExitStack,
+    ) -> Job:
         prompts = await self._encode(asked, served)
         count = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
         job = self._job(asked, served, CompletionAnswer, prompts, [count] * len(prompts))
@@ -332,27 +393,106 @@ class _Server:
         job.likeliest = bool(asked.logprobs)
         return job
 
-    async def _chat(self, asked: ChatRequest, served: Served) -> Job:
+    async def _chat(
+        self, asked: ChatRequest, served: Served, session: str | None, held: AsyncExitStack
+    ) -> Job:
         _check_choices(1, asked, served)
+        codec = served.codec
         messages = [message.record() for message in asked.messages]
-        read = [messages, asked.chat_template_kwargs]
+        read = [messages, asked.template_variables]
         size = sum(len(text.encode()) for _, text in texts(read))
         _check_text(size, "messages", served)
         shows = any(not isinstance(message["content"], str) for message in messages)
+        parser = None
+        if tools := asked.offered_tools:
+            parser = ToolCalls.of(codec, self._settings.tool_calls, tools)
         async with self._turn(size, shows):
             try:
+                if session is not None:
+                    return await self._session_job(asked, served, session, held, parser)
                 prompt, images = await asyncio.to_thread(
-                    served.codec.chat_with_images,
+                    codec.chat_with_images,
                     messages,
-                    template_kwargs=asked.chat_template_kwargs,
+                    template_kwargs=asked.template_variables,
                     longest=served.max_model_len,
                 )
             except ConfigError as error:
                 raise RequestError(error.message, "messages") from None
+        return self._chat_job(asked, served, prompt, images, parser)
+
+    def _chat_job(
+        self,
+        asked: ChatRequest,
+        served: Served,
+        prompt: list[int],
+        images: Sequence[VisionInput],
+        parser: ToolCalls | None,
+    ) -> Job:
         room = max(1, served.max_model_len - len(prompt))
         count = asked.max_completion_tokens or asked.max_tokens or room
         job = self._job(asked, served, ChatAnswer, [prompt], [count], images)
         job.logprobs, job.likeliest = bool(asked.logprobs), bool(asked.top_logprobs)
+        job.parser = parser
+        return job
+
+    async def _session_job(
+        self,
+        asked: ChatRequest,
+        served: Served,
+        session: str,
+        held: AsyncExitStack,
+        parser: ToolCalls | None,
+    ) -> Job:
+        """Returns the job of a call that continues a trajectory of its session, or begins one.
+
+        Raises ConfigError for messages that the chat template does not render.
+        """
+        codec = served.codec
+        messages = [message.record() for message in asked.messages]
+        _check_session(asked, messages)
+        stops = codec.stops(asked.stop_texts, "stop")
+        settings = digest_of_settings(asked, served)
+        seed = prompt_seed(
+            secrets.randbits(63) if asked.seed is None else asked.seed, 0, 0, "generate"
+        )
+        talk = Conversation(messages)
+        call = held.enter_context(self._sessions.call(session, settings, seed, talk))
+        turns = await asyncio.to_thread(turns_of, codec, asked.template_variables)
+        if call.begun is None and not await asyncio.to_thread(continued, call, turns):
+            self._sessions.begin_instead(call, settings, seed)
+        one = call.trajectory
+        if call.begun is not None:
+            one.prompt = await asyncio.to_thread(codec.chat, messages, asked.template_variables)
+        so_far = call.so_far()
+        prompt = [*one.prompt, *so_far.token_ids]
+        if len(prompt) >= served.max_model_len:
+            raise RequestError(
+                f"messages: have {len(prompt):,} tokens; max_model_len is "
+                f"{served.max_model_len:,}, and an answer has at least one",
+                "messages",
+                code="context_length_exceeded",
+            )
+        job = self._chat_job(asked, served, prompt, (), parser)
+        job.call = call
+        [choice], [submitted] = job.choices, job.submitted
+        choice.whole = True
+        ends = {*stops["stop_token_ids"], *([] if turns is None else [turns.end_id])}
+        job.submitted = [
+            dataclasses.replace(
+                submitted,
+                token_ids=one.prompt,
+                response=so_far,
+                seed=one.seed,
+                first_sample_index=one.index,
+                # The trainer's objective may ask for them.
+                return_other_logprobs=True,
+                sampling={
+                    **submitted.sampling,
+                    "stop": stops["stop"],
+                    "stop_token_ids": sorted(ends),
+                },
+            )
+        ]
         return job
 
     def _model(self, served: Served) -> dict[str, Any]:
@@ -469,7 +609,14 @@ class _Server:
             aclosing(generate(self._client, job.submitted, job.choices, retry)) as growing,
         ):
             async for choice in growing:
+                if choice.finish_reason and job.parser is not None:
+                    job.parser.find(choice)
                 yield choice
+
+    def _join(self, job: Job, choice: Choice) -> None:
+        """Tells the session of a finished choice, which nothing keeps from its client any more."""
+        if job.call is not None and choice.trajectory is not None:
+            self._sessions.wrote(job.call, choice.trajectory, digests_of_answer(choice))
 
     async def _logprobs(self, job: Job, choices: Sequence[Choice]) -> dict[int, Any]:
         """Returns the log-probabilities of finished choices by index; null unless asked for."""
@@ -494,6 +641,8 @@ class _Server:
             async for _ in growing:
                 pass
         logprobs = await self._logprobs(job, job.choices)
+        for choice in job.choices:
+            self._join(job, choice)
         choices = [
             job.answer.whole_choice(choice, job.text(choice, choice.text), logprobs[choice.index])
             for choice in job.choices
@@ -509,7 +658,7 @@ class _Server:
         rest = {"usage": None} if counts else {}
         async with aclosing(self._grow(job)) as growing:
             async for choice in growing:
-                if job.logprobs and not choice.finish_reason:
+                if job.comes_whole and not choice.finish_reason:
                     continue
                 text = choice.new_text()
                 if not text and not choice.finish_reason:
@@ -520,6 +669,8 @@ class _Server:
                     if (opening := answer.first_choice(choice)) is not None:
                         yield answer.object(answer.chunk, [opening], **rest)
                 logprobs = await self._logprobs(job, [choice] if choice.finish_reason else [])
+                if choice.finish_reason:
+                    self._join(job, choice)
                 part = answer.chunk_choice(choice, text, logprobs.get(choice.index))
                 yield answer.object(answer.chunk, [part], **rest)
         if counts:
@@ -579,6 +730,20 @@ def _check_length(tokens: int, field: str, served: Served) -> None:
             f"{field}: has {tokens:,} tokens; max_model_len is {served.max_model_len:,}",
             field,
             code="context_length_exceeded",
+        )
+
+
+def _check_session(asked: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RequestError for what a call of a session cannot have."""
+    if (asked.n or 1) > 1:
+        raise RequestError(
+            "n: a call of a session has one choice", "n", code="unsupported_parameter"
+        )
+    if any(not isinstance(message["content"], str) for message in messages):
+        raise RequestError(
+            "messages: images are not supported in a session",
+            "messages",
+            code="unsupported_parameter",
         )
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -57,7 +58,10 @@ class Choice:
         images: those of the prompt.
         ids: ids of the response so far, with the one that ended it.
         text: the response so far, without special tokens.
-        finish_reason: "stop" or "length"; "" while the response grows.
+        finish_reason: "stop", "length" or "tool_calls"; "" while the response grows.
+        tool_calls: calls of tools, as OpenAI's API shows them; they are no part of the text.
+        whole: whether the choice is done with its trajectory alone, not with a stop text.
+        trajectory: what the rollout server returned; None until it has.
     """
 
     index: int
@@ -68,14 +72,17 @@ class Choice:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    whole: bool = False
+    trajectory: trajectory_pb2.Trajectory | None = None
 
     def __post_init__(self) -> None:
         self._growing = self.codec.growing(special=False)
         # Place in the text at which each token begins.
         self._starts: list[int] = []
         self._told = 0
-        # Whether a stop text ended the response.
-        self._cut = False
+        # Where a stop text ended the text; None if none has.
+        self._cut: int | None = None
 
     def add(self, ids: Sequence[int]) -> None:
         """Takes the next tokens, up to the one that completes a stop text."""
@@ -88,6 +95,7 @@ class Choice:
 
     def finish(self, trajectory: trajectory_pb2.Trajectory) -> None:
         """Takes the end of the response."""
+        self.trajectory = trajectory
         self.add(trajectory.response_token_ids[len(self.ids) :])
         if not self.finish_reason:
             self._extend(self._growing.rest())
@@ -107,7 +115,7 @@ class Choice:
     def shown(self) -> tuple[list[int], list[int]]:
         """Returns the ids that are part of the text, and where each begins in it."""
         count = len(self.ids)
-        while self._cut and count and self._starts[count - 1] >= len(self.text):
+        while self._cut is not None and count and self._starts[count - 1] >= self._cut:
             count -= 1
         return self.ids[:count], self._starts[:count]
 
@@ -119,7 +127,7 @@ class Choice:
         if found:
             self.text = self.text[: min(found)]
             self.finish_reason = "stop"
-            self._cut = True
+            self._cut = len(self.text)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -197,6 +205,8 @@ async def _generate(
                 break
             if isinstance(told, TokensCame):
                 choice.add(told.token_ids)
+                if choice.finish_reason and choice.whole:
+                    continue
             else:
                 choice.finish(told.trajectory)
             if choice.finish_reason:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticKnownError
 
 from tandem.openai_server import limits
 from tandem.openai_server.errors import RequestError
+from tandem.openai_server.tools import check_tools
 from tandem.rpc import renamed
 
 _log = logging.getLogger(__name__)
@@ -44,22 +45,40 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "suffix": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
+# Fields of chats alone; /v1/completions refuses them as it does those of REFUSED.
+_OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "parallel_tool_calls": (True, False),
+    "session_id": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+}
+
+# What is said of a refused field, where there is more to say.
+_WHY = {
+    "functions": "use tools",
+    "function_call": "use tools and tool_choice",
+    "response_format": "a rollout server does not hold its answers to a grammar; ask for JSON in "
+    "the messages, or give a tool with the wanted parameters",
+}
+
+# An id of a session, which is a part of paths.
+SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"
+
 Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """The fields of an object of a request; others are refused."""
+
     model_config = ConfigDict(extra="forbid")
 
     @pydantic.model_validator(mode="before")
@@ -138,7 +157,7 @@ def _tandem(value: Any) -> Any:
     return value
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """How a stream is written."""
 
     include_usage: StrictBool | None = False
@@ -146,7 +165,7 @@ class StreamOptions(_Fields):
     include_obfuscation: Literal[False] | None = None
 
 
-class Request(_Fields):
+class Request(Fields):
     """The fields that both kinds of completion have."""
 
     model: str
@@ -204,7 +223,7 @@ def _image_bytes(url: Any) -> bytes:
         raise ValueError(f"the image is not base64: {error}") from None
 
 
-class ImageUrl(_Fields):
+class ImageUrl(Fields):
     """An image in a data URL, of which the bytes are kept."""
 
     url: Annotated[bytes, pydantic.BeforeValidator(_image_bytes)]
@@ -231,7 +250,7 @@ def _asks_for_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-class Part(_Fields):
+class Part(Fields):
     """A part of a message: a text, a refusal, which is a text, or an image."""
 
     model_config = ConfigDict(extra="allow")
@@ -265,7 +284,7 @@ def _checked_content(value: Any) -> Any:
     raise ValueError("must be text or a list of parts")
 
 
-class ChatMessage(_Fields):
+class ChatMessage(Fields):
     """A message of a conversation.
 
     Its other fields are handed to the chat template, which may know them (tool_calls) or not.
@@ -334,6 +353,7 @@ _NO_VARIABLES = frozenset(
         "return_tensors",
         "tokenize",
         "tokenizer_kwargs",
+        "tools",
     }
 )
 
@@ -357,6 +377,23 @@ class ChatRequest(Request):
     ] = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
+    # Checked by check_tools().
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    # Also the header X-Session-Id.
+    session_id: Annotated[str, Field(pattern=SESSION_ID)] | None = None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        shown = {"tools": self.offered_tools} if self.offered_tools else {}
+        return {**(self.chat_template_kwargs or {}), **shown}
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
@@ -383,13 +420,18 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 def parse_json(kind: type[Kind], body: bytes) -> Kind:
     """Returns the request in a body; raises RequestError as parse() does."""
+    return parse(kind, json_of(body))
+
+
+def json_of(body: bytes) -> Any:
+    """Returns the value of a body; raises RequestError for one that is no JSON of Unicode texts."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from None
     if _SURROGATE.search(body):
         _check_unicode(value)
-    return parse(kind, value)
+    return value
 
 
 def parse(kind: type[Kind], body: Any) -> Kind:
@@ -397,14 +439,19 @@ def parse(kind: type[Kind], body: Any) -> Kind:
     if not isinstance(body, Mapping):
         raise RequestError("the body is not a JSON object")
     fields = {name: value for name, value in body.items() if name not in IGNORED}
-    for name in REFUSED.keys() & fields.keys():
+    refused = REFUSED if issubclass(kind, ChatRequest) else REFUSED | _OF_CHATS
+    for name in refused.keys() & fields.keys():
         value = fields.pop(name)
         nothing = value is None or value in ("", [])
-        if not nothing and value not in REFUSED[name]:
+        if not nothing and value not in refused[name]:
+            why = f": {_WHY[name]}" if name in _WHY else ""
+            whose = "/v1/completions" if name in _OF_CHATS else "rollout servers"
             raise RequestError(
-                f"{name}: not supported by rollout servers", name, code="unsupported_parameter"
+                f"{name}: not supported by {whose}{why}", name, code="unsupported_parameter"
             )
     _check_sizes(fields.get("messages"))
+    if issubclass(kind, ChatRequest):
+        check_tools(fields)
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:

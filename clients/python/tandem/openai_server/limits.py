@@ -31,6 +31,8 @@ MAX_TEXT_BYTES_PER_TOKEN = 32
 # Messages of a conversation, and parts of all of them.
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
+# Tools of a request.
+MAX_TOOLS = 128
 # Stop texts of a request, and the characters of one.
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
@@ -42,3 +44,16 @@ SEND_SECONDS = 60
 
 # Seconds for running answers after SIGTERM. Then they end with an error.
 STOP_SECONDS = 5.0
+
+# Sessions that are open, or finished and not dropped yet; the trajectories of one; and the bytes
+# of all of them, beyond which no call of a session begins.
+MAX_SESSIONS = 4096
+MAX_SESSION_TRAJECTORIES = 64
+MAX_SESSIONS_BYTES = 512 << 20
+# Seconds after which a session without a call is discarded.
+SESSION_IDLE_SECONDS = 3600
+# Ids of sessions that have ended, which are remembered so that no late call begins them anew.
+MAX_ENDED_SESSIONS = 65536
+# Finished sessions of one answer, and about how many bytes they may have; one is always there.
+MAX_PAGE_SESSIONS = 256
+MAX_PAGE_BYTES = 16 << 20

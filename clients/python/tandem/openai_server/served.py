@@ -26,6 +26,8 @@ class Served:
         max_model_len: most tokens of prompt and response.
         max_samples: most samples that it takes at once.
         fingerprint: names the weights.
+        vocabulary: digest of the model's vocabulary.
+        junior: digest of the junior's weights; "" without one.
     """
 
     codec: TextCodec
@@ -33,6 +35,8 @@ class Served:
     max_model_len: int
     max_samples: int
     fingerprint: str
+    vocabulary: str
+    junior: str
 
 
 class Source:
@@ -63,6 +67,8 @@ class Source:
             max_model_len=facts.longest_sequence(junior=self._reads_with_junior),
             max_samples=info.max_queue,
             fingerprint=f"{weights.version}-{weights.digest}",
+            vocabulary=model.vocabulary_digest,
+            junior=info.junior_version,
         )
 
     async def _codec_of(self, path: str, digest: str) -> TextCodec:

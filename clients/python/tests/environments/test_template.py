@@ -75,9 +75,23 @@ def test_ids_of_calls_reach_a_template_that_wants_them(tmp_path):
     ],
 )
 def test_a_template_that_cannot_be_continued_is_refused(tmp_path, template, why):
+    tools = {"tools": [{"type": "function", "function": {"name": "look"}}]}
     with pytest.raises(ConfigError, match=why) as error:
-        Turns(chat_codec(tmp_path, template), {})
+        Turns(chat_codec(tmp_path, template), tools)
     assert str(tmp_path) in error.value.message
+
+
+def test_a_conversation_without_tools_goes_on_with_the_users_messages(tmp_path):
+    plain = (
+        "{% for m in messages if m.role != 'tool' %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    codec = chat_codec(tmp_path, plain)
+    said = Turns(codec, {}).after([{"role": "user", "content": "and?"}])
+    assert "".join(codec.token_texts(said)) == "user:and?<|end|>assistant:"
+    with pytest.raises(ConfigError, match="does not show messages of the role `user`"):
+        silent = plain.replace("'tool'", "'user'")
+        Turns(chat_codec(tmp_path / "silent", silent), {})
 
 
 def test_a_template_that_shows_empty_thoughts_in_the_last_turn_alone_is_continued(tmp_path):

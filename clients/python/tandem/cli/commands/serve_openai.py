@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import ssl
@@ -31,6 +32,7 @@ from tandem.terminal.output import Output
 
 if TYPE_CHECKING:
     from tandem._proto.rollout.v1 import rollout_pb2
+    from tandem.settings.environment import ToolCallFormat
 
 
 @command()
@@ -59,6 +61,14 @@ def serve_openai(
     ] = False,
     speculative: SpeculativeOption = None,
     acceptance_rule: AcceptanceRuleOption = None,
+    tool_calls: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes calls of tools: hermes, qwen_xml, llama3 or mistral. "
+            "Default: as its chat template names it.",
+            metavar="FORMAT",
+        ),
+    ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -92,8 +102,9 @@ def serve_openai(
 ) -> None:
     """Serve the current senior to tools that use OpenAI's HTTP API.
 
-    Completions, chat completions and models under /v1, streamed or not, with
-    log-probabilities. Ctrl-C stops it.
+    Completions, chat completions with tools, and models under /v1, streamed or
+    not, with log-probabilities; sessions of agents that are trained. Ctrl-C stops
+    it.
     """
     from tandem.cli.commands.texts import codec_of
     from tandem.cluster.registry import connect
@@ -130,7 +141,10 @@ def serve_openai(
             credentials=client.credentials,
             api_keys=keys,
             allowed_origins=allowed_origins or (),
+            tool_calls=_tool_call_format(tool_calls),
         )
+    # What the server says of requests and sessions goes to the error stream.
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     listener = _listener(host, port)
     shown = f"[{host}]" if ":" in host else host
     url = f"http{'s' * (https is not None)}://{shown}:{listener.getsockname()[1]}/v1"
@@ -200,6 +214,17 @@ def _check_drafts(
         has_speculator=bool(info.speculator_heads),
         whose="the rollout server",
     )
+
+
+def _tool_call_format(given: str | None) -> ToolCallFormat | None:
+    from tandem.environments.tool_calls import PARSERS
+
+    for name in PARSERS:
+        if given == name:
+            return name
+    if given is not None:
+        raise ConfigError(f"--tool-calls: {given!r} is not one of {', '.join(PARSERS)}")
+    return None
 
 
 class _Https:
