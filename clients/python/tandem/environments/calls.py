@@ -25,6 +25,9 @@ from tandem.run_directory.log import FILE_ONLY
 
 _log = logging.getLogger(__name__)
 
+# Most characters that one call may say. Many more fit no context, and whoever encodes or records
+# them holds up the other episodes.
+MOST_SAID = 1 << 20
 # Seconds that a cancelled coroutine has to end.
 _CANCEL_SECONDS = 1.0
 # Seconds that the environments of the last episodes have to close at the end of a run.
@@ -86,7 +89,7 @@ class LiveEnvironment:
         text = self._result(self._made.reset(**arguments))
         if text is not None and not isinstance(text, str):
             raise TypeError(f"reset() returned {type(text).__name__}, neither text nor None")
-        return Said(text or None)
+        return Said(_bounded("reset()", text or "") or None)
 
     def tool(self, name: str, arguments: Mapping[str, Any]) -> Said:
         """Calls a tool; what it raises goes back to the model as text."""
@@ -97,6 +100,7 @@ class LiveEnvironment:
         # A user's tool may raise anything, for what a model wrote.
         except FAILURES as error:
             text, failed = f"Error: {type(error).__name__}: {error}", True
+        text = _bounded(f"{name}()", text)
         return Said(text, tool_failed=failed, done=bool(getattr(self._made, "done", False)))
 
     def reward(self) -> Said:
@@ -138,6 +142,13 @@ class LiveEnvironment:
         finally:
             self._task = None
             self._idle.set()
+
+
+def _bounded(call: str, text: str) -> str:
+    """Returns a text that a call gave; raises ValueError for one that is too long."""
+    if len(text) > MOST_SAID:
+        raise ValueError(f"{call} said {len(text):,} characters, at most {MOST_SAID:,}")
+    return text
 
 
 async def _awaited(value: Any) -> Any:

@@ -7,7 +7,7 @@ import time
 import fakes
 import pytest
 
-from tandem.environments.calls import Call, EnvironmentCalls, LiveEnvironment, Said
+from tandem.environments.calls import MOST_SAID, Call, EnvironmentCalls, LiveEnvironment, Said
 from tandem.rewards.judges.cases import Failure
 
 
@@ -40,6 +40,9 @@ class Several:
 
     def leave(self):
         raise SystemExit(3)
+
+    def flood(self, length):
+        return "x" * length
 
     async def get_reward(self):
         return "much"
@@ -101,6 +104,14 @@ def test_a_tool_that_computes_too_long_ends_and_others_go_on(calls, live):
     assert given(calls, live, lambda: live.tool("number", {"x": 2})).text == '{"x": 2}'
     # The threads of the others have ended: those that are left wait for calls.
     fakes.wait_until(lambda: len(new_threads(before)) <= 4)
+
+
+def test_who_says_too_much_fails_alone(calls, live):
+    assert len(live.tool("flood", {"length": MOST_SAID}).text) == MOST_SAID
+    flooding = calls.start(Call(live, lambda: live.tool("flood", {"length": MOST_SAID + 1}), "row"))
+    failure = flooding.result(30)
+    assert isinstance(failure, Failure)
+    assert "flood() said 1,048,577 characters" in failure.what
 
 
 def test_a_call_is_timed(calls, live):
