@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from tandem.models.tokenizer import TextCodec
 from tandem.openai_server.choices import Choice, TokenScore
-
-# Stands for the likeliest token, of which a rollout server tells the log-probability alone.
-LIKELIEST = "<likeliest>"
 
 
 @dataclass
@@ -101,9 +99,10 @@ class CompletionAnswer(Answer):
             known.insert(0, None)
         known = known[: len(tokens)]
         top: list[dict[str, float] | None] | None = None
-        if any(one is not None and one.likeliest is not None for one in known):
+        if any(one is not None and one.top is not None for one in known):
             top = [
-                one and {token: one.own} | _others(one)
+                # Of several tokens with one text, the likeliest.
+                one and dict(_alternatives(codec, one)[::-1]) | {token: one.own}
                 for token, one in zip(tokens, known, strict=True)
             ]
         return {
@@ -157,12 +156,8 @@ class ChatAnswer(Answer):
         ids, _ = choice.shown()
         content = []
         for token, one in zip(choice.codec.token_texts(ids), scores, strict=False):
-            own = _entry(token, one.own)
-            top = []
-            if one.likeliest is not None:
-                others = [_entry(*other) | {"bytes": None} for other in _others(one).items()]
-                top = others or [own]
-            content.append(own | {"top_logprobs": top})
+            top = [_entry(*other) for other in _alternatives(choice.codec, one)]
+            content.append(_entry(token, one.own) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
@@ -194,11 +189,11 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
     }
 
 
-def _others(score: TokenScore) -> dict[str, float]:
-    """Returns the likeliest token where it is not the token itself."""
-    if score.likeliest is None or score.likeliest == score.own:
-        return {}
-    return {LIKELIEST: score.likeliest}
+def _alternatives(codec: TextCodec, score: TokenScore) -> list[tuple[str, float]]:
+    """Returns the likeliest tokens at a place as texts, with their log-probabilities."""
+    top = score.top or ()
+    texts = codec.token_texts([token for token, _ in top])
+    return [(text, logprob) for text, (_, logprob) in zip(texts, top, strict=True)]
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
