@@ -88,6 +88,7 @@ class FakeWorld:
         self.drafts_of = lambda prompt: (0, 0)  # drafts verified and accepted in a response
         self.scores = 0  # number of Score calls
         self.score_temperatures = []  # temperature of every Score
+        self.top = []  # tokens of which Score returns the likeliest
         self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
         self.on_save = lambda context: None  # called by every SaveCheckpoint of the trainer
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
@@ -220,6 +221,13 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Weig
                 if getattr(request, model):
                     logprobs = to_tensor([self.world.logprob[model](token) for token in scored])
                     getattr(scores, f"{model}_logprobs").CopyFrom(logprobs)
+                if getattr(request, model) and request.num_top_logprobs:
+                    known = {token: self.world.logprob[model](token) for token in self.world.top}
+                    top = sorted(known, key=lambda token: (-known[token], token))
+                    top = [top[: request.num_top_logprobs]] * len(scored)
+                    numbers = [[known[token] for token in place] for place in top]
+                    getattr(scores, f"{model}_top_token_ids").CopyFrom(to_tensor(top, "<i4"))
+                    getattr(scores, f"{model}_top_logprobs").CopyFrom(to_tensor(numbers))
         return reply
 
     def GetVersion(self, request, context):

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from tandem.models.tokenizer import TextCodec
 from tandem.openai_server.choices import Choice, TokenScore
-
-# Stands for the likeliest token, of which a rollout server tells the log-probability alone.
-LIKELIEST = "<likeliest>"
 
 
 @dataclass
@@ -93,18 +91,20 @@ class CompletionAnswer(Answer):
         ids, starts = choice.shown()
         codec = choice.codec
         known: list[TokenScore | None] = list(scores)
-        tokens, offsets = codec.token_texts(ids), starts
+        tokens, offsets, shown = codec.token_texts(ids), starts, list(ids)
         if echo:
             prompt, begins = prompt_text(choice)
             tokens = codec.token_texts(choice.prompt) + tokens
+            shown = [*choice.prompt, *shown]
             offsets = begins + [len(prompt) + start for start in starts]
             known.insert(0, None)
         known = known[: len(tokens)]
         top: list[dict[str, float] | None] | None = None
-        if any(one is not None and one.likeliest is not None for one in known):
+        if any(one is not None and one.top is not None for one in known):
             top = [
-                one and {token: one.own} | _others(one)
-                for token, one in zip(tokens, known, strict=True)
+                # Of several tokens with one text, the likeliest.
+                one and dict(_alternatives(codec, one, number, text)[::-1]) | {text: one.own}
+                for number, text, one in zip(shown, tokens, known, strict=True)
             ]
         return {
             "tokens": tokens,
@@ -156,13 +156,10 @@ class ChatAnswer(Answer):
         """Returns an object for each token."""
         ids, _ = choice.shown()
         content = []
-        for token, one in zip(choice.codec.token_texts(ids), scores, strict=False):
-            own = _entry(token, one.own)
-            top = []
-            if one.likeliest is not None:
-                others = [_entry(*other) | {"bytes": None} for other in _others(one).items()]
-                top = others or [own]
-            content.append(own | {"top_logprobs": top})
+        texts = choice.codec.token_texts(ids)
+        for number, text, one in zip(ids, texts, scores, strict=False):
+            top = [_entry(*other) for other in _alternatives(choice.codec, one, number, text)]
+            content.append(_entry(text, one.own) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
@@ -194,11 +191,18 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
     }
 
 
-def _others(score: TokenScore) -> dict[str, float]:
-    """Returns the likeliest token where it is not the token itself."""
-    if score.likeliest is None or score.likeliest == score.own:
-        return {}
-    return {LIKELIEST: score.likeliest}
+def _alternatives(
+    codec: TextCodec, score: TokenScore, token_id: int, text: str
+) -> list[tuple[str, float]]:
+    """Returns the likeliest tokens at a place as texts, with their log-probabilities.
+
+    `text` is that of the token that stands there: within a character, which the text of a token
+    alone does not show.
+    """
+    return [
+        (text if other == token_id else codec.token_texts([other])[0], logprob)
+        for other, logprob in score.top or ()
+    ]
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:

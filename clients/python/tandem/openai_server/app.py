@@ -128,7 +128,7 @@ class Job:
     choices: list[Choice]
     submitted: list[Prompt]
     logprobs: bool
-    likeliest: bool
+    num_top: int
     echo: bool
     parser: ToolCalls | None = None
     call: Call | None = None
@@ -390,7 +390,7 @@ class _Server:
         job = self._job(asked, served, CompletionAnswer, prompts, [count] * len(prompts))
         job.echo = bool(asked.echo)
         job.logprobs = asked.logprobs is not None
-        job.likeliest = bool(asked.logprobs)
+        job.num_top = asked.logprobs or 0
         return job
 
     async def _chat(
@@ -431,7 +431,7 @@ class _Server:
         room = max(1, served.max_model_len - len(prompt))
         count = asked.max_completion_tokens or asked.max_tokens or room
         job = self._job(asked, served, ChatAnswer, [prompt], [count], images)
-        job.logprobs, job.likeliest = bool(asked.logprobs), bool(asked.top_logprobs)
+        job.logprobs, job.num_top = bool(asked.logprobs), asked.top_logprobs or 0
         job.parser = parser
         return job
 
@@ -630,7 +630,7 @@ class _Server:
             for choice in choices
         }
         async with self._admission.scores:
-            scores = await score(self._client, sequences, job.likeliest)
+            scores = await score(self._client, sequences, job.num_top)
         return {
             choice.index: job.answer.logprobs(choice, scores[choice.index], job.echo)
             for choice in choices

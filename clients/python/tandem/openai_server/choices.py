@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -28,10 +27,6 @@ _ATTEMPTS = 8
 # Seconds in which a server may end a call whose choices are done.
 _END_SECONDS = 10.0
 
-# A rollout server's lowest temperature. There the likeliest token has all the mass: its
-# log-probability is 0, and that of another token is its distance to it, divided by this.
-_COLD = 0.001
-
 
 @dataclass(frozen=True)
 class TokenScore:
@@ -39,11 +34,11 @@ class TokenScore:
 
     Attributes:
         own: that of the token.
-        likeliest: that of the likeliest token; `own` if it is the token; None unless asked for.
+        top: ids of the likeliest tokens, and theirs, the likeliest first; None unless asked for.
     """
 
     own: float
-    likeliest: float | None
+    top: Sequence[tuple[int, float]] | None
 
 
 @dataclass
@@ -245,7 +240,7 @@ async def _read_to_end(events: AsyncIterator[rollout_pb2.GenerateResponse]) -> N
 
 
 async def score(
-    client: AsyncRolloutClient, sequences: Mapping[int, ScoredTokens], likeliest: bool
+    client: AsyncRolloutClient, sequences: Mapping[int, ScoredTokens], num_top: int
 ) -> dict[int, list[TokenScore]]:
     """Returns the scores of tokens, by the keys of `sequences`."""
     asked = {
@@ -254,29 +249,13 @@ async def score(
     scores: dict[int, list[TokenScore]] = {key: [] for key in sequences}
     if not asked:
         return scores
-    warm = await client.score(asked.values(), temperature=1.0)
-    cold = await client.score(asked.values(), temperature=_COLD) if likeliest else warm
-    if warm.weights != cold.weights:
-        raise RpcError(
-            "the weights changed while the tokens were scored",
-            code=grpc.StatusCode.ABORTED,
-            reason="WEIGHTS_CHANGED",
-            method="Score",
-        )
-    for key, own, colder in zip(asked, warm.sequences, cold.sequences, strict=True):
-        logprobs = short_floats(from_tensor(own.senior_logprobs))
-        distances = from_tensor(colder.senior_logprobs).tolist()
-        scores[key] = [
-            TokenScore(logprob, _likeliest(logprob, distance) if likeliest else None)
-            for logprob, distance in zip(logprobs, distances, strict=True)
-        ]
+    reply = await client.score(asked.values(), temperature=1.0, num_top_logprobs=num_top)
+    for key, one in zip(asked, reply.sequences, strict=True):
+        own = short_floats(from_tensor(one.senior_logprobs))
+        top: list[list[tuple[int, float]] | None] = [None] * len(own)
+        if num_top:
+            ids = from_tensor(one.senior_top_token_ids).tolist()
+            logprobs = [short_floats(row) for row in from_tensor(one.senior_top_logprobs)]
+            top = [list(zip(*place, strict=True)) for place in zip(ids, logprobs, strict=True)]
+        scores[key] = [TokenScore(*place) for place in zip(own, top, strict=True)]
     return scores
-
-
-def _likeliest(logprob: float, cold_logprob: float) -> float:
-    """Returns the log-probability of the likeliest token; that of the token itself if it is it.
-
-    It is where it has more than half of the mass, at whatever temperature. A token within
-    0.0007 nats of the likeliest one counts as less likely.
-    """
-    return logprob if cold_logprob > math.log(0.5) else logprob - _COLD * cold_logprob

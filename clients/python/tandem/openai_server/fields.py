@@ -15,6 +15,7 @@ from pydantic_core import PydanticKnownError
 
 from tandem.openai_server import limits
 from tandem.openai_server.errors import RequestError
+from tandem.openai_server.limits import MAX_TOP_LOGPROBS
 from tandem.openai_server.tools import check_tools
 from tandem.rpc import renamed
 
@@ -509,13 +510,8 @@ def texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_top(number: int | None, field: str) -> None:
-    if number is not None and number > 1:
-        raise RequestError(
-            f"{field}: {number} is more than 1: a rollout server reports only the "
-            "log-probabilities of the token itself and of the likeliest one",
-            field,
-            code="unsupported_parameter",
-        )
+    if number is not None and number > MAX_TOP_LOGPROBS:
+        raise RequestError(f"{field}: {number} is more than {MAX_TOP_LOGPROBS}", field)
 
 
 def _path(place: tuple[int | str, ...]) -> str | None:

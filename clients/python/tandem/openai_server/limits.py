@@ -31,6 +31,8 @@ MAX_TEXT_BYTES_PER_TOKEN = 32
 # Messages of a conversation, and parts of all of them.
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
+# Likeliest tokens at a place: OpenAI's bound for chats.
+MAX_TOP_LOGPROBS = 20
 # Tools of a request.
 MAX_TOOLS = 128
 # Stop texts of a request, and the characters of one.

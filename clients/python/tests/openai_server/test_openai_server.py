@@ -247,26 +247,27 @@ def test_echo_scores_the_prompt_without_a_sample(http, world):
     assert world.score_temperatures == [1.0]
 
 
-def test_the_likeliest_token_comes_from_a_second_score(http, world):
-    # Token 3 is the likeliest one; token 4 is 2 nats less likely.
-    def logprob(token):
-        cold = world.score_temperatures[-1] < 1
-        return {3: 0.0 if cold else -1.5, 4: -2000.0 if cold else -3.5}[token]
-
-    world.logprob["senior"] = logprob
-    answer = complete(http, prompt=[[2, 3, 4]], max_tokens=0, echo=True, logprobs=1).json()
+def test_alternatives_are_the_likeliest_tokens_and_the_token_itself(http, world):
+    world.top = [3, 4, 5]
+    world.logprob["senior"] = {3: -1.5, 4: -3.5, 5: -0.25}.get
+    answer = complete(http, prompt=[[2, 3, 4]], max_tokens=0, echo=True, logprobs=2).json()
     top = answer["choices"][0]["logprobs"]["top_logprobs"]
-    assert top == [None, {"w3": -1.5}, {"w4": -3.5, "<likeliest>": pytest.approx(-1.5)}]
+    assert top == [None, {"w5": -0.25, "w3": -1.5}, {"w5": -0.25, "w3": -1.5, "w4": -3.5}]
+    assert world.score_temperatures == [1.0]
 
 
-def test_weights_that_change_between_two_scores_are_a_conflict(http, world):
-    def publish():
-        world.published += 1
-
-    world.on_batch = publish
-    response = complete(http, max_tokens=0, echo=True, logprobs=1)
-    assert response.status_code == 409
-    assert response.json()["error"]["code"] == "WEIGHTS_CHANGED"
+def test_a_chat_has_alternatives_in_their_order(http, world):
+    world.top = [3, 4, 5]
+    world.logprob["senior"] = lambda token: {3: -1.5, 4: -3.5, 5: -0.25}.get(token, -9.0)
+    content = chat(http, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"]
+    assert content
+    for token in content:
+        assert [(one["token"], one["logprob"]) for one in token["top_logprobs"]] == [
+            ("w5", -0.25),
+            ("w3", -1.5),
+            ("w4", -3.5),
+        ]
+    assert chat(http, logprobs=True, top_logprobs=21).status_code == 400
 
 
 def test_what_cannot_be_done_is_refused_unless_it_asks_for_nothing(http, subtests):
@@ -292,7 +293,7 @@ def test_a_wrong_field_is_named(http, subtests):
         ({"n": 0}, "n"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_k": -1}, "top_k"),
-        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[2], []]}, "prompt"),
