@@ -157,14 +157,14 @@ def test_a_rollout_server_that_restarts_changes_nothing(fresh_pair, models, tmp_
         with RunDirectory.open(config, "train") as run, open_session(config) as session:
             pool, generated = session.rollouts, session.rollouts.generate
 
-            def generate(prompts, admit, on_answer):
+            def generate(prompts, *, admit, **rest):
                 def admit_and_restart(client):
                     admit(client)
                     if generate.calls == 3:
                         restart(rollout)
 
                 generate.calls += 1
-                return generated(prompts, admit_and_restart, on_answer)
+                return generated(prompts, admit=admit_and_restart, **rest)
 
             generate.calls = 0
             pool.generate = generate
