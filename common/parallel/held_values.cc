@@ -34,8 +34,7 @@ at::Tensor Receive(ranks::Communicator& ranks, const std::vector<Holding>& holdi
   if (holdings.size() == 1 && holdings[0].rank == ranks.rank()) {
     return own.view(parameter.spec.shape);
   }
-  const at::Tensor whole =
-      at::empty(parameter.spec.shape, at::device(ranks.device()).dtype(at::kFloat));
+  at::Tensor whole = at::empty(parameter.spec.shape, at::device(ranks.device()).dtype(at::kFloat));
   for (const Holding& holding : holdings) {
     const at::Tensor target = ViewOf(holding.range, whole);
     if (holding.rank == ranks.rank()) {
