@@ -119,6 +119,11 @@ struct PromptRequest {
   std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
   Blobs blobs = {};                                 // their pixels
   SteadyTime deadline = SteadyTime::InfiniteFuture();
+
+  // Number of tokens that the lanes are given: prompt and response so far.
+  int64_t given_tokens() const {
+    return std::ssize(prompt_token_ids) + std::ssize(response_token_ids);
+  }
 };
 
 // New tokens of one sample.

@@ -1,5 +1,8 @@
 #include "services/rollout/engine/blocks/block_pool.h"
 
+#include <algorithm>
+#include <iterator>
+
 namespace tandem::rollout {
 
 BlockPool::BlockPool(const BlockRange& range) : first_block_(range.first), blocks_(range.count) {
@@ -39,6 +42,27 @@ std::optional<BlockPool::Known> BlockPool::Find(PrefixId before, std::span<const
   if (found == known_.end()) return std::nullopt;
   Hold(found->second.block);
   return found->second;
+}
+
+int64_t BlockPool::LongestKnown(PrefixId before, std::span<const int32_t> tokens) const {
+  Contents wanted = MakeContents(before, tokens, "");
+  while (!wanted.tokens.empty()) {
+    auto entry = known_.lower_bound(wanted);
+    const auto length = std::ssize(wanted.tokens);
+    if (entry != known_.end() && entry->first.before == before &&
+        entry->first.tokens == wanted.tokens) {
+      return length;
+    }
+    if (entry == known_.begin()) return 0;
+    // All that `wanted` begins with comes before it, and begins with what it has in common with the
+    // last entry there.
+    const Contents& last = std::prev(entry)->first;
+    if (last.before != before) return 0;
+    const auto common = std::ranges::mismatch(last.tokens, wanted.tokens).in1 - last.tokens.begin();
+    if (common == std::ssize(last.tokens)) return common;
+    wanted.tokens.resize(common);
+  }
+  return 0;
 }
 
 std::optional<int32_t> BlockPool::TakeIdle(PrefixId before, std::span<const int32_t> tokens,

@@ -59,8 +59,11 @@ class BlockPool {
   // block is known to contain them, that one stays the one that is found.
   PrefixId Remember(int32_t block, PrefixId before, std::span<const int32_t> tokens,
                     const std::string& images = "");
-  // Finds such a block that is idle, and forgets its contents: the caller holds it now, alone, and
-  // may write behind the tokens.
+  // Returns how many of `tokens` the longest contents have that `tokens` begin with, after the
+  // prefix `before`; 0 for none. Images do not count.
+  int64_t LongestKnown(PrefixId before, std::span<const int32_t> tokens) const;
+  // Does what Find does, for a block that is idle, and forgets its contents: the caller is its only
+  // holder and may write behind the tokens.
   std::optional<int32_t> TakeIdle(PrefixId before, std::span<const int32_t> tokens,
                                   const std::string& images = "");
   // Forgets all contents: they come from weights that are gone.

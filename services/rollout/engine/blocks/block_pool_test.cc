@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
+#include <random>
+#include <utility>
 #include <vector>
 
 #include "common/model/passes/layer_cache.h"
@@ -61,6 +64,34 @@ TEST(BlockTableTest, BlocksOfOneImageAreNotThoseOfAnother) {
   std::vector<ImageTokens> shorter = image("a");
   shorter[0].end = kKvBlockTokens;
   EXPECT_EQ(known(shorter), kKvBlockTokens);
+}
+
+TEST(BlockPoolTest, TheLongestContentsAreFoundAmongOthers) {
+  BlockPool pool({.count = 2000});
+  std::mt19937 random(5);
+  std::vector<std::pair<PrefixId, std::vector<int32_t>>> known;
+  const auto draw = [&](size_t most) {
+    std::vector<int32_t> tokens(random() % most);
+    for (int32_t& token : tokens) token = static_cast<int32_t>(random() % 3);
+    return tokens;
+  };
+  for (int i = 0; i < 1000; ++i) {
+    const PrefixId before = kNoPrefix + random() % 2;
+    std::vector<int32_t> tokens = draw(7);
+    if (tokens.empty()) continue;
+    pool.Remember(*pool.Allocate(), before, tokens, i % 4 == 0 ? "image" : "");
+    known.emplace_back(before, std::move(tokens));
+    const std::vector<int32_t> wanted = draw(9);
+    for (const PrefixId after : {kNoPrefix, kNoRecordedPrefix}) {
+      int64_t longest = 0;
+      for (const auto& [prefix, contents] : known) {
+        const bool begins = prefix == after && contents.size() <= wanted.size() &&
+                            std::equal(contents.begin(), contents.end(), wanted.begin());
+        if (begins) longest = std::max(longest, std::ssize(contents));
+      }
+      ASSERT_EQ(pool.LongestKnown(after, wanted), longest);
+    }
+  }
 }
 
 TEST(BlockTableTest, ABegunBlockGoesOnWithOneSequenceAlone) {

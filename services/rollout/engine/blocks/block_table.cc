@@ -40,14 +40,14 @@ int64_t BlockTable::TakeKnown(BlockPool& pool, std::span<const int32_t> tokens,
 
 int64_t BlockTable::TakeBegun(BlockPool& pool, std::span<const int32_t> tokens,
                               std::span<const ImageTokens> images) {
-  const std::span<const int32_t> next = tokens.subspan(num_known_ * kKvBlockTokens);
-  for (int64_t n = std::min<int64_t>(std::ssize(next), kKvBlockTokens - 1); n > 0; --n) {
-    const auto block = pool.TakeIdle(prefix_, next.first(n), ImagesOf(images, num_known_, n));
-    if (!block.has_value()) continue;
-    blocks_.push_back(*block);
-    return n;
-  }
-  return 0;
+  std::span<const int32_t> next = tokens.subspan(num_known_ * kKvBlockTokens);
+  next = next.first(std::min<int64_t>(std::ssize(next), kKvBlockTokens - 1));
+  const int64_t begun = pool.LongestKnown(prefix_, next);
+  if (begun == 0) return 0;
+  const auto block = pool.TakeIdle(prefix_, next.first(begun), ImagesOf(images, num_known_, begun));
+  if (!block.has_value()) return 0;
+  blocks_.push_back(*block);
+  return begun;
 }
 
 bool BlockTable::Grow(BlockPool& pool) {

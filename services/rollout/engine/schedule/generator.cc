@@ -150,8 +150,7 @@ void Generator::ExpireDeadlines(SteadyTime now) {
 
 bool Generator::Step() {
   for (const Prompt* prompt : scheduler_.Admit()) {
-    totals_.prompt_tokens_total += std::ssize(prompt->request.prompt_token_ids) +
-                                   std::ssize(prompt->request.response_token_ids);
+    totals_.prompt_tokens_total += prompt->request.given_tokens();
   }
   scheduler_.AskForDrafts();
   bool computed = false;

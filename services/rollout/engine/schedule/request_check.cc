@@ -53,10 +53,6 @@ absl::Status CheckSpeculative(const SpeculativeParams& params, const RequestLimi
                                params.prompt_lookup_max);
 }
 
-int64_t GivenTokens(const PromptRequest& request) {
-  return std::ssize(request.prompt_token_ids) + std::ssize(request.response_token_ids);
-}
-
 const VisionConfig* VisionOf(size_t lane, const RequestLimits& limits) {
   return limits.vision[lane].has_value() ? &*limits.vision[lane] : nullptr;
 }
@@ -110,7 +106,7 @@ absl::Status CheckRouting(const PromptRequest& request, const RequestLimits& lim
                       "is not supported for a senior with sliding windows, which frees the blocks "
                       "that hold the record");
   }
-  const int64_t tokens = GivenTokens(request) + LongestResponse(request, limits) - 1;
+  const int64_t tokens = request.given_tokens() + LongestResponse(request, limits) - 1;
   if (tokens * limits.routing_bytes_per_token <= kMaxRoutingBytes) return absl::OkStatus();
   return FieldError(absl::StatusCode::kOutOfRange, field,
                     absl::StrCat(limits.routing_bytes_per_token, " bytes for each of ", tokens,
@@ -167,7 +163,7 @@ absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOf(const ScoreSequence
 }
 
 int32_t LongestResponse(const PromptRequest& request, const RequestLimits& limits) {
-  const int64_t room = LimitOf(request, limits).tokens - GivenTokens(request);
+  const int64_t room = LimitOf(request, limits).tokens - request.given_tokens();
   return static_cast<int32_t>(std::min<int64_t>(request.sampling.max_tokens, room));
 }
 
@@ -184,7 +180,7 @@ absl::Status CheckPrompt(const PromptRequest& request, const RequestLimits& limi
   TANDEM_RETURN_IF_ERROR(
       CheckTokenIds("prompt_token_ids", request.prompt_token_ids, limits.num_token_ids));
   TANDEM_RETURN_IF_ERROR(PrependFieldPath("response", CheckResponseSoFar(request, limits)));
-  if (const LengthLimit limit = LimitOf(request, limits); GivenTokens(request) >= limit.tokens) {
+  if (const LengthLimit limit = LimitOf(request, limits); request.given_tokens() >= limit.tokens) {
     return FieldError(
         absl::StatusCode::kOutOfRange, "response.token_ids",
         absl::StrCat(request.response_token_ids.size(), " tokens behind a prompt of ", length,

@@ -130,8 +130,7 @@ struct Sequence {
     return static_cast<int64_t>(prompt->request.prompt_token_ids.size());
   }
   int64_t response_so_far() const { return std::ssize(prompt->request.response_token_ids); }
-  // Number of tokens that the request has: prompt and response so far.
-  int64_t given_length() const { return prompt_length() + response_so_far(); }
+  int64_t given_length() const { return prompt->request.given_tokens(); }
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
   int64_t response_length() const { return static_cast<int64_t>(authors.size()); }
   LaneState& lane(Author author) { return lanes[LaneIndex(author)]; }
