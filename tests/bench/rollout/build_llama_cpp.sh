@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../../.."
 JOBS=${JOBS:-$(setup/jobs.sh)}
 FOLDER=$PWD/.cache/llama.cpp-$VERSION
 DRIVER=$PWD/tests/bench/rollout/llama_driver.cc
-MOMENT=$PWD/tests/bench/moment.h
+MOMENT=$PWD/tests/bench/programs/moment.h
 mkdir -p "$FOLDER"
 
 if [[ ! -e $FOLDER/source/CMakeLists.txt ]]; then

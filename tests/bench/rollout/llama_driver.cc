@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/bench/moment.h"
+#include "tests/bench/programs/moment.h"
 
 namespace {
 

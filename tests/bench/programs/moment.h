@@ -1,6 +1,6 @@
 // The clock and the CPU time of a process that is measured.
-#ifndef TANDEM_TESTS_BENCH_MOMENT_H_
-#define TANDEM_TESTS_BENCH_MOMENT_H_
+#ifndef TANDEM_TESTS_BENCH_PROGRAMS_MOMENT_H_
+#define TANDEM_TESTS_BENCH_PROGRAMS_MOMENT_H_
 
 #include <sys/resource.h>
 
@@ -25,4 +25,4 @@ struct Moment {
 
 }  // namespace tandem::bench
 
-#endif  // TANDEM_TESTS_BENCH_MOMENT_H_
+#endif  // TANDEM_TESTS_BENCH_PROGRAMS_MOMENT_H_

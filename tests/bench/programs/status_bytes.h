@@ -1,6 +1,6 @@
 // Memory of this process, for benchmarks.
-#ifndef TANDEM_TESTS_BENCH_STATUS_BYTES_H_
-#define TANDEM_TESTS_BENCH_STATUS_BYTES_H_
+#ifndef TANDEM_TESTS_BENCH_PROGRAMS_STATUS_BYTES_H_
+#define TANDEM_TESTS_BENCH_PROGRAMS_STATUS_BYTES_H_
 
 #include <cstdint>
 #include <fstream>
@@ -19,4 +19,4 @@ inline int64_t StatusBytes(const std::string& field) {
 
 }  // namespace tandem
 
-#endif  // TANDEM_TESTS_BENCH_STATUS_BYTES_H_
+#endif  // TANDEM_TESTS_BENCH_PROGRAMS_STATUS_BYTES_H_

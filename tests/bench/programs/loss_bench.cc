@@ -20,7 +20,7 @@
 #include "common/loss/logits/linear_divergence.h"
 #include "common/loss/supervised_loss.h"
 #include "common/ops/ops.h"
-#include "tests/bench/status_bytes.h"
+#include "tests/bench/programs/status_bytes.h"
 
 namespace {
 

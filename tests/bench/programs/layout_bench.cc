@@ -29,7 +29,7 @@
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
 #include "services/training_core/service/testing/resolved_options.h"
-#include "tests/bench/status_bytes.h"
+#include "tests/bench/programs/status_bytes.h"
 
 namespace {
 

@@ -22,7 +22,7 @@
 #include "common/config/server_config.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/service/convert.h"
-#include "tests/bench/moment.h"
+#include "tests/bench/programs/moment.h"
 
 namespace {
 
