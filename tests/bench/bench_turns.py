@@ -107,10 +107,7 @@ def next_prompt(
     if cold:
         ids = [*prompt.token_ids, *whole.response_token_ids, *said]
         return dataclasses.replace(prompt, token_ids=[ids[0] + 1, *ids[1:]])
-    authors = bytes(whole.authorship_mask) + bytes([2]) * len(said)
-    return dataclasses.replace(
-        prompt, response=ResponseSoFar([*whole.response_token_ids, *said], authors)
-    )
+    return dataclasses.replace(prompt, response=ResponseSoFar.after(whole, said))
 
 
 def arguments() -> argparse.Namespace:

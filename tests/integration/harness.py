@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from tandem._proto.rollout.v1 import rollout_pb2
@@ -31,6 +32,7 @@ from tandem.settings import loading
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import RunSettings
 from tandem.training.loop import train
+from tandem.utils.authors import ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGIES = ("bernoulli", "chunk", "alternating", "sentence", "word")
@@ -133,6 +135,21 @@ def sections(
     if critic is not None:
         servers["critic"] = learner | {"untie_embeddings": True} | dict(critic)
     return servers
+
+
+@contextmanager
+def openai_server(rollout: str, errors: IO[str] | None = None) -> Iterator[str]:
+    """Runs `tandem serve-openai` on a rollout server; yields its base URL."""
+    command = [sys.executable, "-m", "tandem", "serve-openai", "--json"]
+    options = ["--rollout", rollout, "--port", "0", "--model-name", "senior"]
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())["base_url"]
+        finally:
+            process.terminate()
 
 
 @contextmanager
@@ -313,7 +330,22 @@ def derived_mask(
         trajectory.seed,
         trajectory.sample_index,
         defaults.get(tandem["selection_strategy"], ()),
+        environment=[t for t, author in enumerate(mask(trajectory)) if author == ENVIRONMENT],
     )
+
+
+def assert_scored(
+    trajectory: trajectory_pb2.Trajectory, score: rollout_pb2.SequenceScores, atol: float
+) -> None:
+    """Fails unless the log-probs of what models wrote are those of Score, under both models."""
+    drawn = np.array(mask(trajectory)) != ENVIRONMENT
+    for model in ("senior", "junior"):
+        np.testing.assert_allclose(
+            from_tensor(getattr(score, f"{model}_logprobs"))[drawn],
+            logprobs(trajectory, model)[drawn],
+            rtol=0,
+            atol=atol,
+        )
 
 
 def assert_same_bits(

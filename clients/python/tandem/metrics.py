@@ -216,7 +216,7 @@ def length_metrics(responses: Sequence[trajectory_pb2.Trajectory]) -> dict[str, 
     """Returns the client's metrics of the lengths of responses; none without a response."""
     if not responses:
         return {}
-    # What an environment said counts for no length.
+    # Tokens of an environment count for no length.
     lengths = [
         len(one.response_token_ids) - one.authorship_mask.count(ENVIRONMENT) for one in responses
     ]

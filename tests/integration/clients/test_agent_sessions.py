@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,12 +11,11 @@ import harness
 import numpy as np
 import openai
 import pytest
-from harness import flat, logprobs, mask, tokens
+from harness import assert_scored, derived_mask, flat, logprobs, mask, tokens
 from tandem.models.tokenizer import TextCodec
 from tandem.pool.rollout_pool import response_to_score
-from tandem.rpc.author_schedule import authorship_mask
 from tandem.rpc.requests import Prompt, ResponseSoFar
-from tandem.rpc.wire import from_tensor, tandem_record
+from tandem.rpc.wire import from_tensor
 from tandem.sessions import SessionsClient, policy_samples
 
 TEMPLATE = (
@@ -61,18 +57,11 @@ def log(tmp_path_factory):
 @pytest.fixture(scope="module")
 def url(cluster, log) -> Iterator[str]:
     """The base URL of the command's server."""
-    command = [sys.executable, "-m", "tandem", "serve-openai", "--json"]
-    options = ["--rollout", cluster.rollouts[0].address, "--port", "0", "--model-name", "senior"]
     with (
         log.open("w") as errors,
-        subprocess.Popen(
-            [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
+        harness.openai_server(cluster.rollouts[0].address, errors) as url,
     ):
-        try:
-            yield json.loads(process.stdout.readline())["base_url"]
-        finally:
-            process.terminate()
+        yield url
 
 
 @pytest.fixture
@@ -146,10 +135,10 @@ def test_ids_authors_and_log_probs_of_concurrent_sessions_are_exact(url, rollout
     samples = [one for name in names for one in sessions[name].trajectories]
     assert len(samples) == len(names)
     assert {author for one in samples for author in mask(one)} == {0, 1, 2}
-    boundaries = rollout.info().word_boundary_token_ids
+    info = rollout.info()
     scores = rollout.score([response_to_score(one) for one in samples], junior=True).sequences
     for name, one, score in zip(names, samples, scores, strict=True):
-        ids, said = tokens(one), [t for t, author in enumerate(mask(one)) if author == 2]
+        ids = tokens(one)
         asked = [{"role": "user", "content": f"one {name}"}]
         assert list(one.prompt_token_ids) == codec.chat(asked)
         turns = turns_of(one)
@@ -160,22 +149,8 @@ def test_ids_authors_and_log_probs_of_concurrent_sessions_are_exact(url, rollout
             ended = ids[end - 1] == codec.eos_token_id
             between = ("" if ended else "<eos>") + f"user: two {turn}<eos>assistant: "
             assert ids[end:begin] == codec.encode(between, special=False)
-        assert mask(one) == authorship_mask(
-            ids,
-            tandem_record(one.tandem),
-            one.seed,
-            one.sample_index,
-            boundaries,
-            environment=said,
-        )
-        drawn = np.array(mask(one)) != 2
-        for model in ("senior", "junior"):
-            np.testing.assert_allclose(
-                from_tensor(getattr(score, f"{model}_logprobs"))[drawn],
-                logprobs(one, model)[drawn],
-                rtol=0,
-                atol=ATOL,
-            )
+        assert mask(one) == derived_mask(one, info)
+        assert_scored(one, score, ATOL)
 
 
 def test_every_turn_is_drawn_again_from_the_trajectorys_record(url, rollout):

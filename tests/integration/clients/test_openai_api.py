@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,16 +32,11 @@ def cluster(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(cluster) -> Iterator[openai.OpenAI]:
     """OpenAI's client of the command's server."""
-    address = cluster.rollouts[0].address
-    command = [sys.executable, "-m", "tandem", "serve-openai", "--json"]
-    options = ["--rollout", address, "--port", "0", "--model-name", "senior"]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            url = json.loads(process.stdout.readline())["base_url"]
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-                yield client
-        finally:
-            process.terminate()
+    with (
+        harness.openai_server(cluster.rollouts[0].address) as url,
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
 
 
 @pytest.fixture

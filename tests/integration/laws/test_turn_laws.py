@@ -8,12 +8,21 @@ import harness
 import numpy as np
 import pytest
 import tandem
-from harness import SAMPLING, STRATEGIES, TANDEM, flat, logprobs, mask, prompts, tokens
+from harness import (
+    SAMPLING,
+    STRATEGIES,
+    TANDEM,
+    assert_scored,
+    derived_mask,
+    flat,
+    logprobs,
+    mask,
+    prompts,
+    tokens,
+)
 from tandem.errors import InvalidArgumentError
 from tandem.pool.rollout_pool import response_to_score
-from tandem.rpc.author_schedule import authorship_mask
 from tandem.rpc.requests import PolicySample, ResponseSoFar
-from tandem.rpc.wire import from_tensor, tandem_record
 
 # Ids that an environment says; one begins a word, where the strategies have boundaries.
 SAID = ([7, 31, 200], [5], [44, 45, 46, 47, 48, 49])
@@ -26,21 +35,9 @@ def continued(prompt, response, *, said=(), **changes):
         request_id="",
         num_samples=1,
         first_sample_index=response.sample_index,
-        response=ResponseSoFar(
-            [*response.response_token_ids, *said],
-            bytes(response.authorship_mask) + bytes([2]) * len(said),
-        ),
+        response=ResponseSoFar.after(response, said),
         **changes,
     )
-
-
-def begun(response, count):
-    """The first `count` tokens of a response, as far as a prompt has them."""
-    cut = type(response)()
-    cut.CopyFrom(response)
-    del cut.response_token_ids[count:]
-    cut.authorship_mask = response.authorship_mask[:count]
-    return cut
 
 
 def episodes(client, batch):
@@ -59,26 +56,30 @@ def episodes(client, batch):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_continued_response_is_the_uninterrupted_one(numerics, rollout, strategy):
-    sampling = SAMPLING | {"top_p": 0.9, "ignore_eos": True}
-    batch = prompts(
-        4, TANDEM[strategy], sampling=sampling, num_samples=2, return_other_logprobs=True
-    )
-    for prompt, group in zip(batch, rollout.generate(batch), strict=True):
-        for whole in group:
-            for count in (1, 11, 23):
-                rest = sampling | {"max_tokens": 24 - count}
-                asked = continued(prompt, begun(whole, count), sampling=rest)
-                [[got]] = rollout.generate([asked])
-                assert got.response_offset == count
-                assert got.sample_index == whole.sample_index
+    def drawn(count):
+        sampling = SAMPLING | {"top_p": 0.9, "ignore_eos": True, "max_tokens": count}
+        return prompts(
+            4, TANDEM[strategy], sampling=sampling, num_samples=2, return_other_logprobs=True
+        )
+
+    wholes = rollout.generate(drawn(24))
+    for count in (1, 11, 23):
+        begun, ends = rollout.generate(drawn(count)), drawn(24 - count)
+        for prompt, firsts, expected in zip(ends, begun, wholes, strict=True):
+            for first, whole in zip(firsts, expected, strict=True):
+                [[rest]] = rollout.generate([continued(prompt, first)])
+                assert rest.response_offset == count
+                joined = tandem.join(first, [], rest)
+                assert joined.sample_index == whole.sample_index
+                assert joined.sampling == whole.sampling
+                assert joined.senior_versions == whole.senior_versions
                 if numerics.common_tokens < 1:
                     continue
-                assert tokens(got) == tokens(whole)[count:]
-                assert mask(got) == mask(whole)[count:]
+                assert (tokens(joined), mask(joined)) == (tokens(whole), mask(whole))
                 for model in ("senior", "junior"):
                     np.testing.assert_allclose(
-                        logprobs(got, model),
-                        logprobs(whole, model)[count:],
+                        logprobs(joined, model),
+                        logprobs(whole, model),
                         rtol=0,
                         atol=numerics.atol,
                     )
@@ -87,10 +88,6 @@ def test_a_continued_response_is_the_uninterrupted_one(numerics, rollout, strate
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_authors_and_log_probs_of_an_episode_follow_from_its_record(numerics, rollout, strategy):
     info = rollout.info()
-    boundaries = {
-        "sentence": info.sentence_boundary_token_ids,
-        "word": info.word_boundary_token_ids,
-    }
     # Boundary ids that do occur, in turns and in what is said.
     config = TANDEM[strategy] | {"boundary_token_ids": list(range(2, 90))}
     batch = prompts(4, config, num_samples=3, return_other_logprobs=True)
@@ -100,23 +97,9 @@ def test_authors_and_log_probs_of_an_episode_follow_from_its_record(numerics, ro
     for one, score in zip(samples, scores.sequences, strict=True):
         said = [t for t, author in enumerate(mask(one)) if author == 2]
         assert [tokens(one)[t] for t in said] == [*SAID[0], *SAID[1]]
-        assert mask(one) == authorship_mask(
-            tokens(one),
-            tandem_record(one.tandem),
-            one.seed,
-            one.sample_index,
-            boundaries.get(strategy, ()),
-            environment=said,
-        )
-        drawn = np.array(mask(one)) != 2
-        for model in ("senior", "junior"):
-            np.testing.assert_allclose(
-                from_tensor(getattr(score, f"{model}_logprobs"))[drawn],
-                logprobs(one, model)[drawn],
-                rtol=0,
-                atol=numerics.atol,
-            )
-        assert (logprobs(one, "author")[~drawn] == 0).all()
+        assert mask(one) == derived_mask(one, info)
+        assert_scored(one, score, numerics.atol)
+        assert (logprobs(one, "author")[said] == 0).all()
 
 
 def test_a_turn_does_not_depend_on_its_company_or_the_cache(numerics, rollout, models, tmp_path):
@@ -129,7 +112,7 @@ def test_a_turn_does_not_depend_on_its_company_or_the_cache(numerics, rollout, m
         alone = [
             one for prompt in reversed(batch) for one in reversed(flat(episodes(client, [prompt])))
         ][::-1]
-    if numerics.common_tokens == 1:
+    if numerics.exact:
         harness.assert_same_bits(together, alone)
 
 
@@ -217,6 +200,10 @@ def test_a_step_on_episodes_is_that_of_a_float64_oracle(models, fresh_pair, juni
     authors = [author for one in flat(groups) for author in mask(one)]
     drawn = authors.count(0) + authors.count(1)
     assert report.metrics["tokens/response"] == drawn
+    weighted = drawn if junior_weight else authors.count(1)
+    assert report.metrics["policy/weighted_tokens"] == weighted
+    # Both servers compute the same of what follows an environment's tokens.
+    assert report.metrics["mismatch/max_abs_logprob_diff"] == pytest.approx(0, abs=1e-4)
     assert report.metrics["tandem/senior_token_fraction"] == pytest.approx(authors.count(1) / drawn)
 
 

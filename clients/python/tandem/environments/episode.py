@@ -23,7 +23,6 @@ from tandem.rpc.joining import join
 from tandem.rpc.requests import Prompt, ResponseSoFar
 from tandem.run_directory.episodes import EpisodeKey
 from tandem.settings.environment import EnvironmentSettings
-from tandem.utils.authors import ENVIRONMENT
 
 
 class StopReason(StrEnum):
@@ -135,14 +134,14 @@ class Episode:
         What the environment said last is no part of the response then.
         """
         one, settings = self.trajectory, self.rules.settings
-        before = [] if one is None else [*one.response_token_ids, *self._said]
-        mask = [] if one is None else [*one.authorship_mask, *[ENVIRONMENT] * len(self._said)]
+        so_far = ResponseSoFar() if one is None else ResponseSoFar.after(one, self._said)
+        before = len(so_far.token_ids)
         rooms = {
             StopReason.TOKENS: self.request.sampling["max_tokens"],
-            StopReason.CONTEXT: self.rules.longest - len(self._token_ids) - len(before),
+            StopReason.CONTEXT: self.rules.longest - len(self._token_ids) - before,
         }
         if settings.max_episode_tokens is not None:
-            left = settings.max_episode_tokens - len(before)
+            left = settings.max_episode_tokens - before
             rooms[StopReason.TOKENS] = min(rooms[StopReason.TOKENS], left)
         self._length_reason = min(rooms, key=lambda reason: rooms[reason])
         room = rooms[self._length_reason]
@@ -157,7 +156,7 @@ class Episode:
             num_samples=1,
             first_sample_index=self.key[1],
             sampling=sampling | {"max_tokens": room, "stop_token_ids": sorted(stops)},
-            response=ResponseSoFar(before, mask),
+            response=so_far,
         )
 
     def wrote(self, turn: trajectory_pb2.Trajectory) -> None:
@@ -245,6 +244,5 @@ class Episode:
             return
         assert self.trajectory is not None
         turns = self.rules.turns
-        # A stop text, or another stop token, may have ended the turn.
-        ended = self.trajectory.response_token_ids[-1] == turns.end_id
-        self._said = ([] if ended else [turns.end_id]) + turns.between(self._answers)
+        end = turns.missing_end(self.trajectory.response_token_ids[-1])
+        self._said = end + turns.between(self._answers)

@@ -54,6 +54,13 @@ class Turns:
         self._turn = base[: self._cut]
         self._check(call)
 
+    def missing_end(self, last_id: int) -> list[int]:
+        """Returns the token that ends a turn, unless it is the turn's last one.
+
+        A stop text, or another stop token, may have ended the turn.
+        """
+        return [] if last_id == self.end_id else [self.end_id]
+
     def between(self, answers: Sequence[tuple[ToolCall, str]]) -> list[int]:
         """Returns the ids behind the token that ends a turn, up to where the next turn begins.
 

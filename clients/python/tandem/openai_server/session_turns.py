@@ -93,10 +93,7 @@ def _turns_of(codec: TextCodec, variables: str) -> Turns | None:
 
 
 def continued(call: Call, turns: Turns | None) -> bool:
-    """Sets what was said since the last turn of a call's trajectory; whether the template can.
-
-    Another end than the template's token, as a stop text, is followed by that token.
-    """
+    """Sets what was said since the last turn of a call's trajectory; whether the template can."""
     whole = call.trajectory.joined
     assert whole is not None
     if turns is None:
@@ -106,6 +103,5 @@ def continued(call: Call, turns: Turns | None) -> bool:
         said = turns.after(messages)
     except ConfigError:
         return False
-    ended = whole.response_token_ids[-1] == turns.end_id
-    call.said = said if ended else [turns.end_id, *said]
+    call.said = turns.missing_end(whole.response_token_ids[-1]) + said
     return True

@@ -25,7 +25,6 @@ from tandem.openai_server.conversation import Conversation
 from tandem.openai_server.errors import RequestError
 from tandem.rpc.joining import join
 from tandem.rpc.requests import ResponseSoFar
-from tandem.utils.authors import ENVIRONMENT
 
 _log = logging.getLogger(__name__)
 
@@ -134,10 +133,7 @@ class Call:
     def so_far(self) -> ResponseSoFar:
         """Returns the response that the call continues; none for a first turn."""
         whole = self.trajectory.joined
-        if whole is None:
-            return ResponseSoFar()
-        mask = whole.authorship_mask + bytes([ENVIRONMENT]) * len(self.said)
-        return ResponseSoFar([*whole.response_token_ids, *self.said], mask)
+        return ResponseSoFar() if whole is None else ResponseSoFar.after(whole, self.said)
 
 
 class Sessions:

@@ -20,6 +20,7 @@ from tandem.rpc.generate_events import PromptFailed, SampleFinished, read_event
 from tandem.rpc.images import VisionInput, VisionInputs, messages
 from tandem.rpc.transport import MAX_SEND_BYTES
 from tandem.rpc.wire import to_message, to_tensor
+from tandem.utils.authors import ENVIRONMENT
 
 # Upper bound of the bytes before an inner message: its tag and its length.
 _TAG_BYTES = 6
@@ -41,6 +42,16 @@ class ResponseSoFar:
 
     token_ids: Sequence[int] = ()
     authorship_mask: Sequence[int] = ()
+
+    @classmethod
+    def after(
+        cls, turn: trajectory_pb2.Trajectory, environment_token_ids: Sequence[int] = ()
+    ) -> ResponseSoFar:
+        """Returns a whole response, with what an environment said behind it."""
+        said = [ENVIRONMENT] * len(environment_token_ids)
+        return cls(
+            [*turn.response_token_ids, *environment_token_ids], [*turn.authorship_mask, *said]
+        )
 
 
 @dataclass(frozen=True)

@@ -463,7 +463,7 @@ def test_a_prompt_continues_a_response_and_names_its_sample(world, address):
     sampling = {"max_tokens": 4}
     with RolloutClient(address) as client:
         [group] = client.generate([Prompt([5], seed=3, num_samples=2, sampling=sampling)])
-        so_far = ResponseSoFar([*group[1].response_token_ids, 9], [*group[1].authorship_mask, 2])
+        so_far = ResponseSoFar.after(group[1], [9])
         asked = []
         world.on_prompt = asked.append
         [[turn]] = client.generate(

@@ -16,11 +16,7 @@ SAID = [40, 41]
 
 def turn(tokens, before=None, said=(), version=3, **changes):
     """A turn as a server writes it, behind the response so far."""
-    so_far = ResponseSoFar()
-    if before is not None:
-        so_far = ResponseSoFar(
-            [*before.response_token_ids, *said], [*before.authorship_mask, *[2] * len(said)]
-        )
+    so_far = ResponseSoFar() if before is None else ResponseSoFar.after(before, said)
     prompt = Prompt(
         [7, 8],
         seed=5,
@@ -123,6 +119,14 @@ def test_the_last_turn_must_have_the_experts_of_every_token():
     short.routed_experts.CopyFrom(experts(2))
     with pytest.raises(TurnsDifferError, match=r"routed_experts: .* of 2 tokens, not of all 8"):
         join(first, SAID, short)
+
+
+def test_a_response_so_far_has_what_an_environment_said_behind_the_turn():
+    first, _ = two_turns()
+    so_far = ResponseSoFar.after(first, SAID)
+    assert so_far.token_ids == [1, 2, 3, 40, 41]
+    assert so_far.authorship_mask == [1, 0, 1, 2, 2]
+    assert ResponseSoFar.after(first).token_ids == [1, 2, 3]
 
 
 def test_the_likeliest_tokens_are_joined_with_empty_rows_for_an_environment():
