@@ -121,7 +121,7 @@ class TensorWriter {
 
  private:
   static constexpr int64_t kCachedValues = 1 << 20;
-  // Where a tensor begins in the file, and how many values of it were written.
+  // The place of a tensor in the file, and the number of its values that were written.
   struct Place {
     int64_t begin = 0, values = 0;
   };

@@ -81,12 +81,12 @@ struct WeightManifest {
   std::vector<WeightSpec> tensors;
   int64_t total_bytes = 0;
   int64_t chunk_bytes = 1 << 20;  // of every chunk but the last, which may be shorter
-  // Of the model's tensors as float32 (TensorSums::Digest), 32 hexadecimal digits: the same in
-  // every order and type, with other components and without.
+  // Digest of the model's tensors as float32 (TensorSums::Digest), 32 hexadecimal digits: the same
+  // in every order and type, with other components and without.
   std::string digest;
   int64_t num_token_ids = 0;  // of the model: the rows of its vocabulary that have a token
   std::vector<ComponentManifest> components = {};  // beside the model, no name twice
-  // Of the model's tensors as they travel; empty: `digest`, as where all are float32.
+  // Digest of the model's tensors as they travel; empty: `digest`, as where all are float32.
   std::string sent_digest = {};
 
   bool operator==(const WeightManifest&) const = default;

@@ -84,7 +84,7 @@ def main() -> None:
                 ).report
                 weights = report.weights
                 trainer.publish([rollout])
-                # What has been learnt from need not be kept.
+                # Episodes that were trained on need not be kept.
                 sessions.drop(cursor)
                 show = ("reward/mean", "tokens/response", "policy/grad_norm")
                 print(

@@ -95,7 +95,7 @@ class _Publisher:
 
 @dataclass
 class _Rates:
-    """What the publications to one receiver took, and a plain stream of as many bytes."""
+    """The time of publications to one receiver, and of a plain stream of as many bytes."""
 
     size: int = 0
     seconds: list[float] = field(default_factory=list)

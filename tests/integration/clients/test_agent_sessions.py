@@ -50,7 +50,7 @@ def cluster(talking, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
-    """What the command's server writes to the error stream."""
+    """The error stream of the command's server."""
     return tmp_path_factory.mktemp("log") / "stderr"
 
 
@@ -143,7 +143,7 @@ def test_ids_authors_and_log_probs_of_concurrent_sessions_are_exact(url, rollout
         assert list(one.prompt_token_ids) == codec.chat(asked)
         turns = turns_of(one)
         assert len(turns) == TURNS
-        # What the agent saw is what these ids say, and between them is what it answered.
+        # These ids are the texts that the agent saw, and between them are its answers.
         assert [codec.decode(ids[begin:end]) for begin, end in turns] == texts[name]
         for turn, ((_, end), (begin, _)) in enumerate(itertools.pairwise(turns)):
             ended = ids[end - 1] == codec.eos_token_id
@@ -260,5 +260,5 @@ def test_a_trainer_learns_from_sessions_and_each_is_learnt_from_once(url, cluste
     [whole] = across.trajectories
     [_, (begin, _), _] = turns_of(whole)
     versions = [(run.weights.version, run.count) for run in whole.senior_versions]
-    # What the environment said has the version of the token before it.
+    # Tokens of the environment have the version of the token before them.
     assert versions == [(2, begin), (3, len(tokens(whole)) - begin)]

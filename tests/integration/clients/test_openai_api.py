@@ -184,7 +184,7 @@ def test_alternatives_are_those_of_transformers(client, models, codec):
         written, best.tolist(), places.tolist(), strict=True
     ):
         names = [text if one == own else codec.token_texts([one])[0] for one in likely]
-        # Of several ids with one text, the likeliest.
+        # The likeliest of several ids with one text.
         expected = dict(zip(names[::-1], values[::-1], strict=True))
         assert top.keys() == expected.keys() | {text}
         for name, value in expected.items():

@@ -36,7 +36,7 @@ CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Said:
-    """What a call of an environment gave; a line of the run's record of episodes holds it.
+    """The result of a call of an environment; a line of the run's record of episodes holds it.
 
     Attributes:
         text: what goes to the model; of reset() also None, for nothing.

@@ -20,7 +20,7 @@ from tandem.errors import ConfigError
 from tandem.rewards.loading import file_of, load_function
 from tandem.settings.environment import EnvironmentSettings
 
-# Public methods that are no tools.
+# Public methods that are not tools.
 _NOT_TOOLS = ("reset", "get_reward", "close")
 
 
@@ -50,7 +50,7 @@ class EnvironmentClass:
         made = load_function(settings.class_, settings.python_path, field)
         place = f"{field}: {settings.class_}"
         if not inspect.isclass(made):
-            raise ConfigError(f"{place} is no class")
+            raise ConfigError(f"{place} is not a class")
         try:
             inspect.signature(made).bind()
         except TypeError as error:
@@ -87,21 +87,21 @@ class EnvironmentClass:
     def typed(self, call: ToolCall) -> Mapping[str, Any]:
         """Returns the arguments of a call, as typed_arguments() does by the tool's schema.
 
-        A text that is no value of its type stays as it is, and the tool says so.
+        A text that is not a value of its type stays as it is, and the tool says so.
         """
         return typed_arguments(call, self.tools[call.name]["function"]["parameters"])
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError, which names the row, for one that reset() cannot be called with.
 
-        Also for rows that are no conversations, and for rows with images.
+        Also for rows that are not conversations, and for rows with images.
         """
         signature = inspect.signature(self.make.reset)  # type: ignore[attr-defined]
         seen: set[frozenset[str]] = set()
         for example in examples:
             if not example.messages:
                 raise ConfigError(
-                    f"environment: {example.place}: the prompt is no conversation",
+                    f"environment: {example.place}: the prompt is not a conversation",
                     hint="data.template: chat writes a `prompt` as one; rows with `messages` are",
                 )
             if example.messages[-1].get("role") != "user":
@@ -147,6 +147,6 @@ def _schema(method: Callable[..., Any], place: str) -> dict[str, Any]:
             hint="a tool has types for its arguments, and a docstring with a sentence and a "
             "section `Args:` that describes each",
         ) from None
-    # What it returns is text to the model, whatever its type.
+    # Its result is text to the model, whatever its type.
     schema["function"].pop("return", None)
     return schema

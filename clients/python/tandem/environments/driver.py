@@ -234,7 +234,7 @@ class Driver:
         assert episode.stop is not None
         if one.environment is not None:
             self._record.add(episode.key, {"turn": episode.turns, "end": episode.stop.value})
-            # One that hangs in a call is left alone.
+            # One that hangs in a call is not closed.
             if not episode.timeouts:
                 self._calls.close_environment(one.environment, episode.example.place)
         self._unfinished -= 1
@@ -248,7 +248,7 @@ class Driver:
         except ConfigError as error:
             one.episode.fail(failure_of(error))
 
-    # What an environment says, now or as the record has it.
+    # Answers of environments, new ones or those of the record.
 
     def _ask(
         self,

@@ -44,7 +44,7 @@ _NO_TOOL = ToolCall("error")
 
 @dataclass(frozen=True)
 class Rules:
-    """What the episodes of a run have in common.
+    """The rules that all episodes of a run share.
 
     Attributes:
         parse: finds the calls in the text of a turn.
@@ -131,7 +131,7 @@ class Episode:
     def next_turn(self) -> Prompt | None:
         """Returns the request for the next turn; None if there is no room, which ends the episode.
 
-        What the environment said last is no part of the response then.
+        The environment's last words are then not part of the response.
         """
         one, settings = self.trajectory, self.rules.settings
         so_far = ResponseSoFar() if one is None else ResponseSoFar.after(one, self._said)
@@ -199,7 +199,7 @@ class Episode:
                 return one
             names = ", ".join(self.rules.environment.tools)
             self.tool_errors += 1
-            self._answers.append((one, f"Error: there is no tool {one.name!r}, only {names}"))
+            self._answers.append((one, f"Error: unknown tool {one.name!r}; the tools are {names}"))
         if self.stop is None:
             self._end_turn()
         return None

@@ -36,7 +36,7 @@ class Turns:
         try:
             self._use("said")
         except ConfigError:
-            # Qwen3 shows an empty thought in the last turn alone, and a real one in every turn.
+            # Qwen3 shows an empty thought only in the last turn, and a real one in every turn.
             with suppress(ConfigError):
                 self._use("<think>\nthought\n</think>\n\nsaid")
                 return
@@ -118,7 +118,7 @@ class Turns:
     def _check(self, call: ToolCall) -> None:
         """Raises ConfigError unless a conversation up to a turn begins what may follow it."""
         answer = _message(call, "answer")
-        # A conversation without tools goes on with a user's message.
+        # A user's message continues a conversation without tools.
         if not self._tool_names():
             answer = {"role": "user", "content": "answer"}
         answered = self._render([*self._before, answer], prompt=True)
@@ -132,7 +132,7 @@ class Turns:
     def _require_begins(self, what: str, one: str, following: str) -> None:
         """Raises ConfigError unless a rendering is the beginning of the one that follows it."""
         if not following.startswith(one):
-            raise self._unusable(f"{what} is rendered otherwise once the conversation goes on")
+            raise self._unusable(f"{what} is rendered otherwise once more messages follow")
 
     def _unusable(self, why: str) -> ConfigError:
         return ConfigError(

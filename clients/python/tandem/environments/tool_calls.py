@@ -72,7 +72,7 @@ def qwen_xml(text: str) -> list[Found]:
 
 
 def llama3(text: str) -> list[Found]:
-    """Returns the call of Llama 3: {"name", "parameters"}, behind <|python_tag|> or alone."""
+    """Returns the calls of Llama 3: {"name", "parameters"}, with <|python_tag|> or without."""
     _, tag, body = text.rpartition(_LLAMA3)
     body = body.strip()
     if not tag and not (body.startswith("{") and '"name"' in body):
@@ -100,7 +100,7 @@ PARSERS: Mapping[ToolCallFormat, Callable[[str], list[Found]]] = {
     "llama3": llama3,
     "mistral": mistral,
 }
-# What a chat template of each format contains. That of XML comes first: it has Hermes' mark, too.
+# Marks of each format in chat templates. XML comes first: its templates have Hermes' mark, too.
 _SIGNS: Mapping[ToolCallFormat, str] = {
     "qwen_xml": "<function=",
     "hermes": "<tool_call>",
@@ -109,14 +109,14 @@ _SIGNS: Mapping[ToolCallFormat, str] = {
 }
 
 
-# What a template of GLM-4.5 contains, whose calls are other XML between the marks of Hermes.
+# A mark of GLM-4.5's template, whose calls are other XML between the marks of Hermes.
 _GLM = "<arg_key>"
 
 
 def typed_arguments(call: ToolCall, parameters: Any) -> Mapping[str, Any]:
     """Returns the arguments of a call; texts of XML become values of the types in a JSON schema.
 
-    A text that is no such value, or of a type that is not known, stays as it is.
+    A text that is not such a value, or of a type that is not known, stays as it is.
     """
     if not call.in_text:
         return call.arguments

@@ -1,4 +1,4 @@
-"""Solo in episodes: the accuracy of the senior alone with the run's environment."""
+"""Solo evaluation in episodes: only the senior writes, in the run's environment."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class CompletionAnswer(Answer):
         top: list[dict[str, float] | None] | None = None
         if any(one is not None and one.top is not None for one in known):
             top = [
-                # Of several tokens with one text, the likeliest.
+                # The likeliest of several tokens with one text.
                 one and dict(_alternatives(codec, one, number, text)[::-1]) | {text: one.own}
                 for number, text, one in zip(shown, tokens, known, strict=True)
             ]

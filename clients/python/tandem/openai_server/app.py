@@ -135,7 +135,7 @@ class Job:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the headers of the answer say of the session."""
+        """The headers of the answer that tell its place in the session."""
         if self.call is None:
             return {}
         one = self.call.trajectory

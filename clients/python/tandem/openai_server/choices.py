@@ -54,8 +54,8 @@ class Choice:
         ids: ids of the response so far, with the one that ended it.
         text: the response so far, without special tokens.
         finish_reason: "stop", "length" or "tool_calls"; "" while the response grows.
-        tool_calls: calls of tools, as OpenAI's API shows them; they are no part of the text.
-        whole: whether the choice is done with its trajectory alone, not with a stop text.
+        tool_calls: calls of tools, as OpenAI's API shows them; the text does not contain them.
+        whole: whether the choice ends only with its trajectory, not with a stop text.
         trajectory: what the rollout server returned; None until it has.
     """
 

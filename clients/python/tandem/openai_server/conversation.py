@@ -23,7 +23,7 @@ class Conversation:
         return [message_digest(message) for message in self.messages]
 
     def continues(self, heard: Sequence[str], said: Collection[str]) -> bool:
-        """Whether it goes on behind the messages `heard` and one of `said`, which the model wrote.
+        """Whether it continues the messages `heard` and one of `said`, which the model wrote.
 
         What follows has other roles than the assistant's.
         """

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Fields of chats alone; /v1/completions refuses them as it does those of REFUSED.
+# Fields of chats only; /v1/completions refuses them as it does those of REFUSED.
 _OF_CHATS: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "session_id": (),
@@ -63,7 +63,7 @@ _OF_CHATS: dict[str, tuple[Any, ...]] = {
     "tools": (),
 }
 
-# What is said of a refused field, where there is more to say.
+# Reasons and remedies that the error of a refused field adds.
 _WHY = {
     "functions": "use tools",
     "function_call": "use tools and tool_choice",
@@ -425,7 +425,7 @@ def parse_json(kind: type[Kind], body: bytes) -> Kind:
 
 
 def json_of(body: bytes) -> Any:
-    """Returns the value of a body; raises RequestError for one that is no JSON of Unicode texts."""
+    """Returns the value of a body; raises RequestError for one that is not Unicode JSON."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -69,7 +69,7 @@ def digest_of_settings(asked: ChatRequest, served: Served) -> str:
 def digests_of_answer(choice: Choice) -> set[str]:
     """Returns the digests that the message of an answer may have when it comes back.
 
-    An agent may put the stop text that ended the answer, and is no part of it, back behind it.
+    An agent may append the stop text that ended the answer, which the answer does not contain.
     """
     shown = {choice.text}
     if choice.trajectory is not None and not choice.tool_calls:

@@ -1,6 +1,6 @@
 """Sessions: the calls of one agent's episode, joined into trajectories with the exact ids.
 
-A call that goes on with what a trajectory has heard and said continues it; any other call begins
+A call whose messages continue those of a trajectory continues it; any other call begins
 another trajectory of the session. All of it happens in one event loop, so nothing is locked.
 """
 
@@ -306,7 +306,7 @@ class Sessions:
             return self._finished[name]
         self._require_not_ended(name)
         raise RequestError(
-            f"there is no session {name}",
+            f"session {name} does not exist",
             status=HTTPStatus.NOT_FOUND,
             code="session_not_found",
         )

@@ -33,7 +33,7 @@ NOT_COMPARED = frozenset(
         "tandem.types.v1.Trajectory.accepted_draft_mask",
         # Drawn at random by the sender of an update.
         "tandem.weights.v1.GetVersionResponse.open_update_id",
-        # What the receiver held before decides.
+        # Depends on the weights that the receiver held before.
         "tandem.trainer.v1.PublishResult.bytes",
     }
 )

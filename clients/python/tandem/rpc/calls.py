@@ -264,7 +264,7 @@ class TrainerCalls(CheckpointCalls):
         Raises the error of a server that did not get them; the others have them then.
         `allow_rollback` is that of publish_weights().
         """
-        # Of the classes, not of the objects: methods of plain clients are not awaited.
+        # Methods of the classes, not of the objects: those of plain clients are not awaited.
         infos = [(one, await RolloutCalls.info(one)) for one in rollouts]
         targets = delivery.by_advertised_address(infos)
         reply = await TrainerCalls.publish_weights(

@@ -58,7 +58,7 @@ def join(
 def _require_fit(
     turn: trajectory_pb2.Trajectory, end: int, next_turn: trajectory_pb2.Trajectory
 ) -> None:
-    """Raises TurnsDifferError unless `next_turn` goes on at position `end` of `turn`."""
+    """Raises TurnsDifferError unless `next_turn` continues `turn` at position `end`."""
     if turn.response_offset:
         raise TurnsDifferError(
             "response_offset",

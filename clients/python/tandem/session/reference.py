@@ -41,7 +41,7 @@ class JuniorReference(Reference):
     def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
         """Returns what the rollout recorded; a rollout server scores responses that lack it."""
         if all(one.HasField("other_logprobs") for one in responses):
-            # What an environment said has no log-probability, and no weight.
+            # Tokens of an environment have no log-probability, and no weight.
             return [
                 np.where(both.is_environment, np.float32(0), both.junior)
                 for both in map(LogProbs.of, responses)

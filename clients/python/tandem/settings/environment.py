@@ -30,7 +30,7 @@ class EnvironmentSettings(Settings):
     max_turns: Count = 8
     # Most calls of tools in an episode. Not set: no bound of its own.
     max_tool_calls: Count | None = None
-    # Turns with a call that is no valid JSON after which an episode ends.
+    # Turns with a call that is not valid JSON after which an episode ends.
     max_parse_errors: Count = 3
     # Most tokens of an episode, those of the environment included. Not set: what the servers'
     # max_model_len leaves. sampling.max_tokens bounds a turn.

@@ -65,7 +65,7 @@ def test_public_methods_are_tools_with_the_schema_of_their_types_and_docstrings(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def Guess(): pass", r"env\.py:Guess is no class"),
+        ("def Guess(): pass", r"env\.py:Guess is not a class"),
         ("Guess = 3", "has no function"),
         (GUESS.replace("def reset", "def begin_anew"), "has no method reset"),
         (GUESS.replace("number: int", "number"), r"Guess\.guess: the tool is not described"),
@@ -118,7 +118,7 @@ def test_rows_must_fit_reset(tmp_path):
 
 def test_prompts_must_be_conversations_that_end_with_the_user(tmp_path):
     found = load(tmp_path, GUESS)
-    with pytest.raises(ConfigError, match="the prompt is no conversation"):
+    with pytest.raises(ConfigError, match="the prompt is not a conversation"):
         found.check([Example({"answer": 3}, "", [1], "rows:1")])
     with pytest.raises(ConfigError, match="the last message is not the user's"):
         found.check([example({"answer": 3}, "assistant")])

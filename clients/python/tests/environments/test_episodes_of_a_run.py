@@ -309,7 +309,7 @@ def test_what_goes_wrong_in_a_call_is_told_to_the_model_and_counted(
     for said in (
         "Error: the call is not JSON",
         "Error: ValueError: out of order",
-        "Error: there is no tool 'nothing', only fail, guess, hint, think",
+        "Error: unknown tool 'nothing'; the tools are fail, guess, hint, think",
         "Error: TypeError: Guess.guess() got an unexpected keyword argument 'digit'",
         "it is ",
     ):

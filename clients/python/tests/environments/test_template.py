@@ -1,4 +1,4 @@
-"""What an environment says between two turns, in the tokens of the chat template."""
+"""The tokens of the chat template between two turns."""
 
 import pytest
 from talking import SPECIAL, TEMPLATE, chat_codec
@@ -54,7 +54,7 @@ def test_ids_of_calls_reach_a_template_that_wants_them(tmp_path):
                 "{{ m.content }}{% for",
                 "{% if loop.last and m.role == 'assistant' %}…{% endif %}{{ m.content }}{% for",
             ),
-            "a turn of the model is rendered otherwise once the conversation goes on",
+            "a turn of the model is rendered otherwise once more messages follow",
         ),
         (TEMPLATE.replace("<|im_end|>", "."), "no special token ends a turn"),
         # Gemma's.

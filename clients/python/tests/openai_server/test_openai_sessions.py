@@ -48,7 +48,7 @@ def codec(tmp_path):
 
 @pytest.fixture
 def prompts(world, codec):
-    """What the rollout server was asked for."""
+    """The prompts that the rollout server got."""
     seen = []
     world.max_model_len = 1000
     world.on_prompt = seen.append
@@ -207,7 +207,7 @@ def test_calls_that_do_not_continue_begin_another_trajectory(
     assert state(http)["begun"] == {"first": 1, reason: 1}
     says = "session s: trajectory 1 begins: messages"
     assert [one for one in caplog.messages if "trajectory" in one] == [says]
-    # The first one still goes on.
+    # The first one still runs.
     assert chat(http, [*ASK, first, tool_answer(first)]).headers["x-session-trajectory"] == "0"
 
 

@@ -1,4 +1,4 @@
-"""What authorship masks say."""
+"""Turns, counts and shares of authorship masks."""
 
 from tandem.utils.authors import senior_fraction, turns, written
 

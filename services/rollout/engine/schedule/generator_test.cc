@@ -294,7 +294,7 @@ TEST(GeneratorTest, StopTextsMatchWithinATurn) {
   const Trajectory rest = Harness().Run(Continued(request, whole, 10));
   EXPECT_EQ(rest.finish_reason, FinishReason::kStop);
   EXPECT_EQ(rest.response_token_ids, std::vector<int32_t>{ids[10]});
-  // Behind an environment it does not: what was said before is no part of the turn.
+  // Behind an environment it does not: what was said before does not belong to the turn.
   PromptRequest turn = Continued(request, whole, 9);
   turn.response_token_ids.push_back(ids[9]);
   turn.response_authors.push_back(Author::kEnvironment);

@@ -88,7 +88,7 @@ struct PolicyObjective {
   bool operator==(const PolicyObjective&) const = default;
 };
 
-// Whether junior-written tokens are no steps of the trajectory: they have no advantage, and the
+// Whether junior-written tokens are not steps of the trajectory: they have no advantage, and the
 // critic does not learn on them.
 constexpr bool SkipsJuniorTokens(const PolicyObjective& objective) {
   return objective.advantage_estimator == AdvantageEstimator::kGae &&

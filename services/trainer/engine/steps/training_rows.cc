@@ -202,7 +202,7 @@ std::vector<training::MiniBatch> MiniBatches(const PolicyBatch& batch) {
 absl::StatusOr<loss::LossScales> PolicyScales(const PolicyBatch& batch, const TokenNumbers& kept) {
   loss::LossScales all;
   for (const training::MiniBatch& range : MiniBatches(batch)) {
-    // Of tokens that models drew: others are in no denominator.
+    // Weights of the tokens that models drew: no denominator counts others.
     std::vector<double> weights;
     std::vector<int64_t> lengths;
     for (size_t i = range.begin; i < range.end; ++i) {

@@ -143,7 +143,7 @@ def serve_openai(
             allowed_origins=allowed_origins or (),
             tool_calls=_tool_call_format(tool_calls),
         )
-    # What the server says of requests and sessions goes to the error stream.
+    # Messages about requests and sessions go to the error stream.
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     listener = _listener(host, port)
     shown = f"[{host}]" if ":" in host else host

@@ -199,7 +199,7 @@ function drawSample({ sample, anchor }, kind) {
     link,
   );
   const response = element("div", "response");
-  // What an environment said between two turns is a block of its own.
+  // The environment's tokens between two turns are a block of their own.
   let block = response;
   sample.token_texts.forEach((text, t) => {
     const author = authorOf(sample, t);
