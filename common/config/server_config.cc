@@ -293,6 +293,23 @@ absl::Status ResolveWeightDtype(v1::ComputeOptions* compute) {
   return absl::OkStatus();
 }
 
+// Resolves the adapters of a configuration that has some; without settings it has none.
+template <typename Config>
+absl::Status ResolveLora(Config* config) {
+  if (config->lora().ByteSizeLong() == 0) config->clear_lora();
+  if (!config->has_lora()) return absl::OkStatus();
+  v1::LoraOptions* const lora = config->mutable_lora();
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("lora.rank", lora->rank(), 0));
+  if (lora->has_alpha()) TANDEM_RETURN_IF_ERROR(CheckAbove("lora.alpha", lora->alpha(), 0));
+  if (!lora->path().empty()) return CheckPath("lora.path", lora->path());
+  if (lora->rank() == 0) {
+    return InvalidField("lora.rank", "is required by the other settings of lora");
+  }
+  TANDEM_DEFAULT(lora, alpha, 32);
+  if (lora->target_modules().empty()) lora->add_target_modules("all-linear");
+  return absl::OkStatus();
+}
+
 // Resolves the settings that trainer and critic have in common.
 template <typename Config>
 absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
@@ -304,6 +321,10 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
   TANDEM_RETURN_IF_ERROR(CheckPatterns(config->freeze()));
+  TANDEM_RETURN_IF_ERROR(ResolveLora(config));
+  if (config->has_lora() && !config->freeze().empty()) {
+    return InvalidField("freeze", "must be empty with lora, whose adapters train alone");
+  }
   if (!config->shutdown_checkpoint_directory().empty()) {
     TANDEM_RETURN_IF_ERROR(
         CheckPath("shutdown_checkpoint_directory", config->shutdown_checkpoint_directory()));
@@ -423,8 +444,10 @@ absl::Status ResolveLanes(RolloutServerConfig* config) {
     return InvalidField("senior.gpu_devices", "is a setting of the junior only");
   }
   TANDEM_RETURN_IF_ERROR(PrependFieldPath("senior", Resolve(senior, 2048, config->compute())));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("senior", ResolveLora(senior)));
   if (config->junior().model().empty()) return CheckNoJuniorSettings(config->junior());
   v1::LaneConfig* const junior = config->mutable_junior();
+  if (junior->has_lora()) return InvalidField("junior.lora", "is a setting of the senior only");
   if (!junior->speculator().empty()) {
     return InvalidField("junior.speculator", "is a setting of the senior only");
   }

@@ -320,6 +320,31 @@ TEST(ServerConfigTest, ASpeculatorHasAnAdapterAndALearningRateOfItsOwn) {
             "freeze");
 }
 
+TEST(ServerConfigTest, AdaptersHaveARankOrAFile) {
+  const auto path_of = [](const std::string& settings) {
+    TrainerServerConfig config;
+    return FieldPath(Check("model: m\n" + settings, &config)).value_or("");
+  };
+  EXPECT_EQ(path_of("lora: {alpha: 3}"), "lora.rank");
+  EXPECT_EQ(path_of("lora: {rank: -1}"), "lora.rank");
+  EXPECT_EQ(path_of("lora: {rank: 2, alpha: 0}"), "lora.alpha");
+  EXPECT_EQ(path_of("lora: {rank: 2, alpha: .nan}"), "lora.alpha");
+  EXPECT_EQ(path_of("lora: {path: '~/adapter'}"), "lora.path");
+  EXPECT_EQ(path_of("lora: {rank: 2}\nfreeze: ['*']"), "freeze");
+  EXPECT_EQ(path_of("lora: {path: /adapter}"), "");
+
+  RolloutServerConfig rollout;
+  ASSERT_TRUE(Check("senior: {model: s, lora: {rank: 4}}", &rollout).ok());
+  EXPECT_EQ(rollout.senior().lora().alpha(), 32);
+  EXPECT_THAT(rollout.senior().lora().target_modules(), testing::ElementsAre("all-linear"));
+  rollout.Clear();
+  ASSERT_TRUE(Check("senior: {model: s, lora: {}}", &rollout).ok());
+  EXPECT_FALSE(rollout.senior().has_lora());
+  rollout.Clear();
+  EXPECT_EQ(FieldPath(Check("senior: {model: s}\njunior: {model: j, lora: {rank: 4}}", &rollout)),
+            "junior.lora");
+}
+
 TEST(ServerConfigTest, InsecureAllowsAnotherAddress) {
   RolloutServerConfig config;
   EXPECT_TRUE(Check("senior_model: s\nserver: {host: 0.0.0.0, insecure: true}", &config).ok());

@@ -144,18 +144,26 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   model->placement_ = options.placement;
   if (model->placement_.shard_count == 1) model->placement_.shard_group = nullptr;
   model->family_ = family;
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, ModelParameters(config, head));
+  model->lora_ = options.lora;
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
+                          ModelParameters(config, head, options.lora));
   std::vector<bool> trainable;
   if (options.freeze_all) {
     TANDEM_RETURN_IF_ERROR(CheckFreezeAll(options));
     trainable.assign(specs.size(), false);
+  } else if (options.requires_grad && options.lora.enabled()) {
+    if (!options.freeze.empty()) {
+      return InvalidField("freeze", "has no effect where adapters train alone (lora)");
+    }
+    trainable = TrainableWithAdapters(specs);
   } else if (options.requires_grad) {
     TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, options.freeze));
   } else if (!options.freeze.empty()) {
     return InvalidField("freeze", "has no effect on a model that is not trained");
   }
-  TANDEM_ASSIGN_OR_RETURN(model->store_, ParameterStore::Create(specs, trainable, options.placement,
-                                                                options.without_memory));
+  TANDEM_ASSIGN_OR_RETURN(model->store_,
+                          ParameterStore::Create(specs, trainable, options.placement,
+                                                 options.without_memory, options.lora));
   model->backbone_ = std::make_unique<Decoder>(config, model->placement_, *model->store_);
   if (options.placement.Holds(config.LastBlock())) {
     model->head_weight_ = &model->store_->TakeLinear({head.kind == HeadKind::kValue ? "score"
@@ -185,12 +193,29 @@ void Model::Initialize(uint64_t seed) {
   const at::Generator generator = at::detail::createCPUGenerator(seed);
   WeightsHasher hasher;
   for (const auto& parameter : store_->parameters()) {
-    const at::Tensor whole = InitialValue(parameter.spec, config_.initializer_range, generator);
+    // The same weights with adapters and without.
+    const at::Tensor whole =
+        parameter.spec.adapts ? InitialAdapter(parameter.spec, lora_)
+                              : InitialValue(parameter.spec, config_.initializer_range, generator);
     hasher.Add(parameter.spec.name, whole);
     if (parameter.held()) parameter.CopyFrom(whole);
   }
-  weights_digest_ = hasher.Hex();
+  RecordDigest(hasher.Sums());
   OnWeightsChanged();
+}
+
+void Model::RecordDigest(TensorSums sums) {
+  TensorSums base;
+  for (const auto& parameter : store_->parameters()) {
+    const std::string& name = parameter.spec.name;
+    if (!parameter.spec.adapts) base.Add(name, sums.Of(name));
+  }
+  base_digest_ = base.Digest();
+  lora_.AddTo(sums);
+  weights_digest_ = sums.Digest();
+  if (!lora_.enabled()) return;
+  lora_.AddTo(base);
+  kept_sums_ = std::move(base);
 }
 
 ModelPass Model::StartPass(const RaggedBatch& batch, AttentionContext& context) const {
@@ -216,7 +241,7 @@ at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   if (placement_.shard_count == 1) {
     return SoftCapped(at::GradMode::is_enabled()
                           ? head_weight_->Forward(hidden).narrow(1, 0, num_token_ids_)
-                          : head_weight_->ForwardFirst(hidden, num_token_ids_));
+                          : head_weight_->BaseFirst(hidden, num_token_ids_));
   }
   TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_group != nullptr && !at::GradMode::is_enabled(),
                               "logits of a vocabulary-parallel head with autograd, or of a shard "
@@ -406,16 +431,24 @@ const std::vector<at::Tensor>& Model::BlockBuffers() const { return store_->bloc
 
 const std::vector<at::Tensor>& Model::ComputeBuffers() const { return store_->compute_buffers(); }
 
+bool Model::HasExperts(int64_t buffer) const {
+  return std::ranges::any_of(store_->parameters(), [&](const auto& parameter) {
+    return parameter.buffer == buffer && parameter.spec.expert.has_value() &&
+           placement_.experts.count > 1;
+  });
+}
+
 const std::vector<tandem::Parameter>& Model::DeclaredParameters() const {
   return store_->parameters();
 }
 
 void Model::OnWeightsChanged() { store_->OnWeightsChanged(); }
 
-std::vector<WeightSpec> Model::WeightSpecs(DType dtype) const {
+std::vector<WeightSpec> Model::SentSpecs() const {
   std::vector<WeightSpec> specs;
   for (const auto& parameter : store_->parameters()) {
-    specs.push_back({.name = parameter.spec.name, .dtype = dtype, .shape = parameter.spec.shape});
+    if (!IsSent(parameter.spec)) continue;
+    specs.push_back({.name = parameter.spec.name, .shape = parameter.spec.shape});
   }
   return specs;
 }
@@ -432,6 +465,14 @@ at::Tensor Model::Parameter(absl::string_view name) const {
 int64_t Model::num_parameters() const {
   int64_t count = 0;
   for (const auto& parameter : store_->parameters()) count += parameter.spec.numel();
+  return count;
+}
+
+int64_t Model::num_adapter_parameters() const {
+  int64_t count = 0;
+  for (const auto& parameter : store_->parameters()) {
+    if (parameter.spec.adapts) count += parameter.spec.numel();
+  }
   return count;
 }
 

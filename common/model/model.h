@@ -42,6 +42,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "common/model/config/lora.h"
 #include "common/model/config/model_config.h"
 #include "common/model/model_summary.h"
 #include "common/model/parameters/parameter.h"
@@ -56,6 +57,7 @@
 #include "common/tensor/aten/named_tensors.h"
 #include "common/tensor/dtype.h"
 #include "common/tensor/weight_spec.h"
+#include "common/weights/word_sums.h"
 
 namespace tandem {
 
@@ -88,6 +90,9 @@ struct LoadOptions {
   // Freezes every parameter of a model that would otherwise train: float32 values, digests and
   // passes are those of a model in training. `freeze` must be empty.
   bool freeze_all = false;
+  // Low-rank adapters of linear maps. Of a model that trains, they and the value head are all that
+  // does; `freeze` must be empty.
+  LoraOptions lora = {};
   Placement placement = {};
   // Set by a process that does not keep the whole of every block: the parameters are declared, and
   // neither read from the files nor given memory. The caller reads what it keeps (ReadSource), and
@@ -125,6 +130,8 @@ class Model {
   Model& operator=(const Model&) = delete;
 
   const ModelConfig& config() const { return config_; }
+  // The adapters, with the settings of the files that they were read from.
+  const LoraOptions& lora() const { return lora_; }
   // V: ids of prompts, labels and samples are below it.
   int64_t num_token_ids() const { return num_token_ids_; }
   HeadKind head() const { return head_; }
@@ -140,6 +147,10 @@ class Model {
   // WeightsDigest (common/weights/weights_digest.h) of the values in the files that were loaded,
   // whatever type and shard of them is stored here. Empty without LoadOptions::computes_digest.
   const std::string& weights_digest() const { return weights_digest_; }
+  // The same of the model without its adapters.
+  const std::string& base_digest() const { return base_digest_; }
+  // The sums behind weights_digest of the parameters that no update of weights brings (IsSent).
+  const TensorSums& kept_sums() const { return kept_sums_; }
   // A digest of the beginning of every tensor in the files that were loaded. It tells two models
   // apart, and not every change. Empty for a model that was not loaded.
   const std::string& source_mark() const { return source_mark_; }
@@ -200,22 +211,28 @@ class Model {
   NamedTensors Parameters() const;
   void OnWeightsChanged();
   // The memory of the parameters, by block of a pass: flat, each parameter a view of that of its
-  // Parameter::buffer. Empty for a block that is not held. Behind those of all blocks come, where
-  // experts are sharded, those of the blocks' experts.
+  // Parameter::buffer. Empty for a block that is not held. The buffers of a block are num_blocks()
+  // apart: that of its parameters, where experts are sharded that of its experts, and where there
+  // are adapters as many again for these.
   const std::vector<at::Tensor>& BlockBuffers() const;
   // Buffers of the same layout for copies in the type of the computation, which linear maps
   // multiply with: with LoadOptions::without_memory and another type than float32, else empty. They
   // have no memory; the caller gives them memory and fills them before a block runs.
   const std::vector<at::Tensor>& ComputeBuffers() const;
+  // Whether a buffer has sharded experts, and so is that of other ranks than its block's others.
+  bool HasExperts(int64_t buffer) const;
   // Returns the parameters of the whole model, held by this process or not.
   const std::vector<tandem::Parameter>& DeclaredParameters() const;
-  // Returns the specs of the same parameters as tensors of type `dtype`.
-  std::vector<WeightSpec> WeightSpecs(DType dtype) const;
+  // Whether an update of weights brings a parameter: of a model with adapters only these.
+  bool IsSent(const ParameterSpec& spec) const { return !lora_.enabled() || spec.adapts; }
+  // Returns the specs of those parameters as float32 tensors.
+  std::vector<WeightSpec> SentSpecs() const;
   // Returns the tensors in which weight files of the model hold several parameters.
   std::vector<StackedTensor> StackedTensors() const;
   // The parameter of that name; undefined if this process has none, or has it packed.
   at::Tensor Parameter(absl::string_view name) const;
   int64_t num_parameters() const;
+  int64_t num_adapter_parameters() const;
   int64_t num_trainable_parameters() const;
   // Describes the model as servers report it; `max_model_len` is the engine's. The caller adds the
   // digest of the vocabulary, which a model does not know.
@@ -242,7 +259,15 @@ class Model {
   // was loaded compares the mark, and then the digest. Errors as Load.
   absl::StatusOr<SourceParameters> ReadSource() const;
 
-  // Writes a Hugging Face directory that `transformers` loads: config.json with the keys it was
+  // Whether SaveAdapters writes a parameter.
+  bool IsInAdapterFile(const tandem::Parameter& parameter) const {
+    return parameter.spec.adapts || parameter.trainable;
+  }
+  // Writes the adapters and the value head as a directory that PEFT loads, on top of the model that
+  // was loaded; `parameters` gives whole parameters, of which the others are not read.
+  absl::Status SaveAdapters(const std::string& directory, TensorSource parameters) const;
+  // Writes a Hugging Face directory that `transformers` loads, with the adapters merged in float32
+  // into the weights: config.json with the keys it was
   // read with, model.safetensors in `dtype`, and the tokenizer's files if the source directory
   // still has them: FAILED_PRECONDITION if tokenizer.json is gone from there though the number of
   // token ids, which it says, is not vocab_size, or if tensors that an export keeps as they were
@@ -282,6 +307,8 @@ class Model {
   // Takes one tensor per parameter; nullptr: the parameter is drawn.
   void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);
+  // Takes the sums of all parameters as loaded.
+  void RecordDigest(TensorSums sums);
   BatchImages ImagesOf(std::span<const DecodeInput> inputs,
                        std::span<const std::vector<at::Tensor>> image_rows) const;
   std::string ExportedConfig(DType dtype) const;
@@ -298,8 +325,10 @@ class Model {
   ValueHeadSource value_head_source_ = ValueHeadSource::kNone;
   uint64_t value_head_seed_ = 0;
   bool tied_ = false;
+  LoraOptions lora_;
   Placement placement_;
-  std::string weights_digest_, source_mark_;
+  TensorSums kept_sums_;
+  std::string weights_digest_, base_digest_, source_mark_;
   std::unique_ptr<ParameterStore> store_;
   std::unique_ptr<Backbone> backbone_;
   const ops::LinearWeight* head_weight_ = nullptr;  // of the store; nullptr if it is not held

@@ -86,6 +86,7 @@ absl::Status VisitParametersOn(Strategy& strategy, absl::FunctionRef<int(const P
     absl::Status status;
     for (const Parameter& parameter : strategy.model().DeclaredParameters()) {
       const int wanted_by = rank_of(parameter);
+      if (wanted_by < 0) continue;
       const std::vector<Holding> holdings = strategy.Holdings(parameter, wanted_by);
       const bool holds = std::any_of(holdings.begin(), holdings.end(), [&](const Holding& holding) {
         return holding.rank == ranks.rank();

@@ -15,9 +15,9 @@ namespace tandem::parallel {
 ParameterRange WholeRange(const Parameter& parameter);
 
 // Calls `visit` with every whole parameter, frozen ones included, on the rank that
-// `rank_of(parameter)` says, in the order of Model::Parameters. A rank holds one whole parameter at
-// a time. Ranks wait for each other without a time limit, so that `visit` may write to a slow disk.
-// An error of `visit` on one rank is returned on all. Collective.
+// `rank_of(parameter)` says (a negative number: on none), in the order of Model::Parameters. A rank
+// holds one whole parameter at a time. Ranks wait for each other without a time limit, so that
+// `visit` may write to a slow disk. An error of `visit` on one rank is returned on all. Collective.
 absl::Status VisitParametersOn(Strategy& strategy,
                                absl::FunctionRef<int(const Parameter& parameter)> rank_of,
                                TensorVisitor visit);

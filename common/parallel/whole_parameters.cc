@@ -54,18 +54,22 @@ absl::Status UseParametersOn(Strategy& strategy, absl::FunctionRef<int(const Par
 }
 
 absl::Status UseWholeParameters(Strategy& strategy,
+                                absl::FunctionRef<bool(const Parameter& parameter)> wanted,
                                 absl::FunctionRef<absl::Status(TensorSource parameters)> use) {
   return UseParametersOn(
-      strategy, [](const Parameter&) { return 0; },
+      strategy, [&](const Parameter& parameter) { return wanted(parameter) ? 0 : -1; },
       [&](TensorSource parameters) {
         return strategy.ranks().rank() == 0 ? use(parameters) : absl::OkStatus();
       });
 }
 
-absl::StatusOr<std::string> ParametersDigest(Strategy& strategy) {
+absl::StatusOr<std::string> ParametersDigest(Strategy& strategy, TensorSums& frozen) {
   return CatchTorchErrors("digest of the parameters", [&]() -> absl::StatusOr<std::string> {
     const at::NoGradGuard no_grad;
-    const std::vector<Parameter>& parameters = strategy.model().DeclaredParameters();
+    std::vector<Parameter> parameters;
+    for (const Parameter& parameter : strategy.model().DeclaredParameters()) {
+      if (parameter.trainable || frozen.empty()) parameters.push_back(parameter);
+    }
     WeightsHasher hasher;
     for (size_t i = 0; i < parameters.size(); ++i) {
       // Of ranks that hold the same values, each reads some of the parameters.
@@ -86,11 +90,14 @@ absl::StatusOr<std::string> ParametersDigest(Strategy& strategy) {
     at::Tensor all = sums.to(strategy.ranks().device());
     strategy.ranks().AllReduce(all, ranks::Reduction::kSum);
     sums = all.cpu();
-    TensorSums whole;
+    TensorSums whole = frozen;
+    strategy.model().lora().AddTo(whole);
     const int64_t* summed = sums.const_data_ptr<int64_t>();
     for (const Parameter& parameter : parameters) {
-      whole.Add(parameter.spec.name, {.first = static_cast<uint64_t>(summed[0]),
-                                      .second = static_cast<uint64_t>(summed[1])});
+      const WordSums of_parameter = {.first = static_cast<uint64_t>(summed[0]),
+                                     .second = static_cast<uint64_t>(summed[1])};
+      whole.Add(parameter.spec.name, of_parameter);
+      if (!parameter.trainable) frozen.Add(parameter.spec.name, of_parameter);
       summed += 2;
     }
     return whole.Digest();

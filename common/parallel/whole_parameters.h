@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "common/parallel/strategy.h"
 #include "common/tensor/aten/named_tensors.h"
+#include "common/weights/word_sums.h"
 
 namespace tandem::parallel {
 
@@ -20,13 +21,16 @@ absl::Status UseParametersOn(Strategy& strategy,
                              absl::FunctionRef<int(const Parameter& parameter)> rank_of,
                              absl::FunctionRef<absl::Status(TensorSource parameters)> use);
 
-// The same for rank 0, which alone calls `use`, with all whole parameters.
+// The same for rank 0, which alone calls `use`, with the whole parameters that are `wanted`.
 absl::Status UseWholeParameters(Strategy& strategy,
+                                absl::FunctionRef<bool(const Parameter& parameter)> wanted,
                                 absl::FunctionRef<absl::Status(TensorSource parameters)> use);
 
 // Returns WeightsDigest of the whole parameters, on every rank. Every rank reads values that it
-// holds, each of them on one rank, and sends 16 bytes for each parameter. Collective.
-absl::StatusOr<std::string> ParametersDigest(Strategy& strategy);
+// holds, each of them on one rank, and sends 16 bytes for each parameter. `frozen` keeps the sums
+// of those that do not train from one call to the next; it must be empty after their values were
+// replaced. Collective.
+absl::StatusOr<std::string> ParametersDigest(Strategy& strategy, TensorSums& frozen);
 
 }  // namespace tandem::parallel
 

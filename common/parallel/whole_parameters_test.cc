@@ -25,6 +25,13 @@ namespace {
 
 using Ranks = std::shared_ptr<ranks::Communicator>;
 
+absl::StatusOr<std::string> DigestOf(Strategy& strategy) {
+  TensorSums frozen;
+  return ParametersDigest(strategy, frozen);
+}
+
+bool Every(const Parameter&) { return true; }
+
 absl::Status Lost() { return absl::ResourceExhaustedError("the disk is full"); }
 
 class WholeParametersTest : public ::testing::TestWithParam<int> {};  // stages of ZeRO
@@ -36,9 +43,9 @@ TEST_P(WholeParametersTest, TheDigestIsThatOfOneProcess) {
       WriteTinyModel(folder / "model", 3);
       ZeroStrategy zero(ZeroOfStage(GetParam()), ranks);
       Prepare(zero, folder / "model");
-      EXPECT_EQ(ParametersDigest(zero).value(), zero.model().weights_digest());
+      EXPECT_EQ(DigestOf(zero).value(), zero.model().weights_digest());
       Step(zero, 3, 0);
-      const std::string digest = ParametersDigest(zero).value();
+      const std::string digest = DigestOf(zero).value();
       EXPECT_NE(digest, zero.model().weights_digest());
       const auto of_zero = [&] { return absl::StatusOr<std::string>(digest); };
       EXPECT_EQ(digest, ranks::FromRankZero<std::string>(*ranks, of_zero).value());
@@ -62,22 +69,24 @@ TEST_P(WholeParametersTest, AnErrorOfRankZeroIsThatOfAll) {
     const auto third = [&](const std::string&, const at::Tensor&) {
       return ++visited == 3 ? Lost() : absl::OkStatus();
     };
-    EXPECT_EQ(UseWholeParameters(zero, [&](TensorSource) { return Lost(); }), Lost());
-    EXPECT_EQ(UseWholeParameters(zero, [&](TensorSource source) { return source(third); }), Lost());
+    EXPECT_EQ(UseWholeParameters(zero, Every, [&](TensorSource) { return Lost(); }), Lost());
+    EXPECT_EQ(UseWholeParameters(zero, Every, [&](TensorSource source) { return source(third); }),
+              Lost());
     EXPECT_EQ(visited, ranks->rank() == 0 ? 3 : 0);
-    EXPECT_EQ(UseWholeParameters(zero,
+    EXPECT_EQ(UseWholeParameters(zero, Every,
                                  [&](TensorSource source) {
                                    EXPECT_TRUE(source(nothing).ok());
                                    return Lost();
                                  }),
               Lost());
-    EXPECT_EQ(
-        UseWholeParameters(
-            zero, [&](TensorSource) -> absl::Status { throw std::runtime_error("unforeseen"); })
-            .code(),
-        absl::StatusCode::kInternal);
-    EXPECT_TRUE(UseWholeParameters(zero, [](TensorSource) { return absl::OkStatus(); }).ok());
-    EXPECT_EQ(ParametersDigest(zero).value(), zero.model().weights_digest());
+    EXPECT_EQ(UseWholeParameters(
+                  zero, Every,
+                  [&](TensorSource) -> absl::Status { throw std::runtime_error("unforeseen"); })
+                  .code(),
+              absl::StatusCode::kInternal);
+    EXPECT_TRUE(
+        UseWholeParameters(zero, Every, [](TensorSource) { return absl::OkStatus(); }).ok());
+    EXPECT_EQ(DigestOf(zero).value(), zero.model().weights_digest());
   });
 }
 
@@ -89,8 +98,8 @@ TEST(WholeParametersSingleTest, OneProcessIsRankZero) {
   SingleStrategy single;
   Prepare(single, folder / "model");
   EXPECT_EQ(single.ranks().size(), 1);
-  EXPECT_EQ(ParametersDigest(single).value(), single.model().weights_digest());
-  EXPECT_EQ(UseWholeParameters(single, [&](TensorSource) { return Lost(); }), Lost());
+  EXPECT_EQ(DigestOf(single).value(), single.model().weights_digest());
+  EXPECT_EQ(UseWholeParameters(single, Every, [&](TensorSource) { return Lost(); }), Lost());
 }
 
 // A digest, a saved model and a snapshot, which are made tensor by tensor.
@@ -109,13 +118,13 @@ TEST(WholeParametersMemoryTest, RankZeroHoldsOneTensorBesideItsShardAndOthersNon
     }
     const int64_t start = meter->live();
     meter->Restart();
-    EXPECT_TRUE(ParametersDigest(zero).ok());
-    EXPECT_TRUE(UseWholeParameters(zero, [&](TensorSource parameters) {
+    EXPECT_TRUE(DigestOf(zero).ok());
+    EXPECT_TRUE(UseWholeParameters(zero, Every, [&](TensorSource parameters) {
                   return zero.model().Save(folder / "saved", DType::kBFloat16, parameters);
                 }).ok());
-    EXPECT_TRUE(UseWholeParameters(zero, [&](TensorSource parameters) {
-                  return MakeWeightSnapshot(zero.model().WeightSpecs(DType::kFloat32), parameters,
-                                            {}, zero.model().num_token_ids())
+    EXPECT_TRUE(UseWholeParameters(zero, Every, [&](TensorSource parameters) {
+                  return MakeWeightSnapshot(zero.model().SentSpecs(), parameters, {},
+                                            zero.model().num_token_ids())
                       .status();
                 }).ok());
     // The tensor, the transport's copy of it, the tensor in another type.

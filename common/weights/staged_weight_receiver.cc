@@ -73,9 +73,12 @@ constexpr size_t kReplacedKept = 16;
 }  // namespace
 
 StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manifest,
-                                     std::unique_ptr<NextWeights> weights, bool allow_not_finite)
+                                     std::unique_ptr<NextWeights> weights, bool allow_not_finite,
+                                     const TensorSums& kept)
     : id(std::move(id)),
       manifest(manifest),
+      // What travels in another type has a digest of its own.
+      sums{manifest.sent_digest.empty() ? kept : TensorSums()},
       weights(std::move(weights)),
       stager(manifest.tensors,
              [this, allow_not_finite](const WeightSpec& spec, TensorBytes bytes) -> absl::Status {
@@ -88,13 +91,14 @@ StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
                                            std::optional<WeightSpec> optional,
                                            int64_t num_token_ids, WeightsVersion initial,
                                            Start start, std::vector<ReceivedComponent> components,
-                                           bool allow_not_finite)
+                                           bool allow_not_finite, ReceivedAdapter adapter)
     : parameters_(std::move(parameters)),
       optional_(std::move(optional)),
       num_token_ids_(num_token_ids),
       start_(std::move(start)),
       components_(std::move(components)),
       allow_not_finite_(allow_not_finite),
+      adapter_(std::move(adapter)),
       version_(std::move(initial)) {
   for (const ReceivedComponent& component : components_) {
     component_versions_[component.name] = component.initial;
@@ -120,6 +124,14 @@ absl::StatusOr<const ReceivedComponent*> StagedWeightReceiver::FindComponent(
 }
 
 absl::Status StagedWeightReceiver::CheckManifest(const WeightManifest& manifest) const {
+  if (manifest.adapter != adapter_.settings) {
+    const auto name = [](const std::string& settings) {
+      return settings.empty() ? "no adapters" : absl::StrCat("adapters of ", settings);
+    };
+    return InvalidField("manifest.adapter",
+                        absl::StrCat("the sender has ", name(manifest.adapter),
+                                     ", this server has ", name(adapter_.settings), " (lora)"));
+  }
   std::map<std::string, const WeightSpec*> missing;
   if (manifest.has_model()) {
     for (const WeightSpec& parameter : parameters_) missing[parameter.name] = &parameter;
@@ -239,7 +251,7 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Begin(const std::string& update_id
   }
   std::erase_if(replaced_, [&](const auto& pair) { return pair.first == update_id; });
   former = std::move(open_);
-  open_ = std::make_shared<Update>(update_id, manifest, start_(), allow_not_finite_);
+  open_ = std::make_shared<Update>(update_id, manifest, start_(), allow_not_finite_, adapter_.kept);
   return 0;
 }
 

@@ -35,6 +35,12 @@ struct ReceivedComponent {
   WeightsVersion initial;
 };
 
+// The adapters of a model of which an update brings nothing else.
+struct ReceivedAdapter {
+  std::string settings;  // as WeightManifest::adapter; empty: the model has none
+  TensorSums kept;       // of the rest of the model, which stays
+};
+
 // The engine's part of one update. It is destroyed when the update has ended, in force or not.
 class NextWeights {
  public:
@@ -57,11 +63,12 @@ class StagedWeightReceiver : public WeightReceiver {
   // receiver wants it. `optional` is a parameter that a manifest may leave out (a tied head).
   // `num_token_ids`: those of the model, which a sender's model must have too. An
   // update may leave out any of `components`, which then stays. `allow_not_finite`: weights that
-  // hold a value that is infinite or NaN are served, too.
+  // hold a value that is infinite or NaN are served, too. `adapter`: of the model whose
+  // `parameters` are those of its adapters.
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
                        int64_t num_token_ids, WeightsVersion initial, Start start,
                        std::vector<ReceivedComponent> components = {},
-                       bool allow_not_finite = false);
+                       bool allow_not_finite = false, ReceivedAdapter adapter = {});
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id, const WeightManifest& manifest,
                                 bool allow_rollback) override;
@@ -78,8 +85,9 @@ class StagedWeightReceiver : public WeightReceiver {
 
  private:
   struct Update {
+    // `kept`: sums of what the manifest's digest covers and no tensor brings.
     Update(std::string id, const WeightManifest& manifest, std::unique_ptr<NextWeights> weights,
-           bool allow_not_finite);
+           bool allow_not_finite, const TensorSums& kept);
 
     const std::string id;
     const WeightManifest manifest;
@@ -124,6 +132,7 @@ class StagedWeightReceiver : public WeightReceiver {
   const Start start_;
   const std::vector<ReceivedComponent> components_;
   const bool allow_not_finite_;
+  const ReceivedAdapter adapter_;
 
   mutable std::mutex mutex_;
   std::condition_variable_any commit_changed_;

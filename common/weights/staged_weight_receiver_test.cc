@@ -105,6 +105,39 @@ TEST_F(StagedWeightReceiverTest, TheVersionHasTheDigestOfTheManifestAndTheBytesT
   EXPECT_EQ(receiver_.Version().digest, Manifest().digest);
 }
 
+// The digest is that of the adapters and of the rest of the model, which the receiver has.
+TEST(AdapterReceiverTest, TheDigestCoversWhatStays) {
+  const std::vector<WeightSpec> tensors = {{.name = "a", .shape = {2, 4}}};
+  const std::vector<std::byte> stream = Bytes(32);
+  TensorSums kept;
+  kept.AddTensor("base", stream.data(), 16);
+  TensorSums whole = kept;
+  whole.AddTensor("a", stream.data(), 32);
+  Told told;
+  StagedWeightReceiver receiver(tensors, std::nullopt, /*num_token_ids=*/7, {}, Tell(told), {},
+                                /*allow_not_finite=*/true,
+                                {.settings = "rank 2, alpha 4", .kept = kept});
+  WeightManifest manifest = {.version = 1,
+                             .tensors = tensors,
+                             .total_bytes = 32,
+                             .digest = StreamDigest(tensors, stream),
+                             .num_token_ids = 7,
+                             .adapter = "rank 2, alpha 4"};
+  const auto send = [&](const std::string& id) {
+    EXPECT_TRUE(receiver.Begin(id, manifest, false).ok());
+    EXPECT_TRUE(receiver.Append(id, 0, stream).ok());
+    return receiver.Commit(id, {}).status();
+  };
+  EXPECT_EQ(send("u").code(), absl::StatusCode::kDataLoss);
+  manifest.digest = whole.Digest();
+  EXPECT_EQ(send("v"), absl::OkStatus());
+  for (const std::string adapter : {"", "rank 2, alpha 5"}) {
+    manifest.adapter = adapter;
+    manifest.version = 2;
+    EXPECT_EQ(FieldPath(receiver.Begin("w", manifest, false).status()), "manifest.adapter");
+  }
+}
+
 TEST_F(StagedWeightReceiverTest, TensorsTravelAsFloat32OrInTheTypeThatIsWanted) {
   EXPECT_EQ(receiver_.WantedTypes(), (TensorTypes{{"b", DType::kBFloat16}}));
   const auto refused_field = [&](size_t tensor, DType dtype) {

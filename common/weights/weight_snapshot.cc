@@ -182,13 +182,14 @@ std::vector<WeightSpec> InWantedTypes(const std::vector<WeightSpec>& tensors,
 
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
     const std::vector<WeightSpec>& tensors, TensorSource source, const WeightsVersion& weights,
-    int64_t num_token_ids, std::vector<ComponentManifest> components) {
+    int64_t num_token_ids, std::vector<ComponentManifest> components, std::string adapter) {
   WeightManifest manifest = {.version = weights.version,
                              .tensors = tensors,
                              .total_bytes = 0,
                              .digest = weights.digest,
                              .num_token_ids = num_token_ids,
-                             .components = std::move(components)};
+                             .components = std::move(components),
+                             .adapter = std::move(adapter)};
   for (const WeightSpec& tensor : tensors) manifest.total_bytes += tensor.bytes();
   TANDEM_ASSIGN_OR_RETURN(auto file, SpareFile::Get().Take(manifest.total_bytes));
   TensorWriter writer(tensors, *file);
@@ -209,7 +210,8 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
         absl::StrCat("tensor '", tensors[next].name, "' was not given"));
   }
   // A receiver of rounded values cannot see it.
-  if (!writer.sums().empty() && writer.ModelDigest() != weights.digest) {
+  if (!writer.sums().empty() && manifest.adapter.empty() &&
+      writer.ModelDigest() != weights.digest) {
     return absl::DataLossError(absl::StrCat("the copy of version ", weights.version, " has digest ",
                                             writer.ModelDigest(), ", the weights have ",
                                             weights.digest));

@@ -24,17 +24,19 @@ std::vector<WeightSpec> InWantedTypes(const std::vector<WeightSpec>& tensors,
 // converted to; one that is listed in several types, one behind the other, is given once and kept
 // in all of them. Those of `components` come behind the model's and have names of
 // an update. `weights` has the digest of the model's tensors, and `num_token_ids` is that of the
-// model; a receiver compares both.
+// model; a receiver compares both. `adapter`: WeightManifest::adapter, where the tensors are those
+// of a model's adapters.
 //
 // The copy is in a file without a name in the directory for temporary files (TMPDIR), so that the
 // process holds one tensor at a time; the file of the last released copy is used again.
 // INVALID_ARGUMENT names a tensor that is not the expected one, or is not floating-point;
 // RESOURCE_EXHAUSTED names directory and bytes when there is no space for them; DATA_LOSS if
-// tensors are rounded and the float32 values do not have the digest, which a receiver of rounded
-// ones cannot see; else errors of `source` or of the file.
+// tensors of a whole model are rounded and the float32 values do not have the digest, which a
+// receiver of rounded ones cannot see; else errors of `source` or of the file.
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
     const std::vector<WeightSpec>& tensors, TensorSource source, const WeightsVersion& weights,
-    int64_t num_token_ids, std::vector<ComponentManifest> components = {});
+    int64_t num_token_ids, std::vector<ComponentManifest> components = {},
+    std::string adapter = {});
 
 }  // namespace tandem
 

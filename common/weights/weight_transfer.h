@@ -88,6 +88,9 @@ struct WeightManifest {
   std::vector<ComponentManifest> components = {};  // beside the model, no name twice
   // Digest of the model's tensors as they travel; empty: `digest`, as where all are float32.
   std::string sent_digest = {};
+  // Rank and scale of the model's adapters, whose tensors are all that is sent of the model; empty:
+  // it has none.
+  std::string adapter = {};
 
   bool operator==(const WeightManifest&) const = default;
 

@@ -52,6 +52,7 @@ class TensorSums {
   void AddTensor(absl::string_view name, const void* data, int64_t bytes) {
     Add(name, SumBytes(0, data, bytes));
   }
+  bool empty() const { return sums_.empty(); }
   // Returns sums of 0 for a name that was not added.
   WordSums Of(absl::string_view name) const;
 

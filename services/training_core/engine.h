@@ -20,6 +20,7 @@
 #include "common/base/machine/rank_environment.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/model/config/compute_options.h"
+#include "common/model/config/lora.h"
 #include "common/model/model_summary.h"
 #include "common/optim/optimizer_options.h"
 #include "common/parallel/strategy_options.h"
@@ -56,6 +57,7 @@ struct TrainingOptions {
   int64_t max_model_len = 0;
   int64_t max_samples = 0;
   std::vector<std::string> freeze;  // common/model/config/freeze.h
+  LoraOptions lora = {};
   RouterLossCoefficients router_losses = {};
   ComputeOptions compute = {};
 };

@@ -116,10 +116,12 @@ TEST_P(StepCommunicationTest, AStepSendsWhatItsPassesAndItsUpdateSend) {
         "visit", [&](const CallScope&, const TrainingCore::NoRequest&) {
           absl::Status status;
           gathered = sent_by([&] {
-            status = parallel::UseWholeParameters(strategy, [](TensorSource parameters) {
-              return parameters(
-                  [](const std::string&, const at::Tensor&) { return absl::OkStatus(); });
-            });
+            status = parallel::UseWholeParameters(
+                strategy, [](const Parameter&) { return true; },
+                [](TensorSource parameters) {
+                  return parameters(
+                      [](const std::string&, const at::Tensor&) { return absl::OkStatus(); });
+                });
           });
           return status;
         });

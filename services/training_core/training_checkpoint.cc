@@ -26,6 +26,7 @@
 #include "common/checkpoint/replace_directory.h"
 #include "common/checkpoint/temporary_directory.h"
 #include "common/model/family.h"
+#include "common/model/loading/peft_files.h"
 #include "common/model/loading/stacked_tensors.h"
 #include "common/parallel/held_values.h"
 #include "common/parallel/whole_parameters.h"
@@ -62,17 +63,80 @@ absl::StatusOr<TrainingState> ReadState(const std::string& path, const std::stri
   return state;
 }
 
+absl::Status HoldsAnotherModel(absl::string_view path, absl::string_view why) {
+  return InvalidField("path", absl::StrCat(path, " holds a different model: ", why));
+}
+
+// Whether the file has the tensor of a parameter.
+bool Fits(const TensorView& tensor, const ParameterSpec& spec) {
+  return tensor.shape == spec.shape && c10::isFloatingType(ToScalarType(tensor.dtype));
+}
+
+// Checks the numbers of a tensor that this rank loads.
+absl::Status CheckFinite(const TensorView& tensor, const Parameter& parameter,
+                         parallel::Strategy& strategy) {
+  const at::Tensor part = strategy.PartOf(AliasAsAten(tensor), parameter);
+  if (!part.defined() || parallel::AllFinite(part)) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(tensor.file, ": tensor '", parameter.spec.name,
+                                          "' holds a number that is not finite"));
+}
+
+// The files behind the parameters of a model with adapters.
+struct AdapterFiles {
+  std::unique_ptr<SafetensorsFile> adapters;
+  std::shared_ptr<const void> base;
+};
+
+// The same as ReadWeights for a model with adapters: they, and what trains beside them, come from
+// the checkpoint, the rest from the files that the model was loaded from.
+absl::StatusOr<SourceParameters> ReadAdapters(const std::string& path,
+                                              parallel::Strategy& strategy) {
+  const Model& model = strategy.model();
+  LoraOptions options = model.lora();
+  options.path = path;
+  const absl::StatusOr<LoraOptions> saved = ResolveLora(options);
+  if (!saved.ok()) return HoldsAnotherModel(path, saved.status().message());
+  auto files = std::make_shared<AdapterFiles>();
+  TANDEM_ASSIGN_OR_RETURN(files->adapters,
+                          SafetensorsFile::Open(absl::StrCat(path, "/", kAdapterWeightsFile)));
+  TANDEM_ASSIGN_OR_RETURN(SourceParameters weights, model.ReadSource());
+  if (weights.Mark() != model.source_mark()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the files of the model have changed since the server started, and the adapters in ", path,
+        " are those of the former ones"));
+  }
+  files->base = std::move(weights.files);
+  size_t found = 0;
+  for (size_t i = 0; i < weights.tensors.size(); ++i) {
+    const Parameter& parameter = model.DeclaredParameters()[i];
+    if (!model.IsInAdapterFile(parameter)) continue;
+    const TensorView* const tensor =
+        files->adapters->Find(absl::StrCat(kPeftPrefix, parameter.spec.name));
+    if (tensor == nullptr || !Fits(*tensor, parameter.spec)) {
+      return HoldsAnotherModel(path, absl::StrCat("tensor '", parameter.spec.name,
+                                                  "' is missing or has a different shape or type"));
+    }
+    TANDEM_RETURN_IF_ERROR(CheckFinite(*tensor, parameter, strategy));
+    weights.tensors[i].second = AliasAsAten(*tensor);
+    ++found;
+  }
+  if (found < files->adapters->tensors().size()) {
+    return HoldsAnotherModel(path, "it has adapters of maps that have none here");
+  }
+  weights.files = std::move(files);
+  return weights;
+}
+
 // Opens the weights, which must be exactly the parameters of the model, but for the tensors that it
 // keeps; of those that this rank loads, the numbers must be finite. Others are not read.
 absl::StatusOr<SourceParameters> ReadWeights(const std::string& path,
                                              parallel::Strategy& strategy) {
   const Model& model = strategy.model();
+  if (model.lora().enabled()) return ReadAdapters(path, strategy);
   TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const SafetensorsDirectory> opened,
                           SafetensorsDirectory::Open(path));
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config().model_type));
-  const auto fail = [&](absl::string_view why) {
-    return InvalidField("path", absl::StrCat(path, " holds a different model: ", why));
-  };
+  const auto fail = [&](absl::string_view why) { return HoldsAnotherModel(path, why); };
   std::vector<const TensorView*> tensors;
   for (const TensorView& tensor : opened->tensors()) tensors.push_back(&tensor);
   std::deque<TensorView> unstacked;
@@ -86,16 +150,11 @@ absl::StatusOr<SourceParameters> ReadWeights(const std::string& path,
   for (const Parameter& parameter : model.DeclaredParameters()) {
     const std::string& name = parameter.spec.name;
     const auto found = by_name.extract(name);
-    if (found.empty() || found.mapped()->shape != parameter.spec.shape ||
-        !c10::isFloatingType(ToScalarType(found.mapped()->dtype))) {
+    if (found.empty() || !Fits(*found.mapped(), parameter.spec)) {
       return fail(absl::StrCat("tensor '", name, "' is missing or has a different shape or type"));
     }
     weights.tensors.emplace_back(name, AliasAsAten(*found.mapped()));
-    const at::Tensor part = strategy.PartOf(weights.tensors.back().second, parameter);
-    if (part.defined() && !parallel::AllFinite(part)) {
-      return absl::DataLossError(absl::StrCat(found.mapped()->file, ": tensor '", name,
-                                              "' holds a number that is not finite"));
-    }
+    TANDEM_RETURN_IF_ERROR(CheckFinite(*found.mapped(), parameter, strategy));
   }
   for (const auto& [name, tensor] : by_name) {
     if (family->KeepsTensor(model.config(), name)) continue;
@@ -140,6 +199,16 @@ absl::Status SaveModel(parallel::Strategy& strategy, const std::string& director
         }
         return rank == 0 ? model.SaveCompanionFiles(directory, plan) : absl::OkStatus();
       });
+}
+
+// Writes what a checkpoint has of the weights: all, or of a model with adapters what trains, as a
+// directory that PEFT loads.
+absl::Status SaveTrained(parallel::Strategy& strategy, const std::string& directory) {
+  const Model& model = strategy.model();
+  if (!model.lora().enabled()) return SaveModel(strategy, directory, DType::kFloat32);
+  return parallel::UseWholeParameters(
+      strategy, [&](const Parameter& parameter) { return model.IsInAdapterFile(parameter); },
+      [&](TensorSource parameters) { return model.SaveAdapters(directory, parameters); });
 }
 
 // Enters the folder on every rank; `field` is that of the request.
@@ -196,7 +265,7 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const ConfinedPath& directory,
       }));
   // Every rank writes its files, with their digests, and syncs them. Then all meet.
   WrittenFiles written;
-  TANDEM_RETURN_IF_ERROR(SaveModel(strategy, target, DType::kFloat32));
+  TANDEM_RETURN_IF_ERROR(SaveTrained(strategy, target));
   const bool trains = strategy.model().num_trainable_parameters() > 0;
   if (trains) TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, strategy.SaveOptimizer(target)));
   TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&]() -> absl::Status {

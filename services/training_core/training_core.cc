@@ -137,6 +137,7 @@ void TrainingCore::AddCommands() {
 absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Strategy> strategy) {
   TANDEM_ASSIGN_OR_RETURN(load.placement, SetUpCompute(options_.compute));
   load.freeze = options_.freeze;
+  load.lora = options_.lora;
   load.computes_digest = false;
   TANDEM_ASSIGN_OR_RETURN(ranks_,
                           ranks::ServerRanks::Connect({.environment = options_.environment,
@@ -174,8 +175,8 @@ absl::Status TrainingCore::LoadModel(LoadOptions load) {
   }
   if (const absl::Status loaded = strategy_->LoadModel(options_.model, load); !loaded.ok()) {
     const std::string field(FieldPath(loaded).value_or(""));
-    const bool of_options =
-        field.starts_with("freeze") || field.starts_with("strategy") || field == "untie_embeddings";
+    const bool of_options = field.starts_with("freeze") || field.starts_with("strategy") ||
+                            field.starts_with("lora") || field == "untie_embeddings";
     return of_options ? loaded : PrependFieldPath("model", loaded);
   }
   return CheckRouterLosses(options_.router_losses, model().config());
@@ -264,7 +265,7 @@ EngineInfo TrainingCore::Info() const {
 
 absl::Status TrainingCore::PrepareDigest() {
   if (digest_known_) return absl::OkStatus();
-  TANDEM_ASSIGN_OR_RETURN(std::string digest, parallel::ParametersDigest(*strategy_));
+  TANDEM_ASSIGN_OR_RETURN(std::string digest, parallel::ParametersDigest(*strategy_, frozen_sums_));
   RecordWeights(std::move(digest));
   return absl::OkStatus();
 }
@@ -643,6 +644,7 @@ absl::Status TrainingCore::Replace(absl::string_view source,
   // The optimizer has its new state, which does not fit the old weights.
   broken_ = absl::DataLossError(
       absl::StrCat("loading ", source, " failed half-way: load a checkpoint before anything else"));
+  frozen_sums_ = {};
   TANDEM_RETURN_IF_ERROR(strategy_->LoadParameters(weights));
   if (companion_ != nullptr) {
     companion_intact_ = false;

@@ -308,6 +308,7 @@ class TrainingCore {
   TrainingState state_;
   bool copies_stale_ = false;  // the model's copies of its weights lack the last update
   bool digest_known_ = false;  // of the weights
+  TensorSums frozen_sums_;     // see ParametersDigest
   absl::Status broken_;        // why the weights cannot be used; OK: they can
   std::atomic<bool> unsaved_ = false;
   std::atomic<int64_t> micro_batches_ = 0, micro_batches_done_ = 0;  // of the pass that runs

@@ -15,11 +15,12 @@
 
 namespace tandem {
 
-// The initial value that `transformers` gives a parameter.
+// The initial value that `transformers`, or PEFT, gives a parameter.
 enum class Init {
   kNormal,  // N(0, initializer_range)
   kOnes,
   kZeros,
+  kLoraA,  // U(-1 / sqrt(in), 1 / sqrt(in)), as PEFT draws it
 };
 
 struct ParameterSpec {
@@ -33,6 +34,8 @@ struct ParameterSpec {
   int64_t block = 0;
   // A matrix that stays dense where others are packed, and that is not rounded with them.
   bool stays_dense = false;
+  // Whether it is a part of an adapter (lora.h), which is in buffers of its own.
+  bool adapts = false;
   // Whether gradients change it. A buffer of `transformers` is loaded and saved alone.
   bool trains = true;
   // The expert that has it. Not set: it belongs to none.

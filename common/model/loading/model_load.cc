@@ -13,9 +13,11 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/model/family.h"
+#include "common/model/loading/peft_files.h"
 #include "common/model/loading/stacked_tensors.h"
 #include "common/model/loading/value_head_tensors.h"
 #include "common/model/loading/weight_files_check.h"
@@ -39,23 +41,27 @@ bool IsOldBuffer(absl::string_view name) { return absl::EndsWith(name, ".rotary_
 struct ModelFiles {
   std::unique_ptr<SafetensorsDirectory> directory;
   std::unique_ptr<SafetensorsFile> value_head_file;  // may be null
-  // Of both, under the names of their parameters (Family::ParameterName).
+  std::unique_ptr<SafetensorsFile> adapter_file;     // may be null
+  // Of all, under the names of their parameters (Family::ParameterName).
   std::vector<const TensorView*> tensors;
   std::deque<TensorView> renamed;
   std::deque<TensorView> unstacked;  // views into tensors of several parameters
   ValueHeadTensors value_head;       // with kValue
 
-  static absl::StatusOr<ModelFiles> Open(const std::string& directory, HeadKind head,
-                                         const Family& family) {
+  // `adapter` is a directory in PEFT's format, or empty.
+  static absl::StatusOr<ModelFiles> Open(const std::string& directory, const std::string& adapter,
+                                         HeadKind head, const Family& family) {
     ModelFiles files;
     TANDEM_ASSIGN_OR_RETURN(files.directory, SafetensorsDirectory::Open(directory));
     for (const TensorView& view : files.directory->tensors()) {
-      files.tensors.push_back(&view);
-      std::string name = family.ParameterName(view.name);
-      if (name == view.name) continue;
-      files.renamed.push_back(view);
-      files.renamed.back().name = std::move(name);
-      files.tensors.back() = &files.renamed.back();
+      files.Add(view, family.ParameterName(view.name));
+    }
+    if (!adapter.empty()) {
+      TANDEM_ASSIGN_OR_RETURN(files.adapter_file,
+                              SafetensorsFile::Open(fs::path(adapter) / kAdapterWeightsFile));
+      for (const TensorView& view : files.adapter_file->tensors()) {
+        files.Add(view, family.ParameterName(absl::StripPrefix(view.name, kPeftPrefix)));
+      }
     }
     if (head != HeadKind::kValue) return files;
     const std::string path = fs::path(directory) / "value_head.safetensors";
@@ -69,10 +75,18 @@ struct ModelFiles {
     TANDEM_ASSIGN_OR_RETURN(files.value_head, FindValueHead(files.tensors));
     return files;
   }
+
+  void Add(const TensorView& view, std::string name) {
+    tensors.push_back(&view);
+    if (name == view.name) return;
+    renamed.push_back(view);
+    renamed.back().name = std::move(name);
+    tensors.back() = &renamed.back();
+  }
 };
 
 // Returns the tensor of each of `specs`, in their order; nullptr for a value head that the files
-// lack. A tensor without a parameter is an error.
+// lack, and for adapters without files. A tensor without a parameter is an error.
 absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
                                                       const std::vector<ParameterSpec>& specs,
                                                       const ModelConfig& config,
@@ -108,7 +122,9 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
   for (const ParameterSpec& spec : specs) {
     const auto found = given.find(spec.name);
     assigned.push_back(found == given.end() ? nullptr : found->second);
-    if (assigned.back() == nullptr && spec.name != kValueHeadWeight) {
+    const bool is_drawn =
+        spec.name == kValueHeadWeight || (spec.adapts && files.adapter_file == nullptr);
+    if (assigned.back() == nullptr && !is_drawn) {
       return absl::InvalidArgumentError(
           absl::StrCat(files.directory->directory(), ": tensor '", spec.name, "': missing"));
     }
@@ -121,10 +137,11 @@ absl::StatusOr<std::vector<const TensorView*>> Assign(const ModelFiles& files,
   return assigned;
 }
 
-// Returns the values of one parameter. Those of a value head that the files lack are drawn.
+// Returns the values of one parameter. Those that the files lack are drawn.
 at::Tensor WholeTensor(const ParameterSpec& spec, const TensorView* view, double initializer_range,
-                       uint64_t value_head_seed) {
+                       uint64_t value_head_seed, const LoraOptions& lora) {
   if (view != nullptr) return AliasAsAten(*view);
+  if (spec.adapts) return InitialAdapter(spec, lora);
   return InitialValue(spec, initializer_range, at::detail::createCPUGenerator(value_head_seed));
 }
 
@@ -137,10 +154,13 @@ at::Tensor Beginning(const at::Tensor& whole) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
-                                                   const LoadOptions& options) {
+                                                   const LoadOptions& given) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(directory));
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
-  TANDEM_ASSIGN_OR_RETURN(ModelFiles files, ModelFiles::Open(directory, options.head, *family));
+  LoadOptions options = given;
+  TANDEM_ASSIGN_OR_RETURN(options.lora, ResolveLora(given.lora));
+  TANDEM_ASSIGN_OR_RETURN(ModelFiles files,
+                          ModelFiles::Open(directory, options.lora.path, options.head, *family));
   TANDEM_RETURN_IF_ERROR(CheckSizes(config, *files.directory));
   TANDEM_RETURN_IF_ERROR(
       Unstack(family->StackedTensors(config), directory, files.tensors, files.unstacked));
@@ -156,7 +176,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
                                     !options.untie_embeddings,
                             .bias = files.value_head.bias != nullptr};
   // The files are checked before memory is taken.
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, ModelParameters(config, head));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
+                          ModelParameters(config, head, options.lora));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<const TensorView*> assigned,
                           Assign(files, specs, config, head));
   TANDEM_ASSIGN_OR_RETURN(auto model, Build(config, head, options));
@@ -178,7 +199,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
 
 absl::StatusOr<SourceParameters> Model::ReadSource() const {
   const at::NoGradGuard no_grad;
-  TANDEM_ASSIGN_OR_RETURN(ModelFiles opened, ModelFiles::Open(source_directory_, head_, *family_));
+  TANDEM_ASSIGN_OR_RETURN(ModelFiles opened,
+                          ModelFiles::Open(source_directory_, lora_.path, head_, *family_));
   TANDEM_RETURN_IF_ERROR(
       Unstack(StackedTensors(), source_directory_, opened.tensors, opened.unstacked));
   const auto files = std::make_shared<const ModelFiles>(std::move(opened));
@@ -190,7 +212,7 @@ absl::StatusOr<SourceParameters> Model::ReadSource() const {
   for (size_t i = 0; i < specs.size(); ++i) {
     source.tensors.emplace_back(
         specs[i].name,
-        WholeTensor(specs[i], assigned[i], config_.initializer_range, value_head_seed_));
+        WholeTensor(specs[i], assigned[i], config_.initializer_range, value_head_seed_, lora_));
   }
   return source;
 }
@@ -206,8 +228,8 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
   WeightsHasher hasher, mark;
   for (size_t i = 0; i < assigned.size(); ++i) {
     const auto& parameter = store_->parameters()[i];
-    const at::Tensor whole =
-        WholeTensor(parameter.spec, assigned[i], config_.initializer_range, value_head_seed_);
+    const at::Tensor whole = WholeTensor(parameter.spec, assigned[i], config_.initializer_range,
+                                         value_head_seed_, lora_);
     mark.Add(parameter.spec.name, Beginning(whole));
     bool exact = false;
     // Else another process holds it, or the caller reads it.
@@ -218,7 +240,7 @@ void Model::FillFrom(const std::vector<const TensorView*>& assigned, const LoadO
     }
     if (options.computes_digest) hasher.Add(parameter.spec.name, exact ? parameter.value : whole);
   }
-  if (options.computes_digest) weights_digest_ = hasher.Hex();
+  if (options.computes_digest) RecordDigest(hasher.Sums());
   source_mark_ = mark.Hex();
   OnWeightsChanged();
 }

@@ -18,6 +18,8 @@
 #include "common/base/files/confined_folder.h"
 #include "common/base/files/file_descriptor.h"
 #include "common/model/family.h"
+#include "common/model/loading/merged_adapters.h"
+#include "common/model/loading/peft_files.h"
 #include "common/model/loading/stacked_tensors.h"
 #include "common/model/model.h"
 #include "common/model/parameters/parameter_store.h"
@@ -127,7 +129,10 @@ absl::Status Model::Save(const std::string& directory, DType dtype) const {
     return absl::UnimplementedError("a model with packed weights cannot be saved");
   }
   const auto& buffers = BlockBuffers();
-  if (!IsWhole() || !std::all_of(buffers.begin(), buffers.end(), HasMemory)) {
+  const auto is_here = [](const at::Tensor& buffer) {
+    return buffer.numel() == 0 || HasMemory(buffer);
+  };
+  if (!IsWhole() || !std::all_of(buffers.begin(), buffers.end(), is_here)) {
     return absl::UnimplementedError(
         "a model cannot be saved by a process that holds only some of its blocks or shards");
   }
@@ -143,10 +148,13 @@ absl::Status Model::Save(const std::string& directory, DType dtype, TensorSource
 Model::ExportPlan Model::PlanExport(DType dtype, int most_files) const {
   ExportPlan plan;
   plan.dtype = dtype;
-  std::vector<WeightSpec> parameter_specs = WeightSpecs(dtype);
-  // `transformers` keeps buffers in float32, whatever the type of the weights.
-  for (size_t i = 0; i < parameter_specs.size(); ++i) {
-    if (!store_->parameters()[i].spec.trains) parameter_specs[i].dtype = DType::kFloat32;
+  std::vector<WeightSpec> parameter_specs;
+  for (const auto& parameter : store_->parameters()) {
+    const ParameterSpec& spec = parameter.spec;
+    if (spec.adapts) continue;  // merged
+    // `transformers` keeps buffers in float32, whatever the type of the weights.
+    parameter_specs.push_back(
+        {.name = spec.name, .dtype = spec.trains ? dtype : DType::kFloat32, .shape = spec.shape});
   }
   const std::vector<StackedTensor> stacks = StackedTensors();
   plan.tensors = ExportedSpecs(stacks, parameter_specs);
@@ -173,6 +181,12 @@ Model::ExportPlan Model::PlanExport(DType dtype, int most_files) const {
     plan.file_of_parameter[parameter.name] =
         files.at(stack == stack_of.end() ? parameter.name : stack->second);
   }
+  for (const auto& parameter : store_->parameters()) {
+    const std::string& name = parameter.spec.name;
+    if (!parameter.spec.adapts) continue;
+    plan.file_of_parameter[name] =
+        plan.file_of_parameter.at(absl::StrCat(AdaptedMap(name), ".weight"));
+  }
   return plan;
 }
 
@@ -191,12 +205,34 @@ absl::Status Model::SaveFile(const std::string& directory, const ExportPlan& pla
     specs.push_back(plan.tensors[i]);
     names.insert(plan.tensors[i].name);
   }
+  const auto merged = [&](TensorVisitor visit) { return VisitMerged(lora_, parameters, visit); };
   const auto all = [&](TensorVisitor visit) -> absl::Status {
-    TANDEM_RETURN_IF_ERROR(VisitExported(StackedTensors(), parameters, visit));
+    TANDEM_RETURN_IF_ERROR(VisitExported(StackedTensors(), merged, visit));
     return VisitKeptTensors(names, visit);
   };
   return WriteTensors(fs::path(directory) / WeightFile(file, plan.count), specs, all,
                       {{"format", "pt"}});
+}
+
+absl::Status Model::SaveAdapters(const std::string& directory, TensorSource parameters) const {
+  std::vector<ParameterSpec> specs;
+  std::vector<WeightSpec> tensors;
+  for (const auto& parameter : store_->parameters()) {
+    specs.push_back(parameter.spec);
+    if (!IsInAdapterFile(parameter)) continue;
+    tensors.push_back({.name = absl::StrCat(kPeftPrefix, parameter.spec.name),
+                       .dtype = DType::kFloat32,
+                       .shape = parameter.spec.shape});
+  }
+  const auto saved = [&](TensorVisitor visit) {
+    return parameters([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
+      if (!IsInAdapterFile(*store_->Find(name))) return absl::OkStatus();
+      return visit(absl::StrCat(kPeftPrefix, name), tensor);
+    });
+  };
+  TANDEM_RETURN_IF_ERROR(
+      WriteTensors(fs::path(directory) / kAdapterWeightsFile, tensors, saved, {{"format", "pt"}}));
+  return WriteAdapterConfig(directory, lora_, specs, source_directory_);
 }
 
 absl::Status Model::SaveCompanionFiles(const std::string& directory, const ExportPlan& plan) const {

@@ -26,7 +26,7 @@ int64_t Aligned(int64_t numel, int64_t shards = 1) {
 
 absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
     const std::vector<ParameterSpec>& specs, const std::vector<bool>& trainable,
-    const Placement& placement, bool without_memory) {
+    const Placement& placement, bool without_memory, const LoraOptions& lora) {
   if (placement.shard_count < 1) {
     return InvalidField("placement.shard_count", "must be at least 1");
   }
@@ -34,20 +34,27 @@ absl::StatusOr<std::unique_ptr<ParameterStore>> ParameterStore::Create(
     return InvalidField("placement.shard_index",
                         absl::StrCat("must be in [0, ", placement.shard_count, ")"));
   }
-  std::unique_ptr<ParameterStore> store(new ParameterStore(placement));
+  std::unique_ptr<ParameterStore> store(new ParameterStore(placement, lora));
   store->training_ = !trainable.empty();
   store->without_memory_ = without_memory;
   int64_t num_blocks = 0;
-  for (const ParameterSpec& spec : specs) num_blocks = std::max(num_blocks, spec.block + 1);
+  bool has_experts = false;
+  for (const ParameterSpec& spec : specs) {
+    num_blocks = std::max(num_blocks, spec.block + 1);
+    has_experts = has_experts || spec.expert.has_value();
+  }
+  const bool shards_experts = has_experts && placement.experts.count > 1;
+  const int64_t num_buffers = num_blocks * (shards_experts ? 2 : 1);
   for (size_t i = 0; i < specs.size(); ++i) {
     Parameter parameter = {
         .spec = specs[i], .shard = {}, .trainable = store->training_ && trainable[i], .value = {}};
     parameter.rounded = placement.weight_dtype == at::kBFloat16 && specs[i].packs();
     parameter.shard =
         specs[i].ShardOf(placement.shard_index, placement.shard_count, placement.experts);
-    const bool apart = specs[i].expert.has_value() && placement.experts.count > 1;
-    parameter.buffer =
-        specs[i].trains ? specs[i].block + (apart ? num_blocks : 0) : Parameter::kOwnMemory;
+    const bool apart = specs[i].expert.has_value() && shards_experts;
+    parameter.buffer = specs[i].trains ? specs[i].block + (apart ? num_blocks : 0) +
+                                             (specs[i].adapts ? num_buffers : 0)
+                                       : Parameter::kOwnMemory;
     store->indices_.emplace(specs[i].name, i);
     store->parameters_.push_back(std::move(parameter));
   }
@@ -174,6 +181,28 @@ ops::EmbeddingWeight ParameterStore::TakeEmbedding(const std::string& name) {
 }
 
 const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::string>& names) {
+  ops::LinearWeight& maps = TakeMaps(names);
+  ops::LowRankAdapter adapter = {.rank = lora_.rank};
+  std::vector<std::string> a_names;
+  int64_t column = 0;
+  for (const std::string& name : names) {
+    const Parameter& weight = *Find(name + ".weight");
+    const int64_t width = weight.shard.ShapeOf(weight.spec.shape)[0];
+    if (Find(name + ".lora_A.weight") != nullptr) {
+      a_names.push_back(name + ".lora_A");
+      adapter.maps.push_back(
+          {.column = column, .width = width, .b = &TakeMaps({name + ".lora_B"})});
+    }
+    column += width;
+  }
+  if (a_names.empty()) return maps;
+  adapter.a = &TakeMaps(a_names);
+  adapter.scale = lora_.scale();
+  maps.SetAdapter(std::move(adapter));
+  return maps;
+}
+
+ops::LinearWeight& ParameterStore::TakeMaps(const std::vector<std::string>& names) {
   std::vector<std::string> weight_names, bias_names;
   for (const std::string& name : names) {
     weight_names.push_back(name + ".weight");
@@ -204,7 +233,7 @@ const ops::LinearWeight& ParameterStore::TakeLinear(const std::vector<std::strin
                                         bias.defined() ? ComputeView(buffer, bias) : at::Tensor());
   }
   return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
-                                      placement_.dtype, HasRoundedCopies());
+                                      placement_.dtype, HasRoundedCopies() && first->rounded);
 }
 
 ParameterSet ParameterStore::NewSet() const {
@@ -212,12 +241,20 @@ ParameterSet ParameterStore::NewSet() const {
               "parameters that train have one set of values");
   TORCH_CHECK(placement_.weight_dtype == at::kFloat, "a second set of values is not rounded");
   const at::NoGradGuard no_grad;
-  ParameterSet set = {.parameters = parameters_, .block_buffers = {}, .packed = {}};
-  for (const at::Tensor& buffer : block_buffers_) {
-    set.block_buffers.push_back(at::empty_like(buffer));
+  ParameterSet set = {.parameters = {}, .block_buffers = {}, .packed = {}};
+  set.block_buffers.resize(block_buffers_.size());
+  for (const Parameter& parameter : parameters_) {
+    if (lora_.enabled() && !parameter.spec.adapts) continue;
+    set.parameters.push_back(parameter);
+    if (parameter.has_own_memory()) continue;
+    const auto buffer = static_cast<size_t>(parameter.buffer);
+    if (!set.block_buffers[buffer].defined()) {
+      set.block_buffers[buffer] = at::empty_like(block_buffers_[buffer]);
+    }
   }
   std::map<std::shared_ptr<const ops::PackedWeight>, std::shared_ptr<ops::PackedWeight>> copies;
   for (const auto& packed : packed_) {
+    if (lora_.enabled()) break;
     copies[packed] = set.packed.emplace_back(
         std::make_shared<ops::PackedWeight>(packed->format(), packed->out(), packed->in()));
   }
@@ -237,12 +274,12 @@ ParameterSet ParameterStore::NewSet() const {
 
 void ParameterStore::Swap(ParameterSet& set) {
   for (size_t i = 0; i < block_buffers_.size(); ++i) {
-    SwapMemory(block_buffers_[i], set.block_buffers[i]);
+    if (set.block_buffers[i].defined()) SwapMemory(block_buffers_[i], set.block_buffers[i]);
   }
-  for (size_t i = 0; i < packed_.size(); ++i) packed_[i]->Swap(*set.packed[i]);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!parameters_[i].has_own_memory() || !parameters_[i].value.defined()) continue;
-    SwapMemory(parameters_[i].value, set.parameters[i].value);
+  for (size_t i = 0; i < set.packed.size(); ++i) packed_[i]->Swap(*set.packed[i]);
+  for (Parameter& parameter : set.parameters) {
+    if (!parameter.has_own_memory() || !parameter.value.defined()) continue;
+    SwapMemory(FindMutable(parameter.spec.name)->value, parameter.value);
   }
 }
 

@@ -13,16 +13,17 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "common/model/config/lora.h"
 #include "common/model/parameters/parameter.h"
 #include "common/ops/linear/embedding_weight.h"
 #include "common/ops/linear/linear_weight.h"
 
 namespace tandem {
 
-// Values of all parameters of a model that infers, in memory of their own.
+// Values of parameters of a model that infers, in memory of their own.
 struct ParameterSet {
   std::vector<Parameter> parameters;      // those of the model, but for the memory of their values
-  std::vector<at::Tensor> block_buffers;  // see ParameterStore::block_buffers
+  std::vector<at::Tensor> block_buffers;  // see ParameterStore::block_buffers; some undefined
   std::vector<std::shared_ptr<ops::PackedWeight>> packed;
 };
 
@@ -31,10 +32,11 @@ class ParameterStore {
   // Creates the memory of the declared parameters, uninitialised; that of packed matrices comes
   // when they are taken. `trainable` has one entry per parameter; an empty one means a model that
   // only infers. INVALID_ARGUMENT for "placement.shard_*". With `without_memory` the caller gives a
-  // block's buffer memory while it needs the block (common/tensor/aten/tensor_memory.h).
+  // block's buffer memory while it needs the block (common/tensor/aten/tensor_memory.h). `lora`:
+  // of the adapters, where the parameters have some (WithAdapters).
   static absl::StatusOr<std::unique_ptr<ParameterStore>> Create(
       const std::vector<ParameterSpec>& specs, const std::vector<bool>& trainable,
-      const Placement& placement, bool without_memory = false);
+      const Placement& placement, bool without_memory = false, const LoraOptions& lora = {});
 
   // Parameters in the order of their declaration.
   const std::vector<Parameter>& parameters() const { return parameters_; }
@@ -42,7 +44,8 @@ class ParameterStore {
   // bytes. Empty for a block that is not held. Packed matrices are not in them, nor what has memory
   // of its own (Parameter::buffer). Where experts are
   // sharded, those of block b have a buffer of their own, at the number of blocks + b, because
-  // other ranks hold the same values of it.
+  // other ranks hold the same values of it. Behind these come as many buffers again for adapters,
+  // which train while what they adapt does not.
   const std::vector<at::Tensor>& block_buffers() const { return block_buffers_; }
   // Buffers of the same layout in the type of the computation, which linear maps multiply with; the
   // caller fills them. Only where `without_memory` and that type is not float32; else empty.
@@ -57,11 +60,12 @@ class ParameterStore {
   ops::EmbeddingWeight TakeEmbedding(const std::string& name);
   // Returns the linear maps "<name>.weight" (with "<name>.bias" where declared) of one input,
   // stacked in one buffer. A single map that was taken before is shared. They must be held.
-  // The result lives as long as the store.
+  // The result has the maps' adapters, and lives as long as the store.
   const ops::LinearWeight& TakeLinear(const std::vector<std::string>& names);
 
-  // Takes the memory of a second set of values, uninitialised. Only reads the layout of the store,
-  // and so runs beside forward passes. Needs a store of a model that infers and has its memory.
+  // Takes the memory of a second set of values, uninitialised: of all parameters, or where there
+  // are adapters of these alone. Only reads the layout of the store, and so runs beside forward
+  // passes. Needs a store of a model that infers and has its memory.
   ParameterSet NewSet() const;
   // Exchanges the memory of the values with that of a set that NewSet returned. No value is read.
   void Swap(ParameterSet& set);
@@ -71,7 +75,8 @@ class ParameterStore {
   void OnWeightsChanged();
 
  private:
-  explicit ParameterStore(const Placement& placement) : placement_(placement) {}
+  ParameterStore(const Placement& placement, const LoraOptions& lora)
+      : placement_(placement), lora_(lora) {}
 
   void AllocateBlocks();
   Parameter* FindMutable(const std::string& name);
@@ -87,10 +92,13 @@ class ParameterStore {
   std::vector<int64_t> StackedShape(const std::vector<std::string>& names) const;
   // Gives the parameters of those names, in order, one range of a buffer; returns it.
   at::Tensor Allocate(const std::vector<std::string>& names);
+  // Returns the maps of TakeLinear, without adapters.
+  ops::LinearWeight& TakeMaps(const std::vector<std::string>& names);
   // Gives them one packed matrix.
   std::shared_ptr<const ops::PackedWeight> AllocatePacked(const std::vector<std::string>& names);
 
   const Placement placement_;
+  const LoraOptions lora_;
   bool training_ = false, without_memory_ = false;
   std::vector<Parameter> parameters_;
   std::unordered_map<std::string, size_t> indices_;  // of parameters_, by name

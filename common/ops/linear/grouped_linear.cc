@@ -6,7 +6,9 @@
 
 #include <algorithm>
 
+#include "absl/functional/function_ref.h"
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/linear/low_rank_adapter.h"
 #include "common/ops/products/matrix_product.h"
 #include "common/ops/products/parallel_linear.h"
 
@@ -56,7 +58,7 @@ at::Tensor Multiply(const at::Tensor& x_in, const std::vector<Group>& all) {
   if (!x.is_cpu() || x.scalar_type() != at::kFloat || kernels::GetCpuKernels().linear == nullptr) {
     for (const Group& group : all) {
       const at::Tensor rows = x.narrow(0, group.begin, group.rows());
-      y.narrow(0, group.begin, group.rows()).copy_(group.map->Forward(rows));
+      y.narrow(0, group.begin, group.rows()).copy_(group.map->Base(rows));
     }
     return y;
   }
@@ -148,14 +150,9 @@ class GroupedLinearFunction : public torch::autograd::Function<GroupedLinearFunc
   }
 };
 
-}  // namespace
-
-at::Tensor GroupedLinear(const at::Tensor& x, const std::vector<int64_t>& offsets,
-                         const std::vector<const LinearWeight*>& maps) {
-  TORCH_CHECK(offsets.size() == maps.size() + 1 && offsets.back() == x.size(0) &&
-                  x.size(1) == maps.front()->in(),
-              "grouped linear: x ", x.sizes(), ", ", offsets.size(), " offsets, ", maps.size(),
-              " maps");
+// Returns the products with the maps alone.
+at::Tensor BaseProducts(const at::Tensor& x, const std::vector<int64_t>& offsets,
+                        const std::vector<const LinearWeight*>& maps) {
   const std::vector<Group> groups = GroupsWithRows(offsets, maps);
   if (groups.empty()) return at::empty({0, maps.front()->out()}, x.options());
   if (maps.front()->is_packed() || !at::GradMode::is_enabled()) return Multiply(x, groups);
@@ -164,6 +161,36 @@ at::Tensor GroupedLinear(const at::Tensor& x, const std::vector<int64_t>& offset
     masters.insert(masters.end(), group.map->masters().begin(), group.map->masters().end());
   }
   return GroupedLinearFunction::apply(x, at::TensorList(masters), groups);
+}
+
+// Returns, for each map, a part of its adapter.
+std::vector<const LinearWeight*> OfAdapters(
+    const std::vector<const LinearWeight*>& maps,
+    absl::FunctionRef<const LinearWeight*(const LowRankAdapter&)> part) {
+  std::vector<const LinearWeight*> parts;
+  for (const LinearWeight* map : maps) parts.push_back(part(*map->adapter()));
+  return parts;
+}
+
+}  // namespace
+
+at::Tensor GroupedLinear(const at::Tensor& x, const std::vector<int64_t>& offsets,
+                         const std::vector<const LinearWeight*>& maps) {
+  TORCH_CHECK(offsets.size() == maps.size() + 1 && offsets.back() == x.size(0) &&
+                  x.size(1) == maps.front()->in(),
+              "grouped linear: x ", x.sizes(), ", ", offsets.size(), " offsets, ", maps.size(),
+              " maps");
+  const at::Tensor y = BaseProducts(x, offsets, maps);
+  const LowRankAdapter* const adapter = maps.front()->adapter();
+  if (adapter == nullptr) return y;
+  const at::Tensor low =
+      BaseProducts(x, offsets, OfAdapters(maps, [](const auto& of) { return of.a; })) *
+      adapter->scale;
+  const auto product = [&](size_t i) {
+    return BaseProducts(low.narrow(1, static_cast<int64_t>(i) * adapter->rank, adapter->rank),
+                        offsets, OfAdapters(maps, [&](const auto& of) { return of.maps[i].b; }));
+  };
+  return AddAdapters(y, *adapter, product);
 }
 
 }  // namespace tandem::ops

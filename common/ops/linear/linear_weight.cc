@@ -96,7 +96,7 @@ void LinearWeight::MultiplyTile(const LinearTile& tile, const float* x, float* y
                                    .accumulate = false});
 }
 
-at::Tensor LinearWeight::ForwardFirst(const at::Tensor& x, int64_t outs) const {
+at::Tensor LinearWeight::BaseFirst(const at::Tensor& x, int64_t outs) const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "some columns of a map have no gradient");
   CheckFresh();
   if (packed_ != nullptr) return packed_->Linear(x, compute_bias_, outs);
@@ -105,7 +105,7 @@ at::Tensor LinearWeight::ForwardFirst(const at::Tensor& x, int64_t outs) const {
   return Linear(x, compute_weight_.narrow(0, 0, outs), bias);
 }
 
-at::Tensor LinearWeight::Forward(const at::Tensor& x) const {
+at::Tensor LinearWeight::Base(const at::Tensor& x) const {
   if (packed_ == nullptr && at::GradMode::is_enabled()) {
     CheckFresh();
     return DifferentiableLinear(x, weights_, biases_, compute_weight_, compute_bias_);
@@ -113,8 +113,20 @@ at::Tensor LinearWeight::Forward(const at::Tensor& x) const {
   return Infer(x, compute_bias_);
 }
 
-at::Tensor LinearWeight::ForwardFloat32(const at::Tensor& x) const {
-  if (packed_ != nullptr || compute_weight_.scalar_type() == at::kFloat) return Forward(x);
+at::Tensor LinearWeight::Forward(const at::Tensor& x) const { return Adapted(Base(x), x); }
+
+at::Tensor LinearWeight::Adapted(const at::Tensor& y, const at::Tensor& x) const {
+  const LowRankAdapter* const adapter = this->adapter();
+  if (adapter == nullptr) return y;
+  const at::Tensor low = adapter->a->Forward(x) * adapter->scale;
+  return AddAdapters(y, *adapter, [&](size_t i) {
+    return adapter->maps[i].b->Forward(
+        low.narrow(1, static_cast<int64_t>(i) * adapter->rank, adapter->rank));
+  });
+}
+
+at::Tensor LinearWeight::BaseFloat32(const at::Tensor& x) const {
+  if (packed_ != nullptr || compute_weight_.scalar_type() == at::kFloat) return Base(x);
   CheckFresh();
   const at::Tensor wide = x.to(at::kFloat), weight = compute_weight_.to(at::kFloat);
   const at::Tensor bias = bias_.defined() ? compute_bias_.to(at::kFloat) : at::Tensor();
@@ -124,6 +136,7 @@ at::Tensor LinearWeight::ForwardFloat32(const at::Tensor& x) const {
 
 at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const {
   if (at::GradMode::is_enabled()) return residual + Forward(x);
+  if (adapter() != nullptr) return residual.add_(Forward(x));
   CheckFresh();
   if (packed_ != nullptr) return packed_->LinearAdd(residual, x, compute_bias_);
   return LinearAdd(residual, x, compute_weight_, compute_bias_);
@@ -135,13 +148,13 @@ at::Tensor LinearWeight::ForwardShard(const at::Tensor& x,
   const at::Tensor partial = packed_ == nullptr && at::GradMode::is_enabled()
                                  ? DifferentiableLinear(x, weights_, {}, compute_weight_, {})
                                  : Infer(x, /*bias=*/{});
-  return WithBias(ScatterSum(partial, group));
+  return WithBias(ScatterSum(Adapted(partial, x), group));
 }
 
 at::Tensor LinearWeight::ForwardSum(const at::Tensor& x,
                                     const std::shared_ptr<TensorParallelGroup>& group) const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "a map that every rank sums has no gradient");
-  return WithBias(SumInRankOrder(Infer(x, /*bias=*/{}), group));
+  return WithBias(SumInRankOrder(Adapted(Infer(x, /*bias=*/{}), x), group));
 }
 
 at::Tensor LinearWeight::WithBias(const at::Tensor& sum) const {

@@ -6,8 +6,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "common/ops/linear/low_rank_adapter.h"
 #include "common/ops/products/linear_tile.h"
 #include "common/ops/products/packed_weight.h"
 #include "common/ops/shards/tensor_parallel_group.h"
@@ -23,6 +25,9 @@ namespace tandem::ops {
 //
 // The maps of a model that infers may be packed instead (packed_weight.h): then there are no
 // masters, x is float32, and a call with autograd throws c10::Error.
+//
+// Maps may have low-rank adapters. Their products are added to those of the maps in functions named
+// Forward…, and a row has the same bits with autograd and without.
 class LinearWeight {
  public:
   // `stacked` [sum of outs, in] and `bias` [sum of outs] (or undefined) hold the maps one after the
@@ -40,14 +45,23 @@ class LinearWeight {
   LinearWeight(std::shared_ptr<const PackedWeight> packed, at::Tensor bias,
                std::vector<at::Tensor> biases);
 
+  // Gives the maps adapters, which outlive the object.
+  void SetAdapter(LowRankAdapter adapter) { adapter_ = std::move(adapter); }
+  // The adapters that a product on this thread adds; nullptr: none.
+  const LowRankAdapter* adapter() const {
+    return adapter_.a == nullptr || WithoutAdapters::is_active() ? nullptr : &adapter_;
+  }
+
   // Returns the results of the maps side by side [T, sum of outs], for x [T, in] in the type of the
   // computation. Gradients of the masters have the masters' type.
   at::Tensor Forward(const at::Tensor& x) const;
-  // Returns the same in float32, from float32 products of the values of x and of the matrix, where
-  // the type of the computation is narrower.
-  at::Tensor ForwardFloat32(const at::Tensor& x) const;
-  // Returns the first `outs` columns of Forward(x), without the work of the others. No autograd.
-  at::Tensor ForwardFirst(const at::Tensor& x, int64_t outs) const;
+  // Returns the same without adapters.
+  at::Tensor Base(const at::Tensor& x) const;
+  // Returns Base in float32, from float32 products of the values of x and of the matrix, where the
+  // type of the computation is narrower.
+  at::Tensor BaseFloat32(const at::Tensor& x) const;
+  // Returns the first `outs` columns of Base(x), without the work of the others. No autograd.
+  at::Tensor BaseFirst(const at::Tensor& x, int64_t outs) const;
   // Returns residual + Forward(x). Like ops::LinearAdd it overwrites `residual` without autograd.
   at::Tensor ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const;
   // Returns this rank's shard of the tokens (common/ops/shards/token_shards.h) of Forward(x), for a
@@ -59,9 +73,9 @@ class LinearWeight {
   at::Tensor ForwardSum(const at::Tensor& x,
                         const std::shared_ptr<TensorParallelGroup>& group) const;
 
-  // Writes the tile's outputs of x weight^T to y [T, sum of outs], on the calling thread alone. x
-  // [T, in] and y are contiguous, in float32 on the CPU. Needs the CPU's own kernels and maps
-  // without bias. No autograd.
+  // Writes the tile's outputs of x weight^T, without adapters, to y [T, sum of outs], on the
+  // calling thread alone. x [T, in] and y are contiguous, in float32 on the CPU. Needs the CPU's
+  // own kernels and maps without bias. No autograd.
   void MultiplyTile(const LinearTile& tile, const float* x, float* y) const;
 
   // Must be called after the values of the masters have changed.
@@ -82,6 +96,9 @@ class LinearWeight {
   void CheckFresh() const;
   // Multiplies by all maps, without autograd.
   at::Tensor Infer(const at::Tensor& x, const at::Tensor& bias) const;
+  // Returns y, the product of the maps with x or a rank's part of it, and that of their adapters.
+  // y is overwritten without autograd.
+  at::Tensor Adapted(const at::Tensor& y, const at::Tensor& x) const;
   // Adds the bias of a single map.
   at::Tensor WithBias(const at::Tensor& sum) const;
 
@@ -90,6 +107,7 @@ class LinearWeight {
   std::shared_ptr<const PackedWeight> packed_;  // nullptr: the maps are dense
   // stacked_ and bias_ themselves if the type is the same.
   at::Tensor compute_weight_, compute_bias_;
+  LowRankAdapter adapter_;
   bool has_copy_ = false;
   bool rounds_ = false;         // the copy of the matrix; there is no copy of the bias then
   int64_t copied_version_ = 0;  // autograd's count of changes to the stack

@@ -53,9 +53,7 @@ absl::Status MegatronStrategy::LoadModel(const std::string& directory, const Loa
       if (all[i].numel() == 0) continue;
       Buffer& buffer = buffers_.emplace_back();
       buffer.index = static_cast<int64_t>(i);
-      // Those behind the blocks' are of experts.
-      buffer.holders =
-          buffer.index < model_->num_blocks() ? mesh_->gradient : mesh_->expert_gradient;
+      buffer.holders = model_->HasExperts(buffer.index) ? mesh_->expert_gradient : mesh_->gradient;
       // An alias with its own version counter: autograd does not see updates.
       buffer.parameters = all[i].variable_data();
       buffer.parameter_shard = ShardOf(buffer.parameters, *buffer.holders);

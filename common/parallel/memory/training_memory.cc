@@ -24,9 +24,13 @@ struct BlockSize {
   int64_t all = 0;
   int64_t trained = 0;
   int64_t linear = 0;  // of linear maps, which are multiplied in the computation's type
+  // Of adapters, which are among all of these and have gradients of their own.
+  int64_t adapters = 0;
+  // Per token, what adapters keep for the backward pass.
+  int64_t low_rank = 0;
 
   // The values of its gradients: those of the whole block if any parameter of it trains.
-  int64_t gradients() const { return trained > 0 ? all : 0; }
+  int64_t gradients() const { return (trained > adapters ? all - adapters : 0) + adapters; }
 };
 
 // The model as one tensor-parallel rank holds it, with a shard of the experts.
@@ -59,10 +63,13 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
                           .tensor_ranks = tensor_ranks,
                           .blocks = {},
                           .experts = {}};
-  TANDEM_ASSIGN_OR_RETURN(const auto specs,
-                          ModelParameters(model.config, {.kind = model.head, .tied = tied}));
+  TANDEM_ASSIGN_OR_RETURN(
+      const auto specs,
+      ModelParameters(model.config, {.kind = model.head, .tied = tied}, model.lora));
   std::vector<bool> trainable(specs.size(), false);
-  if (!model.freeze_all) {
+  if (model.lora.enabled() && !model.freeze_all) {
+    trainable = TrainableWithAdapters(specs);
+  } else if (!model.freeze_all) {
     TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, model.freeze));
   }
   for (size_t i = 0; i < specs.size(); ++i) {
@@ -75,6 +82,9 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
     BlockSize& block = (apart ? sharded.experts : sharded.blocks)[static_cast<size_t>(spec.block)];
     block.all += numel;
     if (trainable[i]) block.trained += numel;
+    if (spec.adapts && trainable[i]) block.adapters += numel;
+    // Of each A x, and of the same times the scale.
+    if (spec.adapts && spec.shape[0] == model.lora.rank) block.low_rank += 2 * model.lora.rank;
     // Neither norms nor the rows of an embedding are multiplied, and some matrices are not rounded.
     const bool rounds = model.weight_dtype != DType::kFloat32;
     if (spec.init != Init::kOnes && (tied || spec.name != kEmbeddingName) &&
@@ -128,7 +138,8 @@ int64_t KeptBytes(const ShardedModel& model, Recompute recompute, const BlockRan
     bytes += recompute == Recompute::kFull
                  ? model.config.hidden_size * kFloatBytes / model.tensor_ranks
                  : model.family.TrainingActivationBytes(
-                       model.config, block - model.config.FirstLayerBlock(), model.tensor_ranks);
+                       model.config, block - model.config.FirstLayerBlock(), model.tensor_ranks) +
+                       model.At(block).low_rank * kFloatBytes;
   }
   return bytes;
 }
@@ -217,7 +228,8 @@ absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompu
     copies += shards_parameters ? shard(block.all) : block.linear;
     gradients += shards_gradients ? shard(model.Gradients(index)) : model.Gradients(index);
     // Where only some parameters train, a rank's shard may hold more of them than another's.
-    optimized += std::min(block.trained, shard(block.all));
+    optimized += std::min(block.trained - block.adapters, shard(block.all - block.adapters)) +
+                 shard(block.adapters);
   }
   Items items(options);
   items.Add("weights", weights * kFloatBytes);

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "common/base/machine/memory_plan.h"
+#include "common/model/config/lora.h"
 #include "common/model/config/model_config.h"
 #include "common/model/config/parameter_spec.h"
 #include "common/parallel/strategy_options.h"
@@ -21,6 +22,7 @@ struct TrainedModel {
   HeadKind head = HeadKind::kLm;  // kLm: a trainer's; kValue: a critic's
   bool untie_embeddings = false;
   std::vector<std::string> freeze = {};
+  LoraOptions lora = {};                 // resolved (ResolveLora)
   bool freeze_all = false;               // LoadOptions::freeze_all: passes run without autograd
   DType dtype = DType::kFloat32;         // of the computation; weights are trained in float32
   DType weight_dtype = DType::kFloat32;  // whose values passes read (Placement::weight_dtype)

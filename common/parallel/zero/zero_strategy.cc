@@ -21,6 +21,15 @@ int64_t Rounds(int64_t count, int64_t ranks) { return (count + ranks - 1) / rank
 
 }  // namespace
 
+std::vector<ZeroStrategy::Buffer*> ZeroStrategy::BuffersOf(int64_t block) {
+  std::vector<Buffer*> of_block;
+  for (int64_t index = block; index < static_cast<int64_t>(buffers_.size());
+       index += model_->num_blocks()) {
+    of_block.push_back(&buffers_[static_cast<size_t>(index)]);
+  }
+  return of_block;
+}
+
 at::Tensor ZeroStrategy::ShardOf(const at::Tensor& flat) const {
   const int64_t numel = flat.numel() / ranks_->size();
   return flat.narrow(0, ranks_->rank() * numel, numel);
@@ -32,20 +41,21 @@ absl::Status ZeroStrategy::LoadModel(const std::string& directory, const LoadOpt
   load.without_memory = shards_parameters();
   TANDEM_ASSIGN_OR_RETURN(model_, Model::Load(directory, load));
   head_block_ = model_->tied() ? 0 : model_->num_blocks() - 1;
-  for (const at::Tensor& buffer : model_->BlockBuffers()) {
-    Block& block = blocks_.emplace_back();
+  const std::vector<at::Tensor>& all = model_->BlockBuffers();
+  for (size_t i = 0; i < all.size(); ++i) {
+    Buffer& buffer = buffers_.emplace_back();
+    buffer.index = static_cast<int64_t>(i);
     // An alias with its own version counter: autograd does not see gathering.
-    block.parameters = buffer.variable_data();
-    block.parameter_shard = shards_parameters()
-                                ? at::zeros({buffer.numel() / ranks_->size()}, buffer.options())
-                                : ShardOf(block.parameters);
-    block.gathered = !shards_parameters();
+    buffer.parameters = all[i].variable_data();
+    buffer.parameter_shard = shards_parameters()
+                                 ? at::zeros({all[i].numel() / ranks_->size()}, all[i].options())
+                                 : ShardOf(buffer.parameters);
+    buffer.gathered = !shards_parameters();
     if (!shards_parameters()) continue;
-    block.compute = has_copies() ? model_->ComputeBuffers()[blocks_.size() - 1].variable_data()
-                                 : block.parameters;
-    block.compute_shard = has_copies()
-                              ? at::empty_like(block.parameter_shard, block.compute.options())
-                              : block.parameter_shard;
+    buffer.compute = has_copies() ? model_->ComputeBuffers()[i].variable_data() : buffer.parameters;
+    buffer.compute_shard = has_copies()
+                               ? at::empty_like(buffer.parameter_shard, buffer.compute.options())
+                               : buffer.parameter_shard;
   }
   if (!shards_parameters()) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(const SourceParameters source, model_->ReadSource());
@@ -55,13 +65,13 @@ absl::Status ZeroStrategy::LoadModel(const std::string& directory, const LoadOpt
 absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
     std::vector<OptimizerShard> shards;
-    for (int64_t index = 0; index <= last_block(); ++index) {
-      Block& block = blocks_[static_cast<size_t>(index)];
-      block.trains = BufferTrains(*model_, index);
-      if (!block.trains) continue;
-      MakeGradients(index);
-      for (OptimizerShard& shard : ShardsOfBuffer(*model_, index, ranks_->size(), ranks_->rank(),
-                                                  block.parameter_shard, block.gradient_shard)) {
+    for (Buffer& buffer : buffers_) {
+      buffer.trains = BufferTrains(*model_, buffer.index);
+      if (!buffer.trains) continue;
+      MakeGradients(buffer);
+      for (OptimizerShard& shard :
+           ShardsOfBuffer(*model_, buffer.index, ranks_->size(), ranks_->rank(),
+                          buffer.parameter_shard, buffer.gradient_shard)) {
         shards.push_back(std::move(shard));
       }
     }
@@ -72,100 +82,104 @@ absl::Status ZeroStrategy::BuildOptimizer(const OptimizerOptions& options) {
   });
 }
 
-void ZeroStrategy::MakeGradients(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
-  const auto options = block.parameters.options();
-  const int64_t numel = block.parameters.numel();
-  block.gradients =
+void ZeroStrategy::MakeGradients(Buffer& buffer) {
+  const auto options = buffer.parameters.options();
+  const int64_t numel = buffer.parameters.numel();
+  buffer.gradients =
       shards_gradients() ? EmptyWithoutMemory(numel, options) : at::zeros({numel}, options);
-  block.gradient_shard =
-      shards_gradients() ? at::zeros({numel / ranks_->size()}, options) : ShardOf(block.gradients);
-  ViewGradients(*model_, index, block.gradients);
+  buffer.gradient_shard =
+      shards_gradients() ? at::zeros({numel / ranks_->size()}, options) : ShardOf(buffer.gradients);
+  ViewGradients(*model_, buffer.index, buffer.gradients);
 }
 
 // Parameters of stage 3.
 
-void ZeroStrategy::RefreshCopy(Block& block) const {
-  if (has_copies()) block.compute_shard.copy_(block.parameter_shard);
+void ZeroStrategy::RefreshCopy(Buffer& buffer) const {
+  if (has_copies()) buffer.compute_shard.copy_(buffer.parameter_shard);
 }
 
-void ZeroStrategy::WidenMasters(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
-  AllocateMemory(block.parameters);
+void ZeroStrategy::WidenMasters(Buffer& buffer) {
+  AllocateMemory(buffer.parameters);
   for (const Parameter& parameter : model_->DeclaredParameters()) {
-    if (parameter.spec.block != index || !parameter.read_as_master) continue;
+    if (parameter.buffer != buffer.index || !parameter.read_as_master) continue;
     const int64_t offset = parameter.value.storage_offset(), numel = parameter.value.numel();
-    block.parameters.narrow(0, offset, numel).copy_(block.compute.narrow(0, offset, numel));
+    buffer.parameters.narrow(0, offset, numel).copy_(buffer.compute.narrow(0, offset, numel));
   }
 }
 
-void ZeroStrategy::RoundMatrices(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
-  if (std::exchange(block.rounded, true)) return;
+void ZeroStrategy::RoundMatrices(Buffer& buffer) {
+  if (std::exchange(buffer.rounded, true)) return;
   for (const Parameter& parameter : model_->DeclaredParameters()) {
-    if (parameter.spec.block != index || !parameter.rounded) continue;
+    if (parameter.buffer != buffer.index || !parameter.rounded) continue;
     const at::Tensor values =
-        block.parameters.narrow(0, parameter.value.storage_offset(), parameter.value.numel());
+        buffer.parameters.narrow(0, parameter.value.storage_offset(), parameter.value.numel());
     ops::CopyRounded(values, values);
   }
 }
 
-void ZeroStrategy::StartGathering(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
-  if (block.gathered) return;
-  AllocateMemory(block.compute);
-  block.gathering =
-      AllGatherInBuckets(*ranks_, block.compute, block.compute_shard, zero_.allgather_bucket_size);
-  block.gathered = true;
+void ZeroStrategy::StartGathering(int64_t block) {
+  for (Buffer* const buffer : BuffersOf(block)) {
+    if (buffer->gathered) continue;
+    AllocateMemory(buffer->compute);
+    buffer->gathering = AllGatherInBuckets(*ranks_, buffer->compute, buffer->compute_shard,
+                                           zero_.allgather_bucket_size);
+    buffer->gathered = true;
+  }
 }
 
-void ZeroStrategy::Gather(int64_t index) {
-  StartGathering(index);
-  Block& block = blocks_[static_cast<size_t>(index)];
-  block.gathering.Wait();
-  if (has_copies() && !HasMemory(block.parameters)) WidenMasters(index);
-  if (shards_parameters()) RoundMatrices(index);
+void ZeroStrategy::Gather(int64_t block) {
+  StartGathering(block);
+  for (Buffer* const buffer : BuffersOf(block)) {
+    buffer->gathering.Wait();
+    if (has_copies() && !HasMemory(buffer->parameters)) WidenMasters(*buffer);
+    if (shards_parameters()) RoundMatrices(*buffer);
+  }
 }
 
-void ZeroStrategy::Release(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
+void ZeroStrategy::Release(int64_t block) {
   if (!shards_parameters()) return;
-  block.gathering.Wait();
-  FreeMemory(block.compute);
-  FreeMemory(block.parameters);
-  block.gathered = false;
-  block.rounded = false;
+  for (Buffer* const buffer : BuffersOf(block)) {
+    buffer->gathering.Wait();
+    FreeMemory(buffer->compute);
+    FreeMemory(buffer->parameters);
+    buffer->gathered = false;
+    buffer->rounded = false;
+  }
 }
 
 // Gradients.
 
-void ZeroStrategy::OpenGradients(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
-  if (!block.trains || !shards_gradients() || HasMemory(block.gradients)) return;
-  AllocateMemory(block.gradients);
-  block.gradients.zero_();
-}
-
-void ZeroStrategy::StartReducing(int64_t index) {
-  Block& block = blocks_[static_cast<size_t>(index)];
-  if (!block.trains) return;
-  // In stage 1 this rank's shard of the gradients becomes the sum.
-  block.reduced = shards_gradients() ? at::empty_like(block.gradient_shard) : block.gradient_shard;
-  block.reducing =
-      ReduceScatterInBuckets(*ranks_, block.reduced, block.gradients, zero_.reduce_bucket_size);
-  if (!zero_.overlap_comm) FinishReducing(index);
-}
-
-void ZeroStrategy::FinishReducing(int64_t index) {
-  if (index > last_block()) return;
-  Block& block = blocks_[static_cast<size_t>(index)];
-  if (!block.reduced.defined()) return;
-  block.reducing.Wait();
-  if (shards_gradients()) {
-    block.gradient_shard.add_(block.reduced);
-    FreeMemory(block.gradients);
+void ZeroStrategy::OpenGradients(int64_t block) {
+  for (Buffer* const buffer : BuffersOf(block)) {
+    if (!buffer->trains || !shards_gradients() || HasMemory(buffer->gradients)) continue;
+    AllocateMemory(buffer->gradients);
+    buffer->gradients.zero_();
   }
-  block.reduced.reset();
+}
+
+void ZeroStrategy::StartReducing(int64_t block) {
+  for (Buffer* const buffer : BuffersOf(block)) {
+    if (!buffer->trains) continue;
+    // In stage 1 this rank's shard of the gradients becomes the sum.
+    buffer->reduced =
+        shards_gradients() ? at::empty_like(buffer->gradient_shard) : buffer->gradient_shard;
+    buffer->reducing = ReduceScatterInBuckets(*ranks_, buffer->reduced, buffer->gradients,
+                                              zero_.reduce_bucket_size);
+  }
+  if (!zero_.overlap_comm) FinishReducing(block);
+}
+
+void ZeroStrategy::FinishReducing(int64_t block) {
+  if (block > last_block()) return;
+  for (Buffer* const buffer : BuffersOf(block)) {
+    if (!buffer->reduced.defined()) continue;
+    buffer->reducing.Wait();
+    if (shards_gradients()) {
+      buffer->gradient_shard.add_(buffer->reduced);
+      FreeMemory(buffer->gradients);
+    }
+    buffer->reduced.reset();
+  }
 }
 
 at::Tensor ZeroStrategy::Gradient(absl::string_view parameter) const {
@@ -241,8 +255,8 @@ absl::Status ZeroStrategy::Exchange(const absl::Status& status,
 
 absl::Status ZeroStrategy::ForwardBackward(int64_t count, InputFunction input, LossFunction loss) {
   return CatchTorchErrors("forward-backward", [&]() -> absl::Status {
-    for (Block& block : blocks_) {
-      if (block.trains) (shards_gradients() ? block.gradient_shard : block.gradients).zero_();
+    for (Buffer& buffer : buffers_) {
+      if (buffer.trains) (shards_gradients() ? buffer.gradient_shard : buffer.gradients).zero_();
     }
     absl::Status status;
     const int64_t rounds = Rounds(count, ranks_->size());
@@ -305,19 +319,18 @@ absl::StatusOr<OptimizerReport> ZeroStrategy::OptimizerStep() {
 }
 
 void ZeroStrategy::GatherUpdate() {
-  if (shards_parameters()) {
-    for (int64_t index = 0; index <= last_block(); ++index) {
-      Release(index);  // values from before the update
-      RefreshCopy(blocks_[static_cast<size_t>(index)]);
-    }
-    return;
-  }
-  for (const Block& block : blocks_) {
-    if (!block.trains) continue;
-    AllGatherInBuckets(*ranks_, block.parameters, block.parameter_shard,
+  if (shards_parameters()) return DropGathered();
+  for (const Buffer& buffer : buffers_) {
+    if (!buffer.trains) continue;
+    AllGatherInBuckets(*ranks_, buffer.parameters, buffer.parameter_shard,
                        zero_.allgather_bucket_size)
         .Wait();
   }
+}
+
+void ZeroStrategy::DropGathered() {
+  for (int64_t block = 0; block <= last_block(); ++block) Release(block);
+  for (Buffer& buffer : buffers_) RefreshCopy(buffer);
 }
 
 absl::Status ZeroStrategy::ResetOptimizer() {
@@ -328,8 +341,8 @@ absl::Status ZeroStrategy::ResetOptimizer() {
 }
 
 ShardRange ZeroStrategy::RangeOf(const Parameter& parameter, int rank) const {
-  const Block& block = blocks_[static_cast<size_t>(parameter.buffer)];
-  return RangeInShard(parameter, block.parameters.numel(), ranks_->size(), rank);
+  const Buffer& buffer = buffers_[static_cast<size_t>(parameter.buffer)];
+  return RangeInShard(parameter, buffer.parameters.numel(), ranks_->size(), rank);
 }
 
 std::vector<Holding> ZeroStrategy::Holdings(const Parameter& parameter, int wanted_by) const {
@@ -349,7 +362,7 @@ at::Tensor ZeroStrategy::HeldValues(const Parameter& parameter) const {
   if (!IsSharded(parameter)) return Strategy::HeldValues(parameter);
   const ShardRange range = RangeOf(parameter, ranks_->rank());
   if (range.numel == 0) return {};
-  return blocks_[static_cast<size_t>(parameter.buffer)].parameter_shard.narrow(
+  return buffers_[static_cast<size_t>(parameter.buffer)].parameter_shard.narrow(
       0, range.shard_offset, range.numel);
 }
 
@@ -361,10 +374,7 @@ at::Tensor ZeroStrategy::PartOf(const at::Tensor& whole, const Parameter& parame
 }
 
 void ZeroStrategy::OnParametersReplaced() {
-  for (int64_t index = 0; index <= last_block() && shards_parameters(); ++index) {
-    RefreshCopy(blocks_[static_cast<size_t>(index)]);
-    Release(index);
-  }
+  if (shards_parameters()) DropGathered();
   model_->OnWeightsChanged();
   if (optimizer_ != nullptr) optimizer_->OnValuesReplaced();
 }

@@ -59,8 +59,9 @@ class ZeroStrategy : public Strategy {
   void OnParametersReplaced() override;
 
  private:
-  // Flat buffers of a block; a `shard` is this rank's.
-  struct Block {
+  // One of Model::BlockBuffers, and what belongs to it; a `shard` is this rank's.
+  struct Buffer {
+    int64_t index = 0;
     at::Tensor parameters, parameter_shard;  // float32
     // Stage 3: what is gathered for a pass. In float32 the parameters themselves, else copies in
     // the type of the computation.
@@ -82,23 +83,28 @@ class ZeroStrategy : public Strategy {
   // Returns the values of a sharded parameter in a rank's shard of its block.
   ShardRange RangeOf(const Parameter& parameter, int rank) const;
   bool shards_gradients() const { return zero_.stage >= 2; }
-  int64_t last_block() const { return static_cast<int64_t>(blocks_.size()) - 1; }
+  int64_t last_block() const { return model_->num_blocks() - 1; }
+  // Returns the buffers that a pass reads of a block: that of its parameters, and that of their
+  // adapters.
+  std::vector<Buffer*> BuffersOf(int64_t block);
   at::Tensor ShardOf(const at::Tensor& flat) const;
 
   // Whether passes read copies of the parameters in another type, and copies of shards are kept.
   bool has_copies() const { return !model_->ComputeBuffers().empty(); }
-  // Stage 3. Brings the copy of a block's shard up to date.
-  void RefreshCopy(Block& block) const;
-  // Writes those of a block's parameters that passes read in float32.
-  void WidenMasters(int64_t block);
-  // Rounds the matrices of a gathered block (Placement::weight_dtype).
-  void RoundMatrices(int64_t block);
+  // Stage 3. Brings the copy of a shard up to date.
+  void RefreshCopy(Buffer& buffer) const;
+  // Writes those of the parameters that passes read in float32.
+  void WidenMasters(Buffer& buffer);
+  // Rounds the gathered matrices (Placement::weight_dtype).
+  void RoundMatrices(Buffer& buffer);
 
   // Stage 3. Starts to gather a block for a pass; gathers it, or waits until it is here; frees its
   // memory.
   void StartGathering(int64_t block);
   void Gather(int64_t block);
   void Release(int64_t block);
+  // Frees all blocks, which have values from before a change, and brings the copies up to date.
+  void DropGathered();
 
   // Allocates a block's gradients, zeroed.
   void OpenGradients(int64_t block);
@@ -117,7 +123,7 @@ class ZeroStrategy : public Strategy {
   // Exchanges the outputs of all ranks, or returns the first rank's error.
   absl::Status Exchange(const absl::Status& status, std::vector<std::vector<double>>& outputs);
 
-  void MakeGradients(int64_t block);
+  void MakeGradients(Buffer& buffer);
   // Brings the updated shards to the ranks that hold the parameters.
   void GatherUpdate();
 
@@ -126,7 +132,7 @@ class ZeroStrategy : public Strategy {
   const std::shared_ptr<ranks::Communicator> ranks_;
   std::unique_ptr<Model> model_;
   int64_t head_block_ = 0;  // the block that holds the head's parameters
-  std::vector<Block> blocks_;
+  std::vector<Buffer> buffers_;
   std::unique_ptr<ShardedOptimizer> optimizer_;  // of this rank's shard of every block
 };
 

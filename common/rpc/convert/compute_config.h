@@ -9,6 +9,7 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/model/config/compute_options.h"
+#include "common/model/config/lora.h"
 #include "common/model/config/model_config.h"
 #include "common/model/loading/weight_files_check.h"
 #include "common/tensor/dtype.h"
@@ -22,6 +23,14 @@ inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config)
           .kernels = config.kernels(),
           .weight_dtype = config.weight_dtype(),
           .num_threads = config.num_threads()};
+}
+
+inline LoraOptions ToLoraOptions(const config::v1::LoraOptions& config) {
+  return {.rank = config.rank(),
+          .alpha = config.alpha(),
+          .target_modules = {config.target_modules().begin(), config.target_modules().end()},
+          .seed = config.seed(),
+          .path = config.path()};
 }
 
 inline DType ComputeType(const config::v1::ComputeOptions& config) {

@@ -501,6 +501,7 @@ void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightMa
   proto->set_digest(manifest.digest);
   proto->set_num_token_ids(manifest.num_token_ids);
   proto->set_sent_digest(manifest.sent_digest);
+  proto->set_adapter(manifest.adapter);
   for (const ComponentManifest& component : manifest.components) {
     auto* out = proto->add_components();
     out->set_name(component.name);
@@ -555,6 +556,7 @@ absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::Weight
     TANDEM_RETURN_IF_ERROR(CheckDigest("sent_digest", proto.sent_digest()));
   }
   manifest.sent_digest = proto.sent_digest();
+  manifest.adapter = proto.adapter();
   for (int i = 0; i < proto.components_size(); ++i) {
     const auto& component = proto.components(i);
     const std::string path = absl::StrCat("components[", i, "]");

@@ -2,6 +2,7 @@
 
 #include "common/base/errors/status_macros.h"
 #include "common/model/config/model_config.h"
+#include "common/model/loading/peft_files.h"
 #include "common/rpc/convert/compute_config.h"
 #include "services/training_core/service/strategy_config.h"
 
@@ -9,6 +10,7 @@ namespace tandem::critic {
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
+  TANDEM_ASSIGN_OR_RETURN(const LoraOptions lora, ResolveLora(rpc::ToLoraOptions(config.lora())));
   TANDEM_ASSIGN_OR_RETURN(
       MemoryPlan plan,
       training::PlanTraining(config.strategy(),
@@ -16,6 +18,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& conf
                               .head = HeadKind::kValue,
                               .untie_embeddings = config.untie_embeddings(),
                               .freeze = {config.freeze().begin(), config.freeze().end()},
+                              .lora = lora,
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),
                               .on_host = config.compute().device() == "cpu"},

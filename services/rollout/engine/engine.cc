@@ -107,7 +107,7 @@ class EngineImpl : public Engine {
                 return Apply(update, manifest, call);
               });
         },
-        models_->components(), options.allow_not_finite_weights);
+        models_->components(), options.allow_not_finite_weights, models_->adapter());
     generator_ = std::make_unique<Generator>(
         GeneratorOptions{.limits = {.max_num_seqs = options.max_num_seqs,
                                     .max_batched_tokens = options.max_batched_tokens,

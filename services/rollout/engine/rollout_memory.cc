@@ -13,6 +13,7 @@
 #include "common/model/config/parameter_spec.h"
 #include "common/model/config/rope_config.h"
 #include "common/model/family.h"
+#include "common/model/loading/peft_files.h"
 #include "common/model/parameters/shard.h"
 #include "common/model/parameters/shard_numel.h"
 #include "common/model/passes/layer_cache.h"
@@ -69,8 +70,14 @@ int64_t ImageBytes(const ModelConfig& config, int64_t longest_sequence) {
              (config.hidden_size + vision.merge_unit() * VisionLayerActivations(vision));
 }
 
-absl::StatusOr<std::vector<ParameterSpec>> Parameters(const ModelConfig& config) {
-  return ModelParameters(config, {.tied = config.tie_word_embeddings});
+absl::StatusOr<std::vector<ParameterSpec>> Parameters(const Lane& lane) {
+  const auto read = [&]() -> absl::StatusOr<std::vector<ParameterSpec>> {
+    TANDEM_ASSIGN_OR_RETURN(const LoraOptions lora, ResolveLora(lane.options.lora));
+    return ModelParameters(lane.config, {.tied = lane.config.tie_word_embeddings}, lora);
+  };
+  absl::StatusOr<std::vector<ParameterSpec>> specs = read();
+  if (!specs.ok()) return PrependFieldPath(lane.name, specs.status());
+  return specs;
 }
 
 // Returns the bytes of the shard that rank `rank` holds of a parameter. Matrices are linear maps,
@@ -99,7 +106,11 @@ int64_t WeightsOf(const Lane& lane, const std::vector<ParameterSpec>& specs, int
 // Adds the memory that an update of the senior's weights takes while it goes on.
 absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, MemoryPlan& plan) {
   if (options.rank >= senior.ranks) return absl::OkStatus();
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(senior.config));
+  TANDEM_ASSIGN_OR_RETURN(std::vector<ParameterSpec> specs, Parameters(senior));
+  // Of a senior with adapters an update brings these alone.
+  if (std::ranges::any_of(specs, &ParameterSpec::adapts)) {
+    std::erase_if(specs, [](const ParameterSpec& spec) { return !spec.adapts; });
+  }
   int64_t all = 0, largest = 0;
   for (const ParameterSpec& spec : specs) {
     all += spec.numel() * kFloatBytes;
@@ -213,11 +224,12 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
                      PassBytes& pass) {
   if (options.rank >= lane.ranks) return absl::OkStatus();
   const ModelConfig& config = lane.config;
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(config));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs, Parameters(lane));
   const auto item = static_cast<int64_t>(ItemSizeBytes(lane.options.storage.dtype));
   const int device = DeviceOf(lane, options);
+  const bool shares = !lane.is_senior && options.shares_base_model;
   plan.items.push_back({.name = lane.name + "_weights",
-                        .bytes = WeightsOf(lane, specs, options.rank),
+                        .bytes = shares ? 0 : WeightsOf(lane, specs, options.rank),
                         .on_host = options.on_host,
                         .device = device});
   const int64_t tokens = lane.longest_sequence();
@@ -350,8 +362,8 @@ absl::StatusOr<std::vector<Lane>> PlanBlocks(const ModelConfig& senior, const Mo
 RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
                                      const speculator::SpeculatorSize& speculator) {
   const auto lane = [&](const LaneOptions& one) {
-    return LaneMemoryOptions{.max_model_len = one.max_model_len,
-                             .storage = StorageOf(one, options)};
+    return LaneMemoryOptions{
+        .max_model_len = one.max_model_len, .storage = StorageOf(one, options), .lora = one.lora};
   };
   const std::vector<int32_t>& junior_devices = options.layout.junior_gpu_devices;
   const bool has_own_device =
@@ -368,6 +380,7 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
           .junior_has_own_device = has_own_device,
           .layout = options.layout,
           .rank = rank,
+          .shares_base_model = SharesBaseModel(options),
           .speculator = speculator};
 }
 

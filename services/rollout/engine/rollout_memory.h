@@ -45,6 +45,7 @@ struct LaneMemoryOptions {
   LaneStorage storage = {.dtype = DType::kFloat32,
                          .weight_format = kernels::WeightFormat::kDense,
                          .cache_dtype = DType::kFloat32};
+  LoraOptions lora = {};
 };
 
 struct RolloutMemoryOptions {
@@ -58,7 +59,8 @@ struct RolloutMemoryOptions {
   bool on_host = true;                 // whether the CPU computes
   bool junior_has_own_device = false;  // a GPU, the second one of this rank
   RankLayout layout = {};
-  int64_t rank = 0;  // rank 0 receives new weights, and has the speculator
+  int64_t rank = 0;                // rank 0 receives new weights, and has the speculator
+  bool shares_base_model = false;  // SharesBaseModel
   speculator::SpeculatorSize speculator = {};
 };
 

@@ -417,6 +417,23 @@ TEST(RolloutMemoryTest, AnUpdateTakesTwoTensorsAndASecondCopyOfTheWeights) {
   EXPECT_EQ(items["staged_weight_update"], 2 * 4 * 64 * 32) << "two of the largest, in float32";
 }
 
+TEST(RolloutMemoryTest, AdaptersAreASmallUpdateAndShareTheBaseModel) {
+  const ModelConfig config = TinyConfig("llama", Even());
+  RolloutMemoryOptions options = {
+      .senior = Lane(8), .junior = Lane(8), .max_num_seqs = 2, .max_batched_tokens = 8};
+  const auto whole = Items(RolloutMemory(config, &config, options).value());
+  options.senior.lora = {.rank = 2, .alpha = 4, .target_modules = {"q_proj"}};
+  options.shares_base_model = true;
+  auto items = Items(RolloutMemory(config, &config, options).value());
+  const int64_t adapters = items["weight_update_copy"];
+  EXPECT_EQ(adapters, items["senior_weights"] - whole.at("senior_weights"));
+  EXPECT_GT(adapters, 0);
+  EXPECT_EQ(items["junior_weights"], 0);
+  options.senior.lora.target_modules = {"nothing"};
+  EXPECT_EQ(FieldPath(RolloutMemory(config, &config, options).status()),
+            "senior.lora.target_modules[0]");
+}
+
 TEST(RolloutMemoryTest, NewWeightsAreStagedOnTheHost) {
   const ModelConfig senior = TinyConfig();
   const MemoryPlan plan =

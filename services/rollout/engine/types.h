@@ -18,6 +18,7 @@
 #include "common/coauthoring/tandem_config.h"
 #include "common/coauthoring/trajectory.h"
 #include "common/model/config/compute_options.h"
+#include "common/model/config/lora.h"
 #include "common/model/config/quantization.h"
 #include "common/model/model_summary.h"
 #include "common/ranks/monitor/rank_timeouts.h"
@@ -41,6 +42,7 @@ struct LaneOptions {
   Quantization quantization;
   int64_t max_model_len;            // longest sequence; the model's own limit applies, too
   std::string model_revision = {};  // commit of the snapshot that `model` must be; empty: any
+  LoraOptions lora = {};            // of the senior
 };
 
 // From the resolved configuration (services/rollout/service/convert.h).

@@ -79,7 +79,8 @@ LaneOptions ToLaneOptions(const config::v1::LaneConfig& lane) {
           .dtype = DTypeOf(lane.dtype()),
           .quantization = QuantizationOf(lane.quantization()),
           .max_model_len = lane.max_model_len(),
-          .model_revision = lane.model_revision()};
+          .model_revision = lane.model_revision(),
+          .lora = rpc::ToLoraOptions(lane.lora())};
 }
 
 }  // namespace

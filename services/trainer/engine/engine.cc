@@ -103,7 +103,7 @@ BatchLimits TorchEngine::Limits() const {
           .version = core_->state().version,
           .lineage = &core_->state().lineage,
           .support = {.critic = critic_ != nullptr,
-                      .reference = models_->reference != nullptr,
+                      .reference = models_->has_reference(),
                       .junior = models_->junior != nullptr,
                       .frozen = core_->frozen()},
           .routing = core_->model().config().RoutingLayout()};
@@ -122,8 +122,9 @@ absl::StatusOr<StepResult> TorchEngine::DoStep(const CallScope& call,
 TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& request) {
   const WeightsVersion weights = core_->weights();
   parallel::Strategy& strategy = core_->strategy();
-  std::vector<WeightSpec> tensors =
-      InWantedTypes(core_->model().WeightSpecs(DType::kFloat32), request.receivers);
+  const Model& model = core_->model();
+  const auto is_sent = [&](const Parameter& parameter) { return model.IsSent(parameter.spec); };
+  std::vector<WeightSpec> tensors = InWantedTypes(model.SentSpecs(), request.receivers);
   NamedTensors heads;
   if (HasSpeculator()) heads = speculator::WeightsToSend(models_->speculator->speculator());
   for (const auto& [name, tensor] : heads) {
@@ -146,14 +147,14 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& req
   if (held) return snapshot;
   snapshot = nullptr;  // releases its file for the next one
   TANDEM_RETURN_IF_ERROR(
-      parallel::UseWholeParameters(strategy, [&](TensorSource parameters) -> absl::Status {
+      parallel::UseWholeParameters(strategy, is_sent, [&](TensorSource parameters) -> absl::Status {
         const auto all = [&](TensorVisitor visit) -> absl::Status {
           TANDEM_RETURN_IF_ERROR(parameters(visit));
           return SourceOf(heads)(visit);
         };
-        TANDEM_ASSIGN_OR_RETURN(
-            snapshot, MakeWeightSnapshot(tensors, all, weights, core_->model().num_token_ids(),
-                                         std::move(components)));
+        TANDEM_ASSIGN_OR_RETURN(snapshot,
+                                MakeWeightSnapshot(tensors, all, weights, model.num_token_ids(),
+                                                   std::move(components), model.lora().Text()));
         return absl::OkStatus();
       }));
   snapshot_ = snapshot;

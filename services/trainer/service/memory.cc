@@ -8,6 +8,7 @@
 #include "common/model/config/model_config.h"
 #include "common/model/config/parameter_spec.h"
 #include "common/model/config/rope_config.h"
+#include "common/model/loading/peft_files.h"
 #include "common/rpc/convert/compute_config.h"
 #include "services/trainer/engine/types.h"
 #include "services/trainer/service/speculator_config.h"
@@ -61,6 +62,7 @@ absl::Status AddSpeculator(const config::v1::TrainerServerConfig& config, const 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config,
                                       CountSpeculator count_speculator) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
+  TANDEM_ASSIGN_OR_RETURN(const LoraOptions lora, ResolveLora(rpc::ToLoraOptions(config.lora())));
   const bool on_host = config.compute().device() == "cpu";
   TANDEM_ASSIGN_OR_RETURN(
       MemoryPlan plan,
@@ -68,6 +70,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                              {.config = model,
                               .head = HeadKind::kLm,
                               .freeze = {config.freeze().begin(), config.freeze().end()},
+                              .lora = lora,
                               .freeze_all = config.speculator().freeze_base_model(),
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),

@@ -261,7 +261,8 @@ absl::StatusOr<PolicyObjective> ResolveObjective(const v1::PolicyObjective& prot
 
 ObjectiveSupport SupportOf(const config::v1::TrainerServerConfig& config) {
   return {.critic = !config.critic_address().empty(),
-          .reference = !config.reference_model().empty(),
+          // Without its adapters the model is one.
+          .reference = !config.reference_model().empty() || config.has_lora(),
           .junior = !config.junior_model().empty(),
           .frozen = config.speculator().freeze_base_model()};
 }

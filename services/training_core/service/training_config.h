@@ -24,6 +24,7 @@ void SetTrainingOptions(const Config& config, const RankEnvironment& environment
   options->max_model_len = config.max_model_len();
   options->max_samples = config.max_samples();
   options->freeze.assign(config.freeze().begin(), config.freeze().end());
+  options->lora = rpc::ToLoraOptions(config.lora());
   options->router_losses = {.load_balancing = config.router_aux_loss_coef(),
                             .z = config.router_z_loss_coef()};
   options->compute = rpc::ToComputeOptions(config.compute());

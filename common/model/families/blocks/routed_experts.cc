@@ -18,8 +18,10 @@ RoutedExperts::RoutedExperts(const DecoderOptions& options, const std::string& n
   for (int64_t i = 0; i < num_experts_; ++i) {
     const std::string expert = absl::StrCat(network, "experts.", i, ".");
     for (const std::string& name : {names.gate, names.up, names.down}) {
-      const Parameter* const weight = store.Find(absl::StrCat(expert, name, ".weight"));
-      train_ = train_ || (weight != nullptr && weight->trainable);
+      for (const char* matrix : {".weight", ".lora_A.weight"}) {
+        const Parameter* const parameter = store.Find(absl::StrCat(expert, name, matrix));
+        train_ = train_ || (parameter != nullptr && parameter->trainable);
+      }
     }
     if (i < first || i >= end) continue;
     gate_up_.push_back(&store.TakeLinear({expert + names.gate, expert + names.up}));

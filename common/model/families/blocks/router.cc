@@ -67,8 +67,8 @@ Router::Router(const RoutingRule& rule, const std::string& prefix, int64_t place
 Routing Router::Route(const at::Tensor& x, const ModelPass& pass) const {
   // As the routers of `transformers`: those with sigmoids multiply in float32, whatever the type of
   // the model.
-  const at::Tensor logits = rule_.score == RouterScore::kSigmoid ? gate_.ForwardFloat32(x)
-                                                                 : gate_.Forward(x).to(at::kFloat);
+  const at::Tensor logits =
+      rule_.score == RouterScore::kSigmoid ? gate_.BaseFloat32(x) : gate_.Base(x).to(at::kFloat);
   const BatchRouting& batch = pass.batch.routing;
   Routing routing = ChooseExperts(
       logits, bias_, rule_,

@@ -2,6 +2,10 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_
 
+#include <filesystem>
+#include <string>
+#include <system_error>
+
 #include "common/kernels/weight_format.h"
 #include "common/model/config/compute_options.h"
 #include "common/model/config/parameter_spec.h"
@@ -49,6 +53,22 @@ inline LaneStorage StorageOf(const LaneOptions& lane, const EngineOptions& optio
   return {.dtype = DType::kFloat32,
           .weight_format = format,
           .cache_dtype = options.kv_cache_dtype.value_or(DType::kFloat32)};
+}
+
+// Whether the lanes compute with one copy of the weights: the junior is the model that the senior's
+// adapters adapt, stored and divided in the same way.
+inline bool SharesBaseModel(const EngineOptions& options) {
+  const LaneOptions &senior = options.senior, &junior = options.junior;
+  const RankLayout& layout = options.layout;
+  const auto place = [](const std::string& path) {
+    std::error_code error;
+    return std::filesystem::weakly_canonical(path, error);
+  };
+  return senior.lora != LoraOptions() && !junior.model.empty() &&
+         place(senior.model) == place(junior.model) && senior.dtype == junior.dtype &&
+         senior.quantization == junior.quantization && layout.junior_gpu_devices.empty() &&
+         layout.tensor_parallel_size == layout.junior_tensor_parallel_size &&
+         layout.enable_expert_parallel == layout.junior_enable_expert_parallel;
 }
 
 }  // namespace tandem::rollout

@@ -17,12 +17,12 @@ namespace tandem::rollout {
 namespace {
 
 struct ModelAndVocabulary {
-  std::unique_ptr<Model> model;
+  std::shared_ptr<Model> model;
   absl::StatusOr<Vocabulary> vocabulary;  // NOT_FOUND without a tokenizer.json
 };
 
-absl::StatusOr<ModelAndVocabulary> LoadOne(const std::string& directory,
-                                           const Placement& placement) {
+absl::StatusOr<ModelAndVocabulary> LoadOne(const LaneOptions& lane, const Placement& placement) {
+  const std::string& directory = lane.model;
   ModelAndVocabulary loaded = {.model = nullptr, .vocabulary = Vocabulary::Load(directory)};
   int64_t num_token_ids = 0;
   if (loaded.vocabulary.ok()) {
@@ -31,6 +31,7 @@ absl::StatusOr<ModelAndVocabulary> LoadOne(const std::string& directory,
     return loaded.vocabulary.status();
   }
   TANDEM_ASSIGN_OR_RETURN(loaded.model, Model::Load(directory, {.num_token_ids = num_token_ids,
+                                                                .lora = lane.lora,
                                                                 .placement = placement}));
   return loaded;
 }
@@ -44,6 +45,11 @@ ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& opti
   summary.dtype = options.dtype;
   summary.quantization = options.quantization;
   return summary;
+}
+
+// Returns the base model of a senior with adapters as the junior, which it is.
+ModelAndVocabulary BaseOf(const ModelAndVocabulary& senior) {
+  return {.model = senior.model, .vocabulary = senior.vocabulary};
 }
 
 // A tokenizer may have more ids than one of the models has embeddings.
@@ -68,14 +74,18 @@ absl::StatusOr<std::unique_ptr<const speculator::Speculator>> LoadSpeculatorOf(
 }
 
 TandemModelManager::Lane MakeLane(Author author, const LaneRanks& ranks,
-                                  std::unique_ptr<Model> model, const LaneBlocks& blocks,
+                                  std::shared_ptr<Model> model, const LaneBlocks& blocks,
                                   DType cache_dtype, ranks::ServerRanks* server,
                                   std::unique_ptr<const speculator::Speculator> speculator) {
-  TandemModelManager::Lane lane{
-      .ranks = ranks, .shard = nullptr, .ranked = nullptr, .digest = model->weights_digest()};
+  const bool adapts = author == Author::kSenior;
+  TandemModelManager::Lane lane{.ranks = ranks,
+                                .shard = nullptr,
+                                .ranked = nullptr,
+                                .digest = adapts ? model->weights_digest() : model->base_digest()};
   if (!ranks.holds()) return lane;
-  lane.shard = std::make_unique<TorchRunner>(std::move(model), blocks.total(), cache_dtype,
-                                             std::move(speculator));
+  lane.shard = std::make_unique<TorchRunner>(
+      std::move(model), blocks.total(), cache_dtype, std::move(speculator),
+      adapts ? TorchRunner::Adapters::kOn : TorchRunner::Adapters::kOff);
   if (ranks.sharded() && server->leads()) {
     lane.ranked = std::make_unique<RankedRunner>(author, server, lane.shard.get());
   }
@@ -88,19 +98,23 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
     const EngineOptions& options, const EngineRanks& ranks) {
   auto manager = std::unique_ptr<TandemModelManager>(new TandemModelManager);
   EngineInfo& info = manager->info_;
-  absl::StatusOr<ModelAndVocabulary> senior = LoadOne(options.senior.model, ranks.senior.placement);
-  if (!senior.ok()) return PrependFieldPath("senior.model", senior.status());
+  absl::StatusOr<ModelAndVocabulary> senior = LoadOne(options.senior, ranks.senior.placement);
+  if (!senior.ok()) {
+    const bool of_lora = FieldPath(senior.status()).value_or("").starts_with("lora");
+    return PrependFieldPath(of_lora ? "senior" : "senior.model", senior.status());
+  }
   info.senior = SummaryOf(*senior, options.senior);
   const ModelConfig& config = senior->model->config();
   std::set<int32_t> eos_token_ids(config.eos_token_ids.begin(), config.eos_token_ids.end());
 
-  std::unique_ptr<Model> junior_model;
+  std::shared_ptr<Model> junior_model;
   if (!options.junior.model.empty()) {
     if (!senior->vocabulary.ok()) {
       return PrependFieldPath("senior.model", senior->vocabulary.status());
     }
     absl::StatusOr<ModelAndVocabulary> junior =
-        LoadOne(options.junior.model, ranks.junior.placement);
+        SharesBaseModel(options) ? BaseOf(*senior)
+                                 : LoadOne(options.junior, ranks.junior.placement);
     absl::Status status = junior.status();
     if (status.ok()) status = junior->vocabulary.status();
     if (status.ok()) status = Vocabulary::CheckSame(*senior->vocabulary, *junior->vocabulary);
@@ -109,7 +123,8 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
     const std::vector<int64_t>& junior_eos = junior->model->config().eos_token_ids;
     eos_token_ids.insert(junior_eos.begin(), junior_eos.end());
     info.junior = SummaryOf(*junior, options.junior);
-    info.junior_version = junior->model->weights_digest();
+    info.junior->num_parameters -= junior->model->num_adapter_parameters();
+    info.junior_version = junior->model->base_digest();
     junior_model = std::move(junior->model);
   }
   manager->eos_token_ids_.assign(eos_token_ids.begin(), eos_token_ids.end());
@@ -126,6 +141,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   const LaneStorage senior_storage = StorageOf(options.senior, options);
   for (const Parameter& parameter : senior->model->DeclaredParameters()) {
     const ParameterSpec& spec = parameter.spec;
+    if (!senior->model->IsSent(spec)) continue;
     manager->senior_parameters_.push_back(
         {.name = spec.name, .dtype = StoredType(spec, senior_storage), .shape = spec.shape});
     // Both are compared, in the same type.
@@ -134,6 +150,8 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
       manager->tied_head_->name = kLmHeadName;
     }
   }
+  manager->adapter_ = {.settings = senior->model->lora().Text(),
+                       .kept = senior->model->kept_sums()};
   std::unique_ptr<const speculator::Speculator> speculator;
   if (!options.senior_speculator.empty() && ranks.server->leads()) {
     TANDEM_ASSIGN_OR_RETURN(speculator, LoadSpeculatorOf(*senior->model, options));

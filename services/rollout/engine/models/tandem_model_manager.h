@@ -59,10 +59,12 @@ class TandemModelManager {
   const Vocabulary* vocabulary() const { return vocabulary_.has_value() ? &*vocabulary_ : nullptr; }
   // Those of both models.
   const std::vector<int32_t>& eos_token_ids() const { return eos_token_ids_; }
-  // The whole parameters of the senior, in the types in which a weight update brings them.
+  // The whole parameters of the senior that a weight update brings, in the types in which it does.
   const std::vector<WeightSpec>& senior_parameters() const { return senior_parameters_; }
   // The head of a senior whose head is its embedding; an update may contain it.
   const std::optional<WeightSpec>& tied_head() const { return tied_head_; }
+  // The senior's adapters.
+  const ReceivedAdapter& adapter() const { return adapter_; }
   // The components that an update may bring beside the senior: on rank 0, the server's speculator.
   const std::vector<ReceivedComponent>& components() const { return components_; }
 
@@ -77,6 +79,7 @@ class TandemModelManager {
   std::vector<int32_t> eos_token_ids_;
   std::vector<WeightSpec> senior_parameters_;
   std::optional<WeightSpec> tied_head_;
+  ReceivedAdapter adapter_;
   std::vector<ReceivedComponent> components_;
 };
 

@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -12,6 +13,7 @@
 #include "common/base/errors/memory_error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/coauthoring/tandem_sampler.h"
+#include "common/ops/linear/low_rank_adapter.h"
 #include "common/ops/threads/parallel_for.h"
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/tensor/aten/catch_torch_errors.h"
@@ -29,9 +31,11 @@ absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow
 
 }  // namespace
 
-TorchRunner::TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
-                         std::unique_ptr<const speculator::Speculator> speculator)
+TorchRunner::TorchRunner(std::shared_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
+                         std::unique_ptr<const speculator::Speculator> speculator,
+                         Adapters adapters)
     : model_(std::move(model)),
+      adapters_(adapters),
       cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype),
              model_->config().RoutingLayout()),
       image_rows_(model_.get(), kImageRowBytes),
@@ -115,6 +119,8 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   hidden_.reset();
   const absl::Status computed = CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
+    std::optional<ops::WithoutAdapters> without_adapters;
+    if (adapters_ == Adapters::kOff) without_adapters.emplace();
     ReadImageRows(pass.sequences);  // whose tensors outlive the pass
     const ops::PassMemoryScope scope(memory_);
     for (const BlockCopy& copy : pass.copies) cache_.CopyBlock(copy.from, copy.to);

@@ -22,10 +22,15 @@ namespace tandem::rollout {
 
 class TorchRunner : public ModelRunner {
  public:
+  // Whether passes compute with the model's adapters, or as the model that they adapt: of two
+  // lanes that share it, the senior does, and the junior does not.
+  enum class Adapters { kOn, kOff };
+
   // Keys and values are stored in `cache_dtype`, float32 or bfloat16. `speculator` may be null; it
   // is on the model's device, reads its hidden states and drafts its token ids.
-  TorchRunner(std::unique_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
-              std::unique_ptr<const speculator::Speculator> speculator = nullptr);
+  TorchRunner(std::shared_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
+              std::unique_ptr<const speculator::Speculator> speculator = nullptr,
+              Adapters adapters = Adapters::kOn);
 
   const Model& model() const { return *model_; }
   Model& model() { return *model_; }
@@ -55,7 +60,8 @@ class TorchRunner : public ModelRunner {
   at::Tensor OnHost(const at::Tensor& logits);
   absl::Status Compute(const Pass& pass, PassResults* results);
 
-  std::unique_ptr<Model> model_;
+  std::shared_ptr<Model> model_;
+  const Adapters adapters_;
   KvCache cache_;
   ImageRows image_rows_;
   const std::unique_ptr<const speculator::Speculator> speculator_;

@@ -21,6 +21,10 @@ struct TrainerModels {
   training::TrainingCore& core;  // has the model in training
   // Null on a rank that computes no output.
   std::unique_ptr<loss::LinearCrossEntropyLoss> loss = nullptr;
+  // Whether there is a reference policy: a model of its own, or the one in training without its
+  // adapters.
+  bool has_reference() const { return reference != nullptr || core.model().lora().enabled(); }
+
   // Frozen. Null where none is configured.
   std::unique_ptr<Model> reference = nullptr;
   std::unique_ptr<loss::LinearCrossEntropyLoss> reference_loss = nullptr;

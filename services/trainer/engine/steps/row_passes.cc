@@ -10,6 +10,7 @@
 #include "common/base/errors/field_check.h"
 #include "common/base/errors/status_macros.h"
 #include "common/coauthoring/tandem_config.h"
+#include "common/ops/linear/low_rank_adapter.h"
 #include "common/steps/sequence_check.h"
 
 namespace tandem::trainer {
@@ -62,6 +63,10 @@ absl::StatusOr<std::vector<double>> SeniorLogProbs(TrainerModels& models,
 
 absl::StatusOr<std::vector<double>> ReferenceLogProbs(TrainerModels& models,
                                                       const TrainingRows& rows) {
+  if (models.reference == nullptr) {
+    const ops::WithoutAdapters without;
+    return SeniorLogProbs(models, rows);
+  }
   return models.core.ForwardFrozen(*models.reference, rows.sequences,
                                    LogProbsOf(models.reference_loss.get(), rows));
 }
