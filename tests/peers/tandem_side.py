@@ -125,14 +125,16 @@ class Tandem:
         self, client: TrainerClient | CriticClient, metrics: Mapping[str, float], loss: str
     ) -> Outcome:
         path = client.save_checkpoint(str(self._directory), next(self._names), keep=1)
-        state = load_file(Path(path) / "optimizer.safetensors")
-        moment = ".exp_avg"
-        gradients = {
-            name.removesuffix(moment): tensor
-            for name, tensor in state.items()
-            if name.endswith(moment)
-        }
-        return Outcome(metrics[loss], gradients, metrics)
+        return Outcome(metrics[loss], gradients_in(path), metrics)
+
+
+def gradients_in(checkpoint: str) -> dict[str, torch.Tensor]:
+    """The gradients of the last step of a server with BARE_GRADIENT."""
+    state = load_file(Path(checkpoint) / "optimizer.safetensors")
+    moment = ".exp_avg"
+    return {
+        name.removesuffix(moment): tensor for name, tensor in state.items() if name.endswith(moment)
+    }
 
 
 @dataclass(frozen=True)

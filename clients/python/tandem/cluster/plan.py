@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.errors import ConfigError
 from tandem.rpc.certificate_directory import CertificateDirectory
-from tandem.settings.cluster import ClusterSettings
+from tandem.settings.cluster import ClusterSettings, LoraSettings
 from tandem.settings.lanes import FLAT_NAMES, lane_setting
 from tandem.settings.run import EvalMode, Purpose, RunSettings, SpeculativeSettings
 
@@ -86,7 +86,8 @@ def drafts_in(settings: RunSettings, purpose: Purpose) -> dict[str, SpeculativeS
 def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
     """Returns the cluster to start: without unused servers, and with every used model named.
 
-    `model` stands for the models that a section does not name, but the trainer's frozen copies
+    `lora` stands for the adapters of trainer and senior, and `model` for the models, that a section
+    does not name, but the trainer's frozen copies
     follow what they are copies of: its reference model the trainer's own model, and its junior that
     of the rollout servers. Rollout servers without a junior lose the settings of one. `certs`
     stands for the certificates and tokens in the same way.
@@ -94,10 +95,12 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
     Raises ConfigError for `certs` without certificates.
     """
     model = cluster.model
+    adapts = cluster.lora is not None or bool((cluster.trainer or {}).get("lora"))
     senior = (cluster.trainer or {}).get("model") or model
     trainer = {
         "model": model,
-        "reference_model": senior if uses.reference else None,
+        # Without its adapters the trainer's model is the reference.
+        "reference_model": senior if uses.reference and not adapts else None,
         "junior_model": _junior_of_rollouts(cluster) if uses.trainer_junior else None,
     }
     certs = cluster.certs
@@ -109,11 +112,14 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
     return cluster.model_copy(
         update={
             "model": None,
+            "lora": None,
             "rollout": [
-                _secured(_without_junior_settings(_with_lanes(one, model, uses), uses), certs)
+                _secured(_without_junior_settings(_with_lanes(one, cluster, uses), uses), certs)
                 for one in (cluster.rollout if uses.rollout else [])
             ],
-            "trainer": _secured(_named(cluster.trainer, model, trainer), certs),
+            "trainer": _secured(
+                _adapted(_named(cluster.trainer, model, trainer), cluster.lora), certs
+            ),
             "critic": _secured(
                 _named(cluster.critic if uses.critic else None, model, {"model": model}), certs
             ),
@@ -150,8 +156,23 @@ def _junior_of_rollouts(cluster: ClusterSettings) -> Path | str | None:
     return juniors.pop() if len(juniors) == 1 else None
 
 
-def _with_lanes(section: dict[str, Any], model: Path | None, uses: Uses) -> dict[str, Any]:
-    """Returns the section of a rollout server whose lanes have `model` where they name none."""
+def _adapted(section: dict[str, Any] | None, lora: LoraSettings | None) -> dict[str, Any] | None:
+    """Returns a section, or a lane, with these adapters where it names none."""
+    if section is None or lora is None:
+        return section
+    named = {key: str(value) if key == "path" else value for key, value in lora.given().items()}
+    return {"lora": named} | section
+
+
+def _with_lanes(section: dict[str, Any], cluster: ClusterSettings, uses: Uses) -> dict[str, Any]:
+    """Returns the section of a rollout server with the cluster's model and adapters.
+
+    They are those of lanes that name none.
+    """
+    model = cluster.model
+    senior = section.get("senior") or {}
+    if cluster.lora is not None and isinstance(senior, dict):
+        section = section | {"senior": _adapted(senior, cluster.lora)}
     for lane in ("senior", "junior") if uses.junior else ("senior",):
         named = section.get(lane) or {}
         # The server refuses what is not a map.

@@ -66,6 +66,22 @@ class ServersSettings(Settings):
         return bool(self.rollout or self.trainer or self.critic)
 
 
+class LoraSettings(Settings):
+    """Low-rank adapters (LoRA), as `lora` of the servers' own sections has them."""
+
+    # Rank of the adapters. Not set: that of path.
+    rank: int | None = Field(None, ge=1)
+    # Numerator of their scale. Not set: 32, or that of path.
+    alpha: float | None = Field(None, gt=0)
+    # Linear maps with adapters, by the last part of their names, or all-linear. Empty: all-linear,
+    # or those of path.
+    target_modules: Annotated[list[Text], BeforeValidator(several)] = Field([])
+    # Seed of new adapters. Not set: 0.
+    seed: int | None = Field(None, ge=0)
+    # Directory of an adapter in PEFT's format, with which the adapters begin.
+    path: NonEmptyPath | None = None
+
+
 class ClusterSettings(Settings):
     """Servers of one machine (`tandem up`). Each section is the server's own configuration.
 
@@ -77,6 +93,9 @@ class ClusterSettings(Settings):
     # senior, its frozen start as junior, the critic's start. In a run whose KL needs them, the
     # trainer's reference_model is its own model, and its junior_model the rollout servers' junior.
     model: NonEmptyPath | None = None
+    # Adapters of the senior, for the trainer and every rollout server whose section has no `lora`.
+    # The critic has adapters where its own section says so.
+    lora: LoraSettings | None = None
     # Directory of `tandem certs`: clients of the cluster take certificates and token from it, and
     # servers do whose sections have no `server.tls` or no `server.tokens`.
     certs: NonEmptyPath | None = None

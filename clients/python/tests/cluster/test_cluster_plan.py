@@ -116,6 +116,24 @@ def test_what_a_run_does_not_use_is_not_started(load):
     assert planned(run.cluster, uses_of(run, "sft")).rollout == []
 
 
+def test_adapters_are_those_of_trainer_and_seniors(load):
+    cluster = ClusterSettings(
+        model="/m",
+        lora={"rank": 8},
+        rollout=[{}, {"senior": {"lora": {"rank": 4}}}],
+        trainer={},
+        critic={},
+    )
+    plan = planned(cluster, Uses(reference=True))
+    assert [section["senior"] for section in plan.rollout] == [
+        {"lora": {"rank": 8}, "model": "/m"},
+        {"lora": {"rank": 4}, "model": "/m"},
+    ]
+    assert plan.trainer == {"lora": {"rank": 8}, "model": "/m"}, "it is its own reference"
+    assert plan.critic == {"model": "/m"}
+    assert planned(plan) == plan
+
+
 def test_settings_of_a_junior_go_with_it(load):
     junior = {"junior_dtype": "bfloat16", "junior_quantization": "int4"}
     run = load(f"cluster.rollout={junior | {'senior_dtype': 'bfloat16'}}")

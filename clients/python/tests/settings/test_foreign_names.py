@@ -20,7 +20,7 @@ SERVERS = {
 
 def exists(key: str) -> bool:
     parts = key.split(".")
-    if parts[0] == "cluster" and len(parts) > 2:
+    if parts[0] == "cluster" and len(parts) > 2 and parts[1] in SERVERS:
         message: Descriptor | None = SERVERS[parts[1]]
         for part in parts[2:]:
             if message is None or part not in message.fields_by_name:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import tandem
+from tandem._proto.config.v1.server_config_pb2 import LoraOptions
 from tandem._proto.rollout.v1.rollout_pb2 import SpeculativeConfig
 from tandem._proto.trainer.v1.objective_pb2 import PolicyObjective
 from tandem._proto.types.v1.sampling_pb2 import SamplingParams, TandemConfig
@@ -14,7 +15,7 @@ from tandem.rpc.credentials import FIELDS
 from tandem.rpc.renamed import NEW_NAMES
 from tandem.settings import loading
 from tandem.settings import values as config_values
-from tandem.settings.cluster import ClusterSettings, CredentialsSettings
+from tandem.settings.cluster import ClusterSettings, CredentialsSettings, LoraSettings
 from tandem.settings.explain import sections_in
 from tandem.settings.run import (
     ObjectiveSettings,
@@ -296,6 +297,7 @@ MESSAGES = {
     TandemSettings: TandemConfig,
     ObjectiveSettings: PolicyObjective,
     SpeculativeSettings: SpeculativeConfig,
+    LoraSettings: LoraOptions,
 }
 
 

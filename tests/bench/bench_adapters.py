@@ -1,0 +1,112 @@
+"""Adapters (LoRA) beside full training: seconds of a step, memory, bytes of an update.
+
+    .venv/bin/python tests/bench/bench_adapters.py [--model DIR] [--rank 16] [--rounds 5]
+
+Both trainers make supervised steps on the same sequences, in fp32, on the same cores in turn. The
+memory is the most that a trainer ever had resident, less what it had when it was loaded; the
+activations of a micro-batch are a part of it on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from alternate import alternate
+from tandem.cluster.local import LocalCluster
+from tandem.rpc.client import TrainerClient
+from tandem.rpc.requests import SupervisedSample
+from tandem.settings.cluster import ClusterSettings
+
+BARS = {"memory beyond the model": 0.1, "seconds of a step": 0.75, "bytes of an update": 0.02}
+
+
+def resident(pid: int, field: str) -> int:
+    """Bytes of `field` (VmRSS, VmHWM) in a process's status."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError(field)
+
+
+def stepper(trainer: TrainerClient, samples: list[SupervisedSample]) -> Callable[[], int]:
+    """Makes the next step of a run; returns its number of tokens."""
+    steps = itertools.count(1)
+
+    def step() -> int:
+        number = next(steps)
+        trainer.train_step(samples, run_id="bench", step=number, expected_version=number - 1)
+        return sum(len(s.prompt_token_ids) + len(s.response_token_ids) for s in samples)
+
+    return step
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("models/SmolLM2-135M-Instruct"))
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--micro-batch-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(20_000, (options.sequences, options.tokens), generator=generator)
+    samples = [SupervisedSample(row[:1].tolist(), row[1:].tolist()) for row in batch]
+    trained: dict[str, dict[str, Any]] = {"full": {}, "adapters": {"lora": {"rank": options.rank}}}
+    results: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        clusters = {
+            name: LocalCluster(
+                ClusterSettings(
+                    directory=Path(directory) / name,
+                    rollout=[{"senior": {"model": str(options.model)} | changes}],
+                    trainer={
+                        "model": str(options.model),
+                        "batch": {"micro_batch_tokens": options.micro_batch_tokens},
+                    }
+                    | changes,
+                )
+            )
+            for name, changes in trained.items()
+        }
+        with clusters["full"] as full, clusters["adapters"] as adapters:
+            running = {"full": full, "adapters": adapters}
+            pids = {name: one.trainer.process.pid for name, one in running.items()}
+            loaded = {name: resident(pid, "VmRSS") for name, pid in pids.items()}
+            trainers = {name: TrainerClient(one.trainer.address) for name, one in running.items()}
+            print(f"{options.sequences} x {options.tokens} tokens, fp32, rank {options.rank}")
+            ratios = alternate(
+                {name: stepper(trainer, samples) for name, trainer in trainers.items()},
+                peer="full",
+                rounds=options.rounds,
+                unit="tokens",
+                pids=pids.values(),
+            )
+            for name, trainer in trainers.items():
+                # A publication copies the weights into a file.
+                beyond = resident(pids[name], "VmHWM") - loaded[name]
+                [sent] = trainer.publish_weights([running[name].rollouts[0].address]).results
+                results[name] = {
+                    "memory beyond the model": float(beyond),
+                    "bytes of an update": float(sent.bytes),
+                }
+    shares = {key: results["adapters"][key] / results["full"][key] for key in results["full"]}
+    shares["seconds of a step"] = 1 / ratios["adapters"]
+    for name, bar in BARS.items():
+        sizes = [f"{side[name] / 1e6:.1f} MB" for side in results.values() if name in side]
+        verdict = "met" if shares[name] <= bar else "missed"
+        print(
+            f"  {name:24} {shares[name]:6.3f} of full training, bar {bar}: {verdict}", *sizes[::-1]
+        )
+
+
+if __name__ == "__main__":
+    main()
