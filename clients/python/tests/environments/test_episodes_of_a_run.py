@@ -401,7 +401,14 @@ def test_the_reward_of_an_environment_may_have_a_weight(world, codec, run_file, 
     ("overrides", "says"),
     [
         (["data.template=raw"], "environment: rows.jsonl"),
-        (["eval.every=1", "eval.modes=[legibility]"], "eval.modes: legibility: does not work"),
+        (
+            ["eval.every=1", "eval.modes=[solo, junior_takeover]"],
+            "eval.modes: junior_takeover: does not work with `environment`",
+        ),
+        (
+            ["eval.every=1", "eval.modes=[tandem]", "tandem.enabled=false"],
+            "eval.modes: tandem: tandem.enabled is false",
+        ),
         (["environment.class=nowhere.py:Guess"], "environment.class: "),
         (["environment.max_turns=0"], "environment.max_turns: must be at least 1"),
         (["reward.overlong_buffer={len: 2}"], "reward.overlong_buffer: does not apply"),
@@ -504,9 +511,46 @@ def test_episodes_that_cannot_begin_are_not_correct(world, codec, run_file, tmp_
     assert "no episode of the evaluation began" in tandem("eval", run_file, check=1).stderr
 
 
-def test_the_gate_is_refused(world, codec, run_file):
+def authors_of(prompt):
+    """Who writes a prompt's tokens, by its fields of TandemConfig."""
+    if not prompt.tandem.enabled:
+        return {1}
+    return {0} if prompt.tandem.prob_senior == 0 else {0, 1}
+
+
+def test_evaluations_draw_episodes_of_every_author(world, codec, run_file, tmp_path):
     let_write(world, codec, guessing)
-    assert "--gate: does not work" in tandem("eval", run_file, "--gate", check=2).stderr
+    asked = []
+    world.on_prompt = asked.append
+    modes = ["solo", "junior_solo", "tandem", "handoff"]
+    boundary = "eval.handoff_boundary=s"
+    given = ["--json", f"eval.modes=[{', '.join(modes)}]", boundary, "reward.correct_at=0.5"]
+    printed = tandem("eval", run_file, *given, "--answers", tmp_path / "answers")
+    found = json.loads(printed.stdout.splitlines()[-1])["evaluations"]
+    assert list(found) == modes
+    for mode in modes:
+        answers = read_records(tmp_path / "answers" / f"{mode}.parquet")
+        assert found[mode]["accuracy"] == sum(one["reward"] >= 0.5 for one in answers) / 12
+        assert found[mode]["environment/turns_mean"] == pytest.approx(
+            sum(turns(one["authorship_mask"]) for one in answers) / 12
+        )
+    # Each mode's models write all turns, the later ones too.
+    drawn = [authors_of(one) for one in asked]
+    assert [drawn.count(one) > 12 for one in ({1}, {0}, {0, 1})] == [True] * 3
+
+
+def test_the_gate_compares_episodes_by_author(world, codec, run_file, tmp_path):
+    rows = [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": 0, "breaks": "reset"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    let_write(world, codec, guessing)
+    printed = tandem("eval", run_file, "--gate", "--json", "eval.patterns={right: right}")
+    gate = json.loads(printed.stdout.splitlines()[-1])
+    assert set(gate["authors"]) == {"senior", "junior", "both"}
+    # The samples of the row whose reset() fails are left out.
+    assert [one["answers"] for one in gate["authors"].values()] == [2, 2, 2]
+    # "I guess. " and the call in each turn; what the environment says is nobody's.
+    turn = len(codec.encode("I guess. " + called("guess", number=0) + "<|im_end|>", special=False))
+    assert gate["authors"]["senior"]["tokens"] % (turn / 2) == 0
 
 
 def test_supervised_training_shows_the_tools_in_its_prompts(world, codec, run_file, tmp_path):
