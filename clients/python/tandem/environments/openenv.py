@@ -92,7 +92,7 @@ class OpenEnvEpisode:
     def reset_of_row(*, seed: int, **row: Any) -> None:
         """Shows what reset() takes."""
 
-    def reset(self, *, seed: int, **row: Any) -> str | None:
+    def reset(self, /, *, seed: int, **row: Any) -> str | None:
         """Begins the episode; returns the observation as text, None if it is empty.
 
         The server's reset gets the columns that it has parameters for.

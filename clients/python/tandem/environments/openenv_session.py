@@ -7,7 +7,6 @@ models write. A session lives as long as its connection.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import threading
 import time
@@ -78,7 +77,13 @@ class OpenEnvSession:
         Raises ActionError where the action is at fault, and EnvironmentFailedError where the
         session is lost: the environment's state is lost with it.
         """
-        return _waited(self._asked({"type": "step", "data": action}))
+        try:
+            return _waited(self._asked({"type": "step", "data": action}))
+        except (ActionError, EnvironmentFailedError):
+            raise
+        # What else goes wrong in a connection is not the model's doing.
+        except Exception as error:
+            raise EnvironmentFailedError(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Ends the session."""
@@ -192,17 +197,29 @@ def _complaint(data: Mapping[str, Any]) -> str:
     return "; ".join(fields) or str(data.get("message"))
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the loop of all sessions, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="openenv", daemon=True).start()
-    return loop
+class _SharedLoop:
+    """The loop of all sessions, in a thread of its own that the first one starts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(self) -> asyncio.AbstractEventLoop:
+        """Returns the loop."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                run = self._loop.run_forever
+                threading.Thread(target=run, name="openenv", daemon=True).start()
+            return self._loop
+
+
+_shared_loop = _SharedLoop()
 
 
 def _waited(work: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of what runs in the loop; cancels it if the caller is given up."""
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    future = asyncio.run_coroutine_threadsafe(work, _shared_loop())
     try:
         return awaited(future)
     finally:

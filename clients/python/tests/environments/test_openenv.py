@@ -1,12 +1,13 @@
 """Environments that are OpenEnv servers, against a server of the tests that speaks as they do.
 
-tests/peers/test_openenv.py has the servers of OpenEnv itself.
+tests/peers/test_openenv_servers.py has the servers of OpenEnv itself.
 """
 
 import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import fakes
 import pytest
@@ -386,3 +387,30 @@ def test_a_call_that_takes_too_long_ends_its_session(world, codec, run, server, 
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
     assert line["environment/timeouts"] == line["environment/failures"] == 1
     fakes.wait_until(lambda: server.ended == server.number == 6)
+
+
+def test_sessions_that_begin_at_once_share_one_thread(server, monkeypatch):
+    monkeypatch.setattr(openenv_session, "_shared_loop", openenv_session._SharedLoop())
+    found = load(server)
+    monkeypatch.setattr(openenv_session, "_shared_loop", openenv_session._SharedLoop())
+    begin = threading.Barrier(16)
+
+    def play(_):
+        one = found.make()
+        begin.wait()
+        said = one.reset(seed=1)
+        told = found.find(one, "step")(number=3)
+        one.close()
+        return said, told
+
+    with ThreadPoolExecutor(16) as threads:
+        assert set(threads.map(play, range(16))) == {("\nBegin.", "right")}
+
+
+def test_what_goes_wrong_in_a_connection_is_not_told_to_the_model(server, monkeypatch):
+    found = load(server)
+    one = found.make()
+    one.reset(seed=1)
+    monkeypatch.setattr(openenv_session, "_observed", lambda text: 1 // 0)
+    with pytest.raises(EnvironmentFailedError, match="ZeroDivisionError"):
+        found.find(one, "step")(number=3)
