@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -112,10 +113,11 @@ class OpenEnvSession:
         if self._connection is None:
             raise EnvironmentFailedError("the session has ended")
         try:
-            await self._connection.send(json.dumps(message, default=str))
+            # A server that refuses a session says why, and may close it before this message.
+            with suppress(ConnectionClosed):
+                await self._connection.send(json.dumps(message, default=str))
             answer = await self._connection.recv()
         except ConnectionClosed as error:
-            # A server that refuses a session says why before it closes the connection.
             raise EnvironmentFailedError(f"the connection has ended: {error}") from error
         except asyncio.CancelledError:
             # The answer may still come, and would be taken for that to the next message.
