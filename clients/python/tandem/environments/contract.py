@@ -102,7 +102,7 @@ class EnvironmentClass:
             settings.class_,
             field,
             made,
-            _without_self(made.reset),
+            signature_without_self(made.reset),
             tools,
             "get_reward" in methods,
             xxhash.xxh3_128_hexdigest(file.read_bytes()) if file else None,
@@ -164,7 +164,7 @@ class EnvironmentClass:
                 ) from None
 
 
-def _without_self(method: Callable[..., Any]) -> inspect.Signature:
+def signature_without_self(method: Callable[..., Any]) -> inspect.Signature:
     """Returns the signature of a bound method."""
     signature = inspect.signature(method)
     return signature.replace(parameters=list(signature.parameters.values())[1:])

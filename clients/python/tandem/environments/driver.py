@@ -98,6 +98,7 @@ class Driver:
         # Questions to the junior that are not sent yet, and all that have no answer.
         self._questions: list[tuple[Prompt, Answer]] = []
         self._unanswered: set[Answer] = set()
+        self._over = False
         self._requests = 0
         self._unfinished = 0
         self._stop_asked_at: float | None = None
@@ -120,11 +121,12 @@ class Driver:
             self._go()
         finally:
             # Environments of a run that ends must not wait for the junior.
+            self._over = True
             for answer in list(self._unanswered):
-                with suppress(InvalidStateError):
-                    answer.set_exception(EnvironmentFailedError("the run has ended"))
+                _refuse(answer)
 
     def _go(self) -> None:
+        """Takes what happens, one event after the other, until all episodes have ended."""
         while self._unfinished:
             # All that has happened comes first, so that the turns that are ready go together.
             try:
@@ -189,6 +191,8 @@ class Driver:
         self._unanswered.add(answer)
         answer.add_done_callback(self._unanswered.discard)
         self._events.put(add)
+        if self._over:
+            _refuse(answer)
         return answer
 
     def _request_turns(self) -> None:
@@ -330,6 +334,12 @@ class Driver:
 
 def _said(outcome: Said | Failure) -> Said:
     return Said.failed(outcome) if isinstance(outcome, Failure) else outcome
+
+
+def _refuse(answer: Answer) -> None:
+    """Fails a question that nobody answers any more."""
+    with suppress(InvalidStateError):
+        answer.set_exception(EnvironmentFailedError("the run has ended"))
 
 
 def _raise(error: BaseException) -> None:

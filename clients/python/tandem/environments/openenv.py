@@ -8,7 +8,6 @@ field of the action, and the models call no tools.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,8 +15,9 @@ from typing import Any
 
 import xxhash
 
-from tandem.environments.contract import EnvironmentClass
+from tandem.environments.contract import EnvironmentClass, signature_without_self
 from tandem.environments.openenv_session import (
+    ActionError,
     Observed,
     OpenEnvSession,
     page,
@@ -61,8 +61,8 @@ def load_openenv(settings: OpenEnvSettings) -> EnvironmentClass:
     return EnvironmentClass(
         settings.url,
         f"{_FIELD}.url",
-        partial(OpenEnvEpisode, settings, tools, mcp=mcp),
-        inspect.signature(OpenEnvEpisode.reset_of_row),
+        partial(OpenEnvEpisode, settings, mcp=mcp),
+        signature_without_self(OpenEnvEpisode.reset),
         tools,
         has_reward=True,
         digest=xxhash.xxh3_128_hexdigest(json.dumps(tools, sort_keys=True).encode()),
@@ -78,19 +78,13 @@ class OpenEnvEpisode:
         done: whether the server has ended the episode.
     """
 
-    def __init__(
-        self, settings: OpenEnvSettings, tools: Mapping[str, Mapping[str, Any]], *, mcp: bool
-    ) -> None:
+    def __init__(self, settings: OpenEnvSettings, *, mcp: bool) -> None:
+        """`mcp` says whether the environment is one of MCP."""
         self._settings = settings
-        self._tools = tools
         self._mcp = mcp
         self._session = OpenEnvSession(settings.url, settings.retry_seconds)
         self._rewards: list[float] = []
         self.done = False
-
-    @staticmethod
-    def reset_of_row(*, seed: int, **row: Any) -> None:
-        """Shows what reset() takes."""
 
     def reset(self, /, *, seed: int, **row: Any) -> str | None:
         """Begins the episode; returns the observation as text, None if it is empty.
@@ -173,7 +167,7 @@ def _mcp_tools(settings: OpenEnvSettings) -> dict[str, dict[str, Any]]:
             one["name"]: _function(one["name"], one.get("description"), one["input_schema"])
             for one in listed
         }
-    except Exception as error:
+    except (ActionError, EnvironmentFailedError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{_FIELD}.url: the tools of {settings.url} cannot be listed: {error}"
         ) from error
