@@ -12,6 +12,8 @@ SERVERS := tandem-rollout-server tandem-trainer-server tandem-critic-server
 # Hugging Face TRL and verl live in an environment of their own, which sees the packages of .venv.
 PEERS := .venv-peers/.installed
 PEERS_PYTHON := .venv-peers/bin/python
+# verifiers needs other versions of what OpenEnv, one of the peers, needs, too.
+VERIFIERS := .venv-verifiers/.installed
 
 # ccache stores paths relative to the checkout, so that checkouts share its hits.
 export CCACHE_BASEDIR := $(CURDIR)
@@ -50,11 +52,11 @@ check: configure python-protos ## After an edit: lint and C++ tests of what diff
 	@JOBS=$(JOBS) tests/run_check.sh $(BUILD) $(or $(BASE),HEAD)
 
 .PHONY: test
-test: build $(PEERS) ## Before a push: sets up, builds, lints, and runs the tests of a landing (20 minutes once built)
+test: build $(PEERS) $(VERIFIERS) ## Before a push: sets up, builds, lints, and runs the tests of a landing (20 minutes once built)
 	@JOBS=$(JOBS) tests/run_all.sh $(BUILD)
 
 .PHONY: test-all
-test-all: build $(PEERS) ## Every test but those of images and GPUs: slow ones, long attacks, sanitizers, all of clang-tidy (hours)
+test-all: build $(PEERS) $(VERIFIERS) ## Every test but those of images and GPUs: slow ones, long attacks, sanitizers, all of clang-tidy (hours)
 	@JOBS=$(JOBS) tests/run_all.sh $(BUILD) all
 
 .PHONY: test-curves
@@ -95,6 +97,7 @@ soak-rollout: servers ## Soaks the rollout server in several configurations (MIN
 .PHONY: chaos
 chaos: servers ## Kills servers and clients of runs at random (KILLS=100 SEED=…); the runs must end as undisturbed ones
 	@$(SERVER_TOOL) tests/chaos/kills.py --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED)) --first $(or $(FIRST),0)
+	@$(SERVER_TOOL) -m pytest -q tests/chaos/test_environment_kills.py
 
 .PHONY: fuzz
 fuzz: setup ## Runs libFuzzer on the parsers of files (SECONDS=60 for each), with clang and the sanitizers
@@ -150,16 +153,26 @@ release: python-protos ## Builds a release into dist/: client, chart, images (VE
 	@$(PYTHON) release/build.py $(VERSION) $(if $(filter no,$(IMAGES)),--no-images)
 
 PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+# Makes an environment that also sees the packages of .venv.
+define layered
+	@rm -rf $(1)
+	@python3 -m venv $(1)
+	@$(PYTHON) $(PURELIB) >"$$($(1)/bin/python $(PURELIB))/project.pth"
+endef
+
 $(PEERS): setup/peer-requirements.txt setup/peer-requirements-no-deps.txt | setup
-	@rm -rf .venv-peers
-	@python3 -m venv .venv-peers
-	@$(PYTHON) $(PURELIB) >"$$($(PEERS_PYTHON) $(PURELIB))/project.pth"
+	$(call layered,.venv-peers)
 	@$(PEERS_PYTHON) -m pip --disable-pip-version-check install -q -r $(word 1,$^)
 	@$(PEERS_PYTHON) -m pip --disable-pip-version-check install -q --no-deps -r $(word 2,$^)
 	@touch $@
 
+$(VERIFIERS): setup/verifiers-requirements.txt | setup
+	$(call layered,.venv-verifiers)
+	@.venv-verifiers/bin/python -m pip --disable-pip-version-check install -q -r $<
+	@touch $@
+
 .PHONY: test-peers
-test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face TRL and verl, and runs lm-eval; a part of `make test`
+test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face TRL and verl, runs lm-eval and OpenEnv's servers; a part of `make test`
 	@TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers
 
 .PHONY: bench

@@ -1,7 +1,7 @@
 """A small model that talks with tools: its words, its chat template and its weights.
 
-make.py of this folder and of ../calculator use it. The model knows a few dozen words, and calls a
-tool as Qwen and Hermes do, with spaces between the words:
+make.py of this folder, and of calculator, grid_world and tic_tac_toe beside it, use it. The model
+knows a few dozen words, and calls a tool as Qwen and Hermes do, with spaces between the words:
 
     <tool_call> {"name": "guess", "arguments": {"number": 5 }} </tool_call>
 """
@@ -26,9 +26,10 @@ TEMPLATE = (
 )
 
 
-def call(tool: str, **arguments: int) -> str:
+def call(tool: str, **arguments: int | str) -> str:
     """Returns the text of a call."""
-    given = ", ".join(f'"{name}": {value} ' for name, value in arguments.items()).rstrip()
+    given = ", ".join(f'"{name}": {json.dumps(value)} ' for name, value in arguments.items())
+    given = given.rstrip()
     return f'<tool_call> {{"name": "{tool}", "arguments": {{{given} }}}} </tool_call>'
 
 

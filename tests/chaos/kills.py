@@ -331,7 +331,7 @@ def fingerprint(run: Path) -> Fingerprint:
         *(file for folder in checkpoints for file in folder.glob("*.safetensors")),
         *(run / "trajectories").glob("step_*.parquet"),
         *(run / "evaluations").glob("step_*.parquet"),
-        run / "evals.jsonl",
+        *run.glob("evals.jsonl"),
     ]
     for file in sorted(files):
         result[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -19,7 +19,10 @@ from tandem.settings import loading
 from tandem.settings.run import RunSettings
 
 # The beginnings of paths that building and running make, and of paths outside of the repository.
-MADE = ("build/", ".venv/", ".venv-peers/", "models/", "runs/", "dist/", "/", "~", "./runs/")
+MADE = (
+    *("build/", ".venv/", ".venv-peers/", ".venv-verifiers/", "models/", "runs/", "dist/"),
+    *("/", "~", "./runs/"),
+)
 # Programs whose arguments are not looked at.
 _OTHERS = """
     base64 bash buildah cat cd chmod cmake cp ctest cut curl docker echo export find gdb git

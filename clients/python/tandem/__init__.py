@@ -14,7 +14,7 @@ if importlib.util.find_spec("tandem._proto.types") is None:
 
 if TYPE_CHECKING:
     from tandem.cluster.local import LocalCluster
-    from tandem.errors import TandemError
+    from tandem.errors import EnvironmentFailedError, TandemError
     from tandem.models.tokenizer import TextCodec
     from tandem.rpc.aio import AsyncCriticClient, AsyncRolloutClient, AsyncTrainerClient
     from tandem.rpc.author_schedule import authorship_mask
@@ -45,6 +45,7 @@ _HOMES = {
     "ClusterSettings": "settings.cluster",
     "Credentials": "rpc.credentials",
     "CriticClient": "rpc.client",
+    "EnvironmentFailedError": "errors",
     "FinishedSession": "sessions",
     "ImageProcessor": "rpc.images",
     "LocalCluster": "cluster.local",
@@ -75,6 +76,7 @@ __all__ = [
     "ClusterSettings",
     "Credentials",
     "CriticClient",
+    "EnvironmentFailedError",
     "FinishedSession",
     "ImageProcessor",
     "LocalCluster",

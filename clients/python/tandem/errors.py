@@ -62,6 +62,13 @@ class CredentialsError(ConfigError):
     """A file of certificates or tokens that cannot be used; names the field and the path."""
 
 
+class EnvironmentFailedError(TandemError):
+    """An environment that cannot go on; an environment's class may raise it in a tool.
+
+    What else a tool raises is told to the model.
+    """
+
+
 class RunDirectoryError(ConfigError):
     """A run directory that is in use, or lacks what `--resume` needs."""
 

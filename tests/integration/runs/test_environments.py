@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 
 import harness
@@ -9,6 +10,7 @@ import pytest
 from commands import records, tandem
 from tandem.metrics import CLOCK_KEYS
 from tandem.rpc.author_schedule import authorship_mask
+from tandem.run_directory.trajectories.files import read_records
 from tandem.utils.authors import ENVIRONMENT, turns
 
 GUESS = harness.REPOSITORY / "examples" / "guess_number"
@@ -85,3 +87,45 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run):
         for path in (whole, parted)
     ]
     assert lines[0] == lines[1]
+
+
+def test_evaluations_draw_episodes_of_the_authors_of_their_mode(made, tmp_path):
+    modes = ["solo", "junior_solo", "tandem", "handoff", "legibility"]
+    (tmp_path / "reward.py").write_text(
+        "def reward(prompt, response, **row):\n    return len(response) / 1000\n"
+    )
+    printed = tandem(
+        "eval",
+        GUESS / "run.yaml",
+        f"data.jsonl={made}/train.jsonl",
+        "data.limit=4",
+        "eval.temperature=1",
+        f"cluster.model={made}/blank",
+        f"cluster.directory={tmp_path / 'cluster'}",
+        f"reward.function={tmp_path}/reward.py:reward",
+        f"eval.modes=[{', '.join(modes)}]",
+        'eval.handoff_boundary="}}"',
+        "eval.samples=3",
+        "eval.k=[1]",
+        "--json",
+        "--answers",
+        tmp_path / "answers",
+    )
+    found = json.loads(printed.stdout.splitlines()[-1])["evaluations"]
+    answers = {mode: read_records(tmp_path / "answers" / f"{mode}.parquet") for mode in modes}
+    for mode in modes:
+        counted = [turns(one["authorship_mask"]) for one in answers[mode]]
+        assert found[mode]["environment/turns_mean"] == sum(counted) / len(counted) > 1
+    authors = {mode: {a for one in answers[mode] for a in one["authorship_mask"]} for mode in modes}
+    assert (authors["solo"], authors["junior_solo"]) == ({1, 2}, {0, 2})
+    assert authors["tandem"] == {0, 1, 2}
+    # Each mode draws with the same seeds, so legibility reads the solo episodes.
+    assert [one["text"] for one in answers["legibility"]] == [
+        one["text"] for one in answers["solo"]
+    ]
+    # The junior is the senior, so it reads the senior's tokens as well; the environment's tokens,
+    # which nobody drew, do not count.
+    written = sum(one["authorship_mask"].count(1) for one in answers["solo"])
+    assert found["legibility"]["tokens/response"] == written
+    assert found["legibility"]["gap/nats_per_token"] == pytest.approx(0, abs=1e-6)
+    assert found["legibility"]["junior/nats_per_token"] > 0

@@ -18,7 +18,15 @@ from tandem.rpc.wire import from_tensor
 from tandem.session.opening import open_session
 from tokenizers import Tokenizer
 
-MODES = ["solo", "handoff", "legibility", "junior_takeover", "senior_takeover"]
+MODES = [
+    "solo",
+    "junior_solo",
+    "tandem",
+    "handoff",
+    "legibility",
+    "junior_takeover",
+    "senior_takeover",
+]
 
 
 def evaluated(directory, models, running, **changes):
@@ -61,6 +69,18 @@ def test_the_authors_of_a_handoff_follow_from_its_tokens(results, boundary, mode
     assert summary["rounds/mean"] == pytest.approx(np.mean(turns))
     assert summary["rounds/cut"] == 0
     assert summary["tandem/senior_token_fraction"] == pytest.approx(np.mean(np.concatenate(masks)))
+
+
+def test_one_model_answers_alone_and_both_as_the_run_lets_them(results):
+    masks = {mode: [mask(one) for one in flat(results[mode].answers)] for mode in MODES[:3]}
+    authors = {mode: {one for answer in found for one in answer} for mode, found in masks.items()}
+    assert authors == {"solo": {1}, "junior_solo": {0}, "tandem": {0, 1}}
+    share = results["tandem"].summary()["tandem/senior_token_fraction"]
+    assert share == pytest.approx(np.mean(np.concatenate(masks["tandem"])))
+    # The takeover of the junior's answers begins with its solo answers.
+    begun = [tokens(one) for one in flat(results["junior_solo"].answers)]
+    taken = [tokens(one) for one in flat(results["senior_takeover"].answers)]
+    assert all(a[: len(a) // 2] == b[: len(a) // 2] for a, b in zip(begun, taken, strict=True))
 
 
 def test_every_key_of_an_evaluation_is_documented(results):
@@ -143,7 +163,10 @@ def test_evaluations_depend_neither_on_the_number_of_servers_nor_on_their_tandem
     with harness.cluster(
         tmp_path / "cluster", models, rollouts=2, rollout=rollout, trainer={}
     ) as running:
-        assert everything(evaluated(tmp_path, models, running)) == everything(results)
+        # The mode tandem draws as training does, by the servers' defaults.
+        modes = [mode for mode in MODES if mode != "tandem"]
+        found = evaluated(tmp_path, models, running, modes=modes)
+        assert everything(found) == everything({mode: results[mode] for mode in modes})
 
 
 def test_a_server_without_a_junior_is_refused_before_anything_is_drawn(models, tmp_path):
@@ -152,7 +175,8 @@ def test_a_server_without_a_junior_is_refused_before_anything_is_drawn(models, t
     ) as running:
         with pytest.raises(
             ConfigError,
-            match=r"eval\.modes: handoff, legibility, junior_takeover, senior_takeover: "
+            match=r"eval\.modes: junior_solo, tandem, handoff, legibility, junior_takeover, "
+            "senior_takeover: "
             r".* no junior",
         ):
             evaluated(tmp_path, models, running)

@@ -15,6 +15,8 @@ import tandem
 import yaml
 
 SCRIPTS = harness.REPOSITORY / "examples/scripts"
+# The Python of `make .venv-verifiers/.installed`, which `make test` makes.
+WITH_VERIFIERS = harness.REPOSITORY / ".venv-verifiers/bin/python"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -57,10 +59,10 @@ def run(*command, cwd):
     return done.stdout
 
 
-def train(script, servers, cwd, steps):
+def train(script, servers, cwd, steps, python=sys.executable):
     """Runs a training script; returns the numbers that it printed, by name, one for each step."""
     addresses = ["--rollout", servers.rollouts[0].address, "--trainer", servers.trainer.address]
-    printed = run(sys.executable, SCRIPTS / script, *addresses, "--steps", steps, cwd=cwd)
+    printed = run(python, SCRIPTS / script, *addresses, "--steps", steps, cwd=cwd)
     lines, (saved, *_) = printed.splitlines()[:steps], printed.splitlines()[steps:]
     assert [line.split(" ")[1].strip() for line in lines] == [str(n + 1) for n in range(steps)]
     assert saved == str(cwd / "runs" / script.removesuffix(".py") / f"step_{steps:06d}")
@@ -85,6 +87,19 @@ def test_a_black_box_agent_is_learnt_from(servers, tmp_path):
     assert first == numbers
     assert min(numbers["policy/grad_norm"]) > 0
     # Two tries of up to 12 tokens each, in 32 episodes.
+    assert min(numbers["tokens/response"]) > 32 * 12
+
+
+@pytest.mark.skipif(
+    not WITH_VERIFIERS.exists(), reason="verifiers is installed by make .venv-verifiers/.installed"
+)
+def test_an_environment_of_verifiers_is_learnt_from(servers, tmp_path):
+    first, numbers = (
+        train("verifiers_agent.py", servers, tmp_path, 2, WITH_VERIFIERS) for _ in range(2)
+    )
+    assert first == numbers
+    assert min(numbers["policy/grad_norm"]) > 0
+    # Both tries of an episode are turns of one response.
     assert min(numbers["tokens/response"]) > 32 * 12
 
 

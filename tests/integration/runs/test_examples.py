@@ -23,6 +23,8 @@ COMMANDS = {
     "demo/teach": "sft",
     "guess_number/teach": "sft",
     "calculator/teach": "sft",
+    "grid_world/teach": "sft",
+    "tic_tac_toe/teach": "sft",
 }
 WITH_CRITIC = {"recipes/ppo", "zero"}
 # Roles that an example runs on two ranks.
@@ -66,6 +68,8 @@ def seeds(models, tmp_path_factory):
         "demo": "sums.py",
         "guess_number": "make.py",
         "calculator": "make.py",
+        "grid_world": "make.py",
+        "tic_tac_toe": "make.py",
     }
     for name, script in scripts.items():
         folders[name] = tmp_path_factory.mktemp(name)
@@ -76,7 +80,7 @@ def seeds(models, tmp_path_factory):
         effect, demo = folders["tandem_effect"], folders["demo"]
         (effect / name).symlink_to(effect / f"{name}-blank")
         (demo / name).symlink_to(getattr(models, name))
-    for name in ("guess_number", "calculator"):
+    for name in ("guess_number", "calculator", "grid_world", "tic_tac_toe"):
         (folders[name] / "taught").symlink_to(folders[name] / "blank")
     return folders
 
@@ -127,7 +131,8 @@ def name_of(file: Path) -> str:
 
 
 # Those of `make test`: an estimator, a critic, ranks and supervised steps each.
-QUICK = {"demo", "sums", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero", "guess_number"}
+# The junior as an opponent, too.
+QUICK = {"demo", "sums", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero", "tic_tac_toe"}
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
         junior=(trains and settings.tandem.enabled)
         or kl_to == "junior"
         or any(mode != "solo" for mode in modes)
+        or environment_asks_junior(settings, purpose)
         or any(drafts.method == "junior" for drafts in drafts_in(settings, purpose).values()),
         reference=kl_to == "trainer",
         trainer_junior=junior_kl and objective.junior_kl_kind != "forward_sampled",
@@ -58,6 +59,12 @@ def draws_responses(settings: RunSettings, purpose: Purpose) -> bool:
     """Returns whether a run trains on responses to the prompts of its data that it draws itself."""
     own = settings.sft.responses == "senior"
     return purpose == "train" or (purpose == "sft" and own)
+
+
+def environment_asks_junior(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether an environment is called that may ask the junior."""
+    asks = settings.environment is not None and settings.environment.junior
+    return asks and (purpose == "train" or bool(modes_in(settings, purpose)))
 
 
 def modes_in(settings: RunSettings, purpose: Purpose) -> list[EvalMode]:

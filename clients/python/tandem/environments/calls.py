@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from tandem.errors import EnvironmentFailedError
 from tandem.rewards.judges.cases import FAILURES, Failure, failure_of, number_of
 from tandem.rewards.judges.watch import Watch
 from tandem.rewards.judges.workers import Workers
@@ -28,10 +29,22 @@ _log = logging.getLogger(__name__)
 # Most characters that one call may say. Many more fit no context, and whoever encodes or records
 # them holds up the other episodes.
 MOST_SAID = 1 << 20
+# Seconds between two looks of a thread that waits: a call is given up between them alone.
+_LOOK_SECONDS = 0.2
 # Seconds that a cancelled coroutine has to end.
 _CANCEL_SECONDS = 1.0
 # Seconds that the environments of the last episodes have to close at the end of a run.
 CLOSE_SECONDS = 10.0
+
+
+Result = TypeVar("Result")
+
+
+def awaited(future: Future[Result]) -> Result:
+    """Returns the result of a future, for which a call waits that may be given up meanwhile."""
+    while not wait([future], timeout=_LOOK_SECONDS).done:
+        pass
+    return future.result()
 
 
 @dataclass(frozen=True)
@@ -71,13 +84,19 @@ _NOTHING = asdict(Said())
 
 
 class LiveEnvironment:
-    """An instance of a user's class, made in the thread of its first call.
+    """An environment of one episode, made in the thread of its first call.
 
     Its coroutines run in an event loop of its own, in the thread of the call.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        find: Callable[[Any, str], Callable[..., Any]] = getattr,
+    ) -> None:
+        """`find` returns a tool of what `make` returns, by its name."""
         self._make = make
+        self._find = find
         self._made: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -92,11 +111,16 @@ class LiveEnvironment:
         return Said(_bounded("reset()", text or "") or None)
 
     def tool(self, name: str, arguments: Mapping[str, Any]) -> Said:
-        """Calls a tool; what it raises goes back to the model as text."""
+        """Calls a tool; what it raises goes back to the model as text.
+
+        Raises EnvironmentFailedError if the tool does.
+        """
         try:
-            value = self._result(getattr(self._made, name)(**arguments))
+            value = self._result(self._find(self._made, name)(**arguments))
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             failed = False
+        except EnvironmentFailedError:
+            raise
         # A user's tool may raise anything, for what a model wrote.
         except FAILURES as error:
             text, failed = f"Error: {type(error).__name__}: {error}", True
@@ -135,7 +159,7 @@ class LiveEnvironment:
             return value
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(_awaited(value))
+        self._task = self._loop.create_task(_result_of(value))
         self._idle.clear()
         try:
             return self._loop.run_until_complete(self._task)
@@ -151,7 +175,7 @@ def _bounded(call: str, text: str) -> str:
     return text
 
 
-async def _awaited(value: Any) -> Any:
+async def _result_of(value: Any) -> Any:
     return await value
 
 

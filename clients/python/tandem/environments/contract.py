@@ -11,8 +11,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from tandem.data.dataset import Example
 from tandem.environments.tool_calls import ToolCall, typed_arguments
@@ -24,29 +25,54 @@ from tandem.settings.environment import EnvironmentSettings
 _NOT_TOOLS = ("reset", "get_reward", "close")
 
 
+# Tells messages to the junior, and returns what it answers.
+AskJunior = Callable[..., str]
+
+
 @dataclass(frozen=True)
 class EnvironmentClass:
-    """A user's environment class, loaded and checked.
+    """An environment, loaded and checked: a user's class, or what stands for a server.
 
     Attributes:
+        name: as the settings have it.
+        field: the setting that names it.
         make: returns a new environment.
+        reset: the signature of its reset(), without `self`.
         tools: the JSON schema of each tool, by name, as chat templates take them.
-        takes_seed: whether reset() has a parameter `seed`.
+        takes_junior: whether reset() gets the function `junior`.
         has_reward: whether it has get_reward().
-        file: the file of the class; None where Python does not know it.
+        digest: of what defines it, a class's file; None where Python does not know the file.
+        find: returns a tool of an environment by its name.
+        text_argument: the tool, and its argument, that get the whole text of a turn; None where
+            the models call tools.
     """
 
     name: str
+    field: str
     make: Callable[[], Any]
+    reset: inspect.Signature
     tools: Mapping[str, Mapping[str, Any]]
-    takes_seed: bool
     has_reward: bool
-    file: Path | None
+    digest: str | None
+    takes_junior: bool = False
+    find: Callable[[Any, str], Callable[..., Any]] = getattr
+    text_argument: tuple[str, str] | None = None
+
+    @property
+    def takes_seed(self) -> bool:
+        """Whether reset() has a parameter `seed`."""
+        return "seed" in self.reset.parameters
+
+    @property
+    def shown_tools(self) -> list[Mapping[str, Any]]:
+        """The schemas of the tools that prompts show: none where text is the action."""
+        return [] if self.text_argument else list(self.tools.values())
 
     @classmethod
     def load(cls, settings: EnvironmentSettings) -> EnvironmentClass:
         """Loads the class; raises ConfigError, which names the field, for one that does not fit."""
         field = "environment.class"
+        assert settings.class_ is not None
         made = load_function(settings.class_, settings.python_path, field)
         place = f"{field}: {settings.class_}"
         if not inspect.isclass(made):
@@ -71,18 +97,26 @@ class EnvironmentClass:
                 f"{place} has no tool",
                 hint="every public method but reset, get_reward and close is one",
             )
+        file = file_of(made)
         return cls(
             settings.class_,
+            field,
             made,
+            signature_without_self(made.reset),
             tools,
-            "seed" in inspect.signature(made.reset).parameters,
             "get_reward" in methods,
-            file_of(made),
+            xxhash.xxh3_128_hexdigest(file.read_bytes()) if file else None,
+            takes_junior=settings.junior,
         )
 
-    def arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """Returns the arguments of reset() for a row, and the episode's seed if it takes one."""
-        return {**row, "seed": seed} if self.takes_seed else dict(row)
+    def arguments(
+        self, row: Mapping[str, Any], seed: int, junior: AskJunior | None = None
+    ) -> dict[str, Any]:
+        """Returns the arguments of reset() for a row, with `seed` and `junior` if it takes them."""
+        given: dict[str, Any] = {"seed": seed} if self.takes_seed else {}
+        if self.takes_junior:
+            given["junior"] = junior
+        return {**row, **given}
 
     def typed(self, call: ToolCall) -> Mapping[str, Any]:
         """Returns the arguments of a call, as typed_arguments() does by the tool's schema.
@@ -96,7 +130,6 @@ class EnvironmentClass:
 
         Also for rows that are not conversations, and for rows with images.
         """
-        signature = inspect.signature(self.make.reset)  # type: ignore[attr-defined]
         seen: set[frozenset[str]] = set()
         for example in examples:
             if not example.messages:
@@ -114,20 +147,27 @@ class EnvironmentClass:
             if columns in seen:
                 continue
             seen.add(columns)
-            if self.takes_seed and "seed" in columns:
+            for name in sorted(columns.intersection(self.arguments({}, 0))):
                 raise ConfigError(
-                    f"environment.class: {self.name}: reset() has a parameter 'seed', which the "
+                    f"{self.field}: {self.name}: reset() has a parameter {name!r}, which the "
                     f"run fills, and {example.place} has a column of that name",
-                    hint="data.columns: {OTHER: seed} renames the column",
+                    hint=f"data.columns: {{OTHER: {name}}} renames the column",
                 )
             try:
-                signature.bind(None, **self.arguments(example.row, 0))
+                self.reset.bind(**self.arguments(example.row, 0))
             except TypeError as error:
                 raise ConfigError(
-                    f"environment.class: {self.name}: reset() cannot be called for "
+                    f"{self.field}: {self.name}: reset() cannot be called for "
                     f"{example.place}, whose columns are {', '.join(example.row)}: {error}",
-                    hint="`def reset(self, answer, **row)` takes the columns that it does not name",
+                    hint="`def reset(self, answer, **row)` takes the columns that it does not "
+                    "name; environment.junior: true gives it the parameter `junior`",
                 ) from None
+
+
+def signature_without_self(method: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature of a bound method."""
+    signature = inspect.signature(method)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _schema(method: Callable[..., Any], place: str) -> dict[str, Any]:

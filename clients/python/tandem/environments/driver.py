@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +22,13 @@ from typing import Any, Protocol
 from tandem._proto.types.v1 import trajectory_pb2
 from tandem.environments.calls import Call, EnvironmentCalls, LiveEnvironment, Said
 from tandem.environments.episode import Episode, Rules
+from tandem.environments.junior import Answer, AskedJunior
 from tandem.environments.tool_calls import ToolCall
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, EnvironmentFailedError
 from tandem.rewards.judges.cases import Failure, failure_of
 from tandem.rewards.judges.watch import STOP_SECONDS
+from tandem.rewards.judges.workers import settle
+from tandem.rpc.requests import Prompt
 from tandem.run_directory.episodes import EpisodeRecord, NoRecord
 from tandem.utils.interrupt import StopRequested
 from tandem.utils.progress import Progress
@@ -43,6 +49,10 @@ class Generate(Protocol):
     ) -> object:
         """Returns when all have come; raises if one cannot be drawn."""
         ...
+
+
+# A prompt, and what takes the sample that the servers draw for it.
+_Asked = tuple[Prompt, Callable[[trajectory_pb2.Trajectory], None]]
 
 
 @dataclass
@@ -83,7 +93,12 @@ class Driver:
         self._stopping = stopping
         self._progress = progress or Progress()
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waiting: deque[_Running] = deque()
         self._ready: list[_Running] = []
+        # Questions to the junior that are not sent yet, and all that have no answer.
+        self._questions: list[tuple[Prompt, Answer]] = []
+        self._unanswered: set[Answer] = set()
+        self._over = False
         self._requests = 0
         self._unfinished = 0
         self._stop_asked_at: float | None = None
@@ -96,9 +111,22 @@ class Driver:
         """
         self._unfinished = len(episodes)
         self._progress.expect(len(episodes))
-        for episode in episodes:
-            recorded = list(self._record.replay(episode.key))
-            self._begin(_Running(episode, None, recorded))
+        self._waiting.extend(
+            _Running(one, None, list(self._record.replay(one.key))) for one in episodes
+        )
+        most = self._rules.settings.concurrent_episodes or len(episodes)
+        for _ in range(min(most, len(episodes))):
+            self._begin(self._waiting.popleft())
+        try:
+            self._go()
+        finally:
+            # Environments of a run that ends must not wait for the junior.
+            self._over = True
+            for answer in list(self._unanswered):
+                _refuse(answer)
+
+    def _go(self) -> None:
+        """Takes what happens, one event after the other, until all episodes have ended."""
         while self._unfinished:
             # All that has happened comes first, so that the turns that are ready go together.
             try:
@@ -133,7 +161,8 @@ class Driver:
 
     def _begin(self, one: _Running) -> None:
         environment, episode = self._rules.environment, one.episode
-        arguments = environment.arguments(episode.example.row, episode.seed)
+        junior = AskedJunior(episode, self._ask_junior) if environment.takes_junior else None
+        arguments = environment.arguments(episode.example.row, episode.seed, junior)
         self._ask(
             one,
             {"call": "reset"},
@@ -152,18 +181,33 @@ class Driver:
             return
         self._ready.append(one)
 
+    def _ask_junior(self, prompt: Prompt) -> Answer:
+        """Sends a question of an environment, in whose thread this is called, with the turns."""
+        answer: Answer = Future()
+
+        def add() -> None:
+            self._questions.append((prompt, answer))
+
+        self._unanswered.add(answer)
+        answer.add_done_callback(self._unanswered.discard)
+        self._events.put(add)
+        if self._over:
+            _refuse(answer)
+        return answer
+
     def _request_turns(self) -> None:
-        """Asks for the turns that are ready, if not too many requests run."""
-        if not self._ready or self._requests >= MOST_REQUESTS:
+        """Asks for the turns that are ready, and the junior, if not too many requests run."""
+        if not (self._ready or self._questions) or self._requests >= MOST_REQUESTS:
             return
         ready, self._ready = self._ready, []
-        asked = []
+        questions, self._questions = self._questions, []
+        asked: list[_Asked] = [(prompt, partial(settle, answer)) for prompt, answer in questions]
         for one in ready:
             prompt = one.episode.next_turn()
             if prompt is None:
                 self._judge(one)
             else:
-                asked.append((one, prompt))
+                asked.append((prompt, partial(self._told, one)))
         if not asked:
             return
         self._requests += 1
@@ -171,13 +215,16 @@ class Driver:
         work = partial(copy_context().run, self._request, asked)
         threading.Thread(target=work, name="episodes", daemon=True).start()
 
-    def _request(self, asked: Sequence[tuple[_Running, Any]]) -> None:
+    def _told(self, one: _Running, turn: trajectory_pb2.Trajectory) -> None:
+        self._events.put(partial(self._wrote, one, turn))
+
+    def _request(self, asked: Sequence[_Asked]) -> None:
         def take(index: int, samples: list[trajectory_pb2.Trajectory]) -> None:
             [turn] = samples
-            self._events.put(partial(self._wrote, asked[index][0], turn))
+            asked[index][1](turn)
 
         try:
-            self._generate([prompt for _, prompt in asked], take)
+            self._generate([prompt for prompt, _ in asked], take)
         except BaseException as error:  # It is raised in the caller's thread.
             self._events.put(partial(_raise, error))
         finally:
@@ -240,6 +287,8 @@ class Driver:
         self._unfinished -= 1
         self._progress.advance(1)
         self._on_end(episode)
+        if self._waiting:
+            self._begin(self._waiting.popleft())
 
     def _guarded(self, one: _Running, work: Callable[[], None]) -> None:
         """Does what may fail because of what an environment said, as text that is no Unicode."""
@@ -271,7 +320,8 @@ class Driver:
             self._begin(one)
             return
         if one.environment is None:
-            one.environment = LiveEnvironment(self._rules.environment.make)
+            environment = self._rules.environment
+            one.environment = LiveEnvironment(environment.make, environment.find)
         live = one.environment
 
         def tell(said: Said) -> None:
@@ -284,6 +334,12 @@ class Driver:
 
 def _said(outcome: Said | Failure) -> Said:
     return Said.failed(outcome) if isinstance(outcome, Failure) else outcome
+
+
+def _refuse(answer: Answer) -> None:
+    """Fails a question that nobody answers any more."""
+    with suppress(InvalidStateError):
+        answer.set_exception(EnvironmentFailedError("the run has ended"))
 
 
 def _raise(error: BaseException) -> None:

@@ -245,4 +245,9 @@ class Episode:
         assert self.trajectory is not None
         turns = self.rules.turns
         end = turns.missing_end(self.trajectory.response_token_ids[-1])
-        self._said = end + turns.between(self._answers)
+        if self.rules.environment.text_argument is None:
+            self._said = end + turns.between(self._answers)
+        else:
+            # The user says what the environment does: the models call no tools.
+            said = [{"role": "user", "content": text} for _, text in self._answers]
+            self._said = end + turns.after(said)

@@ -12,10 +12,12 @@ from tandem.environments.calls import EnvironmentCalls
 from tandem.environments.contract import EnvironmentClass
 from tandem.environments.driver import Driver, Generate
 from tandem.environments.episode import Episode, Rules
+from tandem.environments.openenv import load_openenv
 from tandem.environments.template import Turns
-from tandem.environments.tool_calls import PARSERS, format_of
+from tandem.environments.tool_calls import PARSERS, Found, ToolCall, format_of
 from tandem.models.tokenizer import TextCodec
 from tandem.run_directory.episodes import EpisodeRecord, NoRecord
+from tandem.settings.environment import EnvironmentSettings
 from tandem.settings.run import RunSettings
 from tandem.utils.progress import Progress
 
@@ -55,8 +57,9 @@ class RunEnvironment:
             environment.check(rows.examples)
         self._kwargs = with_tools(settings.data.chat_template_kwargs, environment)
         self._turns = Turns(codec, self._kwargs)
-        self._parse = PARSERS[self._settings.tool_calls or format_of(codec.chat_template)]
-        if not self._turns.shows_tools(data[0].examples[0].messages):
+        self._parse = _parser(self._settings, environment, codec)
+        shown = environment.text_argument or self._turns.shows_tools(data[0].examples[0].messages)
+        if not shown:
             _log.warning(
                 "environment: the chat template shows no tools: data.system, or the prompts, "
                 "should say which there are and how to call them"
@@ -101,9 +104,27 @@ class RunEnvironment:
         self._calls.close()
 
 
+def load_environment(settings: EnvironmentSettings) -> EnvironmentClass:
+    """Loads the environment; raises ConfigError, which names the field, for one that is refused."""
+    if settings.openenv is not None:
+        return load_openenv(settings.openenv)
+    return EnvironmentClass.load(settings)
+
+
 def with_tools(template_kwargs: Mapping[str, Any], environment: EnvironmentClass) -> dict[str, Any]:
     """Returns variables of the chat template, the schemas of the tools among them."""
-    return {**template_kwargs, "tools": list(environment.tools.values())}
+    tools = environment.shown_tools
+    return {**template_kwargs, **({"tools": tools} if tools else {})}
+
+
+def _parser(
+    settings: EnvironmentSettings, environment: EnvironmentClass, codec: TextCodec
+) -> Callable[[str], list[Found]]:
+    """Returns what finds the calls in the text of a turn."""
+    if environment.text_argument is None:
+        return PARSERS[settings.tool_calls or format_of(codec.chat_template)]
+    tool, argument = environment.text_argument
+    return lambda text: [ToolCall(tool, {argument: text.strip()})]
 
 
 def trajectories_of(episodes: Sequence[Episode]) -> list[trajectory_pb2.Trajectory]:

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from tandem import tracing
 from tandem._proto.types.v1 import server_pb2
-from tandem.errors import ConfigError
-from tandem.evaluation.answers import JUNIOR_ALONE, SENIOR_ALONE, Answers, Evaluation, draw
-from tandem.evaluation.episodes import solo_episodes
+from tandem.evaluation.answers import Drawn, Evaluation, draw
 from tandem.evaluation.handoff import handoff
 from tandem.evaluation.legibility import legibility
-from tandem.evaluation.solo import solo
+from tandem.evaluation.solo import solo, tandem
 from tandem.evaluation.takeover import takeover
-from tandem.preflight.checks import check_junior
+from tandem.preflight.checks import check_junior, check_modes
+from tandem.rpc.requests import JUNIOR_ALONE, SENIOR_ALONE
 from tandem.session.session import Session
 from tandem.settings.run import EvalMode
 
@@ -32,22 +31,16 @@ def evaluate(
 
     Raises:
         ConfigError: a mode needs a junior and a rollout server has none, no token ends a turn, or
-            a mode other than solo is asked for with an environment.
+            a mode does not fit the run.
     """
     modes = list(modes or session.settings.eval.modes)
+    check_modes(modes, session.settings)
     for replica in session.rollouts.replicas:
         whose = f"the rollout server at {replica.client.address}"
         check_junior(modes, replica.has_junior, whose)
     weights = session.weights()
-    if session.environment is not None:
-        if modes != ["solo"]:
-            raise ConfigError(
-                f"eval.modes: {', '.join(modes)}: does not work with `environment`; solo does"
-            )
-        with session.progress.phase("evaluate solo"):
-            return {"solo": solo_episodes(session, weights)}
     # Answers of one model, which several modes read.
-    alone: dict[str, Answers] = {}
+    alone: dict[str, Drawn] = {}
     for author, rules in (("senior", SENIOR_ALONE), ("junior", JUNIOR_ALONE)):
         if any(author in _READS[mode] for mode in modes):
             with session.progress.phase(f"evaluate, {author} alone"):
@@ -62,6 +55,8 @@ def evaluate(
 # The models whose answers a mode reads.
 _READS: Mapping[EvalMode, Sequence[str]] = {
     "solo": ["senior"],
+    "junior_solo": ["junior"],
+    "tandem": [],
     "handoff": [],
     "legibility": ["senior"],
     "junior_takeover": ["senior"],
@@ -72,15 +67,17 @@ _READS: Mapping[EvalMode, Sequence[str]] = {
 def _evaluation(
     mode: EvalMode,
     session: Session,
-    alone: Mapping[str, Answers],
+    alone: Mapping[str, Drawn],
     weights: server_pb2.WeightsVersion,
 ) -> Evaluation:
-    if mode == "solo":
-        return solo(session, alone["senior"])
+    if mode in ("solo", "junior_solo"):
+        return solo(session, mode, alone[_READS[mode][0]])
+    if mode == "tandem":
+        return tandem(session, draw(session, session.settings.tandem.given(), weights))
     if mode == "handoff":
         return handoff(session, weights)
     if mode == "legibility":
         return legibility(session, alone["senior"], weights)
     if mode == "junior_takeover":
-        return takeover(session, alone["senior"], "junior", weights)
-    return takeover(session, alone["junior"], "senior", weights)
+        return takeover(session, alone["senior"].answers, "junior", weights)
+    return takeover(session, alone["junior"].answers, "senior", weights)

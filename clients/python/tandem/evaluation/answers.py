@@ -12,12 +12,16 @@ import numpy as np
 
 from tandem._proto.types.v1 import server_pb2, trajectory_pb2
 from tandem.data.dataset import Example
+from tandem.environments.run_environment import trajectories_of
+from tandem.errors import RewardError
 from tandem.models.tokenizer import TextCodec
 from tandem.rewards.judges.cases import Outcome
 from tandem.rewards.judges.responses import Response as JudgedResponse
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
+from tandem.run_directory.episodes import NoRecord
 from tandem.run_directory.trajectories.record import Response
+from tandem.session.episodes import draw_episodes, episode_metrics, failures_without_response
 from tandem.session.session import Session
 from tandem.settings.run import EvalMode
 from tandem.utils.stats import pass_at_k, wilson_interval
@@ -25,13 +29,19 @@ from tandem.utils.stats import pass_at_k, wilson_interval
 # The samples of every prompt.
 Answers = list[list[trajectory_pb2.Trajectory]]
 
-# The fields of TandemConfig with which one model writes every token.
-SENIOR_ALONE: Mapping[str, Any] = {"enabled": False}
-JUNIOR_ALONE: Mapping[str, Any] = {
-    "enabled": True,
-    "selection_strategy": "bernoulli",
-    "prob_senior": 0.0,
-}
+
+@dataclass(frozen=True)
+class Drawn:
+    """Answers to the held-out prompts that are not graded yet.
+
+    Attributes:
+        environments: what the environment of each answer gave; None without episodes.
+        numbers: the keys of evals.jsonl that only episodes have.
+    """
+
+    answers: Answers
+    environments: Sequence[Sequence[Outcome | None]] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Grades:
     """The grades of the answers to a set of prompts.
 
     Attributes:
-        correct: by prompt, whether each sample is correct.
+        correct: by prompt, whether each sample is correct; missing ones come last.
         rewards: by prompt, the samples' rewards; None where a reward failed, which counts as not
             correct.
         pass_at: k → unbiased estimate of pass@k.
@@ -144,14 +154,27 @@ class Evaluation:
                 )
 
 
-def draw(
-    session: Session, tandem: Mapping[str, Any], weights: server_pb2.WeightsVersion
-) -> Answers:
+def draw(session: Session, tandem: Mapping[str, Any], weights: server_pb2.WeightsVersion) -> Drawn:
     """Draws answers to the held-out prompts by these weights, which must be the trainer's.
 
-    `tandem` has the fields of TandemConfig. All modes draw with the same seeds.
+    The answers are episodes in a run with an environment. `tandem` has the fields of TandemConfig.
+    All modes draw with the same seeds.
+
+    Raises RewardError if no episode could begin.
     """
-    return session.generate(prompts_of(session, tandem), weights)
+    prompts = prompts_of(session, tandem)
+    if session.environment is None:
+        return Drawn(session.generate(prompts, weights))
+    requests = dict(enumerate(zip(prompts, held_out(session), strict=True)))
+    drawn = draw_episodes(session, 0, requests, weights, NoRecord())
+    episodes = list(itertools.chain(*drawn))
+    answers = [trajectories_of(group) for group in drawn]
+    if not any(answers):
+        raise RewardError(
+            f"no episode of the evaluation began\n{failures_without_response(episodes)[0]}"
+        )
+    gave = [[one.reward for one in group if one.trajectory is not None] for group in drawn]
+    return Drawn(answers, gave, episode_metrics(episodes))
 
 
 def prompts_of(session: Session, tandem: Mapping[str, Any]) -> list[Prompt]:
@@ -174,20 +197,14 @@ def prompts_of(session: Session, tandem: Mapping[str, Any]) -> list[Prompt]:
     ]
 
 
-def grade(
-    session: Session,
-    answers: Answers,
-    lengths: Sequence[Sequence[int]] | None = None,
-    environments: Sequence[Sequence[Outcome | None]] | None = None,
-) -> Grades:
+def grade(session: Session, drawn: Drawn, lengths: Sequence[Sequence[int]] | None = None) -> Grades:
     """Judges the answers to every held-out prompt, or their first tokens, as many as `lengths`.
 
-    `environments` has what the environment of each answer gave. An answer that is missing, because
-    its environment failed before it began, is not correct.
+    An answer that is missing, because its environment failed before it began, is not correct.
     """
-    settings = session.settings
+    settings, answers = session.settings, drawn.answers
     ends = lengths or [[len(one.response_token_ids) for one in group] for group in answers]
-    gave_all = environments or [[None] * len(group) for group in answers]
+    gave_all = drawn.environments or [[None] * len(group) for group in answers]
     responses = [
         [
             JudgedResponse(

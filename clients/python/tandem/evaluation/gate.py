@@ -13,17 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from tandem.errors import ConfigError
-from tandem.evaluation.answers import (
-    JUNIOR_ALONE,
-    SENIOR_ALONE,
-    Answers,
-    Grades,
-    draw,
-    grade,
-)
+from tandem.evaluation.answers import Answers, Grades, draw, grade
+from tandem.rpc.requests import JUNIOR_ALONE, SENIOR_ALONE
 from tandem.session.session import Session
 from tandem.settings.run import RunSettings
+from tandem.utils.authors import written
 from tandem.utils.stats import clustered_mean
 
 Value = TypeVar("Value")
@@ -36,7 +30,7 @@ class Group:
     Attributes:
         share: of all answers of the author.
         accuracy: None without answers, as the other numbers.
-        tokens: mean length of an answer.
+        tokens: mean length of an answer, the tokens of an environment left out.
     """
 
     answers: int
@@ -148,12 +142,7 @@ def as_in_training(settings: RunSettings) -> RunSettings:
 
 
 def gate(session: Session) -> Gate:
-    """Draws answers to the held-out prompts, as as_in_training() has set, and compares them.
-
-    Raises ConfigError for a run with an environment.
-    """
-    if session.environment is not None:
-        raise ConfigError("--gate: does not work with `environment`")
+    """Draws answers to the held-out prompts, as as_in_training() has set, and compares them."""
     weights = session.weights()
     rules: dict[str, Mapping[str, Any]] = {"senior": SENIOR_ALONE}
     if session.settings.tandem.enabled:
@@ -162,11 +151,12 @@ def gate(session: Session) -> Gate:
     grades: dict[str, Grades] = {}
     for author, tandem in rules.items():
         with session.progress.phase(f"evaluate, {author}"):
-            answers[author] = draw(session, tandem, weights)
-            grades[author] = grade(session, answers[author])
+            drawn = draw(session, tandem, weights)
+            answers[author] = drawn.answers
+            grades[author] = grade(session, drawn)
     graded = {author: _graded(one, grades[author]) for author, one in answers.items()}
     patterns = grades["senior"].patterns
-    [first, *_] = answers.get("both", answers["senior"])[0]
+    first = next(itertools.chain(*answers.get("both", answers["senior"])))
     return Gate(
         authors={author: _group(every, every) for author, every in graded.items()},
         equal_groups={author: _equal_groups(one.rewards) for author, one in grades.items()},
@@ -191,11 +181,14 @@ class _Graded(NamedTuple):
 
 
 def _graded(answers: Answers, grades: Grades) -> list[_Graded]:
-    """Returns the answers to all prompts with their grades, one after the other."""
+    """Returns the answers to all prompts with their grades, one after the other.
+
+    Answers that are missing, because their environment failed, are left out.
+    """
     return [
-        _Graded(correct, reward, len(one.response_token_ids))
-        for rows in zip(answers, grades.correct, grades.rewards, strict=True)
-        for one, correct, reward in zip(*rows, strict=True)
+        _Graded(correct, reward, written(one.authorship_mask))
+        for group, every, rewards in zip(answers, grades.correct, grades.rewards, strict=True)
+        for one, correct, reward in zip(group, every[: len(group)], rewards, strict=True)
     ]
 
 

@@ -9,7 +9,7 @@ from tandem._proto.types.v1 import server_pb2
 from tandem.evaluation.answers import Evaluation, draw, grade
 from tandem.preflight.checks import handoff_boundary_ids
 from tandem.session.session import Session
-from tandem.utils.authors import senior_fraction
+from tandem.utils.authors import ENVIRONMENT, JUNIOR, senior_fraction
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,8 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
     """Draws answers in turns and measures accuracy, pass@k and authorship.
 
     The senior begins; both share `max_tokens`. A turn ends with a token whose own text ends with
-    `eval.handoff_boundary`, whatever boundary the servers are configured with.
+    `eval.handoff_boundary`, whatever boundary the servers are configured with. In an episode the
+    senior begins behind everything that the environment says, and no answer is cut.
 
     Raises:
         ConfigError: no token's text ends with the boundary.
@@ -32,10 +33,13 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
         "selection_strategy": "sentence",
         "boundary_token_ids": handoff_boundary_ids(session.settings, session.codec),
     }
-    answers = draw(session, tandem, weights)
-    masks = [[first_rounds(one.authorship_mask, MAX_ROUNDS) for one in group] for group in answers]
+    drawn = draw(session, tandem, weights)
+    answers = drawn.answers
+    # What an environment has heard cannot be cut off.
+    most = MAX_ROUNDS if session.environment is None else None
+    masks = [[first_rounds(one.authorship_mask, most) for one in group] for group in answers]
     flat = list(itertools.chain(*masks))
-    if max(map(rounds, flat)) == 1:
+    if not any(JUNIOR in mask for mask in flat):
         # Tokenizers that split a blank line into two tokens have hardly a token that ends a turn.
         _log.info(
             "handoff: no answer has a token that ends a turn (eval.handoff_boundary: "
@@ -45,8 +49,9 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
     return Evaluation(
         "handoff",
         answers,
-        grade(session, answers, [[len(mask) for mask in group] for group in masks]),
+        grade(session, drawn, [[len(mask) for mask in group] for group in masks]),
         {
+            **drawn.numbers,
             "rounds/mean": sum(map(rounds, flat)) / len(flat),
             "rounds/cut": sum(len(mask) < n for mask, n in zip(flat, whole, strict=True)),
             "tandem/senior_token_fraction": senior_fraction(flat),
@@ -55,11 +60,19 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
 
 
 def rounds(mask: bytes) -> int:
-    """Returns the number of turns of an answer: the author changes after each."""
-    return 1 + sum(a != b for a, b in itertools.pairwise(mask))
+    """Returns the number of turns of an answer: the author changes after each.
+
+    What an environment says is nobody's turn, and ends one.
+    """
+    return sum(author != ENVIRONMENT for author, _ in itertools.groupby(mask))
 
 
-def first_rounds(mask: bytes, most: int) -> bytes:
-    """Returns the authorship mask up to the end of turn number `most`, which is at least 1."""
+def first_rounds(mask: bytes, most: int | None) -> bytes:
+    """Returns the authorship mask up to the end of turn number `most`, which is at least 1.
+
+    None stands for all turns.
+    """
+    if most is None:
+        return mask
     ends = (t for t in range(1, len(mask)) if mask[t] != mask[t - 1])
     return mask[: next(itertools.islice(ends, most - 1, None), len(mask))]

@@ -9,14 +9,8 @@ import math
 import numpy as np
 
 from tandem._proto.types.v1 import server_pb2, trajectory_pb2
-from tandem.evaluation.answers import (
-    JUNIOR_ALONE,
-    SENIOR_ALONE,
-    Answers,
-    Evaluation,
-    grade,
-    prompts_of,
-)
+from tandem.evaluation.answers import Answers, Drawn, Evaluation, grade, prompts_of
+from tandem.rpc.requests import JUNIOR_ALONE, SENIOR_ALONE
 from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.wire import from_tensor, to_tensor
 from tandem.session.session import Session
@@ -64,7 +58,7 @@ def takeover(
     return Evaluation(
         mode,
         answers,
-        grade(session, answers),
+        grade(session, Drawn(answers)),
         {
             "taken_over": len(places),
             "tandem/senior_token_fraction": senior_fraction(masks),

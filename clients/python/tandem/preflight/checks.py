@@ -8,7 +8,13 @@ from typing import Any
 
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.trainer.v1 import trainer_pb2
-from tandem.cluster.plan import answers_held_out, drafts_in, draws_responses, modes_in
+from tandem.cluster.plan import (
+    answers_held_out,
+    drafts_in,
+    draws_responses,
+    environment_asks_junior,
+    modes_in,
+)
 from tandem.data.dataset import Dataset
 from tandem.data.supervised import require_lengths
 from tandem.errors import ConfigError, RpcError, TandemError
@@ -54,6 +60,9 @@ def check_servers(
                     has_speculator=rollout.has_speculator,
                     whose=rollout.whose,
                 )
+        if environment_asks_junior(settings, purpose):
+            with problems.collect():
+                require_junior("environment.junior", rollout.has_junior, rollout.whose)
         if purpose != "train":
             continue
         if settings.tandem.enabled:
@@ -305,6 +314,18 @@ def handoff_boundary_ids(settings: RunSettings, codec: TextCodec) -> list[int]:
             hint='choose a text that single tokens end with, such as "." or "\\n"',
         )
     return ids
+
+
+def check_modes(modes: Sequence[EvalMode], settings: RunSettings) -> None:
+    """Raises ConfigError for evaluations that a run of these settings cannot make."""
+    takeovers = [mode for mode in modes if mode in ("junior_takeover", "senior_takeover")]
+    if takeovers and settings.environment is not None:
+        raise ConfigError(
+            f"eval.modes: {', '.join(takeovers)}: does not work with `environment`, which cannot "
+            "be set back to where the other model takes over"
+        )
+    if "tandem" in modes and not settings.tandem.enabled:
+        raise ConfigError("eval.modes: tandem: tandem.enabled is false, so it is the mode solo")
 
 
 def check_junior(modes: Sequence[EvalMode], has_junior: bool, whose: str) -> None:

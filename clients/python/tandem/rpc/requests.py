@@ -22,6 +22,14 @@ from tandem.rpc.transport import MAX_SEND_BYTES
 from tandem.rpc.wire import to_message, to_tensor
 from tandem.utils.authors import ENVIRONMENT
 
+# The fields of TandemConfig with which one model writes every token.
+SENIOR_ALONE: Mapping[str, Any] = {"enabled": False}
+JUNIOR_ALONE: Mapping[str, Any] = {
+    "enabled": True,
+    "selection_strategy": "bernoulli",
+    "prob_senior": 0.0,
+}
+
 # Upper bound of the bytes before an inner message: its tag and its length.
 _TAG_BYTES = 6
 # Bytes for the prompts of one message, without the message around them and its last flag.

@@ -13,7 +13,7 @@ from tandem.cluster import registry
 from tandem.cluster.plan import modes_in, planned, uses_of
 from tandem.cluster.readiness import wait_until_serving
 from tandem.environments.contract import EnvironmentClass
-from tandem.environments.run_environment import RunEnvironment
+from tandem.environments.run_environment import RunEnvironment, load_environment
 from tandem.errors import ConfigError
 from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool
@@ -85,9 +85,11 @@ def prepare(
         with problems.collect():
             servers = registry.addresses(servers, any_rollout=uses_of(settings, purpose).rollout)
     connections = Connections(settings.servers, credentials)
+    with problems.collect():
+        checks.check_modes(modes_in(settings, purpose), settings)
     environment_class = _load_environment(settings, purpose, problems)
     reward = _read_reward(settings, environment_class, purpose, progress, problems, stack)
-    tools = list(environment_class.tools.values()) if environment_class is not None else []
+    tools = environment_class.shown_tools if environment_class is not None else []
     inputs = read_inputs(settings, purpose, problems, tools)
     _check_reward(reward, inputs, problems)
     environment = _open_environment(environment_class, inputs, progress, problems, stack)
@@ -131,12 +133,7 @@ def _load_environment(
     if settings.environment is None or purpose == "drafts":
         return None
     with problems.collect():
-        if others := [mode for mode in modes_in(settings, purpose) if mode != "solo"]:
-            raise ConfigError(
-                f"eval.modes: {', '.join(others)}: does not work with `environment`; solo does"
-            )
-    with problems.collect():
-        return EnvironmentClass.load(settings.environment)
+        return load_environment(settings.environment)
     return None
 
 

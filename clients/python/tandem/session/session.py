@@ -315,8 +315,8 @@ class Session:
     def _inputs(self) -> dict[str, Any]:
         """Returns digests of the rows, and of the files of reward functions and environment."""
         inputs = {"data": self.data.digest()}
-        if self.environment is not None and (file := self.environment.environment.file):
-            inputs["environment"] = xxhash.xxh3_128_hexdigest(file.read_bytes())
+        if self.environment is not None and (digest := self.environment.environment.digest):
+            inputs["environment"] = digest
         if self.purpose == "train" and self.reward.files:
             files = [xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in self.reward.files]
             inputs["reward"] = files[0] if len(files) == 1 else files

@@ -49,7 +49,15 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 # The command that reads a run file; drafts stands for `tandem speculator eval`.
 Purpose = Literal["train", "sft", "eval", "drafts"]
 # Evaluations, in the order in which they are explained.
-EvalMode = Literal["solo", "handoff", "legibility", "junior_takeover", "senior_takeover"]
+EvalMode = Literal[
+    "solo",
+    "junior_solo",
+    "tandem",
+    "handoff",
+    "legibility",
+    "junior_takeover",
+    "senior_takeover",
+]
 
 # Settings of `data` that say how a row becomes a prompt.
 HOW_PROMPTS_ARE_WRITTEN = (
@@ -425,9 +433,10 @@ class EvalSettings(Settings):
     # template, chat_template_kwargs, add_special_tokens, format, images, system, extract) hold
     # here, too, unless they are set.
     data: DataSettings | None = None
-    # solo: the senior answers alone. handoff: senior and junior take turns. legibility: the junior
-    # predicts the senior's solo answers. junior_takeover: the junior finishes what the senior
-    # began. senior_takeover: the senior finishes what the junior began.
+    # solo: the senior answers alone. junior_solo: the junior does. tandem: both answer, as the
+    # section `tandem` says. handoff: senior and junior take turns. legibility: the junior predicts
+    # the senior's solo answers. junior_takeover: the junior finishes what the senior began.
+    # senior_takeover: the senior finishes what the junior began.
     modes: list[EvalMode] = Field(["solo"], min_length=1)
     # Text that ends a turn of the handoff: every token whose own text ends with this text ends a
     # turn. Default: a blank line, which not every tokenizer writes as one token.

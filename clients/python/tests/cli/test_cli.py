@@ -61,7 +61,7 @@ def test_eval_measures_the_modes_that_are_asked_for(world, run_file):
         ),
     ]
     said = tandem("eval", run_file, "--mode", "duo", check=2).stderr
-    assert "tandem: --mode: must be one of solo, handoff, legibility, " in said
+    assert "tandem: --mode: must be one of solo, junior_solo, tandem, handoff, " in said
     assert ", not 'duo'" in said
     world.has_junior = False
     error = json.loads(tandem("eval", run_file, *modes, "--json", check=2).stderr)

@@ -11,97 +11,12 @@ import yaml
 from commands import contents, lines, tandem
 from commands import records as records_of
 from fake_fleet import FakeReplica, random_delay
-from talking import called, chat_codec, let_write
+from guess_game import ENVIRONMENT, guessing, train
+from talking import called, let_write
 
 from tandem.metrics import CLOCK_KEYS, ENVIRONMENT_KEYS, KEYS
-from tandem.rpc.author_schedule import TOKEN, uniform
 from tandem.run_directory.trajectories.files import evaluation_file, read_records
 from tandem.utils.authors import turns
-
-ENVIRONMENT = '''
-import time
-from pathlib import Path
-
-class Guess:
-    """A number from 0 to 3 to guess."""
-
-    def reset(self, answer, seed, **row):
-        self.answer, self.tries, self.done = answer, 0, False
-        if row.get("breaks") == "reset":
-            raise RuntimeError("no connection")
-        return " Begin."
-
-    def guess(self, number: int) -> str:
-        """Says how a number compares.
-
-        Args:
-            number: the number.
-        """
-        self.tries += 1
-        self.done = number == self.answer
-        return "right" if self.done else "higher" if self.answer > number else "lower"
-
-    async def hint(self) -> str:
-        """Gives a hint."""
-        return f"it is {self.answer}"
-
-    def think(self, seconds: float) -> str:
-        """Takes its time.
-
-        Args:
-            seconds: how much.
-        """
-        time.sleep(seconds)
-        return "well"
-
-    def fail(self) -> str:
-        """Does not work."""
-        raise ValueError("out of order")
-
-    def get_reward(self):
-        return 1.0 / max(1, self.tries) if self.done else 0.0
-'''
-
-
-@pytest.fixture
-def codec(tmp_path):
-    return chat_codec(tmp_path / "talker")
-
-
-@pytest.fixture
-def run_file(address, world, codec, tmp_path, monkeypatch):
-    """A run whose rows are numbers to guess; the models write nothing until let_write()."""
-    monkeypatch.setattr(fakes, "VOCABULARY", codec.vocabulary_size)
-    world.max_model_len = world.junior_max_model_len = 2048
-    (tmp_path / "env.py").write_text(ENVIRONMENT)
-    rows = [{"prompt": f"Guess {i}.", "answer": i % 4} for i in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "run_dir": "run",
-        "steps": 2,
-        "tokenizer": str(codec.directory),
-        "servers": {"rollout": [address], "trainer": address},
-        "data": {"jsonl": "rows.jsonl", "template": "chat"},
-        "batch": {"prompts_per_step": 3, "samples_per_prompt": 2},
-        "sampling": {"max_tokens": 200},
-        "environment": {"class": "env.py:Guess"},
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-def guessing(seed, index, before):
-    """Guesses one number after the other, in an order that the seed decides, then is done."""
-    tried = before.count("<tool_call>")
-    if "right" in before:
-        return "Done."
-    number = int(uniform(seed, index, 0, TOKEN) * 4 + tried) % 4
-    return "I guess. " + called("guess", number=number)
-
-
-def train(run_file, *arguments, check=0):
-    return tandem("train", run_file, *arguments, check=check)
 
 
 def without_clock(metrics):
@@ -401,9 +316,26 @@ def test_the_reward_of_an_environment_may_have_a_weight(world, codec, run_file, 
     ("overrides", "says"),
     [
         (["data.template=raw"], "environment: rows.jsonl"),
-        (["eval.every=1", "eval.modes=[legibility]"], "eval.modes: legibility: does not work"),
+        (
+            ["eval.every=1", "eval.modes=[solo, junior_takeover]"],
+            "eval.modes: junior_takeover: does not work with `environment`",
+        ),
+        (
+            ["eval.every=1", "eval.modes=[tandem]", "tandem.enabled=false"],
+            "eval.modes: tandem: tandem.enabled is false",
+        ),
         (["environment.class=nowhere.py:Guess"], "environment.class: "),
         (["environment.max_turns=0"], "environment.max_turns: must be at least 1"),
+        (["environment.class=null"], "environment: either `class` or `openenv` names"),
+        (
+            ["environment.openenv.url=http://127.0.0.1:1"],
+            "environment: either `class` or `openenv` names",
+        ),
+        (
+            ["environment={openenv: {url: 'http://127.0.0.1:1'}, junior: true}"],
+            "environment: junior: only applies to a `class`",
+        ),
+        (["environment={openenv: {url: '127.0.0.1:1'}}"], "environment.openenv.url: "),
         (["reward.overlong_buffer={len: 2}"], "reward.overlong_buffer: does not apply"),
         (["environment=null", "reward.function=environment"], "needs the section `environment`"),
     ],
@@ -504,9 +436,46 @@ def test_episodes_that_cannot_begin_are_not_correct(world, codec, run_file, tmp_
     assert "no episode of the evaluation began" in tandem("eval", run_file, check=1).stderr
 
 
-def test_the_gate_is_refused(world, codec, run_file):
+def authors_of(prompt):
+    """Who writes a prompt's tokens, by its fields of TandemConfig."""
+    if not prompt.tandem.enabled:
+        return {1}
+    return {0} if prompt.tandem.prob_senior == 0 else {0, 1}
+
+
+def test_evaluations_draw_episodes_of_every_author(world, codec, run_file, tmp_path):
     let_write(world, codec, guessing)
-    assert "--gate: does not work" in tandem("eval", run_file, "--gate", check=2).stderr
+    asked = []
+    world.on_prompt = asked.append
+    modes = ["solo", "junior_solo", "tandem", "handoff"]
+    boundary = "eval.handoff_boundary=s"
+    given = ["--json", f"eval.modes=[{', '.join(modes)}]", boundary, "reward.correct_at=0.5"]
+    printed = tandem("eval", run_file, *given, "--answers", tmp_path / "answers")
+    found = json.loads(printed.stdout.splitlines()[-1])["evaluations"]
+    assert list(found) == modes
+    for mode in modes:
+        answers = read_records(tmp_path / "answers" / f"{mode}.parquet")
+        assert found[mode]["accuracy"] == sum(one["reward"] >= 0.5 for one in answers) / 12
+        assert found[mode]["environment/turns_mean"] == pytest.approx(
+            sum(turns(one["authorship_mask"]) for one in answers) / 12
+        )
+    # Each mode's models write all turns, the later ones too.
+    drawn = [authors_of(one) for one in asked]
+    assert [drawn.count(one) > 12 for one in ({1}, {0}, {0, 1})] == [True] * 3
+
+
+def test_the_gate_compares_episodes_by_author(world, codec, run_file, tmp_path):
+    rows = [{"prompt": "a", "answer": 0}, {"prompt": "b", "answer": 0, "breaks": "reset"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    let_write(world, codec, guessing)
+    printed = tandem("eval", run_file, "--gate", "--json", "eval.patterns={right: right}")
+    gate = json.loads(printed.stdout.splitlines()[-1])
+    assert set(gate["authors"]) == {"senior", "junior", "both"}
+    # The samples of the row whose reset() fails are left out.
+    assert [one["answers"] for one in gate["authors"].values()] == [2, 2, 2]
+    # "I guess. " and the call in each turn; what the environment says is nobody's.
+    turn = len(codec.encode("I guess. " + called("guess", number=0) + "<|im_end|>", special=False))
+    assert gate["authors"]["senior"]["tokens"] % (turn / 2) == 0
 
 
 def test_supervised_training_shows_the_tools_in_its_prompts(world, codec, run_file, tmp_path):
@@ -535,3 +504,83 @@ def test_episodes_are_the_same_on_several_replicas(world, codec, run_file, tmp_p
         name = f"trajectories/step_{step}.parquet"
         alone, several = (tmp_path / run / name for run in ("alone", "several"))
         assert several.read_bytes() == alone.read_bytes()
+
+
+# An environment that hangs in a call, fails in one, or says too much, as its row has it.
+TROUBLED = (
+    ENVIRONMENT.replace(
+        "        self.tries += 1\n",
+        """        self.tries += 1
+        if self.trouble == "hangs":
+            threading.Event().wait(60)
+        if self.trouble == "crashes":
+            raise EnvironmentFailedError("the simulator is gone")
+        if self.trouble == "floods":
+            return "x" * (1 << 26)
+""",
+    )
+    .replace(
+        "self.done = answer, 0, False",
+        "self.done = answer, 0, False\n        self.trouble = row.get('trouble')",
+    )
+    .replace("import time", "import threading, time\nfrom tandem import EnvironmentFailedError")
+)
+
+
+def test_of_64_environments_three_in_trouble_cost_their_own_episodes(
+    world, codec, run_file, tmp_path
+):
+    (tmp_path / "env.py").write_text(TROUBLED)
+    troubles = {7: "hangs", 21: "crashes", 40: "floods"}
+    rows = [{"prompt": str(i), "answer": 1, "trouble": troubles.get(i, "")} for i in range(64)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    let_write(world, codec, guessing)
+    trained = []
+    world.on_samples = trained.extend
+    batch = ["batch.prompts_per_step=64", "batch.samples_per_prompt=1"]
+    train(run_file, "steps=1", *batch, "environment.timeout_seconds=1")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert (line["environment/failures"], line["environment/timeouts"]) == (3, 1)
+    assert line["environment/stop_time"] == 1
+    assert line["reward/failed"] == 3
+    assert len(trained) == 61
+    records = records_of(tmp_path / "run", 1)
+    lost = {one["row"]["trouble"] for one in records if one["reward"] is None}
+    assert lost == set(troubles.values())
+    assert all(one["reward"] > 0 for one in records if not one["row"]["trouble"])
+    log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
+    for message in (
+        "no answer within 1 s (timeout_seconds)",
+        "EnvironmentFailedError: the simulator is gone",
+        "guess() said 67,108,864 characters, at most 1,048,576",
+    ):
+        assert message in log
+
+
+COUNTED = ENVIRONMENT.replace(
+    '        if row.get("breaks") == "reset":',
+    '        COUNT.append(1)\n        MOST.append(sum(COUNT))\n        if row.get("breaks"):',
+).replace("class Guess:", "COUNT, MOST = [], []\n\nclass Guess:") + (
+    "\n    def close(self):\n        Path({place!r}).write_text(str(max(MOST)))\n"
+)
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_no_more_episodes_than_allowed_are_under_way(world, codec, run_file, tmp_path, most):
+    (tmp_path / "env.py").write_text(
+        COUNTED.replace("{place!r}", repr(str(tmp_path / "most"))).replace(
+            "    def get_reward(self):\n",
+            "    def get_reward(self):\n        COUNT.append(-1)\n",
+        )
+    )
+    let_write(world, codec, guessing)
+    train(run_file, "steps=1", "environment.workers=6")
+    assert int((tmp_path / "most").read_text()) > most
+    world.version = world.published = 0
+    bound = f"environment.concurrent_episodes={most}"
+    train(run_file, "steps=1", "environment.workers=6", bound, f"run_dir={tmp_path / 'bound'}")
+    assert int((tmp_path / "most").read_text()) <= most
+    first, second = (
+        (tmp_path / run / "trajectories/step_1.parquet").read_bytes() for run in ("run", "bound")
+    )
+    assert first == second

@@ -81,7 +81,7 @@ def test_mistakes_are_named_by_path(file, subtests):
         ("eval.modes=[]", "eval.modes: must have at least 1 entry"),
         (
             "eval.modes=[duo]",
-            "eval.modes.0: must be solo, handoff, legibility, ",
+            "eval.modes.0: must be solo, junior_solo, tandem, handoff, ",
         ),
         ("eval.modes=[solo, solo]", "eval: a mode is listed twice"),
         ("batch.samples_per_prompt=2147483648", "batch.samples_per_prompt: must be at most"),

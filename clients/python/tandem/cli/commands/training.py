@@ -229,11 +229,12 @@ def evaluate_command(
 ) -> None:
     """Measure the senior on held-out prompts.
 
-    solo: accuracy and pass@k of the senior by itself. handoff: the same when
-    senior and junior take turns, as eval.handoff_boundary sets. legibility:
-    the junior's cross-entropy over the senior's solo answers. junior_takeover:
-    accuracy when the junior finishes what the senior began, as eval.takeover
-    sets; senior_takeover: the other way round.
+    solo: accuracy and pass@k of the senior by itself; junior_solo: of the
+    junior; tandem: of both, as in training. handoff: the same when senior and
+    junior take turns, as eval.handoff_boundary sets. legibility: the junior's
+    cross-entropy over the senior's solo answers. junior_takeover: accuracy
+    when the junior finishes what the senior began, as eval.takeover sets;
+    senior_takeover: the other way round.
 
     --checkpoint leaves its weights in the trainer and the rollout servers; the
     next run still begins with the base model.
