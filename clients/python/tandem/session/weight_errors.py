@@ -32,6 +32,20 @@ def other_weights(
     )
 
 
+def lost_weights(
+    address: str, served: server_pb2.WeightsVersion, weights: server_pb2.WeightsVersion
+) -> FailedPreconditionError:
+    """Returns the error for a rollout server without the weights that draw an asynchronous step."""
+    return FailedPreconditionError(
+        f"{address} serves {in_words(served)}, and the rollouts of this step are drawn with "
+        f"{in_words(weights)}, which the trainer has left behind",
+        code=grpc.StatusCode.FAILED_PRECONDITION,
+        reason="WEIGHTS_DIFFER",
+        hint="the rollout server was restarted, or another run publishes to it: --resume draws the "
+        "steps after the last checkpoint again, with the same results",
+    )
+
+
 def changed_weights(
     server: TrainerClient | CriticClient, holds: str, left: str
 ) -> FailedPreconditionError:
