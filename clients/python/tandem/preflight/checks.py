@@ -15,6 +15,7 @@ from tandem.errors import ConfigError, RpcError, TandemError
 from tandem.models.tokenizer import TextCodec
 from tandem.preflight.problems import Problems
 from tandem.preflight.server_facts import RolloutFacts, ServerFacts
+from tandem.settings.asynchronous import IMPORTANCE_SAMPLING_CAP
 from tandem.settings.run import EvalMode, Purpose, RunSettings
 
 _log = logging.getLogger(__name__)
@@ -214,6 +215,41 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
             "weights",
             hint="the reference is a rollout server of its own, or `junior`",
         )
+
+
+def check_async(settings: RunSettings, purpose: Purpose) -> None:
+    """Raises ConfigError for an asynchronous run of another kind than `tandem train`."""
+    if settings.async_.max_staleness and purpose == "sft":
+        raise ConfigError(
+            "async.max_staleness: only applies to `tandem train`; supervised training learns each "
+            "step's texts with the weights of the step before",
+            hint="async.max_staleness=0 for this command",
+        )
+
+
+def note_async(settings: RunSettings) -> None:
+    """Notes settings that cost an asynchronous run time, or leave its stale tokens uncorrected."""
+    staleness, objective = settings.async_.max_staleness, settings.objective
+    if not staleness:
+        return
+    corrections = ("importance_sampling_cap", "rejection_upper", "off_policy_mask_threshold")
+    if objective.old_logprobs == "recomputed" and not any(
+        getattr(objective, one) for one in corrections
+    ):
+        _log.warning(
+            "objective.old_logprobs: recomputed: nothing corrects the update for tokens of older "
+            f"weights (async.max_staleness: {staleness}); objective.importance_sampling_cap: "
+            f"{IMPORTANCE_SAMPLING_CAP:g} weighs them"
+        )
+    for field, every in (
+        ("checkpoint.every", settings.checkpoint.every),
+        ("eval.every", settings.eval.every),
+    ):
+        if every % staleness:
+            _log.info(
+                f"{field}: {every} is no multiple of async.max_staleness ({staleness}): rollout "
+                "servers and trainer wait for each other there"
+            )
 
 
 def note_start_and_reference(settings: RunSettings) -> None:
