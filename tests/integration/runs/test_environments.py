@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 
 import harness
@@ -85,3 +86,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run):
         for path in (whole, parted)
     ]
     assert lines[0] == lines[1]
+
+
+
+def test_episodes_that_are_drawn_ahead_are_saved_with_the_checkpoint(run, tmp_path):
+    """The judge fails once in step 4, of a run that has drawn it with the weights after step 2."""
+    options = ("steps=5", "async.max_staleness=2")
+    whole = run("whole", *options)
+    judge = tmp_path / "reward.py"
+    judged = judge.read_text()
+    judge.write_text(judged.replace("    return", "    assert step < 5\n    return"))
+    judge.write_text(judge.read_text().replace("response, **row", "response, step, **row"))
+    with pytest.raises(AssertionError):
+        run("parted", *options)
+    state = json.loads((tmp_path / "parted" / "state.json").read_text())
+    assert list(state["rollouts"]["files"]) == [str(state["step"] + 1)]
+    judge.write_text(judged)
+    parted = run("parted", *options, "--resume", "--change", "inputs.reward")
+    assert _results(parted) == _results(whole)
+
+
+def _results(path):
+    """The metrics of a run without the clock's, and the bytes of its trajectories."""
+    steps = harness.metrics_without_clock(path)
+    return steps, [
+        (path / f"trajectories/step_{one['step']}.parquet").read_bytes() for one in steps
+    ]

@@ -109,6 +109,8 @@ class Session:
             self.connections.retry,
             # Nothing is drawn while an asynchronous run publishes.
             one_by_one=bool(self.settings.objective.max_staleness) and not self.is_async,
+            # Drawing with PINNED weights brings no server up.
+            to_lost=self.is_async,
         )
 
     @property
@@ -219,7 +221,7 @@ class Session:
     ) -> RpcError:
         """Returns the error for a rollout server that does not serve the pinned weights."""
         others = [one for one in self.rollouts.replicas if one.client is not client]
-        if served.version < weights.version and any(not one.lost for one in others):
+        if any(not one.lost for one in others):
             return UnavailableError(
                 f"it serves {in_words(served)}, and gets others with the next publication",
                 code=grpc.StatusCode.UNAVAILABLE,

@@ -39,8 +39,10 @@ def test_every_step_is_drawn_with_the_weights_of_the_schedule(run_file, tmp_path
     run, schedule = tmp_path / "run", Schedule(staleness)
     for step, line in enumerate(lines(run / "metrics.jsonl"), start=1):
         assert versions(run, step) == {schedule.drawn_after(step)}
-        assert line["staleness/mean"] == line["staleness/max"] == (
-            step - 1 - schedule.drawn_after(step)
+        assert (
+            line["staleness/mean"]
+            == line["staleness/max"]
+            == (step - 1 - schedule.drawn_after(step))
         )
 
 
