@@ -88,7 +88,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run):
     assert lines[0] == lines[1]
 
 
-
 def test_episodes_that_are_drawn_ahead_are_saved_with_the_checkpoint(run, tmp_path):
     """The judge fails once in step 4, of a run that has drawn it with the weights after step 2."""
     options = ("steps=5", "async.max_staleness=2")

@@ -241,6 +241,14 @@ def note_async(settings: RunSettings) -> None:
             f"weights (async.max_staleness: {staleness}); objective.importance_sampling_cap: "
             f"{IMPORTANCE_SAMPLING_CAP:g} weighs them"
         )
+    if any(
+        one.executor == "thread" and one.workers == 1 and not one.is_builtin
+        for one in settings.reward_functions
+    ):
+        _log.warning(
+            "reward.workers: 1 calls the function in the thread that draws ahead, not in the main "
+            "thread (async.max_staleness): time limits by `signal` fail there"
+        )
     for field, every in (
         ("checkpoint.every", settings.checkpoint.every),
         ("eval.every", settings.eval.every),

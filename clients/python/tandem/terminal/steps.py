@@ -177,6 +177,9 @@ class StepDisplay:
     ) -> None:
         self._output = output
         self._phases: Mapping[str, str] = _PHASES
+        # Seconds in which servers of an asynchronous run had nothing to do, and those of the steps.
+        self._idle: dict[str, float] = {}
+        self._last_seconds = elapsed_seconds
         self._seconds: dict[str, float] = {}
         self._first_step = first_step
         self._steps = steps
@@ -220,6 +223,11 @@ class StepDisplay:
         self._output.json_line(line)
         if line.get("time/wait_seconds") is not None:
             self._phases = _ASYNC_PHASES
+        seconds = line["time_seconds"] - self._last_seconds
+        self._last_seconds = line["time_seconds"]
+        for server in ("rollout", "trainer"):
+            if (share := line.get(f"idle/{server}")) is not None:
+                self._idle[server] = self._idle.get(server, 0.0) + share * seconds
         for phase in self._phases:
             seconds = line.get(f"time/{phase}_seconds") or 0.0
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
@@ -271,12 +279,18 @@ class StepDisplay:
         self._output.console.print(" ".join(cells), markup=False, soft_wrap=True)
 
     def waiting(self) -> str:
-        """Returns a line with each phase's share of the time, and who waits during the phase."""
+        """Returns a line with each phase's share of the time, and who waits during the phase.
+
+        Of an asynchronous run it ends with the idle shares of the servers.
+        """
         total = max(1e-9, sum(self._seconds.values()))
         told = self._phases
         shares = {name: self._seconds.get(name, 0.0) / total for name in told}
-        return ", ".join(
+        said = ", ".join(
             f"{name} {share:.0%}" + (f" ({told[name]})" if told[name] else "")
             for name, share in shares.items()
             if share or name in _ALWAYS
         )
+        elapsed = max(1e-9, self._last_seconds - self._elapsed_before)
+        idle = ", ".join(f"{name} {idle / elapsed:.0%}" for name, idle in self._idle.items())
+        return f"{said}; idle: {idle}" if idle else said

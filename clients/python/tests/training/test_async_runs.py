@@ -13,6 +13,7 @@ from tandem.errors import ConfigError
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 from tandem.training.schedule import Schedule
+from tandem.view.about import about
 
 
 def versions(run, step):
@@ -230,6 +231,13 @@ def test_evaluations_are_those_of_the_weights_after_their_step(world, run_file, 
     assert evaluated[0] == evaluated[1] == [(0, 0), (2, 2), (4, 4), (6, 6)]
 
 
+def test_the_page_of_a_run_shows_its_staleness(run_file, tmp_path):
+    tandem("train", run_file, "async.max_staleness=2", "steps=4")
+    found = about(tmp_path / "run")
+    assert dict(found.facts)["method"].endswith(", rollouts up to 2 steps old")
+    assert found.curves["staleness/mean"] == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 1.0)]
+
+
 def test_supervised_training_is_refused(run_file):
     done = tandem("sft", run_file, "async.max_staleness=1", check=2)
     assert "async.max_staleness: only applies to `tandem train`" in done.stderr
@@ -255,7 +263,8 @@ def test_bounds_that_cannot_hold_are_named(run_file, overrides, says):
         loading.load(RunSettings, run_file, overrides)
 
 
-def test_what_is_left_uncorrected_or_costs_time_is_noted(run_file):
+def test_what_is_left_uncorrected_or_costs_time_is_noted(run_file, tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
     done = tandem(
         "train",
         run_file,
@@ -263,7 +272,10 @@ def test_what_is_left_uncorrected_or_costs_time_is_noted(run_file):
         "async.max_staleness=3",
         "objective.old_logprobs=recomputed",
         "checkpoint.every=10",
+        f"reward.function={tmp_path}/judge.py:reward",
+        "reward.workers=1",
     )
+    assert "time limits by `signal` fail there" in done.stdout
     assert "nothing corrects the update for tokens of older weights" in done.stdout
     assert "checkpoint.every: 10 is no multiple of async.max_staleness (3)" in done.stdout
     quiet = tandem("train", run_file, "--dry-run", "async.max_staleness=5").stdout
