@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -255,6 +256,34 @@ def staleness_metrics(
         "staleness/mean": sum(versions * count for versions, count in behind) / tokens,
         "staleness/max": max(versions for versions, _ in behind),
     }
+
+
+class WorkTime:
+    """The time of the blocks that one thread at a time is in; another thread may read it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._begun: float | None = None
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Counts the time of the block."""
+        with self._lock:
+            self._begun = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds += time.monotonic() - self._begun
+                self._begun = None
+
+    @property
+    def seconds(self) -> float:
+        """The time until now, that of a block that runs included."""
+        with self._lock:
+            running = 0.0 if self._begun is None else time.monotonic() - self._begun
+            return self._seconds + running
 
 
 class IdleShares:

@@ -15,7 +15,6 @@ from tandem.errors import ConfigError, RpcError, TandemError
 from tandem.models.tokenizer import TextCodec
 from tandem.preflight.problems import Problems
 from tandem.preflight.server_facts import RolloutFacts, ServerFacts
-from tandem.settings.asynchronous import IMPORTANCE_SAMPLING_CAP
 from tandem.settings.run import EvalMode, Purpose, RunSettings
 
 _log = logging.getLogger(__name__)
@@ -228,18 +227,24 @@ def check_async(settings: RunSettings, purpose: Purpose) -> None:
 
 
 def note_async(settings: RunSettings) -> None:
-    """Notes settings that cost an asynchronous run time, or leave its stale tokens uncorrected."""
+    """Notes settings that are bad for an asynchronous run, or cost it time."""
     staleness, objective = settings.async_.max_staleness, settings.objective
     if not staleness:
         return
-    corrections = ("importance_sampling_cap", "rejection_upper", "off_policy_mask_threshold")
-    if objective.old_logprobs == "recomputed" and not any(
-        getattr(objective, one) for one in corrections
+    bounds = objective.rejection_upper or objective.off_policy_mask_threshold
+    if objective.old_logprobs == "recomputed" and not bounds and settings.updates_per_step == 1:
+        _log.warning(
+            "objective.old_logprobs: recomputed: in a step of one update the ratio is 1, so that "
+            "the clip does not bound how far the update follows tokens of older weights "
+            f"(async.max_staleness: {staleness}); senior, the default, does"
+        )
+    elif objective.old_logprobs == "recomputed" and not (
+        bounds or objective.importance_sampling_cap
     ):
         _log.warning(
             "objective.old_logprobs: recomputed: nothing corrects the update for tokens of older "
-            f"weights (async.max_staleness: {staleness}); objective.importance_sampling_cap: "
-            f"{IMPORTANCE_SAMPLING_CAP:g} weighs them"
+            f"weights (async.max_staleness: {staleness}); objective.importance_sampling_cap "
+            "weighs them"
         )
     if any(
         one.executor == "thread" and one.workers == 1 and not one.is_builtin

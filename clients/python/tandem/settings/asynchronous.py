@@ -6,9 +6,6 @@ from pydantic import Field
 
 from tandem.settings.base import Settings
 
-# Cap of the importance weights of a run that names none (C of truncated importance sampling).
-IMPORTANCE_SAMPLING_CAP = 2.0
-
 # Most versions that the trainer can look back: it remembers the digests of its last 1,024 versions.
 MOST_VERSIONS = 1000
 

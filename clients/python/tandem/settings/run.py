@@ -14,7 +14,7 @@ from tandem._proto.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.errors import ConfigError
 from tandem.metrics import KEYS
 from tandem.rpc.wire import enum_names
-from tandem.settings.asynchronous import IMPORTANCE_SAMPLING_CAP, MOST_VERSIONS, AsyncSettings
+from tandem.settings.asynchronous import MOST_VERSIONS, AsyncSettings
 from tandem.settings.base import (
     Count,
     Name,
@@ -602,8 +602,8 @@ class RunSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _stale_rollouts_are_corrected(self) -> RunSettings:
-        """Gives the objective of an asynchronous run the bound and the correction that it needs."""
+    def _stale_rollouts_are_bounded(self) -> RunSettings:
+        """Gives the objective of an asynchronous run the bound of its staleness in versions."""
         steps, updates = self.async_.max_staleness, self.updates_per_step
         if not steps:
             return self
@@ -619,13 +619,8 @@ class RunSettings(Settings):
                 f"objective.max_staleness: {given['max_staleness']} versions, but "
                 f"async.max_staleness: {steps} steps of {updates} updates are {versions}"
             )
-        needed: dict[str, Any] = {"max_staleness": versions}
-        if "old_logprobs" not in given:
-            needed |= {
-                "old_logprobs": "recomputed",
-                "importance_sampling_cap": IMPORTANCE_SAMPLING_CAP,
-            }
-        self.objective = self.objective.model_copy(update=needed | given)
+        bound = given.get("max_staleness", versions)
+        self.objective = self.objective.model_copy(update={"max_staleness": bound})
         return self
 
     def examples_per_step(self, purpose: Purpose) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -14,8 +13,9 @@ from typing import Self
 
 from tandem import tracing
 from tandem._proto.types.v1 import server_pb2
-from tandem.metrics import StepClock
+from tandem.metrics import IdleShares, StepClock, WorkTime
 from tandem.run_directory.checkpoints import SavedRollouts
+from tandem.run_directory.directory import RunDirectory
 from tandem.session.session import Session
 from tandem.training.groups import Drawn, draw_groups
 from tandem.training.rollout_files import (
@@ -43,15 +43,17 @@ class RolloutsAhead:
         session: Session,
         run_dir: Path,
         schedule: Schedule,
+        served: server_pb2.WeightsVersion,
         first: int,
         last_step: int,
         rollouts: Sequence[StepRollouts] = (),
     ) -> None:
         """Prepares to draw the steps after `last_step`, or after `rollouts`, which are drawn.
 
-        `first` is the number of examples of the data that were drawn before the first of them.
+        `served` are the weights that the rollout servers hold, and `first` is the number of
+        examples of the data that were drawn before the first of the steps.
         """
-        self.schedule = schedule
+        self._schedule = schedule
         self._session = session
         self._run_dir = run_dir
         self._changed = threading.Condition()
@@ -61,11 +63,11 @@ class RolloutsAhead:
         self._examples = rollouts[-1].end if rollouts else first
         # The last step that may be drawn now, and the weights that draw it.
         self._last_allowed = self._last_drawn
-        self._weights = server_pb2.WeightsVersion()
+        self._served = self._weights = served
         self._closed = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+        self._progress = Progress()
         self._work = WorkTime()
-        self.progress = Progress()
 
     def __enter__(self) -> Self:
         # The waits of the thread belong to the caller's span. A call that hangs must not keep the
@@ -74,10 +76,11 @@ class RolloutsAhead:
             target=copy_context().run, args=(self._draw,), name="rollouts-ahead", daemon=True
         )
         session = self._session
-        session.progress.beside = self.progress
-        session.reward.progress = self.progress
+        session.progress.beside = self._progress
+        session.reward.progress = self._progress
         if session.environment is not None:
-            session.environment.progress = self.progress
+            session.environment.progress = self._progress
+        self._idle = IdleShares(self._work.seconds)
         thread.start()
         return self
 
@@ -92,52 +95,70 @@ class RolloutsAhead:
             self._changed.notify_all()
         self._session.rollouts.give_up()
 
-    def publish_after(self, step: int, weights: server_pb2.WeightsVersion) -> None:
-        """Lets the steps be drawn that the schedule draws with the weights after `step`.
+    def draw_after(self, step: int, weights: server_pb2.WeightsVersion) -> None:
+        """Lets the steps be drawn that the schedule draws with the weights after `step`, if any.
 
         The rollout servers hold these weights.
         """
-        last = min(self.schedule.last_drawn_with(step), self._session.settings.steps)
+        if not self._schedule.is_publication(step):
+            return
+        last = min(self._schedule.last_drawn_with(step), self._session.settings.steps)
         with self._changed:
             self._weights = weights
             self._last_allowed = max(self._last_allowed, last)
             self._changed.notify_all()
 
-    def take(self, step: int) -> tuple[Drawn, StepClock]:
-        """Returns the rollouts of a step, and the times that they took, once they are there.
+    def publish(
+        self, step: int, weights: server_pb2.WeightsVersion, clock: StepClock, *, evaluates: bool
+    ) -> None:
+        """Publishes the weights after a step when the schedule, or an evaluation, asks for them.
+
+        First it waits until the weights that they replace are not needed any more. Raises what
+        draw_groups() raised, and what Session.publish() raises.
+        """
+        if not (evaluates or self._schedule.is_publication(step)):
+            return
+        with clock.phase("wait"):
+            self._wait_for(self._last_before(step))
+        with clock.phase("publish"):
+            if weights != self._served:
+                self._session.publish()
+                self._served = weights
+
+    def take(self, step: int, clock: StepClock) -> Drawn:
+        """Returns the rollouts of a step once they are there; adds the times of drawing to `clock`.
 
         Raises what draw_groups() raised.
         """
-        self._wait_for(step)
-        rollouts, clock = self._drawn.pop(step)
-        return rollouts.drawn, clock
-
-    def wait_until_drawn(self, step: int) -> None:
-        """Returns when all steps are drawn that are drawn with older weights than those after one.
-
-        From then on the rollout servers need the older weights no more. Raises what draw_groups()
-        raised.
-        """
-        last = min(self.schedule.last_drawn_before(step), self._session.settings.steps)
-        self._wait_for(last)
+        with clock.phase("wait"):
+            self._wait_for(step)
+        rollouts, times = self._drawn.pop(step)
+        clock.seconds |= times.seconds
+        return rollouts.drawn
 
     def save(self, step: int) -> SavedRollouts:
         """Writes the steps after `step` whose weights are gone when the run continues from there.
 
-        Raises what wait_until_drawn() raises, and StorageError.
+        It waits until they are drawn. Raises what draw_groups() raised, and StorageError.
         """
-        self.wait_until_drawn(step)
-        last = min(self.schedule.last_drawn_before(step), self._session.settings.steps)
+        last = self._last_before(step)
+        self._wait_for(last)
         digests = {
             str(later): write_rollouts(self._run_dir, self._drawn[later][0])
             for later in range(step + 1, last + 1)
         }
-        return SavedRollouts(self.schedule.staleness, self.schedule.origin, digests)
+        return SavedRollouts(self._schedule.staleness, self._schedule.origin, digests)
 
-    @property
-    def work_seconds(self) -> float:
-        """The time in which responses were drawn, until now."""
-        return self._work.seconds
+    def idle_metrics(self, clock: StepClock) -> dict[str, float]:
+        """Returns the idle shares of the servers since the last call, at the end of a step."""
+        seconds = clock.seconds
+        return self._idle.metrics(
+            self._work.seconds, seconds.get("train", 0.0), seconds.get("eval", 0.0)
+        )
+
+    def _last_before(self, step: int) -> int:
+        """Returns the last step to draw with older weights than those after a step."""
+        return min(self._schedule.last_drawn_before(step), self._session.settings.steps)
 
     def _wait_for(self, step: int) -> None:
         with self._changed:
@@ -150,7 +171,7 @@ class RolloutsAhead:
             while self._may_draw():
                 step = self._last_drawn + 1
                 self._draw_step(step)
-        except Exception as error:  # It is raised in the thread that takes the step.
+        except BaseException as error:  # It is raised in the thread that takes the step.
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -162,8 +183,8 @@ class RolloutsAhead:
             return not self._closed
 
     def _draw_step(self, step: int) -> None:
-        self.progress.begin(f"step {step}")
-        clock = _DrawClock(self.progress, self._work)
+        self._progress.begin(f"step {step}")
+        clock = _DrawClock(self._progress, self._work)
         with tracing.span("draw ahead", {"tandem.step": step}):
             drawn = draw_groups(
                 self._session, step, self._examples, self._weights, clock, self._run_dir
@@ -178,12 +199,14 @@ class RolloutsAhead:
 
 def open_ahead(
     session: Session,
-    run_dir: Path,
-    saved: SavedRollouts | None,
+    run: RunDirectory,
+    served: server_pb2.WeightsVersion,
     examples_drawn: int,
     last_step: int,
 ) -> RolloutsAhead:
-    """Returns the rollouts of a run that begins, or continues from a checkpoint with `saved`.
+    """Returns the rollouts of a run that begins, or continues from its last checkpoint.
+
+    The rollout servers hold the weights `served`.
 
     A run that another `async.max_staleness` had drawn for, or that is prolonged beyond what its
     weights had drawn, begins a new schedule: its next step is drawn with the weights of the step
@@ -192,11 +215,12 @@ def open_ahead(
     Raises RunDirectoryError for files that are damaged or missing.
     """
     staleness = session.settings.async_.max_staleness
+    saved = None if run.state is None else run.state.rollouts
     rollouts: list[StepRollouts] = []
     schedule = Schedule(staleness, last_step)
     if saved is not None and saved.staleness == staleness:
         rollouts = [
-            read_rollouts(run_dir, int(step), digest, session.data)
+            read_rollouts(run.path, int(step), digest, session.data)
             for step, digest in saved.files.items()
         ]
         last_drawn = rollouts[-1].step if rollouts else last_step
@@ -207,36 +231,8 @@ def open_ahead(
         _log.info("async.max_staleness changed: the steps that were drawn ahead are drawn again")
     if saved is not None and saved.origin < schedule.origin < session.settings.steps:
         _log.info(f"step {schedule.origin + 1} is drawn with the weights of the step before")
-    remove_rollouts(run_dir, frozenset(one.step for one in rollouts))
-    return RolloutsAhead(session, run_dir, schedule, examples_drawn, last_step, rollouts)
-
-
-class WorkTime:
-    """The time of the blocks that one thread at a time is in; another thread may read it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds = 0.0
-        self._begun: float | None = None
-
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        """Counts the time of the block."""
-        with self._lock:
-            self._begun = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._seconds += time.monotonic() - self._begun
-                self._begun = None
-
-    @property
-    def seconds(self) -> float:
-        """The time until now, that of a block that runs included."""
-        with self._lock:
-            running = 0.0 if self._begun is None else time.monotonic() - self._begun
-            return self._seconds + running
+    remove_rollouts(run.path, frozenset(one.step for one in rollouts))
+    return RolloutsAhead(session, run.path, schedule, served, examples_drawn, last_step, rollouts)
 
 
 class _DrawClock(StepClock):

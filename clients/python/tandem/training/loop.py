@@ -21,7 +21,7 @@ from tandem.errors import RewardError, TandemError
 from tandem.evaluation import Evaluation, evaluate
 from tandem.evaluation.answers import held_out
 from tandem.evaluation.report import in_words
-from tandem.metrics import IdleShares, StepClock, staleness_metrics, step_line
+from tandem.metrics import StepClock, staleness_metrics, step_line
 from tandem.preflight.learnability import FlatRewards
 from tandem.rpc.requests import PolicySample, SupervisedSample
 from tandem.run_directory.account import why_untrained
@@ -285,7 +285,9 @@ class Loop:
             start = start_run(session, run, discard_unsaved=self._discard_unsaved)
             session.check_optimizers(self.last_step)
         self.examples_drawn = _examples_drawn(session, run.state)
-        ahead = self._opened_ahead() if session.is_async else None
+        ahead = None
+        if session.is_async:
+            ahead = open_ahead(session, run, start.weights, self.examples_drawn, self.last_step)
         # Before the first step, or what an error kept the run from after its last one. Nothing is
         # written yet, so Ctrl-C still ends the run at once.
         with session.progress.phase("eval"):
@@ -305,9 +307,7 @@ class Loop:
         self._keep(self.last_step, evaluations)
         if ahead is not None:
             self._ahead = self._open.enter_context(ahead)
-            self._idle = IdleShares(ahead.work_seconds)
-            self._served = self.weights
-            self._draw_after(self.last_step)
+            ahead.draw_after(self.last_step, self.weights)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -378,18 +378,18 @@ class Loop:
         saved: SavedState | None = None
         try:
             evaluates = bool(run.evaluations_due(step, self._session.settings.steps))
-            if self._ahead is None:
+            if self._ahead is not None:
+                self._ahead.publish(step, self.weights, clock, evaluates=evaluates)
+            else:
                 with clock.phase("publish"):
                     if changed:
                         self._session.publish()
-            else:
-                self._publish_ahead(self._ahead, step, clock, evaluates=evaluates)
             self._session.check()
             if evaluates:
                 with clock.timed("eval"):
                     self._keep(step, self._evaluations_due(step))
-            if self._ahead is not None:
-                self._draw_after(step)
+            if self._ahead is not None and not self._is_asked_to_stop:
+                self._ahead.draw_after(step, self.weights)
             if self._is_asked_to_stop or self._is_to_save(step):
                 with clock.phase("checkpoint"):
                     saved = self._save_on_servers()
@@ -402,7 +402,7 @@ class Loop:
                     **report.metrics,
                     **(metrics or {}),
                     **clock.metrics(),
-                    **self._idle_metrics(clock),
+                    **(self._ahead.idle_metrics(clock) if self._ahead is not None else {}),
                     "step": step,
                     "step/trained": int(why is None),
                     "trackers/lines_waiting": run.tracker_lines_waiting,
@@ -428,14 +428,11 @@ class Loop:
 
         Raises what draw_groups() raises.
         """
-        if self._ahead is None:
-            return draw_groups(
-                self._session, step, self.examples_drawn, self.weights, clock, self._run.path
-            )
-        with clock.phase("wait"):
-            drawn, times = self._ahead.take(step)
-        clock.seconds |= times.seconds
-        return drawn
+        if self._ahead is not None:
+            return self._ahead.take(step, clock)
+        return draw_groups(
+            self._session, step, self.examples_drawn, self.weights, clock, self._run.path
+        )
 
     def staleness(self, drawn: Drawn) -> dict[str, float]:
         """Returns how far the tokens to train lie behind the weights; none in a run in step."""
@@ -444,37 +441,6 @@ class Loop:
         return staleness_metrics(
             (one for group in drawn.kept for one in group.trajectories), self.weights.version
         )
-
-    def _opened_ahead(self) -> RolloutsAhead:
-        run, state = self._run, self._run.state
-        saved = None if state is None else state.rollouts
-        return open_ahead(self._session, run.path, saved, self.examples_drawn, self.last_step)
-
-    def _publish_ahead(
-        self, ahead: RolloutsAhead, step: int, clock: StepClock, *, evaluates: bool
-    ) -> None:
-        """Publishes the weights of an asynchronous run when its schedule or an evaluation asks."""
-        if not (evaluates or ahead.schedule.is_publication(step)):
-            return
-        with clock.phase("wait"):
-            ahead.wait_until_drawn(step)
-        with clock.phase("publish"):
-            if self.weights != self._served:
-                self._session.publish()
-                self._served = self.weights
-
-    def _draw_after(self, step: int) -> None:
-        """Lets the next steps be drawn, if the schedule draws them with the weights of this one."""
-        ahead = self._ahead
-        if ahead is not None and ahead.schedule.is_publication(step) and not self._is_asked_to_stop:
-            ahead.publish_after(step, self.weights)
-
-    def _idle_metrics(self, clock: StepClock) -> dict[str, float]:
-        """Returns the idle shares of an asynchronous run since the last line."""
-        if self._ahead is None:
-            return {}
-        working = clock.seconds.get("eval", 0.0)
-        return self._idle.metrics(self._ahead.work_seconds, clock.seconds["train"], working)
 
     def _is_to_save(self, step: int) -> bool:
         settings = self._session.settings

@@ -47,15 +47,13 @@ def test_every_step_is_drawn_with_the_weights_of_the_schedule(run_file, tmp_path
         )
 
 
-def test_the_trainer_is_told_the_bound_and_corrects_for_it(world, run_file):
+def test_the_trainer_is_told_the_bound_in_versions(world, run_file):
     tandem("train", run_file, "async.max_staleness=2", "objective.num_epochs=3")
-    for header in world.headers:
-        assert header.policy.max_staleness == 6
-        assert header.policy.importance_sampling_cap == 2
+    assert {header.policy.max_staleness for header in world.headers} == {6}
     begin_anew(world)
     world.headers.clear()
-    tandem("train", run_file, "async.max_staleness=2", "objective.old_logprobs=senior", "--clean")
-    assert not world.headers[0].policy.HasField("importance_sampling_cap")
+    tandem("train", run_file, "async.max_staleness=2", "objective.max_staleness=9", "--clean")
+    assert {header.policy.max_staleness for header in world.headers} == {9}
 
 
 def test_without_staleness_a_run_is_the_one_in_step(world, run_file, tmp_path):
@@ -212,6 +210,24 @@ def test_a_judge_that_fails_ends_the_run_at_the_step_of_its_response(world, run_
     assert ends[0] == ends[1]
 
 
+def test_steps_that_train_nothing_keep_the_schedule(world, run_file, tmp_path):
+    """The weights of step 2 are those of step 1, which nobody has published yet."""
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "def reward(prompt, response, step, **row):\n"
+        "    assert step not in (2, 5)\n"
+        "    return 1.0\n"
+    )
+    options = (f"reward.function={judge}:reward", "reward.on_error=skip", "steps=9")
+    tandem("train", run_file, *options, "async.max_staleness=2")
+    lines_of_run = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step/trained"] for line in lines_of_run] == [1, 0, 1, 1, 0, 1, 1, 1, 1]
+    after = [0, *(line["version/senior"] for line in lines_of_run)]
+    for step in range(1, 10):
+        assert versions(tmp_path / "run", step) == {after[Schedule(2).drawn_after(step)]}
+    assert [version for version, _ in world.publications] == [1, 3, 4, 6]
+
+
 def test_evaluations_are_those_of_the_weights_after_their_step(world, run_file, tmp_path):
     evaluated = []
     for staleness in (0, 3):
@@ -276,8 +292,11 @@ def test_what_is_left_uncorrected_or_costs_time_is_noted(run_file, tmp_path):
         "reward.workers=1",
     )
     assert "time limits by `signal` fail there" in done.stdout
-    assert "nothing corrects the update for tokens of older weights" in done.stdout
+    assert "the clip does not bound how far the update follows" in done.stdout
     assert "checkpoint.every: 10 is no multiple of async.max_staleness (3)" in done.stdout
+    several = ("objective.old_logprobs=recomputed", "objective.num_epochs=2")
+    warned = tandem("train", run_file, "--dry-run", "async.max_staleness=5", *several).stdout
+    assert "nothing corrects the update for tokens of older weights" in warned
     quiet = tandem("train", run_file, "--dry-run", "async.max_staleness=5").stdout
-    assert "nothing corrects" not in quiet
+    assert "recomputed" not in quiet
     assert "no multiple" not in quiet
