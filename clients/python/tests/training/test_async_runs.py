@@ -10,6 +10,7 @@ from commands import records as records_of
 from test_run import without_clock
 
 from tandem.errors import ConfigError
+from tandem.rpc.seeds import prompt_seed
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 from tandem.training.schedule import Schedule
@@ -185,6 +186,52 @@ def reward(prompt, response, **row):
         raise ValueError("no more")
     return 1.0
 """
+
+
+def lose_weights_at(world, step):
+    """Lets the rollout server restart, once, when the first prompt of a step has come."""
+    first = prompt_seed(0, step, 0)
+
+    def on_prompt(prompt):
+        if prompt.seed == first:
+            world.on_prompt = lambda prompt: None
+            world.published = 0
+
+    world.on_prompt = on_prompt
+
+
+def test_a_run_goes_on_when_the_weights_of_a_step_are_lost(world, run_file, tmp_path):
+    options = ("steps=9", "async.max_staleness=2", "checkpoint.every=2")
+    tandem("train", run_file, f"run_dir={tmp_path / 'whole'}", *options)
+    begin_anew(world)
+    lose_weights_at(world, 7)
+    done = tandem("train", run_file, f"run_dir={tmp_path / 'run'}", *options)
+    assert "which the trainer has left behind: going on from the checkpoint of step 4" in (
+        done.stderr + done.stdout
+    )
+    whole, run = (tmp_path / name for name in ("whole", "run"))
+    assert without_clock(lines(whole / "metrics.jsonl")) == without_clock(
+        lines(run / "metrics.jsonl")
+    )
+    for step in range(1, 10):
+        name = f"trajectories/step_{step}.parquet"
+        assert (whole / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_a_run_ends_when_lost_weights_keep_it_where_it_is(world, run_file):
+    def on_prompt(prompt):
+        if prompt.seed == prompt_seed(0, 7, 0):
+            world.published = 0
+
+    world.on_prompt = on_prompt
+    options = ("steps=9", "async.max_staleness=2", "checkpoint.every=2")
+    done = tandem("train", run_file, *options, check=1)
+    assert "--resume draws the steps after the last checkpoint again" in done.stderr
+    assert done.stdout.count("going on from the checkpoint of step 4") == 1
+    begin_anew(world)
+    lose_weights_at(world, 5)
+    done = tandem("train", run_file, *options, "checkpoint.every=0", "--clean", check=1)
+    assert "there is no checkpoint yet" in done.stderr
 
 
 def test_a_judge_that_fails_ends_the_run_at_the_step_of_its_response(world, run_file, tmp_path):
