@@ -269,13 +269,14 @@ class WorkTime:
     @contextmanager
     def block(self) -> Iterator[None]:
         """Counts the time of the block."""
+        begun = time.monotonic()
         with self._lock:
-            self._begun = time.monotonic()
+            self._begun = begun
         try:
             yield
         finally:
             with self._lock:
-                self._seconds += time.monotonic() - self._begun
+                self._seconds += time.monotonic() - begun
                 self._begun = None
 
     @property

@@ -520,6 +520,7 @@ class RunSettings(Settings):
     # Draws episodes of several turns in the place of single responses.
     environment: EnvironmentSettings | None = None
     batch: BatchSettings = BatchSettings()
+    # Draws the rollouts of the next steps while one trains.
     async_: Annotated[AsyncSettings, Field(alias="async")] = AsyncSettings()
     sampling: SamplingSettings = SamplingSettings()
     tandem: TandemSettings = TandemSettings()

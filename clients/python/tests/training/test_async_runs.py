@@ -310,6 +310,8 @@ def test_supervised_training_is_refused(run_file):
     ("overrides", "says"),
     [
         (["async.max_staleness=-1"], "async.max_staleness: must be at least 0"),
+        (["async.max_stalenes=1"], "async.max_stalenes: unknown key; did you mean 'max_staleness'"),
+        (["max_async_level=1"], "max_async_level is async.max_staleness here"),
         (["async.max_staleness=65"], "async.max_staleness: must be at most 64"),
         (
             ["async.max_staleness=3", "objective.max_staleness=2"],
