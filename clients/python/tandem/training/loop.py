@@ -524,10 +524,10 @@ class Loop:
         the critic another version.
         """
         session, run = self._session, self._run
-        rollouts = None if self._ahead is None else self._ahead.save(self.last_step)
         session.require_weights(self.weights)
         if self._critic is not None:
             session.require_critic(self._critic.version)
+        rollouts = None if self._ahead is None else self._ahead.save(self.last_step)
         # Saving prunes older checkpoints before state.json names the new one. With one more to
         # keep, the checkpoint that it still names survives a crash; the next save prunes it.
         keep = session.settings.checkpoint.keep
