@@ -5,11 +5,11 @@
 A run is started, one of its processes gets SIGKILL at a random moment, and the run is resumed,
 until it is done. Its weights, optimizer states, metrics, trajectories, evaluations and their
 answers must then be those of an undisturbed run, bit for bit. Run I of seed S always has the same
-victims and moments, as far as clocks allow. GRPO and PPO take turns, and so do two ways to run
-servers: started by the run, which starts its rollout server again and ends with the others; and
-kept by a supervisor, which restarts what was killed. In every run the judge takes its process down
-for some responses and changes its rows, a tracker fails every other time, and the servers' disk is
-slow, so that kills fall into saves and loads. `make chaos` runs this.
+victims and moments, as far as clocks allow. GRPO, PPO and an asynchronous run take turns, and so do
+two ways to run servers: started by the run, which starts its rollout server again and ends with the
+others; and kept by a supervisor, which restarts what was killed. In every run the judge takes its
+process down for some responses and changes its rows, a tracker fails every other time, and the
+servers' disk is slow, so that kills fall into saves and loads. `make chaos` runs this.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ SLOW_DISK = {"TANDEM_TEST_DISK_BYTES_PER_SECOND": "4000000"}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo": {"junior_token_loss_weight": 0.5},
     "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
+    "async": {},
 }
+# Of the kind "async": no multiple of it is the number of steps between two checkpoints.
+STALENESS = 3
 JUDGE = """
 import os, signal
 
@@ -187,6 +190,7 @@ class Scenario:
             steps=STEPS,
             cluster=str(scenario.cluster_file),
             objective=OBJECTIVES[kind],
+            **({"async": {"max_staleness": STALENESS}} if kind == "async" else {}),
             checkpoint={"every": 2},
             eval={"every": 3, "modes": ["solo", "legibility"], "max_tokens": 8},
             trackers=["tensorboard", "mlflow"],

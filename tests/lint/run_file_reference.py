@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from tandem.settings import cluster, environment, run
+from tandem.settings import asynchronous, cluster, environment, run
 from tandem.settings.explain import kinds_in, sections_in
 from tandem.settings.run import RunSettings
 
@@ -35,7 +35,7 @@ Comment = Callable[[type[BaseModel], str], str]
 def comments() -> Comment:
     """Returns the function that gives the comment above a field of a section."""
     found: dict[tuple[str, str], str] = {}
-    for module in (cluster, environment, run):
+    for module in (asynchronous, cluster, environment, run):
         found |= _comments_of(inspect.getsource(module))
 
     def comment(section: type[BaseModel], name: str) -> str:
@@ -158,7 +158,8 @@ def _sections(path: str, section: type[BaseModel]) -> Iterator[tuple[str, type[B
                 yield from _sections(_joined(path, name), inner)
             continue
         several = typing.get_origin(field.annotation) is list
-        yield from _sections(_joined(path, f"{name}.N" if several else name), inner)
+        key = field.alias or name
+        yield from _sections(_joined(path, f"{key}.N" if several else key), inner)
 
 
 def _joined(path: str, name: str) -> str:

@@ -232,6 +232,10 @@ class FailedPreconditionError(RpcError):
     """The server is in another state than the call expects, for example another version."""
 
 
+class LostWeightsError(FailedPreconditionError):
+    """Nobody holds the weights any more that draw the next step of an asynchronous run."""
+
+
 class OutOfRangeError(RpcError):
     """Too long for the server."""
 

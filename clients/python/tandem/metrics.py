@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +115,14 @@ ENVIRONMENT_KEYS = (
     "environment/stop_parse_error",
     "environment/stop_environment",
 )
+# The keys that an asynchronous run adds.
+ASYNC_KEYS = (
+    "staleness/mean",
+    "staleness/max",
+    "idle/rollout",
+    "idle/trainer",
+    "time/wait_seconds",
+)
 # Keys of whole numbers, which a trainer reports as floating-point numbers.
 COUNT_KEYS = frozenset(
     {
@@ -145,6 +154,9 @@ CLOCK_KEYS = frozenset(
         "time/eval_seconds",
         "time/checkpoint_seconds",
         "trajectories/lost",
+        "idle/rollout",
+        "idle/trainer",
+        "time/wait_seconds",
     }
 )
 
@@ -157,7 +169,7 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     critic/router_<name>.
     """
     keys = KEYS
-    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS):
+    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS):
         keys += further if any(key in values for key in further) else ()
     added = ("reward/", "router/", "critic/router_", "speculator/")
     # In alphabetical order: a report is a map, whose order no two processes share.
@@ -228,12 +240,83 @@ def length_metrics(responses: Sequence[trajectory_pb2.Trajectory]) -> dict[str, 
     }
 
 
+def staleness_metrics(
+    responses: Iterable[trajectory_pb2.Trajectory], version: int
+) -> dict[str, float]:
+    """Returns how many versions the tokens of responses lie behind `version`; none without one."""
+    behind = [
+        (version - run.weights.version, run.count)
+        for one in responses
+        for run in one.senior_versions
+    ]
+    tokens = sum(count for _, count in behind)
+    if not tokens:
+        return {}
+    return {
+        "staleness/mean": sum(versions * count for versions, count in behind) / tokens,
+        "staleness/max": max(versions for versions, _ in behind),
+    }
+
+
+class WorkTime:
+    """The time of the blocks that one thread at a time is in; another thread may read it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._begun: float | None = None
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Counts the time of the block."""
+        begun = time.monotonic()
+        with self._lock:
+            self._begun = begun
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._seconds += time.monotonic() - begun
+                self._begun = None
+
+    @property
+    def seconds(self) -> float:
+        """The time until now, that of a block that runs included."""
+        with self._lock:
+            running = 0.0 if self._begun is None else time.monotonic() - self._begun
+            return self._seconds + running
+
+
+class IdleShares:
+    """The shares of the time in which servers of an asynchronous run had nothing to do."""
+
+    def __init__(self, drawing: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begins to count. `drawing` is the time, until now, in which responses were drawn."""
+        self._clock = clock
+        self._since, self._drawing = clock(), drawing
+
+    def metrics(self, drawing: float, training: float, evaluating: float) -> dict[str, float]:
+        """Returns the shares since the last call.
+
+        `drawing` is the time in which responses were drawn until now, `training` and `evaluating`
+        are the times of the two since the last call.
+        """
+        now = self._clock()
+        seconds = max(now - self._since, 1e-9)
+        drawn = drawing - self._drawing
+        self._since, self._drawing = now, drawing
+        return {
+            "idle/rollout": max(0.0, 1 - (drawn + evaluating) / seconds),
+            "idle/trainer": max(0.0, 1 - training / seconds),
+        }
+
+
 class StepClock:
     """A clock for the phases of one step, which `progress` shows."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._progress = progress or Progress()
+        self.progress = progress or Progress()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -246,7 +329,7 @@ class StepClock:
         """Does the same for a block that has a span of its own."""
         start = time.monotonic()
         try:
-            with self._progress.phase(name):
+            with self.progress.phase(name):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start

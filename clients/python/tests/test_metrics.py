@@ -10,7 +10,16 @@ from tandem._proto.types.v1.trajectory_pb2 import (
     FINISH_REASON_STOP,
     Trajectory,
 )
-from tandem.metrics import CRITIC_KEYS, KEYS, length_metrics, response_metrics, step_line
+from tandem.metrics import (
+    ASYNC_KEYS,
+    CRITIC_KEYS,
+    KEYS,
+    IdleShares,
+    length_metrics,
+    response_metrics,
+    staleness_metrics,
+    step_line,
+)
 
 
 def response(length, finish_reason=FINISH_REASON_STOP):
@@ -31,6 +40,24 @@ def test_keys_have_one_order_whatever_order_a_report_has():
     reversed_report = dict(reversed(report.items()))
     assert list(reversed_report) != list(report)
     assert tuple(step_line(report)) == tuple(step_line(reversed_report))
+
+
+def test_staleness_is_of_tokens_and_idle_shares_of_the_time_since_the_last_line():
+    young, old = response(3), response(1)
+    for one, version, count in ((young, 6, 2), (young, 7, 1), (old, 4, 1)):
+        one.senior_versions.add(count=count).weights.version = version
+    assert staleness_metrics([young, old], 7) == {"staleness/mean": 5 / 4, "staleness/max": 3}
+    assert staleness_metrics([], 7) == {}
+    now = [10.0]
+    idle = IdleShares(2.0, lambda: now[0])
+    now[0] += 4
+    shares = idle.metrics(drawing=3.0, training=4.0, evaluating=1.0)
+    assert shares == {"idle/rollout": 0.5, "idle/trainer": 0.0}
+    now[0] += 2
+    shares = idle.metrics(drawing=3.5, training=0.5, evaluating=0.0)
+    assert shares == {"idle/rollout": 0.75, "idle/trainer": 0.75}
+    line = step_line({"staleness/mean": 1.0})
+    assert tuple(line) == KEYS + ASYNC_KEYS
 
 
 def test_tokens_are_whole_numbers():

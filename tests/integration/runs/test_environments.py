@@ -129,3 +129,28 @@ def test_evaluations_draw_episodes_of_the_authors_of_their_mode(made, tmp_path):
     assert found["legibility"]["tokens/response"] == written
     assert found["legibility"]["gap/nats_per_token"] == pytest.approx(0, abs=1e-6)
     assert found["legibility"]["junior/nats_per_token"] > 0
+
+
+def test_episodes_that_are_drawn_ahead_are_saved_with_the_checkpoint(run, tmp_path):
+    """The judge fails once in step 4, of a run that has drawn it with the weights after step 2."""
+    options = ("steps=5", "async.max_staleness=2")
+    whole = run("whole", *options)
+    judge = tmp_path / "reward.py"
+    judged = judge.read_text()
+    judge.write_text(judged.replace("    return", "    assert step < 5\n    return"))
+    judge.write_text(judge.read_text().replace("response, **row", "response, step, **row"))
+    with pytest.raises(AssertionError):
+        run("parted", *options)
+    state = json.loads((tmp_path / "parted" / "state.json").read_text())
+    assert list(state["rollouts"]["files"]) == [str(state["step"] + 1)]
+    judge.write_text(judged)
+    parted = run("parted", *options, "--resume", "--change", "inputs.reward")
+    assert _results(parted) == _results(whole)
+
+
+def _results(path):
+    """The metrics of a run without the clock's, and the bytes of its trajectories."""
+    steps = harness.metrics_without_clock(path)
+    return steps, [
+        (path / f"trajectories/step_{one['step']}.parquet").read_bytes() for one in steps
+    ]

@@ -14,6 +14,7 @@ from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool, response_to_score
 from tandem.rpc.requests import PolicySample, Prompt
 from tandem.session.opening import open_session
+from tandem.session.session import WeightsRule
 
 # Fewer sequences at a time than a server's share has, so that prompts wait.
 ROLLOUT = {"max_num_seqs": 4}
@@ -221,7 +222,9 @@ def test_servers_are_updated_in_turn_while_the_others_draw(with_trainer, models,
             for g, group in enumerate(groups)
             for i, one in enumerate(group)
         ]
-        work, answers = draw_in_thread(lambda: session.generate(prompts, begin, any_version=True))
+        work, answers = draw_in_thread(
+            lambda: session.generate(prompts, begin, rule=WeightsRule.ANY_SINCE)
+        )
         session.trainer.train_step(samples, run_id="mine", step=1, expected_version=begin.version)
         session.publish()
         work.join()

@@ -19,6 +19,7 @@ from tandem.pool.replicas import PoolCounts, Replica
 from tandem.pool.shares import Shares
 from tandem.rpc.client import RolloutClient
 from tandem.rpc.retry import Retries, RetryPolicy, may_pass
+from tandem.utils.interrupt import StopRequested
 from tandem.utils.progress import Progress
 
 _log = logging.getLogger(__name__)
@@ -131,6 +132,12 @@ class PoolRequest(ABC, Generic[Item, Answer]):
         if self._error is not None:
             raise self._error
         return [self._answers[item] for item in range(len(self.items))]
+
+    def give_up(self) -> None:
+        """Ends the request, unless it is over: run() raises StopRequested. Needs the lock."""
+        if not self._is_over():
+            self._error = StopRequested("the request was given up")
+            self.changed.notify_all()
 
     def settle(self, index: int) -> None:
         """Gives the replica a share, or none while it is failed or updated. Needs the lock."""

@@ -154,6 +154,12 @@ class RolloutPool:
                 replica.lost |= replica.client is client
         _log.info(f"{client.address}: {error.message}: it is left out until it answers again")
 
+    def give_up(self) -> None:
+        """Ends the requests that run: their callers get StopRequested."""
+        with self._state.changed:
+            for request in self._state.running:
+                request.give_up()
+
     def take_counts(self) -> PoolCounts:
         """Returns what was counted since the last time."""
         with self._state.changed:

@@ -225,6 +225,55 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
         )
 
 
+def check_async(settings: RunSettings, purpose: Purpose) -> None:
+    """Raises ConfigError for an asynchronous run of another kind than `tandem train`."""
+    if settings.async_.max_staleness and purpose == "sft":
+        raise ConfigError(
+            "async.max_staleness: only applies to `tandem train`; supervised training learns each "
+            "step's texts with the weights of the step before",
+            hint="async.max_staleness=0 for this command",
+        )
+
+
+def note_async(settings: RunSettings) -> None:
+    """Notes settings that are bad for an asynchronous run, or cost it time."""
+    staleness, objective = settings.async_.max_staleness, settings.objective
+    if not staleness:
+        return
+    bounds = objective.rejection_upper or objective.off_policy_mask_threshold
+    if objective.old_logprobs == "recomputed" and not bounds and settings.updates_per_step == 1:
+        _log.warning(
+            "objective.old_logprobs: recomputed: in a step of one update the ratio is 1, so that "
+            "the clip does not bound how far the update follows tokens of older weights "
+            f"(async.max_staleness: {staleness}); senior, the default, does"
+        )
+    elif objective.old_logprobs == "recomputed" and not (
+        bounds or objective.importance_sampling_cap
+    ):
+        _log.warning(
+            "objective.old_logprobs: recomputed: nothing corrects the update for tokens of older "
+            f"weights (async.max_staleness: {staleness}); objective.importance_sampling_cap "
+            "weighs them"
+        )
+    if any(
+        one.executor == "thread" and one.workers == 1 and not one.is_builtin
+        for one in settings.reward_functions
+    ):
+        _log.warning(
+            "reward.workers: 1 calls the function in the thread that draws ahead, not in the main "
+            "thread (async.max_staleness): time limits by `signal` fail there"
+        )
+    for field, every in (
+        ("checkpoint.every", settings.checkpoint.every),
+        ("eval.every", settings.eval.every),
+    ):
+        if every % staleness:
+            _log.info(
+                f"{field}: {every} is no multiple of async.max_staleness ({staleness}): rollout "
+                "servers and trainer wait for each other there"
+            )
+
+
 def note_start_and_reference(settings: RunSettings) -> None:
     """Notes a KL that pulls towards another model than the one that the run starts from."""
     trainer = (settings.cluster.trainer or {}) if settings.cluster is not None else {}

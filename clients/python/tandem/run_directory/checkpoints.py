@@ -15,6 +15,21 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class SavedRollouts:
+    """The rollouts that an asynchronous run had drawn ahead of a checkpoint.
+
+    Attributes:
+        staleness: `async.max_staleness`.
+        origin: that of the run's Schedule.
+        files: by step, in their order, the digest of its file.
+    """
+
+    staleness: int
+    origin: int
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class SavedState:
     """A checkpoint that belongs to the end of `step`.
 
@@ -26,6 +41,7 @@ class SavedState:
             earlier release saved it, which drew the same number in every step.
         kl_coefficient: that the next step begins with where `kl_control` adapts it; None without a
             KL, or if an earlier release saved it.
+        rollouts: those of an asynchronous run; None for any other.
     """
 
     step: int
@@ -35,6 +51,7 @@ class SavedState:
     digest: str | None = None
     examples_drawn: int | None = None
     kl_coefficient: float | None = None
+    rollouts: SavedRollouts | None = None
 
 
 @dataclass(frozen=True)

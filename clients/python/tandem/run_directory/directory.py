@@ -15,6 +15,7 @@ trajectories/step_N.parquet
 evaluations/step_N.MODE.parquet
                          one row per answer of an evaluation after step N
 checkpoints/step_NNNNNN/ the trainer's; the critic's lie in checkpoints/critic
+rollouts/step_N.rollouts of an asynchronous run: the step was drawn ahead of the last checkpoint
 state.json               SavedState: the last checkpoint, from which --resume continues
 logs/attempt_N.log       one file for every start; --clean keeps them
 .lock                    held while a process uses the directory; names that process
@@ -118,6 +119,8 @@ _FACTS = ("servers", "inputs")
 _RECORDS = ("metrics", "versions")
 
 _LOGS = "logs"
+# Folder of the rollouts that were drawn ahead of the last checkpoint (training/rollout_files.py).
+ROLLOUTS = "rollouts"
 # Files that a run writes and --clean removes. run.json is replaced instead: a run directory that is
 # half removed, or half begun, is still known as one.
 _FILES = (
@@ -533,6 +536,8 @@ def _remove_run(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
     for file in (path / EPISODES).glob("step_*.jsonl"):
         file.unlink()
+    for file in (path / ROLLOUTS).glob("step_*.rollouts"):
+        file.unlink()
     _remove_trajectories(path, after=-1)
     _remove_checkpoints(path, 0)
     for file in event_file.event_files(path / "tensorboard"):
@@ -543,6 +548,7 @@ def _remove_run(path: Path) -> None:
         STEPS,
         EVALUATIONS,
         EPISODES,
+        ROLLOUTS,
         "tensorboard",
     ):
         with suppress(OSError):

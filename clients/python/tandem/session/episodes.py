@@ -13,7 +13,7 @@ from tandem.rewards.judges.cases import Failure
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
 from tandem.run_directory.episodes import EpisodeRecord, NoRecord
-from tandem.session.session import Session
+from tandem.session.session import Session, WeightsRule
 from tandem.utils.authors import ENVIRONMENT
 from tandem.utils.progress import Progress
 
@@ -29,7 +29,7 @@ def draw_episodes(
     record: EpisodeRecord | NoRecord,
     on_group: OnGroup = lambda index, episodes: None,
     *,
-    any_version: bool = False,
+    rule: WeightsRule = WeightsRule.CURRENT,
 ) -> list[list[Episode]]:
     """Draws the episodes of prompts, in the order of `requests`.
 
@@ -66,7 +66,7 @@ def draw_episodes(
     generate = partial(
         session.generate,
         expected=weights,
-        any_version=any_version,
+        rule=rule,
         # The run is told of episodes, not of turns.
         progress=Progress(),
     )

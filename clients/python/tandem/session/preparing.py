@@ -98,6 +98,8 @@ def prepare(
         problems.raise_any()
         _wait_for(servers, credentials, critic=uses_of(settings, purpose).critic)
     reference = cluster = None
+    with problems.collect():
+        checks.check_async(settings, purpose)
     if purpose == "train":
         with problems.collect():
             checks.check_overlong_buffer(settings)
@@ -105,6 +107,7 @@ def prepare(
             checks.check_kl(settings, servers.rollout or ())
         reference = _connect_reference(inputs, connections, problems, stack)
         checks.note_start_and_reference(settings)
+        checks.note_async(settings)
         for obstacle in obstacles(settings):
             _log.warning(f"this run cannot learn: {obstacle}")
     if settings.cluster is not None:

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Sequence
 
+import grpc
+
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.trainer.v1 import trainer_pb2
 from tandem._proto.types.v1 import server_pb2
-from tandem.errors import RpcError
+from tandem.errors import RpcError, UnavailableError
 from tandem.pool.rollout_pool import RolloutPool
 from tandem.rpc import delivery
 from tandem.rpc.client import RolloutClient, TrainerClient
@@ -29,8 +31,14 @@ class Publisher:
         retry: RetryPolicy,
         *,
         one_by_one: bool,
+        to_lost: bool,
     ) -> None:
-        """With `one_by_one`, each of several servers ends its calls before it gets the weights."""
+        """Prepares to publish.
+
+        With `one_by_one`, each of several servers ends its calls before it gets the weights. With
+        `to_lost`, servers that were left out get the weights, too, once they answer: otherwise
+        catch_up() is called for them.
+        """
         # Publications of one version share its update: two at a time would disturb each other. A
         # request may be over while a thread of it still brings a server up.
         self._delivering = threading.RLock()
@@ -38,6 +46,7 @@ class Publisher:
         self._rollouts = rollouts
         self._retry = retry
         self._one_by_one = one_by_one
+        self._to_lost = to_lost
         self._said: set[str] = set()
 
     def publish(
@@ -77,7 +86,15 @@ class Publisher:
 
         Raises a failure that does not pass by itself.
         """
-        replicas = [replica for replica in self._rollouts.replicas if not replica.lost]
+        replicas = [
+            replica
+            for replica in self._rollouts.replicas
+            if not replica.lost or (self._to_lost and replica.client.health() == "SERVING")
+        ]
+        if self._to_lost and not replicas:
+            return UnavailableError(
+                "no rollout server answers", code=grpc.StatusCode.UNAVAILABLE, method="Health"
+            )
         failures: list[tuple[RolloutClient, RpcError]] = []
         if self._one_by_one and len(self._rollouts.replicas) > 1:
             for replica in replicas:

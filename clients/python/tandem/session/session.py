@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 import grpc
@@ -17,7 +18,7 @@ from tandem.cluster.local import LocalCluster
 from tandem.cluster.plan import uses_of
 from tandem.data.dataset import Dataset
 from tandem.environments.run_environment import RunEnvironment
-from tandem.errors import FailedPreconditionError
+from tandem.errors import FailedPreconditionError, RpcError, UnavailableError
 from tandem.metrics import StepClock
 from tandem.models.tokenizer import TextCodec
 from tandem.pool.rollout_pool import RolloutPool
@@ -31,7 +32,12 @@ from tandem.session.connections import Connections
 from tandem.session.publisher import Publisher
 from tandem.session.reference import Reference, ServerReference
 from tandem.session.step_progress import StepProgress
-from tandem.session.weight_errors import changed_weights, in_words, other_weights
+from tandem.session.weight_errors import (
+    changed_weights,
+    in_words,
+    lost_weights,
+    other_weights,
+)
 from tandem.settings.run import Purpose, RunSettings
 from tandem.utils.progress import Progress
 
@@ -43,6 +49,20 @@ ATTEMPTS = 3
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
+
+
+class WeightsRule(Enum):
+    """Which weights may answer a request that expects some.
+
+    Attributes:
+        CURRENT: the expected ones, which the trainer must hold.
+        ANY_SINCE: the expected ones, and newer ones as far as the trainer is ahead of them.
+        PINNED: the expected ones, whatever the trainer holds meanwhile.
+    """
+
+    CURRENT = "current"
+    ANY_SINCE = "any_since"
+    PINNED = "pinned"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -87,8 +107,16 @@ class Session:
             self.trainer,
             self.rollouts,
             self.connections.retry,
-            one_by_one=bool(self.settings.objective.max_staleness),
+            # Nothing is drawn while an asynchronous run publishes.
+            one_by_one=bool(self.settings.objective.max_staleness) and not self.is_async,
+            # Drawing with PINNED weights brings no server up.
+            to_lost=self.is_async,
         )
+
+    @property
+    def is_async(self) -> bool:
+        """Whether rollouts are drawn ahead, while earlier steps train."""
+        return self.purpose == "train" and self.settings.async_.max_staleness > 0
 
     @property
     def cluster(self) -> LocalCluster | None:
@@ -155,48 +183,68 @@ class Session:
         weights: server_pb2.WeightsVersion,
         client: RolloutClient,
         *,
-        any_version: bool = False,
+        rule: WeightsRule = WeightsRule.CURRENT,
     ) -> None:
         """Publishes the trainer's weights to a rollout server that is behind `weights`.
 
-        A server that has been restarted is. With `any_version` the trainer may meanwhile be ahead
-        of `weights`, and the server at most as far ahead as the trainer.
+        A server that has been restarted is. Nothing is published to one of PINNED weights: the
+        trainer may not hold these any more.
 
         Raises:
+            UnavailableError: it does not serve the PINNED weights, and others may.
             FailedPreconditionError: it serves others that are not behind, and the publications of a
-                run only go forward.
+                run only go forward; or nobody holds the PINNED weights.
         """
         served = client.weights_version()
+        if rule is WeightsRule.PINNED:
+            if served != weights:
+                raise self._without_pinned(client, served, weights)
+            return
         if served.version < weights.version:
             caught_up = self._publisher.catch_up(client, weights.version)
             if caught_up is None:
                 return
             served = caught_up
         held = weights
-        if any_version and served != weights:
+        if rule is WeightsRule.ANY_SINCE and served != weights:
             held = self.weights()
             if weights.version < served.version < held.version:
                 return  # The trainer is ahead of its last publication.
         if served != held:
             raise other_weights(client.address, served, held)
 
+    def _without_pinned(
+        self,
+        client: RolloutClient,
+        served: server_pb2.WeightsVersion,
+        weights: server_pb2.WeightsVersion,
+    ) -> RpcError:
+        """Returns the error for a rollout server that does not serve the pinned weights."""
+        others = [one for one in self.rollouts.replicas if one.client is not client]
+        if any(not one.lost for one in others):
+            return UnavailableError(
+                f"it serves {in_words(served)}, and gets others with the next publication",
+                code=grpc.StatusCode.UNAVAILABLE,
+            )
+        return lost_weights(client.address, served, weights)
+
     def generate(
         self,
         prompts: Sequence[Prompt],
         expected: server_pb2.WeightsVersion | None = None,
         *,
-        any_version: bool = False,
+        rule: WeightsRule = WeightsRule.CURRENT,
         on_answer: Callable[[int, list[trajectory_pb2.Trajectory]], None] | None = None,
         progress: Progress | None = None,
     ) -> list[list[trajectory_pb2.Trajectory]]:
-        """Returns the samples of every prompt, in order, all written by the trainer's weights.
+        """Returns the samples of every prompt, in order, all written by the weights of the `rule`.
 
         `on_answer` is called with the number of a prompt and its samples as soon as they have
         arrived, in any thread and order; it must return at once. `progress` is told how many there
         are, by default that of the run.
 
         A rollout server that is behind is brought there before it draws any. Samples of a server
-        that got other weights in the middle are drawn again, unless `any_version` will do.
+        that got other weights in the middle are drawn again, unless the rule is ANY_SINCE.
 
         Raises:
             FailedPreconditionError: as in weights() and bring_up(), or other weights answered again
@@ -207,7 +255,7 @@ class Session:
             functools.partial(self.rollouts.generate, progress=progress),
             _all_by,
             expected,
-            any_version=any_version,
+            rule=rule,
             on_answer=on_answer,
         )
 
@@ -236,15 +284,17 @@ class Session:
         is_by: Callable[[server_pb2.WeightsVersion, Answer], bool],
         expected: server_pb2.WeightsVersion | None,
         *,
-        any_version: bool = False,
+        rule: WeightsRule = WeightsRule.CURRENT,
         on_answer: Callable[[int, Answer], None] | None = None,
     ) -> list[Answer]:
-        """Returns the answers of the rollout servers to `asked`, all by the trainer's weights."""
+        """Returns the answers of the rollout servers to `asked`, all by the rule's weights."""
         answers: dict[int, Answer] = {}
         missing = list(range(len(asked)))
+        pinned = expected if rule is WeightsRule.PINNED else None
+        any_version = rule is WeightsRule.ANY_SINCE
         for _ in range(ATTEMPTS):
-            weights = self.weights(expected)
-            admit = functools.partial(self.bring_up, weights, any_version=any_version)
+            weights = pinned or self.weights(expected)
+            admit = functools.partial(self.bring_up, weights, rule=rule)
             options: dict[str, Any] = {"admit": admit}
             if on_answer is not None:
 

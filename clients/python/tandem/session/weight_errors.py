@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from tandem._proto.types.v1 import server_pb2
-from tandem.errors import FailedPreconditionError
+from tandem.errors import FailedPreconditionError, LostWeightsError
 from tandem.rpc.client import CriticClient, TrainerClient
 
 
@@ -29,6 +29,20 @@ def other_weights(
         code=grpc.StatusCode.FAILED_PRECONDITION,
         reason="WEIGHTS_DIFFER",
         hint=hint,
+    )
+
+
+def lost_weights(
+    address: str, served: server_pb2.WeightsVersion, weights: server_pb2.WeightsVersion
+) -> LostWeightsError:
+    """Returns the error for a rollout server without the weights that draw an asynchronous step."""
+    return LostWeightsError(
+        f"{address} serves {in_words(served)}, and the rollouts of this step are drawn with "
+        f"{in_words(weights)}, which the trainer has left behind",
+        code=grpc.StatusCode.FAILED_PRECONDITION,
+        reason="WEIGHTS_DIFFER",
+        hint="the rollout server was restarted, or another run publishes to it: --resume draws the "
+        "steps after the last checkpoint again, with the same results",
     )
 
 

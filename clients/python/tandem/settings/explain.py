@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from tandem._proto.config.v1 import server_config_pb2
 from tandem.errors import ConfigError
@@ -136,7 +137,7 @@ def _advice(schema: type[BaseModel], section: Sequence[Any], key: str, listed: s
 
 def _keys_named(schema: type[BaseModel], key: str, section: str = "") -> Iterator[str]:
     """The dotted keys that end with `key`, but for those of lists of sections."""
-    for name, field in schema.model_fields.items():
+    for name, field in _fields(schema).items():
         if name == key:
             yield section + name
         if typing.get_origin(field.annotation) is list:
@@ -166,12 +167,17 @@ def fields_at(schema: type[BaseModel], path: Iterable[Any]) -> list[str]:
     for part in path:
         if isinstance(part, int):
             continue
-        field = schema.model_fields.get(str(part))
+        field = _fields(schema).get(str(part))
         inner = next(sections_in(field.annotation), None) if field else None
         if inner is None:
             return []
         schema = inner
-    return [field.alias or name for name, field in schema.model_fields.items()]
+    return list(_fields(schema))
+
+
+def _fields(schema: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Returns the fields of a section by their keys in a file."""
+    return {field.alias or name: field for name, field in schema.model_fields.items()}
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -36,6 +36,9 @@ KEYS = {
     "ppo_mini_batch_size": "objective.num_mini_batches",
     "num_iterations": "objective.num_epochs",
     "ppo_epochs": "objective.num_epochs",
+    # rollouts that are drawn ahead
+    "max_async_level": "async.max_staleness",
+    "max_head_offpolicyness": "async.max_staleness",
     # lengths
     "max_completion_length": "sampling.max_tokens",
     "max_new_tokens": "sampling.max_tokens",

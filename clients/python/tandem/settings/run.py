@@ -14,6 +14,7 @@ from tandem._proto.trainer.v1.objective_pb2 import PolicyObjective
 from tandem.errors import ConfigError
 from tandem.metrics import KEYS
 from tandem.rpc.wire import enum_names
+from tandem.settings.asynchronous import MOST_VERSIONS, AsyncSettings
 from tandem.settings.base import (
     Count,
     Name,
@@ -528,6 +529,8 @@ class RunSettings(Settings):
     # Draws episodes of several turns in the place of single responses.
     environment: EnvironmentSettings | None = None
     batch: BatchSettings = BatchSettings()
+    # Draws the rollouts of the next steps while one trains.
+    async_: Annotated[AsyncSettings, Field(alias="async")] = AsyncSettings()
     sampling: SamplingSettings = SamplingSettings()
     tandem: TandemSettings = TandemSettings()
     # Drafts of the responses.
@@ -606,6 +609,28 @@ class RunSettings(Settings):
                 raise ValueError(
                     f"{field}: only applies to servers of `cluster`; running servers have their own"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _stale_rollouts_are_bounded(self) -> RunSettings:
+        """Gives the objective of an asynchronous run the bound of its staleness in versions."""
+        steps, updates = self.async_.max_staleness, self.updates_per_step
+        if not steps:
+            return self
+        versions = steps * updates
+        if versions > MOST_VERSIONS:
+            raise ValueError(
+                f"async.max_staleness: {steps} steps of {updates} updates are {versions:,} "
+                f"versions, but the trainer looks back {MOST_VERSIONS:,} at most"
+            )
+        given = self.objective.given()
+        if given.get("max_staleness", versions) < versions:
+            raise ValueError(
+                f"objective.max_staleness: {given['max_staleness']} versions, but "
+                f"async.max_staleness: {steps} steps of {updates} updates are {versions}"
+            )
+        bound = given.get("max_staleness", versions)
+        self.objective = self.objective.model_copy(update={"max_staleness": bound})
         return self
 
     def examples_per_step(self, purpose: Purpose) -> int:

@@ -98,6 +98,11 @@ _COLUMNS = (
         11,
         _value("response/truncated_fraction"),
     ),
+    _Column("stale", "versions that the tokens lie behind", "{:.1f}", 4, _value("staleness/mean")),
+    _Column(
+        "r.idle", "share of the time with nothing to draw", "{:.0%}", 3, _value("idle/rollout")
+    ),
+    _Column("t.idle", "share of the time without a step", "{:.0%}", 3, _value("idle/trainer")),
     _Column("generate", "seconds for generation", "{:.1f}s", 4, _value("time/generate_seconds")),
     _Column("judge", "seconds for the rewards", "{:.1f}s", 12, _value("time/reward_seconds")),
     _Column("train", "seconds for the update", "{:.1f}s", 4, _value("time/train_seconds")),
@@ -121,8 +126,18 @@ _PHASES = {
     "eval": "the trainer waits",
     "checkpoint": "the rollout servers wait",
 }
+# The same of an asynchronous run, whose rollout servers wait for no phase of it.
+_ASYNC_PHASES = {
+    "wait": "the trainer waits for rollouts",
+    "reference": "the trainer waits",
+    "train": "",
+    "publish": "both wait",
+    "trajectories": "the trainer waits for the disk",
+    "eval": "the trainer waits",
+    "checkpoint": "the trainer waits",
+}
 # Phases that waiting() names in every run.
-_ALWAYS = ("generate", "reward", "train", "publish")
+_ALWAYS = ("generate", "reward", "wait", "train", "publish")
 # Width of the column with the time that the rest of the run takes.
 _LEFT_WIDTH = 8
 # Steps between two headers.
@@ -161,6 +176,10 @@ class StepDisplay:
         work: Progress | None = None,
     ) -> None:
         self._output = output
+        self._phases: Mapping[str, str] = _PHASES
+        # Seconds in which servers of an asynchronous run had nothing to do, and those of the steps.
+        self._idle: dict[str, float] = {}
+        self._last_seconds = elapsed_seconds
         self._seconds: dict[str, float] = {}
         self._first_step = first_step
         self._steps = steps
@@ -202,7 +221,14 @@ class StepDisplay:
     def step(self, line: Line) -> None:
         """Shows one line of metrics.jsonl."""
         self._output.json_line(line)
-        for phase in _PHASES:
+        if line.get("time/wait_seconds") is not None:
+            self._phases = _ASYNC_PHASES
+        seconds = line["time_seconds"] - self._last_seconds
+        self._last_seconds = line["time_seconds"]
+        for server in ("rollout", "trainer"):
+            if (share := line.get(f"idle/{server}")) is not None:
+                self._idle[server] = self._idle.get(server, 0.0) + share * seconds
+        for phase in self._phases:
             seconds = line.get(f"time/{phase}_seconds") or 0.0
             self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
         done = line["step"] - self._first_step + 1
@@ -253,11 +279,18 @@ class StepDisplay:
         self._output.console.print(" ".join(cells), markup=False, soft_wrap=True)
 
     def waiting(self) -> str:
-        """Returns a line with each phase's share of the time, and who waits during the phase."""
+        """Returns a line with each phase's share of the time, and who waits during the phase.
+
+        Of an asynchronous run it ends with the idle shares of the servers.
+        """
         total = max(1e-9, sum(self._seconds.values()))
-        shares = {name: self._seconds.get(name, 0.0) / total for name in _PHASES}
-        return ", ".join(
-            f"{name} {share:.0%}" + (f" ({_PHASES[name]})" if _PHASES[name] else "")
+        told = self._phases
+        shares = {name: self._seconds.get(name, 0.0) / total for name in told}
+        said = ", ".join(
+            f"{name} {share:.0%}" + (f" ({told[name]})" if told[name] else "")
             for name, share in shares.items()
             if share or name in _ALWAYS
         )
+        elapsed = max(1e-9, self._last_seconds - self._elapsed_before)
+        idle = ", ".join(f"{name} {idle / elapsed:.0%}" for name, idle in self._idle.items())
+        return f"{said}; idle: {idle}" if idle else said

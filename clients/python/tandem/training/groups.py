@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +22,8 @@ from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
 from tandem.run_directory.episodes import EpisodeRecord
 from tandem.session.episodes import draw_episodes, episode_metrics, failures_without_response
-from tandem.session.session import Session
+from tandem.session.session import Session, WeightsRule
+from tandem.settings.run import RunSettings
 
 # Rewards of a group that differ by no more than this, times the largest of their magnitudes where
 # that is above 1, are equal: sums of the same scores in another order differ by rounding. It is the
@@ -82,7 +83,7 @@ class Drawn:
         failures: a message for every call of a reward function that failed.
         num_gen_batches: number of times that prompts were drawn.
         timed_out: number of responses for which a reward function took too long.
-        episodes: those of the responses, where the run has an environment.
+        episode_metrics: those of the step's episodes, where the run has an environment.
     """
 
     groups: list[Group]
@@ -90,7 +91,7 @@ class Drawn:
     failures: list[str]
     num_gen_batches: int
     timed_out: int = 0
-    episodes: Sequence[Episode] = ()
+    episode_metrics: Mapping[str, float | int] = field(default_factory=dict)
 
     @property
     def all_failed(self) -> bool:
@@ -120,7 +121,7 @@ class Drawn:
             ),
             "reward/timed_out": self.timed_out,
             **means,
-            **(episode_metrics(self.episodes) if self.episodes else {}),
+            **self.episode_metrics,
             "batch/groups_drawn": len(self.groups),
             "batch/groups_dropped": len(self.groups) - len(self.kept),
             "batch/num_gen_batches": self.num_gen_batches,
@@ -157,6 +158,7 @@ def draw_groups(
     """
     settings = session.settings
     wanted, filtering = settings.batch.prompts_per_step, settings.batch.filter_groups
+    rule = _weights_rule(settings)
     groups: list[Group] = []
     kept: list[Group] = []
     failures: list[str] = []
@@ -174,8 +176,9 @@ def draw_groups(
                 answers = session.generate(
                     prompts,
                     weights,
-                    any_version=bool(settings.objective.max_staleness),
+                    rule=rule,
                     on_answer=judging.add,
+                    progress=clock.progress,
                 )
             else:
                 requests = {
@@ -190,7 +193,7 @@ def draw_groups(
                         weights,
                         record,
                         on_group,
-                        any_version=bool(settings.objective.max_staleness),
+                        rule=rule,
                     )
                 answers = [trajectories_of(group) for group in drawn]
                 episodes += itertools.chain(*drawn)
@@ -213,7 +216,15 @@ def draw_groups(
         timed_out += judged.timed_out
         batches += 1
     failures += failures_without_response(episodes)
-    return Drawn(groups, kept, failures, batches, timed_out, episodes)
+    metrics = episode_metrics(episodes) if episodes else {}
+    return Drawn(groups, kept, failures, batches, timed_out, metrics)
+
+
+def _weights_rule(settings: RunSettings) -> WeightsRule:
+    """Returns the weights that may draw the samples of a run."""
+    if settings.async_.max_staleness:
+        return WeightsRule.PINNED
+    return WeightsRule.ANY_SINCE if settings.objective.max_staleness else WeightsRule.CURRENT
 
 
 def _judge_episodes(

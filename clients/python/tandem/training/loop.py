@@ -21,7 +21,7 @@ from tandem.errors import RewardError, TandemError
 from tandem.evaluation import Evaluation, evaluate
 from tandem.evaluation.answers import held_out
 from tandem.evaluation.report import in_words
-from tandem.metrics import StepClock, step_line
+from tandem.metrics import StepClock, staleness_metrics, step_line
 from tandem.preflight.learnability import FlatRewards
 from tandem.rpc.requests import PolicySample, SupervisedSample
 from tandem.run_directory.account import why_untrained
@@ -31,9 +31,11 @@ from tandem.run_directory.log import FILE_ONLY
 from tandem.run_directory.trajectories.record import Response
 from tandem.session.session import Session
 from tandem.settings.run import EvalMode
+from tandem.training.ahead import RolloutsAhead, open_ahead
 from tandem.training.groups import Drawn, Group, draw_groups
 from tandem.training.kl_control import first_kl_coefficient, next_kl_coefficient
 from tandem.training.own_responses import draw_own_responses
+from tandem.training.rollout_files import remove_rollouts
 from tandem.training.start import start_run
 from tandem.utils.interrupt import Interrupt, StopRequested
 
@@ -62,9 +64,7 @@ def train(
         for step in loop.steps():
             clock = StepClock(session.progress)
             try:
-                drawn = draw_groups(
-                    session, step, loop.examples_drawn, loop.weights, clock, run.path
-                )
+                drawn = loop.rollouts(step, clock)
             except StopRequested as stop:
                 loop.give_up(stop)
                 break
@@ -93,6 +93,7 @@ def train(
                 clock,
                 len(drawn.groups),
                 drawn.metrics()
+                | loop.staleness(drawn)
                 | {"policy/kl_coefficient": kl_coefficient}
                 | session.rollouts.take_counts().metrics(),
                 next_kl_coefficient(settings, kl_coefficient, report, len(samples)),
@@ -273,6 +274,9 @@ class Loop:
         self._recorded = self.last_step
         # The span of the step, while one is done.
         self._span = ExitStack()
+        # What an asynchronous run draws ahead, and what ends it.
+        self._ahead: RolloutsAhead | None = None
+        self._open = ExitStack()
 
     def __enter__(self) -> Self:
         session, run = self._session, self._run
@@ -280,6 +284,10 @@ class Loop:
         with tracing.span("start", ids), session.progress.phase("start"):
             start = start_run(session, run, discard_unsaved=self._discard_unsaved)
             session.check_optimizers(self.last_step)
+        self.examples_drawn = _examples_drawn(session, run.state)
+        ahead = None
+        if session.is_async:
+            ahead = open_ahead(session, run, start.weights, self.examples_drawn, self.last_step)
         # Before the first step, or what an error kept the run from after its last one. Nothing is
         # written yet, so Ctrl-C still ends the run at once.
         with session.progress.phase("eval"):
@@ -294,28 +302,30 @@ class Loop:
         _log.info(str(start))
         self.weights = start.weights
         self._critic = start.critic
-        self.examples_drawn = _examples_drawn(session, run.state)
         self.kl_coefficient = first_kl_coefficient(session.settings, run.state)
         self._begun = time.monotonic() - run.elapsed_seconds
         self._keep(self.last_step, evaluations)
+        if ahead is not None:
+            self._ahead = self._open.enter_context(ahead)
+            ahead.draw_after(self.last_step, self.weights)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # A second Ctrl-C is no Exception, and ends the run at once.
-        if isinstance(error, Exception):
-            error.add_note(f"in step {self._step}: {self._rescue()}")
-        elif error is None:
-            with self._session.progress.phase("trajectories"):
-                self._run.trajectories.wait()
-        self._span.__exit__(kind, error, trace)
+        with self._open:
+            # A second Ctrl-C is no Exception, and ends the run at once.
+            if isinstance(error, Exception):
+                error.add_note(f"in step {self._step}: {self._rescue()}")
+            elif error is None:
+                with self._session.progress.phase("trajectories"):
+                    self._run.trajectories.wait()
+            self._span.__exit__(kind, error, trace)
 
     def steps(self) -> Iterator[int]:
         """Yields the steps that are left, until the run is asked to stop."""
         first = self.last_step + 1
         for step in range(first, self._session.settings.steps + 1):
             if self._is_asked_to_stop and step > first:
-                if self._unsaved:
-                    self._run.write_state(self._save_on_servers())
+                self._save_at_stop()
                 return
             self._step = step
             self._session.progress.begin(f"step {step}")
@@ -367,16 +377,24 @@ class Loop:
         self.kl_coefficient = kl_coefficient
         saved: SavedState | None = None
         try:
-            with clock.phase("publish"):
-                if changed:
-                    self._session.publish()
+            evaluates = bool(run.evaluations_due(step, self._session.settings.steps))
+            if self._ahead is not None:
+                self._ahead.publish(step, self.weights, clock, evaluates=evaluates)
+            else:
+                with clock.phase("publish"):
+                    if changed:
+                        self._session.publish()
             self._session.check()
-            if run.evaluations_due(step, self._session.settings.steps):
+            if evaluates:
                 with clock.timed("eval"):
                     self._keep(step, self._evaluations_due(step))
+            if self._ahead is not None and not self._is_asked_to_stop:
+                self._ahead.draw_after(step, self.weights)
             if self._is_asked_to_stop or self._is_to_save(step):
                 with clock.phase("checkpoint"):
                     saved = self._save_on_servers()
+        except StopRequested:
+            pass  # steps() tells what could not be saved.
         finally:
             # The step is done, whether or not it reached the rollout servers and the disk.
             line = step_line(
@@ -384,6 +402,7 @@ class Loop:
                     **report.metrics,
                     **(metrics or {}),
                     **clock.metrics(),
+                    **(self._ahead.idle_metrics(clock) if self._ahead is not None else {}),
                     "step": step,
                     "step/trained": int(why is None),
                     "trackers/lines_waiting": run.tracker_lines_waiting,
@@ -397,12 +416,31 @@ class Loop:
             run.track(line)
         # The line is on disk before the checkpoint counts: a resumed run needs it.
         if saved is not None:
-            run.write_state(saved)
+            self._write_state(saved)
         self._on_step(line)
         if why is not None:
             run.account.why[why] += 1
             _log.info(f"step {step} trained nothing: {why}")
         return line
+
+    def rollouts(self, step: int, clock: StepClock) -> Drawn:
+        """Returns the rollouts of a step: draws them, or waits until they are drawn ahead.
+
+        Raises what draw_groups() raises.
+        """
+        if self._ahead is not None:
+            return self._ahead.take(step, clock)
+        return draw_groups(
+            self._session, step, self.examples_drawn, self.weights, clock, self._run.path
+        )
+
+    def staleness(self, drawn: Drawn) -> dict[str, float]:
+        """Returns how far the tokens to train lie behind the weights; none in a run in step."""
+        if self._ahead is None:
+            return {}
+        return staleness_metrics(
+            (one for group in drawn.kept for one in group.trajectories), self.weights.version
+        )
 
     def _is_to_save(self, step: int) -> bool:
         settings = self._session.settings
@@ -432,8 +470,17 @@ class Loop:
     def give_up(self, stop: StopRequested) -> None:
         """Saves the steps before the one that was given up, and ends the loop."""
         _log.info(f"step {self._step} is given up: {stop}")
-        if self._unsaved:
-            self._run.write_state(self._save_on_servers())
+        self._save_at_stop()
+
+    def _save_at_stop(self) -> None:
+        """Saves the steps that no checkpoint holds yet, in a run that was asked to stop."""
+        if not self._unsaved:
+            return
+        try:
+            self._write_state(self._save_on_servers())
+        except StopRequested as stop:
+            saved = self._run.state.step if self._run.state else 0
+            _log.info(f"the steps after step {saved} could not be saved: {stop}")
 
     def _rescue(self) -> str:
         """Saves the steps that no checkpoint holds yet; returns the outcome in words."""
@@ -454,10 +501,19 @@ class Loop:
             return f"the trainer is {health.status} {health.reason}".rstrip()
         try:
             with self._session.progress.phase("checkpoint"), tracing.span("checkpoint"):
-                self._run.write_state(self._save_on_servers())
+                self._write_state(self._save_on_servers())
         except TandemError as error:
             return error.message
+        # The thread that draws ahead may have died of anything.
+        except Exception as error:
+            return repr(error)
         return None
+
+    def _write_state(self, saved: SavedState) -> None:
+        """Makes `saved` the checkpoint to resume from."""
+        self._run.write_state(saved)
+        if saved.rollouts is not None:
+            remove_rollouts(self._run.path, frozenset(map(int, saved.rollouts.files)))
 
     def _save_on_servers(self) -> SavedState:
         """Saves trainer and critic as they are after the last step that was done.
@@ -471,6 +527,7 @@ class Loop:
         session.require_weights(self.weights)
         if self._critic is not None:
             session.require_critic(self._critic.version)
+        rollouts = None if self._ahead is None else self._ahead.save(self.last_step)
         # Saving prunes older checkpoints before state.json names the new one. With one more to
         # keep, the checkpoint that it still names survives a crash; the next save prunes it.
         keep = session.settings.checkpoint.keep
@@ -496,6 +553,7 @@ class Loop:
             self.weights.digest,
             self.examples_drawn,
             self.kl_coefficient,
+            rollouts,
         )
 
 

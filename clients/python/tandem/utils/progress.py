@@ -31,9 +31,14 @@ class _Phase:
 
 
 class Progress:
-    """The phase that runs, with what is done of it. Thread-safe."""
+    """The phase that runs, with what is done of it. Thread-safe.
+
+    Attributes:
+        beside: of work in another thread, which line() tells too.
+    """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.beside: Progress | None = None
         self._clock = clock
         self._lock = threading.Lock()
         self._phases: list[_Phase] = []
@@ -85,7 +90,14 @@ class Progress:
                 one.done, one.total, one.in_bytes = done, total, True
 
     def line(self) -> str:
-        """Returns the work in words: "step 3: generate 37/64, 1.2k tok/s, 12s"; "" for none."""
+        """Returns the work in words: "step 3: generate 37/64, 1.2k tok/s, 12s"; "" for none.
+
+        The work beside it follows a semicolon.
+        """
+        beside = self.beside.line() if self.beside is not None else ""
+        return "; ".join(filter(None, [self._own_line(), beside]))
+
+    def _own_line(self) -> str:
         with self._lock:
             if not self._phases:
                 return ""

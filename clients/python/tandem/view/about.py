@@ -28,7 +28,8 @@ class About:
     Attributes:
         name: of the run.
         facts: (name, value) of model, method and steps.
-        curves: by name [[step, value], …] of the mean reward, or the loss, and the evaluations.
+        curves: by name [[step, value], …] of the mean reward, or the loss, of the staleness of an
+            asynchronous run, and of the evaluations.
         images: column of the rows that names images, and the folder where relative paths begin;
             None for a run without images.
     """
@@ -78,7 +79,7 @@ def about(run_dir: Path, *, evaluation: bool = False) -> About:
     if lines:
         facts.append(("steps", f"{lines[-1]['step']} of {config.get('steps', '?')}"))
     for line in lines:
-        for key in ("reward/mean", "loss/total"):
+        for key in ("reward/mean", "loss/total", "staleness/mean"):
             if isinstance(line.get(key), int | float):
                 curves.setdefault(key, []).append((line["step"], line[key]))
     if "reward/mean" in curves:
@@ -113,6 +114,8 @@ def _method(kind: str, config: Mapping[str, Any]) -> str:
         said.append(f"KL {objective['kl_coefficient']:g}")
     if {"prompts_per_step", "samples_per_prompt"} <= set(batch):
         said.append(f"{batch['prompts_per_step']} × {batch['samples_per_prompt']} responses a step")
+    if staleness := (config.get("async") or {}).get("max_staleness"):
+        said.append(f"rollouts up to {staleness} steps old")
     if (config.get("tandem") or {}).get("enabled") is False:
         said.append("the senior alone")
     return ", ".join(said)

@@ -37,6 +37,7 @@ DEFAULTS = (
     "policy/grad_norm",
     "policy/learning_rate",
     "tandem/senior_token_fraction",
+    "staleness/mean",
     "time/generate_seconds",
     "time/train_seconds",
 )

@@ -405,6 +405,32 @@ def test_a_time_limit_of_the_functions_own_works_in_the_main_thread(opened):
 
 
 @pytest.mark.parametrize("settings", [{"batch": True}, {"workers": 1}])
+def test_limits_hold_in_another_thread_than_the_main_one(opened, settings):
+    """An asynchronous run judges in the thread that draws ahead."""
+    text = (
+        "import time\n"
+        "def reward(prompt, response, *rows, **row):\n"
+        "    while 'hang' in response:\n        time.sleep(0.01)\n"
+        "    return [1.0] * len(response) if rows else 1.0\n"
+    )
+    reward = opened(text, on_error="skip", timeout_seconds=0.3, **settings)
+    judged = []
+
+    def judge():
+        judged.append(reward([EXAMPLE], [["hang", "x"]]))
+        judged.append(reward([EXAMPLE], [["x", "y"]]))
+
+    thread = threading.Thread(target=judge)
+    thread.start()
+    thread.join(30)
+    first, second = judged
+    # A batch is one call.
+    assert first.rewards == [[None, None if "batch" in settings else 1.0]]
+    assert first.timed_out == (2 if "batch" in settings else 1)
+    assert second.rewards == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("settings", [{"batch": True}, {"workers": 1}])
 def test_calls_that_wait_for_all_responses_come_in_the_order_of_the_data(opened, settings):
     text = (
         "import itertools\ncount = itertools.count()\n"

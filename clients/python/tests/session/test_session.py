@@ -20,6 +20,7 @@ from tandem.errors import (
 )
 from tandem.rpc.requests import Prompt
 from tandem.session.opening import open_session
+from tandem.session.session import WeightsRule
 from tandem.settings import loading
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import DataSettings, RunSettings
@@ -147,7 +148,7 @@ def versions(groups):
 def test_a_rollout_server_that_was_restarted_is_caught_up_before_it_generates(world, config):
     world.version, world.published = 3, 0
     with open_session(config) as session:
-        groups = session.generate([Prompt([1], seed=1, num_samples=2)], any_version=True)
+        groups = session.generate([Prompt([1], seed=1, num_samples=2)], rule=WeightsRule.ANY_SINCE)
     assert versions(groups) == {3}
 
 
@@ -164,7 +165,7 @@ def test_samples_of_a_server_restarted_in_the_middle_are_drawn_again(world, conf
         world.on_batch = restart
         assert session.generate(prompts) == whole
         world.on_batch = restart
-        assert versions(session.generate(prompts, any_version=True)) == {0}
+        assert versions(session.generate(prompts, rule=WeightsRule.ANY_SINCE)) == {0}
 
 
 def test_a_server_that_keeps_restarting_ends_the_run(world, config):
@@ -260,7 +261,7 @@ def test_nobody_waits_for_a_server_of_the_cluster_that_died(world, config):
 
     calls = {
         "trainer": lambda session: session.trainer.info(),
-        "rollout": lambda session: session.generate([Prompt([1])], any_version=True),
+        "rollout": lambda session: session.generate([Prompt([1])], rule=WeightsRule.ANY_SINCE),
     }
     for call in calls.values():
         with pytest.raises(ServerStartError, match="SIGKILL"), open_session(config) as session:

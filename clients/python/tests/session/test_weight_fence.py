@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 from tandem.errors import ConfigError, FailedPreconditionError
 from tandem.rpc.requests import Prompt
 from tandem.session.opening import open_session
+from tandem.session.session import WeightsRule
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 
@@ -78,21 +79,21 @@ def test_a_server_may_draw_between_two_updates_of_a_request(world, session_on):
     replicas[1].delay = lambda: fakes.wait_until(lambda: replicas[0].drawn)
     prompts = prompts_of(20)
     with fake_fleet.serve(replicas) as trainer, session_on(trainer, replicas, STALE) as session:
-        answers = session.generate(prompts, any_version=True)
+        answers = session.generate(prompts, rule=WeightsRule.ANY_SINCE)
     assert len(answers) == len(prompts)
     assert 1 in versions_in(answers) <= {0, 1}
     assert world.publications == []
 
 
-@pytest.mark.parametrize("any_version", [False, True])
-def test_a_server_ahead_of_the_trainer_is_refused(world, replicas, session_on, any_version):
+@pytest.mark.parametrize("rule", [WeightsRule.CURRENT, WeightsRule.ANY_SINCE])
+def test_a_server_ahead_of_the_trainer_is_refused(world, replicas, session_on, rule):
     with fake_fleet.serve(replicas) as trainer, session_on(trainer, replicas, STALE) as session:
         weights = session.weights()
         world.version, replicas[0].version = 2, 3
         with pytest.raises(FailedPreconditionError) as caught:
-            session.bring_up(weights, session.rollouts.clients[0], any_version=any_version)
+            session.bring_up(weights, session.rollouts.clients[0], rule=rule)
     assert caught.value.reason == "WEIGHTS_DIFFER"
-    held = 2 if any_version else 0
+    held = 2 if rule is WeightsRule.ANY_SINCE else 0
     assert f"{replicas[0].address} serves version 3 with digest d" in str(caught.value)
     assert f"the trainer holds version {held} with d" in str(caught.value)
 
@@ -122,7 +123,9 @@ def test_a_single_server_gets_weights_while_it_draws(world, session_on):
     answers = []
     with fake_fleet.serve([replica]) as trainer, session_on(trainer, [replica], STALE) as session:
         work = threading.Thread(
-            target=lambda: answers.extend(session.generate(prompts_of(4), any_version=True))
+            target=lambda: answers.extend(
+                session.generate(prompts_of(4), rule=WeightsRule.ANY_SINCE)
+            )
         )
         work.start()
         try:

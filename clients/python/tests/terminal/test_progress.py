@@ -55,6 +55,18 @@ def test_the_line_has_phase_counts_rate_and_time(clock):
     assert progress.line() == ""
 
 
+def test_work_beside_is_told_too(clock):
+    progress, ahead = Progress(clock), Progress(clock)
+    progress.beside = ahead
+    ahead.begin("step 5")
+    with ahead.phase("generate"):
+        ahead.expect(64)
+        assert progress.line() == "step 5: generate 0/64, 0s"
+        progress.begin("step 4")
+        with progress.phase("train"):
+            assert progress.line() == "step 4: train, 0s; step 5: generate 0/64, 0s"
+
+
 def test_an_inner_phase_is_shown_and_the_outer_one_goes_on(clock):
     progress = Progress(clock)
     with progress.phase("eval"):

@@ -294,6 +294,25 @@ def test_steps_are_plain_lines_without_a_terminal():
     assert "reference 22% (the trainer waits), train 67%" in display.waiting()
 
 
+def test_steps_of_an_asynchronous_run_show_staleness_and_idle_shares():
+    file = io.StringIO()
+    output = Output(console=Console(file=file, width=300))
+    idle = {"idle/rollout": 0.5, "idle/trainer": 0.0, "staleness/mean": 1.0}
+    seconds = {"time/generate_seconds": 9.0, "time/train_seconds": 3.0, "time/wait_seconds": 1.0}
+    with StepDisplay(output, 1, 4) as display:
+        display.step({"step": 1, "time_seconds": 2.0} | idle | seconds)
+        # A short step counts for less.
+        display.step({"step": 2, "time_seconds": 2.5} | idle | seconds | {"idle/trainer": 1.0})
+    header, values = file.getvalue().splitlines()[1:3]
+    shown = dict(zip(header.split(), values.split(), strict=True))
+    assert (shown["stale"], shown["r.idle"], shown["t.idle"]) == ("1.0", "50%", "0%")
+    # What is drawn while a step trains is no part of it.
+    assert display.waiting() == (
+        "wait 25% (the trainer waits for rollouts), train 75%, publish 0% (both wait); "
+        "idle: rollout 50%, trainer 20%"
+    )
+
+
 def test_the_rate_of_a_resumed_run_is_of_its_own_steps():
     file = io.StringIO()
     with StepDisplay(Output(console=Console(file=file, width=300)), 3, 6, 100.0) as display:

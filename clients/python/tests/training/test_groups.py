@@ -38,7 +38,7 @@ class Drawing:
     def _batch(self, first, size):
         return [Example({}, str(n), [n]) for n in range(first, first + size)]
 
-    def generate(self, prompts, expected, *, any_version, on_answer):
+    def generate(self, prompts, expected, *, rule, on_answer, progress):
         self.seeds += [prompt.seed for prompt in prompts]
         groups = [
             [

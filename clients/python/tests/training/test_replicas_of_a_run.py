@@ -16,6 +16,7 @@ from tandem.metrics import CLOCK_KEYS
 from tandem.rpc.requests import Prompt
 from tandem.run_directory.directory import RunDirectory
 from tandem.session.opening import open_session
+from tandem.session.session import WeightsRule
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 from tandem.training.loop import train
@@ -174,7 +175,7 @@ def test_replicas_are_updated_in_turn_while_the_others_draw(world, three, load, 
                 lambda: over.is_set() or drained.updates
             )
         work = threading.Thread(
-            target=lambda: answers.extend(session.generate(prompts, any_version=True))
+            target=lambda: answers.extend(session.generate(prompts, rule=WeightsRule.ANY_SINCE))
         )
         work.start()
         fakes.wait_until(lambda: all(replica.streams for replica in three))

@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from tandem.cli.command_line import EXIT_INTERRUPTED, EXIT_UNTRAINED, JsonFlag, app, command
 from tandem.cli.commands.options import DryRun, Overrides, RunFile
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, LostWeightsError
 from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
 from tandem.run_directory.log import FILE_ONLY
 from tandem.settings import loading
@@ -149,21 +149,15 @@ def add_training(
             show_preflight(output, settings, kind, open_run, check_trainer)
             return
         loop = {"train": train, "sft": train_supervised}[kind]
-        note = "stopping after this step; press Ctrl-C again to stop at once"
-        with (
-            lasting_output(),
-            output.shows_log(),
-            Interrupt(lambda: output.note(note)) as stop,
-            open_run() as run,
-        ):
+
+        def train_in(run: RunDirectory, stop: Interrupt) -> int:
+            """Trains to the end, or until the run is asked to stop; returns the exit code."""
             summary = {"run_dir": str(run.path), "run_id": run.run_id}
             if run.done:
                 summary["last_step"] = run.first_step - 1
                 text = f"all steps are done already: {run.account}\nrun directory: {run.path}"
                 output.result(summary | run.account.record(), text)
-                if run.account.trained_nothing:
-                    raise typer.Exit(EXIT_UNTRAINED)
-                return
+                return EXIT_UNTRAINED if run.account.trained_nothing else 0
             progress = Progress()
             with (
                 open_session(settings, purpose=kind, progress=progress) as session,
@@ -175,19 +169,41 @@ def add_training(
                     progress,
                 ) as display,
             ):
-                settings = session.settings
-                if settings.cluster is None and check_trainer is not None:
+                steps = session.settings.steps
+                if session.settings.cluster is None and check_trainer is not None:
                     check_trainer(session.trainer)
                 last = loop(session, run, display.step, stop, discard_unsaved=discard_unsaved)
                 summary |= {"last_step": last, **run.account.record()}
                 _log.info(f"{run.account}", extra=FILE_ONLY)
                 text = f"{display.waiting()}\n{run.account}\nrun directory: {run.path}"
                 output.result(summary, text)
-        if stop.requested and last < settings.steps:
-            output.note(f"stopped after step {last}; --resume continues")
-            raise typer.Exit(EXIT_INTERRUPTED)
-        if run.account.trained_nothing:
-            raise typer.Exit(EXIT_UNTRAINED)
+            if stop.requested and last < steps:
+                output.note(f"stopped after step {last}; --resume continues")
+                return EXIT_INTERRUPTED
+            return EXIT_UNTRAINED if run.account.trained_nothing else 0
+
+        note = "stopping after this step; press Ctrl-C again to stop at once"
+        with (
+            lasting_output(),
+            output.shows_log(),
+            Interrupt(lambda: output.note(note)) as stop,
+        ):
+            code, saved = None, 0
+            while code is None:
+                with open_run() as run:
+                    try:
+                        code = train_in(run, stop)
+                    except LostWeightsError as error:
+                        # The run goes on by itself as long as it gets further.
+                        if stop.requested or run.state is None or run.state.step <= saved:
+                            raise
+                        saved = run.state.step
+                        output.note(
+                            f"{error.message}: going on from the checkpoint of step {saved}"
+                        )
+                open_run = functools.partial(open_run, resume=True, clean=False)
+        if code:
+            raise typer.Exit(code)
 
 
 add_training("train", "Train with tandem policy gradients.")

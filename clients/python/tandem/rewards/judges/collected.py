@@ -1,9 +1,10 @@
-"""Calls in the thread that waits for the results, in a run the main thread."""
+"""Calls in the thread that waits for the results, in most runs the main thread."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -21,19 +22,19 @@ from tandem.rewards.judges.cases import (
     too_slow,
 )
 from tandem.rewards.judges.watch import Watch, WatchedCall
-from tandem.rewards.judges.workers import settle
+from tandem.rewards.judges.workers import GivenUp, raise_in, settle
 from tandem.utils.interrupt import StopRequested
 
 # Ends a call in the main thread. Time limits of the function's own take SIGALRM.
 _SIGNAL = signal.SIGVTALRM
+_MOMENT_SECONDS = 0.001
 
 
 class OneByOne:
     """A judge that makes its calls in finish(), one after the other.
 
-    In the main thread a call that reaches its limit is ended as soon as it runs Python code;
-    elsewhere, and outside of Python, it goes on. StopRequested is raised when the run is asked to
-    stop.
+    A call that reaches its limit is ended as soon as it runs Python code; outside of Python it goes
+    on. StopRequested is raised when the run is asked to stop.
     """
 
     waits = True
@@ -105,10 +106,6 @@ class InOneCall:
             return [failure_of(error)] * len(cases)
 
 
-class _GivenUp(BaseException):
-    """Raised in a call that was given up."""
-
-
 # The call that runs in the main thread, while it may be ended.
 _current: WatchedCall | None = None
 
@@ -117,8 +114,7 @@ def _limited(watch: Watch, place: str, make: Callable[[], Any], late: Any) -> An
     """Returns what `make` returns, or `late` if it is given up because of its limit."""
     global _current
     if threading.current_thread() is not threading.main_thread():
-        with watch.watched(place, lambda: None):
-            return make()
+        return _limited_in_thread(watch, place, make, late)
     # It stays: a signal may arrive when its call has ended.
     signal.signal(_SIGNAL, _end_current)
     main = threading.get_ident()
@@ -126,7 +122,7 @@ def _limited(watch: Watch, place: str, make: Callable[[], Any], late: Any) -> An
         try:
             _current = watched
             return make()
-        except _GivenUp:
+        except GivenUp:
             if watched.stopped:
                 raise StopRequested from None
             return late
@@ -134,8 +130,25 @@ def _limited(watch: Watch, place: str, make: Callable[[], Any], late: Any) -> An
             _current = None
 
 
+def _limited_in_thread(watch: Watch, place: str, make: Callable[[], Any], late: Any) -> Any:
+    """Does what _limited() does in a thread that is not the main one, which gets no signals."""
+    thread = threading.current_thread()
+    watched = watch.begin(place, lambda: raise_in(thread, GivenUp))
+    try:
+        result = make()
+        if watch.end(watched):
+            return result
+        # The exception is on its way, and must not be raised in what comes next.
+        while True:
+            time.sleep(_MOMENT_SECONDS)
+    except GivenUp:
+        if watched.stopped:
+            raise StopRequested from None
+        return late
+
+
 def _end_current(number: int, frame: FrameType | None) -> None:
     global _current
     if _current is not None and _current.given_up:
         _current = None
-        raise _GivenUp
+        raise GivenUp
