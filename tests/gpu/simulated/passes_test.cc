@@ -35,9 +35,9 @@ Costs CostsOf(const Function& fn) {
 // Sequences of different lengths that a model on the GPU continues.
 class Sequences {
  public:
-  Sequences(const std::string& family, int64_t count)
-      : runner_(TinyModel(family, {}, {.placement = {.device = kGpu, .dtype = at::kBFloat16}}),
-                /*num_blocks=*/2 * count, DType::kBFloat16) {
+  Sequences(const std::string& family, int64_t count, at::ScalarType type)
+      : runner_(TinyModel(family, {}, {.placement = {.device = kGpu, .dtype = type}}),
+                /*num_blocks=*/2 * count, type == at::kFloat ? DType::kFloat32 : DType::kBFloat16) {
     for (int32_t i = 0; i < count; ++i) blocks_.push_back({2 * i, 2 * i + 1});
     starts_.resize(blocks_.size());
   }
@@ -82,8 +82,9 @@ std::vector<int64_t> Lengths(int64_t count) {
 }
 
 // A prompt of each sequence, one more token of each, and three, as where drafts are verified.
-std::vector<Costs> PassesOf(const std::string& family, int64_t count) {
-  Sequences sequences(family, count);
+std::vector<Costs> PassesOf(const std::string& family, int64_t count,
+                            at::ScalarType type = at::kBFloat16) {
+  Sequences sequences(family, count, type);
   return {sequences.Run(Lengths(count)), sequences.Run(std::vector<int64_t>(count, 1)),
           sequences.Run(std::vector<int64_t>(count, 3))};
 }
@@ -93,7 +94,7 @@ int64_t ExpertLayers(const std::string& family) {
   return TinyConfig(family).RoutingLayout().layers;
 }
 
-// Attention with a soft cap loops over sequences.
+// ATen's attention with a soft cap loops over sequences.
 bool AttendsTogether(const std::string& family) {
   return !TinyConfig(family).decoder.attention_soft_cap.has_value();
 }
@@ -115,6 +116,22 @@ TEST(GpuPassesTest, APassLaunchesAsMuchForManySequencesAsForOne) {
     for (size_t i = 0; i < one.size(); ++i) {
       // Where a row of each sequence is wanted they are selected; a sequence of one row is all.
       EXPECT_NEAR(many[i].launches, one[i].launches, 4) << family << ", pass " << i;
+    }
+  }
+}
+
+// With the kernels, soft caps and float32 attend together, too, but for latent attention.
+TEST(GpuPassesTest, WithKernelsEveryPassLaunchesAsMuchForManySequencesAsForOne) {
+  const simulated_gpu::WithKernels kernels;
+  for (const std::string& family : EveryFamily()) {
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      if (type == at::kFloat && TinyConfig(family).decoder.latent.has_value()) continue;
+      const std::vector<Costs> one = PassesOf(family, 1, type), many = PassesOf(family, 6, type);
+      for (size_t i = 0; i < one.size(); ++i) {
+        EXPECT_NEAR(many[i].launches, one[i].launches, 4)
+            << family << " " << type << ", pass " << i;
+        EXPECT_EQ(many[i].synchronizations, 1 + ExpertLayers(family)) << family << " " << type;
+      }
     }
   }
 }
