@@ -8,8 +8,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kQueries = kPagedQueries, kSplit = kPagedSplitKeys, kMaxDim = kPagedMaxHeadDim;
 constexpr int kBlock = kPagedBlockTokens;
-// Blocks of threads that share a multiprocessor: what is left of the registers hides the waits for
-// memory.
+// Blocks that a multiprocessor holds at a time, so that some compute while others wait for memory:
+// it bounds the registers of a thread.
 constexpr int kBlocks = 3;
 // Neighbouring threads that divide the columns of a key.
 constexpr int kLanes = 4;
@@ -71,69 +71,78 @@ __global__ void CacheWriteKernel(DeviceCacheWriteArgs a) {
   }
 }
 
-// Runs one block per item, key/value head and kQueries of the query heads that share it: its
-// threads read every key and value once for all queries.
+// What the threads of a block of PagedAttentionKernel share.
+struct Shared {
+  Four queries[kQueries * kMaxDim / 4];
+  Four scores[kSplit][kQueries / 4];  // then the weights exp(score - highest)
+  float highest[kQueries], sums[kQueries];
+  Four exchanged[kExchanged * kThreads];
+
+  __device__ float& score(int key, int query) { return scores[key][query / 4].x[query % 4]; }
+};
+
+// The work of a block: the queries of an item's rows and of up to kQueries heads, one after the
+// other. Keys are counted from the first of a split.
 template <typename Number>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    PagedAttentionKernel(DevicePagedAttentionArgs a) {
-  __shared__ Four queries[kQueries * kMaxDim / 4];
-  __shared__ Four scores[kSplit][kQueries / 4];  // then the weights exp(score - highest)
-  __shared__ float highest[kQueries], sums[kQueries];
-  __shared__ Four exchanged[kExchanged * kThreads];
+struct Tile {
+  DevicePagedItem item;
+  int first_head, heads;  // of the queries; query i is of the row i / heads
+  int kv_head, kv_heads;
+  int count;  // queries
+  int dim, fours;
 
-  const int kv_heads = static_cast<int>(a.kv_heads), dim = static_cast<int>(a.head_dim);
-  const int group = static_cast<int>(a.heads) / kv_heads;
-  const int head_tiles = (group + kQueries - 1) / kQueries;
-  const int head_tile = blockIdx.x % head_tiles;
-  const int kv_head = static_cast<int>(blockIdx.x / head_tiles % kv_heads);
-  const DevicePagedItem item = a.items[blockIdx.x / head_tiles / kv_heads];
-  const int first_head = kv_head * group + head_tile * kQueries;
-  const int heads = min(group - head_tile * kQueries, kQueries);
-  const int count = item.rows * heads;  // query i is of the row i / heads
-  const int fours = FoursOf(dim);
-  const auto position_of = [&](int query) { return item.position + query / heads; };
-
-  for (int i = threadIdx.x; i < count * fours; i += kThreads) {
-    const int query = i / fours;
-    const int64_t begin =
-        (item.row + query / heads) * a.row_stride + (first_head + query % heads) * dim;
-    for (int j = 0; j < 4; ++j) {
-      const int d = i % fours * 4 + j;
-      queries[i].x[j] = d < dim ? Read(a.queries, begin + d, a.bfloat16) : 0.0f;
-    }
+  __device__ explicit Tile(const DevicePagedAttentionArgs& a)
+      : kv_heads(static_cast<int>(a.kv_heads)),
+        dim(static_cast<int>(a.head_dim)),
+        fours(FoursOf(a.head_dim)) {
+    const int group = static_cast<int>(a.heads) / kv_heads;
+    const int tiles = (group + kQueries - 1) / kQueries, tile = blockIdx.x % tiles;
+    kv_head = static_cast<int>(blockIdx.x) / tiles % kv_heads;
+    item = a.items[blockIdx.x / tiles / kv_heads];
+    first_head = kv_head * group + tile * kQueries;
+    heads = min(group - tile * kQueries, kQueries);
+    count = item.rows * heads;
   }
-  __syncthreads();
 
-  const int32_t* const table = a.block_table + item.sequence * a.table_width;
+  __device__ int Position(int query) const { return item.position + query / heads; }
+
   // Returns where the cache has the key or value at a position.
-  const auto at = [&](const void* cache, int position) {
-    const int64_t block = table[position / kBlock];
+  __device__ const Number* At(const DevicePagedAttentionArgs& a, const void* cache,
+                              int position) const {
+    const int64_t block = a.block_table[item.sequence * a.table_width + position / kBlock];
     return static_cast<const Number*>(cache) +
            ((block * kv_heads + kv_head) * kBlock + position % kBlock) * dim;
-  };
-  const int first_key = FirstKeyOf(item.position, a.window), end_key = item.position + item.rows;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Values are read by groups of threads, which take keys in turn, a Four of columns a thread.
-  const int groups = kThreads / fours, my_group = threadIdx.x / fours;
-  const int my_column = threadIdx.x % fours;
-  Partial results[kQueries / kExchanged] = {};
-  for (int split = item.first_split; split < item.end_split; ++split) {
-    const int start = split * kSplit;
-    const int begin = max(first_key - start, 0), end = min(end_key - start, kSplit);
+  }
 
-    constexpr int kKeys = kThreads / kLanes, kWarpKeys = 32 / kLanes;
+  __device__ void ReadQueries(const DevicePagedAttentionArgs& a, Shared& shared) const {
+    for (int i = threadIdx.x; i < count * fours; i += kThreads) {
+      const int query = i / fours;
+      const int64_t begin =
+          (item.row + query / heads) * a.row_stride + (first_head + query % heads) * dim;
+      for (int j = 0; j < 4; ++j) {
+        const int d = i % fours * 4 + j;
+        shared.queries[i].x[j] = d < dim ? Read(a.queries, begin + d, a.bfloat16) : 0.0f;
+      }
+    }
+  }
+
+  // Computes the scores of the keys [begin, end) of the split that begins at `start`. kLanes
+  // threads take a key.
+  __device__ void Score(const DevicePagedAttentionArgs& a, int start, int begin, int end,
+                        Shared& shared) const {
+    constexpr int kWarpKeys = 32 / kLanes;
     const int part = threadIdx.x % kLanes;
-    for (int first = 0; first < kSplit; first += kKeys) {
-      const int of_warp = first + warp * kWarpKeys, key = of_warp + lane / kLanes;
-      if (of_warp + kWarpKeys <= begin || of_warp >= end) continue;
+    for (int first = threadIdx.x / 32 * kWarpKeys; first < kSplit; first += kThreads / kLanes) {
+      if (first + kWarpKeys <= begin || first >= end) continue;  // none of the warp's keys
+      const int key = first + threadIdx.x % 32 / kLanes;
       float dots[kQueries] = {};
       if (key >= begin && key < end) {
-        const Number* const k = at(a.key_cache, start + key);
+        const Number* const k = At(a, a.key_cache, start + key);
         for (int c = part; c < fours; c += kLanes) {
           const Four numbers = ReadFour(k, 4 * c, dim);
           for (int i = 0; i < kQueries; ++i) {
             if (i >= count) continue;
-            const Four query = queries[i * fours + c];
+            const Four query = shared.queries[i * fours + c];
             for (int j = 0; j < 4; ++j) dots[i] = fmaf(query.x[j], numbers.x[j], dots[i]);
           }
         }
@@ -145,90 +154,117 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         }
         float score = dots[i] * a.scale;
         if (a.soft_cap > 0) score = a.soft_cap * tanhf(score / a.soft_cap);
-        if (part == 0) scores[key][i / 4].x[i % 4] = score;
+        if (part == 0) shared.score(key, i) = score;
       }
     }
-    __syncthreads();
+  }
 
-    if (warp < count) {
-      const int last = position_of(warp) - start;
-      const int lowest = FirstKeyOf(position_of(warp), a.window) - start;
-      const auto score = [&](int key) -> float& { return scores[key][warp / 4].x[warp % 4]; };
-      float top = -INFINITY, sum = 0;
-      for (int key = lane; key < kSplit; key += 32) {
-        if (key >= lowest && key <= last) top = fmaxf(top, score(key));
-      }
-      for (int lanes = 16; lanes > 0; lanes /= 2) {
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
-      }
-      for (int key = lane; key < kSplit; key += 32) {
-        const bool is_seen = key >= lowest && key <= last;
-        const float weight = is_seen ? expf(score(key) - top) : 0.0f;
-        score(key) = weight;
-        sum += weight;
-      }
-      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-      if (lane == 0) {
-        highest[warp] = top;
-        sums[warp] = sum;
-      }
+  // Replaces the scores by weights, 0 for keys that a query does not see. A warp takes a query.
+  __device__ void Weigh(const DevicePagedAttentionArgs& a, int start, Shared& shared) const {
+    const int query = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (query >= count) return;
+    const int last = Position(query) - start;
+    const int first = FirstKeyOf(Position(query), a.window) - start;
+    float top = -INFINITY, sum = 0;
+    for (int key = lane; key < kSplit; key += 32) {
+      if (key >= first && key <= last) top = fmaxf(top, shared.score(key, query));
     }
-    __syncthreads();
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+    }
+    for (int key = lane; key < kSplit; key += 32) {
+      const bool is_seen = key >= first && key <= last;
+      const float weight = is_seen ? expf(shared.score(key, query) - top) : 0.0f;
+      shared.score(key, query) = weight;
+      sum += weight;
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (lane == 0) {
+      shared.highest[query] = top;
+      shared.sums[query] = sum;
+    }
+  }
 
-    Four outputs[kQueries] = {};
-    if (my_group < groups) {
-      for (int key = my_group; key < end; key += groups) {
-        if (key < begin) continue;
-        const Four numbers = ReadFour(at(a.value_cache, start + key), 4 * my_column, dim);
-        for (int i = 0; i < kQueries; ++i) {
-          if (i >= count) continue;
-          const float weight = scores[key][i / 4].x[i % 4];
-          // A value that a query does not see may be no number.
-          if (weight == 0) continue;
-          for (int j = 0; j < 4; ++j) {
-            outputs[i].x[j] = fmaf(weight, numbers.x[j], outputs[i].x[j]);
-          }
+  // Adds the weighted values of the keys group, group + groups, … of [begin, end), four columns.
+  __device__ void SumValues(const DevicePagedAttentionArgs& a, int start, int begin, int end,
+                            int group, int groups, int column, Shared& shared,
+                            Four (&outputs)[kQueries]) const {
+    for (int key = group; key < end; key += groups) {
+      if (key < begin) continue;
+      const Four numbers = ReadFour(At(a, a.value_cache, start + key), 4 * column, dim);
+      for (int i = 0; i < kQueries; ++i) {
+        if (i >= count) continue;
+        const float weight = shared.score(key, i);
+        // A value that a query does not see may be no number.
+        if (weight == 0) continue;
+        for (int j = 0; j < 4; ++j) {
+          outputs[i].x[j] = fmaf(weight, numbers.x[j], outputs[i].x[j]);
         }
       }
     }
+  }
+};
+
+// Runs one block per item, key/value head and kQueries of the query heads that share it: its
+// threads read every key and value once for all queries. Groups of threads take the values in turn,
+// a Four of columns a thread, and exchange their sums.
+template <typename Number>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    PagedAttentionKernel(DevicePagedAttentionArgs a) {
+  __shared__ Shared shared;
+  const Tile<Number> tile(a);
+  const DevicePagedItem& item = tile.item;
+  const int count = tile.count, fours = tile.fours;
+  const int first_key = FirstKeyOf(item.position, a.window), end_key = item.position + item.rows;
+  const int groups = kThreads / fours, group = threadIdx.x / fours, column = threadIdx.x % fours;
+  tile.ReadQueries(a, shared);
+  __syncthreads();
+  Partial results[kQueries / kExchanged] = {};
+  for (int split = item.first_split; split < item.end_split; ++split) {
+    const int start = split * kSplit;
+    const int begin = max(first_key - start, 0), end = min(end_key - start, kSplit);
+    tile.Score(a, start, begin, end, shared);
+    __syncthreads();
+    tile.Weigh(a, start, shared);
+    __syncthreads();
+    Four outputs[kQueries] = {};
+    if (group < groups)
+      tile.SumValues(a, start, begin, end, group, groups, column, shared, outputs);
     for (int round = 0; round < kQueries / kExchanged; ++round) {
-      if (round * kExchanged >= count) continue;
+      const int first = round * kExchanged, query = first + group;
+      if (first >= count) continue;
       for (int i = 0; i < kExchanged; ++i) {
-        if (my_group >= groups || round * kExchanged + i >= count) continue;
-        exchanged[(my_group * kExchanged + i) * fours + my_column] =
-            outputs[round * kExchanged + i];
+        if (group >= groups || first + i >= count) continue;
+        shared.exchanged[(group * kExchanged + i) * fours + column] = outputs[first + i];
       }
       __syncthreads();
-      const int query = round * kExchanged + my_group;
-      if (my_group < kExchanged && query < count) {
-        const int position = position_of(query);
-        if (FirstKeyOf(position, a.window) < start + kSplit && position >= start) {
-          Partial partial = {highest[query], sums[query], {}};
-          for (int g = 0; g < groups; ++g) {
-            const Four sum = exchanged[g * kExchanged * fours + threadIdx.x];
-            for (int j = 0; j < 4; ++j) partial.output.x[j] += sum.x[j];
-          }
-          results[round].Fold(partial);
+      const int position = tile.Position(query);
+      if (group < kExchanged && query < count && position >= start &&
+          FirstKeyOf(position, a.window) < start + kSplit) {
+        Partial partial = {shared.highest[query], shared.sums[query], {}};
+        for (int g = 0; g < groups; ++g) {
+          const Four sum = shared.exchanged[g * kExchanged * fours + threadIdx.x];
+          for (int j = 0; j < 4; ++j) partial.output.x[j] += sum.x[j];
         }
+        results[round].Fold(partial);
       }
       __syncthreads();
     }
   }
-
   for (int round = 0; round < kQueries / kExchanged; ++round) {
-    const int query = round * kExchanged + my_group;
-    if (my_group >= kExchanged || query >= count) continue;
-    const int place = query / heads, head = first_head + query % heads;
+    const int query = round * kExchanged + group;
+    if (group >= kExchanged || query >= count) continue;
+    const int place = query / tile.heads, head = tile.first_head + query % tile.heads;
     if (item.partial < 0) {
-      results[round].WriteOutput(a, item.row + place, head, 4 * my_column);
+      results[round].WriteOutput(a, item.row + place, head, 4 * column);
       continue;
     }
     const int64_t to = (item.partial * a.rows_per_item + place) * a.heads + head;
-    if (my_column == 0) {
+    if (column == 0) {
       a.highest[to] = results[round].highest;
       a.sums[to] = results[round].sum;
     }
-    reinterpret_cast<Four*>(a.partial_outputs)[to * fours + my_column] = results[round].output;
+    reinterpret_cast<Four*>(a.partial_outputs)[to * fours + column] = results[round].output;
   }
 }
 
