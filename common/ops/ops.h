@@ -92,8 +92,8 @@ at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::T
                            const std::vector<int64_t>& offsets, const AttentionScores& scores = {},
                            const at::Tensor& device_offsets = {});
 
-// Whether CachedAttention needs PagedSequences::rows for tensors of this device and type: it runs in
-// ATen operations or in kernels of a GPU.
+// Whether CachedAttention needs PagedSequences::rows for tensors of this device and type: where it
+// runs in ATen operations or in kernels of a GPU.
 bool NeedsPagedRows(at::Device device, at::ScalarType type);
 
 // Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue sequence s at

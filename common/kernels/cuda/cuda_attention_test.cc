@@ -32,7 +32,8 @@ struct Shape {
 // A sequence with `start` positions in the cache and as many new rows as the pass says.
 struct Sequence {
   int64_t start, rows;
-  uint32_t seed = 0;  // of its queries, keys and values
+  uint32_t seed = 0;               // of its queries, keys and values
+  bool ends_in_no_number = false;  // its last value
 
   int64_t length() const { return start + rows; }
 };
@@ -71,7 +72,8 @@ class Pass {
     for (size_t s = 0, next = 0; s < sequences.size(); ++s) {
       const Sequence& sequence = sequences[s];
       const auto k = Normal(sequence.length() * width, 3 * sequence.seed);
-      const auto v = Normal(sequence.length() * width, 3 * sequence.seed + 1);
+      auto v = Normal(sequence.length() * width, 3 * sequence.seed + 1);
+      if (sequence.ends_in_no_number) v.back() = std::numeric_limits<float>::quiet_NaN();
       const auto q = Normal(sequence.length() * q_width, 3 * sequence.seed + 2);
       for (int64_t p = 0; p < sequence.length(); ++p) {
         int32_t& block = table_[s * table_width_ + p / kPagedBlockTokens];
@@ -285,6 +287,15 @@ TEST_F(CudaAttentionTest, MatchesDoubleForEveryShape) {
     Pass({.heads = 2 * group, .kv_heads = 2, .head_dim = 8}, {{60, 1, 1}, {126, 4, 2}})
         .ExpectMatchesDouble();
   }
+}
+
+// Rows before do not see it.
+TEST_F(CudaAttentionTest, AValueThatIsNoNumberStaysInItsRow) {
+  const Shape shape = {.heads = 2, .kv_heads = 1, .head_dim = 8};
+  const std::vector<float> without = Pass(shape, {{60, 3, 1}}).Attend();
+  const std::vector<float> with = Pass(shape, {{60, 4, 1, /*ends_in_no_number=*/true}}).Attend();
+  EXPECT_TRUE(std::equal(without.begin(), without.end(), with.begin()));
+  EXPECT_TRUE(std::isnan(with.back()));
 }
 
 // Alone, in company, from another place of the batch, and however the keys are divided.

@@ -2,9 +2,10 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "common/kernels/device_kernels.h"
 #include "common/kernels/paged_plan.h"
