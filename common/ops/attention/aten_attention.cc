@@ -153,7 +153,7 @@ at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
       return cache.transpose(1, 2).index({run.blocks, run.places}).to(q.scalar_type());
     };
     const bool has_gaps = run.row_indices.defined();
-    const at::Tensor y = VarlenAttention(
+    at::Tensor y = VarlenAttention(
         has_gaps ? q.index_select(0, run.row_indices) : q.narrow(0, run.row, run.rows),
         gather(key_cache), gather(value_cache), run.sequences, scores);
     if (!out.defined()) return y;
