@@ -55,6 +55,89 @@ struct DeviceGatedArgs {
   bool bfloat16;  // gate_up and y; else float32
 };
 
+// A paged cache of keys or values: [blocks, kv_heads, kPagedBlockTokens, head_dim], contiguous.
+inline constexpr int64_t kPagedBlockTokens = 64;
+
+// Writes keys and values of rows into the blocks of a cache, rounded to its type.
+struct DeviceCacheWriteArgs {
+  const void* keys;  // row r begins at keys + r key_row_stride, in numbers; heads are contiguous
+  int64_t key_row_stride;
+  const void* values;
+  int64_t value_row_stride;
+  const int64_t* blocks;  // [rows]: the block of each row, and the place in it
+  const int64_t* places;
+  void* key_cache;
+  void* value_cache;
+  int64_t rows;
+  int64_t kv_heads;
+  int64_t head_dim;
+  bool bfloat16;        // keys and values; else float32
+  bool cache_bfloat16;  // key_cache and value_cache; else float32
+};
+
+// Attention of rows to a paged cache. The keys of a sequence are divided at the positions that are
+// multiples of kPagedSplitKeys. A row attends to each split by itself, and the results are folded
+// in ascending order: its bits depend on its own queries and keys alone, not on the other rows.
+inline constexpr int64_t kPagedSplitKeys = 128;
+// Query vectors of one key/value head that share each read of a key.
+inline constexpr int64_t kPagedQueries = 8;
+inline constexpr int64_t kPagedMaxHeadDim = 256;
+
+// Returns the most consecutive rows of a sequence in one item, for `group` query heads that share a
+// key/value head.
+inline int64_t PagedRowsPerItem(int64_t group) {
+  return group < kPagedQueries ? kPagedQueries / group : 1;
+}
+
+// Some consecutive rows of a sequence, and the splits that they attend to.
+struct DevicePagedItem {
+  int32_t sequence;  // of the block table
+  int32_t row;       // the first of its rows in the batch, and its position in the sequence
+  int32_t position;
+  int32_t rows;  // at most PagedRowsPerItem
+  int32_t first_split;
+  int32_t end_split;
+  // The place of the results of a single split among the partial ones; -1: the item has all splits
+  // of its rows, and writes their output.
+  int32_t partial;
+};
+
+// A row with partial results. Those of split k are of the item whose `partial` is base + k.
+struct DevicePartialRow {
+  int32_t row;       // of the batch
+  int32_t position;  // in its sequence
+  int32_t place;     // among the rows of the items
+  int32_t base;
+};
+
+struct DevicePagedAttentionArgs {
+  const void* queries;  // row r begins at queries + r row_stride, in numbers; heads are contiguous
+  int64_t row_stride;
+  const void* key_cache;
+  const void* value_cache;
+  const int32_t* block_table;  // [sequences, table_width]
+  int64_t table_width;
+  const DevicePagedItem* items;
+  int64_t num_items;
+  const DevicePartialRow* partial_rows;
+  int64_t num_partial_rows;
+  int64_t rows_per_item;  // PagedRowsPerItem
+  // For each partial item, each of rows_per_item rows and each head: the highest score, the sum
+  // of exp(score - highest), and the weighted sum of the values, padded to a multiple of four.
+  float* highest;
+  float* sums;
+  float* partial_outputs;
+  void* outputs;  // [T, heads, head_dim]
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;  // at most kPagedMaxHeadDim
+  int64_t window;    // attention_window.h
+  float scale;
+  float soft_cap;       // 0: none
+  bool bfloat16;        // queries and outputs; else float32
+  bool cache_bfloat16;  // key_cache and value_cache; else float32
+};
+
 // LogitStatisticsArgs of cpu_kernels.h, with the logit of each row's label.
 struct DeviceLogitStatisticsArgs {
   const float* logits;  // [rows, width]
@@ -95,6 +178,10 @@ struct DeviceKernels {
   DeviceKernel<DeviceRmsNormArgs> rms_norm = nullptr;
   DeviceKernel<DeviceRotaryArgs> rotary = nullptr;
   DeviceKernel<DeviceGatedArgs> gated = nullptr;
+  DeviceKernel<DeviceCacheWriteArgs> cache_write = nullptr;
+  // The items, and then the fold of the partial results, which may be none.
+  DeviceKernel<DevicePagedAttentionArgs> paged_attention = nullptr;
+  DeviceKernel<DevicePagedAttentionArgs> fold_partials = nullptr;
   DeviceKernel<DeviceLogitStatisticsArgs> logit_statistics = nullptr;
   DeviceKernel<DeviceLogitGradientArgs> logit_gradient = nullptr;
 };

@@ -358,6 +358,7 @@ absl::StatusOr<at::Tensor> Model::Decode(
     }
     sequences.rows = {};
     sequences.key_runs.clear();
+    sequences.kernel_plans.clear();
     batch.images = {};
     batch.routing = {};
   };
@@ -388,7 +389,7 @@ absl::StatusOr<at::Tensor> Model::Decode(
   batch.tokens = ops::Narrow(uploaded, 0, 0, count);
   batch.positions = ops::Narrow(uploaded, 0, count, count);
   sequences.block_table = CopyToDevice(tables, device());
-  if (ops::AttendsInAten(device(), dtype())) {
+  if (ops::NeedsPagedRows(device(), dtype())) {
     sequences.rows =
         ops::PlanPagedRows(batch.offsets, sequences.starts, tables, kKvBlockTokens, device());
   }

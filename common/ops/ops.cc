@@ -10,6 +10,7 @@
 
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/attention/aten_attention.h"
+#include "common/ops/attention/device_attention.h"
 #include "common/ops/autograd_functions.h"
 #include "common/ops/device_layers.h"
 #include "common/ops/linear/linear_function.h"
@@ -421,14 +422,18 @@ at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const
   });
 }
 
-bool AttendsInAten(at::Device device, at::ScalarType type) { return !HasCpuKernels(device, type); }
+bool NeedsPagedRows(at::Device device, at::ScalarType type) { return !HasCpuKernels(device, type); }
 
 at::Tensor CachedAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                            const at::Tensor& key_cache, const at::Tensor& value_cache,
                            const AttentionScores& scores) {
   TORCH_CHECK(!at::GradMode::is_enabled(), "cached attention has no gradient");
-  if (AttendsInAten(q_in.device(), q_in.scalar_type())) {
+  if (HasDeviceAttention(q_in, key_cache, value_cache)) {
+    return DeviceCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache,
+                                 scores);
+  }
+  if (NeedsPagedRows(q_in.device(), q_in.scalar_type())) {
     return AtenCachedAttention(q_in, k_in, v_in, offsets, sequences, key_cache, value_cache,
                                scores);
   }

@@ -92,8 +92,9 @@ at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::T
                            const std::vector<int64_t>& offsets, const AttentionScores& scores = {},
                            const at::Tensor& device_offsets = {});
 
-// Whether CachedAttention runs in ATen operations for tensors of this device and type.
-bool AttendsInAten(at::Device device, at::ScalarType type);
+// Whether CachedAttention needs PagedSequences::rows for tensors of this device and type: where it
+// runs in ATen operations or in kernels of a GPU.
+bool NeedsPagedRows(at::Device device, at::ScalarType type);
 
 // Attention of new rows to a cache: the rows [offsets[s], offsets[s + 1]) continue sequence s at
 // position starts[s]. Writes k and v into the blocks of the sequences, rounded to the type of the

@@ -5,6 +5,9 @@ namespace tandem::kernels {
 const DeviceKernels kCudaKernels = {.rms_norm = RmsNormCuda,
                                     .rotary = RotaryCuda,
                                     .gated = GatedCuda,
+                                    .cache_write = CacheWriteCuda,
+                                    .paged_attention = PagedAttentionCuda,
+                                    .fold_partials = FoldPartialsCuda,
                                     .logit_statistics = LogitStatisticsCuda,
                                     .logit_gradient = LogitGradientCuda};
 

@@ -1,18 +1,12 @@
-#include <cuda_bf16.h>
-
 #include "common/kernels/cuda/cuda_kernels.h"
 #include "common/kernels/cuda/launch.cuh"
+#include "common/kernels/cuda/numbers.cuh"
 
 namespace tandem::kernels {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-
-__device__ float Read(const float* x, int64_t i) { return x[i]; }
-__device__ float Read(const __nv_bfloat16* x, int64_t i) { return __bfloat162float(x[i]); }
-__device__ void Write(float* y, int64_t i, float value) { y[i] = value; }
-__device__ void Write(__nv_bfloat16* y, int64_t i, float value) { y[i] = __float2bfloat16(value); }
 
 // Runs one block per head of a row. A vector's sum depends on its width alone.
 template <typename Number>

@@ -122,31 +122,6 @@ at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q,
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
 }
 
-// Attention of the rows of all sequences to the cache, those of a run in one operation.
-at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
-                      const PagedSequences& sequences, const at::Tensor& key_cache,
-                      const at::Tensor& value_cache, const AttentionScores& scores,
-                      int64_t max_gathered) {
-  const int64_t block_tokens = key_cache.size(2);
-  auto known = sequences.key_runs.find(scores.window);
-  if (known == sequences.key_runs.end()) {
-    const int64_t max_keys = max_gathered / (key_cache.size(1) * key_cache.size(3));
-    known = sequences.key_runs
-                .emplace(scores.window,
-                         PlanKeyRuns(offsets, sequences, block_tokens, scores.window, max_keys))
-                .first;
-  }
-  std::vector<at::Tensor> outputs;
-  for (const KeyRun& run : known->second) {
-    const auto gather = [&](const at::Tensor& cache) {  // [keys, kv_heads, D]
-      return cache.transpose(1, 2).index({run.blocks, run.places}).to(q.scalar_type());
-    };
-    outputs.push_back(VarlenAttention(q.narrow(0, run.row, run.rows), gather(key_cache),
-                                      gather(value_cache), run.sequences, scores));
-  }
-  return JoinRows(outputs, q, value_cache.size(3));
-}
-
 int64_t Longest(const std::vector<int64_t>& offsets) {
   int64_t longest = 0;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
@@ -156,6 +131,40 @@ int64_t Longest(const std::vector<int64_t>& offsets) {
 }
 
 }  // namespace
+
+at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
+                      const PagedSequences& sequences, const at::Tensor& key_cache,
+                      const at::Tensor& value_cache, const AttentionScores& scores,
+                      int64_t max_gathered, int64_t min_rows, at::Tensor out) {
+  const int64_t block_tokens = key_cache.size(2);
+  auto known = sequences.key_runs.find(scores.window);
+  if (known == sequences.key_runs.end()) {
+    const int64_t max_keys = max_gathered / (key_cache.size(1) * key_cache.size(3));
+    known = sequences.key_runs
+                .emplace(scores.window, PlanKeyRuns(offsets, sequences, block_tokens, scores.window,
+                                                    max_keys, min_rows))
+                .first;
+  }
+  if (!out.defined() && known->second.size() != 1) {
+    out = at::empty({q.size(0), q.size(1) * value_cache.size(3)}, q.options());
+  }
+  for (const KeyRun& run : known->second) {
+    const auto gather = [&](const at::Tensor& cache) {  // [keys, kv_heads, D]
+      return cache.transpose(1, 2).index({run.blocks, run.places}).to(q.scalar_type());
+    };
+    const bool has_gaps = run.row_indices.defined();
+    at::Tensor y = VarlenAttention(
+        has_gaps ? q.index_select(0, run.row_indices) : q.narrow(0, run.row, run.rows),
+        gather(key_cache), gather(value_cache), run.sequences, scores);
+    if (!out.defined()) return y;
+    if (has_gaps) {
+      out.index_copy_(0, run.row_indices, y);
+    } else {
+      out.narrow(0, run.row, run.rows).copy_(y);
+    }
+  }
+  return out;
+}
 
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores,
@@ -196,7 +205,8 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
     cache.transpose(1, 2).index_put_({rows.blocks, rows.places}, x.to(cache.scalar_type()));
   }
   if (HasVarlenAttention(q, scores)) {
-    return AttendRuns(q, offsets, sequences, key_cache, value_cache, scores, max_gathered);
+    return AttendRuns(q, offsets, sequences, key_cache, value_cache, scores, max_gathered,
+                      /*min_rows=*/1);
   }
   const bool takes_singles = !scores.soft_cap.has_value();
   at::Tensor out = at::empty({q.size(0), q.size(1) * v.size(2)}, q.options());

@@ -26,6 +26,14 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
                                const AttentionScores& scores,
                                int64_t max_gathered = kGatheredNumbers);
 
+// Attention of the sequences with at least `min_rows` rows to a cache that holds their keys and
+// values, as far as `max_gathered` goes in one operation (HasVarlenAttention). Writes their rows of
+// `out` [T, heads * Dv] and returns it; undefined: all rows are of such sequences.
+at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
+                      const PagedSequences& sequences, const at::Tensor& key_cache,
+                      const at::Tensor& value_cache, const AttentionScores& scores,
+                      int64_t max_gathered, int64_t min_rows, at::Tensor out = {});
+
 // Returns the gradients of causal attention for the gradient dy [T, heads * Dv] of its result: on
 // the CPU in float32, with a soft cap on any device and in any floating-point type. They do not
 // depend on the number of threads.

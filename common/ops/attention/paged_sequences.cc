@@ -65,17 +65,17 @@ PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<i
 
 std::vector<KeyRun> PlanKeyRuns(const std::vector<int64_t>& offsets,
                                 const PagedSequences& sequences, int64_t block_tokens,
-                                int64_t window, int64_t max_keys) {
+                                int64_t window, int64_t max_keys, int64_t min_rows) {
   const at::Tensor& table = sequences.block_table;
   const at::Device device = table.device();
   const int64_t table_width = table.size(1), total = std::ssize(sequences.starts);
   std::vector<KeyRun> runs;
   for (int64_t next = 0; next < total;) {
-    KeyRun run = {.row = offsets[next], .rows = 0, .blocks = {}, .places = {}, .sequences = {}};
-    std::vector<int64_t> row_offsets = {0}, key_offsets = {0}, counts, shifts, tables;
+    KeyRun run;
+    std::vector<int64_t> row_offsets = {0}, key_offsets = {0}, counts, shifts, tables, indices;
     for (; next < total; ++next) {
       const int64_t rows = offsets[next + 1] - offsets[next];
-      if (rows == 0) continue;
+      if (rows == 0 || rows < min_rows) continue;
       const int64_t first = FirstKey(sequences.starts[next], window);
       const int64_t keys = sequences.starts[next] + rows - first;
       if (!counts.empty() && key_offsets.back() + keys > max_keys) break;
@@ -84,13 +84,16 @@ std::vector<KeyRun> PlanKeyRuns(const std::vector<int64_t>& offsets,
       tables.push_back(next * table_width);
       row_offsets.push_back(row_offsets.back() + rows);
       key_offsets.push_back(key_offsets.back() + keys);
+      for (int64_t row = offsets[next]; row < offsets[next + 1]; ++row) indices.push_back(row);
       run.sequences.longest_rows = std::max(run.sequences.longest_rows, rows);
       run.sequences.longest_keys = std::max(run.sequences.longest_keys, keys);
     }
     if (counts.empty()) break;
+    run.row = indices.front();
     run.rows = row_offsets.back();
+    if (indices.back() - run.row == run.rows - 1) indices.clear();  // no others between them
     std::vector<int64_t> all;
-    for (const auto* numbers : {&row_offsets, &key_offsets, &counts, &shifts, &tables}) {
+    for (const auto* numbers : {&row_offsets, &key_offsets, &counts, &shifts, &tables, &indices}) {
       all.insert(all.end(), numbers->begin(), numbers->end());
     }
     const at::Tensor uploaded = CopyToDevice(all, device);
@@ -99,6 +102,9 @@ std::vector<KeyRun> PlanKeyRuns(const std::vector<int64_t>& offsets,
     run.sequences.row_offsets = limits.narrow(0, 0, count + 1);
     run.sequences.key_offsets = limits.narrow(0, count + 1, count + 1);
     const at::Tensor of_sequence = uploaded.narrow(0, 2 * (count + 1), 3 * count).view({3, count});
+    if (!indices.empty()) {
+      run.row_indices = uploaded.narrow(0, 2 * (count + 1) + 3 * count, run.rows);
+    }
     const at::Tensor sequence =
         at::repeat_interleave(of_sequence[0], std::optional(key_offsets.back()));
     const at::Tensor of_key = of_sequence.narrow(0, 1, 2).index_select(1, sequence);

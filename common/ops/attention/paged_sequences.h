@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "common/ops/attention/varlen_attention.h"
@@ -20,18 +21,26 @@ struct SingleRows {
   int64_t blocks = 0;    // the most that one of them has
 };
 
-// Consecutive sequences whose keys are read together.
+// Sequences whose keys are read together.
 struct KeyRun {
-  int64_t row = 0, rows = 0;  // of the batch
+  int64_t row = 0, rows = 0;  // of the batch; `row` is the first
+  at::Tensor row_indices;     // [rows] int64, where rows of other sequences are between them
   at::Tensor blocks, places;  // [K] int64: where their keys are, one sequence after the other
   VarlenSequences sequences;
 };
 
-// The rows of a pass as attention in ATen operations takes them, so that no layer loops over
-// sequences that continue by one token. Tensors are on the device of the cache.
+// The rows of a pass, for what writes into the cache, and as attention in ATen operations takes
+// them, so that no layer loops over sequences that continue by one token. Tensors are on the device
+// of the cache.
 struct PagedRows {
   at::Tensor blocks, places;  // [T] int64: where each row's key and value go
   std::vector<SingleRows> singles;
+};
+
+// The rows that the kernel paged_attention takes (kernels/paged_plan.h).
+struct PagedKernelPlan {
+  at::Tensor numbers;  // int32: the items, and behind them the rows with partial results
+  int64_t items = 0, partial_rows = 0, partials = 0;
 };
 
 // S sequences. Made once for a pass, and read by every layer.
@@ -40,9 +49,11 @@ struct PagedSequences {
   // [S, longest table] int32, contiguous, on the device of the cache: the block of each run of
   // positions; entries past a sequence's last block name any block.
   at::Tensor block_table;
-  PagedRows rows = {};  // needed where attention runs in ATen operations (AttendsInAten)
+  PagedRows rows = {};  // needed where NeedsPagedRows
   // PlanKeyRuns by the window of a layer: the first layer that has the window makes it.
   mutable std::map<int64_t, std::vector<KeyRun>> key_runs = {};
+  // By the window of a layer and the query heads that share a key/value head, likewise.
+  mutable std::map<std::pair<int64_t, int64_t>, PagedKernelPlan> kernel_plans = {};
 };
 
 // Returns the rows of sequences whose rows in the batch are [offsets[s], offsets[s + 1]), for
@@ -52,10 +63,11 @@ PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<i
                         const at::Tensor& block_table, int64_t block_tokens, at::Device device);
 
 // Returns the keys that the rows of the same sequences see through `window`, in runs of at most
-// `max_keys` keys, or of one sequence. Sequences without rows are in none.
+// `max_keys` keys, or of one sequence. Sequences with fewer than `min_rows` rows, or none, are left
+// out.
 std::vector<KeyRun> PlanKeyRuns(const std::vector<int64_t>& offsets,
                                 const PagedSequences& sequences, int64_t block_tokens,
-                                int64_t window, int64_t max_keys);
+                                int64_t window, int64_t max_keys, int64_t min_rows = 1);
 
 }  // namespace tandem::ops
 

@@ -10,6 +10,8 @@
 #include "absl/types/span.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
+#include "common/kernels/device_kernels.h"
+#include "common/kernels/paged_plan.h"
 #include "common/model/config/parameter_spec.h"
 #include "common/model/config/rope_config.h"
 #include "common/model/family.h"
@@ -220,6 +222,15 @@ int DeviceOf(const Lane& lane, const RolloutMemoryOptions& options) {
   return lane.is_senior || !options.junior_has_own_device ? 0 : 1;
 }
 
+// Returns the most bytes of partial results that attention of `rows` rows has in a layer, for
+// sequences of at most `tokens` tokens (kernels/paged_plan.h).
+int64_t PartialBytes(const LayerCache& layer, int64_t heads, int64_t rows, int64_t tokens) {
+  const int64_t splits = (tokens + kernels::kPagedSplitKeys - 1) / kernels::kPagedSplitKeys;
+  if (splits == 1 || layer.value_dim > 0 || layer.head_dim > kernels::kPagedMaxHeadDim) return 0;
+  const int64_t numbers = kernels::PartialNumbers(heads, layer.heads, layer.head_dim);
+  return kFloatBytes * std::min(kernels::kPartialNumbers, rows * splits * numbers);
+}
+
 absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, MemoryPlan& plan,
                      PassBytes& pass) {
   if (options.rank >= lane.ranks) return absl::OkStatus();
@@ -243,11 +254,14 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
            " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
            lane.length_field(), ")"),
        .device = device});
-  // Attention on a GPU copies the keys and values of a layer side by side, those of one sequence at
-  // least, and of all sequences if they are few.
-  int64_t widest = 0;
+  // Attention on a GPU copies the keys and values of a layer side by side where FlashAttention or
+  // ATen takes them, those of one sequence at least, and of all sequences if they are few. The
+  // kernel for the others has partial results.
+  int64_t widest = 0, partials = 0;
   for (const LayerCache& layer : lane.family->CacheLayout(config, lane.ranks)) {
     widest = std::max(widest, 2 * layer.heads * layer.head_dim);
+    partials = std::max(partials, PartialBytes(layer, config.num_attention_heads / lane.ranks,
+                                               options.max_batched_tokens, tokens));
   }
   const int64_t of_sequence = tokens * widest * item;
   const int64_t gathered = options.on_host
@@ -257,7 +271,7 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
   const int64_t activations =
       options.max_batched_tokens *
           lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
-      gathered;
+      gathered + (options.on_host ? 0 : partials);
   pass.activations = std::max(pass.activations, activations);
   // The columns that all ranks bring are gathered and then put side by side. Where a device draws,
   // it has scaled logits, weights in two layouts, and what a cut sorts, beside them.

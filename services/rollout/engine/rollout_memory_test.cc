@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common/base/errors/error.h"
+#include "common/kernels/paged_plan.h"
 #include "common/model/config/rope_config.h"
 #include "common/model/testing/models.h"
 
@@ -248,6 +249,25 @@ TEST(RolloutMemoryTest, TheCacheTakesWhatTheMemoryOfAGpuLeaves) {
     const absl::Status fits = CheckFits(plan, {.devices = options.free.devices});
     EXPECT_EQ(fits.ok(), blocks >= 12) << fits;
   }
+}
+
+// Sequences of 200 tokens have two splits of keys.
+TEST(RolloutMemoryTest, AttentionOfAGpuHasPartialResults) {
+  const ModelConfig config = TinyConfig();
+  const auto more_rows = [&](bool on_host, int64_t rows) {
+    RolloutMemoryOptions options = TwoLanes();
+    options.on_host = on_host;
+    options.max_batched_tokens = 100;
+    const int64_t before = Items(RolloutMemory(config, &config, options).value())["activations"];
+    options.max_batched_tokens += rows;
+    return Items(RolloutMemory(config, &config, options).value())["activations"] - before;
+  };
+  const int64_t numbers = kernels::PartialNumbers(config.num_attention_heads,
+                                                  config.num_key_value_heads, config.head_dim);
+  EXPECT_EQ(more_rows(false, 7) - more_rows(true, 7), 7 * 2 * numbers * 4);
+  // There is an end to it.
+  const int64_t all = kernels::kPartialNumbers;
+  EXPECT_LT(more_rows(false, all) - more_rows(true, all), all * 4);
 }
 
 TEST(RolloutMemoryTest, AJuniorWithAGpuOfItsOwnHasThatMemory) {

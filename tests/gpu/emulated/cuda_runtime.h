@@ -13,6 +13,7 @@
 #define __global__
 #define __device__
 #define __shared__ static  // blocks run one after the other
+#define __launch_bounds__(...)
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -50,6 +51,9 @@ void RunBlocks(unsigned blocks, unsigned threads, const std::function<void()>& t
 uint64_t Exchange(uint64_t value, unsigned lane);
 
 }  // namespace tandem::emulated
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a < b ? b : a; }
 
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 void __syncthreads();

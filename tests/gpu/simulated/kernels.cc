@@ -42,6 +42,9 @@ constexpr DeviceKernels kKernels = {
     .rms_norm = Run<&DeviceKernels::rms_norm, kernels::DeviceRmsNormArgs>,
     .rotary = Run<&DeviceKernels::rotary, kernels::DeviceRotaryArgs>,
     .gated = Run<&DeviceKernels::gated, kernels::DeviceGatedArgs>,
+    .cache_write = Run<&DeviceKernels::cache_write, kernels::DeviceCacheWriteArgs>,
+    .paged_attention = Run<&DeviceKernels::paged_attention, kernels::DevicePagedAttentionArgs>,
+    .fold_partials = Run<&DeviceKernels::fold_partials, kernels::DevicePagedAttentionArgs>,
     .logit_statistics = Run<&DeviceKernels::logit_statistics, kernels::DeviceLogitStatisticsArgs>,
     .logit_gradient = Run<&DeviceKernels::logit_gradient, kernels::DeviceLogitGradientArgs>};
 

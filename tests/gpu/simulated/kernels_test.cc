@@ -6,7 +6,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
 
+#include "common/ops/attention/paged_sequences.h"
 #include "common/ops/device_kernels.h"
 #include "common/ops/ops.h"
 #include "tests/gpu/simulated/counts.h"
@@ -96,6 +100,88 @@ TEST_P(SimulatedKernelsTest, Gates) {
       ExpectTheCpusResult([&](auto on) { return Gated(on(x), activation); });
     }
   }
+}
+
+// Sequences of different lengths continue by rows of a pass.
+struct Continued {
+  std::vector<int64_t> offsets = {0}, starts;
+  at::Tensor table;
+
+  explicit Continued(const std::vector<std::pair<int64_t, int64_t>>& starts_and_rows) {
+    int64_t longest = 0;
+    for (const auto& [start, rows] : starts_and_rows) {
+      starts.push_back(start);
+      offsets.push_back(offsets.back() + rows);
+      longest = std::max(longest, (start + rows + 63) / 64);
+    }
+    table = at::arange(std::ssize(starts) * longest, at::kInt).view({-1, longest}).flip(0);
+    table = table.contiguous();
+  }
+
+  PagedSequences On(at::Device device) const {
+    return {.starts = starts,
+            .block_table = table.to(device),
+            .rows = PlanPagedRows(offsets, starts, table, 64, device)};
+  }
+};
+
+// One row in the first and in a later split of the keys, some, and in bfloat16 more than the kernel
+// takes, between and beside the others.
+TEST_P(SimulatedKernelsTest, CachedAttention) {
+  const c10::InferenceMode inference_mode;
+  const simulated_gpu::WithKernels kernels;
+  const Continued pass({{0, 1}, {30, 20}, {200, 1}, {126, 4}, {0, 17}, {60, 19}});
+  const int64_t rows = pass.offsets.back();
+  const at::Tensor fused = Normal({rows, (6 + 2 + 2) * 12});
+  const at::Tensor keys = Normal({pass.table.numel(), 2, 64, 12}), values = Normal(keys.sizes());
+  const PagedSequences on_gpu = pass.On(kGpu), on_cpu = pass.On(at::kCPU);
+  for (const AttentionScores& scores :
+       {AttentionScores{}, {.window = 70, .scale = 0.7}, {.window = 5, .soft_cap = 2.0}}) {
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      const auto attend = [&](const auto& on, const PagedSequences& sequences,
+                              const at::Tensor& key_cache, const at::Tensor& value_cache) {
+        const auto heads = [x = on(fused)](int64_t first, int64_t count) {
+          return x.narrow(1, first * 12, count * 12).view({x.size(0), count, 12});
+        };
+        return ops::CachedAttention(heads(0, 6), heads(6, 2), heads(8, 2), pass.offsets, sequences,
+                                    key_cache, value_cache, scores);
+      };
+      at::Tensor cpu_keys = keys.to(type), cpu_values = values.to(type);
+      const at::Tensor gpu_keys = cpu_keys.to(kGpu), gpu_values = cpu_values.to(kGpu);
+      const at::Tensor expected =
+          attend([](const at::Tensor& x) { return x; }, on_cpu, cpu_keys, cpu_values);
+      const at::Tensor result = attend([](const at::Tensor& x) { return x.to(kGpu, GetParam()); },
+                                       on_gpu, gpu_keys, gpu_values);
+      EXPECT_TRUE(at::equal(gpu_keys.cpu(), cpu_keys));
+      EXPECT_TRUE(at::equal(gpu_values.cpu(), cpu_values));
+      EXPECT_EQ(result.scalar_type(), GetParam());
+      const double tolerance = GetParam() == at::kFloat ? 2e-6 : 8e-3;
+      EXPECT_LE((result.cpu().to(at::kFloat) - expected).abs().max().item<double>(), tolerance);
+    }
+  }
+}
+
+// The plan of a window is uploaded by its first layer.
+TEST_P(SimulatedKernelsTest, CachedAttentionOfALayerIsThreeLaunches) {
+  const c10::InferenceMode inference_mode;
+  const simulated_gpu::WithKernels kernels;
+  const auto launches = [](const std::vector<std::pair<int64_t, int64_t>>& starts_and_rows) {
+    const Continued pass(starts_and_rows);
+    const auto numbers = [](at::IntArrayRef shape) { return Normal(shape).to(kGpu, GetParam()); };
+    const at::Tensor q = numbers({pass.offsets.back(), 4, 8}), k = numbers({q.size(0), 2, 8});
+    const at::Tensor keys = numbers({pass.table.numel(), 2, 64, 8}), values = keys.clone();
+    const PagedSequences sequences = pass.On(kGpu);
+    std::vector<int64_t> of_layers;
+    for (int layer = 0; layer < 2; ++layer) {
+      const int64_t before = simulated_gpu::TheCounts().launches;
+      ops::CachedAttention(q, k, k, pass.offsets, sequences, keys, values, {.soft_cap = 2.0});
+      of_layers.push_back(simulated_gpu::TheCounts().launches - before);
+    }
+    return of_layers;
+  };
+  EXPECT_EQ(launches({{5, 1}}), (std::vector<int64_t>{3, 2}));  // nothing to fold
+  EXPECT_EQ(launches({{150, 1}}), (std::vector<int64_t>{4, 3}));
+  EXPECT_EQ(launches({{150, 1}, {0, 30}, {7, 3}, {300, 2}}), (std::vector<int64_t>{4, 3}));
 }
 
 }  // namespace

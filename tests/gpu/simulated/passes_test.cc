@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/coauthoring/tandem_config.h"
+#include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
 #include "services/rollout/engine/models/torch_runner.h"
 #include "tests/gpu/simulated/counts.h"
@@ -35,9 +36,9 @@ Costs CostsOf(const Function& fn) {
 // Sequences of different lengths that a model on the GPU continues.
 class Sequences {
  public:
-  Sequences(const std::string& family, int64_t count)
-      : runner_(TinyModel(family, {}, {.placement = {.device = kGpu, .dtype = at::kBFloat16}}),
-                /*num_blocks=*/2 * count, DType::kBFloat16) {
+  Sequences(const std::string& family, int64_t count, at::ScalarType type)
+      : runner_(TinyModel(family, {}, {.placement = {.device = kGpu, .dtype = type}}),
+                /*num_blocks=*/2 * count, type == at::kFloat ? DType::kFloat32 : DType::kBFloat16) {
     for (int32_t i = 0; i < count; ++i) blocks_.push_back({2 * i, 2 * i + 1});
     starts_.resize(blocks_.size());
   }
@@ -82,8 +83,9 @@ std::vector<int64_t> Lengths(int64_t count) {
 }
 
 // A prompt of each sequence, one more token of each, and three, as where drafts are verified.
-std::vector<Costs> PassesOf(const std::string& family, int64_t count) {
-  Sequences sequences(family, count);
+std::vector<Costs> PassesOf(const std::string& family, int64_t count,
+                            at::ScalarType type = at::kBFloat16) {
+  Sequences sequences(family, count, type);
   return {sequences.Run(Lengths(count)), sequences.Run(std::vector<int64_t>(count, 1)),
           sequences.Run(std::vector<int64_t>(count, 3))};
 }
@@ -93,7 +95,7 @@ int64_t ExpertLayers(const std::string& family) {
   return TinyConfig(family).RoutingLayout().layers;
 }
 
-// Attention with a soft cap loops over sequences.
+// ATen's attention with a soft cap loops over sequences.
 bool AttendsTogether(const std::string& family) {
   return !TinyConfig(family).decoder.attention_soft_cap.has_value();
 }
@@ -116,6 +118,53 @@ TEST(GpuPassesTest, APassLaunchesAsMuchForManySequencesAsForOne) {
       // Where a row of each sequence is wanted they are selected; a sequence of one row is all.
       EXPECT_NEAR(many[i].launches, one[i].launches, 4) << family << ", pass " << i;
     }
+  }
+}
+
+// With the kernels, soft caps and float32 attend together, too, but for latent attention.
+TEST(GpuPassesTest, WithKernelsEveryPassLaunchesAsMuchForManySequencesAsForOne) {
+  const simulated_gpu::WithKernels kernels;
+  for (const std::string& family : EveryFamily()) {
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      if (type == at::kFloat && TinyConfig(family).decoder.latent.has_value()) continue;
+      const std::vector<Costs> one = PassesOf(family, 1, type), many = PassesOf(family, 3, type);
+      for (size_t i = 0; i < one.size(); ++i) {
+        EXPECT_NEAR(many[i].launches, one[i].launches, 4)
+            << family << " " << type << ", pass " << i;
+        EXPECT_EQ(many[i].synchronizations, 1 + ExpertLayers(family)) << family << " " << type;
+      }
+    }
+  }
+}
+
+// The hidden states of a prompt, of its next token, and of a draft beside another prompt, in
+// float32.
+at::Tensor CachedStates(const std::string& family) {
+  const c10::InferenceMode inference_mode;
+  const auto model = TinyModel(family, {}, {.placement = {.device = kGpu, .dtype = at::kFloat}});
+  CachedSequences sequences(*model, /*count=*/2, /*max_tokens=*/64);
+  std::vector<int64_t> tokens(24);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<int64_t>(i * i % 60);
+  const absl::Span<const int64_t> all(tokens);
+  std::vector<at::Tensor> states;
+  const auto run = [&](const std::vector<CachedSequences::Input>& inputs) {
+    states.push_back(sequences.Decode(inputs).value().cpu());
+  };
+  run({{.sequence = 0, .tokens = all.first(20), .num_output_rows = 20}});
+  run({{.sequence = 0, .tokens = all.subspan(20, 1)}});
+  run({{.sequence = 0, .tokens = all.subspan(21), .num_output_rows = 3},
+       {.sequence = 1, .tokens = all.first(9), .num_output_rows = 9}});
+  return at::cat(states);
+}
+
+TEST(GpuPassesTest, KernelsChangeRoundingAloneInPassesWithACache) {
+  for (const std::string& family : EveryFamily()) {
+    if (ExpertLayers(family) > 0) continue;  // rounding decides which experts a token takes
+    const at::Tensor with_aten = CachedStates(family);
+    const simulated_gpu::WithKernels kernels;
+    const at::Tensor apart = (CachedStates(family) - with_aten).norm();
+    EXPECT_GT(apart.item<double>(), 0) << family;  // the kernels ran
+    EXPECT_LE((apart / with_aten.norm()).item<double>(), 1e-6) << family;
   }
 }
 

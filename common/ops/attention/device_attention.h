@@ -1,0 +1,34 @@
+// Attention to a paged cache with the project's kernel of a GPU, which reads keys and values where
+// they are.
+#ifndef TANDEM_COMMON_OPS_ATTENTION_DEVICE_ATTENTION_H_
+#define TANDEM_COMMON_OPS_ATTENTION_DEVICE_ATTENTION_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "common/ops/attention/attention_scores.h"
+#include "common/ops/attention/paged_sequences.h"
+
+namespace tandem::ops {
+
+// The sequences with at most this many new rows attend in the kernel where FlashAttention takes the
+// others (HasVarlenAttention); where it takes none, all sequences do.
+inline constexpr int64_t kFewRows = 16;
+
+// Whether a kernel is there and takes queries [T, heads, D] and caches like these: float32 or
+// bfloat16, at most 256 columns, and values that lie as the keys do (not latent attention).
+bool HasDeviceAttention(const at::Tensor& q, const at::Tensor& key_cache,
+                        const at::Tensor& value_cache);
+
+// CachedAttention of ops.h. The bits of a row in the kernel depend on its query, keys and values
+// alone. Its launches are three, whatever the sequences.
+at::Tensor DeviceCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const std::vector<int64_t>& offsets,
+                                 const PagedSequences& sequences, const at::Tensor& key_cache,
+                                 const at::Tensor& value_cache, const AttentionScores& scores);
+
+}  // namespace tandem::ops
+
+#endif  // TANDEM_COMMON_OPS_ATTENTION_DEVICE_ATTENTION_H_
