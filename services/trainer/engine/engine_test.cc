@@ -631,8 +631,10 @@ TEST_F(TrainerEngineTest, GradientOfWeightedTokensEqualsAutogradOverWholeLogits)
   const AutogradOracle oracle(folder_ / "model");
   at::Tensor loss = at::zeros({});
   for (const SupervisedSample& sample : std::get<SupervisedBatch>(request.batch).samples) {
-    const at::Tensor logprobs = oracle.LogProbs({.prompt_token_ids = sample.prompt_token_ids,
-                                                 .response_token_ids = sample.response_token_ids});
+    Trajectory text;
+    text.prompt_token_ids = sample.prompt_token_ids;
+    text.response_token_ids = sample.response_token_ids;
+    const at::Tensor logprobs = oracle.LogProbs(text);
     loss = loss - (sample.weights.empty() ? logprobs : logprobs * at::tensor(sample.weights)).sum();
   }
   const double norm = oracle.GradientNorm(loss);

@@ -99,7 +99,12 @@ TrainStepRequest SomeStep() {
   request.expected_version = 5;
   request.defer_digest = true;
   request.blobs = SomeBlobs();
-  request.optimizer = {.learning_rate = 0.125, .max_grad_norm = 2};
+  request.optimizer = {.learning_rate = 0.125,
+                       .beta1 = 0.5,
+                       .beta2 = 0.75,
+                       .epsilon = 1e-3,
+                       .weight_decay = 0.25,
+                       .max_grad_norm = 2};
   return request;
 }
 
