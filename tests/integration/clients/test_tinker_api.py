@@ -10,7 +10,6 @@ import httpx2
 import numpy as np
 import pytest
 import tinker
-from tandem.utils.authors import JUNIOR
 from tinker import types
 
 KEY = "tml-any"
@@ -316,9 +315,21 @@ def test_what_is_not_served_is_refused_by_name(url):
         client.create_training_client_from_state("tinker://no/weights/x").result(timeout=60)
 
 
-def test_a_junior_that_writes_too_is_known_by_its_spans(models, cluster, checkpoints):
+def test_updates_of_another_server_are_not_lost(url, cluster, checkpoints):
+    """A server that starts anew does not replace weights that nobody has saved."""
+    with training(url) as (_, model):
+        step(model, [datum(TEXT)])
+        with harness.tinker_server(cluster, checkpoints) as other, service(other) as client:
+            with pytest.raises(tinker.RequestFailedError, match="that no checkpoint has"):
+                client.create_lora_training_client("senior", rank=0).result(timeout=60)
+            path = model.save_state("kept").result(timeout=60).path
+            goes_on = client.create_training_client_from_state(path).result(timeout=60)
+            assert step(goes_on, [datum(TEXT)]).metrics["loss:sum"] > 0
+
+
+def test_a_junior_that_writes_too_is_known_by_its_spans(fresh_pair, checkpoints):
     """Its tokens have no weight; two sequence ids say who wrote a token."""
-    with harness.tinker_server(cluster, checkpoints, "--tandem") as url, training(url) as held:
+    with harness.tinker_server(fresh_pair, checkpoints, "--tandem") as url, training(url) as held:
         _, model = held
         sampler = model.save_weights_and_get_sampling_client().result(timeout=60)
         [one] = samples(sampler, stop=[], max_tokens=32)
@@ -344,4 +355,3 @@ def test_a_junior_that_writes_too_is_known_by_its_spans(models, cluster, checkpo
             assert metrics["policy/weighted_tokens"] == senior
             norms.append(metrics["policy/grad_norm"])
         assert norms[0] == norms[1]
-    assert JUNIOR == 0
