@@ -133,18 +133,36 @@ TrainStepRequest SupervisedOf(int64_t step) {
     batch.samples.push_back(
         {sample.trajectory.prompt_token_ids, sample.trajectory.response_token_ids});
   }
-  if (step % 2 == 0) {
-    // Weights of both signs, and a step of its own numbers.
-    batch.objective.aggregation = loss::Aggregation::kTokenSum;
-    for (SupervisedSample& sample : batch.samples) {
-      for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
-        sample.weights.push_back(0.25f * static_cast<float>(t % 4) - 0.25f);
-      }
-    }
-    request.optimizer = {.learning_rate = 2e-3, .beta2 = 0.95, .max_grad_norm = 0.5};
-  }
   request.batch = batch;
   return request;
+}
+
+// Weights of both signs, and an optimizer of the step's own.
+TrainStepRequest WeightedOf(int64_t step) {
+  TrainStepRequest request = SupervisedOf(step);
+  auto& batch = std::get<SupervisedBatch>(request.batch);
+  batch.objective.aggregation = loss::Aggregation::kTokenSum;
+  for (SupervisedSample& sample : batch.samples) {
+    for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
+      sample.weights.push_back(0.25f * static_cast<float>(t % 4) - 0.25f);
+    }
+  }
+  request.optimizer = {.learning_rate = 2e-3, .beta2 = 0.95, .max_grad_norm = 0.5};
+  return request;
+}
+
+TEST_P(TrainerRanksTest, WeightedStepsAreThoseOfOneProcess) {
+  expected_version_ = 2;
+  const auto change = [](EngineOptions& options) { options.micro_batch_tokens = 12; };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    for (int64_t step = 1; step <= 2; ++step) {
+      const TrainStepRequest request = WeightedOf(step);
+      ExpectSameReport(Step(engine, request), Step(*single, request));
+    }
+  });
 }
 
 TEST_P(TrainerRanksTest, PolicyStepsAreThoseOfOneProcess) {

@@ -115,6 +115,7 @@ def application(settings: Settings) -> Starlette:
         get("training_runs", server.list_runs),
         get("training_runs/{run}", server.get_run),
         get("training_runs/{run}/checkpoints", server.list_checkpoints),
+        get("checkpoints", server.list_all_checkpoints),
         post("create_sampling_session", server.create_sampling_session),
         get("samplers/{sampler}", server.get_sampler),
         get("sequences/{sequence:path}", server.get_sequence),
@@ -433,8 +434,7 @@ class _Server:
         """Lists the one run."""
         name = await self._sampler.model_name()
         found = [] if self._model is None else [runs.run(self._model, name)]
-        cursor = {"offset": 0, "limit": len(found), "total_count": len(found)}
-        return _Json({"training_runs": found, "cursor": cursor})
+        return _Json({"training_runs": found, "cursor": runs.cursor(found)})
 
     async def get_run(self, request: Request) -> Response:
         """Describes the run."""
@@ -445,6 +445,11 @@ class _Server:
         """Lists the checkpoints of the run."""
         model = self._find_model(request.path_params["run"])
         return _Json({"checkpoints": runs.checkpoints(model)})
+
+    async def list_all_checkpoints(self, request: Request) -> Response:
+        """Lists the checkpoints of the one run."""
+        found = [] if self._model is None else runs.checkpoints(self._model)
+        return _Json({"checkpoints": found, "cursor": runs.cursor(found)})
 
     async def weights_info(self, request: Request) -> Response:
         """Describes a checkpoint: every one has all parameters of the served model."""

@@ -473,6 +473,9 @@ async def test_a_checkpoint_is_saved_and_listed_by_its_name(world, tmp_path):
         page = f"/api/v1/training_runs/{client.model}"
         [listed] = (await client.http.get(f"{page}/checkpoints")).json()["checkpoints"]
         assert listed["tinker_path"] == saved["path"]
+        whole = (await client.http.get("/api/v1/checkpoints")).json()
+        assert whole["checkpoints"] == [listed]
+        assert whole["cursor"]["total_count"] == 1
         assert listed["user_metadata"] == {"k": "v"}
         run = (await client.http.get(page)).json()
         assert run["last_checkpoint"] == listed
