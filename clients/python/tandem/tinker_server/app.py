@@ -345,7 +345,7 @@ class _Server:
         model = self._find_model(asked.model_id)
 
         async def end() -> Answer:
-            self._model = None
+            await self._end_model()
             return Plain({"type": "unload_model", "model_id": model.id})
 
         name = f"{model.id}:unload"
@@ -602,7 +602,7 @@ class _Server:
                 "server; save them, or start the trainer again"
             )
         self._trained_here = True
-        self._model = None
+        await self._end_model()
         return TrainedModel(
             self._trainer,
             self._authors,
@@ -613,6 +613,11 @@ class _Server:
             metadata=metadata or {},
             max_samples=info.max_samples,
         )
+
+    async def _end_model(self) -> None:
+        model, self._model = self._model, None
+        if model is not None:
+            await model.end()
 
     def _find_model(self, name: str) -> TrainedModel:
         if self._model is None or self._model.id != name:

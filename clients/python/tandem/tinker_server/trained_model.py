@@ -86,6 +86,7 @@ class TrainedModel:
         self._tokens = 0
         self._next = 1
         self._waiting = 0
+        self._ended = False
         self._turn = asyncio.Condition()
 
     def request_id(self, seq_id: int) -> str:
@@ -112,15 +113,23 @@ class TrainedModel:
         self._waiting += 1
         try:
             async with self._turn:
-                await self._turn.wait_for(lambda: self._next == seq_id)
+                await self._turn.wait_for(lambda: self._ended or self._next == seq_id)
         finally:
             self._waiting -= 1
+        if self._ended:
+            raise RequestError(f"model_id: {self.id} has ended", "model_id")
         try:
             return await work()
         finally:
             async with self._turn:
                 self._next += 1
                 self._turn.notify_all()
+
+    async def end(self) -> None:
+        """Refuses all requests that have not had their turn."""
+        async with self._turn:
+            self._ended = True
+            self._turn.notify_all()
 
     async def losses(self, request: wire.ForwardBackwardRequest) -> Losses:
         """Computes losses; unless it is a forward pass alone, the next step learns them."""

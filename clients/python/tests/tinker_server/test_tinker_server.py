@@ -236,6 +236,16 @@ async def test_one_model_trains_until_its_client_is_gone(world, tmp_path, monkey
     assert world.loads == [""] * 3
 
 
+async def test_what_waits_for_its_turn_ends_with_its_model(world, tmp_path):
+    async with serving(world, tmp_path) as client:
+        await client.begin()
+        waits = await client.accepted("optim_step", client.step(2))
+        await client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
+        await Client(client.http).begin()
+        assert (await client.answer(waits))["error"] == f"model_id: {client.model} has ended"
+    assert not world.headers
+
+
 async def test_updates_of_another_client_are_not_lost(world, tmp_path):
     world.unsaved = True
     async with serving(world, tmp_path) as client:
