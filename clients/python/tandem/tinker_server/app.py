@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
-import re
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,18 +12,18 @@ from typing import Any
 import pydantic
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from tinker import types
 
-from tandem.errors import REQUEST_ID_KEY, TandemError, UnsavedUpdatesError
+from tandem.errors import TandemError, UnsavedUpdatesError
 from tandem.openai_server import limits as body_limits
 from tandem.openai_server.admission import Admission
-from tandem.openai_server.errors import RequestError, error_headers, error_object
+from tandem.openai_server.errors import RequestError
 from tandem.openai_server.fields import json_of
+from tandem.openai_server.pages import HANDLERS, Endpoint, Json, check_key, guarded
 from tandem.rpc.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.rpc.credentials import Credentials, WatchedFiles
-from tandem.rpc.transport import CALLER_REQUEST_ID
 from tandem.tinker_server import limits, runs
 from tandem.tinker_server.answers import Plain
 from tandem.tinker_server.authors import Authors
@@ -41,10 +37,6 @@ from tandem.tinker_server.sessions import ClientSessions
 from tandem.tinker_server.trained_model import TrainedModel, check_adapter
 
 PROTOBUF = "application/x-protobuf"
-# An id of a request that the servers accept.
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ def application(settings: Settings) -> Starlette:
             with server.admission.request():
                 return await endpoint(request)
 
-        return _guarded(run)
+        return guarded(run, status_of)
 
     def get(path: str, endpoint: Endpoint) -> Route:
         return Route(f"/api/v1/{path}", keyed(endpoint), methods=["GET"])
@@ -91,7 +83,7 @@ def application(settings: Settings) -> Starlette:
         return Route(f"/api/v1/{path}", keyed(endpoint), methods=["POST"])
 
     routes = [
-        Route("/api/v1/healthz", _guarded(server.health), methods=["GET"]),
+        Route("/api/v1/healthz", guarded(server.health, status_of), methods=["GET"]),
         post("client/config", server.client_config),
         post("client/dynamic_config", server.dynamic_config),
         post("auth/token", server.auth_token),
@@ -123,58 +115,13 @@ def application(settings: Settings) -> Starlette:
         post("retrieve_future", server.retrieve_future),
         post("cancel_future", server.cancel_future),
     ]
-    handlers = {404: _no_such_page, 405: _no_such_page, 500: _failure}
-    return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=handlers)
-
-
-class _Json(JSONResponse):
-    def render(self, content: Any) -> bytes:
-        """Returns ASCII: what a client sent, and an error shows, may be no Unicode text."""
-        return json.dumps(content).encode()
-
-
-def _guarded(endpoint: Endpoint) -> Endpoint:
-    """Gives a request its id and failures their JSON."""
-
-    async def run(request: Request) -> Response:
-        given = request.headers.get(REQUEST_ID_KEY, "")
-        name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        CALLER_REQUEST_ID.set(name)
-        try:
-            response = await endpoint(request)
-        except TandemError as error:
-            response = _Json(error_object(error), status_of(error), error_headers(error))
-        response.headers[REQUEST_ID_KEY] = name
-        return response
-
-    return run
+    return Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=HANDLERS)
 
 
 def _check_key(request: Request, keys: WatchedFiles[tuple[str, ...]] | None) -> None:
     """Raises RequestError unless the request shows one of the keys."""
-    if keys is None:
-        return
-    shown = request.headers.get("x-api-key", "").strip().encode()
-    known = [hmac.compare_digest(shown, key.encode()) for key in keys.contents()]
-    if not any(known):
-        raise RequestError(
-            "the API key is not one of this server's",
-            status=HTTPStatus.UNAUTHORIZED,
-            code="invalid_api_key",
-        )
-
-
-async def _no_such_page(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", HTTPStatus.NOT_FOUND)
-    says = "no such page" if status == HTTPStatus.NOT_FOUND else "the page has no such method"
-    problem = RequestError(f"{request.method} {request.url.path}: {says}", status=status)
-    return _Json(error_object(problem), status, getattr(error, "headers", None))
-
-
-async def _failure(request: Request, error: Exception) -> Response:
-    # The error itself is in the server's log.
-    problem = TandemError("the server failed; see its log")
-    return _Json(error_object(problem), HTTPStatus.INTERNAL_SERVER_ERROR)
+    if keys is not None:
+        check_key(request.headers.get("x-api-key", ""), keys)
 
 
 class _Server:
@@ -216,12 +163,12 @@ class _Server:
             health = await client.check_health()
             if health.status != "SERVING":
                 status = HTTPStatus.SERVICE_UNAVAILABLE
-                return _Json({"status": health.status, "reason": health.reason}, status)
-        return _Json({"status": "ok"})
+                return Json({"status": health.status, "reason": health.reason}, status)
+        return Json({"status": "ok"})
 
     async def client_config(self, request: Request) -> Response:
         """Tells the SDK how to send requests: in their order, and with the key itself."""
-        return _Json(
+        return Json(
             {
                 "pjwt_auth_enabled": False,
                 "parallel_fwdbwd_chunks": False,
@@ -234,7 +181,7 @@ class _Server:
 
     async def dynamic_config(self, request: Request) -> Response:
         """Tells the SDK that samples that nobody waits for may be cancelled."""
-        return _Json({"sample_cancel_enabled": True})
+        return Json({"sample_cancel_enabled": True})
 
     async def auth_token(self, request: Request) -> Response:
         """Keys are not exchanged; client/config says so."""
@@ -246,34 +193,34 @@ class _Server:
     async def capabilities(self, request: Request) -> Response:
         """Lists the one model."""
         name = await self._sampler.model_name()
-        return _Json(capabilities(await self._sampler.info(), name))
+        return Json(capabilities(await self._sampler.info(), name))
 
     async def telemetry(self, request: Request) -> Response:
         """Takes what the SDK tells about itself, and keeps nothing of it."""
         async with self.admission.body(request):
-            return _Json({"status": "accepted"})
+            return Json({"status": "accepted"})
 
     async def create_session(self, request: Request) -> Response:
         """Begins the session of a client."""
         asked = await self._asked(request, types.CreateSessionRequest)
         name = self._sessions.begin(asked.user_metadata)
-        return _Json({"type": "create_session", "session_id": name})
+        return Json({"type": "create_session", "session_id": name})
 
     async def heartbeat(self, request: Request) -> Response:
         """Keeps a session."""
         asked = await self._asked(request, types.SessionHeartbeatRequest)
         self._sessions.find(asked.session_id)
-        return _Json({"type": "session_heartbeat"})
+        return Json({"type": "session_heartbeat"})
 
     async def list_sessions(self, request: Request) -> Response:
         """Lists the sessions."""
-        return _Json({"sessions": self._sessions.names()})
+        return Json({"sessions": self._sessions.names()})
 
     async def get_session(self, request: Request) -> Response:
         """Describes a session."""
         session = self._sessions.find(request.path_params["session"])
         metadata = {name: str(value) for name, value in session.metadata.items()}
-        return _Json(
+        return Json(
             {
                 "training_run_ids": session.runs,
                 "sampler_ids": session.samplers,
@@ -350,7 +297,7 @@ class _Server:
 
         name = f"{model.id}:unload"
         self._futures.begin(name, digest(asked), end)
-        return _Json({"request_id": name, "model_id": model.id})
+        return Json({"request_id": name, "model_id": model.id})
 
     async def get_info(self, request: Request) -> Response:
         """Describes the model in training."""
@@ -358,7 +305,7 @@ class _Server:
         model = self._find_model(asked.model_id)
         served = (await self._trainer.info()).server.model
         name = await self._sampler.model_name()
-        return _Json(
+        return Json(
             {
                 "type": "get_info",
                 "model_id": model.id,
@@ -434,22 +381,22 @@ class _Server:
         """Lists the one run."""
         name = await self._sampler.model_name()
         found = [] if self._model is None else [runs.run(self._model, name)]
-        return _Json({"training_runs": found, "cursor": runs.cursor(found)})
+        return Json({"training_runs": found, "cursor": runs.cursor(found)})
 
     async def get_run(self, request: Request) -> Response:
         """Describes the run."""
         model = self._find_model(request.path_params["run"])
-        return _Json(runs.run(model, await self._sampler.model_name()))
+        return Json(runs.run(model, await self._sampler.model_name()))
 
     async def list_checkpoints(self, request: Request) -> Response:
         """Lists the checkpoints of the run."""
         model = self._find_model(request.path_params["run"])
-        return _Json({"checkpoints": runs.checkpoints(model)})
+        return Json({"checkpoints": runs.checkpoints(model)})
 
     async def list_all_checkpoints(self, request: Request) -> Response:
         """Lists the checkpoints of the one run."""
         found = [] if self._model is None else runs.checkpoints(self._model)
-        return _Json({"checkpoints": found, "cursor": runs.cursor(found)})
+        return Json({"checkpoints": found, "cursor": runs.cursor(found)})
 
     async def weights_info(self, request: Request) -> Response:
         """Describes a checkpoint: every one has all parameters of the served model."""
@@ -458,7 +405,7 @@ class _Server:
         path = given.get("tinker_path") if isinstance(given, dict) else None
         CheckpointPath.parse(str(path), "tinker_path")
         name = await self._sampler.model_name()
-        return _Json({"base_model": name, "is_lora": False, "lora_rank": 0})
+        return Json({"base_model": name, "is_lora": False, "lora_rank": 0})
 
     # Sampling.
 
@@ -470,19 +417,19 @@ class _Server:
             await self._check_base_model(asked.base_model)
         name = self._sampling_session(asked.session_id, asked.sampling_session_seq_id)
         await self._sampler.open_session(name, asked.base_model, asked.model_path)
-        return _Json({"type": "create_sampling_session", "sampling_session_id": name})
+        return Json({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def get_sampler(self, request: Request) -> Response:
         """Describes a sampling session."""
         session = self._sampler.session(request.path_params["sampler"])
         name = await self._sampler.model_name()
-        return _Json({"sampler_id": session.id, "base_model": name, "model_path": session.path})
+        return Json({"sampler_id": session.id, "base_model": name, "model_path": session.path})
 
     async def get_sequence(self, request: Request) -> Response:
         """Says who wrote a sampled sequence, as spans of two sequence ids."""
         if self._authors is None:
             raise RequestError("sequence_id: no junior writes here; --tandem lets it")
-        return _Json({"spans": self._authors.spans(request.path_params["sequence"])})
+        return Json({"spans": self._authors.spans(request.path_params["sequence"])})
 
     async def asample(self, request: Request) -> Response:
         """Draws samples."""
@@ -494,7 +441,7 @@ class _Server:
         name = f"{session.id}:{asked.seq_id}"
         ids = [f"{name}:{index}" for index in range(asked.num_samples)]
         self._futures.begin(name, digest(asked), lambda: self._sampler.sample(session, asked, ids))
-        return _Json({"request_id": name, "sample_sequence_ids": ids})
+        return Json({"request_id": name, "sample_sequence_ids": ids})
 
     async def retrieve_future(self, request: Request) -> Response:
         """Gives the answer of a request, once there is one; 408 asks the client to ask again."""
@@ -504,17 +451,17 @@ class _Server:
         except RequestError as error:
             if not self._futures.knows(asked.request_id):
                 raise
-            return _Json(failure_object(error))
+            return Json(failure_object(error))
         except TandemError as error:
-            return _Json(failure_object(error))
+            return Json(failure_object(error))
         if answer is None:
             waits = {"type": "try_again", "queue_state": "active", "request_id": asked.request_id}
-            return _Json(waits, HTTPStatus.REQUEST_TIMEOUT)
+            return Json(waits, HTTPStatus.REQUEST_TIMEOUT)
         if PROTOBUF in request.headers.get("accept", ""):
             message = await asyncio.to_thread(answer.proto)
             if message is not None:
                 return Response(message, media_type=PROTOBUF)
-        return _Json(await asyncio.to_thread(answer.json))
+        return Json(await asyncio.to_thread(answer.json))
 
     async def cancel_future(self, request: Request) -> Response:
         """Ends sampling that nobody waits for; what trains goes on."""
@@ -555,12 +502,13 @@ class _Server:
         work: Callable[[], Awaitable[Answer]],
     ) -> Response:
         """Starts a request of the model in its turn, unless it was begun before."""
+        self._sessions.find(model.session)
         number = seq_id or 0
         name = model.request_id(number)
         if model.is_done(number) and not self._futures.knows(name):
             raise RequestError(f"seq_id: {number} was answered, and its answer is gone", "seq_id")
         self._futures.begin(name, payload, lambda: model.in_turn(number, work))
-        return _Json({"request_id": name, "model_id": model.id})
+        return Json({"request_id": name, "model_id": model.id})
 
     def _begin_model(
         self, name: str, asked: pydantic.BaseModel, work: Callable[[], Awaitable[Answer]]
@@ -570,15 +518,13 @@ class _Server:
         if not self._futures.knows(request_id):
             self._check_room()
 
-            async def alone() -> Answer:
-                async with self._creating:
-                    self._check_room()
-                    return await work()
+        async def alone() -> Answer:
+            async with self._creating:
+                self._check_room()
+                return await work()
 
-            self._futures.begin(request_id, digest(asked), alone)
-        else:
-            self._futures.begin(request_id, digest(asked), work)
-        return _Json({"request_id": request_id, "model_id": name})
+        self._futures.begin(request_id, digest(asked), alone)
+        return Json({"request_id": request_id, "model_id": name})
 
     def _check_room(self) -> None:
         model = self._model
