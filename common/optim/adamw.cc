@@ -34,7 +34,7 @@ const char* Fault(const std::string& name, const at::Tensor& tensor) {
 AdamW::AdamW(std::vector<AdamWParameter> parameters, const OptimizerOptions& options)
     : options_(options), parameters_(std::move(parameters)) {
   const at::NoGradGuard no_grad;
-  groups_ = {{options.weight_decay, {}}, {0.0, {}}};
+  groups_ = {{true, {}}, {false, {}}};
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& values = parameters_[i].values;
     values = values.detach();
@@ -44,7 +44,8 @@ AdamW::AdamW(std::vector<AdamWParameter> parameters, const OptimizerOptions& opt
   }
 }
 
-void AdamW::Step(const std::vector<at::Tensor>& gradients, double learning_rate) {
+void AdamW::Step(const std::vector<at::Tensor>& gradients, double learning_rate,
+                 const OptimizerOptions& options) {
   const at::NoGradGuard no_grad;
   if (parameters_.empty()) return;
   const at::Tensor step = at::full({}, static_cast<double>(steps_ + 1),
@@ -60,8 +61,9 @@ void AdamW::Step(const std::vector<at::Tensor>& gradients, double learning_rate)
     }
     const std::vector<at::Tensor> steps(parameters.size(), step);
     at::_fused_adamw_(parameters, grads, first, second, /*max_exp_avg_sqs=*/{}, steps,
-                      learning_rate, options_.beta1, options_.beta2, group.weight_decay,
-                      options_.epsilon, /*amsgrad=*/false, /*maximize=*/false);
+                      learning_rate, options.beta1, options.beta2,
+                      group.decays ? options.weight_decay : 0.0, options.epsilon,
+                      /*amsgrad=*/false, /*maximize=*/false);
   }
   ++steps_;
 }

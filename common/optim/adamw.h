@@ -37,7 +37,13 @@ class AdamW {
   AdamW(std::vector<AdamWParameter> parameters, const OptimizerOptions& options);
 
   // Makes one update; `gradients` are parallel to the parameters. May throw c10::Error.
-  void Step(const std::vector<at::Tensor>& gradients, double learning_rate);
+  void Step(const std::vector<at::Tensor>& gradients, double learning_rate) {
+    Step(gradients, learning_rate, options_);
+  }
+  // The same with other betas, epsilon and weight decay than the constructor's. The learning rate
+  // is that of the argument.
+  void Step(const std::vector<at::Tensor>& gradients, double learning_rate,
+            const OptimizerOptions& options);
 
   int64_t steps() const { return steps_; }
 
@@ -55,7 +61,7 @@ class AdamW {
 
  private:
   struct Group {
-    double weight_decay = 0;
+    bool decays = false;
     std::vector<size_t> members;  // indices of parameters
   };
 

@@ -65,6 +65,26 @@ TEST(AdamWTest, EqualsTheDefinitionInDouble) {
   EXPECT_LT((parameters[0].second.to(at::kDouble) - p).abs().max().item<double>(), 1e-6);
 }
 
+TEST(AdamWTest, AStepMayHaveOtherNumbers) {
+  at::manual_seed(3);
+  const NamedTensors a = {{"w", at::randn({3, 5})}}, b = {{"w", a[0].second.clone()}};
+  const at::Tensor g = at::randn({3, 5});
+  OptimizerOptions others = Options();
+  others.beta1 = 0.5;
+  others.beta2 = 0.6;
+  others.epsilon = 1e-2;
+  others.weight_decay = 0.25;
+  AdamW configured(WholeParameters(a), Options()), of_others(WholeParameters(b), others);
+  for (int step = 0; step < 2; ++step) {
+    configured.Step({g}, 1e-2, others);
+    of_others.Step({g}, 1e-2);
+  }
+  EXPECT_TRUE(a[0].second.equal(b[0].second));
+  configured.Step({g}, 1e-2);
+  of_others.Step({g}, 1e-2);
+  EXPECT_FALSE(a[0].second.equal(b[0].second));
+}
+
 TEST(AdamWTest, StateRoundTripContinuesIdentically) {
   at::manual_seed(3);
   const NamedTensors a = {{"w", at::randn({3, 5})}};

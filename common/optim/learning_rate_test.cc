@@ -25,5 +25,33 @@ TEST(LearningRateTest, WarmsUpThenFalls) {
   EXPECT_DOUBLE_EQ(LearningRateAt(options, 12), 0.2);
 }
 
+TEST(OptimizerOverridesTest, WhatIsNotSetStaysAsConfigured) {
+  OptimizerOptions options = {.learning_rate = 1,
+                              .beta1 = 0.1,
+                              .beta2 = 0.2,
+                              .epsilon = 0.3,
+                              .max_grad_norm = 0.4,
+                              .weight_decay = 0.5,
+                              .warmup_steps = 4,
+                              .schedule = LearningRateSchedule::kLinear,
+                              .total_steps = 12};
+  const OptimizerOptions same = Overridden(options, {});
+  EXPECT_EQ(LearningRateAt(same, 0), 0.25);
+  EXPECT_EQ(same.beta1, 0.1);
+  EXPECT_EQ(same.max_grad_norm, 0.4);
+  const OptimizerOptions other = Overridden(options, {.learning_rate = 2,
+                                                      .beta1 = 0.6,
+                                                      .beta2 = 0.7,
+                                                      .epsilon = 0.8,
+                                                      .weight_decay = 0.9,
+                                                      .max_grad_norm = 0});
+  for (const int64_t steps : {0, 3, 100}) EXPECT_EQ(LearningRateAt(other, steps), 2);
+  EXPECT_EQ(other.beta1, 0.6);
+  EXPECT_EQ(other.beta2, 0.7);
+  EXPECT_EQ(other.epsilon, 0.8);
+  EXPECT_EQ(other.weight_decay, 0.9);
+  EXPECT_EQ(other.max_grad_norm, 0);
+}
+
 }  // namespace
 }  // namespace tandem::training

@@ -4,6 +4,7 @@
 #define TANDEM_COMMON_OPTIM_OPTIMIZER_OPTIONS_H_
 
 #include <cstdint>
+#include <optional>
 
 namespace tandem {
 
@@ -25,6 +26,18 @@ struct OptimizerOptions {
   int64_t total_steps = 0;
   double min_learning_rate = 0.0;
 };
+
+// Numbers for one update, in place of the configured ones; what is not set stays as configured.
+struct OptimizerOverrides {
+  std::optional<double> learning_rate = {};  // in place of the schedule's
+  std::optional<double> beta1 = {}, beta2 = {}, epsilon = {}, weight_decay = {}, max_grad_norm = {};
+
+  bool operator==(const OptimizerOverrides&) const = default;
+};
+
+// Returns the options of an update. A given learning rate has no schedule.
+OptimizerOptions Overridden(const OptimizerOptions& configured,
+                            const OptimizerOverrides& overrides);
 
 }  // namespace tandem
 

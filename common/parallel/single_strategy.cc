@@ -79,8 +79,9 @@ absl::Status SingleStrategy::ForwardBackward(int64_t count, InputFunction input,
   });
 }
 
-absl::StatusOr<OptimizerReport> SingleStrategy::OptimizerStep() {
-  return CatchTorchErrors("optimizer step", [&] { return optimizer_->Step(*model_, [] {}); });
+absl::StatusOr<OptimizerReport> SingleStrategy::OptimizerStep(const OptimizerOverrides& overrides) {
+  return CatchTorchErrors("optimizer step",
+                          [&] { return optimizer_->Step(*model_, overrides, [] {}); });
 }
 
 absl::Status SingleStrategy::ResetOptimizer() {

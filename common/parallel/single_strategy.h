@@ -35,7 +35,7 @@ class SingleStrategy : public Strategy {
     return absl::OkStatus();
   }
   absl::Status ReduceTensor(at::Tensor& /*sums*/) override { return absl::OkStatus(); }
-  absl::StatusOr<OptimizerReport> OptimizerStep() override;
+  absl::StatusOr<OptimizerReport> OptimizerStep(const OptimizerOverrides& overrides) override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
   std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;

@@ -57,7 +57,7 @@ TEST(SingleStrategyTest, ClipsByGlobalNormAndReportsIt) {
   ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   ASSERT_TRUE(RunBackward(strategy).ok());
   const double matrix = 4 * strategy.model().Parameter(kMatrix).norm().item<double>();
-  const OptimizerReport report = strategy.OptimizerStep().value();
+  const OptimizerReport report = strategy.OptimizerStep({}).value();
   EXPECT_NEAR(report.grad_norm, std::sqrt(matrix * matrix + 30), 1e-4);
   EXPECT_NEAR(training::GlobalNorm({strategy.Gradient(kMatrix), strategy.Gradient(kNorm)}), 0.5,
               1e-6);
@@ -76,7 +76,7 @@ TEST(SingleStrategyTest, AStepWithoutImagesMovesATowerByWeightDecayAlone) {
     const at::Tensor before = strategy.model().Parameter(kTower).detach().clone(),
                      norm = strategy.model().Parameter(kTowerNorm).detach().clone();
     ASSERT_TRUE(RunBackward(strategy).ok());
-    ASSERT_TRUE(strategy.OptimizerStep().ok());
+    ASSERT_TRUE(strategy.OptimizerStep({}).ok());
     const at::Tensor expected = before * (1 - options.learning_rate * weight_decay);
     EXPECT_TRUE(at::allclose(strategy.model().Parameter(kTower), expected, 1e-6, 0));
     EXPECT_EQ(strategy.model().Parameter(kTower).equal(before), weight_decay == 0);
@@ -89,7 +89,7 @@ TEST(SingleStrategyTest, NonFiniteGradientChangesNothing) {
   ASSERT_TRUE(strategy.BuildOptimizer(FastOptimizer()).ok());
   const at::Tensor before = strategy.model().Parameter(kMatrix).detach().clone();
   ASSERT_TRUE(RunBackward(strategy, std::numeric_limits<double>::infinity()).ok());
-  EXPECT_TRUE(IsNotFinite(strategy.OptimizerStep().status()));
+  EXPECT_TRUE(IsNotFinite(strategy.OptimizerStep({}).status()));
   EXPECT_TRUE(strategy.model().Parameter(kMatrix).equal(before));
   EXPECT_EQ(strategy.optimizer_steps(), 0);
 }
@@ -110,14 +110,14 @@ TEST(SingleStrategyTest, SavedStateContinuesBitForBit) {
   ASSERT_TRUE(first.BuildOptimizer(FastOptimizer()).ok());
   ASSERT_TRUE(second.BuildOptimizer(FastOptimizer()).ok());
   ASSERT_TRUE(RunBackward(first).ok());
-  ASSERT_TRUE(first.OptimizerStep().ok());
+  ASSERT_TRUE(first.OptimizerStep({}).ok());
   ASSERT_TRUE(first.SaveOptimizer(folder.path()).ok());
   ASSERT_TRUE(second.LoadOptimizer(folder.path()).ok());
   ASSERT_TRUE(second.LoadParameters(WholeParameters(first)).ok());
   ASSERT_TRUE(RunBackward(first).ok());
   ASSERT_TRUE(RunBackward(second).ok());
-  ASSERT_TRUE(first.OptimizerStep().ok());
-  ASSERT_TRUE(second.OptimizerStep().ok());
+  ASSERT_TRUE(first.OptimizerStep({}).ok());
+  ASSERT_TRUE(second.OptimizerStep({}).ok());
   for (const char* name : {kMatrix, kNorm}) {
     EXPECT_TRUE(first.model().Parameter(name).equal(second.model().Parameter(name)));
   }
@@ -141,7 +141,7 @@ TEST(SingleStrategyTest, FrozenParametersKeepTheirBitsAndHaveNoState) {
   const at::Tensor norm = strategy.model().Parameter(kNorm).clone();
   const at::Tensor matrix = strategy.model().Parameter(kMatrix).detach().clone();
   ASSERT_TRUE(RunBackward(strategy).ok());
-  ASSERT_TRUE(strategy.OptimizerStep().ok());
+  ASSERT_TRUE(strategy.OptimizerStep({}).ok());
   EXPECT_TRUE(strategy.model().Parameter(kNorm).equal(norm));
   EXPECT_FALSE(strategy.model().Parameter(kMatrix).equal(matrix));
   EXPECT_EQ(WholeParameters(strategy).size(), strategy.model().Parameters().size());
@@ -177,7 +177,7 @@ void ExpectCopiesToFollowUpdatesAndLoads(const Placement& placement) {
   };
   expect_same_forward();
   ASSERT_TRUE(RunBackward(strategy).ok());
-  ASSERT_TRUE(strategy.OptimizerStep().ok());
+  ASSERT_TRUE(strategy.OptimizerStep({}).ok());
   expect_same_forward();
   const auto other = TinyModel("llama", {}, {}, /*seed=*/5);
   ASSERT_TRUE(strategy.LoadParameters(other->Parameters()).ok());

@@ -133,11 +133,12 @@ class Strategy {
   // run on is ignored.
   virtual absl::Status ReduceTensor(at::Tensor& sums) = 0;
 
-  // Clips by global norm with factor min(1, max_grad_norm / (norm + 1e-6)) and updates.
+  // Clips by global norm with factor min(1, max_grad_norm / (norm + 1e-6)) and updates, with the
+  // options of BuildOptimizer where `overrides` has no others.
   // NotFiniteError, with nothing changed, if the norm is not finite. DATA_LOSS if the update broke
   // off with some parameters changed. After any other error optimizer_steps() tells whether the
   // update was done; if so, the model's OnWeightsChanged may not have been called.
-  virtual absl::StatusOr<OptimizerReport> OptimizerStep() = 0;
+  virtual absl::StatusOr<OptimizerReport> OptimizerStep(const OptimizerOverrides& overrides) = 0;
 
   virtual int64_t optimizer_steps() const = 0;
   // Returns the optimizer to its state after BuildOptimizer.

@@ -107,7 +107,7 @@ TEST_P(StepCommunicationTest, AStepSendsWhatItsPassesAndItsUpdateSend) {
           absl::Status status;
           passes = sent_by([&] {
             status = add_gradients();
-            if (status.ok()) status = strategy.OptimizerStep().status();
+            if (status.ok()) status = strategy.OptimizerStep({}).status();
           });
           return status;
         },

@@ -291,7 +291,8 @@ void TrainingCore::RecordWeights(std::string digest) {
 
 absl::StatusOr<StepResult> TrainingCore::Step(
     const StepIdentity& identity,
-    absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare) {
+    absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare,
+    const OptimizerOverrides& overrides) {
   TANDEM_ASSIGN_OR_RETURN(std::optional<StepReport> stored, AdmitStep(state_, identity));
   if (stored.has_value()) {
     TANDEM_RETURN_IF_ERROR(PublishState(identity.defer_digest));
@@ -304,7 +305,7 @@ absl::StatusOr<StepResult> TrainingCore::Step(
   report.weights.version = state_.version;
   const absl::StatusOr<std::vector<UpdateGradients>> updates = prepare(report);
   absl::Status status = updates.status();
-  if (status.ok() && !report.skipped) status = MakeUpdates(identity, *updates, report);
+  if (status.ok() && !report.skipped) status = MakeUpdates(identity, *updates, overrides, report);
   const bool not_finite = IsNotFinite(status);
   if (not_finite) {
     report.skipped = true;
@@ -325,8 +326,8 @@ absl::StatusOr<StepResult> TrainingCore::Step(
 
 absl::Status TrainingCore::MakeUpdates(const StepIdentity& identity,
                                        absl::Span<const UpdateGradients> updates,
-                                       StepReport& report) {
-  Updates done;
+                                       const OptimizerOverrides& overrides, StepReport& report) {
+  Updates done = {.overrides = overrides};
   absl::Status left_out;
   for (const UpdateGradients& gradients : updates) {
     absl::Status status =
@@ -376,7 +377,8 @@ absl::Status TrainingCore::MakeUpdate(const StepIdentity& identity,
 
 absl::Status TrainingCore::ApplyUpdate(Updates& updates) {
   const int64_t steps_before = strategy_->optimizer_steps();
-  const auto optimizer = CatchTorchErrors("update", [&] { return strategy_->OptimizerStep(); });
+  const auto optimizer =
+      CatchTorchErrors("update", [&] { return strategy_->OptimizerStep(updates.overrides); });
   if (absl::IsDataLoss(optimizer.status())) {
     broken_ = absl::DataLossError(
         absl::StrCat("an update failed half-way and left unusable weights: load a checkpoint (",

@@ -192,10 +192,11 @@ class TrainingCore {
   // are, the step is skipped with that message as its reason. Once the last update is applied, the
   // step counts and its report is in the table of done steps: a later failure is repaired, now or
   // by the next call, and a repeat gets the report. An error before the first update changes
-  // nothing; an error after it is DATA_LOSS.
+  // nothing; an error after it is DATA_LOSS. All updates of the model are made with `overrides`.
   absl::StatusOr<StepResult> Step(
       const StepIdentity& identity,
-      absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare);
+      absl::FunctionRef<absl::StatusOr<std::vector<UpdateGradients>>(StepReport& report)> prepare,
+      const OptimizerOverrides& overrides = {});
 
   // Runs the model over the sequences in micro-batches, without gradients; health sees progress
   // after each. Returns the results of `output`, which is called once for each micro-batch, one
@@ -259,9 +260,10 @@ class TrainingCore {
   // Makes the updates, completes the report and records it. NotFiniteError if every update was left
   // out.
   absl::Status MakeUpdates(const StepIdentity& identity, absl::Span<const UpdateGradients> updates,
-                           StepReport& report);
+                           const OptimizerOverrides& overrides, StepReport& report);
   // The updates of a step so far.
   struct Updates {
+    OptimizerOverrides overrides = {};
     StepReport* entry = nullptr;  // in the table of done steps, from the first update on
     int64_t applied = 0;
     int64_t not_finite = 0;

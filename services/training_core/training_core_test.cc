@@ -30,11 +30,12 @@ namespace {
 // A strategy that throws where a test tells it to.
 class FailingStrategy final : public parallel::SingleStrategy {
  public:
-  absl::StatusOr<parallel::OptimizerReport> OptimizerStep() override {
+  absl::StatusOr<parallel::OptimizerReport> OptimizerStep(
+      const OptimizerOverrides& overrides) override {
     if (std::exchange(fail_before_update, false)) throw std::runtime_error("before the update");
     if (std::exchange(break_off, false)) return absl::DataLossError("in the update");
     if (std::exchange(not_finite, false)) return NotFiniteError("the gradient");
-    auto report = SingleStrategy::OptimizerStep();
+    auto report = SingleStrategy::OptimizerStep(overrides);
     if (std::exchange(fail_after_update, false)) throw std::runtime_error("after the update");
     return report;
   }

@@ -296,6 +296,17 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
     supervised = requests.train_step(
         SEQUENCES, objective={"aggregation": "token_mean"}, request_id="supervised", **step
     )
+    weighted = requests.train_step(
+        [replace(one, weights=[1.5 - t for t, _ in enumerate(one.response_token_ids)])
+         for one in SEQUENCES],
+        objective={"aggregation": "token_sum"},
+        optimizer={
+            "learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-12,
+            "weight_decay": 0.1, "max_grad_norm": 1.0,
+        },
+        request_id="weighted",
+        **step,
+    )  # fmt: skip
     header = policies["with given advantages"][0].header
     objective = trainer_pb2.CheckObjectiveRequest(policy=header.policy)
     target = servers.cluster.rollouts[0].address
@@ -304,6 +315,7 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
         _call(TRAINER, "GetServerInfo", [trainer_pb2.GetServerInfoRequest()]),
         *(_call(TRAINER, f"TrainStep {name}", step) for name, step in policies.items()),
         _call(TRAINER, "TrainStep supervised", supervised),
+        _call(TRAINER, "TrainStep weighted", weighted),
         _call(TRAINER, "ComputeLogProbs", requests.log_prob_requests(SEQUENCES, 0.7)),
         _call(
             TRAINER,

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -137,13 +137,28 @@ def sections(
     return servers
 
 
-@contextmanager
-def openai_server(rollout: str, errors: IO[str] | None = None) -> Iterator[str]:
+def openai_server(rollout: str, errors: IO[str] | None = None) -> AbstractContextManager[str]:
     """Runs `tandem serve-openai` on a rollout server; yields its base URL."""
-    command = [sys.executable, "-m", "tandem", "serve-openai", "--json"]
-    options = ["--rollout", rollout, "--port", "0", "--model-name", "senior"]
+    return _web_server("serve-openai", ["--rollout", rollout], errors)
+
+
+def tinker_server(
+    running: LocalCluster, checkpoints: Path, *options: str, errors: IO[str] | None = None
+) -> AbstractContextManager[str]:
+    """Runs `tandem serve-tinker` on a trainer and a rollout server; yields its base URL."""
+    servers = ["--trainer", running.trainer.address, "--rollout", running.rollouts[0].address]
+    places = ["--checkpoints", str(checkpoints)]
+    return _web_server("serve-tinker", [*servers, *places, *options], errors)
+
+
+@contextmanager
+def _web_server(name: str, options: Sequence[str], errors: IO[str] | None) -> Iterator[str]:
+    command = [sys.executable, "-m", "tandem", name, "--json", "--port", "0"]
     with subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True
+        [*command, "--model-name", "senior", *options],
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
     ) as process:
         try:
             assert process.stdout is not None

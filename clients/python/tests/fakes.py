@@ -288,6 +288,14 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.world.steps[header.request_id] = report
         return trainer_pb2.TrainStepResponse(report=report)
 
+    def ComputeLogProbs(self, requests, context):
+        self.world.enter("ComputeLogProbs", context)
+        for request in requests:
+            logprobs = [self.world.logprob["senior"](t) for t in request.response_token_ids]
+            yield trainer_pb2.ComputeLogProbsResponse(
+                logprobs=to_tensor(logprobs), weights=weights(self.world.version)
+            )
+
     def PublishWeights(self, request, context):
         world = self.world
         world.enter("PublishWeights", context)

@@ -282,9 +282,11 @@ absl::Status MegatronStrategy::ReduceTensor(at::Tensor& sums) {
   });
 }
 
-absl::StatusOr<OptimizerReport> MegatronStrategy::OptimizerStep() {
-  return CatchTorchErrors("optimizer step",
-                          [&] { return optimizer_->Step(*model_, [&] { GatherUpdate(); }); });
+absl::StatusOr<OptimizerReport> MegatronStrategy::OptimizerStep(
+    const OptimizerOverrides& overrides) {
+  return CatchTorchErrors("optimizer step", [&] {
+    return optimizer_->Step(*model_, overrides, [&] { GatherUpdate(); });
+  });
 }
 
 void MegatronStrategy::GatherUpdate() {

@@ -67,7 +67,7 @@ class MegatronStrategy : public Strategy {
   at::Tensor Gradient(absl::string_view parameter) const override;
   absl::Status Reduce(absl::Span<double> sums, absl::Span<double> maxima) override;
   absl::Status ReduceTensor(at::Tensor& sums) override;
-  absl::StatusOr<OptimizerReport> OptimizerStep() override;
+  absl::StatusOr<OptimizerReport> OptimizerStep(const OptimizerOverrides& overrides) override;
   int64_t optimizer_steps() const override { return optimizer_->steps(); }
   absl::Status ResetOptimizer() override;
   std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;

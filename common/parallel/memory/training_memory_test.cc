@@ -156,7 +156,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
             return absl::StatusOr<at::Tensor>(at::ones_like(hidden.detach()));
           });
       ASSERT_TRUE(status.ok()) << status;
-      ASSERT_TRUE(strategy->OptimizerStep().ok());
+      ASSERT_TRUE(strategy->OptimizerStep({}).ok());
     };
     step();
     const int64_t state = items["weights"] + items["compute_copy"] + items["gradients"] +

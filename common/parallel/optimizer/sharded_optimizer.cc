@@ -98,17 +98,19 @@ double ShardedOptimizer::GradientNorm() const {
 }
 
 absl::StatusOr<OptimizerReport> ShardedOptimizer::Step(Model& model,
+                                                       const OptimizerOverrides& overrides,
                                                        absl::FunctionRef<void()> after_update) {
+  const OptimizerOptions options = Overridden(options_, overrides);
   const double grad_norm = GradientNorm();
   if (!std::isfinite(grad_norm)) return NotFiniteError("the gradient norm is not finite");
-  const double factor = options_.max_grad_norm / (grad_norm + 1e-6);
-  if (options_.max_grad_norm > 0 && factor < 1 && !gradients_.empty()) {
+  const double factor = options.max_grad_norm / (grad_norm + 1e-6);
+  if (options.max_grad_norm > 0 && factor < 1 && !gradients_.empty()) {
     at::_foreach_mul_(gradients_, factor);
   }
   OptimizerReport report = {.grad_norm = grad_norm,
-                            .learning_rate = training::LearningRateAt(options_, steps())};
+                            .learning_rate = training::LearningRateAt(options, steps())};
   const absl::Status updated = CatchTorchErrors("update", [&] {
-    Update(report.learning_rate);
+    Update(report.learning_rate, options);
     after_update();
     return absl::OkStatus();
   });
@@ -117,12 +119,12 @@ absl::StatusOr<OptimizerReport> ShardedOptimizer::Step(Model& model,
   return report;
 }
 
-void ShardedOptimizer::Update(double learning_rate) {
+void ShardedOptimizer::Update(double learning_rate, const OptimizerOptions& options) {
   std::vector<at::Tensor> gradients;
   for (size_t i = 0; i < shards_.size(); ++i) {
     gradients.push_back(gradients_[i].to(masters_[i].device()));
   }
-  optimizer_->Step(gradients, learning_rate);
+  optimizer_->Step(gradients, learning_rate, options);
   for (size_t i = 0; i < shards_.size(); ++i) {
     if (!masters_[i].is_same(shards_[i].values)) shards_[i].values.copy_(masters_[i]);
   }

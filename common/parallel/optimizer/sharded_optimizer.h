@@ -62,7 +62,8 @@ class ShardedOptimizer {
       std::shared_ptr<ranks::Communicator> ranks, bool on_cpu = false);
 
   // Strategy::OptimizerStep. Calls `after_update` when this rank's shards are updated.
-  absl::StatusOr<OptimizerReport> Step(Model& model, absl::FunctionRef<void()> after_update);
+  absl::StatusOr<OptimizerReport> Step(Model& model, const OptimizerOverrides& overrides,
+                                       absl::FunctionRef<void()> after_update);
   int64_t steps() const { return optimizer_->steps(); }
   void Reset() { optimizer_->Reset(); }
   // Must be called after the shards' values were replaced by others than Step's.
@@ -77,7 +78,7 @@ class ShardedOptimizer {
                    std::vector<std::string> trained, std::shared_ptr<ranks::Communicator> ranks,
                    bool on_cpu);
   double GradientNorm() const;
-  void Update(double learning_rate);
+  void Update(double learning_rate, const OptimizerOptions& options);
 
   const OptimizerOptions options_;
   const std::shared_ptr<ranks::Communicator> ranks_;

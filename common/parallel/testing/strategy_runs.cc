@@ -161,7 +161,7 @@ StepNumbers Step(Strategy& strategy, int64_t micro_batches, uint64_t seed) {
                    : ValueLoss(model, rows, hidden, rows_of_batch, numbers.loss);
       }));
   Check(strategy.Reduce(absl::MakeSpan(&numbers.loss, 1), absl::MakeSpan(&numbers.longest, 1)));
-  const absl::StatusOr<OptimizerReport> report = strategy.OptimizerStep();
+  const absl::StatusOr<OptimizerReport> report = strategy.OptimizerStep({});
   Check(report.status());
   numbers.grad_norm = report->grad_norm;
   if (scales.z > 0) numbers.router_loss = SumOfRouters(strategy, routers, scales);

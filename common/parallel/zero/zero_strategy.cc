@@ -313,9 +313,10 @@ absl::Status ZeroStrategy::ReduceTensor(at::Tensor& sums) {
   });
 }
 
-absl::StatusOr<OptimizerReport> ZeroStrategy::OptimizerStep() {
-  return CatchTorchErrors("optimizer step",
-                          [&] { return optimizer_->Step(*model_, [&] { GatherUpdate(); }); });
+absl::StatusOr<OptimizerReport> ZeroStrategy::OptimizerStep(const OptimizerOverrides& overrides) {
+  return CatchTorchErrors("optimizer step", [&] {
+    return optimizer_->Step(*model_, overrides, [&] { GatherUpdate(); });
+  });
 }
 
 void ZeroStrategy::GatherUpdate() {

@@ -111,12 +111,17 @@ BatchLimits TorchEngine::Limits() const {
 
 absl::StatusOr<StepResult> TorchEngine::DoStep(const CallScope& call,
                                                const TrainStepRequest& request) {
+  if (core_->frozen() && request.optimizer != OptimizerOverrides()) {
+    return InvalidField("optimizer", "the model, which it would update, is frozen");
+  }
   if (const auto* supervised = std::get_if<SupervisedBatch>(&request.batch)) {
     SupervisedStep step(*models_, Limits(), *supervised, request.blobs);
-    return core_->Step(request, [&](StepReport& report) { return step.Prepare(report); });
+    return core_->Step(
+        request, [&](StepReport& report) { return step.Prepare(report); }, request.optimizer);
   }
   PolicyStep step(*models_, critic_.get(), Limits(), request, std::get<PolicyBatch>(request.batch));
-  return core_->Step(request, [&](StepReport& report) { return step.Prepare(call, report); });
+  return core_->Step(
+      request, [&](StepReport& report) { return step.Prepare(call, report); }, request.optimizer);
 }
 
 TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& request) {

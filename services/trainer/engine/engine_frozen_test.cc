@@ -125,6 +125,13 @@ TEST_F(EngineFrozenTest, APolicyStepIsRefused) {
   EXPECT_EQ(Step(*engine, Supervised(1)).report.weights.version, 1);
 }
 
+TEST_F(EngineFrozenTest, NumbersForTheModelsOptimizerAreRefused) {
+  const auto engine = Make(Frozen("mlp"));
+  TrainStepRequest request = Supervised(1);
+  request.optimizer.learning_rate = 1e-3;
+  EXPECT_EQ(FieldPath(engine->TrainStep({}, request).status()), "optimizer");
+}
+
 TEST_F(EngineFrozenTest, AStepThatTeachesNothingIsSkipped) {
   const auto engine = Make(Frozen());
   const std::string before = State(Save(*engine, "before"));

@@ -137,6 +137,34 @@ TrainStepRequest SupervisedOf(int64_t step) {
   return request;
 }
 
+// Weights of both signs, and an optimizer of the step's own.
+TrainStepRequest WeightedOf(int64_t step) {
+  TrainStepRequest request = SupervisedOf(step);
+  auto& batch = std::get<SupervisedBatch>(request.batch);
+  batch.objective.aggregation = loss::Aggregation::kTokenSum;
+  for (SupervisedSample& sample : batch.samples) {
+    for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
+      sample.weights.push_back(0.25f * static_cast<float>(t % 4) - 0.25f);
+    }
+  }
+  request.optimizer = {.learning_rate = 2e-3, .beta2 = 0.95, .max_grad_norm = 0.5};
+  return request;
+}
+
+TEST_P(TrainerRanksTest, WeightedStepsAreThoseOfOneProcess) {
+  expected_version_ = 2;
+  const auto change = [](EngineOptions& options) { options.micro_batch_tokens = 12; };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    for (int64_t step = 1; step <= 2; ++step) {
+      const TrainStepRequest request = WeightedOf(step);
+      ExpectSameReport(Step(engine, request), Step(*single, request));
+    }
+  });
+}
+
 TEST_P(TrainerRanksTest, PolicyStepsAreThoseOfOneProcess) {
   expected_version_ = 4;
   const auto change = [](EngineOptions& options) {

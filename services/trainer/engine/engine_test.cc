@@ -8,7 +8,10 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <map>
+#include <string>
 #include <utility>
+#include <variant>
 
 #include "common/base/errors/error.h"
 #include "common/base/errors/not_finite.h"
@@ -602,6 +605,81 @@ TEST_F(TrainerEngineTest, SupervisedStepsLearnTheResponses) {
     }
   }
   EXPECT_LT(loss, 0.1 * expected);
+}
+
+// A batch with weights of both signs, and its request.
+TrainStepRequest WeightedRequest(int64_t step = 0) {
+  SupervisedBatch batch;
+  batch.objective.aggregation = loss::Aggregation::kTokenSum;
+  batch.samples = {{.prompt_token_ids = {1, 5},
+                    .response_token_ids = {9, 8, 7, 2},
+                    .weights = {0.5f, -1.5f, 0, 2}},
+                   {.prompt_token_ids = {1, 6}, .response_token_ids = {4, 2}}};
+  TrainStepRequest request;
+  request.run_id = "weighted";
+  request.step = step;
+  request.request_id = std::to_string(step);
+  request.expected_version = step;
+  request.batch = batch;
+  return request;
+}
+
+TEST_F(TrainerEngineTest, GradientOfWeightedTokensEqualsAutogradOverWholeLogits) {
+  auto engine = Make();
+  const TrainStepRequest request = WeightedRequest();
+  const std::map<std::string, double> metrics = Step(*engine, request).report.metrics;
+  const AutogradOracle oracle(folder_ / "model");
+  at::Tensor loss = at::zeros({});
+  for (const SupervisedSample& sample : std::get<SupervisedBatch>(request.batch).samples) {
+    Trajectory text;
+    text.prompt_token_ids = sample.prompt_token_ids;
+    text.response_token_ids = sample.response_token_ids;
+    const at::Tensor logprobs = oracle.LogProbs(text);
+    loss = loss - (sample.weights.empty() ? logprobs : logprobs * at::tensor(sample.weights)).sum();
+  }
+  const double norm = oracle.GradientNorm(loss);
+  EXPECT_NEAR(metrics.at("loss/total"), loss.item<double>(), 1e-5);
+  EXPECT_NEAR(metrics.at("policy/grad_norm"), norm, 1e-5 * norm);
+  EXPECT_EQ(metrics.at("policy/weighted_tokens"), 5);
+}
+
+TEST_F(TrainerEngineTest, AStepOfWeightsThatAreAllZeroIsAnUpdateWithoutAGradient) {
+  auto engine = Make();
+  const std::string before = Digest(*engine);
+  TrainStepRequest request = WeightedRequest();
+  for (SupervisedSample& sample : std::get<SupervisedBatch>(request.batch).samples) {
+    sample.weights.assign(sample.response_token_ids.size(), 0);
+  }
+  const StepResult result = Step(*engine, request);
+  EXPECT_FALSE(result.report.skipped);
+  EXPECT_EQ(result.report.metrics.at("policy/grad_norm"), 0);
+  EXPECT_EQ(engine->Info().optimizer_steps, 1);
+  EXPECT_EQ(Digest(*engine), before);
+}
+
+TEST_F(TrainerEngineTest, AStepMayBringTheNumbersOfItsOptimizer) {
+  EngineOptions others = Options();
+  others.optimizer = {.learning_rate = 3e-3,
+                      .beta1 = 0.5,
+                      .beta2 = 0.6,
+                      .epsilon = 1e-4,
+                      .max_grad_norm = 0.25,
+                      .weight_decay = 0.1};
+  auto configured = Make(others), overridden = Make(), plain = Make();
+  for (int step = 0; step < 3; ++step) {
+    TrainStepRequest request = WeightedRequest(step);
+    Step(*configured, request);
+    Step(*plain, request);
+    request.optimizer = {.learning_rate = 3e-3,
+                         .beta1 = 0.5,
+                         .beta2 = 0.6,
+                         .epsilon = 1e-4,
+                         .weight_decay = 0.1,
+                         .max_grad_norm = 0.25};
+    EXPECT_EQ(Step(*overridden, request).report.metrics.at("policy/learning_rate"), 3e-3);
+  }
+  EXPECT_EQ(Digest(*overridden), Digest(*configured));
+  EXPECT_NE(Digest(*overridden), Digest(*plain));
 }
 
 TEST_F(TrainerEngineTest, GaeTrainsTheCriticOnTheReturns) {

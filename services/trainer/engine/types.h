@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/coauthoring/trajectory.h"
+#include "common/optim/optimizer_options.h"
 #include "common/speculator/speculator_settings.h"
 #include "common/tensor/vision_reference.h"
 #include "common/weights/weights_version.h"
@@ -58,6 +59,7 @@ struct SupervisedSample {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
   std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  std::vector<float> weights = {};                  // [L], of any sign; empty: each is 1
 
   bool operator==(const SupervisedSample&) const = default;
 };
@@ -78,11 +80,13 @@ struct SupervisedBatch {
 
 struct TrainStepRequest : training::StepIdentity {
   std::variant<PolicyBatch, SupervisedBatch> batch;
-  Blobs blobs = {};  // of the samples' images
+  Blobs blobs = {};                   // of the samples' images
+  OptimizerOverrides optimizer = {};  // of the model's optimizer
 
   // Used by common/base/struct_bytes.h.
   using Base = training::StepIdentity;
-  static constexpr auto kOwnFields = std::tuple(&TrainStepRequest::batch, &TrainStepRequest::blobs);
+  static constexpr auto kOwnFields =
+      std::tuple(&TrainStepRequest::batch, &TrainStepRequest::blobs, &TrainStepRequest::optimizer);
 
   bool operator==(const TrainStepRequest&) const = default;
 };

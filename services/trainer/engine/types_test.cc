@@ -99,6 +99,12 @@ TrainStepRequest SomeStep() {
   request.expected_version = 5;
   request.defer_digest = true;
   request.blobs = SomeBlobs();
+  request.optimizer = {.learning_rate = 0.125,
+                       .beta1 = 0.5,
+                       .beta2 = 0.75,
+                       .epsilon = 1e-3,
+                       .weight_decay = 0.25,
+                       .max_grad_norm = 2};
   return request;
 }
 
@@ -122,10 +128,11 @@ TEST(TypesTest, ASampleWithLittleSurvivesAsBytes) {
 
 TEST(TypesTest, ASupervisedStepSurvivesAsBytes) {
   TrainStepRequest request = SomeStep();
-  request.batch = SupervisedBatch{
-      .objective = {.aggregation = loss::Aggregation::kSeqMeanTokenSum},
-      .samples = {
-          {.prompt_token_ids = {1}, .response_token_ids = {2, 3}, .vision_inputs = SomeImages()}}};
+  request.batch = SupervisedBatch{.objective = {.aggregation = loss::Aggregation::kSeqMeanTokenSum},
+                                  .samples = {{.prompt_token_ids = {1},
+                                               .response_token_ids = {2, 3},
+                                               .vision_inputs = SomeImages(),
+                                               .weights = {0.5, -2}}}};
   ExpectSurvives(request);
 }
 

@@ -22,6 +22,35 @@ absl::StatusOr<Trajectory> TrajectoryFromProto(const types::v1::Trajectory& prot
   return out;
 }
 
+absl::StatusOr<OptimizerOverrides> FromProto(const v1::OptimizerOverrides& proto) {
+  OptimizerOverrides out;
+  if (proto.has_learning_rate()) {
+    TANDEM_RETURN_IF_ERROR(CheckInRange("learning_rate", proto.learning_rate(), 0, 10));
+    out.learning_rate = proto.learning_rate();
+  }
+  if (proto.has_beta1()) {
+    TANDEM_RETURN_IF_ERROR(CheckBelow("beta1", proto.beta1(), 0, 1));
+    out.beta1 = proto.beta1();
+  }
+  if (proto.has_beta2()) {
+    TANDEM_RETURN_IF_ERROR(CheckBelow("beta2", proto.beta2(), 0, 1));
+    out.beta2 = proto.beta2();
+  }
+  if (proto.has_epsilon()) {
+    TANDEM_RETURN_IF_ERROR(CheckAbove("epsilon", proto.epsilon(), 0));
+    out.epsilon = proto.epsilon();
+  }
+  if (proto.has_weight_decay()) {
+    TANDEM_RETURN_IF_ERROR(CheckAtLeast("weight_decay", proto.weight_decay(), 0));
+    out.weight_decay = proto.weight_decay();
+  }
+  if (proto.has_max_grad_norm()) {
+    TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_grad_norm", proto.max_grad_norm(), 0));
+    out.max_grad_norm = proto.max_grad_norm();
+  }
+  return out;
+}
+
 }  // namespace
 
 absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples,
@@ -33,6 +62,9 @@ absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int
   out.request_id = proto.request_id();
   out.expected_version = proto.expected_version();
   out.defer_digest = proto.defer_digest();
+  absl::StatusOr<OptimizerOverrides> optimizer = FromProto(proto.optimizer());
+  if (!optimizer.ok()) return PrependFieldPath("optimizer", optimizer.status());
+  out.optimizer = *optimizer;
   switch (proto.objective_case()) {
     case v1::TrainStepHeader::kPolicy: {
       // The engine checks it again; this check comes before the samples are sent.
@@ -83,6 +115,10 @@ absl::StatusOr<PolicySample> FromProto(const v1::PolicySample& proto) {
 absl::StatusOr<SupervisedSample> FromProto(const v1::SupervisedSample& proto) {
   SupervisedSample out;
   TANDEM_RETURN_IF_ERROR(training::CopyTokens(proto, out));
+  if (proto.has_weights()) {
+    const auto length = static_cast<int64_t>(out.response_token_ids.size());
+    TANDEM_ASSIGN_OR_RETURN(out.weights, rpc::FloatField("weights", proto.weights(), length));
+  }
   return out;
 }
 

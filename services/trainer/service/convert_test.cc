@@ -8,9 +8,11 @@
 
 #include <functional>
 #include <limits>
+#include <map>
 #include <ostream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "common/base/errors/error.h"
 #include "common/coauthoring/testing/authors.h"
@@ -370,6 +372,56 @@ TEST(SampleTest, IsCarried) {
   EXPECT_EQ(sample->trajectory.authorship_mask, Authors("SJ"));
   EXPECT_EQ(sample->advantages, (std::vector<float>{1, -1}));
   EXPECT_TRUE(sample->old_logprobs.empty());
+}
+
+TEST(SupervisedSampleTest, WeightsAreOneForEachTokenAndFinite) {
+  v1::SupervisedSample proto;
+  proto.add_prompt_token_ids(1);
+  proto.add_response_token_ids(2);
+  proto.add_response_token_ids(3);
+  EXPECT_TRUE(FromProto(proto)->weights.empty());
+  rpc::FloatsToProto(std::vector<float>{0.5f, -2}, proto.mutable_weights());
+  EXPECT_EQ(FromProto(proto)->weights, (std::vector<float>{0.5f, -2}));
+  rpc::FloatsToProto(std::vector<float>{1, kNanF}, proto.mutable_weights());
+  EXPECT_EQ(FieldPath(FromProto(proto).status()), "weights[1]");
+  rpc::FloatsToProto(std::vector<float>{1}, proto.mutable_weights());
+  EXPECT_EQ(FieldPath(FromProto(proto).status()), "weights");
+}
+
+TEST(HeaderTest, EveryNumberOfTheOptimizerIsCarried) {
+  v1::TrainStepHeader proto = PolicyHeader(1);
+  EXPECT_EQ(FromProto(proto, 8, {})->optimizer, OptimizerOverrides());
+  v1::OptimizerOverrides& optimizer = *proto.mutable_optimizer();
+  optimizer.set_learning_rate(0.1);
+  optimizer.set_beta1(0.2);
+  optimizer.set_beta2(0.3);
+  optimizer.set_epsilon(0.4);
+  optimizer.set_weight_decay(0.5);
+  optimizer.set_max_grad_norm(0.6);
+  EXPECT_EQ(FromProto(proto, 8, {})->optimizer, (OptimizerOverrides{.learning_rate = 0.1,
+                                                                    .beta1 = 0.2,
+                                                                    .beta2 = 0.3,
+                                                                    .epsilon = 0.4,
+                                                                    .weight_decay = 0.5,
+                                                                    .max_grad_norm = 0.6}));
+}
+
+TEST(HeaderTest, NumbersOfTheOptimizerAreCheckedByName) {
+  for (const auto& [field, bad] :
+       std::map<std::string, std::vector<double>>{{"learning_rate", {-1, 11, kNan}},
+                                                  {"beta1", {-0.1, 1, kNan}},
+                                                  {"beta2", {-0.1, 1, kNan}},
+                                                  {"epsilon", {0, -1, kNan}},
+                                                  {"weight_decay", {-1, kInf, kNan}},
+                                                  {"max_grad_norm", {-1, kInf, kNan}}}) {
+    for (const double value : bad) {
+      v1::TrainStepHeader proto = PolicyHeader(1);
+      v1::OptimizerOverrides& optimizer = *proto.mutable_optimizer();
+      optimizer.GetReflection()->SetDouble(
+          &optimizer, optimizer.GetDescriptor()->FindFieldByName(field), value);
+      EXPECT_EQ(FieldPath(FromProto(proto, 8, {}).status()), "optimizer." + field) << value;
+    }
+  }
 }
 
 TEST(LogProbsRequestTest, TemperatureMustBePositive) {

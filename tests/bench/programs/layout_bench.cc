@@ -156,7 +156,7 @@ class Bench {
         [&](int64_t, const tandem::RaggedBatch& batch, const at::Tensor& hidden) {
           return Loss(batch, hidden);
         }));
-    Check(strategy_->OptimizerStep().status());
+    Check(strategy_->OptimizerStep({}).status());
   }
 
   void Export() {

@@ -21,6 +21,7 @@ from tandem.cli.commands import (  # noqa: F401
     watch,
     texts,
     serve_openai,
+    serve_tinker,
     model,
     export,
     view,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import json
-import re
 import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tandem._proto.types.v1 import sampling_pb2
@@ -40,11 +37,10 @@ from tandem.openai_server.conversation import Conversation
 from tandem.openai_server.errors import (
     CLIENT_CLOSED_REQUEST,
     RequestError,
-    error_headers,
     error_object,
-    http_status,
 )
 from tandem.openai_server.fields import ChatRequest, CompletionRequest, Kind, parse_json, texts
+from tandem.openai_server.pages import HANDLERS, Endpoint, Json, check_key, guarded
 from tandem.openai_server.served import Served, Source
 from tandem.openai_server.session_routes import SessionPages, session_routes
 from tandem.openai_server.session_turns import (
@@ -62,7 +58,6 @@ from tandem.rpc.images import VisionInput
 from tandem.rpc.requests import Prompt, ScoredTokens
 from tandem.rpc.retry import RetryPolicy
 from tandem.rpc.seeds import prompt_seed
-from tandem.rpc.transport import CALLER_REQUEST_ID
 from tandem.rpc.wire import to_message
 from tandem.settings.environment import ToolCallFormat
 
@@ -72,8 +67,6 @@ DEFAULT_MAX_TOKENS = 16
 RETRY = RetryPolicy(seconds=5.0)
 # Bytes of a text from which one alone is turned into tokens at a time.
 _LONG_TEXT_BYTES = 64 << 10
-# An id of a request that a rollout server accepts.
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 # Headers that say which trajectory of a session an answer belongs to, and which turn of it it is.
 TRAJECTORY_KEY = "x-session-trajectory"
@@ -151,9 +144,6 @@ class Job:
         return (prompt_text(choice)[0] if self.echo else "") + text
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
 def application(settings: Settings) -> Starlette:
     """Returns the ASGI application.
 
@@ -166,17 +156,16 @@ def application(settings: Settings) -> Starlette:
             _check_key(request, settings.api_keys)
             return await endpoint(request)
 
-        return _guarded(run)
+        return guarded(run)
 
     routes = [
-        Route("/health", _guarded(server.health)),
+        Route("/health", guarded(server.health)),
         Route("/v1/models", keyed(server.models)),
         Route("/v1/models/{name:path}", keyed(server.one_model)),
         Route("/v1/completions", keyed(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", keyed(server.chat), methods=["POST"]),
         *session_routes(server.session_pages, keyed),
     ]
-    handlers = {404: _no_such_page, 405: _no_such_page, 500: _failure}
     origins = list(settings.allowed_origins)
     cross_origin = Middleware(
         CORSMiddleware,
@@ -188,35 +177,11 @@ def application(settings: Settings) -> Starlette:
     app = Starlette(
         routes=routes,
         lifespan=server.lifespan,
-        exception_handlers=handlers,
+        exception_handlers=HANDLERS,
         middleware=[cross_origin] if origins else [],
     )
     app.state.stop = server.stop
     return app
-
-
-class _Json(JSONResponse):
-    def render(self, content: Any) -> bytes:
-        """Returns ASCII: what a client sent, and an error shows, may be no Unicode text."""
-        return json.dumps(content).encode()
-
-
-def _guarded(endpoint: Endpoint) -> Endpoint:
-    """Gives a request its id and failures their JSON."""
-
-    async def run(request: Request) -> Response:
-        given = request.headers.get(REQUEST_ID_KEY, "")
-        name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        CALLER_REQUEST_ID.set(name)
-        try:
-            response = await endpoint(request)
-        except TandemError as error:
-            headers = error_headers(error)
-            response = _Json(error_object(error), http_status(error), headers)
-        response.headers[REQUEST_ID_KEY] = name
-        return response
-
-    return run
 
 
 def _check_key(request: Request, keys: WatchedFiles[tuple[str, ...]] | None) -> None:
@@ -224,27 +189,7 @@ def _check_key(request: Request, keys: WatchedFiles[tuple[str, ...]] | None) -> 
     if keys is None:
         return
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-    known = [hmac.compare_digest(shown.strip().encode(), key.encode()) for key in keys.contents()]
-    if scheme.lower() != "bearer" or not any(known):
-        raise RequestError(
-            "the API key is not one of this server's",
-            status=HTTPStatus.UNAUTHORIZED,
-            code="invalid_api_key",
-        )
-
-
-async def _no_such_page(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", HTTPStatus.NOT_FOUND)
-    says = "no such page" if status == HTTPStatus.NOT_FOUND else "the page has no such method"
-    problem = RequestError(f"{request.method} {request.url.path}: {says}", status=status)
-    # With 405, `Allow` names the methods.
-    return _Json(error_object(problem), status, getattr(error, "headers", None))
-
-
-async def _failure(request: Request, error: Exception) -> Response:
-    # The error itself is in the server's log.
-    problem = TandemError("the server failed; see its log")
-    return _Json(error_object(problem), HTTPStatus.INTERNAL_SERVER_ERROR)
+    check_key(shown if scheme.lower() == "bearer" else "", keys)
 
 
 class _Stream(StreamingResponse):
@@ -309,18 +254,18 @@ class _Server:
         health = await self._client.check_health()
         serving = health.status == "SERVING"
         status = HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE
-        return _Json({"status": health.status, "reason": health.reason}, status)
+        return Json({"status": health.status, "reason": health.reason}, status)
 
     async def models(self, request: Request) -> Response:
         """Lists the one model."""
         served = await self._source.served(self._client)
-        return _Json({"object": "list", "data": [self._model(served)]})
+        return Json({"object": "list", "data": [self._model(served)]})
 
     async def one_model(self, request: Request) -> Response:
         """Describes the one model."""
         served = await self._source.served(self._client)
         _check_model(served, request.path_params["name"])
-        return _Json(self._model(served))
+        return Json(self._model(served))
 
     async def completions(self, request: Request) -> Response:
         """Continues texts."""
@@ -648,7 +593,7 @@ class _Server:
             for choice in job.choices
         ]
         tokens = usage(job.prompts, job.choices)
-        return _Json(job.answer.object(job.answer.whole, choices, usage=tokens))
+        return Json(job.answer.object(job.answer.whole, choices, usage=tokens))
 
     async def _chunks(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """Yields the objects of a stream. With logprobs a choice comes whole, in one chunk."""

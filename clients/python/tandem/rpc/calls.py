@@ -217,13 +217,15 @@ class TrainerCalls(CheckpointCalls):
         step: int,
         expected_version: int,
         objective: Mapping[str, Any] | None = None,
+        optimizer: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         timeout_seconds: float | None = None,
     ) -> trainer_pb2.TrainStepResponse:
         """Trains one step, which is applied exactly once however often it has to be sent.
 
         `objective` has the fields of PolicyObjective (of SupervisedObjective for supervised
-        samples), enums by short name.
+        samples), enums by short name; `optimizer` those of OptimizerOverrides, in place of the
+        server's numbers for this step alone.
         """
         messages = requests.train_step(
             samples,
@@ -231,6 +233,7 @@ class TrainerCalls(CheckpointCalls):
             step=step,
             expected_version=expected_version,
             objective=objective or {},
+            optimizer=optimizer,
             request_id=request_id,
         )
         return await self._with_images(

@@ -286,11 +286,16 @@ class PolicySample:
 
 @dataclass(frozen=True)
 class SupervisedSample:
-    """A prompt, with its images and videos, and the response to learn."""
+    """A prompt, with its images and videos, and the response to learn.
+
+    `weights` are of any sign, one for each token of the response; None: each is 1. They need the
+    aggregation `token_sum`: the loss is the sum of -weight * log-probability.
+    """
 
     prompt_token_ids: Sequence[int]
     response_token_ids: Sequence[int]
     vision_inputs: VisionInputs = ()
+    weights: Sequence[float] | None = None
 
     def messages(self) -> list[trainer_pb2.TrainStepRequest]:
         """Returns the message of the contract, in a list as for every sample."""
@@ -299,6 +304,8 @@ class SupervisedSample:
             response_token_ids=self.response_token_ids,
             vision_inputs=messages(self.vision_inputs),
         )
+        if self.weights is not None:
+            sample.weights.CopyFrom(to_tensor(self.weights))
         return [trainer_pb2.TrainStepRequest(supervised_sample=sample)]
 
 
@@ -309,11 +316,12 @@ def train_step(
     step: int,
     expected_version: int,
     objective: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None = None,
     request_id: str | None = None,
 ) -> list[trainer_pb2.TrainStepRequest]:
     """Returns the messages of one train step; a repeated call sends the same list again.
 
-    Raises ConfigError for an objective that does not fit the contract.
+    Raises ConfigError for an objective or an optimizer that does not fit the contract.
     """
     header = trainer_pb2.TrainStepHeader(
         run_id=run_id,
@@ -328,6 +336,8 @@ def train_step(
     else:
         header.policy.SetInParent()
         to_message(objective, header.policy, "objective")
+    if optimizer:
+        to_message(optimizer, header.optimizer, "optimizer")
     return [
         trainer_pb2.TrainStepRequest(header=header),
         *(message for sample in samples for message in sample.messages()),

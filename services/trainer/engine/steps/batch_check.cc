@@ -294,6 +294,11 @@ absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimit
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const SupervisedSample& sample = batch.samples[i];
+    if (!sample.weights.empty() && batch.objective.aggregation != loss::Aggregation::kTokenSum) {
+      return InvalidField(absl::StrCat("samples[", i, "].weights"),
+                          "need the aggregation TOKEN_SUM: a mean of weights of any sign means "
+                          "nothing");
+    }
     TANDEM_RETURN_IF_ERROR(
         PrependFieldPath(absl::StrCat("samples[", i, "]"),
                          training::CheckSequence(sample.prompt_token_ids, sample.response_token_ids,

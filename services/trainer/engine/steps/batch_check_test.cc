@@ -425,5 +425,14 @@ TEST(BatchCheckTest, SupervisedSamplesAreChecked) {
   EXPECT_EQ(FieldPath(CheckSupervisedBatch(batch, Limits())), "samples[1].response_token_ids");
 }
 
+TEST(BatchCheckTest, WeightsNeedASum) {
+  SupervisedBatch batch;
+  batch.samples = {{.prompt_token_ids = {1}, .response_token_ids = {2}},
+                   {.prompt_token_ids = {1}, .response_token_ids = {2}, .weights = {-1}}};
+  EXPECT_EQ(FieldPath(CheckSupervisedBatch(batch, Limits())), "samples[1].weights");
+  batch.objective.aggregation = loss::Aggregation::kTokenSum;
+  EXPECT_TRUE(CheckSupervisedBatch(batch, Limits()).ok());
+}
+
 }  // namespace
 }  // namespace tandem::trainer

@@ -1,5 +1,5 @@
-// One supervised step: cross-entropy of every response token. Where the model is frozen, its
-// speculator's update alone.
+// One supervised step: cross-entropy of every response token, times its weight. Where the model is
+// frozen, its speculator's update alone.
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_STEPS_SUPERVISED_STEP_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_STEPS_SUPERVISED_STEP_H_
 

@@ -237,8 +237,18 @@ absl::StatusOr<loss::LossScales> SupervisedScales(const SupervisedBatch& batch) 
     lengths.push_back(static_cast<int64_t>(sample.response_token_ids.size()));
     total += lengths.back();
   }
-  return loss::ComputeLossScales({.aggregation = batch.objective.aggregation},
-                                 std::vector<double>(static_cast<size_t>(total), 1.0), lengths);
+  TANDEM_ASSIGN_OR_RETURN(
+      loss::LossScales result,
+      loss::ComputeLossScales({.aggregation = batch.objective.aggregation},
+                              std::vector<double>(static_cast<size_t>(total), 1.0), lengths));
+  auto scale = result.scales.begin();
+  for (const SupervisedSample& sample : batch.samples) {
+    for (size_t t = 0; t < sample.response_token_ids.size(); ++t, ++scale) {
+      // Weights come with TOKEN_SUM alone, whose scales are 1.
+      if (!sample.weights.empty()) *scale = sample.weights[t];
+    }
+  }
+  return result;
 }
 
 absl::StatusOr<Advantages> PolicyAdvantages(const PolicyBatch& batch,
@@ -366,14 +376,22 @@ std::vector<double> ReferenceKl(const PolicyObjective& objective,
 }
 
 TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales& scales) {
+  // A batch without any weight is still an update, with gradients of 0.
+  const bool learns = std::ranges::any_of(scales.scales, [](double scale) { return scale != 0; });
   TrainingRows rows;
+  absl::Span<const double> rest = scales.scales;
   for (const SupervisedSample& sample : batch.samples) {
-    rows.sequences.Add(training::SelectSequenceRows(
-        sample.prompt_token_ids, sample.response_token_ids, [](size_t) { return true; }));
+    const absl::Span<const double> own = rest.first(sample.response_token_ids.size());
+    rest.remove_prefix(own.size());
+    const auto counts = [&](size_t t) { return !learns || own[t] != 0; };
+    rows.sequences.Add(
+        training::SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids, counts));
     rows.texts.push_back(TextOf(sample.prompt_token_ids, sample.response_token_ids));
+    for (size_t t = 0; t < own.size(); ++t) {
+      if (counts(t)) rows.tokens.scales.push_back(own[t]);
+    }
   }
-  rows.tokens.scales = scales.scales;
-  rows.temperatures.assign(scales.scales.size(), 1.0);
+  rows.temperatures.assign(rows.tokens.scales.size(), 1.0);
   return rows;
 }
 

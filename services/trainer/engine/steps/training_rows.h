@@ -75,6 +75,7 @@ TokenNumbers OfTokens(const std::vector<double>& numbers, const PolicyBatch& bat
 // Returns the KL to the reference of every row, from its old and reference log-probabilities.
 std::vector<double> ReferenceKl(const PolicyObjective& objective, const loss::PolicyTokens& tokens);
 
+// Returns the rows of the tokens whose scale is not 0, or of all tokens if every scale is.
 TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales& scales);
 
 // Returns the divisor of a trajectory's logits. Greedy sampling records log-probs at temperature 1.

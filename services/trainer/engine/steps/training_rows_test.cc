@@ -344,6 +344,29 @@ TEST(TrainingRowsTest, ReinforcePlusPlusWhitensDiscountedReturns) {
   }
 }
 
+TEST(TrainingRowsTest, SupervisedRowsAreTheTokensWithAWeight) {
+  SupervisedBatch batch;
+  batch.objective.aggregation = loss::Aggregation::kTokenSum;
+  batch.samples = {
+      {.prompt_token_ids = {1}, .response_token_ids = {2, 3, 4}, .weights = {0.5f, 0, -2}},
+      {.prompt_token_ids = {1}, .response_token_ids = {5}, .weights = {0}},
+      {.prompt_token_ids = {1}, .response_token_ids = {6}}};
+  const TrainingRows rows = SupervisedRows(batch, SupervisedScales(batch).value());
+  EXPECT_EQ(rows.tokens.scales, (std::vector<double>{0.5, -2, 1}));
+  EXPECT_EQ(rows.temperatures.size(), 3);
+  EXPECT_EQ(rows.sequences.sequences()[0].labels, (std::vector<int64_t>{2, 4}));
+  EXPECT_THAT(rows.sequences.sequences()[1].labels, IsEmpty());
+  EXPECT_EQ(rows.sequences.sequences()[2].labels, (std::vector<int64_t>{6}));
+}
+
+TEST(TrainingRowsTest, ABatchWithoutAnyWeightHasAllRows) {
+  SupervisedBatch batch;
+  batch.objective.aggregation = loss::Aggregation::kTokenSum;
+  batch.samples = {{.prompt_token_ids = {1}, .response_token_ids = {2, 3}, .weights = {0, 0}}};
+  const TrainingRows rows = SupervisedRows(batch, SupervisedScales(batch).value());
+  EXPECT_EQ(rows.tokens.scales, (std::vector<double>{0, 0}));
+}
+
 TEST(TrainingRowsTest, GreedyLogProbsAreThoseOfTemperatureOne) {
   Trajectory t;
   t.sampling.temperature = 0;

@@ -22,6 +22,16 @@ DryRun = Annotated[
     ),
 ]
 
+TrainerAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--trainer",
+        help="Address of the trainer. Default: the one in the cluster that `tandem up` runs, "
+        "else 127.0.0.1:7702.",
+        metavar="HOST:PORT",
+    ),
+]
+
 RolloutAddress = Annotated[
     str | None,
     typer.Option(

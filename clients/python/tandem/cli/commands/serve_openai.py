@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
-import socket
-import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,15 +14,17 @@ from tandem.cli.commands.options import (
     SpeculativeOption,
     TokenizerOption,
 )
-from tandem.errors import ConfigError, CredentialsError, ServerStartError
-from tandem.rpc.credentials import (
-    NO_CREDENTIALS,
-    Credentials,
-    WatchedFiles,
-    is_loopback,
-    load_key_pair,
-    watched_tokens,
+from tandem.cli.commands.web_server import (
+    ApiKeyFile,
+    CertificateFile,
+    Host,
+    Insecure,
+    Port,
+    PrivateKeyFile,
+    WebServer,
 )
+from tandem.errors import ConfigError
+from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
 from tandem.terminal.output import Output
 
 if TYPE_CHECKING:
@@ -38,16 +35,8 @@ if TYPE_CHECKING:
 @command()
 def serve_openai(
     rollout: RolloutAddress = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Address to listen on. One that other machines can reach requires --api-key-file "
-            "and --https-certificate-file, or --insecure."
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")
-    ] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     tokenizer: TokenizerOption = None,
     model_name: Annotated[
         str | None,
@@ -69,22 +58,9 @@ def serve_openai(
             metavar="FORMAT",
         ),
     ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="API keys, one per line; a request must send one of them. Default: no key is "
-            "required.",
-            metavar="FILE",
-        ),
-    ] = None,
-    https_certificate_file: Annotated[
-        Path | None,
-        typer.Option(help="Certificate (PEM) for https. Default: http.", metavar="FILE"),
-    ] = None,
-    https_private_key_file: Annotated[
-        Path | None,
-        typer.Option(help="The private key (PEM) of --https-certificate-file.", metavar="FILE"),
-    ] = None,
+    api_key_file: ApiKeyFile = None,
+    https_certificate_file: CertificateFile = None,
+    https_private_key_file: PrivateKeyFile = None,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
@@ -93,10 +69,7 @@ def serve_openai(
             metavar="ORIGIN",
         ),
     ] = None,
-    insecure: Annotated[
-        bool,
-        typer.Option("--insecure", help="Serve other machines without keys or without https."),
-    ] = False,
+    insecure: Insecure = False,
     credentials: Credentials = NO_CREDENTIALS,
     as_json: JsonFlag = False,
 ) -> None:
@@ -110,22 +83,19 @@ def serve_openai(
     from tandem.cluster.registry import connect
     from tandem.openai_server.limits import STOP_SECONDS
     from tandem.rpc.client import RolloutClient
-    from tandem.utils.optional import optional_module
-
-    uvicorn = optional_module("uvicorn", "serve-openai")
-    optional_module("starlette", "serve-openai")
-    from tandem.openai_server.app import Settings, application
-    from tandem.openai_server.protocol import BoundedProtocol
 
     output = Output(as_json=as_json)
-    host = host.removeprefix("[").removesuffix("]")
-    https = _https(https_certificate_file, https_private_key_file)
-    keys = api_key_file and watched_tokens(api_key_file, "--api-key-file")
-    if not is_loopback(host) and not insecure and not (keys and https):
-        raise ConfigError(
-            f"--host {host}: is not a loopback address; it requires --api-key-file and "
-            "--https-certificate-file, or --insecure"
-        )
+    server = WebServer(
+        "serve-openai",
+        host,
+        port,
+        api_key_file=api_key_file,
+        certificate=https_certificate_file,
+        key=https_private_key_file,
+        insecure=insecure,
+    )
+    from tandem.openai_server.app import Settings, application
+
     with connect(RolloutClient, rollout, "--rollout", credentials) as client:
         info = client.info()
         served = info.server.model
@@ -139,57 +109,15 @@ def serve_openai(
             tandem=tandem,
             speculative={"method": speculative, "acceptance_rule": acceptance_rule},
             credentials=client.credentials,
-            api_keys=keys,
+            api_keys=server.api_keys,
             allowed_origins=allowed_origins or (),
             tool_calls=_tool_call_format(tool_calls),
         )
-    # Messages about requests and sessions go to the error stream.
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    listener = _listener(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http{'s' * (https is not None)}://{shown}:{listener.getsockname()[1]}/v1"
     model = model_name or Path(served.path).name
+    url = f"{server.url}/v1"
     output.result({"base_url": url, "model": model}, f"{model} at {url}")
     app = application(settings)
-    config = uvicorn.Config(
-        app,
-        http=BoundedProtocol,
-        log_level="warning",
-        access_log=False,
-        # Clients reuse a connection for up to 90 s. One that is closed then fails a request.
-        timeout_keep_alive=120,
-        # The application ends its answers sooner.
-        timeout_graceful_shutdown=int(2 * STOP_SECONDS),
-        ssl_context_factory=https and https.context,
-    )
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, *signal: Any) -> None:
-            app.state.stop()
-            super().handle_exit(*signal)
-
-    Server(config).run(sockets=[listener])
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """Returns a listening socket.
-
-    Raises ConfigError, or ServerStartError for a port in use, which name the option at fault.
-    """
-    try:
-        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from None
-    both = host == "::" and socket.has_dualstack_ipv6()
-    try:
-        return socket.create_server((host, port), family=found[0][0], dualstack_ipv6=both)
-    except OSError as error:
-        at_host = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-        option = f"--host {host}" if at_host else f"--port {port}"
-        problem = f"{option}: {os.strerror(error.errno or 0)}"
-        if error.errno == errno.EADDRINUSE:  # passes by itself, when a predecessor ends
-            raise ServerStartError(problem) from None
-        raise ConfigError(problem) from None
+    server.run(app, STOP_SECONDS, app.state.stop)
 
 
 def _check_drafts(
@@ -225,38 +153,3 @@ def _tool_call_format(given: str | None) -> ToolCallFormat | None:
     if given is not None:
         raise ConfigError(f"--tool-calls: {given!r} is not one of {', '.join(PARSERS)}")
     return None
-
-
-class _Https:
-    """A certificate with its key, which each handshake takes as the files are then."""
-
-    def __init__(self, certificate: Path, key: Path) -> None:
-        """Raises CredentialsError for files that cannot be used."""
-        self._watched = WatchedFiles(
-            [certificate, key],
-            lambda: load_key_pair(certificate, key, "--https-certificate-file"),
-        )
-
-    def context(self, *uvicorn: Any) -> ssl.SSLContext:
-        """Returns the context of a server; `uvicorn` passes what it would make one of."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A context never changes: a handshake would meet the new certificate without its key.
-        context.sni_callback = self._use_current
-        return context
-
-    def _use_current(self, connection: ssl.SSLObject, *_: Any) -> None:
-        connection.context = self._watched.contents()
-
-
-def _https(certificate: Path | None, key: Path | None) -> _Https | None:
-    """Returns the files for https; None without any.
-
-    Raises CredentialsError for files that cannot be used.
-    """
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        raise CredentialsError(
-            "--https-certificate-file and --https-private-key-file must be given together"
-        )
-    return _Https(certificate, key)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tandem.cli.command_line import JsonFlag, command
+from tandem.cli.commands.options import TrainerAddress
 from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
 from tandem.terminal.output import Output
 
@@ -30,14 +31,7 @@ _TIMEOUT_SECONDS = 365 * 86400.0
 
 @command()
 def watch(
-    trainer: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of the trainer. Default: the one in the cluster that `tandem up` runs, "
-            "else 127.0.0.1:7702.",
-            metavar="HOST:PORT",
-        ),
-    ] = None,
+    trainer: TrainerAddress = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Number of steps to print. Default: until Ctrl-C.")
     ] = None,
