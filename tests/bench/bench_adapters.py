@@ -3,8 +3,8 @@
     .venv/bin/python tests/bench/bench_adapters.py [--model DIR] [--rank 16] [--rounds 5]
 
 Both trainers make supervised steps on the same sequences, in fp32, on the same cores in turn. The
-memory is the most that a trainer ever had resident, less what it had when it was loaded; the
-activations of a micro-batch are a part of it on both sides.
+memory is what a trainer has resident of its own after the steps, less the bytes of the model: the
+program's own and those of a micro-batch's activations are a part of it on both sides.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from tandem.settings.cluster import ClusterSettings
 BARS = {"memory beyond the model": 0.1, "seconds of a step": 0.75, "bytes of an update": 0.02}
 
 
-def resident(pid: int, field: str) -> int:
-    """Bytes of `field` (VmRSS, VmHWM) in a process's status."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
-    raise ValueError(field)
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has of its own, without mapped files."""
+    [line] = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("RssAnon:")
+    ]
+    return 1024 * int(line.split()[1])
 
 
 def stepper(trainer: TrainerClient, samples: list[SupervisedSample]) -> Callable[[], int]:
@@ -80,7 +82,6 @@ def main() -> None:
         with clusters["full"] as full, clusters["adapters"] as adapters:
             running = {"full": full, "adapters": adapters}
             pids = {name: one.trainer.process.pid for name, one in running.items()}
-            loaded = {name: resident(pid, "VmRSS") for name, pid in pids.items()}
             trainers = {name: TrainerClient(one.trainer.address) for name, one in running.items()}
             print(f"{options.sequences} x {options.tokens} tokens, fp32, rank {options.rank}")
             ratios = alternate(
@@ -91,13 +92,14 @@ def main() -> None:
                 pids=pids.values(),
             )
             for name, trainer in trainers.items():
-                # A publication copies the weights into a file.
-                beyond = resident(pids[name], "VmHWM") - loaded[name]
+                taken = float(resident(pids[name]))
                 [sent] = trainer.publish_weights([running[name].rollouts[0].address]).results
                 results[name] = {
-                    "memory beyond the model": float(beyond),
+                    "memory beyond the model": taken,
                     "bytes of an update": float(sent.bytes),
                 }
+            for side in results.values():
+                side["memory beyond the model"] -= results["full"]["bytes of an update"]
     shares = {key: results["adapters"][key] / results["full"][key] for key in results["full"]}
     shares["seconds of a step"] = 1 / ratios["adapters"]
     for name, bar in BARS.items():
