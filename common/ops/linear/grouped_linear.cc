@@ -180,7 +180,7 @@ at::Tensor GroupedLinear(const at::Tensor& x, const std::vector<int64_t>& offset
                   x.size(1) == maps.front()->in(),
               "grouped linear: x ", x.sizes(), ", ", offsets.size(), " offsets, ", maps.size(),
               " maps");
-  const at::Tensor y = BaseProducts(x, offsets, maps);
+  at::Tensor y = BaseProducts(x, offsets, maps);
   const LowRankAdapter* const adapter = maps.front()->adapter();
   if (adapter == nullptr) return y;
   const at::Tensor low =
