@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import drafts
@@ -165,14 +166,19 @@ def restart_in_call(session, server, number):
     """Restarts a rollout server when it was admitted for a request of this number."""
     pool, generated = session.rollouts, session.rollouts.generate
     calls = itertools.count(1)
+    # A call may be admitted at several servers, each in a thread of its own: all wait for the one
+    # restart.
+    lock, restarted = threading.Lock(), threading.Event()
 
     def generate(prompts, *, admit, **rest):
         call = next(calls)
 
         def admit_and_restart(client):
             admit(client)
-            if call == number:
-                restart(server)
+            with lock:
+                if call == number and not restarted.is_set():
+                    restart(server)
+                    restarted.set()
 
         return generated(prompts, admit=admit_and_restart, **rest)
 
