@@ -323,7 +323,7 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(CheckPatterns(config->freeze()));
   TANDEM_RETURN_IF_ERROR(ResolveLora(config));
   if (config->has_lora() && !config->freeze().empty()) {
-    return InvalidField("freeze", "must be empty with lora, whose adapters train alone");
+    return InvalidField("freeze", "must be empty with lora: only its adapters train");
   }
   if (!config->shutdown_checkpoint_directory().empty()) {
     TANDEM_RETURN_IF_ERROR(

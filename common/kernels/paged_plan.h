@@ -1,5 +1,5 @@
-// Which rows of a pass the kernel paged_attention takes, and how they are divided. The division
-// changes no bit.
+// The rows of a pass that the kernel paged_attention takes, and their division, which changes no
+// bit.
 #ifndef TANDEM_COMMON_KERNELS_PAGED_PLAN_H_
 #define TANDEM_COMMON_KERNELS_PAGED_PLAN_H_
 

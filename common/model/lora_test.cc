@@ -115,7 +115,7 @@ TEST_P(LoraModelTest, GradientsAreThoseOfTheMergedWeights) {
   EXPECT_GT(compared, 8);
 }
 
-// What a rollout server computes, token by token, are the bits of a trainer.
+// A rollout server, token by token, computes the bits of a trainer.
 TEST_P(LoraModelTest, DecodingHasTheBitsOfTraining) {
   const auto model = TinyModel(GetParam(), {}, Adapted());
   const auto trained = TinyModel(GetParam(), {}, Adapted(/*requires_grad=*/true));

@@ -77,7 +77,7 @@ StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manif
                                      const TensorSums& kept)
     : id(std::move(id)),
       manifest(manifest),
-      // What travels in another type has a digest of its own.
+      // Tensors that travel in another type have a digest of their own.
       sums{manifest.sent_digest.empty() ? kept : TensorSums()},
       weights(std::move(weights)),
       stager(manifest.tensors,

@@ -50,7 +50,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
     "async": {},
 }
-# Of the kind "async": no multiple of it is the number of steps between two checkpoints.
+# max_staleness of the kind "async"; the steps between two checkpoints are not a multiple of it.
 STALENESS = 3
 JUDGE = """
 import os, signal

@@ -25,7 +25,7 @@ class GuessAction(Action):
 
 
 class GuessObservation(Observation):
-    """What is said of a guess."""
+    """The answer to a guess."""
 
     said: str = ""
 

@@ -68,6 +68,6 @@ def test_an_adapter_of_peft_has_its_log_probs_and_gradients(family, tmp_path):
     for name, gradient in gradients.items():
         ours = moments[name.removeprefix("base_model.model.")].double()
         torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-5 * scale)
-    # What we saved opens in PEFT.
+    # The checkpoint opens in PEFT.
     opened = PeftModel.from_pretrained(base_model(base), saved)
     torch.testing.assert_close(logprobs(opened), after, rtol=0, atol=2e-5)

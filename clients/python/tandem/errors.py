@@ -63,7 +63,7 @@ class CredentialsError(ConfigError):
 
 
 class EnvironmentFailedError(TandemError):
-    """An environment that cannot go on; an environment's class may raise it in a tool.
+    """An environment that cannot continue; an environment's class may raise it in a tool.
 
     What else a tool raises is told to the model.
     """

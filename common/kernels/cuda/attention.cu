@@ -71,7 +71,7 @@ __global__ void CacheWriteKernel(DeviceCacheWriteArgs a) {
   }
 }
 
-// What the threads of a block of PagedAttentionKernel share.
+// Memory that the threads of a block of PagedAttentionKernel share.
 struct Shared {
   Four queries[kQueries * kMaxDim / 4];
   Four scores[kSplit][kQueries / 4];  // then the weights exp(score - highest)

@@ -266,7 +266,7 @@ TEST_F(CudaAttentionTest, MatchesDouble) {
   }
 }
 
-// Those of the families and odd ones; with 8 query heads and more for a key/value head.
+// Head sizes of the families, and odd ones, with 8 and more query heads for a key/value head.
 TEST_F(CudaAttentionTest, MatchesDoubleForEveryShape) {
   bool bfloat16 = false;
   for (const int64_t head_dim : {2, 6, 18, 32, 64, 72, 80, 96, 100, 112, 120, 128, 192, 256}) {

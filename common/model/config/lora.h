@@ -28,7 +28,7 @@ struct LoraOptions {
   double alpha = 0;
   // The last parts of the names of maps ("q_proj"), or kAllLinear.
   std::vector<std::string> target_modules = {};
-  // Of A at first; B is 0.
+  // Seed of the first values of A; B is 0 at first.
   uint64_t seed = 0;
   // A directory with an adapter in PEFT's format, whose values the parameters have at first; empty:
   // they are drawn.

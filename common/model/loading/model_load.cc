@@ -42,7 +42,7 @@ struct ModelFiles {
   std::unique_ptr<SafetensorsDirectory> directory;
   std::unique_ptr<SafetensorsFile> value_head_file;  // may be null
   std::unique_ptr<SafetensorsFile> adapter_file;     // may be null
-  // Of all, under the names of their parameters (Family::ParameterName).
+  // The tensors of all three, under the names of their parameters (Family::ParameterName).
   std::vector<const TensorView*> tensors;
   std::deque<TensorView> renamed;
   std::deque<TensorView> unstacked;  // views into tensors of several parameters

@@ -24,7 +24,7 @@ struct BlockSize {
   int64_t all = 0;
   int64_t trained = 0;
   int64_t linear = 0;  // of linear maps, which are multiplied in the computation's type
-  // Of adapters, which are among all of these and have gradients of their own.
+  // Values of adapters, which the others count, too; they have gradients of their own.
   int64_t adapters = 0;
   // Per token, what adapters keep for the backward pass.
   int64_t low_rank = 0;
@@ -83,7 +83,7 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
     block.all += numel;
     if (trainable[i]) block.trained += numel;
     if (spec.adapts && trainable[i]) block.adapters += numel;
-    // Of each A x, and of the same times the scale.
+    // A x of each adapter, and the same times the scale.
     if (spec.adapts && spec.shape[0] == model.lora.rank) block.low_rank += 2 * model.lora.rank;
     // Neither norms nor the rows of an embedding are multiplied, and some matrices are not rounded.
     const bool rounds = model.weight_dtype != DType::kFloat32;

@@ -109,7 +109,7 @@ int64_t WeightsOf(const Lane& lane, const std::vector<ParameterSpec>& specs, int
 absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, MemoryPlan& plan) {
   if (options.rank >= senior.ranks) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(std::vector<ParameterSpec> specs, Parameters(senior));
-  // Of a senior with adapters an update brings these alone.
+  // An update of a senior with adapters only brings these.
   if (std::ranges::any_of(specs, &ParameterSpec::adapts)) {
     std::erase_if(specs, [](const ParameterSpec& spec) { return !spec.adapts; });
   }

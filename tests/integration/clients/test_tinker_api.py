@@ -304,7 +304,7 @@ def test_what_is_not_served_is_refused_by_name(url):
                 model.forward_backward(data, loss).result(timeout=60)
         with pytest.raises(tinker.RequestFailedError, match="no forward_backward"):
             model.optim_step(ADAM).result(timeout=60)
-        with pytest.raises(tinker.RequestFailedError, match="is no name of a checkpoint"):
+        with pytest.raises(tinker.RequestFailedError, match="is not a name of a checkpoint"):
             model.save_state("../outside").result(timeout=60)
         for outside in ("/etc/passwd", "tinker://../weights/x", "tinker://a/weights/.."):
             with pytest.raises(tinker.BadRequestError, match="path: "):

@@ -202,7 +202,7 @@ def test_a_step_on_episodes_is_that_of_a_float64_oracle(models, fresh_pair, juni
     assert report.metrics["tokens/response"] == drawn
     weighted = drawn if junior_weight else authors.count(1)
     assert report.metrics["policy/weighted_tokens"] == weighted
-    # Both servers compute the same of what follows an environment's tokens.
+    # The two servers compute the same after an environment's tokens.
     assert report.metrics["mismatch/max_abs_logprob_diff"] == pytest.approx(0, abs=1e-4)
     assert report.metrics["tandem/senior_token_fraction"] == pytest.approx(authors.count(1) / drawn)
 

@@ -301,7 +301,7 @@ def test_dynamic_sampling_draws_the_prompts_in_the_order_of_the_data(fresh_pair,
     whole = run_on(fresh_pair, models, tmp_path / "whole", **changes)
     assert any(line["batch/num_gen_batches"] > 1 for line in whole)
     run_on(fresh_pair, models, tmp_path / "other", **(changes | ahead(1)))
-    # Which rows are drawn for a step depends on the rewards of the steps before it.
+    # The rewards of the steps before a step decide its rows.
     places = [
         [record["place"] for step in range(1, 6) for record in harness.trajectories(run, step)]
         for run in (tmp_path / "whole" / "run", tmp_path / "other" / "run")

@@ -99,7 +99,7 @@ def test_an_environment_of_verifiers_is_learnt_from(servers, tmp_path):
     )
     assert first == numbers
     assert min(numbers["policy/grad_norm"]) > 0
-    # Both tries of an episode are turns of one response.
+    # The two tries of an episode are turns of one response.
     assert min(numbers["tokens/response"]) > 32 * 12
 
 

@@ -45,7 +45,7 @@ def load_openenv(settings: OpenEnvSettings) -> EnvironmentClass:
         fields = dict(action.get("properties") or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{_FIELD}.url: {settings.url} is no OpenEnv server: {error}",
+            f"{_FIELD}.url: {settings.url} is not the address of an OpenEnv server: {error}",
             hint="its page /schema describes the actions",
         ) from error
     for name in _OWN_FIELDS:
@@ -54,7 +54,7 @@ def load_openenv(settings: OpenEnvSettings) -> EnvironmentClass:
     if settings.text_field is not None and (mcp or settings.text_field not in fields):
         known = "calls of tools" if mcp else f"made of {', '.join(fields)}"
         raise ConfigError(
-            f"{_FIELD}.text_field: {settings.text_field!r} is no field of the actions of "
+            f"{_FIELD}.text_field: {settings.text_field!r} is not a field of the actions of "
             f"{settings.url}, which are {known}"
         )
     tools = _mcp_tools(settings) if mcp else {STEP: _step_tool(action, fields)}

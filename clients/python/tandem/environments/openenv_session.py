@@ -82,7 +82,7 @@ class OpenEnvSession:
             return _waited(self._asked({"type": "step", "data": action}))
         except (ActionError, EnvironmentFailedError):
             raise
-        # What else goes wrong in a connection is not the model's doing.
+        # Other failures of a connection are not the model's doing.
         except Exception as error:
             raise EnvironmentFailedError(f"{type(error).__name__}: {error}") from error
 

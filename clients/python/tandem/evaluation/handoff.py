@@ -35,7 +35,7 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
     }
     drawn = draw(session, tandem, weights)
     answers = drawn.answers
-    # What an environment has heard cannot be cut off.
+    # Text that an environment has heard cannot be cut off.
     most = MAX_ROUNDS if session.environment is None else None
     masks = [[first_rounds(one.authorship_mask, most) for one in group] for group in answers]
     flat = list(itertools.chain(*masks))

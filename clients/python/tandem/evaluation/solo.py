@@ -1,4 +1,4 @@
-"""The accuracy of the senior alone, of the junior alone, and of both as a run lets them write."""
+"""The accuracy of each model when it writes by itself, and of both as a run lets them write."""
 
 from __future__ import annotations
 

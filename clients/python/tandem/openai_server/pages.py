@@ -1,4 +1,4 @@
-"""What the web applications share: JSON, ids of requests, keys, and answers to failures."""
+"""JSON, ids of requests, keys, and answers to failures, for all web applications."""
 
 from __future__ import annotations
 

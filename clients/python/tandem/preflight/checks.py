@@ -269,7 +269,7 @@ def note_async(settings: RunSettings) -> None:
     ):
         if every % staleness:
             _log.info(
-                f"{field}: {every} is no multiple of async.max_staleness ({staleness}): rollout "
+                f"{field}: {every} is not a multiple of async.max_staleness ({staleness}): rollout "
                 "servers and trainer wait for each other there"
             )
 

@@ -52,7 +52,7 @@ Answer = TypeVar("Answer")
 
 
 class WeightsRule(Enum):
-    """Which weights may answer a request that expects some.
+    """The weights that may answer a request that expects some.
 
     Attributes:
         CURRENT: the expected ones, which the trainer must hold.

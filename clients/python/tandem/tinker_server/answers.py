@@ -16,7 +16,7 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class Plain:
-    """An answer that is JSON alone."""
+    """An answer that is only sent as JSON."""
 
     fields: Mapping[str, Any]
 
@@ -70,7 +70,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Top:
-    """The likeliest tokens at each place, [n, k]; an id of -1 where there is no place."""
+    """The likeliest tokens at each place, [n, k]; an id of -1 stands for a place without any."""
 
     ids: Ints
     logprobs: Floats
@@ -86,7 +86,7 @@ class Top:
         )
 
     def json(self) -> list[Any]:
-        """Returns pairs of id and log-probability by place; null where there is no place."""
+        """Returns pairs of id and log-probability by place; null for a place without any."""
         return [
             None if (ids < 0).any() else list(zip(ids.tolist(), logprobs.tolist(), strict=True))
             for ids, logprobs in zip(self.ids, self.logprobs, strict=True)

@@ -464,7 +464,7 @@ class _Server:
         return Json(await asyncio.to_thread(answer.json))
 
     async def cancel_future(self, request: Request) -> Response:
-        """Ends sampling that nobody waits for; what trains goes on."""
+        """Ends sampling that nobody waits for; training continues."""
         asked = await self._asked(request, types.FutureRetrieveRequest)
         if ":train:" not in asked.request_id:
             self._futures.cancel(asked.request_id)
@@ -513,7 +513,7 @@ class _Server:
     def _begin_model(
         self, name: str, asked: pydantic.BaseModel, work: Callable[[], Awaitable[Answer]]
     ) -> Response:
-        """Starts a model, unless it was begun before; raises RequestError if there is no room."""
+        """Starts a model, unless it was begun before; raises RequestError if too many are held."""
         request_id = f"{name}:create"
         if not self._futures.knows(request_id):
             self._check_room()

@@ -1,4 +1,4 @@
-"""Who wrote the tokens that a datum is trained on, by the spans of its provenance.
+"""Authors of the tokens that a datum is trained on, by the spans of its provenance.
 
 A sequence that senior and junior wrote together is named SEQUENCE. SEQUENCE/senior and
 SEQUENCE/junior name the tokens of each: two sequence ids, which tile the sequence.
@@ -81,6 +81,6 @@ class Authors:
     def _find(self, sequence_id: str, field: str) -> bytes:
         if sequence_id not in self._masks:
             raise RequestError(
-                f"{field}: {sequence_id!r} is no sequence whose authors this server knows", field
+                f"{field}: {sequence_id!r} is not a sequence whose authors this server knows", field
             )
         return self._masks[sequence_id]

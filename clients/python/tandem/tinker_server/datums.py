@@ -113,7 +113,7 @@ def request_of_bytes(body: bytes) -> wire.ForwardBackwardRequest:
     try:
         return wire.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
-        raise RequestError(f"the body is no ForwardBackwardRequest: {error}") from None
+        raise RequestError(f"the body is not a ForwardBackwardRequest: {error}") from None
 
 
 def request_of_json(body: Any) -> wire.ForwardBackwardRequest:
@@ -132,7 +132,7 @@ def request_of_json(body: Any) -> wire.ForwardBackwardRequest:
         for datum in given["data"]:
             _read_datum(datum, message.data.add())
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise RequestError(f"the body is no forward_backward request: {error!r}") from None
+        raise RequestError(f"the body is not a forward_backward request: {error!r}") from None
     return message
 
 

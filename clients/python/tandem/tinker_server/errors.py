@@ -13,7 +13,7 @@ _FINAL = {HTTPStatus.CONFLICT, HTTPStatus.NOT_IMPLEMENTED}
 
 
 def status_of(error: TandemError) -> int:
-    """Returns the HTTP status of a failure: none that the SDK repeats where waiting is no help."""
+    """Returns the HTTP status of a failure; the SDK only repeats a call where waiting helps."""
     status = http_status(error)
     return HTTPStatus.BAD_REQUEST if status in _FINAL else status
 

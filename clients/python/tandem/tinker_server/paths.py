@@ -31,7 +31,7 @@ class CheckpointPath:
         """Raises RequestError for a name that could lead out of the run's folder."""
         if len(self.name) > limits.MAX_NAME_BYTES or not _NAME.fullmatch(self.name):
             raise RequestError(
-                f"path: {self.name!r} is no name of a checkpoint: up to {limits.MAX_NAME_BYTES} "
+                f"path: {self.name!r} is not a name of a checkpoint: up to {limits.MAX_NAME_BYTES} "
                 "letters, digits, '.', '_' and '-', a letter or digit first",
                 "path",
             )

@@ -35,7 +35,7 @@ _REFUSED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class SamplingSession:
-    """What a sampling client draws from.
+    """The weights that a sampling client draws from.
 
     Attributes:
         id: its name.
@@ -99,8 +99,8 @@ class Sampler:
                 )
             if self._checkpoints[model_path] != weights.digest:
                 raise RequestError(
-                    f"model_path: {model_path} is no longer what the rollout server holds, which "
-                    f"is version {weights.version}; it holds one version at a time",
+                    f"model_path: {model_path} is no longer held by the rollout server, which "
+                    f"serves version {weights.version}; it holds one version at a time",
                     "model_path",
                 )
         elif base_model is None:

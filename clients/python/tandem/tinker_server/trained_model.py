@@ -90,7 +90,7 @@ class TrainedModel:
         self._turn = asyncio.Condition()
 
     def request_id(self, seq_id: int) -> str:
-        """Returns the id of one of its requests; raises RequestError for a number that is none."""
+        """Returns the id of one of its requests; raises RequestError for a wrong number."""
         if seq_id < 1:
             raise RequestError("seq_id: is required, and counts from 1", "seq_id")
         if seq_id >= self._next + limits.MAX_WAITING:
@@ -132,7 +132,7 @@ class TrainedModel:
             self._turn.notify_all()
 
     async def losses(self, request: wire.ForwardBackwardRequest) -> Losses:
-        """Computes losses; unless it is a forward pass alone, the next step learns them."""
+        """Computes losses; the next step learns them, unless only a forward pass is wanted."""
         kind_of(request.loss_fn)
         config = _config(request)
         if not request.data:

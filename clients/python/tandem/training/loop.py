@@ -274,7 +274,7 @@ class Loop:
         self._recorded = self.last_step
         # The span of the step, while one is done.
         self._span = ExitStack()
-        # What an asynchronous run draws ahead, and what ends it.
+        # The rollouts that an asynchronous run draws ahead, and the stack that ends them.
         self._ahead: RolloutsAhead | None = None
         self._open = ExitStack()
 

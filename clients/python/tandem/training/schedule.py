@@ -1,4 +1,4 @@
-"""Which weights draw the rollouts of each step of an asynchronous run."""
+"""The weights that draw the rollouts of each step of an asynchronous run."""
 
 from __future__ import annotations
 

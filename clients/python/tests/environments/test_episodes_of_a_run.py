@@ -437,7 +437,7 @@ def test_episodes_that_cannot_begin_are_not_correct(world, codec, run_file, tmp_
 
 
 def authors_of(prompt):
-    """Who writes a prompt's tokens, by its fields of TandemConfig."""
+    """The models that write a prompt's tokens, by its fields of TandemConfig."""
     if not prompt.tandem.enabled:
         return {1}
     return {0} if prompt.tandem.prob_senior == 0 else {0, 1}

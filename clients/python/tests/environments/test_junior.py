@@ -72,7 +72,7 @@ def test_the_juniors_answers_are_words_of_the_environment(world, codec, duel, tm
     assert len(episodes) == 6
     for one in episodes:
         assert " mine " in "".join(codec.token_texts(one["prompt_token_ids"]))
-        # What the junior said is in the response as the environment's, and no token is its own.
+        # The junior's words are in the response as the environment's; it is the author of no token.
         assert set(one["authorship_mask"]) == {1, 2}
         assert one["text"].count("<tool_response>mine ") == 2
     questions = ["".join(codec.token_texts(one.prompt_token_ids)) for one in asked]
@@ -91,7 +91,7 @@ def test_equal_episodes_ask_with_equal_seeds_and_other_questions_with_others(wor
     texts = {}
     for one in begun:
         texts.setdefault(bytes(str(list(one.prompt_token_ids)), "ascii"), set()).add(one.seed)
-    # Both samples of a prompt begin alike.
+    # The two samples of a prompt begin alike.
     assert [len(seeds) for seeds in texts.values()] == [1, 1, 1]
     assert len({one.seed for one in asked}) == 3 * 4
 

@@ -294,9 +294,13 @@ def test_an_episode_that_ends_at_once_or_whose_reset_fails_has_no_turn(server):
 
 
 def test_what_does_not_fit_is_named(server):
-    with pytest.raises(ConfigError, match=r"environment\.openenv\.url: .* is no OpenEnv server"):
+    with pytest.raises(
+        ConfigError, match=r"environment\.openenv\.url: .* is not the address of an OpenEnv server"
+    ):
         load_openenv(OpenEnvSettings(url="http://127.0.0.1:1"))
-    with pytest.raises(ConfigError, match=r"environment\.openenv\.text_field: 'move' is no field"):
+    with pytest.raises(
+        ConfigError, match=r"environment\.openenv\.text_field: 'move' is not a field"
+    ):
         load(server, text_field="move")
     server.action = {"properties": {}}
     server.answers = lambda number, message: observation(tools=[])

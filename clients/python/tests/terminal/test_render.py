@@ -306,7 +306,7 @@ def test_steps_of_an_asynchronous_run_show_staleness_and_idle_shares():
     header, values = file.getvalue().splitlines()[1:3]
     shown = dict(zip(header.split(), values.split(), strict=True))
     assert (shown["stale"], shown["r.idle"], shown["t.idle"]) == ("1.0", "50%", "0%")
-    # What is drawn while a step trains is no part of it.
+    # Rollouts that are drawn while a step trains do not count as its own.
     assert display.waiting() == (
         "wait 25% (the trainer waits for rollouts), train 75%, publish 0% (both wait); "
         "idle: rollout 50%, trainer 20%"

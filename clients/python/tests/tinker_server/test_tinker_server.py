@@ -335,8 +335,8 @@ async def test_bodies_may_be_compressed_and_are_bounded(world, tmp_path, monkeyp
             (compress(bytes(2 << 20)), packed, "once it is decompressed"),
             (b"nothing", packed, "not zstd"),
             (b"nothing", PROTO | {"content-encoding": "br"}, "content-encoding: 'br'"),
-            (b"\xff\xff", PROTO, "no ForwardBackwardRequest"),
-            (b"{}", {}, "no forward_backward request"),
+            (b"\xff\xff", PROTO, "not a ForwardBackwardRequest"),
+            (b"{}", {}, "not a forward_backward request"),
             (b"[", {}, "not JSON"),
         ]:
             status, refused = await client.post("forward_backward", body, headers=headers)
@@ -365,7 +365,7 @@ async def test_an_answer_that_takes_long_is_asked_for_again(world, tmp_path, mon
         name = await client.accepted("optim_step", client.step(2))
         status, waits = await client.post("retrieve_future", {"request_id": name})
         assert (status, waits["queue_state"]) == (408, "active")
-        # What trains is not cancelled.
+        # A request that trains is not cancelled.
         assert (await client.post("cancel_future", {"request_id": name}))[0] == 204
         await client.accepted("forward_backward", client.losses(1), headers=PROTO)
         monkeypatch.setattr(limits, "WAIT_SECONDS", 30)
@@ -535,7 +535,7 @@ def test_spans_say_who_wrote_a_target():
         ([span("s", 2)], r"p: covers 2 of 3"),
         ([span("s", 4)], r"p\[0\]: does not fit"),
         ([span("s", 3, 2)], r"p\[0\]: goes beyond the 4 tokens"),
-        ([span("t", 3)], r"p\[0\]\.sequence_id: 't' is no sequence"),
+        ([span("t", 3)], r"p\[0\]\.sequence_id: 't' is not a sequence"),
     ):
         with pytest.raises(RequestError, match=says):
             authors.junior_tokens(wrong, 3, "p")
@@ -546,6 +546,6 @@ def test_the_oldest_authors_are_forgotten(monkeypatch):
     authors = Authors()
     for name in "abc":
         authors.remember(name, b"\1")
-    with pytest.raises(RequestError, match="'a' is no sequence"):
+    with pytest.raises(RequestError, match="'a' is not a sequence"):
         authors.spans("a")
     assert authors.spans("c")

@@ -71,7 +71,7 @@ def test_without_staleness_a_run_is_the_one_in_step(world, run_file, tmp_path):
 def test_generation_runs_ahead_of_the_training_and_never_further_than_the_bound(
     world, run_file, staleness
 ):
-    """A step that trains waits until as much is drawn as may be; a moment later it is no more."""
+    """A step that trains waits until as much is drawn as is allowed; later it is still as much."""
     seeds, ahead = [], []
     drawn = threading.Condition()
 
@@ -114,7 +114,7 @@ def test_a_resumed_run_draws_with_the_weights_of_an_uninterrupted_one(
     state = {}
 
     def on_save(context):
-        # What state.json holds when the run is killed in the save of a later step.
+        # The contents of state.json when the run is killed in the save of a later step.
         if world.version == cut + 1:
             context.abort(fakes.grpc.StatusCode.DATA_LOSS, "killed")
 
@@ -342,7 +342,7 @@ def test_what_is_left_uncorrected_or_costs_time_is_noted(run_file, tmp_path):
     )
     assert "time limits by `signal` fail there" in done.stdout
     assert "the clip does not bound how far the update follows" in done.stdout
-    assert "checkpoint.every: 10 is no multiple of async.max_staleness (3)" in done.stdout
+    assert "checkpoint.every: 10 is not a multiple of async.max_staleness (3)" in done.stdout
     several = ("objective.old_logprobs=recomputed", "objective.num_epochs=2")
     warned = tandem("train", run_file, "--dry-run", "async.max_staleness=5", *several).stdout
     assert "nothing corrects the update for tokens of older weights" in warned

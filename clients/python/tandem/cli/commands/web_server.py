@@ -1,4 +1,4 @@
-"""What the commands that serve HTTP share: the socket, https and the server."""
+"""The socket, https and the server of the commands that serve HTTP."""
 
 from __future__ import annotations
 
