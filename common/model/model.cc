@@ -12,7 +12,6 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/logging.h"
-#include "common/model/config/freeze.h"
 #include "common/model/families/blocks/decoder.h"
 #include "common/model/family.h"
 #include "common/model/loading/parameter_intake.h"
@@ -151,13 +150,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   if (options.freeze_all) {
     TANDEM_RETURN_IF_ERROR(CheckFreezeAll(options));
     trainable.assign(specs.size(), false);
-  } else if (options.requires_grad && options.lora.enabled()) {
-    if (!options.freeze.empty()) {
-      return InvalidField("freeze", "has no effect where adapters train alone (lora)");
-    }
-    trainable = TrainableWithAdapters(specs);
   } else if (options.requires_grad) {
-    TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, options.freeze));
+    TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, options.freeze, options.lora));
   } else if (!options.freeze.empty()) {
     return InvalidField("freeze", "has no effect on a model that is not trained");
   }
@@ -205,17 +199,16 @@ void Model::Initialize(uint64_t seed) {
 }
 
 void Model::RecordDigest(TensorSums sums) {
-  TensorSums base;
+  weights_digest_ = base_digest_ = sums.Digest();
+  if (!lora_.enabled()) return;
   for (const auto& parameter : store_->parameters()) {
     const std::string& name = parameter.spec.name;
-    if (!parameter.spec.adapts) base.Add(name, sums.Of(name));
+    if (!parameter.spec.adapts) kept_sums_.Add(name, sums.Of(name));
   }
-  base_digest_ = base.Digest();
+  base_digest_ = kept_sums_.Digest();
+  lora_.AddTo(kept_sums_);
   lora_.AddTo(sums);
   weights_digest_ = sums.Digest();
-  if (!lora_.enabled()) return;
-  lora_.AddTo(base);
-  kept_sums_ = std::move(base);
 }
 
 ModelPass Model::StartPass(const RaggedBatch& batch, AttentionContext& context) const {
@@ -463,26 +456,24 @@ at::Tensor Model::Parameter(absl::string_view name) const {
   return parameter == nullptr ? at::Tensor() : parameter->value;
 }
 
-int64_t Model::num_parameters() const {
+int64_t Model::CountValues(bool (*counts)(const tandem::Parameter&)) const {
   int64_t count = 0;
-  for (const auto& parameter : store_->parameters()) count += parameter.spec.numel();
+  for (const auto& parameter : store_->parameters()) {
+    if (counts(parameter)) count += parameter.spec.numel();
+  }
   return count;
+}
+
+int64_t Model::num_parameters() const {
+  return CountValues([](const auto&) { return true; });
 }
 
 int64_t Model::num_adapter_parameters() const {
-  int64_t count = 0;
-  for (const auto& parameter : store_->parameters()) {
-    if (parameter.spec.adapts) count += parameter.spec.numel();
-  }
-  return count;
+  return CountValues([](const auto& parameter) { return parameter.spec.adapts; });
 }
 
 int64_t Model::num_trainable_parameters() const {
-  int64_t count = 0;
-  for (const auto& parameter : store_->parameters()) {
-    if (parameter.trainable) count += parameter.spec.numel();
-  }
-  return count;
+  return CountValues([](const auto& parameter) { return parameter.trainable; });
 }
 
 ModelSummary Model::Summary(int64_t max_model_len) const {

@@ -307,6 +307,8 @@ class Model {
   // Takes one tensor per parameter; nullptr: the parameter is drawn.
   void FillFrom(const std::vector<const TensorView*>& assigned, const LoadOptions& options);
   void Initialize(uint64_t seed);
+  // Returns the number of values of the parameters that count.
+  int64_t CountValues(bool (*counts)(const tandem::Parameter&)) const;
   // Takes the sums of all parameters as loaded.
   void RecordDigest(TensorSums sums);
   BatchImages ImagesOf(std::span<const DecodeInput> inputs,

@@ -66,24 +66,24 @@ absl::Status UseWholeParameters(Strategy& strategy,
 absl::StatusOr<std::string> ParametersDigest(Strategy& strategy, TensorSums& frozen) {
   return CatchTorchErrors("digest of the parameters", [&]() -> absl::StatusOr<std::string> {
     const at::NoGradGuard no_grad;
-    std::vector<Parameter> parameters;
+    std::vector<const Parameter*> parameters;
     for (const Parameter& parameter : strategy.model().DeclaredParameters()) {
-      if (parameter.trainable || frozen.empty()) parameters.push_back(parameter);
+      if (parameter.trainable || frozen.empty()) parameters.push_back(&parameter);
     }
     WeightsHasher hasher;
     for (size_t i = 0; i < parameters.size(); ++i) {
       // Of ranks that hold the same values, each reads some of the parameters.
       const int reader = static_cast<int>(i % static_cast<size_t>(strategy.ranks().size()));
-      for (const Holding& holding : strategy.Holdings(parameters[i], reader)) {
+      for (const Holding& holding : strategy.Holdings(*parameters[i], reader)) {
         if (holding.rank != strategy.ranks().rank()) continue;
-        AddRange(holding.range, strategy.HeldValues(parameters[i]).detach().reshape(-1), hasher);
+        AddRange(holding.range, strategy.HeldValues(*parameters[i]).detach().reshape(-1), hasher);
       }
     }
     const TensorSums& own = hasher.Sums();
     at::Tensor sums = at::empty({static_cast<int64_t>(parameters.size()), 2}, at::kLong);
     int64_t* number = sums.mutable_data_ptr<int64_t>();
-    for (const Parameter& parameter : parameters) {
-      const WordSums of_rank = own.Of(parameter.spec.name);
+    for (const Parameter* const parameter : parameters) {
+      const WordSums of_rank = own.Of(parameter->spec.name);
       *number++ = static_cast<int64_t>(of_rank.first);
       *number++ = static_cast<int64_t>(of_rank.second);
     }
@@ -93,11 +93,11 @@ absl::StatusOr<std::string> ParametersDigest(Strategy& strategy, TensorSums& fro
     TensorSums whole = frozen;
     strategy.model().lora().AddTo(whole);
     const int64_t* summed = sums.const_data_ptr<int64_t>();
-    for (const Parameter& parameter : parameters) {
+    for (const Parameter* const parameter : parameters) {
       const WordSums of_parameter = {.first = static_cast<uint64_t>(summed[0]),
                                      .second = static_cast<uint64_t>(summed[1])};
-      whole.Add(parameter.spec.name, of_parameter);
-      if (!parameter.trainable) frozen.Add(parameter.spec.name, of_parameter);
+      whole.Add(parameter->spec.name, of_parameter);
+      if (!parameter->trainable) frozen.Add(parameter->spec.name, of_parameter);
       summed += 2;
     }
     return whole.Digest();

@@ -10,6 +10,7 @@
 #include "absl/strings/strip.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
+#include "common/model/config/freeze.h"
 
 namespace tandem {
 namespace {
@@ -81,25 +82,21 @@ absl::StatusOr<std::vector<ParameterSpec>> WithAdapters(std::vector<ParameterSpe
   std::vector<ParameterSpec> with;
   for (const ParameterSpec& spec : specs) {
     if (CanAdapt(spec) && targets.contains(ModuleOf(spec))) {
-      const std::string map(absl::StripSuffix(spec.name, ".weight"));
-      ParameterSpec a = {.name = absl::StrCat(map, ".lora_A.weight"),
-                         .shape = {options.rank, spec.shape[1]},
-                         .init = Init::kLoraA,
-                         .block = spec.block,
-                         .stays_dense = true,
-                         .adapts = true,
-                         .expert = spec.expert};
-      ParameterSpec b = {.name = absl::StrCat(map, ".lora_B.weight"),
-                         .shape = {spec.shape[0], options.rank},
-                         .init = Init::kZeros,
-                         .block = spec.block,
-                         .stays_dense = true,
-                         .adapts = true,
-                         .expert = spec.expert};
-      // A map that is cut by its input cuts A with it, one that is cut by its output cuts B.
-      if (spec.shard_axis.has_value()) (*spec.shard_axis == 0 ? b : a).shard_axis = spec.shard_axis;
-      with.push_back(std::move(a));
-      with.push_back(std::move(b));
+      const absl::string_view map = absl::StripSuffix(spec.name, ".weight");
+      // A map that is cut by its output, axis 0, cuts B; one that is cut by its input cuts A.
+      const auto add = [&](absl::string_view matrix, std::vector<int64_t> shape, Init init,
+                           int64_t axis) {
+        with.push_back({.name = absl::StrCat(map, matrix),
+                        .shape = std::move(shape),
+                        .init = init,
+                        .shard_axis = spec.shard_axis == axis ? spec.shard_axis : std::nullopt,
+                        .block = spec.block,
+                        .stays_dense = true,
+                        .adapts = true,
+                        .expert = spec.expert});
+      };
+      add(".lora_A.weight", {options.rank, spec.shape[1]}, Init::kLoraA, /*axis=*/1);
+      add(".lora_B.weight", {spec.shape[0], options.rank}, Init::kZeros, /*axis=*/0);
     }
     with.push_back(spec);
   }
@@ -122,7 +119,13 @@ absl::string_view AdaptedMap(absl::string_view parameter) {
   return {};
 }
 
-std::vector<bool> TrainableWithAdapters(const std::vector<ParameterSpec>& specs) {
+absl::StatusOr<std::vector<bool>> TrainableParameters(const std::vector<ParameterSpec>& specs,
+                                                      const std::vector<std::string>& freeze,
+                                                      const LoraOptions& options) {
+  if (!options.enabled()) return TrainableParameters(specs, freeze);
+  if (!freeze.empty()) {
+    return InvalidField("freeze", "has no effect with lora: only adapters train");
+  }
   std::vector<bool> trainable;
   for (const ParameterSpec& spec : specs) {
     trainable.push_back(spec.adapts || spec.name == kValueHeadWeight ||

@@ -68,9 +68,12 @@ absl::StatusOr<std::vector<ParameterSpec>> ModelParameters(const ModelConfig& co
 // name.
 absl::string_view AdaptedMap(absl::string_view parameter);
 
-// Returns one entry per parameter of a model with adapters: whether it trains. The adapters do, and
-// a value head, which the base model does not have.
-std::vector<bool> TrainableWithAdapters(const std::vector<ParameterSpec>& specs);
+// Returns one entry per parameter: whether it trains. Of a model with adapters these do, and a
+// value head, which the base model does not have; INVALID_ARGUMENT for a "freeze" beside them.
+// Without adapters as in freeze.h.
+absl::StatusOr<std::vector<bool>> TrainableParameters(const std::vector<ParameterSpec>& specs,
+                                                      const std::vector<std::string>& freeze,
+                                                      const LoraOptions& options);
 
 }  // namespace tandem
 

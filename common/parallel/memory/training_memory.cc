@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "common/base/errors/status_macros.h"
-#include "common/model/config/freeze.h"
 #include "common/model/config/rope_config.h"
 #include "common/model/family.h"
 #include "common/model/parameters/shard_numel.h"
@@ -67,10 +66,8 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
       const auto specs,
       ModelParameters(model.config, {.kind = model.head, .tied = tied}, model.lora));
   std::vector<bool> trainable(specs.size(), false);
-  if (model.lora.enabled() && !model.freeze_all) {
-    trainable = TrainableWithAdapters(specs);
-  } else if (!model.freeze_all) {
-    TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, model.freeze));
+  if (!model.freeze_all) {
+    TANDEM_ASSIGN_OR_RETURN(trainable, TrainableParameters(specs, model.freeze, model.lora));
   }
   for (size_t i = 0; i < specs.size(); ++i) {
     const ParameterSpec& spec = specs[i];

@@ -47,11 +47,6 @@ ModelSummary SummaryOf(const ModelAndVocabulary& loaded, const LaneOptions& opti
   return summary;
 }
 
-// Returns the base model of a senior with adapters as the junior, which it is.
-ModelAndVocabulary BaseOf(const ModelAndVocabulary& senior) {
-  return {.model = senior.model, .vocabulary = senior.vocabulary};
-}
-
 // A tokenizer may have more ids than one of the models has embeddings.
 absl::Status CheckSameTokenIds(const Model& senior, const Model& junior) {
   if (senior.num_token_ids() == junior.num_token_ids()) return absl::OkStatus();
@@ -113,8 +108,7 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
       return PrependFieldPath("senior.model", senior->vocabulary.status());
     }
     absl::StatusOr<ModelAndVocabulary> junior =
-        SharesBaseModel(options) ? BaseOf(*senior)
-                                 : LoadOne(options.junior, ranks.junior.placement);
+        SharesBaseModel(options) ? senior : LoadOne(options.junior, ranks.junior.placement);
     absl::Status status = junior.status();
     if (status.ok()) status = junior->vocabulary.status();
     if (status.ok()) status = Vocabulary::CheckSame(*senior->vocabulary, *junior->vocabulary);
