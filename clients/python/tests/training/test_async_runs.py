@@ -35,6 +35,16 @@ def without_async(metrics):
     ]
 
 
+def assert_same_steps(whole, run, steps):
+    """The runs have the same metrics, but for the clock's, and the same trajectories."""
+    assert without_clock(lines(whole / "metrics.jsonl")) == without_clock(
+        lines(run / "metrics.jsonl")
+    )
+    for step in range(1, steps + 1):
+        name = f"trajectories/step_{step}.parquet"
+        assert (whole / name).read_bytes() == (run / name).read_bytes()
+
+
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_every_step_is_drawn_with_the_weights_of_the_schedule(run_file, tmp_path, staleness):
     tandem("train", run_file, "steps=9", f"async.max_staleness={staleness}")
@@ -126,14 +136,8 @@ def test_a_resumed_run_draws_with_the_weights_of_an_uninterrupted_one(
     last = min(8, Schedule(3).last_drawn_before(cut))
     assert list(state["rollouts"]["files"]) == [str(one) for one in range(cut + 1, last + 1)]
     tandem("train", run_file, parted, *options, "--resume")
-    whole, both = (tmp_path / name for name in ("whole", "parted"))
-    assert without_clock(lines(whole / "metrics.jsonl")) == without_clock(
-        lines(both / "metrics.jsonl")
-    )
-    for step in range(1, 9):
-        name = f"trajectories/step_{step}.parquet"
-        assert (whole / name).read_bytes() == (both / name).read_bytes()
-    assert list((both / "rollouts").iterdir()) == []
+    assert_same_steps(tmp_path / "whole", tmp_path / "parted", 8)
+    assert list((tmp_path / "parted" / "rollouts").iterdir()) == []
 
 
 def test_a_checkpoint_whose_rollouts_are_damaged_is_refused(world, run_file, tmp_path):
@@ -209,13 +213,7 @@ def test_a_run_goes_on_when_the_weights_of_a_step_are_lost(world, run_file, tmp_
     assert "which the trainer has left behind: going on from the checkpoint of step 4" in (
         done.stderr + done.stdout
     )
-    whole, run = (tmp_path / name for name in ("whole", "run"))
-    assert without_clock(lines(whole / "metrics.jsonl")) == without_clock(
-        lines(run / "metrics.jsonl")
-    )
-    for step in range(1, 10):
-        name = f"trajectories/step_{step}.parquet"
-        assert (whole / name).read_bytes() == (run / name).read_bytes()
+    assert_same_steps(tmp_path / "whole", tmp_path / "run", 9)
 
 
 def test_a_run_ends_when_lost_weights_keep_it_where_it_is(world, run_file):

@@ -19,6 +19,7 @@ from tandem.cli.commands.web_server import (
     CertificateFile,
     Host,
     Insecure,
+    ModelName,
     Port,
     PrivateKeyFile,
     WebServer,
@@ -38,10 +39,7 @@ def serve_openai(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     tokenizer: TokenizerOption = None,
-    model_name: Annotated[
-        str | None,
-        typer.Option(help="Model name in requests. Default: the name of the model's directory."),
-    ] = None,
+    model_name: ModelName = None,
     tandem: Annotated[
         bool,
         typer.Option(

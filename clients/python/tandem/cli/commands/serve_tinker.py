@@ -14,6 +14,7 @@ from tandem.cli.commands.web_server import (
     CertificateFile,
     Host,
     Insecure,
+    ModelName,
     Port,
     PrivateKeyFile,
     WebServer,
@@ -35,10 +36,7 @@ def serve_tinker(
     rollout: RolloutAddress = None,
     host: Host = "127.0.0.1",
     port: Port = 8001,
-    model_name: Annotated[
-        str | None,
-        typer.Option(help="Model name in requests. Default: the name of the model's directory."),
-    ] = None,
+    model_name: ModelName = None,
     tandem: Annotated[
         bool, typer.Option("--tandem", help="Let the junior write, too, in every sample.")
     ] = False,

@@ -50,6 +50,10 @@ PrivateKeyFile = Annotated[
     Path | None,
     typer.Option(help="The private key (PEM) of --https-certificate-file.", metavar="FILE"),
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Option(help="Model name in requests. Default: the name of the model's directory."),
+]
 Insecure = Annotated[
     bool,
     typer.Option("--insecure", help="Serve other machines without keys or without https."),
