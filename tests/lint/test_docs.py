@@ -115,7 +115,7 @@ def test_every_recipe_names_an_example_and_stands_in_the_architecture():
 
 
 def test_the_page_of_openais_api_names_its_fields_and_statuses():
-    page = (REPOSITORY / "docs/guides/openai.md").read_text()
+    page = (REPOSITORY / "docs/guides/apis/openai.md").read_text()
     ignored, refused = (
         set(re.findall(r"`(\w+)`", re.search(rf"{words}[^:]*: ([^.]*)\.", page)[1]))
         for words in ("These are ignored", "These are refused")

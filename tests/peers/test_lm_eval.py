@@ -98,7 +98,7 @@ def samples_of(folder: Path, task: str) -> list[dict]:
 
 def test_the_command_of_the_page_scores_and_generates(url, running, models, tmp_path):
     write_tasks(tmp_path)
-    page = (REPOSITORY / "docs/guides/openai.md").read_text()
+    page = (REPOSITORY / "docs/guides/apis/openai.md").read_text()
     [command] = re.findall(r"^lm_eval run .*?(?=^```$)", page, re.MULTILINE | re.DOTALL)
     places = {
         "http://127.0.0.1:8000/v1": url,

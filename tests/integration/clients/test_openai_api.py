@@ -72,7 +72,7 @@ def test_the_model_is_listed_with_its_length(client):
 
 
 def test_the_example_of_the_page_prints_an_answer(client, capsys):
-    page = (harness.REPOSITORY / "docs/guides/openai.md").read_text()
+    page = (harness.REPOSITORY / "docs/guides/apis/openai.md").read_text()
     [program] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     here = {"http://127.0.0.1:8000/v1": str(client.base_url), "SmolLM2-135M-Instruct": "senior"}
     for place, own in here.items():
