@@ -204,7 +204,7 @@ def test_a_sampler_of_saved_weights_draws_until_others_are_published(url):
         model.save_weights_and_get_sampling_client().result(timeout=60)
         with pytest.raises(tinker.RequestFailedError, match="no longer holds"):
             samples(sampler)
-        with pytest.raises(tinker.BadRequestError, match="no longer what"):
+        with pytest.raises(tinker.BadRequestError, match="no longer held"):
             client.create_sampling_client(model_path=path).result(timeout=60)
 
 
