@@ -488,7 +488,8 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .vision = config_.vision,
           .vocabulary_digest = {},
           .dtype = dtype() == at::kBFloat16 ? DType::kBFloat16 : DType::kFloat32,
-          .quantization = Quantization::kNone};
+          .quantization = Quantization::kNone,
+          .lora = lora_};
 }
 
 absl::StatusOr<std::vector<std::pair<const tandem::Parameter*, at::Tensor>>> Model::Match(

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "common/model/config/lora.h"
 #include "common/model/config/quantization.h"
 #include "common/model/vision/vision_config.h"
 #include "common/tensor/dtype.h"
@@ -26,6 +27,7 @@ struct ModelSummary {
   std::string vocabulary_digest;  // Vocabulary::Digest; empty without a tokenizer.json
   DType dtype = DType::kFloat32;  // of the linear maps, unless they are quantised
   Quantization quantization = Quantization::kNone;
+  LoraOptions lora;  // enabled() if the model has adapters
 };
 
 }  // namespace tandem

@@ -73,6 +73,7 @@ class FakeWorld:
         self.open_streams = 0  # Generate calls that have not ended
         self.cut_calls = 0  # Generate calls that the client cancelled
         self.max_model_len = 128
+        self.adapter = None  # AdapterInfo of the trainer's model
         self.micro_batches = lambda: (0, 0)  # done, of how many, in the trainer's GetServerInfo
         self.junior_max_model_len = 128
         self.cut_streams = 0  # Generate calls to break off after one sample
@@ -255,6 +256,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if self.world.optimizer is not None:
             reply.optimizer.CopyFrom(self.world.optimizer)
         self.world.describe(reply.server.model)
+        if self.world.adapter is not None:
+            reply.server.model.adapter.CopyFrom(self.world.adapter)
         reply.server.weights.version = self.world.version
         reply.server.weights.digest = "d"
         reply.server.model.max_model_len = self.world.max_model_len

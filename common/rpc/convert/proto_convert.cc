@@ -485,6 +485,15 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
   proto->set_dtype(DTypeToProto(summary.dtype));
   proto->set_quantization(QuantizationToProto(summary.quantization));
   proto->set_takes_images(summary.vision.has_value());
+  proto->clear_adapter();
+  if (summary.lora.enabled()) {
+    types::v1::AdapterInfo* const adapter = proto->mutable_adapter();
+    adapter->set_rank(static_cast<int32_t>(summary.lora.rank));
+    adapter->set_alpha(summary.lora.alpha);
+    adapter->mutable_target_modules()->Assign(summary.lora.target_modules.begin(),
+                                              summary.lora.target_modules.end());
+    adapter->set_seed(summary.lora.seed);
+  }
 }
 
 void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto) {

@@ -12,6 +12,8 @@ import pytest
 import tinker
 from tinker import types
 
+from tandem.tinker_server.paths import CheckpointPath
+
 KEY = "tml-any"
 ADAM = types.AdamParams(learning_rate=5e-3)
 FAST = types.AdamParams(learning_rate=2e-2)
@@ -48,11 +50,24 @@ def service(url):
         client.close("success").result(timeout=60)
 
 
+@pytest.fixture(scope="module")
+def adapters_url(models, checkpoints, tmp_path_factory):
+    """Servers whose senior has adapters of rank 4."""
+    place = tmp_path_factory.mktemp("adapters")
+    lora = {"lora": {"rank": 4, "alpha": 8}}
+    with (
+        harness.cluster(place, models, rollout={"senior": lora}, trainer=lora) as running,
+        harness.tinker_server(running, checkpoints) as url,
+    ):
+        yield url
+
+
 @contextmanager
-def training(url):
-    """A service client, and a model of all parameters."""
+def training(url, rank=0):
+    """A service client, and a model of all parameters, or of adapters."""
     with service(url) as client:
-        yield client, client.create_lora_training_client("senior", rank=0).result(timeout=60)
+        model = client.create_lora_training_client("senior", rank=rank, train_unembed=rank == 0)
+        yield client, model.result(timeout=60)
 
 
 def datum(tokens, **inputs):
@@ -102,9 +117,11 @@ def test_a_loss_and_its_log_probs_are_those_of_the_weights(url):
         assert output.metrics["loss:sum"] == pytest.approx(-np.dot(weights, logprobs), rel=1e-6)
 
 
-def test_the_model_learns_by_importance_sampling_and_the_kl_is_zero(url):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_model_learns_by_importance_sampling_and_the_kl_is_zero(request, rank):
     """The reward is the share of even ids. Each step's sampler has the weights of the step."""
-    with training(url) as (_, model):
+    url = request.getfixturevalue("adapters_url" if rank else "url")
+    with training(url, rank) as (_, model):
         shares = []
         for number in range(16):
             sampler = model.save_weights_and_get_sampling_client().result(timeout=60)
@@ -173,16 +190,21 @@ def test_gradients_of_several_calls_are_one_step(url):
     assert after[0] == after[1]
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(url, checkpoints):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_checkpoint_goes_on_bit_for_bit(request, checkpoints, rank):
+    url = request.getfixturevalue("adapters_url" if rank else "url")
+
     def steps(model, count):
         return [step(model, [datum(TEXT)]).metrics["loss:sum"] for _ in range(count)]
 
-    with training(url) as (_, model):
+    with training(url, rank) as (_, model):
         steps(model, 2)
         path = model.save_state("two").result(timeout=60).path
         assert path == f"tinker://{model.model_id}/weights/two"
         expected = steps(model, 3)
-    assert [one.name for one in checkpoints.rglob("two")] == ["two"]
+    written = Path(CheckpointPath.parse(path).directory(str(checkpoints))) / "two"
+    assert written.is_dir()
+    assert (written / "adapter_config.json").exists() == (rank > 0)
     with service(url) as client:
         goes_on = client.create_training_client_from_state_with_optimizer(path).result(timeout=60)
         assert steps(goes_on, 3) == expected

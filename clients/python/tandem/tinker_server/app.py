@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tinker import types
 
+from tandem._proto.types.v1 import server_pb2
 from tandem.errors import TandemError, UnsavedUpdatesError
 from tandem.openai_server import limits as body_limits
 from tandem.openai_server.admission import Admission
@@ -25,6 +26,7 @@ from tandem.openai_server.pages import HANDLERS, Endpoint, Json, check_key, guar
 from tandem.rpc.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.rpc.credentials import Credentials, WatchedFiles
 from tandem.tinker_server import limits, runs
+from tandem.tinker_server.adapters import check_adapter, described, trained_parts
 from tandem.tinker_server.answers import Plain
 from tandem.tinker_server.authors import Authors
 from tandem.tinker_server.bodies import Asked, decompressed, digest, parsed
@@ -34,7 +36,7 @@ from tandem.tinker_server.futures import Answer, Futures
 from tandem.tinker_server.paths import SAMPLER, TRAINING, CheckpointPath
 from tandem.tinker_server.sampler import Sampler, capabilities, check_request
 from tandem.tinker_server.sessions import ClientSessions
-from tandem.tinker_server.trained_model import TrainedModel, check_adapter
+from tandem.tinker_server.trained_model import TrainedModel
 
 PROTOBUF = "application/x-protobuf"
 
@@ -50,6 +52,8 @@ class Settings:
         model: the name of the model that requests must give; None: that of its directory.
         tandem: whether the junior of the rollout server writes, too.
         junior_token_loss_weight: the weight of its tokens in losses, 0 to 1.
+        unembed_optional: whether a client that asks for adapters of the output layer gets the
+            others.
         credentials: those for both servers; None: those of the environment.
         api_keys: keys, one of which a request must show; None: any request is answered.
     """
@@ -60,6 +64,7 @@ class Settings:
     model: str | None = None
     tandem: bool = False
     junior_token_loss_weight: float = 0.0
+    unembed_optional: bool = False
     credentials: Credentials | None = None
     api_keys: WatchedFiles[tuple[str, ...]] | None = None
 
@@ -238,7 +243,11 @@ class _Server:
     async def create_model(self, request: Request) -> Response:
         """Begins to train the base model."""
         asked = await self._asked(request, types.CreateModelRequest)
-        check_adapter(asked.lora_config)
+        check_adapter(
+            asked.lora_config,
+            await self._trained(),
+            unembed_optional=self._settings.unembed_optional,
+        )
         await self._check_base_model(asked.base_model)
         _check_optimizer(asked.optimizer_config)
         name = f"{asked.session_id}:train:{asked.model_seq_id}"
@@ -303,7 +312,7 @@ class _Server:
         """Describes the model in training."""
         asked = await self._asked(request, types.GetInfoRequest)
         model = self._find_model(asked.model_id)
-        served = (await self._trainer.info()).server.model
+        served = await self._trained()
         name = await self._sampler.model_name()
         return Json(
             {
@@ -315,8 +324,7 @@ class _Server:
                     "model_name": name,
                     "tokenizer_id": served.path,
                 },
-                "is_lora": False,
-                "lora_rank": 0,
+                **model.adapter,
             }
         )
 
@@ -399,13 +407,14 @@ class _Server:
         return Json({"checkpoints": found, "cursor": runs.cursor(found)})
 
     async def weights_info(self, request: Request) -> Response:
-        """Describes a checkpoint: every one has all parameters of the served model."""
+        """Describes a checkpoint: every one has what the trainer trains."""
         async with self.admission.body(request) as body:
             given = json_of(body)
         path = given.get("tinker_path") if isinstance(given, dict) else None
         CheckpointPath.parse(str(path), "tinker_path")
         name = await self._sampler.model_name()
-        return Json({"base_model": name, "is_lora": False, "lora_rank": 0})
+        model = await self._trained()
+        return Json({"base_model": name, **described(model), **trained_parts(model)})
 
     # Sampling.
 
@@ -557,8 +566,12 @@ class _Server:
             name=name,
             session=session,
             metadata=metadata or {},
+            adapter=described(info.server.model),
             max_samples=info.max_samples,
         )
+
+    async def _trained(self) -> server_pb2.ModelInfo:
+        return (await self._trainer.info()).server.model
 
     async def _end_model(self) -> None:
         model, self._model = self._model, None

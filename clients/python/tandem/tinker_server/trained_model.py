@@ -50,6 +50,7 @@ class TrainedModel:
         id: its name, and the run_id of its steps.
         session: the session that made it.
         metadata: what its client said about it.
+        adapter: fields of answers that say whether it is an adapter, and of which rank.
         version: that of the trainer's weights after its last step.
         publishes_back: whether its next publication may go to an older version.
         saved: its checkpoints, in their order.
@@ -66,6 +67,7 @@ class TrainedModel:
         name: str,
         session: str,
         metadata: Mapping[str, Any],
+        adapter: Mapping[str, Any],
         max_samples: int,
     ) -> None:
         """Arguments as in app.Settings; `authors` is None where no junior writes."""
@@ -77,6 +79,7 @@ class TrainedModel:
         self.id = name
         self.session = session
         self.metadata = metadata
+        self.adapter = adapter
         self.version = 0
         self.publishes_back = True
         self.saved: dict[CheckpointPath, Saved] = {}
@@ -273,22 +276,3 @@ def _config(request: wire.ForwardBackwardRequest) -> dict[str, float | str]:
     for name, value in request.loss_fn_config_v2.items():
         settings[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return settings
-
-
-def check_adapter(config: types.LoraConfig | None) -> None:
-    """Raises RequestError for an adapter: rank 0 trains all parameters."""
-    if config is None or config.rank != 0:
-        rank = "missing" if config is None else config.rank
-        raise RequestError(
-            f"lora_config.rank: {rank}: adapters are not served; rank 0 trains all parameters",
-            "lora_config.rank",
-            code="unsupported_parameter",
-        )
-    for name in ("train_attn", "train_mlp", "train_unembed"):
-        if not getattr(config, name):
-            raise RequestError(
-                f"lora_config.{name}: must be true with rank 0; the trainer's `freeze` names "
-                "parameters that do not train",
-                f"lora_config.{name}",
-                code="unsupported_parameter",
-            )

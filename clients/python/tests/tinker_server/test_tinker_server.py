@@ -12,6 +12,7 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as wire
 
+from tandem._proto.types.v1 import server_pb2
 from tandem.openai_server import limits as body_limits
 from tandem.openai_server.errors import RequestError
 from tandem.rpc.credentials import watched_tokens
@@ -257,8 +258,11 @@ async def test_updates_of_another_client_are_not_lost(world, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"lora_config": {"rank": 8}}, "lora_config.rank: 8: adapters are not served"),
-        ({"lora_config": None}, "lora_config.rank: missing"),
+        (
+            {"lora_config": {"rank": 8}},
+            "lora_config.rank: 8: the trainer's `lora` makes it train all parameters",
+        ),
+        ({"lora_config": None}, "lora_config.rank: is required"),
         ({"lora_config": {"rank": 0, "train_mlp": False}}, "lora_config.train_mlp: must be true"),
         ({"base_model": "other"}, "base_model: 'other' is not served, 'model' is"),
         ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type: 'dimuon'"),
@@ -272,6 +276,48 @@ async def test_a_model_that_is_not_served_is_refused_by_name(world, tmp_path, fi
         status, refused = await client.begin(**fields)
     text = refused["error"] if status == 200 else refused["error"]["message"]
     assert text.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("maps", "config", "says"),
+    [
+        (["all-linear"], {}, "train_unembed: must be false: adapters of the output layer"),
+        (["all-linear"], {"train_unembed": False}, None),
+        (["all-linear"], {"train_unembed": False, "seed": 3}, None),
+        (["all-linear"], {"train_unembed": False, "seed": 0}, "seed: 0: the trainer's"),
+        (["all-linear"], {"train_unembed": False, "rank": 0}, "rank: 0: the trainer's"),
+        (["q_proj"], {"train_unembed": False}, "train_mlp: must be false"),
+        (["q_proj"], {"train_unembed": False, "train_mlp": False}, None),
+        (["up_proj"], {"train_unembed": False}, "train_attn: must be false"),
+        (["up_proj"], {"train_unembed": False, "train_attn": False}, None),
+        (["up_proj", "o_proj"], {"train_unembed": False}, None),
+    ],
+)
+async def test_adapters_are_those_of_the_trainer(world, tmp_path, maps, config, says):
+    world.adapter = server_pb2.AdapterInfo(rank=8, alpha=16, target_modules=maps, seed=3)
+    async with serving(world, tmp_path) as client:
+        status, answer = await client.begin(lora_config={"rank": 8} | config)
+        if says is not None:
+            assert answer["error"]["message"].startswith(f"lora_config.{says}")
+            return
+        assert status == 200
+        _, info = await client.post("get_info", {"model_id": client.model})
+        assert (info["is_lora"], info["lora_rank"]) == (True, 8)
+        _, weights = await client.post("weights_info", {"tinker_path": "tinker://a/weights/b"})
+        assert (weights["is_lora"], weights["lora_rank"]) == (True, 8)
+        asked = {"train_attn": True, "train_mlp": True} | config
+        assert {name: weights[name] for name in asked if name.startswith("train")} == {
+            name: value for name, value in asked.items() if name.startswith("train")
+        }
+        run = (await client.http.get(f"/api/v1/training_runs/{client.model}")).json()
+        assert (run["is_lora"], run["lora_rank"]) == (True, 8)
+
+
+async def test_clients_that_ask_for_the_output_layer_can_get_the_other_adapters(world, tmp_path):
+    world.adapter = server_pb2.AdapterInfo(rank=8, target_modules=["all-linear"])
+    async with serving(world, tmp_path, unembed_optional=True) as client:
+        status, _ = await client.begin(lora_config={"rank": 8})
+        assert status == 200
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,13 @@ def serve_tinker(
         float,
         typer.Option(min=0.0, max=1.0, help="Weight of the junior's tokens in losses."),
     ] = 0.0,
+    unembed_optional: Annotated[
+        bool,
+        typer.Option(
+            "--unembed-optional",
+            help="Clients that ask for adapters of the output layer, too, get the others.",
+        ),
+    ] = False,
     api_key_file: ApiKeyFile = None,
     https_certificate_file: CertificateFile = None,
     https_private_key_file: PrivateKeyFile = None,
@@ -96,6 +103,7 @@ def serve_tinker(
             model=model_name,
             tandem=tandem,
             junior_token_loss_weight=junior_token_loss_weight,
+            unembed_optional=unembed_optional,
             credentials=sampler.credentials,
             api_keys=server.api_keys,
         )
