@@ -68,7 +68,7 @@ struct Trajectory {
   TandemConfig tandem;
   // One entry for each token but the last: prompt_token_ids.size() + L - 1. Empty: not recorded.
   TokenExperts routed_experts;
-  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
   int64_t response_offset = 0;  // tokens of the response before these, which are not in it
   TopTokens top_tokens = {};    // of each token's author; nothing depends on it
 

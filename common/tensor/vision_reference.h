@@ -1,10 +1,11 @@
-// An image or a video of a prompt, as requests name it. Plain data.
+// An image or a video of a sequence, as requests name it. Plain data.
 #ifndef TANDEM_COMMON_TENSOR_VISION_REFERENCE_H_
 #define TANDEM_COMMON_TENSOR_VISION_REFERENCE_H_
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace tandem {
@@ -18,6 +19,8 @@ struct VisionReference {
   int64_t grid_h = 0;
   int64_t grid_w = 0;
   double seconds_per_grid = 1.0;  // from one patch in time to the next
+  // Index in the sequence of its first token, in an environment's turn; nullopt: in the prompt.
+  std::optional<int64_t> first_token = std::nullopt;
 
   bool operator==(const VisionReference&) const = default;
 };

@@ -500,10 +500,11 @@ RaggedBatch TrainingCore::Input(const Pass& pass, int64_t micro_batch, bool repl
 }
 
 absl::StatusOr<std::shared_ptr<const PromptImages>> TrainingCore::ImagesOf(
-    absl::Span<const int32_t> prompt, absl::Span<const VisionReference> references,
-    const Blobs& blobs) {
+    absl::Span<const int32_t> prompt, absl::Span<const int32_t> response,
+    absl::Span<const VisionReference> references, const Blobs& blobs) {
   const std::optional<VisionConfig>& vision = model().config().vision;
-  return MakePromptImages(vision.has_value() ? &*vision : nullptr, prompt, references, blobs);
+  return MakePromptImages(vision.has_value() ? &*vision : nullptr, prompt, response, references,
+                          blobs);
 }
 
 MicroBatchInput TrainingCore::RowsOf(const Pass& pass, int64_t micro_batch,

@@ -178,8 +178,8 @@ class TrainingCore {
   absl::Status PrepareDigest();
   // MakePromptImages for the model.
   absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOf(
-      absl::Span<const int32_t> prompt, absl::Span<const VisionReference> references,
-      const Blobs& blobs);
+      absl::Span<const int32_t> prompt, absl::Span<const int32_t> response,
+      absl::Span<const VisionReference> references, const Blobs& blobs);
   // The digest is empty while it is not known (PrepareDigest).
   WeightsVersion weights() const;
 

@@ -73,7 +73,7 @@ absl::StatusOr<std::vector<PromptImages>> ReadImages(const nlohmann::json& reque
       prompt.inputs.push_back({.shape = shapes.back(), .digest = name, .pixels = blobs.at(name)});
     }
     const std::vector<int32_t> tokens(sequences[s].begin(), sequences[s].end());
-    TANDEM_ASSIGN_OR_RETURN(prompt.found, FindImages(*config.vision, tokens, shapes));
+    TANDEM_ASSIGN_OR_RETURN(prompt.found, FindImages(*config.vision, tokens, {}, shapes));
   }
   return images;
 }

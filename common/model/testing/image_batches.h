@@ -71,7 +71,7 @@ inline RaggedBatch MakeBatchWithImages(const Model& model,
     std::vector<ImageShape> shapes;
     for (const auto& input : prompt.inputs) shapes.push_back(input.shape);
     const std::vector<int32_t> narrow(first.begin(), first.end());
-    prompt.found = FindImages(vision, narrow, shapes).value();
+    prompt.found = FindImages(vision, narrow, {}, shapes).value();
   }
   return MakeBatchOf(model, sequences, images);
 }
@@ -89,7 +89,7 @@ inline RaggedBatch MakeBatchWithLargeImages(const Model& model,
     const std::vector<int32_t> narrow(tokens.begin(), tokens.end());
     images.push_back(std::make_unique<PromptImages>(
         PromptImages{.inputs = {RandomImage(vision, shape, images.size())},
-                     .found = FindImages(vision, narrow, {shape}).value()}));
+                     .found = FindImages(vision, narrow, {}, {shape}).value()}));
   }
   return MakeBatchOf(model, sequences, images);
 }

@@ -24,9 +24,9 @@ void ImageBatch::AddPositions(const PromptImages* images, int64_t start, int64_t
     for (int64_t p = start; p < start + count; ++p) {
       int64_t position = p;
       if (images != nullptr) {
-        const int64_t prompt = images->prompt_length();
-        position = p < prompt ? images->found.positions[axis][static_cast<size_t>(p)]
-                              : images->found.next + p - prompt;
+        const int64_t placed = images->num_placed();
+        position = p < placed ? images->found.positions[axis][static_cast<size_t>(p)]
+                              : images->found.next + p - placed;
       }
       positions_[axis].push_back(position);
     }

@@ -17,7 +17,8 @@ ImageShape ShapeOf(const VisionReference& reference) {
   return {
       .grid = {.frames = reference.grid_t, .height = reference.grid_h, .width = reference.grid_w},
       .is_video = reference.is_video,
-      .seconds_per_grid = reference.seconds_per_grid};
+      .seconds_per_grid = reference.seconds_per_grid,
+      .first_token = reference.first_token};
 }
 
 // Whether no float32 in `bytes` is NaN or infinite: none has all bits of the exponent.
@@ -58,7 +59,8 @@ absl::StatusOr<Blob> FindPixels(const VisionConfig& vision, const VisionReferenc
 
 absl::StatusOr<std::shared_ptr<const PromptImages>> MakePromptImages(
     const VisionConfig* vision, absl::Span<const int32_t> prompt,
-    absl::Span<const VisionReference> references, const Blobs& blobs) {
+    absl::Span<const int32_t> response, absl::Span<const VisionReference> references,
+    const Blobs& blobs) {
   if (vision == nullptr) {
     if (references.empty()) return nullptr;
     return InvalidField("vision_inputs", "the model takes no images");
@@ -66,7 +68,7 @@ absl::StatusOr<std::shared_ptr<const PromptImages>> MakePromptImages(
   std::vector<ImageShape> shapes;
   for (const VisionReference& reference : references) shapes.push_back(ShapeOf(reference));
   auto images = std::make_shared<PromptImages>();
-  TANDEM_ASSIGN_OR_RETURN(images->found, FindImages(*vision, prompt, shapes));
+  TANDEM_ASSIGN_OR_RETURN(images->found, FindImages(*vision, prompt, response, shapes));
   if (references.empty()) return nullptr;
   static std::atomic<uint64_t> last_id = 0;
   images->id = ++last_id;
@@ -79,6 +81,31 @@ absl::StatusOr<std::shared_ptr<const PromptImages>> MakePromptImages(
         {.shape = shapes[i], .digest = references[i].digest, .pixels = *std::move(pixels)});
   }
   return images;
+}
+
+absl::Status CheckImagesOfTurns(const VisionConfig& vision, const PromptImages* images,
+                                int64_t prompt_tokens, absl::string_view field,
+                                absl::Span<const int32_t> response,
+                                absl::FunctionRef<bool(size_t t)> is_drawn) {
+  std::vector<bool> shown(response.size(), false);
+  for (size_t i = 0; images != nullptr && i < images->inputs.size(); ++i) {
+    for (int64_t p = images->found.first_tokens[i]; p < images->found.end_tokens[i]; ++p) {
+      if (p < prompt_tokens) continue;
+      const auto t = static_cast<size_t>(p - prompt_tokens);
+      shown[t] = true;
+      if (!is_drawn(t)) continue;
+      return InvalidField(absl::StrCat("vision_inputs[", i, "].first_token"),
+                          absl::StrCat("a model wrote token ", t,
+                                       " of the response: only an environment shows images"));
+    }
+  }
+  for (size_t t = 0; t < response.size(); ++t) {
+    if (shown[t] || is_drawn(t) || !vision.IsImageToken(response[t])) continue;
+    return InvalidField(absl::StrCat(field, "[", t, "]"),
+                        "stands for an image or a video of the environment, but no vision input "
+                        "has it (vision_inputs[i].first_token)");
+  }
+  return absl::OkStatus();
 }
 
 bool TakesSamePixels(const VisionConfig& a, const VisionConfig& b) {

@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "common/base/errors/error.h"
 
@@ -33,24 +34,45 @@ constexpr size_t kBytes = 8 * 24 * sizeof(float);  // 8 patches of 3 x 2 x 2 x 2
 
 TEST(PromptImagesTest, AnImageIsFoundWithItsPixels) {
   const Blobs blobs = BlobOf(kBytes);
-  const auto images = MakePromptImages(&kVision, kPrompt, {Reference("a")}, blobs);
+  const auto images = MakePromptImages(&kVision, kPrompt, {}, {Reference("a")}, blobs);
   ASSERT_TRUE(images.ok()) << images.status();
   ASSERT_EQ((*images)->inputs.size(), 1);
   EXPECT_EQ((*images)->inputs[0].pixels, blobs.at("a")) << "the bytes are shared";
   EXPECT_EQ((*images)->found.first_tokens[0], 1);
   EXPECT_EQ((*images)->found.end_tokens[0], 3);
-  EXPECT_EQ((*images)->prompt_length(), 4);
+  EXPECT_EQ((*images)->num_placed(), 4);
 }
 
 TEST(PromptImagesTest, TextHasNoImages) {
-  EXPECT_EQ(*MakePromptImages(&kVision, {1, 2}, {}, {}), nullptr);
+  EXPECT_EQ(*MakePromptImages(&kVision, {1, 2}, {}, {}, {}), nullptr);
   // To a model without a tower every id is text.
-  EXPECT_EQ(*MakePromptImages(nullptr, kPrompt, {}, {}), nullptr);
+  EXPECT_EQ(*MakePromptImages(nullptr, kPrompt, {}, {}, {}), nullptr);
+}
+
+TEST(PromptImagesTest, OnlyAnEnvironmentShowsImagesBehindThePrompt) {
+  const std::vector<int32_t> prompt = {5, 6}, response = {kImage, 7, kImage, kImage};
+  VisionReference reference = Reference("a");
+  reference.first_token = 4;
+  const auto images =
+      MakePromptImages(&kVision, prompt, response, {reference}, BlobOf(kBytes)).value();
+  EXPECT_EQ(images->num_placed(), 6);
+  const auto field = [&](const PromptImages* shown, size_t environment) {
+    const absl::Status status =
+        CheckImagesOfTurns(kVision, shown, std::ssize(prompt), "response", response,
+                           [&](size_t t) { return t < environment; });
+    return status.ok() ? "" : FieldPath(status).value_or("no field");
+  };
+  // The first token is a model's, as text.
+  EXPECT_EQ(field(images.get(), 2), "");
+  EXPECT_EQ(field(images.get(), 3), "vision_inputs[0].first_token");
+  EXPECT_EQ(field(images.get(), 0), "response[0]");
+  EXPECT_EQ(field(nullptr, 3), "response[3]");
+  EXPECT_EQ(field(nullptr, 4), "");
 }
 
 void ExpectRefused(const VisionConfig* vision, const VisionReference& reference, const Blobs& blobs,
                    absl::StatusCode code, const char* field) {
-  const absl::Status status = MakePromptImages(vision, kPrompt, {reference}, blobs).status();
+  const absl::Status status = MakePromptImages(vision, kPrompt, {}, {reference}, blobs).status();
   EXPECT_EQ(status.code(), code) << status;
   EXPECT_EQ(FieldPath(status), field);
 }

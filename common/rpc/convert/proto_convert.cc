@@ -443,6 +443,7 @@ absl::StatusOr<std::vector<VisionReference>> VisionInputsFromProto(
                       .grid_h = proto.grid_h(),
                       .grid_w = proto.grid_w()});
     if (proto.has_seconds_per_grid()) inputs.back().seconds_per_grid = proto.seconds_per_grid();
+    if (proto.has_first_token()) inputs.back().first_token = proto.first_token();
   }
   return inputs;
 }
@@ -457,6 +458,9 @@ void VisionInputsToProto(std::span<const VisionReference> inputs,
     proto->set_grid_h(static_cast<int32_t>(input.grid_h));
     proto->set_grid_w(static_cast<int32_t>(input.grid_w));
     proto->set_seconds_per_grid(input.seconds_per_grid);
+    if (input.first_token.has_value()) {
+      proto->set_first_token(static_cast<int32_t>(*input.first_token));
+    }
   }
 }
 

@@ -160,8 +160,9 @@ absl::StatusOr<std::optional<ValuesResult>> TorchEngine::FindKept(const ValuesBa
   whole.input.assign(request.prompt_token_ids.begin(), request.prompt_token_ids.end());
   whole.input.insert(whole.input.end(), request.response_token_ids.begin(),
                      request.response_token_ids.end());
-  TANDEM_ASSIGN_OR_RETURN(whole.images, core_->ImagesOf(request.prompt_token_ids,
-                                                        request.vision_inputs, request.blobs));
+  TANDEM_ASSIGN_OR_RETURN(whole.images,
+                          core_->ImagesOf(request.prompt_token_ids, request.response_token_ids,
+                                          request.vision_inputs, request.blobs));
   unknown.sequences.Add(std::move(whole));
   unknown.requests.push_back(index);
   return std::optional<ValuesResult>();
@@ -216,7 +217,8 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
     training::SequenceRows sequence =
         training::SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids,
                                      [&](size_t t) { return Counts(sample, t); });
-    auto images = core_->ImagesOf(sample.prompt_token_ids, sample.vision_inputs, request.blobs);
+    auto images = core_->ImagesOf(sample.prompt_token_ids, sample.response_token_ids,
+                                  sample.vision_inputs, request.blobs);
     if (!images.ok()) return PrependFieldPath(absl::StrCat("samples[", i, "]"), images.status());
     sequence.images = *std::move(images);
     rows->sequences.Add(std::move(sequence));

@@ -30,7 +30,7 @@ struct ValuesRequest {
   // The train step that the values are for; empty: no step, and nothing is kept.
   std::string run_id = {};
   std::string request_id = {};
-  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
   Blobs blobs = {};                                 // their pixels
 
   bool operator==(const ValuesRequest&) const = default;
@@ -55,7 +55,7 @@ struct ValueSample {
   std::vector<float> old_values;                    // [L]
   std::vector<float> returns;                       // [L]
   std::vector<uint8_t> loss_mask;                   // [L], or empty for all
-  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
 
   bool operator==(const ValueSample&) const = default;
 };

@@ -156,6 +156,65 @@ TEST_P(EngineImagesTest, ScoresHaveTheBitsOfTheResponses) {
   EXPECT_NE(scores->sequences[1].senior_logprobs, scores->sequences[0].senior_logprobs);
 }
 
+// A turn of an environment shows an image. What the models write behind it has the bits of scores,
+// whether the image stands in a turn or in the prompt, and in an engine that reads it in pieces.
+TEST_P(EngineImagesTest, AnImageOfATurnIsReadAsOneOfThePrompt) {
+  const auto engine = Create(Options());
+  PromptRequest request = ImagePrompt(1);
+  const Trajectory turn = RunOne(*engine, request);
+  request.response_token_ids = turn.response_token_ids;
+  request.response_authors = turn.authorship_mask;
+  PromptRequest shown;
+  AddImage(shown, {1, 8, 8}, /*seed=*/3, /*is_video=*/false);
+  VisionReference image = shown.vision_inputs[0];
+  image.first_token =
+      std::ssize(request.prompt_token_ids) + std::ssize(turn.response_token_ids) + 1;
+  request.vision_inputs.push_back(image);
+  request.blobs.insert(shown.blobs.begin(), shown.blobs.end());
+  std::vector<int32_t> said = {11};
+  said.insert(said.end(), shown.prompt_token_ids.begin(), shown.prompt_token_ids.end());
+  said.push_back(12);
+  request.response_token_ids.insert(request.response_token_ids.end(), said.begin(), said.end());
+  request.response_authors.resize(request.response_token_ids.size(), Author::kEnvironment);
+  const Trajectory next = RunOne(*engine, request);
+  EXPECT_EQ(next.vision_inputs, request.vision_inputs);
+
+  EngineOptions pieces = Options();
+  pieces.max_batched_tokens = 7;
+  ExpectSame(RunOne(*Create(pieces), request), next);
+
+  ScoreSequence in_turn = {.token_ids = request.prompt_token_ids,
+                           .first_scored_token = std::ssize(request.prompt_token_ids),
+                           .vision_inputs = request.vision_inputs};
+  in_turn.token_ids.insert(in_turn.token_ids.end(), request.response_token_ids.begin(),
+                           request.response_token_ids.end());
+  ScoreSequence in_prompt = in_turn;
+  in_prompt.first_scored_token = std::ssize(in_turn.token_ids);
+  in_prompt.vision_inputs.back().first_token.reset();
+  for (ScoreSequence* sequence : {&in_turn, &in_prompt}) {
+    sequence->token_ids.insert(sequence->token_ids.end(), next.response_token_ids.begin(),
+                               next.response_token_ids.end());
+  }
+  const absl::StatusOr<ScoreResult> scores = Score(
+      *engine,
+      {.sequences = {in_turn, in_prompt}, .senior = true, .junior = true, .blobs = request.blobs});
+  ASSERT_TRUE(scores.ok()) << scores.status();
+  for (size_t r = 0; r < next.response_token_ids.size(); ++r) {
+    const bool senior = next.authorship_mask[r] == Author::kSenior;
+    for (const auto& one : scores->sequences) {
+      const size_t at = one.senior_logprobs.size() - next.response_token_ids.size() + r;
+      EXPECT_EQ(one.senior_logprobs[at], senior ? next.author_logprobs[r] : next.other_logprobs[r]);
+      EXPECT_EQ(one.junior_logprobs[at], senior ? next.other_logprobs[r] : next.author_logprobs[r]);
+    }
+  }
+
+  // Without the image, the environment's token is not text; a model's would be.
+  request.vision_inputs.pop_back();
+  const absl::Status status = engine->Submit({{request, nullptr}}).status();
+  EXPECT_EQ(FieldPath(status).value_or(""), absl::StrCat("prompts[0].response.token_ids[",
+                                                         turn.response_token_ids.size() + 1, "]"));
+}
+
 TEST_P(EngineImagesTest, NewWeightsComputeImagesAgain) {
   const auto engine = Create(Options());
   const PromptRequest prompt = ImagePrompt(1, /*tandem=*/false);

@@ -118,7 +118,7 @@ struct PromptRequest {
   bool stream_tokens = false;
   int32_t priority = 0;  // higher comes first (waiting_queue.h)
   SpeculativeParams speculative;
-  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
   Blobs blobs = {};                                 // their pixels
   SteadyTime deadline = SteadyTime::InfiniteFuture();
 

@@ -58,7 +58,7 @@ struct PolicySample {
 struct SupervisedSample {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
-  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
   std::vector<float> weights = {};                  // [L], of any sign; empty: each is 1
 
   bool operator==(const SupervisedSample&) const = default;
@@ -95,7 +95,7 @@ struct LogProbsRequest {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
   double temperature = 1.0;
-  std::vector<VisionReference> vision_inputs = {};  // of the prompt, in the order of their tokens
+  std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
   Blobs blobs = {};                                 // their pixels
 
   bool operator==(const LogProbsRequest&) const = default;

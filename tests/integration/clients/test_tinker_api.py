@@ -10,9 +10,8 @@ import httpx2
 import numpy as np
 import pytest
 import tinker
-from tinker import types
-
 from tandem.tinker_server.paths import CheckpointPath
+from tinker import types
 
 KEY = "tml-any"
 ADAM = types.AdamParams(learning_rate=5e-3)

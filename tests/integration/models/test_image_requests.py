@@ -13,6 +13,7 @@ import grpc
 import harness
 import numpy as np
 import pytest
+import tandem
 from family_models import VISION_FAMILIES, make_vision_model
 from harness import flat, logprobs
 from PIL import Image
@@ -22,9 +23,16 @@ from tandem.errors import FailedPreconditionError, InvalidArgumentError
 from tandem.models.tokenizer import TextCodec
 from tandem.openai_server.app import Settings, application
 from tandem.rpc.images import VisionInput
-from tandem.rpc.requests import PolicySample, Prompt, ScoredTokens, SupervisedSample
+from tandem.rpc.requests import (
+    PolicySample,
+    Prompt,
+    ResponseSoFar,
+    ScoredTokens,
+    SupervisedSample,
+)
 from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.wire import from_tensor
+from tandem.utils.authors import ENVIRONMENT
 from vision_reference import VisionReference
 
 PATCH_VALUES = 3 * 2 * 4 * 4
@@ -165,6 +173,69 @@ def test_every_server_has_the_same_bits_alone_and_in_a_batch(vision):
             [dataclasses.replace(sequences[0], vision_inputs=[pixels((1, 4, 4), 9)])]
         )
         assert (from_tensor(other.values) != from_tensor(values[0].values)).all()
+
+
+def test_images_of_turns_have_the_bits_of_every_server(vision):
+    """What an environment shows between two turns is read as if it stood in the prompt."""
+    first = vision.prompt(4, SMALL, 3, tandem=WORD, return_other_logprobs=True)
+    image = vision.tokens["image"]
+    with (
+        harness.rollout_client(vision.cluster) as rollout,
+        harness.trainer_client(vision.cluster) as trainer,
+        harness.critic_client(vision.cluster) as critic,
+    ):
+        [[turn]] = rollout.generate([first])
+        said, images = [5, 6], []
+        start = len(first.token_ids) + len(turn.response_token_ids)
+        for one in (WIDE, TALL):
+            images.append(dataclasses.replace(one, first_token=start + len(said)))
+            said += [image] * (len(one.pixels) // MERGED) + [7]
+        second = dataclasses.replace(
+            first,
+            response=ResponseSoFar.after(turn, said),
+            vision_inputs=[*first.vision_inputs, *images],
+        )
+        [[next_turn]] = rollout.generate([second])
+        whole = tandem.join(turn, said, next_turn)
+        assert list(whole.vision_inputs) == [one.message() for one in second.vision_inputs]
+        drawn = np.array([author != ENVIRONMENT for author in whole.authorship_mask])
+        senior = logprobs(whole, "senior")[drawn]
+        sequence = SupervisedSample(
+            whole.prompt_token_ids, whole.response_token_ids, whole.vision_inputs
+        )
+        [computed] = trainer.compute_log_probs([sequence])
+        np.testing.assert_array_equal(from_tensor(computed.logprobs)[drawn], senior)
+        ids = [*whole.prompt_token_ids, *whole.response_token_ids]
+        scored = ScoredTokens(ids, len(whole.prompt_token_ids), whole.vision_inputs)
+        [score] = rollout.score([scored]).sequences
+        np.testing.assert_array_equal(from_tensor(score.senior_logprobs)[drawn], senior)
+        # As a prompt of everything before the last turn.
+        before = len(ids) - len(next_turn.response_token_ids)
+        prompt = dataclasses.replace(second, token_ids=ids[:before], response=ResponseSoFar())
+        plain = [*first.vision_inputs, WIDE, TALL]
+        written = vision.text(next_turn.response_token_ids)
+        expected = vision.reference.logprobs(prompt.token_ids, written, plain)
+        ours = logprobs(next_turn, "senior")[: len(written)]
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE)
+        of_prompt = SupervisedSample(ids[:before], next_turn.response_token_ids, plain)
+        for compute, field in (
+            (trainer.compute_log_probs, "logprobs"),
+            (critic.compute_values, "values"),
+        ):
+            [a], [b] = compute([sequence]), compute([of_prompt])
+            count = len(next_turn.response_token_ids)
+            np.testing.assert_array_equal(
+                from_tensor(getattr(a, field))[-count:], from_tensor(getattr(b, field))[-count:]
+            )
+        refusals = {
+            "vision_inputs[1].first_token": [SMALL, dataclasses.replace(WIDE, first_token=2)],
+            "vision_inputs[1]": [SMALL, dataclasses.replace(WIDE, first_token=start)],
+            f"response.token_ids[{len(turn.response_token_ids) + 2}]": [SMALL],
+        }
+        for field, given in refusals.items():
+            with pytest.raises(InvalidArgumentError) as caught:
+                rollout.generate([dataclasses.replace(second, vision_inputs=given)])
+            assert caught.value.field == field
 
 
 def test_pixels_travel_once_and_come_back_after_they_were_dropped(vision, models, tmp_path):

@@ -7,12 +7,13 @@ and any other call is left to itself, in a thread that another one replaces.
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ from tandem.errors import EnvironmentFailedError
 from tandem.rewards.judges.cases import FAILURES, Failure, failure_of, number_of
 from tandem.rewards.judges.watch import Watch
 from tandem.rewards.judges.workers import Workers
+from tandem.rpc.images import png_of
 from tandem.run_directory.log import FILE_ONLY
 
 _log = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ _log = logging.getLogger(__name__)
 # Most characters that one call may say. Many more fit no context, and whoever encodes or records
 # them holds up the other episodes.
 MOST_SAID = 1 << 20
+# Most bytes of the images of one call, as PNG files in base64.
+MOST_SHOWN = 16 << 20
 # Seconds between two looks of a thread that waits: a call is given up between them alone.
 _LOOK_SECONDS = 0.2
 # Seconds that a cancelled coroutine has to end.
@@ -38,6 +42,9 @@ CLOSE_SECONDS = 10.0
 
 
 Result = TypeVar("Result")
+
+# The content of a message: a text, or a list of parts.
+Content = str | list[dict[str, Any]]
 
 
 def awaited(future: Future[Result]) -> Result:
@@ -53,6 +60,8 @@ class Said:
 
     Attributes:
         text: what goes to the model; of reset() also None, for nothing.
+        parts: in place of the text, the parts of an answer with images: {"type": "text", "text":
+            TEXT} and {"type": "image", "png": the file in base64}.
         tool_failed: whether a tool raised, or could not be called: `text` says so to the model.
         done: whether the environment has ended the episode.
         reward: what get_reward() gave; None in every other call, and where it failed.
@@ -62,6 +71,7 @@ class Said:
     """
 
     text: str | None = None
+    parts: Sequence[Mapping[str, str]] = ()
     tool_failed: bool = False
     done: bool = False
     reward: float | None = None
@@ -74,6 +84,18 @@ class Said:
         """Returns what a call gave that failed."""
         trace = f"\n{failure.trace}" if failure.trace else ""
         return cls(failure=failure.what + trace, timed_out=failure.timed_out)
+
+    @property
+    def content(self) -> Content | None:
+        """What goes to the model, as the content of a message; None for nothing."""
+        if not self.parts:
+            return self.text
+        return [
+            {"type": "image", "image": {"bytes": base64.b64decode(part["png"])}}
+            if part["type"] == "image"
+            else dict(part)
+            for part in self.parts
+        ]
 
     def record(self) -> dict[str, Any]:
         """Returns it as JSON, without what is as by default."""
@@ -105,10 +127,14 @@ class LiveEnvironment:
     def reset(self, arguments: Mapping[str, Any]) -> Said:
         """Makes the environment and begins an episode; its text joins the prompt."""
         self._made = self._make()
-        text = self._result(self._made.reset(**arguments))
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"reset() returned {type(text).__name__}, neither text nor None")
-        return Said(_bounded("reset()", text or "") or None)
+        value = self._result(self._made.reset(**arguments))
+        if images := _shown(value):
+            return Said(parts=_bounded_parts("reset()", images))
+        if value is not None and not isinstance(value, str):
+            raise TypeError(
+                f"reset() returned {type(value).__name__}, neither text nor images nor None"
+            )
+        return Said(_bounded("reset()", value or "") or None)
 
     def tool(self, name: str, arguments: Mapping[str, Any]) -> Said:
         """Calls a tool; what it raises goes back to the model as text.
@@ -117,15 +143,18 @@ class LiveEnvironment:
         """
         try:
             value = self._result(self._find(self._made, name)(**arguments))
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            parts = _shown(value)
+            text = value if isinstance(value, str) else "" if parts else _json(value)
             failed = False
         except EnvironmentFailedError:
             raise
         # A user's tool may raise anything, for what a model wrote.
         except FAILURES as error:
-            text, failed = f"Error: {type(error).__name__}: {error}", True
-        text = _bounded(f"{name}()", text)
-        return Said(text, tool_failed=failed, done=bool(getattr(self._made, "done", False)))
+            text, parts, failed = f"Error: {type(error).__name__}: {error}", [], True
+        done = bool(getattr(self._made, "done", False))
+        if parts:
+            return Said(parts=_bounded_parts(f"{name}()", parts), done=done)
+        return Said(_bounded(f"{name}()", text), tool_failed=failed, done=done)
 
     def reward(self) -> Said:
         """Returns what get_reward() gives."""
@@ -173,6 +202,40 @@ def _bounded(call: str, text: str) -> str:
     if len(text) > MOST_SAID:
         raise ValueError(f"{call} said {len(text):,} characters, at most {MOST_SAID:,}")
     return text
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _shown(value: Any) -> list[dict[str, str]]:
+    """Returns the parts of an answer that shows images, as Said has them; none for another answer.
+
+    An image of Pillow is such an answer, and a list of parts, one of which is an image. Raises
+    ConfigError for an image that cannot be read.
+    """
+    if type(value).__module__.startswith("PIL."):
+        value = [{"type": "image", "image": value}]
+    if not isinstance(value, list | tuple):
+        return []
+    kinds = {part.get("type") if isinstance(part, Mapping) else None for part in value}
+    if "image" not in kinds or not kinds <= {"image", "text"}:
+        return []
+    return [
+        {"type": "image", "png": base64.b64encode(png_of(part["image"])).decode()}
+        if part["type"] == "image"
+        else {"type": "text", "text": str(part["text"])}
+        for part in value
+    ]
+
+
+def _bounded_parts(call: str, parts: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
+    """Returns the parts that a call gave; raises ValueError for too many characters or bytes."""
+    _bounded(call, "".join(part.get("text", "") for part in parts))
+    size = sum(len(part.get("png", "")) for part in parts)
+    if size > MOST_SHOWN:
+        raise ValueError(f"{call} showed images of {size:,} bytes, at most {MOST_SHOWN:,}")
+    return parts
 
 
 async def _result_of(value: Any) -> Any:

@@ -128,7 +128,7 @@ class EnvironmentClass:
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError, which names the row, for one that reset() cannot be called with.
 
-        Also for rows that are not conversations, and for rows with images.
+        Also for rows that are not conversations.
         """
         seen: set[frozenset[str]] = set()
         for example in examples:
@@ -141,8 +141,6 @@ class EnvironmentClass:
                 raise ConfigError(
                     f"environment: {example.place}: the last message is not the user's"
                 )
-            if example.vision_inputs:
-                raise ConfigError(f"environment: {example.place}: images are not supported")
             columns = frozenset(example.row)
             if columns in seen:
                 continue

@@ -13,12 +13,13 @@ import xxhash
 
 from tandem._proto.types.v1 import trajectory_pb2
 from tandem.data.dataset import Example
-from tandem.environments.calls import Said
+from tandem.environments.calls import Content, Said
 from tandem.environments.contract import EnvironmentClass
 from tandem.environments.template import Turns
 from tandem.environments.tool_calls import BadCall, Found, ToolCall
 from tandem.models.tokenizer import TextCodec
 from tandem.rewards.judges.cases import Failure, Outcome
+from tandem.rpc.images import VisionInput, images_of
 from tandem.rpc.joining import join
 from tandem.rpc.requests import Prompt, ResponseSoFar
 from tandem.run_directory.episodes import EpisodeKey
@@ -60,15 +61,55 @@ class Rules:
     template_kwargs: Mapping[str, Any]
     longest: int
 
-    def prompt_ids(self, example: Example, text: str | None) -> list[int]:
-        """Returns the ids of a prompt with the text of reset() behind its last message."""
-        if text is None:
-            return example.token_ids
+    def prompt(
+        self, example: Example, said: Content | None
+    ) -> tuple[Sequence[int], Sequence[VisionInput]]:
+        """Returns the ids of a prompt with what reset() said behind its last message, its images.
+
+        Raises ConfigError for images that the model does not take.
+        """
+        if said is None:
+            return example.token_ids, example.vision_inputs
         *before, last = example.messages
-        content = last["content"]
-        said = text if isinstance(content, str) else [{"type": "text", "text": text}]
-        messages = [*before, {**last, "content": content + said}]
-        return self.codec.chat(messages, self.template_kwargs)
+        messages = [*before, {**last, "content": _joined(last["content"], said)}]
+        ids = self.codec.chat(messages, self.template_kwargs)
+        inputs = [*example.vision_inputs, *self._pixels([said])]
+        return self._expanded(ids, inputs), inputs
+
+    def between(
+        self, answers: Sequence[tuple[ToolCall, Content]], start: int
+    ) -> tuple[list[int], list[VisionInput]]:
+        """Returns the ids and the images of answers, the first of which is token `start`.
+
+        Raises ConfigError as prompt() does.
+        """
+        if self.environment.text_argument is None:
+            ids = self.turns.between(answers)
+        else:
+            # The user says what the environment does: the models call no tools.
+            ids = self.turns.after([{"role": "user", "content": said} for _, said in answers])
+        inputs = self._pixels([said for _, said in answers])
+        ids = self._expanded(ids, inputs)
+        return ids, self.codec.images.placed(ids, inputs, start) if inputs else []
+
+    def _pixels(self, contents: Sequence[Content]) -> list[VisionInput]:
+        images = images_of([{"content": one} for one in contents])
+        return self.codec.images.images(images, most_tokens=self.longest) if images else []
+
+    def _expanded(self, ids: list[int], inputs: Sequence[VisionInput]) -> list[int]:
+        """Returns ids with a token for each row of an image; a text that names one is refused."""
+        return self.codec.images.expand(ids, inputs) if self.codec.takes_images else ids
+
+
+def _joined(content: Content, said: Content) -> Content:
+    """Returns the content of a message with what reset() said behind it."""
+    if isinstance(content, str) and isinstance(said, str):
+        return content + said
+    return [*_parts(content), *_parts(said)]
+
+
+def _parts(content: Content) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 @dataclass
@@ -82,6 +123,7 @@ class Episode:
         trajectory: the turns so far as one response; None before the first has come.
         reward: what get_reward() gave, or why the environment failed; None without either.
         stop: why it ended; None until it has.
+        images: those of the prompt and of the environment's turns so far, with their pixels.
     """
 
     key: EpisodeKey
@@ -98,10 +140,11 @@ class Episode:
     parse_errors: int = 0
     timeouts: int = 0
     seconds: float = 0.0
+    images: Sequence[VisionInput] = ()
     _token_ids: Sequence[int] = ()
     _said: list[int] = field(default_factory=list)
     _pending: list[Found] = field(default_factory=list)
-    _answers: list[tuple[ToolCall, str]] = field(default_factory=list)
+    _answers: list[tuple[ToolCall, Content]] = field(default_factory=list)
     _length_reason: StopReason = StopReason.TOKENS
 
     @property
@@ -123,9 +166,9 @@ class Episode:
         """Takes what reset() gave."""
         if self._take(said):
             return
-        self._token_ids = self.rules.prompt_ids(self.example, said.text)
+        self._token_ids, self.images = self.rules.prompt(self.example, said.content)
         if len(self._token_ids) >= self.rules.longest:
-            text = f"the prompt with the text of reset() has {len(self._token_ids):,} tokens"
+            text = f"the prompt with what reset() said has {len(self._token_ids):,} tokens"
             self.fail(Failure(f"{text}, but the servers' max_model_len is {self.rules.longest:,}"))
 
     def next_turn(self) -> Prompt | None:
@@ -157,6 +200,7 @@ class Episode:
             first_sample_index=self.key[1],
             sampling=sampling | {"max_tokens": room, "stop_token_ids": sorted(stops)},
             response=so_far,
+            vision_inputs=self.images,
         )
 
     def wrote(self, turn: trajectory_pb2.Trajectory) -> None:
@@ -209,7 +253,7 @@ class Episode:
         if self._take(said):
             return
         self.tool_errors += said.tool_failed
-        self._answers.append((call, said.text or ""))
+        self._answers.append((call, said.content or ""))
         if said.done:
             self.stop = StopReason.ENVIRONMENT
 
@@ -243,11 +287,9 @@ class Episode:
             self.stop = StopReason.TURNS
             return
         assert self.trajectory is not None
-        turns = self.rules.turns
-        end = turns.missing_end(self.trajectory.response_token_ids[-1])
-        if self.rules.environment.text_argument is None:
-            self._said = end + turns.between(self._answers)
-        else:
-            # The user says what the environment does: the models call no tools.
-            said = [{"role": "user", "content": text} for _, text in self._answers]
-            self._said = end + turns.after(said)
+        written = self.trajectory.response_token_ids
+        end = self.rules.turns.missing_end(written[-1])
+        start = len(self._token_ids) + len(written) + len(end)
+        said, images = self.rules.between(self._answers, start)
+        self._said = end + said
+        self.images = [*self.images, *images]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from tandem.environments.calls import Content
 from tandem.environments.tool_calls import ToolCall
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import NoChatTemplateError, TextCodec
@@ -61,12 +62,12 @@ class Turns:
         """
         return [] if last_id == self.end_id else [self.end_id]
 
-    def between(self, answers: Sequence[tuple[ToolCall, str]]) -> list[int]:
+    def between(self, answers: Sequence[tuple[ToolCall, Content]]) -> list[int]:
         """Returns the ids behind the token that ends a turn, up to where the next turn begins.
 
-        `answers` are the calls of that turn with the texts of the environment.
+        `answers` are the calls of that turn with what the environment said. An image has one token.
         """
-        return self.after([_message(call, text) for call, text in answers])
+        return self.after([_message(call, said) for call, said in answers])
 
     def after(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns what between() does, for messages of any role but the assistant's.
@@ -143,11 +144,11 @@ class Turns:
         )
 
 
-def _message(call: ToolCall, text: str) -> dict[str, Any]:
+def _message(call: ToolCall, said: Content) -> dict[str, Any]:
     """Returns an environment's answer to a call as a message of the conversation."""
     return {
         "role": "tool",
         "name": call.name,
-        "content": text,
+        "content": said,
         "tool_call_id": call.id or _NO_ID,
     }

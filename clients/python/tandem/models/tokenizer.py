@@ -242,6 +242,15 @@ class TextCodec:
         """The image processor of the directory; raises ConfigError for a model without one."""
         return ImageProcessor(self.directory)
 
+    @cached_property
+    def takes_images(self) -> bool:
+        """Whether the model of the directory accepts images; False without a config.json."""
+        file = self.directory / "config.json"
+        if not file.is_file():
+            return False
+        place = f"model: {file}"
+        return isinstance(json_object(read_text(file, place), place).get("vision_config"), dict)
+
     def chat_with_images(
         self,
         messages: Sequence[Mapping[str, Any]],

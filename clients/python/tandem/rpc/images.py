@@ -1,4 +1,4 @@
-"""Images and videos of prompts: their pixels, and the model's own processor that makes them."""
+"""Images and videos: their pixels, and the model's own processor that makes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,15 @@ class VisionInput:
         grid: numbers of patches in time, height and width; their product is that of the patches.
         kind: "image" or "video".
         seconds_per_grid: seconds from one patch in time to the next, for videos.
+        first_token: the index of its first token in prompt and response, for an image of an
+            environment's turn; None for one of the prompt.
     """
 
     pixels: np.ndarray
     grid: tuple[int, int, int]
     kind: str = "image"
     seconds_per_grid: float = 1.0
+    first_token: int | None = None
     _digest: str = field(init=False, repr=False)
     _shared: np.ndarray = field(init=False, repr=False)
 
@@ -92,6 +95,7 @@ class VisionInput:
             grid_h=height,
             grid_w=width,
             seconds_per_grid=self.seconds_per_grid,
+            first_token=self.first_token,
         )
 
 
@@ -192,6 +196,19 @@ class ImageProcessor:
             )
         return expanded
 
+    def placed(
+        self, ids: Sequence[int], inputs: Sequence[VisionInput], start: int
+    ) -> list[VisionInput]:
+        """Returns images with their places in expanded ids, the first of which is token `start`."""
+        found = []
+        place = 0
+        for one in inputs:
+            while ids[place] not in (self.image_token_id, self.video_token_id):
+                place += 1
+            found.append(replace(one, first_token=start + place))
+            place += one.rows(self.merge_size)
+        return found
+
     @cached_property
     def _processor(self) -> Any:
         # The import takes a second, and text does not need it.
@@ -224,6 +241,14 @@ def images_of(conversation: Sequence[Mapping[str, Any]]) -> list[Any]:
                     hint='make a VisionInput(kind="video") of `pixel_values_videos`',
                 )
     return images
+
+
+def png_of(image: Any) -> bytes:
+    """Returns an image, as ImageProcessor.image() takes it, as the bytes of a PNG file in RGB."""
+    file = io.BytesIO()
+    with _reading(image, "") as opened:
+        opened.convert("RGB").save(file, "PNG")
+    return file.getvalue()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from tandem.rpc.wire import from_tensor, to_tensor
 from tandem.utils.authors import ENVIRONMENT
 
 # Fields of a Trajectory that all turns of a response have in common.
-_COMMON = ("prompt_token_ids", "vision_inputs", "seed", "sample_index", "tandem", "junior_version")
+_COMMON = ("prompt_token_ids", "seed", "sample_index", "tandem", "junior_version")
 # Fields with a float for each token, and whether a turn may lack them: log_keep_mass is then 0.
 _FLOATS = {"author_logprobs": False, "other_logprobs": False, "log_keep_mass": True}
 
@@ -73,6 +73,8 @@ def _require_fit(
     for name in _COMMON:
         if getattr(turn, name) != getattr(next_turn, name):
             raise TurnsDifferError(name, "differs between the turns")
+    if turn.vision_inputs != next_turn.vision_inputs[: len(turn.vision_inputs)]:
+        raise TurnsDifferError("vision_inputs", "the next turn lacks images of the turn")
     if _bounded(turn.sampling) != _bounded(next_turn.sampling):
         raise TurnsDifferError("sampling", "differs between the turns in more than max_tokens")
     if turn.HasField("routed_experts") != next_turn.HasField("routed_experts"):

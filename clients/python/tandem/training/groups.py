@@ -18,6 +18,7 @@ from tandem.metrics import StepClock, response_metrics
 from tandem.rewards.judges.cases import Outcome
 from tandem.rewards.judges.responses import Response
 from tandem.rewards.reward import Judged, overlong_punishment
+from tandem.rpc.images import VisionInput
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
 from tandem.run_directory.episodes import EpisodeRecord
@@ -49,6 +50,7 @@ class Group:
         rewards: the weighted sum of the scores; None where a function failed.
         scores: by reward function what it gives; None where it failed.
         punishments: of responses that are too long, at most 0.
+        images: those of its episodes, kept for the servers, which ask for their pixels.
     """
 
     id: str
@@ -58,6 +60,7 @@ class Group:
     rewards: Sequence[float | None]
     scores: Mapping[str, Sequence[float | None]]
     punishments: Sequence[float]
+    images: Sequence[VisionInput] = ()
 
     @property
     def varies(self) -> bool:
@@ -180,6 +183,7 @@ def draw_groups(
                     on_answer=judging.add,
                     progress=clock.progress,
                 )
+                shown: list[list[VisionInput]] = [[] for _ in examples]
             else:
                 requests = {
                     begin + i: pair for i, pair in enumerate(zip(prompts, examples, strict=True))
@@ -196,6 +200,7 @@ def draw_groups(
                         rule=rule,
                     )
                 answers = [trajectories_of(group) for group in drawn]
+                shown = [[image for one in group for image in one.images] for group in drawn]
                 episodes += itertools.chain(*drawn)
         with clock.phase("reward"):
             texts, judged = judging.result()
@@ -208,6 +213,7 @@ def draw_groups(
                 judged.rewards[i],
                 {name: scores[i] for name, scores in judged.scores.items()},
                 [_punishment(session, trajectory) for trajectory in trajectories],
+                shown[i],
             )
             for i, trajectories in enumerate(answers)
         ]

@@ -1,24 +1,28 @@
 """Rollouts that were drawn ahead of a checkpoint, as files of the run directory.
 
-A file has the rollouts of one step: a line of JSON, and the trajectories behind it, each a message
-of the contract with its length (8 bytes, little-endian) in front. A checkpoint names its files with
+A file has the rollouts of one step: a line of JSON, and behind it the trajectories, each a message
+of the contract, and the pixels of the images that environments showed, each with its length (8
+bytes, little-endian) in front. A checkpoint names its files with
 their digests, so that a run continues with exactly these rollouts or not at all.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xxhash
 from google.protobuf.message import DecodeError
 
 from tandem._proto.types.v1 import trajectory_pb2
 from tandem.data.dataset import Dataset
 from tandem.errors import RunDirectoryError
+from tandem.rpc.images import VisionInput
 from tandem.run_directory.directory import ROLLOUTS
 from tandem.training.groups import Drawn, Group
 from tandem.utils.atomic_files import replacing
@@ -96,6 +100,7 @@ def remove_rollouts(run_dir: Path, kept: frozenset[int] = frozenset()) -> None:
 def _parts(rollouts: StepRollouts) -> Iterator[bytes]:
     drawn = rollouts.drawn
     kept = {group.id for group in drawn.kept}
+    images = {image.digest: image for group in drawn.groups for image in group.images}
     head = {
         "step": rollouts.step,
         "first": rollouts.first,
@@ -114,46 +119,60 @@ def _parts(rollouts: StepRollouts) -> Iterator[bytes]:
         "num_gen_batches": drawn.num_gen_batches,
         "timed_out": drawn.timed_out,
         "episode_metrics": drawn.episode_metrics,
+        "images": [image.grid for image in images.values()],
     }
     yield json.dumps(head).encode() + b"\n"
     for group in drawn.groups:
         for trajectory in group.trajectories:
-            message = trajectory.SerializeToString(deterministic=True)
-            yield _LENGTH.pack(len(message))
-            yield message
+            yield from _item(trajectory.SerializeToString(deterministic=True))
+    for image in images.values():
+        yield from _item(image.pixels.tobytes())
+
+
+def _item(content: bytes) -> Iterator[bytes]:
+    yield _LENGTH.pack(len(content))
+    yield content
 
 
 def _rollouts_in(content: bytes, data: Dataset) -> StepRollouts:
     line, _, rest = content.partition(b"\n")
     head = json.loads(line)
-    trajectories = _trajectories_in(memoryview(rest))
+    items = _items_in(memoryview(rest))
     examples = data.batch(head["first"], len(head["groups"]))
+    drawn = [
+        [trajectory_pb2.Trajectory.FromString(bytes(next(items))) for _ in one["texts"]]
+        for one in head["groups"]
+    ]
+    # Requests name pixels by their digest: every group keeps all of them.
+    images = [
+        VisionInput(np.frombuffer(next(items), "<f4").reshape(math.prod(grid), -1), grid)
+        for grid in head.get("images", [])
+    ]
     groups = []
     kept = []
-    for example, one in zip(examples, head["groups"], strict=True):
+    for example, trajectories, one in zip(examples, drawn, head["groups"], strict=True):
         is_kept = one.pop("kept")
-        group = Group(
-            example=example,
-            trajectories=[next(trajectories) for _ in one["texts"]],
-            **one,
-        )
+        group = Group(example=example, trajectories=trajectories, images=images, **one)
         groups.append(group)
         kept += [group] if is_kept else []
-    drawn = Drawn(
-        groups,
-        kept,
-        head["failures"],
-        head["num_gen_batches"],
-        head["timed_out"],
-        head["episode_metrics"],
+    return StepRollouts(
+        head["step"],
+        head["first"],
+        Drawn(
+            groups,
+            kept,
+            head["failures"],
+            head["num_gen_batches"],
+            head["timed_out"],
+            head["episode_metrics"],
+        ),
     )
-    return StepRollouts(head["step"], head["first"], drawn)
 
 
-def _trajectories_in(content: memoryview) -> Iterator[trajectory_pb2.Trajectory]:
+def _items_in(content: memoryview) -> Iterator[memoryview]:
     place = 0
     while place < len(content):
         (length,) = _LENGTH.unpack_from(content, place)
         place += _LENGTH.size
-        yield trajectory_pb2.Trajectory.FromString(bytes(content[place : place + length]))
+        yield content[place : place + length]
         place += length

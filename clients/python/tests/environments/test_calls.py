@@ -127,7 +127,7 @@ def test_text_of_reset_is_text_or_nothing():
     live = LiveEnvironment(Several)
     assert live.reset({"text": "Go."}) == Said("Go.")
     assert live.reset({"text": ""}) == live.reset({}) == Said()
-    with pytest.raises(TypeError, match="neither text nor None"):
+    with pytest.raises(TypeError, match="neither text nor images nor None"):
         live.reset({"text": 5})
 
 

@@ -69,18 +69,6 @@ absl::Status CheckResponseSoFar(const PromptRequest& request, const RequestLimit
                         "is of an environment: what it says before a model's first token belongs "
                         "to the prompt");
   }
-  // A model may write such a token, as text; an environment would mean an image.
-  for (size_t i = 0; i < authors.size(); ++i) {
-    const int32_t id = request.response_token_ids[i];
-    for (const size_t lane : {0, 1}) {
-      const VisionConfig* const vision = VisionOf(lane, limits);
-      if (IsDrawn(authors[i]) || vision == nullptr) continue;
-      if (id != vision->image_token_id && id != vision->video_token_id) continue;
-      return FieldError(absl::StatusCode::kUnimplemented, absl::StrCat("token_ids[", i, "]"),
-                        "stands for an image or a video: those of an environment's turns are not "
-                        "supported, only those of the prompt");
-    }
-  }
   return CheckTokenIds("token_ids", request.response_token_ids, limits.num_token_ids);
 }
 
@@ -134,6 +122,20 @@ absl::Status CheckJuniorTakes(absl::Span<const VisionReference> references,
       "the junior's patches, or the tokens that stand for them, differ from the senior's");
 }
 
+absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOf(const PromptRequest& request,
+                                                             const VisionConfig* vision) {
+  TANDEM_ASSIGN_OR_RETURN(
+      auto images, MakePromptImages(vision, request.prompt_token_ids, request.response_token_ids,
+                                    request.vision_inputs, request.blobs));
+  if (vision != nullptr) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckImagesOfTurns(*vision, images.get(), std::ssize(request.prompt_token_ids),
+                           "response.token_ids", request.response_token_ids,
+                           [&](size_t t) { return IsDrawn(request.response_authors[t]); }));
+  }
+  return images;
+}
+
 // Describes the limit: a model's own may be below the setting.
 std::string InWords(const LengthLimit& limit) {
   return absl::StrCat(limit.tokens, " (", limit.setting, ", or the model's own limit)");
@@ -143,12 +145,10 @@ std::string InWords(const LengthLimit& limit) {
 
 absl::StatusOr<LaneImages> ImagesOf(const PromptRequest& request, const RequestLimits& limits) {
   LaneImages images;
-  TANDEM_ASSIGN_OR_RETURN(images[0], MakePromptImages(VisionOf(0, limits), request.prompt_token_ids,
-                                                      request.vision_inputs, request.blobs));
+  TANDEM_ASSIGN_OR_RETURN(images[0], ImagesOf(request, VisionOf(0, limits)));
   if (!RunsJunior(request) || !limits.has_junior) return images;
   TANDEM_RETURN_IF_ERROR(CheckJuniorTakes(request.vision_inputs, limits));
-  TANDEM_ASSIGN_OR_RETURN(images[1], MakePromptImages(VisionOf(1, limits), request.prompt_token_ids,
-                                                      request.vision_inputs, request.blobs));
+  TANDEM_ASSIGN_OR_RETURN(images[1], ImagesOf(request, VisionOf(1, limits)));
   return images;
 }
 
@@ -156,10 +156,11 @@ absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOf(const ScoreSequence
                                                              const Blobs& blobs, size_t lane,
                                                              const RequestLimits& limits) {
   // A response may have written such a token, as text.
-  const auto prompt = absl::MakeConstSpan(sequence.token_ids)
-                          .first(static_cast<size_t>(sequence.first_scored_token));
+  const auto tokens = absl::MakeConstSpan(sequence.token_ids);
+  const auto prompt = static_cast<size_t>(sequence.first_scored_token);
   if (lane == 1) TANDEM_RETURN_IF_ERROR(CheckJuniorTakes(sequence.vision_inputs, limits));
-  return MakePromptImages(VisionOf(lane, limits), prompt, sequence.vision_inputs, blobs);
+  return MakePromptImages(VisionOf(lane, limits), tokens.first(prompt), tokens.subspan(prompt),
+                          sequence.vision_inputs, blobs);
 }
 
 int32_t LongestResponse(const PromptRequest& request, const RequestLimits& limits) {

@@ -189,8 +189,11 @@ TEST(CheckPromptTest, AResponseSoFarMustFitAndBeginWithAModel) {
   request.response_token_ids = {kImage, 8, 9};
   EXPECT_TRUE(CheckPrompt(request, sees).ok()) << "a model's text";
   request.response_token_ids = {7, kImage, 9};
-  ExpectRefused(CheckPrompt(request, sees), absl::StatusCode::kUnimplemented,
-                "response.token_ids[1]");
+  ExpectRefused(CheckPrompt(request, sees), kInvalid, "response.token_ids[1]");
+  request.vision_inputs = PromptWithImage(/*tandem=*/false).vision_inputs;
+  request.blobs = PromptWithImage(/*tandem=*/false).blobs;
+  request.vision_inputs[0].first_token = 5;
+  EXPECT_TRUE(CheckPrompt(request, sees).ok()) << "an image of the environment";
 }
 
 TEST(CheckPromptTest, DraftsOfTheJuniorNeedItsLane) {

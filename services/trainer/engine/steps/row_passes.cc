@@ -49,8 +49,9 @@ absl::StatusOr<training::SequenceRows> SequenceOf(training::TrainingCore& core,
       Validate(SamplingParams{.temperature = request.temperature}, core.limits().num_token_ids));
   training::SequenceRows sequence = training::SelectSequenceRows(
       request.prompt_token_ids, request.response_token_ids, [](size_t) { return true; });
-  TANDEM_ASSIGN_OR_RETURN(sequence.images, core.ImagesOf(request.prompt_token_ids,
-                                                         request.vision_inputs, request.blobs));
+  TANDEM_ASSIGN_OR_RETURN(sequence.images,
+                          core.ImagesOf(request.prompt_token_ids, request.response_token_ids,
+                                        request.vision_inputs, request.blobs));
   return sequence;
 }
 

@@ -24,6 +24,7 @@ _VISION = pa.struct(
         "digest": pa.string(),
         "grid": pa.list_(pa.int32()),
         "seconds_per_grid": pa.float64(),
+        "first_token": pa.int32(),
     }
 )
 _VERSION = pa.struct({"version": pa.int64(), "count": pa.int32(), "digest": pa.string()})

@@ -106,6 +106,7 @@ def vision_record(image: vision_pb2.VisionInput) -> dict[str, Any]:
         "digest": image.digest,
         "grid": [image.grid_t, image.grid_h, image.grid_w],
         "seconds_per_grid": image.seconds_per_grid,
+        "first_token": image.first_token if image.HasField("first_token") else None,
     }
 
 
