@@ -89,7 +89,12 @@ class FakeWorld:
         self.scores = 0  # number of Score calls
         self.score_temperatures = []  # temperature of every Score
         self.top = []  # tokens of which Score returns the likeliest
-        self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
+        # In Score, and in ComputeLogProbs.
+        self.logprob = {
+            "senior": lambda token: -1.0,
+            "junior": lambda token: -2.0,
+            "reference": lambda token: -1.5,
+        }
         self.on_save = lambda context: None  # called by every SaveCheckpoint of the trainer
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
@@ -291,7 +296,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def ComputeLogProbs(self, requests, context):
         self.world.enter("ComputeLogProbs", context)
         for request in requests:
-            logprobs = [self.world.logprob["senior"](t) for t in request.response_token_ids]
+            model = "reference" if request.reference else "senior"
+            logprobs = [self.world.logprob[model](t) for t in request.response_token_ids]
             yield trainer_pb2.ComputeLogProbsResponse(
                 logprobs=to_tensor(logprobs), weights=weights(self.world.version)
             )

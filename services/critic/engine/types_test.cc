@@ -27,7 +27,9 @@ TEST(TypesTest, AStepSurvivesAsBytes) {
                               .returns = {1, 2},
                               .loss_mask = {1, 0},
                               .vision_inputs = SomeImages()};
-  request.samples = {sample, sample};
+  const ValueSample weighted = {
+      .prompt_token_ids = {1}, .response_token_ids = {3, 4}, .weights = {0, -2, 0.5f}};
+  request.samples = {sample, weighted};
   request.blobs = SomeBlobs();
   ExpectSurvives(request);
 }

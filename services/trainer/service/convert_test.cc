@@ -424,6 +424,17 @@ TEST(HeaderTest, NumbersOfTheOptimizerAreCheckedByName) {
   }
 }
 
+TEST(LogProbsRequestTest, AnAnswerOfTheReferenceHasNoWeights) {
+  v1::ComputeLogProbsRequest proto;
+  proto.add_prompt_token_ids(1);
+  proto.add_response_token_ids(2);
+  EXPECT_FALSE(FromProto(proto)->reference);
+  proto.set_reference(true);
+  EXPECT_TRUE(FromProto(proto)->reference);
+  EXPECT_FALSE(ToProto(LogProbsResult{.logprobs = {-1}, .entropies = {1}}).has_weights());
+  EXPECT_TRUE(ToProto(LogProbsResult{.weights = {.version = 0, .digest = "d"}}).has_weights());
+}
+
 TEST(LogProbsRequestTest, TemperatureMustBePositive) {
   v1::ComputeLogProbsRequest proto;
   proto.add_prompt_token_ids(1);

@@ -35,17 +35,23 @@ class Uses:
     trainer_junior: bool = False
 
 
+def trains(purpose: Purpose) -> bool:
+    """Returns whether runs of this kind train."""
+    return purpose in ("train", "sft", "dpo")
+
+
 def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     """Returns the servers and models that a run uses."""
-    objective, trains = settings.objective, purpose == "train"
+    objective, draws_groups = settings.objective, purpose == "train"
     draws = draws_responses(settings, purpose)
     modes = modes_in(settings, purpose)
-    kl_to = settings.reference if trains and objective.kl_coefficient else None
-    junior_kl = trains and bool(objective.junior_kl_coefficient)
+    compares = purpose == "dpo" and settings.dpo.reference_source == "model"
+    kl_to = settings.reference if compares or (draws_groups and objective.kl_coefficient) else None
+    junior_kl = draws_groups and bool(objective.junior_kl_coefficient)
     return Uses(
         rollout=draws or answers_held_out(settings, purpose),
-        critic=trains and objective.advantage_estimator == "gae",
-        junior=(trains and settings.tandem.enabled)
+        critic=draws_groups and objective.advantage_estimator == "gae",
+        junior=(draws_groups and settings.tandem.enabled)
         or kl_to == "junior"
         or any(mode != "solo" for mode in modes)
         or environment_asks_junior(settings, purpose)
@@ -59,6 +65,11 @@ def draws_responses(settings: RunSettings, purpose: Purpose) -> bool:
     """Returns whether a run trains on responses to the prompts of its data that it draws itself."""
     own = settings.sft.responses == "senior"
     return purpose == "train" or (purpose == "sft" and own)
+
+
+def learns_rows(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether a run trains on responses that the rows of its data hold."""
+    return trains(purpose) and not draws_responses(settings, purpose)
 
 
 def environment_asks_junior(settings: RunSettings, purpose: Purpose) -> bool:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.plan import planned, uses_of
+from tandem.cluster.plan import planned, trains, uses_of
 from tandem.errors import ConfigError
 from tandem.models.files import end_token_ids
 from tandem.preflight import checks
@@ -33,7 +33,7 @@ def plan_cluster(
     with problems.collect():
         cluster = with_run_settings(cluster, settings, purpose)
     plan = planned(cluster, uses)
-    if purpose in ("train", "sft"):
+    if trains(purpose):
         problems.errors.extend(check_schedules(plan, settings, purpose))
         notes_on_schedules(plan, settings, purpose)
     for role in ("rollout", "trainer", "critic"):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tandem._proto.config.v1 import optimizer_info_pb2, server_config_pb2
+from tandem.cluster.plan import trains
 from tandem.errors import ConfigError
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.lanes import lane_setting
@@ -81,7 +82,7 @@ def with_run_settings(
             )
             trainer["optimizer"] = optimizer | {"learning_rate": settings.learning_rate}
     updates = updates_in_run(settings, purpose)
-    if purpose in ("train", "sft"):
+    if trains(purpose):
         for role, path in _OPTIMIZERS:
             sections[role] = _with_total_steps(sections[role], path, updates)
     return cluster.model_copy(update=sections)

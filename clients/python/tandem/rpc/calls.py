@@ -250,10 +250,18 @@ class TrainerCalls(CheckpointCalls):
         return await self._send("TrainStep", messages, timeout_seconds)
 
     async def compute_log_probs(
-        self, sequences: Iterable[SupervisedSample], temperature: float | None = None
+        self,
+        sequences: Iterable[SupervisedSample],
+        temperature: float | None = None,
+        *,
+        reference: bool = False,
     ) -> list[trainer_pb2.ComputeLogProbsResponse]:
-        """Returns log-probabilities and entropies of the responses under the current weights."""
-        messages = list(requests.log_prob_requests(sequences, temperature))
+        """Returns log-probabilities and entropies of the responses under the current weights.
+
+        With `reference` under the reference policy: the trainer's reference_model, or its model
+        without adapters.
+        """
+        messages = list(requests.log_prob_requests(sequences, temperature, reference))
         return await self._with_images(
             (image for one in messages for image in one.vision_inputs),
             lambda: self._collect("ComputeLogProbs", messages),

@@ -345,7 +345,7 @@ def train_step(
 
 
 def log_prob_requests(
-    sequences: Iterable[SupervisedSample], temperature: float | None
+    sequences: Iterable[SupervisedSample], temperature: float | None, reference: bool = False
 ) -> Iterator[trainer_pb2.ComputeLogProbsRequest]:
     """Yields the messages of ComputeLogProbs."""
     for sequence in sequences:
@@ -353,6 +353,7 @@ def log_prob_requests(
             prompt_token_ids=sequence.prompt_token_ids,
             response_token_ids=sequence.response_token_ids,
             vision_inputs=messages(sequence.vision_inputs),
+            reference=reference,
         )
         if temperature is not None:
             request.temperature = temperature

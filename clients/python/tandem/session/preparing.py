@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster import registry
-from tandem.cluster.plan import modes_in, planned, uses_of
+from tandem.cluster.plan import modes_in, planned, trains, uses_of
 from tandem.cluster.readiness import wait_until_serving
 from tandem.environments.contract import EnvironmentClass
 from tandem.environments.run_environment import RunEnvironment, load_environment
@@ -110,6 +110,10 @@ def prepare(
         checks.note_async(settings)
         for obstacle in obstacles(settings):
             _log.warning(f"this run cannot learn: {obstacle}")
+    elif purpose == "dpo":
+        with problems.collect():
+            checks.check_pair_reference(settings, servers.rollout or ())
+        reference = _connect_reference(inputs, connections, problems, stack)
     if settings.cluster is not None:
         cluster, in_force = plan_cluster(settings.cluster, inputs, problems, dry_run=dry_run)
         problems.raise_any()
@@ -200,7 +204,7 @@ def _read_reward(
     stack: ExitStack,
 ) -> Reward | None:
     """Loads the reward; also checks that the trackers of a run that trains are installed."""
-    if purpose in ("train", "sft"):
+    if trains(purpose):
         with problems.collect():
             require_installed(settings.trackers)
     for place, one in enumerate(settings.reward_functions):
@@ -222,6 +226,7 @@ def _check_reward(reward: Reward | None, inputs: Inputs, problems: Problems) -> 
     judged = {
         "train": (inputs.data, inputs.eval_data),
         "sft": (inputs.eval_data,),
+        "dpo": (inputs.eval_data,),
         "eval": (inputs.data,),
     }.get(inputs.purpose, ())
     if inputs.settings.eval.modes == ["legibility"]:

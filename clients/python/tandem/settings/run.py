@@ -44,11 +44,28 @@ BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym", "environment
 # The one of them that gives what the environment's get_reward() gives.
 ENVIRONMENT_REWARD = "environment"
 
+# Losses of a pair of responses (training/pair_losses.py).
+PAIR_LOSSES = (
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "simpo",
+)
+
 # Trackers of a run's numbers, in addition to metrics.jsonl.
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 # The command that reads a run file; drafts stands for `tandem speculator eval`.
-Purpose = Literal["train", "sft", "eval", "drafts"]
+Purpose = Literal["train", "sft", "dpo", "eval", "drafts"]
 # Evaluations, in the order in which they are explained.
 EvalMode = Literal[
     "solo",
@@ -113,6 +130,7 @@ class DataSettings(Settings):
     # Lines of {"prompt" or "messages", "answer", ...}; every column reaches the reward function. A
     # `prompt` that is a list of messages is a conversation, too. One that ends in a message of the
     # assistant's is continued; `tandem sft` learns that message, unless the row has an `answer`.
+    # `tandem dpo` reads the columns `chosen` and `rejected`, texts or conversations.
     jsonl: NonEmptyPath | None = None
     # A Parquet file with such rows, or a folder of *.parquet files.
     parquet: NonEmptyPath | None = None
@@ -389,6 +407,54 @@ class SftSettings(Settings):
     append_eos: bool = True
 
 
+class DpoSettings(Settings):
+    """Training on pairs of a chosen and a rejected response (`tandem dpo`)."""
+
+    # Number of pairs in a step.
+    batch_size: Count = 16
+    # The loss of a pair, with the names of TRL where TRL has it (docs/guides/preferences.md).
+    loss_type: Literal[PAIR_LOSSES] = "sigmoid"
+    # Strength of the pull towards the reference policy; of ipo its tau.
+    beta: float = Field(0.1, gt=0)
+    # Probability that a pair is labelled the wrong way round. Only for sigmoid, robust (below 0.5)
+    # and exo_pair (above 0).
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    # Margin of simpo, which its paper writes gamma.
+    simpo_gamma: float = Field(0.5, ge=0)
+    # Temperature of the mixture of discopop.
+    discopop_tau: float = Field(0.05, gt=0)
+    # Weight of the cross-entropy of the chosen responses beside the loss of the pairs, a mean over
+    # their tokens. 0: none.
+    rpo_alpha: float = Field(0.0, ge=0)
+    # Source of the reference policy's log-probabilities. model: the run's `reference`. rows: the
+    # columns `ref_chosen_logps` and `ref_rejected_logps`, sums over the tokens of a response. none:
+    # 0 for every response. Not set: model, and none for simpo, which has no reference.
+    reference_logprobs: Literal["model", "rows", "none"] | None = None
+    # Whether the tokenizer's end-of-sequence token ends the responses.
+    append_eos: bool = True
+
+    @property
+    def reference_source(self) -> str:
+        """`reference_logprobs`, or its default."""
+        return self.reference_logprobs or ("none" if self.loss_type == "simpo" else "model")
+
+    @model_validator(mode="after")
+    def _loss_has_settings(self) -> DpoSettings:
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "exo_pair"):
+            raise ValueError(f"label_smoothing does not apply to {self.loss_type}")
+        if self.loss_type == "robust" and self.label_smoothing >= 0.5:
+            raise ValueError("label_smoothing must be below 0.5 for robust")
+        if self.loss_type == "exo_pair" and not self.label_smoothing:
+            raise ValueError("label_smoothing must be above 0 for exo_pair; its paper takes 0.001")
+        if self.loss_type == "simpo" and self.reference_source != "none":
+            raise ValueError("reference_logprobs does not apply to simpo")
+        for name, loss_type in (("simpo_gamma", "simpo"), ("discopop_tau", "discopop")):
+            default = type(self).model_fields[name].default
+            if getattr(self, name) != default and self.loss_type != loss_type:
+                raise ValueError(f"{name} only applies to {loss_type}")
+        return self
+
+
 class CheckpointSettings(Settings):
     """The steps after which a run saves, and the number of checkpoints that it keeps."""
 
@@ -490,7 +556,7 @@ class WandbSettings(Settings):
 
 
 class RunSettings(Settings):
-    """A training run (`tandem train`, `tandem sft`, `tandem eval`)."""
+    """A training run (`tandem train`, `tandem sft`, `tandem dpo`, `tandem eval`)."""
 
     # Directory of the run's files.
     run_dir: NonEmptyPath
@@ -536,13 +602,15 @@ class RunSettings(Settings):
     # Drafts of the responses.
     speculative: SpeculativeSettings = SpeculativeSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
-    # The reference of the KL of objective.kl_coefficient. trainer: the trainer's reference_model.
-    # junior: the frozen junior of the rollout servers. HOST:PORT: the senior of a rollout server
-    # that no trainer publishes to.
+    # The reference of the KL of objective.kl_coefficient, and of `tandem dpo`. trainer: the
+    # trainer's reference_model, or its model without adapters. junior: the frozen junior of the
+    # rollout servers, not for `tandem dpo`. HOST:PORT: the senior of a rollout server that no
+    # trainer publishes to.
     reference: Annotated[str, AfterValidator(_is_reference)] = "trainer"
     # Adapts the KL coefficient during the run, which begins with objective.kl_coefficient.
     kl_control: KlControlSettings | None = None
     sft: SftSettings = SftSettings()
+    dpo: DpoSettings = DpoSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     trajectories: TrajectorySettings = TrajectorySettings()
     eval: EvalSettings = EvalSettings()
@@ -635,7 +703,8 @@ class RunSettings(Settings):
 
     def examples_per_step(self, purpose: Purpose) -> int:
         """Returns the number of rows that a step of training takes."""
-        return self.sft.batch_size if purpose == "sft" else self.batch.prompts_per_step
+        sizes = {"sft": self.sft.batch_size, "dpo": self.dpo.batch_size}
+        return sizes.get(purpose, self.batch.prompts_per_step)
 
     def with_steps_of(self, rows: int, purpose: Purpose) -> RunSettings:
         """Returns the settings with the number of steps that `epochs` comes to, for `rows` rows."""
@@ -701,6 +770,7 @@ class RunSettings(Settings):
             "prompts_in_run": self.batch.prompts_per_step * steps,
             "updates_in_run": self.updates_per_step * steps,
             "sft_samples_in_run": self.sft.batch_size * steps,
+            "dpo_pairs_in_run": self.dpo.batch_size * steps,
         }
 
     @classmethod

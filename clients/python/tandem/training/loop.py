@@ -563,6 +563,4 @@ def _examples_drawn(session: Session, state: SavedState | None) -> int:
         return 0
     if state.examples_drawn is not None:
         return state.examples_drawn
-    settings = session.settings
-    sft = session.purpose == "sft"
-    return state.step * (settings.sft.batch_size if sft else settings.batch.prompts_per_step)
+    return state.step * session.settings.examples_per_step(session.purpose)

@@ -1,4 +1,4 @@
-"""`tandem train`, `tandem sft`, `tandem eval`: the commands that read a run file."""
+"""`tandem train`, `sft`, `dpo`, `eval`: the commands that read a run file."""
 
 from __future__ import annotations
 
@@ -131,6 +131,7 @@ def add_training(
         from tandem.run_directory.directory import RunDirectory
         from tandem.session.opening import open_session
         from tandem.training.loop import train, train_supervised
+        from tandem.training.preferences import train_preferences
 
         output = Output(as_json=as_json)
         overrides = [*implied, *(overrides or [])]
@@ -148,7 +149,7 @@ def add_training(
         if dry_run:
             show_preflight(output, settings, kind, open_run, check_trainer)
             return
-        loop = {"train": train, "sft": train_supervised}[kind]
+        loop = {"train": train, "sft": train_supervised, "dpo": train_preferences}[kind]
 
         def train_in(run: RunDirectory, stop: Interrupt) -> int:
             """Trains to the end, or until the run is asked to stop; returns the exit code."""
@@ -208,6 +209,7 @@ def add_training(
 
 add_training("train", "Train with tandem policy gradients.")
 add_training("sft", "Train with supervision, on the rows' answers or the senior's own responses.")
+add_training("dpo", "Train on pairs of a chosen and a rejected response: DPO and its relatives.")
 
 
 @command(name="eval")
