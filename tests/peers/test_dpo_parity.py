@@ -86,7 +86,10 @@ class Gradients(TrainerCallback):
 
 
 class RecordingTrainer(DPOTrainer):
-    """TRL's trainer, which records its loss and its metrics."""
+    """TRL's trainer, which takes rows of ids, and records its loss and its metrics."""
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
+        return dataset
 
     def compute_loss(self, *arguments: Any, **named: Any) -> torch.Tensor:
         loss = super().compute_loss(*arguments, **named)
@@ -151,10 +154,19 @@ def test_loss_gradient_and_metrics_are_those_of_trl(
     samples = [SupervisedSample(one.prompt, one.tokens) for pair in pairs for one in pair]
     ours = comparison.tandem.step_on_pairs(samples, DpoSettings(beta=BETA, **case.dpo))
     theirs = of_trl(comparison.models, pairs, case, tmp_path)
-    peer_batch.assert_same(ours, theirs)
+    # The mixture of discopop divides sums over sequences by its temperature of 0.05.
+    of_sequences = case.name == "discopop"
+    peer_batch.assert_same(
+        ours,
+        theirs,
+        peer_batch.GRADIENT_TOLERANCE_OF_SEQUENCES
+        if of_sequences
+        else peer_batch.GRADIENT_TOLERANCE,
+    )
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
                  "logps/chosen", "logps/rejected"):  # fmt: skip
-        assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5), name
+        # Differences of sums of some 60 nats, in TRL in float32.
+        assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5, abs=5e-6), name
 
 
 def test_simpo_is_that_of_trl() -> None:

@@ -112,11 +112,11 @@ def test_a_step_on_pairs_is_that_of_float64(models, tmp_path, layout, adapters, 
                 model = AutoModelForCausalLM.from_pretrained(models.senior, dtype=torch.float64)
                 expected = oracle(model, reference, name)
                 expected.backward()
-                assert loss.value == pytest.approx(float(expected), rel=1e-5)
+                assert loss.value == pytest.approx(expected.item(), rel=1e-5)
                 assert reply.report.metrics["policy/grad_norm"] == pytest.approx(
                     gradient_norm(model, adapter), rel=1e-4
                 )
-                assert reply.report.metrics["policy/micro_batches"] > 4
+                assert reply.report.metrics["policy/micro_batches"] >= 4
 
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
@@ -128,12 +128,17 @@ def run_file(models, tmp_path):
     rows = [{"prompt": f"the {w} and", "chosen": " the sum of", "rejected": " two"} for w in WORDS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-2]))
     section = harness.sections(models, trainer={})["trainer"]
+    del section["model"]
     config = {
         "run_dir": str(tmp_path / "run"),
         "steps": 10,
         "data": {"jsonl": str(tmp_path / "rows.jsonl")},
         "dpo": {"batch_size": 6},
-        "cluster": {"directory": str(tmp_path / "cluster"), "trainer": section},
+        "cluster": {
+            "directory": str(tmp_path / "cluster"),
+            "model": str(models.senior),
+            "trainer": section,
+        },
         "tokenizer": str(models.tokenizer),
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
@@ -156,7 +161,7 @@ def test_a_run_learns_what_is_preferred(run_file, tmp_path, overrides):
     if "dpo.loss_type=simpo" not in overrides:
         # The reference is the model that the run starts from.
         assert lines[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
-    assert lines[0]["rewards/accuracies"] < 0.5
+    assert lines[0]["rewards/accuracies"] <= 0.5
     assert lines[-1]["rewards/accuracies"] == 1
     assert lines[-1]["loss/total"] < lines[0]["loss/total"]
     assert lines[-1]["rewards/margins"] > lines[0]["rewards/margins"] + 0.05
