@@ -175,7 +175,7 @@ TEST_P(TrainerRanksTest, LogProbsOfTheReferenceAreThoseOfOneProcess) {
       change(options);
       if (!adapters) return;
       options.reference_model = {};
-      options.lora = {.rank = 4, .alpha = 8};
+      options.lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}};
     };
     expected_version_ = 1;
     RunRanks(change_all, [&](Engine& engine, FakeCritic&) {

@@ -510,7 +510,7 @@ TEST_F(TrainerEngineTest, LogProbsOfTheReferenceAreThoseOfItsModel) {
 
 TEST_F(TrainerEngineTest, TheReferenceOfAdaptersIsTheModelWithoutThem) {
   EngineOptions options = Options();
-  options.lora = {.rank = 4, .alpha = 8};
+  options.lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}};
   const auto engine = Make(options), base = Make();
   Step(*engine, TestRequest());
   const std::vector<int32_t> prompt = {3, 4}, response = {9, 17, 2};

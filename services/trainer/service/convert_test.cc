@@ -431,8 +431,10 @@ TEST(LogProbsRequestTest, AnAnswerOfTheReferenceHasNoWeights) {
   EXPECT_FALSE(FromProto(proto)->reference);
   proto.set_reference(true);
   EXPECT_TRUE(FromProto(proto)->reference);
-  EXPECT_FALSE(ToProto(LogProbsResult{.logprobs = {-1}, .entropies = {1}}).has_weights());
-  EXPECT_TRUE(ToProto(LogProbsResult{.weights = {.version = 0, .digest = "d"}}).has_weights());
+  LogProbsResult result = {.logprobs = {-1}, .entropies = {1}, .weights = {}};
+  EXPECT_FALSE(ToProto(result).has_weights());
+  result.weights = {.version = 0, .digest = "d"};
+  EXPECT_TRUE(ToProto(result).has_weights());
 }
 
 TEST(LogProbsRequestTest, TemperatureMustBePositive) {

@@ -26,7 +26,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{name: ranked(name) for name in ("zero", "tensor", "pipeline")},
 }
 # Micro-batches hold a sequence or two: a pair is in one of them by chance.
-SECTION = {"batch": {"micro_batch_tokens": 16}, "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.0}}
+SECTION = {
+    "batch": {"micro_batch_tokens": 16},
+    "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.0},
+}
 LOSSES = {
     "sigmoid": DpoSettings(beta=0.3, label_smoothing=0.1, rpo_alpha=0.5),
     "ipo": DpoSettings(loss_type="ipo"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,6 @@ from tandem.data.sources import as_message
 from tandem.data.supervised import end_ids, with_end
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import TextCodec
-from tandem.settings.run import DpoSettings
 
 _log = logging.getLogger(__name__)
 
@@ -91,21 +91,28 @@ def _answer(messages: Sequence[Mapping[str, Any]], name: str, place: str) -> str
     return text
 
 
-def with_pairs(data: Dataset, settings: DpoSettings, codec: TextCodec) -> Dataset:
+def with_pairs(
+    data: Dataset, codec: TextCodec, section: str, *, append_eos: bool, reference: bool = False
+) -> Dataset:
     """Returns the data set with the `response_ids` and `rejected_ids` of every example.
 
-    Raises ConfigError for a row with an empty response, or without the log-probabilities of the
-    reference policy if `settings` want them of the rows; for a tokenizer without the
-    end-of-sequence token that `settings` want; ProblemsError for several problems, each once.
+    `section` is that of the settings of the run, `append_eos` among them. With `reference` the rows
+    need the log-probabilities of the reference policy.
+
+    Raises ConfigError for a row with an empty response, or without numbers that it needs, and for a
+    tokenizer without an end-of-sequence token where it is to be appended; ProblemsError for several
+    problems, each once.
     """
-    end = end_ids(codec, append_eos=settings.append_eos, field="dpo.append_eos")
+    end = end_ids(codec, append_eos=append_eos, field=f"{section}.append_eos")
     examples: list[Example] = []
     problems = RowProblems()
     for example in data.examples:
         try:
             chosen, rejected = (_ids(example, name, codec, end) for name in COLUMNS)
-            if settings.reference_source == "rows":
+            if reference:
                 _require_reference(example)
+            if section == "reward_model":
+                margin_of(example)
             examples.append(replace(example, response_ids=chosen, rejected_ids=rejected))
         except ConfigError as error:
             problems.add(error, example.place)
@@ -143,3 +150,16 @@ def _require_reference(example: Example) -> None:
                 f"dpo.reference_logprobs: rows: {example.place}: {name!r} must be a number of at "
                 f"most 0, the log-probability of the response, not {value!r}"
             )
+
+
+def margin_of(example: Example) -> float:
+    """Returns the `margin` of a pair, by how much the chosen response is better; 0 without one.
+
+    Raises ConfigError, which names the row, for one that is no finite number.
+    """
+    value = example.row.get("margin")
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"data: {example.place}: 'margin' must be a number, not {value!r}")
+    return float(value)

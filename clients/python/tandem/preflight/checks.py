@@ -13,6 +13,7 @@ from tandem.cluster.plan import (
     drafts_in,
     draws_responses,
     environment_asks_junior,
+    learner_of,
     learns_rows,
     modes_in,
 )
@@ -167,12 +168,13 @@ def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -
         "train": ("batch", batch.samples_per_step),
         "sft": ("sft.batch_size", settings.sft.batch_size),
         "dpo": ("dpo.batch_size", 2 * settings.dpo.batch_size),
+        "reward-model": ("reward_model.batch_size", 2 * settings.reward_model.batch_size),
     }
     field, samples = step.get(purpose, ("", 0))
     if samples > max_samples:
         raise ConfigError(
-            f"{field}: a step has {samples:,} samples, but the trainer's max_samples is "
-            f"{max_samples:,}"
+            f"{field}: a step has {samples:,} samples, but the {learner_of(purpose)}'s max_samples "
+            f"is {max_samples:,}"
         )
     mini_batches = settings.objective.num_mini_batches or 1
     if purpose == "train" and mini_batches > samples:
@@ -253,7 +255,7 @@ def _require_own_server(reference: str, rollouts: Sequence[str]) -> None:
 
 def check_async(settings: RunSettings, purpose: Purpose) -> None:
     """Raises ConfigError for an asynchronous run of another kind than `tandem train`."""
-    if settings.async_.max_staleness and purpose in ("sft", "dpo"):
+    if settings.async_.max_staleness and learns_rows(settings, purpose):
         raise ConfigError(
             "async.max_staleness: only applies to `tandem train`; training on rows learns each "
             "step's texts with the weights of the step before",
@@ -391,8 +393,10 @@ def handoff_boundary_ids(settings: RunSettings, codec: TextCodec) -> list[int]:
     return ids
 
 
-def check_modes(modes: Sequence[EvalMode], settings: RunSettings) -> None:
+def check_modes(modes: Sequence[EvalMode], settings: RunSettings, purpose: Purpose) -> None:
     """Raises ConfigError for evaluations that a run of these settings cannot make."""
+    if modes and purpose == "reward-model":
+        raise ConfigError("eval: does not apply to `tandem reward-model`, which answers no prompts")
     takeovers = [mode for mode in modes if mode in ("junior_takeover", "senior_takeover")]
     if takeovers and settings.environment is not None:
         raise ConfigError(

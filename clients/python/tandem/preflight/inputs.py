@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster.plan import learns_rows, modes_in, trains
+from tandem.cluster.plan import learns_pairs, learns_rows, modes_in, trains
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.preferences import with_pairs, with_prompt
 from tandem.data.supervised import LearntRows, with_responses
@@ -82,7 +82,14 @@ def read_inputs(
     if codec is not None and data is not None and learns_rows(settings, purpose):
         with problems.collect():
             if purpose == "dpo":
-                data = with_pairs(data, settings.dpo, codec)
+                reference = settings.dpo.reference_source == "rows"
+                data = with_pairs(
+                    data, codec, "dpo", append_eos=settings.dpo.append_eos, reference=reference
+                )
+            elif purpose == "reward-model":
+                data = with_pairs(
+                    data, codec, "reward_model", append_eos=settings.reward_model.append_eos
+                )
             else:
                 data = with_responses(data, settings.sft, codec)
     return Inputs(settings, purpose, codec, sampling, data, eval_data)
@@ -108,7 +115,7 @@ def _read_data(
             settings.seed,
             learnt=learnt,
             tools=tools,
-            prepare=with_prompt if purpose == "dpo" else None,
+            prepare=with_prompt if learns_pairs(purpose) else None,
         )
         if trains(purpose) and eval_data is not None:
             data = _without_held_out(data, eval_data)

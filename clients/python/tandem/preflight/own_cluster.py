@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.plan import planned, trains, uses_of
+from tandem.cluster.plan import learner_of, planned, trains, uses_of
 from tandem.errors import ConfigError
 from tandem.models.files import end_token_ids
 from tandem.preflight import checks
@@ -50,7 +50,8 @@ def plan_cluster(
             "this run draws no responses (evaluations and sft.responses: senior do), so "
             "cluster.rollout is not used"
         )
-    for role in ["rollout", "trainer"] if uses.rollout else ["trainer"]:
+    learner = learner_of(purpose)
+    for role in ["rollout", learner] if uses.rollout else [learner]:
         if getattr(plan, role) in (None, []):
             problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
     objective = settings.policy_objective() if purpose == "train" else None

@@ -63,6 +63,8 @@ def warn_of_end_token(
     """
     if inputs.codec is None or inputs.sampling is None:
         return  # The tokenizer, or a stop text, is refused.
+    if inputs.purpose == "reward-model":
+        return  # Nothing writes responses.
     settings, learns, token = inputs.settings, inputs.learns_rows, inputs.codec.eos_token_id
     section = settings.dpo if inputs.purpose == "dpo" else settings.sft
     ignored = not section.append_eos if learns else settings.sampling.ignore_eos

@@ -498,7 +498,7 @@ class Loop:
         trainer = self._session.trainer
         health = trainer.check_health()
         if health.status != "SERVING":
-            return f"the trainer is {health.status} {health.reason}".rstrip()
+            return f"the {trainer.role} is {health.status} {health.reason}".rstrip()
         try:
             with self._session.progress.phase("checkpoint"), tracing.span("checkpoint"):
                 self._write_state(self._save_on_servers())

@@ -6,7 +6,7 @@ import fakes
 import pytest
 
 from tandem.data.dataset import load_dataset
-from tandem.data.preferences import with_pairs, with_prompt
+from tandem.data.preferences import margin_of, with_pairs, with_prompt
 from tandem.data.supervised import require_lengths
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import TextCodec
@@ -23,7 +23,11 @@ def pairs_of(tmp_path, codec, *rows, settings=None, **data):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = DataSettings(jsonl=path, **data)
     data = load_dataset(source, codec, prepare=with_prompt)
-    return with_pairs(data, settings or DpoSettings(), codec).examples
+    settings = settings or DpoSettings()
+    reference = settings.reference_source == "rows"
+    return with_pairs(
+        data, codec, "dpo", append_eos=settings.append_eos, reference=reference
+    ).examples
 
 
 def user(text):
@@ -117,7 +121,7 @@ def test_a_task_without_pairs_is_refused(codec):
     task = DataSettings(reasoning_gym=ReasoningGymSettings(name="chain_sum", size=1))
     data = load_dataset(task, codec, prepare=with_prompt)
     with pytest.raises(ConfigError, match="the row has no 'chosen'"):
-        with_pairs(data, DpoSettings(), codec)
+        with_pairs(data, codec, "dpo", append_eos=True)
 
 
 def test_log_probs_of_the_reference_may_come_with_the_rows(tmp_path, codec):
@@ -143,7 +147,15 @@ def test_the_response_that_is_too_long_is_named(tmp_path, codec, longer):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     data = load_dataset(DataSettings(jsonl=path), codec, prepare=with_prompt)
-    data = with_pairs(data, DpoSettings(), codec)
+    data = with_pairs(data, codec, "dpo", append_eos=True)
     with pytest.raises(ConfigError, match=rf"data: {longer}: .*:1: prompt and response have 6 tok"):
         require_lengths(data, 5)
     require_lengths(data, 6)
+
+
+def test_a_margin_is_a_number_of_the_row(tmp_path, codec):
+    row = {"prompt": "w2", "chosen": "w3", "rejected": "w4"}
+    assert [margin_of(one) for one in pairs_of(tmp_path, codec, row, row | {"margin": 2})] == [0, 2]
+    [pair] = pairs_of(tmp_path, codec, row | {"margin": "much"})
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: 'margin' must be a number"):
+        margin_of(pair)

@@ -1,4 +1,4 @@
-"""`tandem train`, `sft`, `dpo`, `eval`: the commands that read a run file."""
+"""`tandem train`, `sft`, `dpo`, `reward-model`, `eval`: the commands that read a run file."""
 
 from __future__ import annotations
 
@@ -132,6 +132,7 @@ def add_training(
         from tandem.session.opening import open_session
         from tandem.training.loop import train, train_supervised
         from tandem.training.preferences import train_preferences
+        from tandem.training.reward_models import train_reward_model
 
         output = Output(as_json=as_json)
         overrides = [*implied, *(overrides or [])]
@@ -149,7 +150,12 @@ def add_training(
         if dry_run:
             show_preflight(output, settings, kind, open_run, check_trainer)
             return
-        loop = {"train": train, "sft": train_supervised, "dpo": train_preferences}[kind]
+        loop = {
+            "train": train,
+            "sft": train_supervised,
+            "dpo": train_preferences,
+            "reward-model": train_reward_model,
+        }[kind]
 
         def train_in(run: RunDirectory, stop: Interrupt) -> int:
             """Trains to the end, or until the run is asked to stop; returns the exit code."""
@@ -210,6 +216,7 @@ def add_training(
 add_training("train", "Train with tandem policy gradients.")
 add_training("sft", "Train with supervision, on the rows' answers or the senior's own responses.")
 add_training("dpo", "Train on pairs of a chosen and a rejected response: DPO and its relatives.")
+add_training("reward-model", "Train a reward model, which a critic server is, on such pairs.")
 
 
 @command(name="eval")
