@@ -13,18 +13,16 @@ from typing import Any
 
 import numpy as np
 import peer_batch
+import peer_pairs
 import pytest
 import torch
 from datasets import Dataset
-from peer_batch import EOS, Models, Outcome, Response
+from peer_batch import Models, Outcome, Response
 from peer_code import compared_with
 from tandem.rpc.requests import SupervisedSample
 from tandem.settings.run import PAIR_LOSSES, DpoSettings
 from tandem.training.pair_losses import Pairs, pair_loss
 from tandem_side import Comparison
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 from trl.experimental.cpo import CPOTrainer
 
@@ -76,15 +74,6 @@ NOT_HERE = {
 BETA = 0.2
 
 
-class Gradients(TrainerCallback):
-    """Keeps the gradients of the last step."""
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: torch.nn.Module, **_: Any
-    ) -> None:
-        self.found = peer_batch.gradients_of(model)
-
-
 class RecordingTrainer(DPOTrainer):
     """TRL's trainer, which takes rows of ids, and records its loss and its metrics."""
 
@@ -98,28 +87,15 @@ class RecordingTrainer(DPOTrainer):
         return loss
 
 
-def some_pairs(batch: list[Response], count: int | None) -> list[tuple[Response, Response]]:
-    """Every two responses to one prompt."""
-    return list(zip(batch[::2], batch[1::2], strict=True))[:count]
-
-
 def of_trl(
     models: Models, pairs: list[tuple[Response, Response]], case: Case, directory: Path
 ) -> Outcome:
     """The outcome of one step of TRL's trainer on all pairs."""
-    words = {"<eos>": EOS, "<pad>": peer_batch.PAD} | {
-        f"w{i}": i for i in range(2, peer_batch.VOCABULARY)
-    }
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")),
-        eos_token="<eos>",
-        pad_token="<pad>",
-    )
     rows = [
         {"prompt_ids": chosen.prompt, "chosen_ids": chosen.tokens, "rejected_ids": rejected.tokens}
         for chosen, rejected in pairs
     ]
-    gradients = Gradients()
+    gradients = peer_pairs.Gradients()
     trainer = RecordingTrainer(
         models.load("policy"),
         models.load("reference").eval(),
@@ -127,19 +103,11 @@ def of_trl(
             output_dir=str(directory),
             beta=BETA,
             per_device_train_batch_size=len(rows),
-            max_steps=1,
-            max_grad_norm=0.0,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **peer_pairs.SETTINGS,
             **case.trl,
         ),
         train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
+        processing_class=peer_pairs.words(),
         callbacks=[gradients],
     )
     trainer.train()
@@ -150,7 +118,7 @@ def of_trl(
 def test_loss_gradient_and_metrics_are_those_of_trl(
     comparison: Comparison, case: Case, tmp_path: Path
 ) -> None:
-    pairs = some_pairs(comparison.batch, case.pairs)
+    pairs = peer_pairs.some_pairs(comparison.batch, case.pairs)
     samples = [SupervisedSample(one.prompt, one.tokens) for pair in pairs for one in pair]
     ours = comparison.tandem.step_on_pairs(samples, DpoSettings(beta=BETA, **case.dpo))
     theirs = of_trl(comparison.models, pairs, case, tmp_path)

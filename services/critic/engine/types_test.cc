@@ -26,10 +26,9 @@ TEST(TypesTest, AStepSurvivesAsBytes) {
                               .old_values = {0.5f, -0.5f},
                               .returns = {1, 2},
                               .loss_mask = {1, 0},
-                              .vision_inputs = SomeImages()};
-  const ValueSample weighted = {
-      .prompt_token_ids = {1}, .response_token_ids = {3, 4}, .weights = {0, -2, 0.5f}};
-  request.samples = {sample, weighted};
+                              .vision_inputs = SomeImages(),
+                              .weights = {0, -2, 0.5f}};
+  request.samples = {sample, sample};
   request.blobs = SomeBlobs();
   ExpectSurvives(request);
 }
