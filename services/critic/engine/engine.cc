@@ -45,8 +45,8 @@ struct WeightedRows {
   std::vector<double> weights;  // of each row
 };
 
-// Returns the rows of a sample that have a weight, which it adds to `weights`; all of them unless the
-// step `learns`.
+// Returns the rows of a sample that have a weight, which it adds to `weights`; all of them unless
+// the step `learns`.
 training::SequenceRows WeightedSequence(const ValueSample& sample, bool learns,
                                         std::shared_ptr<const PromptImages> images,
                                         std::vector<double>& weights) {
@@ -354,10 +354,9 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
 
 absl::Status TorchEngine::AddWeightedGradients(const WeightedRows& rows, StepReport& report) {
   loss::WeightedValueLoss sums(rows.weights);
-  TANDEM_ASSIGN_OR_RETURN(
-      const training::TrainingCore::PassReport pass,
-      PassOver(rows.sequences, rows.sequences.all(),
-               [&](auto... arguments) { return sums.Evaluate(arguments...); }));
+  TANDEM_ASSIGN_OR_RETURN(const training::TrainingCore::PassReport pass,
+                          PassOver(rows.sequences, rows.sequences.all(),
+                                   [&](auto... arguments) { return sums.Evaluate(arguments...); }));
   TANDEM_RETURN_IF_ERROR(sums.Reduce(core_->reduction()));
   report.metrics = {{"critic/loss", sums.loss()}, {"critic/value_mean", sums.mean_value()}};
   training::AddRouterMetrics(pass.routers, /*prefix=*/"critic/router_", report.metrics);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def gradient_norm(model: torch.nn.Module, adapter: dict[str, torch.Tensor] | Non
     for name, a in matrices.items():
         weight = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
         squares += (scale * gradients[weight] @ a.double().T).square().sum()
-    assert len(matrices) == 14  # seven maps of two layers
+    assert len(matrices) == 14  # seven maps in each of two layers
     return float(squares.sqrt())
 
 
@@ -178,3 +179,17 @@ def test_a_run_that_is_resumed_has_the_bits_of_an_uninterrupted_one(run_file, tm
     tandem("dpo", run_file, "steps=4", "dpo.batch_size=4", "--resume")
     whole, parted = (harness.metrics_without_clock(tmp_path / name) for name in ("whole", "run"))
     assert parted == whole
+
+
+def test_the_program_of_the_page_makes_a_step(models, tmp_path, capsys):
+    page = (harness.REPOSITORY / "docs/guides/preferences.md").read_text()
+    [program] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    section = {"reference_model": str(models.senior)}
+    with harness.cluster(tmp_path, models, trainer=section) as running:
+        exec(program.replace("127.0.0.1:7702", running.trainer.address), {})
+        with harness.trainer_client(running) as trainer:
+            assert trainer.info().server.weights.version == 1
+    loss, margin = map(float, capsys.readouterr().out.split())
+    # Policy and reference are one model: of ipo the loss is (1 / (2 beta))^2.
+    assert loss == pytest.approx(25.0, rel=1e-4)
+    assert margin == pytest.approx(0.0, abs=1e-5)
