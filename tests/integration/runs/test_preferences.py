@@ -173,6 +173,17 @@ def test_a_run_learns_what_is_preferred(run_file, tmp_path, overrides):
     assert gaps[-1] > gaps[0]
 
 
+def test_the_reference_may_be_the_model_of_another_server(models, run_file, tmp_path):
+    tandem("dpo", run_file, "steps=3")
+    with harness.cluster(tmp_path / "reference", models) as running:
+        other = f"reference={running.rollouts[0].address}"
+        tandem("dpo", run_file, "steps=3", other, f"run_dir={tmp_path / 'other'}")
+    runs = (harness.json_lines(tmp_path / one / "metrics.jsonl") for one in ("run", "other"))
+    for ours, theirs in zip(*runs, strict=True):
+        for key in ("loss/total", "rewards/chosen", "rewards/rejected", "policy/grad_norm"):
+            assert theirs[key] == pytest.approx(ours[key], rel=1e-4, abs=1e-5), key
+
+
 def test_a_run_that_is_resumed_has_the_bits_of_an_uninterrupted_one(run_file, tmp_path):
     tandem("dpo", run_file, f"run_dir={tmp_path / 'whole'}", "steps=4", "dpo.batch_size=4")
     tandem("dpo", run_file, "steps=2", "dpo.batch_size=4")

@@ -13,13 +13,19 @@ import torch
 import yaml
 from commands import records, tandem
 from layouts import ranked
+from tandem.models.tokenizer import TextCodec
 from tandem.rpc.client import CriticClient
 from tandem.rpc.requests import SupervisedSample
 from tandem.settings import loading
 from tandem.settings.run import RunSettings
 from tandem.training.reward_models import scores_of, step_of_scores
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification, LlamaConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 from transformers.models.llama import LlamaForSequenceClassification
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -145,6 +151,18 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(models, trained, tmp
     assert parted == whole
 
 
+def test_a_running_critic_may_go_on_learning(models, trained, tmp_path):
+    file = write_run(models, tmp_path, {})
+    section = {"model": str(trained / "export"), "untie_embeddings": False}
+    with harness.cluster(tmp_path / "critic", models, critic=section) as running:
+        overrides = ["cluster=null", f"servers.critic={running.critic.address}", "steps=2"]
+        tandem("reward-model", file, *overrides)
+        told = tandem("reward-model", file, *overrides, "eval.every=1", "--clean", check=2).stderr
+        assert "eval: does not apply to `tandem reward-model`" in told
+    [first, _] = harness.json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert first["rewards/accuracies"] == 1  # as the run before left it
+
+
 def test_transformers_opens_the_export_with_the_same_scores(models, trained, tmp_path):
     export = trained / "export"
     with (
@@ -154,8 +172,22 @@ def test_transformers_opens_the_export_with_the_same_scores(models, trained, tmp
         harness.critic_client(running) as critic,
     ):
         ours = scores_of(critic, PAIRS)
+        texts = [f"the {word} and {word} three" for word in ("one", "two", "seven")]
+        codec = TextCodec(export)
+        ids = [codec.encode(text, special=False) for text in texts]
+        of_texts = scores_of(critic, [SupervisedSample(one[:1], one[1:]) for one in ids])
     _, theirs = scores_by_transformers(export, torch.float32)
     np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
+    judge = pipeline(
+        "text-classification",
+        model=AutoModelForSequenceClassification.from_pretrained(export),
+        tokenizer=PreTrainedTokenizerFast(
+            tokenizer_file=str(export / "tokenizer.json"), eos_token="<eos>", pad_token="<pad>"
+        ),
+        function_to_apply="none",
+    )
+    piped = [one["score"] for one in judge(texts)]
+    np.testing.assert_allclose(of_texts, piped, rtol=1e-5, atol=1e-5)
 
 
 def policy_run(models, directory: Path, address: str, **reward: Any) -> RunSettings:

@@ -50,6 +50,8 @@ def plan_cluster(
             "this run draws no responses (evaluations and sft.responses: senior do), so "
             "cluster.rollout is not used"
         )
+    if dry_run and cluster.trainer is not None and not uses.trainer:
+        _log.info("this run trains the critic alone, so cluster.trainer is not used")
     learner = learner_of(purpose)
     for role in ["rollout", learner] if uses.rollout else [learner]:
         if getattr(plan, role) in (None, []):

@@ -215,7 +215,31 @@ def add_training(
 
 add_training("train", "Train with tandem policy gradients.")
 add_training("sft", "Train with supervision, on the rows' answers or the senior's own responses.")
-add_training("dpo", "Train on pairs of a chosen and a rejected response: DPO and its relatives.")
+
+
+def _require_unfrozen(settings: RunSettings) -> None:
+    """Raises ConfigError if the trainer of the run's own cluster trains a speculator alone."""
+    section = (settings.cluster and settings.cluster.trainer) or {}
+    if section.get("freeze_base_model"):
+        raise ConfigError("cluster.trainer.freeze_base_model: a speculator does not learn pairs")
+
+
+def _require_unfrozen_trainer(trainer: TrainerClient) -> None:
+    """Raises ConfigError if a running trainer trains a speculator alone."""
+    info = trainer.info()
+    if info.has_speculator and not info.HasField("optimizer"):
+        raise ConfigError(
+            f"servers.trainer: the trainer at {trainer.address} trains a speculator alone, which "
+            "does not learn pairs"
+        )
+
+
+add_training(
+    "dpo",
+    "Train on pairs of a chosen and a rejected response: DPO and its relatives.",
+    check=_require_unfrozen,
+    check_trainer=_require_unfrozen_trainer,
+)
 add_training("reward-model", "Train a reward model, which a critic server is, on such pairs.")
 
 
