@@ -93,7 +93,7 @@ def test_a_step_of_scores_is_that_of_float64(models, classifier, tmp_path, layou
             assert reply.metrics["critic/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         else:
             # The head trains beside the adapters, whose matrices B alone have a gradient.
-            assert reply.metrics["critic/grad_norm"] > 0
+            assert reply.metrics["critic/grad_norm"] > model.score.weight.grad.norm()
         after = scores_of(critic, PAIRS)
         assert np.abs(after - scores.detach().numpy()).max() > 1e-4
 
@@ -141,6 +141,31 @@ def test_a_run_learns_which_responses_are_preferred(trained):
     assert recorded["servers"]["models"].keys() == {"critic"}
     logs = (trained / "cluster" / "logs" / "attempt_1").glob("*.log")
     assert [path.stem for path in logs] == ["critic"]
+
+
+def test_a_run_with_adapters_is_served_with_its_base_model(models, tmp_path):
+    file = write_run(models, tmp_path, {"lora": {"rank": 4, "alpha": 8}})
+    tandem("reward-model", file, "cluster.critic.optimizer.learning_rate=0.01")
+    last = harness.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["rewards/accuracies"] == 1
+    [checkpoint] = (tmp_path / "run" / "checkpoints").glob("step_*")
+    section = {"lora": {"path": str(checkpoint)}}
+    codec = TextCodec(models.tokenizer)
+    pairs = [
+        SupervisedSample(codec.encode("the two and"), [*codec.encode(text), 0])
+        for text in (" two three seven", " two two a")
+    ]
+    with (
+        harness.cluster(tmp_path / "served", models, critic=section) as running,
+        harness.critic_client(running) as critic,
+    ):
+        chosen, rejected = scores_of(critic, pairs)
+        assert chosen - rejected > 1
+        critic.export_model(str(tmp_path / "merged"))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    ids = [torch.tensor([[*one.prompt_token_ids, *one.response_token_ids]]) for one in pairs]
+    theirs = [model(one).logits.item() for one in ids]
+    np.testing.assert_allclose([chosen, rejected], theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(models, trained, tmp_path):
@@ -219,7 +244,7 @@ def test_its_scores_are_the_rewards_of_a_policy(models, trained, tmp_path):
         recorded = json.loads((run / "run.json").read_text())["servers"]
         with CriticClient(address) as critic:
             held = critic.info().server.weights
-            assert recorded["reward_weights: reward_model"] == {
+            assert recorded["reward_models"]["reward_model"]["weights"] == {
                 "version": held.version,
                 "digest": held.digest,
             }
@@ -239,7 +264,7 @@ def test_its_scores_are_the_rewards_of_a_policy(models, trained, tmp_path):
                 critic, PAIRS, MARGINS, run_id="other", step=1, expected_version=held.version
             )
         told = tandem("train", file, "steps=4", "--resume", check=2).stderr
-        assert "reward_weights: reward_model" in told
+        assert "servers.reward_models" in told
 
 
 def test_a_server_that_is_no_reward_model_is_refused_before_the_run(models, tmp_path):

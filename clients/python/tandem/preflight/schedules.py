@@ -155,7 +155,7 @@ def notes_on_schedules(cluster: ClusterSettings, settings: RunSettings, purpose:
                     "schedule does not reach its end"
                 )
         rate = optimizer.get("learning_rate")
-        if rate == 0 and field == "cluster.trainer.optimizer":
+        if rate == 0 and field == f"cluster.{learner_of(purpose)}.optimizer":
             _log.warning(f"{field}.learning_rate: 0: the run changes no weights")
 
 

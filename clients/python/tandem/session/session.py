@@ -395,10 +395,13 @@ class Session:
         if isinstance(self.reference, ServerReference):
             record["models"]["reference"] = _model_record(self.reference.model)
             record["reference_weights"] = message_record(self.reference.weights)
-        for name, server in self.reward.servers.items():
-            if server.is_open:  # The run has something to judge.
-                record["models"][f"reward: {name}"] = _model_record(server.model)
-                record[f"reward_weights: {name}"] = message_record(server.weights)
+        # They are open where the run has something to judge.
+        judges = {name: one for name, one in self.reward.servers.items() if one.is_open}
+        if judges:
+            record["reward_models"] = {
+                name: _model_record(one.model) | {"weights": message_record(one.weights)}
+                for name, one in judges.items()
+            }
         return record
 
 

@@ -144,11 +144,13 @@ def test_a_run_records_its_model_and_weights_and_does_not_go_on_with_others(
     judged = ["train", judged_file, f"reward.server={judge}"]
     tandem(*judged, "steps=2")
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())["servers"]
-    assert recorded["models"]["reward: reward_model"]["path"] == "/models/judge"
-    assert recorded["reward_weights: reward_model"] == {"version": 3, "digest": "d"}
+    [model] = recorded["reward_models"].values()
+    assert model["path"] == "/models/judge"
+    assert model["weights"] == {"version": 3, "digest": "d"}
     assert critic.calls == [6, 6]
     critic.weights = fakes.weights(4)
-    assert "reward_weights: reward_model" in tandem(*judged, "--resume", check=2).stderr
+    assert "servers.reward_models" in tandem(*judged, "--resume", check=2).stderr
+    tandem(*judged, "--resume", "--change", "servers.reward_models")
 
 
 def test_another_tokenizer_is_refused_before_anything_is_written(

@@ -57,8 +57,8 @@ auto NumbersOf(loss::LinearCrossEntropyLoss* loss, const std::vector<double>& te
   };
 }
 
-// Runs a pass of the reference policy, which must exist if there is a sequence. `output_of` returns
-// the RowOutput of an output loss.
+// Runs a pass of the reference policy, which must exist. `output_of` returns the RowOutput of an
+// output loss.
 template <typename OutputOf>
 absl::StatusOr<std::vector<double>> ForwardReference(TrainerModels& models,
                                                      const training::SequenceBatch& sequences,
@@ -137,21 +137,25 @@ absl::StatusOr<training::BatchResults<LogProbsResult>> ComputeLogProbs(TrainerMo
   TANDEM_ASSIGN_OR_RETURN(
       const std::vector<double> of_senior,
       models.core.Forward(senior.sequences, NumbersOf(models.loss.get(), senior.temperatures)));
-  TANDEM_ASSIGN_OR_RETURN(
-      const std::vector<double> of_reference,
-      ForwardReference(models, reference.sequences, [&](loss::LinearCrossEntropyLoss* loss) {
-        return NumbersOf(loss, reference.temperatures);
-      }));
-  auto senior_number = of_senior.begin(), reference_number = of_reference.begin();
+  std::vector<double> of_reference;
+  if (!reference.sequences.sequences().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(
+        of_reference,
+        ForwardReference(models, reference.sequences, [&](loss::LinearCrossEntropyLoss* loss) {
+          return NumbersOf(loss, reference.temperatures);
+        }));
+  }
+  size_t senior_number = 0, reference_number = 0;
   const size_t answered =
       senior.sequences.sequences().size() + reference.sequences.sequences().size();
   for (size_t i = 0; i < answered; ++i) {
     const LogProbsRequest& request = batch.requests[i];
-    auto& number = request.reference ? reference_number : senior_number;
+    const std::vector<double>& numbers = request.reference ? of_reference : of_senior;
+    size_t& number = request.reference ? reference_number : senior_number;
     LogProbsResult& result = answers.results.emplace_back();
     for (size_t t = 0; t < request.response_token_ids.size(); ++t) {
-      result.logprobs.push_back(static_cast<float>(*number++));
-      result.entropies.push_back(static_cast<float>(*number++));
+      result.logprobs.push_back(static_cast<float>(numbers[number++]));
+      result.entropies.push_back(static_cast<float>(numbers[number++]));
     }
     if (!request.reference) result.weights = models.core.weights();
   }
