@@ -180,7 +180,13 @@ def test_a_running_critic_may_go_on_learning(models, trained, tmp_path):
     file = write_run(models, tmp_path, {})
     section = {"model": str(trained / "export"), "untie_embeddings": False}
     with harness.cluster(tmp_path / "critic", models, critic=section) as running:
-        overrides = ["cluster=null", f"servers.critic={running.critic.address}", "steps=2"]
+        # Rollout servers get nothing, although they are named.
+        overrides = [
+            "cluster=null",
+            f"servers.critic={running.critic.address}",
+            f"servers.rollout=[{running.rollouts[0].address}]",
+            "steps=2",
+        ]
         tandem("reward-model", file, *overrides)
         told = tandem("reward-model", file, *overrides, "eval.every=1", "--clean", check=2).stderr
         assert "eval: does not apply to `tandem reward-model`" in told
@@ -265,6 +271,17 @@ def test_its_scores_are_the_rewards_of_a_policy(models, trained, tmp_path):
             )
         told = tandem("train", file, "steps=4", "--resume", check=2).stderr
         assert "servers.reward_models" in told
+
+
+def test_a_supervised_run_may_be_evaluated_with_its_scores(models, trained, tmp_path):
+    section = {"model": str(trained / "export"), "untie_embeddings": False}
+    with harness.cluster(tmp_path / "judge", models, critic=section) as judge:
+        config = policy_run(models, tmp_path / "policy", judge.critic.address, correct_at=-100.0)
+        file = write_config(tmp_path / "run.yaml", config)
+        overrides = ["sft.response= three", "steps=1", "reward.name=judge"]
+        tandem("sft", file, *overrides)
+    [line] = harness.json_lines(tmp_path / "policy" / "run" / "evals.jsonl")
+    assert line["accuracy"] == 1.0
 
 
 def test_a_server_that_is_no_reward_model_is_refused_before_the_run(models, tmp_path):

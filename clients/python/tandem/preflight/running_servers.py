@@ -53,8 +53,8 @@ def check_running(
     settings with the servers' defaults.
     """
     settings, purpose = inputs.settings, inputs.purpose
-    trainer, trainer_name = servers.trainer_info, f"the {servers.trainer.role} at "
-    trainer_name += servers.trainer.address
+    trainer = servers.trainer_info
+    trainer_name = f"the {servers.trainer.role} at {servers.trainer.address}"
     models = {trainer_name: trainer.server.model}
     models |= {whose: info.server.model for whose, info in servers.rollouts.items()}
     models |= servers.critics

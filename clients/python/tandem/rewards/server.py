@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -41,6 +42,8 @@ class RewardServer:
         self._field = field
         self._limit_seconds = limit_seconds
         self._client: CriticClient | None = None
+        # An evaluation may be judged while the next step is drawn.
+        self._lock = threading.Lock()
         self._asked: list[tuple[SupervisedSample, Future[Outcome]]] = []
 
     @property
@@ -79,7 +82,8 @@ class RewardServer:
                 continue
             images = tuple(trajectory.vision_inputs)
             sample = SupervisedSample(trajectory.prompt_token_ids, tokens, images)
-            self._asked.append((sample, future))
+            with self._lock:
+                self._asked.append((sample, future))
         return futures
 
     def finish(self) -> None:
@@ -87,9 +91,11 @@ class RewardServer:
 
         Raises FailedPreconditionError if the server holds other weights than at the beginning.
         """
-        asked, self._asked = self._asked, []
-        if not asked or self._client is None:
+        with self._lock:
+            asked, self._asked = self._asked, []
+        if not asked:
             return
+        assert self._client is not None, "open() comes first"
         outcomes: list[Outcome]
         try:
             replies = self._client.compute_values([sample for sample, _ in asked])

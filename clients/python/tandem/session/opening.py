@@ -109,8 +109,10 @@ def _connected(
     status_client = stack.enter_context(
         kind(learner, **options | {"timeout_seconds": _STATUS_SECONDS})
     )
+    # A reward model is published to nobody.
+    rollout_addresses = (servers.rollout or ()) if kind is TrainerClient else ()
     clients = [
-        stack.enter_context(RolloutClient(address, **options)) for address in servers.rollout or ()
+        stack.enter_context(RolloutClient(address, **options)) for address in rollout_addresses
     ]
     info: LearnerInfo | None = None
     infos: list[rollout_pb2.GetServerInfoResponse] = []

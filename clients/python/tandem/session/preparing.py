@@ -230,10 +230,12 @@ def _check_reward(
     reward: Reward | None, inputs: Inputs, connections: Connections, problems: Problems
 ) -> None:
     """Checks that the reward can judge the rows that are judged, and opens its servers."""
+    evaluates = bool(modes_in(inputs.settings, inputs.purpose))
+    held_out = inputs.eval_data or (inputs.data if evaluates else None)
     judged = {
         "train": (inputs.data, inputs.eval_data),
-        "sft": (inputs.eval_data,),
-        "dpo": (inputs.eval_data,),
+        "sft": (held_out,),
+        "dpo": (held_out,),
         "eval": (inputs.data,),
     }.get(inputs.purpose, ())
     if inputs.settings.eval.modes == ["legibility"]:
@@ -280,7 +282,7 @@ def _open_reward_model(
 
 def _wait_for(servers: ServersSettings, credentials: Credentials, uses: Uses) -> None:
     named = [
-        *(servers.rollout or ()),
+        *((servers.rollout or ()) if uses.trainer else ()),
         servers.trainer if uses.trainer else None,
         servers.critic if uses.critic else None,
     ]
