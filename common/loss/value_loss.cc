@@ -94,4 +94,23 @@ absl::Status ValueLossEvaluator::Reduce(MetricReduction reduce) {
                        {});
 }
 
+absl::Status WeightedValueLoss::Evaluate(int64_t first_row, absl::Span<const double> values,
+                                         absl::Span<double> gradients) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    const size_t t = static_cast<size_t>(first_row) + i;
+    if (!std::isfinite(values[i])) {
+      return NotFiniteError(absl::StrCat("the value of row ", t, " is not finite"));
+    }
+    gradients[i] = weights_[t];
+    loss_ += weights_[t] * values[i];
+    values_ += values[i];
+    ++count_;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightedValueLoss::Reduce(MetricReduction reduce) {
+  return ReduceMetrics(reduce, {&loss_, &values_, &count_}, {});
+}
+
 }  // namespace tandem::loss

@@ -1,4 +1,4 @@
-// The critic's loss: the clipped squared error of PPO, per token.
+// The critic's losses: the clipped squared error of PPO, per token, and one of given derivatives.
 #ifndef TANDEM_COMMON_LOSS_VALUE_LOSS_H_
 #define TANDEM_COMMON_LOSS_VALUE_LOSS_H_
 
@@ -69,6 +69,30 @@ class ValueLossEvaluator {
   double loss_ = 0, values_ = 0, returns_ = 0;
   int64_t count_ = 0, clipped_ = 0;
   Spread return_spread_, error_spread_;
+};
+
+// A loss of the values that is given by its derivatives. Evaluates rows, and sums over them:
+// loss = sum_t weight_t * value_t.
+class WeightedValueLoss {
+ public:
+  // `weights` has one number for each row, and must outlive the loss.
+  explicit WeightedValueLoss(absl::Span<const double> weights) : weights_(weights) {}
+
+  // Fills d loss / d value of the rows [first_row, first_row + n). NotFiniteError for a value.
+  absl::Status Evaluate(int64_t first_row, absl::Span<const double> values,
+                        absl::Span<double> gradients);
+
+  double loss() const { return loss_; }
+  // Mean over the evaluated rows; 0 without any.
+  double mean_value() const { return count_ == 0 ? 0 : values_ / static_cast<double>(count_); }
+
+  // Like PolicyLossEvaluator::Reduce.
+  absl::Status Reduce(MetricReduction reduce);
+
+ private:
+  absl::Span<const double> weights_;
+  double loss_ = 0, values_ = 0;
+  int64_t count_ = 0;
 };
 
 }  // namespace tandem::loss

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <vector>
 
 namespace tandem::loss {
@@ -33,6 +34,17 @@ TEST(ValueLossTest, ExplainedVarianceOfAPerfectCriticIsOne) {
   EXPECT_DOUBLE_EQ(evaluator.Metrics().explained_variance, 1);
   EXPECT_DOUBLE_EQ(evaluator.Metrics().loss, 0);
   EXPECT_DOUBLE_EQ(evaluator.Metrics().value_mean, 1.5);
+}
+
+TEST(WeightedValueLossTest, ItsDerivativesAreTheWeights) {
+  const std::vector<double> weights = {0.5, -2, 0.25};
+  WeightedValueLoss loss(weights);
+  std::vector<double> gradients(2);
+  ASSERT_TRUE(loss.Evaluate(1, {3.0, 4.0}, absl::MakeSpan(gradients)).ok());
+  EXPECT_EQ(gradients, (std::vector<double>{-2, 0.25}));
+  EXPECT_EQ(loss.loss(), -2 * 3 + 0.25 * 4);
+  EXPECT_EQ(loss.mean_value(), 3.5);
+  EXPECT_FALSE(loss.Evaluate(0, {std::nan("")}, absl::MakeSpan(gradients).first(1)).ok());
 }
 
 ValueMetrics MetricsOf(const ValueTokens& tokens, const std::vector<double>& values) {

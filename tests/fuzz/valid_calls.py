@@ -319,6 +319,11 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
         _call(TRAINER, "ComputeLogProbs", requests.log_prob_requests(SEQUENCES, 0.7)),
         _call(
             TRAINER,
+            "ComputeLogProbs of the reference",
+            requests.log_prob_requests(SEQUENCES, None, reference=True),
+        ),
+        _call(
+            TRAINER,
             "PublishWeights",
             [trainer_pb2.PublishWeightsRequest(targets=[target], allow_rollback=True)],
         ),
@@ -360,11 +365,26 @@ def _critic_calls(servers: Servers) -> list[ValidCall]:
             loss_mask=b"\1" * len(sequence.response_token_ids),
         )
         steps.append(critic_pb2.TrainStepRequest(sample=sample))
+    weighted = requests.value_step(
+        [
+            requests.ValueSample(
+                one.prompt_token_ids,
+                one.response_token_ids,
+                [*(0.0 for _ in one.response_token_ids), (-0.25, 0.5)[place % 2]],
+            )
+            for place, one in enumerate(SEQUENCES)
+        ],
+        run_id="run",
+        step=1,
+        expected_version=0,
+        request_id="weighted",
+    )
     return [
         _call(CRITIC, "GetServerInfo", [critic_pb2.GetServerInfoRequest()]),
         _call(CRITIC, "ComputeValues", sequences),
         _call(CRITIC, "ComputeValues for a step", for_step),
         _call(CRITIC, "TrainStep", steps),
+        _call(CRITIC, "TrainStep weighted", weighted),
         _call(
             CRITIC,
             "SaveCheckpoint",

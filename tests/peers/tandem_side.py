@@ -19,6 +19,8 @@ from tandem.rpc.client import CriticClient, TrainerClient
 from tandem.rpc.requests import PolicySample, SupervisedSample
 from tandem.rpc.wire import from_tensor, to_message, to_tensor
 from tandem.settings.cluster import ClusterSettings
+from tandem.settings.run import DpoSettings
+from tandem.training.preferences import log_prob_sums, step_of_pairs
 
 # With beta1 0, AdamW's first moment is the gradient of the step, and a checkpoint holds it.
 BARE_GRADIENT = {"learning_rate": 1e-6, "beta1": 0.0, "max_grad_norm": 0.0}
@@ -39,6 +41,21 @@ class Tandem:
         outcome = self._outcome(self._trainer, metrics, "loss/total")
         assert abs(outcome.norm / metrics["policy/grad_norm"] - 1) < 1e-6
         return outcome
+
+    def step_on_pairs(self, samples: Sequence[SupervisedSample], settings: DpoSettings) -> Outcome:
+        """The outcome of one step on pairs, whose chosen and rejected responses come in turn."""
+        self._trainer.load_base_model()
+        loss, _ = step_of_pairs(
+            self._trainer,
+            samples,
+            log_prob_sums(self._trainer, samples, reference=True),
+            settings,
+            run_id="peers",
+            step=1,
+            expected_version=0,
+        )
+        metrics = {"loss/total": loss.value, **loss.metrics}
+        return self._outcome(self._trainer, metrics, "loss/total")
 
     def trained(
         self, batch: Sequence[Response], objective: Mapping[str, Any], iterations: int

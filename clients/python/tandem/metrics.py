@@ -123,6 +123,16 @@ ASYNC_KEYS = (
     "idle/trainer",
     "time/wait_seconds",
 )
+# The keys that pairs of responses add.
+PAIR_KEYS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+    "loss/chosen_nll",
+)
 # Keys of whole numbers, which a trainer reports as floating-point numbers.
 COUNT_KEYS = frozenset(
     {
@@ -169,7 +179,7 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     critic/router_<name>.
     """
     keys = KEYS
-    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS):
+    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS, PAIR_KEYS):
         keys += further if any(key in values for key in further) else ()
     added = ("reward/", "router/", "critic/router_", "speculator/")
     # In alphabetical order: a report is a map, whose order no two processes share.

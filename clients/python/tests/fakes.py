@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from tandem._proto.critic.v1 import critic_pb2, critic_pb2_grpc
 from tandem._proto.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem._proto.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem._proto.types.v1 import optimizer_pb2, server_pb2, tensor_pb2, trajectory_pb2
@@ -90,7 +91,12 @@ class FakeWorld:
         self.scores = 0  # number of Score calls
         self.score_temperatures = []  # temperature of every Score
         self.top = []  # tokens of which Score returns the likeliest
-        self.logprob = {"senior": lambda token: -1.0, "junior": lambda token: -2.0}  # in Score
+        # In Score, and in ComputeLogProbs.
+        self.logprob = {
+            "senior": lambda token: -1.0,
+            "junior": lambda token: -2.0,
+            "reference": lambda token: -1.5,
+        }
         self.on_save = lambda context: None  # called by every SaveCheckpoint of the trainer
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
@@ -294,7 +300,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     def ComputeLogProbs(self, requests, context):
         self.world.enter("ComputeLogProbs", context)
         for request in requests:
-            logprobs = [self.world.logprob["senior"](t) for t in request.response_token_ids]
+            model = "reference" if request.reference else "senior"
+            logprobs = [self.world.logprob[model](t) for t in request.response_token_ids]
             yield trainer_pb2.ComputeLogProbsResponse(
                 logprobs=to_tensor(logprobs), weights=weights(self.world.version)
             )
@@ -359,6 +366,54 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.world.steps.clear()  # The ledger is part of a checkpoint; here it starts empty.
         self.world.unsaved = False
         return trainer_pb2.LoadCheckpointResponse(weights=weights(self.world.version))
+
+
+class FakeCritic(critic_pb2_grpc.CriticServiceServicer):
+    """A critic whose score is the sum of all token ids."""
+
+    def __init__(self):
+        self.weights = weights(3)
+        self.calls = []  # the number of sequences of each ComputeValues
+        self.failures = 0  # ComputeValues calls that are refused, from now on
+        self.head = critic_pb2.VALUE_HEAD_SOURCE_CHECKPOINT
+        self.vocabulary_digest = ""
+
+    def GetServerInfo(self, request, context):
+        reply = critic_pb2.GetServerInfoResponse(value_head_initialized_from=self.head)
+        model = reply.server.model
+        model.path, model.max_model_len = "/models/judge", 10
+        model.vocab_size = model.num_token_ids = VOCABULARY
+        model.vocabulary_digest = self.vocabulary_digest
+        reply.server.weights.CopyFrom(self.weights)
+        return reply
+
+    def ComputeValues(self, requests, context):
+        asked = list(requests)
+        self.calls.append(len(asked))
+        if self.failures:
+            self.failures -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the judge sleeps")
+        for one in asked:
+            length = len(one.response_token_ids)
+            score = float(sum(one.prompt_token_ids) + sum(one.response_token_ids))
+            yield critic_pb2.ComputeValuesResponse(
+                values=to_tensor([0.0] * length),
+                final_value=to_tensor([score]),
+                weights=self.weights,
+            )
+
+
+@contextmanager
+def serve_critic(critic):
+    """Serves a FakeCritic at an address, which it yields."""
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    critic_pb2_grpc.add_CriticServiceServicer_to_server(critic, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)
 
 
 def write_checkpoint(path, name=None):

@@ -60,8 +60,8 @@ inline constexpr ErrorReason kWeightsDiffer{
 inline constexpr ErrorReason kNoCritic{"NO_CRITIC", "GAE needs a critic, but the trainer has none.",
                                        "Start the trainer with critic_address."};
 inline constexpr ErrorReason kNoReferenceModel{
-    "NO_REFERENCE_MODEL", "The KL term needs a reference model, but the trainer has none.",
-    "Start the trainer with reference_model, or set kl_coefficient to 0."};
+    "NO_REFERENCE_MODEL", "The request needs a reference policy, but the trainer has none.",
+    "Start the trainer with reference_model or lora, or set kl_coefficient to 0."};
 inline constexpr ErrorReason kNoJuniorModel{
     "NO_JUNIOR_MODEL", "The KL towards the junior needs the junior in the trainer, which has none.",
     "Start the trainer with junior_model, or choose junior_kl_kind FORWARD_SAMPLED."};

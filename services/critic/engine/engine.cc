@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -12,7 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/loss/loss_scale.h"
@@ -35,6 +38,44 @@ struct ValueRows {
   training::RouterSums routers;
   int64_t updates = 0;
 };
+
+// The rows of a step whose samples have weights.
+struct WeightedRows {
+  training::SequenceBatch sequences;
+  std::vector<double> weights;  // of each row
+};
+
+// Returns the images of a sample, or an error with its path.
+absl::StatusOr<std::shared_ptr<const PromptImages>> ImagesOfSample(training::TrainingCore& core,
+                                                                   const TrainStepRequest& request,
+                                                                   size_t i) {
+  const ValueSample& sample = request.samples[i];
+  auto images = core.ImagesOf(sample.prompt_token_ids, sample.response_token_ids,
+                              sample.vision_inputs, request.blobs);
+  if (images.ok()) return images;
+  return PrependFieldPath(absl::StrCat("samples[", i, "]"), images.status());
+}
+
+// Returns the rows of a sample that have a weight, which it adds to `weights`; all of them unless
+// the step `learns`.
+training::SequenceRows WeightedSequence(const ValueSample& sample, bool learns,
+                                        std::shared_ptr<const PromptImages> images,
+                                        std::vector<double>& weights) {
+  training::SequenceRows rows;
+  const size_t first = sample.prompt_token_ids.size() - 1;
+  for (size_t t = 0; t < sample.weights.size(); ++t) {
+    if (learns && sample.weights[t] == 0) continue;
+    rows.positions.push_back(static_cast<int64_t>(first + t));
+    rows.labels.push_back(0);  // a value predicts no token
+    weights.push_back(sample.weights[t]);
+  }
+  if (rows.positions.empty()) return rows;
+  std::vector<int32_t> tokens = sample.prompt_token_ids;
+  tokens.insert(tokens.end(), sample.response_token_ids.begin(), sample.response_token_ids.end());
+  rows.input.assign(tokens.begin(), tokens.begin() + rows.positions.back() + 1);
+  rows.images = std::move(images);
+  return rows;
+}
 
 std::string DigestOf(const ValuesRequest& request) {
   return training::KeptValues::SequenceDigest(request.prompt_token_ids, request.response_token_ids,
@@ -90,7 +131,18 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   // Checks the batch and returns the updates of a step.
   absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> Learn(
       const TrainStepRequest& request);
+  // The same for a checked step with weights.
+  absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> LearnWeighted(
+      const TrainStepRequest& request);
   absl::Status AddGradients(ValueRows& rows, const training::MiniBatch& range, StepReport& report);
+  absl::Status AddWeightedGradients(const WeightedRows& rows, StepReport& report);
+  // Evaluates the loss of rows: fills d loss / d value of the rows [first_row, first_row + n).
+  using LossOfRows = absl::FunctionRef<absl::Status(
+      int64_t first_row, absl::Span<const double> values, absl::Span<double> gradients)>;
+  // Leaves the gradients of a mini-batch with the strategy.
+  absl::StatusOr<training::TrainingCore::PassReport> PassOver(
+      const training::SequenceBatch& sequences, const training::MiniBatch& range,
+      LossOfRows evaluate);
 
   const EngineOptions options_;
   const bool value_head_from_checkpoint_;
@@ -209,6 +261,7 @@ absl::StatusOr<std::vector<training::SequenceValues>> TorchEngine::Evaluate(
 absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine::Learn(
     const TrainStepRequest& request) {
   TANDEM_RETURN_IF_ERROR(CheckTrainStep(request, core_->limits(), options_.max_samples));
+  if (HasWeights(request)) return LearnWeighted(request);
   const std::vector<training::MiniBatch> ranges =
       training::SplitIntoMiniBatches(request.samples.size(), request.updates);
   auto rows = std::make_shared<ValueRows>();
@@ -217,10 +270,7 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
     training::SequenceRows sequence =
         training::SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids,
                                      [&](size_t t) { return Counts(sample, t); });
-    auto images = core_->ImagesOf(sample.prompt_token_ids, sample.response_token_ids,
-                                  sample.vision_inputs, request.blobs);
-    if (!images.ok()) return PrependFieldPath(absl::StrCat("samples[", i, "]"), images.status());
-    sequence.images = *std::move(images);
+    TANDEM_ASSIGN_OR_RETURN(sequence.images, ImagesOfSample(*core_, request, i));
     rows->sequences.Add(std::move(sequence));
     for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
       if (!Counts(sample, t)) continue;
@@ -252,26 +302,33 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine
   return updates;
 }
 
+absl::StatusOr<training::TrainingCore::PassReport> TorchEngine::PassOver(
+    const training::SequenceBatch& sequences, const training::MiniBatch& range,
+    LossOfRows evaluate) {
+  return core_->ForwardBackward(
+      sequences, range,
+      [&](const training::MicroBatchInput& input,
+          const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
+        const at::Tensor values = core_->model().Values(
+            hidden.index_select(0, CopyToDevice(input.positions, hidden.device())));
+        const at::Tensor host = values.detach().to(at::kCPU, at::kDouble).contiguous();
+        std::vector<double> gradients(static_cast<size_t>(host.numel()));
+        TANDEM_RETURN_IF_ERROR(
+            evaluate(static_cast<int64_t>(input.rows.begin),
+                     absl::MakeConstSpan(host.const_data_ptr<double>(), gradients.size()),
+                     absl::MakeSpan(gradients)));
+        values.backward(at::tensor(gradients, at::kDouble).to(values.options()));
+        return hidden.grad();
+      });
+}
+
 absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatch& range,
                                        StepReport& report) {
   loss::ValueLossEvaluator evaluator = *rows.evaluator;  // an update that fails reports nothing
-  TANDEM_ASSIGN_OR_RETURN(
-      const training::TrainingCore::PassReport pass,
-      core_->ForwardBackward(
-          rows.sequences, range,
-          [&](const training::MicroBatchInput& input,
-              const at::Tensor& hidden) -> absl::StatusOr<at::Tensor> {
-            const at::Tensor values = core_->model().Values(
-                hidden.index_select(0, CopyToDevice(input.positions, hidden.device())));
-            const at::Tensor host = values.detach().to(at::kCPU, at::kDouble).contiguous();
-            std::vector<double> gradients(static_cast<size_t>(host.numel()));
-            TANDEM_RETURN_IF_ERROR(evaluator.Evaluate(
-                static_cast<int64_t>(input.rows.begin),
-                absl::MakeConstSpan(host.const_data_ptr<double>(), gradients.size()),
-                absl::MakeSpan(gradients)));
-            values.backward(at::tensor(gradients, at::kDouble).to(values.options()));
-            return hidden.grad();
-          }));
+  TANDEM_ASSIGN_OR_RETURN(const training::TrainingCore::PassReport pass,
+                          PassOver(rows.sequences, range, [&](auto... arguments) {
+                            return evaluator.Evaluate(arguments...);
+                          }));
   // The report has the sums of all ranks; each rank goes on with its own.
   loss::ValueLossEvaluator all = evaluator;
   TANDEM_RETURN_IF_ERROR(all.Reduce(core_->reduction()));
@@ -285,6 +342,33 @@ absl::Status TorchEngine::AddGradients(ValueRows& rows, const training::MiniBatc
                     {"critic/value_mean", metrics.value_mean},
                     {"critic/return_mean", metrics.return_mean}};
   training::AddRouterMetrics(rows.routers, /*prefix=*/"critic/router_", report.metrics);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> TorchEngine::LearnWeighted(
+    const TrainStepRequest& request) {
+  const auto rows = std::make_shared<WeightedRows>();
+  // A step without any weight is still an update, with gradients of 0.
+  const bool learns = std::ranges::any_of(request.samples, [](const ValueSample& sample) {
+    return std::ranges::any_of(sample.weights, [](float weight) { return weight != 0; });
+  });
+  for (size_t i = 0; i < request.samples.size(); ++i) {
+    const ValueSample& sample = request.samples[i];
+    TANDEM_ASSIGN_OR_RETURN(auto images, ImagesOfSample(*core_, request, i));
+    rows->sequences.Add(WeightedSequence(sample, learns, std::move(images), rows->weights));
+  }
+  return std::vector<training::TrainingCore::UpdateGradients>{
+      [this, rows](StepReport& report) { return AddWeightedGradients(*rows, report); }};
+}
+
+absl::Status TorchEngine::AddWeightedGradients(const WeightedRows& rows, StepReport& report) {
+  loss::WeightedValueLoss sums(rows.weights);
+  TANDEM_ASSIGN_OR_RETURN(const training::TrainingCore::PassReport pass,
+                          PassOver(rows.sequences, rows.sequences.all(),
+                                   [&](auto... arguments) { return sums.Evaluate(arguments...); }));
+  TANDEM_RETURN_IF_ERROR(sums.Reduce(core_->reduction()));
+  report.metrics = {{"critic/loss", sums.loss()}, {"critic/value_mean", sums.mean_value()}};
+  training::AddRouterMetrics(pass.routers, /*prefix=*/"critic/router_", report.metrics);
   return absl::OkStatus();
 }
 

@@ -84,6 +84,38 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"context_2", {.name = "megatron", .megatron = {.context_parallel_size = 2}}}),
     [](const auto& info) { return std::string(info.param.name); });
 
+TEST_P(CriticRanksTest, StepsOfDerivativesAreThoseOfOneProcess) {
+  ranks::RunOnRanks(2, [&](const RankEnvironment& environment) {
+    EngineOptions options = Options();
+    options.environment = environment;
+    options.strategy = GetParam().strategy;
+    options.strategy.megatron.use_distributed_optimizer = true;
+    const auto engine = CreateEngine(options).value();
+    if (environment.rank == 0) {
+      const auto single = CreateEngine(Options()).value();
+      for (int64_t step = 0; step < 3; ++step) {
+        TrainStepRequest request = Request(*single, step);
+        for (size_t i = 0; i < request.samples.size(); ++i) {
+          ValueSample& sample = request.samples[i];
+          sample.old_values = sample.returns = {};
+          sample.weights.assign(sample.response_token_ids.size() + 1, 0);
+          sample.weights.back() = i % 2 == 0 ? -0.25f : 0.375f;
+        }
+        const auto a = engine->TrainStep({}, request), b = single->TrainStep({}, request);
+        ASSERT_TRUE(a.ok()) << a.status();
+        ASSERT_TRUE(b.ok()) << b.status();
+        for (const auto& [name, value] : b->report.metrics) {
+          EXPECT_NEAR(a->report.metrics.at(name), value,
+                      kTolerance * std::max(std::abs(value), 1e-1))
+              << name;
+        }
+      }
+    }
+    engine->Shutdown();
+    EXPECT_EQ(engine->Info().weights.version, 3);
+  });
+}
+
 TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
   ranks::RunOnRanks(2, [&](const RankEnvironment& environment) {
     EngineOptions options = Options();

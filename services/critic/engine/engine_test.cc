@@ -137,6 +137,61 @@ TEST_F(CriticEngineTest, LossAndGradientEqualAutograd) {
   EXPECT_NEAR(metrics["critic/grad_norm"], std::sqrt(squares), 1e-4 * std::sqrt(squares));
 }
 
+// A loss of two sequences' values after their last tokens, and of one in the middle.
+TEST_F(CriticEngineTest, AStepOfDerivativesEqualsAutograd) {
+  EngineOptions options = Options();
+  options.micro_batch_tokens = 7;
+  auto engine = Make(options);
+  TrainStepRequest request = Request(*engine);
+  std::vector<float> finals;
+  for (ValueSample& sample : request.samples) {
+    finals.push_back(
+        Values(*engine, {sample.prompt_token_ids, sample.response_token_ids}).final_value);
+    sample.old_values = sample.returns = {};
+    sample.weights.assign(sample.response_token_ids.size() + 1, 0);
+  }
+  request.samples[0].weights.back() = -0.75f;
+  request.samples[1].weights[2] = 0.5f;
+  request.samples[2].weights.back() = 0.25f;
+  auto metrics = Step(*engine, request).report.metrics;
+  const auto model = std::move(Model::Load(folder_ / "model", {.head = HeadKind::kValue,
+                                                               .value_head_seed = 5,
+                                                               .requires_grad = true}))
+                         .value();
+  at::Tensor loss = at::zeros({});
+  for (size_t i = 0; i < request.samples.size(); ++i) {
+    const ValueSample& sample = request.samples[i];
+    std::vector<int64_t> ids(sample.prompt_token_ids.begin(), sample.prompt_token_ids.end());
+    ids.insert(ids.end(), sample.response_token_ids.begin(), sample.response_token_ids.end());
+    CausalContext context;
+    const at::Tensor values = model->Values(model->HiddenStates(MakeRaggedBatch({ids}), context));
+    for (size_t t = 0; t < sample.weights.size(); ++t) {
+      loss = loss + sample.weights[t] * values[static_cast<int64_t>(t) + 1];
+    }
+    EXPECT_NEAR(values[-1].item<float>(), finals[i], 1e-5);
+  }
+  loss.backward();
+  double squares = 0;
+  for (const auto& [name, parameter] : model->Parameters()) {
+    squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
+  }
+  EXPECT_NEAR(metrics["critic/loss"], loss.item<double>(), 1e-5);
+  EXPECT_NEAR(metrics["critic/grad_norm"], std::sqrt(squares), 1e-4 * std::sqrt(squares));
+}
+
+TEST_F(CriticEngineTest, AStepOfZeroDerivativesIsAnUpdate) {
+  auto engine = Make();
+  TrainStepRequest request = Request(*engine);
+  for (ValueSample& sample : request.samples) {
+    sample.old_values = sample.returns = {};
+    sample.weights.assign(sample.response_token_ids.size() + 1, 0);
+  }
+  const StepReport report = Step(*engine, request).report;
+  EXPECT_FALSE(report.skipped);
+  EXPECT_EQ(report.weights.version, 1);
+  EXPECT_EQ(report.metrics.at("critic/grad_norm"), 0);
+}
+
 TEST_F(CriticEngineTest, MicroBatchingDoesNotChangeTheStep) {
   EngineOptions small = Options();
   small.micro_batch_tokens = 7;

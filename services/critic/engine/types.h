@@ -52,10 +52,13 @@ struct ValuesResult {
 struct ValueSample {
   std::vector<int32_t> prompt_token_ids;
   std::vector<int32_t> response_token_ids;
-  std::vector<float> old_values;                    // [L]
-  std::vector<float> returns;                       // [L]
-  std::vector<uint8_t> loss_mask;                   // [L], or empty for all
+  std::vector<float> old_values = {};               // [L]
+  std::vector<float> returns = {};                  // [L]
+  std::vector<uint8_t> loss_mask = {};              // [L], or empty for all
   std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
+  // [L + 1], of any sign, for the value before each response token and that after the last one; in
+  // place of old_values, returns and loss_mask.
+  std::vector<float> weights = {};
 
   bool operator==(const ValueSample&) const = default;
 };

@@ -26,7 +26,8 @@ TEST(TypesTest, AStepSurvivesAsBytes) {
                               .old_values = {0.5f, -0.5f},
                               .returns = {1, 2},
                               .loss_mask = {1, 0},
-                              .vision_inputs = SomeImages()};
+                              .vision_inputs = SomeImages(),
+                              .weights = {0, -2, 0.5f}};
   request.samples = {sample, sample};
   request.blobs = SomeBlobs();
   ExpectSurvives(request);

@@ -14,6 +14,9 @@ absl::Status CheckSample(const ValueSample& sample, const training::SequenceLimi
   TANDEM_RETURN_IF_ERROR(
       training::CheckSequence(sample.prompt_token_ids, sample.response_token_ids, limits));
   const size_t length = sample.response_token_ids.size();
+  if (!sample.weights.empty()) {
+    return training::CheckPerToken("weights", sample.weights, length + 1);
+  }
   TANDEM_RETURN_IF_ERROR(training::CheckPerToken("old_values", sample.old_values, length));
   TANDEM_RETURN_IF_ERROR(training::CheckPerToken("returns", sample.returns, length));
   if (sample.loss_mask.empty()) return absl::OkStatus();
@@ -41,11 +44,21 @@ absl::Status CheckTrainStep(const TrainStepRequest& request, const training::Seq
                       absl::StrCat("has ", request.samples.size(), " samples, at most ",
                                    max_samples, " are allowed"));
   }
-  bool any = false;
+  const bool weighted = HasWeights(request);
+  if (weighted && request.updates.num_mini_batches * request.updates.num_epochs > 1) {
+    return InvalidField(request.updates.num_mini_batches > 1 ? "num_mini_batches" : "num_epochs",
+                        "must be 1 with weights, the derivatives at the weights of one update");
+  }
+  bool any = weighted;
   for (size_t i = 0; i < request.samples.size(); ++i) {
     const ValueSample& sample = request.samples[i];
     TANDEM_RETURN_IF_ERROR(
         PrependFieldPath(absl::StrCat("samples[", i, "]"), CheckSample(sample, limits)));
+    if (sample.weights.empty() == weighted) {
+      return InvalidField(absl::StrCat("samples[", i, "].weights"),
+                          "all samples of a step must have weights, or none");
+    }
+    if (weighted) continue;
     for (size_t t = 0; t < sample.response_token_ids.size(); ++t) any |= Counts(sample, t);
   }
   if (!any) return InvalidField("samples", "no token counts in the loss");

@@ -16,7 +16,12 @@ namespace tandem::critic {
 absl::Status CheckTrainStep(const TrainStepRequest& request, const training::SequenceLimits& limits,
                             int64_t max_samples);
 
-// Whether response token `t` counts in the loss.
+// Whether the samples of a checked step have weights.
+inline bool HasWeights(const TrainStepRequest& request) {
+  return !request.samples.front().weights.empty();
+}
+
+// Whether response token `t` counts in the loss of a step without weights.
 inline bool Counts(const ValueSample& sample, size_t t) {
   return sample.loss_mask.empty() || sample.loss_mask[t] != 0;
 }

@@ -20,6 +20,14 @@ TrainStepRequest Request() {
   return request;
 }
 
+TrainStepRequest WeightedRequest() {
+  const ValueSample sample = {
+      .prompt_token_ids = {1}, .response_token_ids = {2, 3}, .weights = {0, 0, -1}};
+  TrainStepRequest request;
+  request.samples = {sample, sample};
+  return request;
+}
+
 TEST(ValueStepTest, DamageIsRefusedWithCodeAndPath) {
   struct Case {
     std::function<void(TrainStepRequest&)> damage;
@@ -50,6 +58,23 @@ TEST(ValueStepTest, DamageIsRefusedWithCodeAndPath) {
   };
   const training::SequenceLimits limits = {.num_token_ids = 9, .max_model_len = 8};
   EXPECT_TRUE(CheckTrainStep(Request(), limits, 4).ok());
+  EXPECT_TRUE(CheckTrainStep(WeightedRequest(), limits, 4).ok());
+  const Case weighted_cases[] = {
+      {[](auto& r) { r.samples[1].weights.pop_back(); }, kInvalid, "samples[1].weights"},
+      {[](auto& r) { r.samples[0].weights[2] = std::numeric_limits<float>::quiet_NaN(); }, kInvalid,
+       "samples[0].weights[2]"},
+      {[](auto& r) { r.samples[1] = Request().samples[0]; }, kInvalid, "samples[1].weights"},
+      {[](auto& r) { r.samples[0] = Request().samples[0]; }, kInvalid, "samples[1].weights"},
+      {[](auto& r) { r.updates.num_epochs = 2; }, kInvalid, "num_epochs"},
+      {[](auto& r) { r.updates.num_mini_batches = 2; }, kInvalid, "num_mini_batches"},
+  };
+  for (const Case& c : weighted_cases) {
+    TrainStepRequest request = WeightedRequest();
+    c.damage(request);
+    const absl::Status status = CheckTrainStep(request, limits, 4);
+    EXPECT_EQ(status.code(), c.code) << status;
+    EXPECT_EQ(FieldPath(status).value_or(""), c.path);
+  }
   for (const Case& c : cases) {
     TrainStepRequest request = Request();
     c.damage(request);

@@ -1,5 +1,7 @@
 #include "services/critic/service/convert.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/field_check.h"
@@ -32,6 +34,15 @@ absl::StatusOr<ValueSample> FromProto(const v1::ValueSample& proto) {
   ValueSample out;
   TANDEM_RETURN_IF_ERROR(training::CopyTokens(proto, out));
   const auto length = static_cast<int64_t>(out.response_token_ids.size());
+  if (proto.has_weights()) {
+    for (const auto& [name, is_set] : {std::pair("old_values", proto.has_old_values()),
+                                       std::pair("returns", proto.has_returns()),
+                                       std::pair("loss_mask", !proto.loss_mask().empty())}) {
+      if (is_set) return InvalidField(name, "must not be set with weights");
+    }
+    TANDEM_ASSIGN_OR_RETURN(out.weights, rpc::FloatField("weights", proto.weights(), length + 1));
+    return out;
+  }
   if (!proto.has_old_values()) return InvalidField("old_values", "is required");
   if (!proto.has_returns()) return InvalidField("returns", "is required");
   TANDEM_ASSIGN_OR_RETURN(out.old_values,

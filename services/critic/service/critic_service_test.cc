@@ -145,6 +145,14 @@ TEST_F(CriticServerTest, EveryMalformedStepIsRefusedByNameAndTheServerServesOn) 
          rpc::FloatsToProto(std::vector<float>{1, kNan}, s.mutable_returns());
        })},
       {"samples[0].loss_mask", sample([](S& s) { s.set_loss_mask("\1"); })},
+      {"samples[0].old_values", sample([](S& s) {
+         rpc::FloatsToProto(std::vector<float>{0, 0, 1}, s.mutable_weights());
+       })},
+      {"samples[0].weights", sample([](S& s) {
+         s.clear_old_values();
+         s.clear_returns();
+         rpc::FloatsToProto(std::vector<float>{0, 1}, s.mutable_weights());
+       })},
       {"samples[0].loss_mask[1]", sample([](S& s) { s.set_loss_mask("\1\2"); })},
   };
   for (const auto& bad : cases) {

@@ -165,6 +165,47 @@ TEST_P(TrainerRanksTest, WeightedStepsAreThoseOfOneProcess) {
   });
 }
 
+TEST_P(TrainerRanksTest, LogProbsOfTheReferenceAreThoseOfOneProcess) {
+  const auto change = [this](EngineOptions& options) {
+    options.reference_model = folder_ / "plain";  // the model without its padding rows
+    options.micro_batch_tokens = 12;
+  };
+  for (const bool adapters : {false, true}) {
+    const auto change_all = [&](EngineOptions& options) {
+      change(options);
+      if (!adapters) return;
+      options.reference_model = {};
+      options.lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}};
+    };
+    expected_version_ = 1;
+    RunRanks(change_all, [&](Engine& engine, FakeCritic&) {
+      EngineOptions options = Options();
+      change_all(options);
+      const auto single = Make(options);
+      const TrainStepRequest step = WeightedOf(1);
+      ExpectSameReport(Step(engine, step), Step(*single, step));
+      LogProbsBatch batch;
+      for (const PolicySample& sample : TestBatch().samples) {
+        for (const bool reference : {true, false}) {
+          batch.requests.push_back({.prompt_token_ids = sample.trajectory.prompt_token_ids,
+                                    .response_token_ids = sample.trajectory.response_token_ids,
+                                    .reference = reference});
+        }
+      }
+      const auto a = engine.ComputeLogProbs({}, batch).value();
+      const auto b = single->ComputeLogProbs({}, batch).value();
+      ASSERT_TRUE(a.error.ok()) << a.error;
+      ASSERT_EQ(a.results.size(), b.results.size());
+      for (size_t i = 0; i < a.results.size(); ++i) {
+        for (size_t t = 0; t < a.results[i].logprobs.size(); ++t) {
+          EXPECT_NEAR(a.results[i].logprobs[t], b.results[i].logprobs[t], 1e-4);
+        }
+      }
+      EXPECT_NE(b.results[0].logprobs, b.results[1].logprobs);
+    });
+  }
+}
+
 TEST_P(TrainerRanksTest, PolicyStepsAreThoseOfOneProcess) {
   expected_version_ = 4;
   const auto change = [](EngineOptions& options) {

@@ -487,6 +487,51 @@ TEST_F(TrainerEngineTest, ATemperatureThatNoRolloutHasIsRefusedByName) {
   }
 }
 
+// The reference stays, whatever the model learns; a batch may ask for both.
+TEST_F(TrainerEngineTest, LogProbsOfTheReferenceAreThoseOfItsModel) {
+  WriteTinyModel(folder_ / "other", /*seed=*/8);
+  EngineOptions plain = Options(), with_reference = Options();
+  plain.model = with_reference.reference_model = folder_ / "other";
+  const auto other = Make(plain), engine = Make(with_reference);
+  Step(*engine, TestRequest());
+  const LogProbsRequest senior = {.prompt_token_ids = {3, 4}, .response_token_ids = {9, 17, 2}};
+  LogProbsRequest reference = senior, shorter = senior;
+  reference.reference = shorter.reference = true;
+  shorter.response_token_ids = {9};
+  const auto answers = engine->ComputeLogProbs({}, {{reference, senior, shorter}}).value();
+  ASSERT_TRUE(answers.error.ok()) << answers.error;
+  const std::vector<float> expected = LogProbsOf(*other, {3, 4}, {9, 17, 2});
+  EXPECT_EQ(answers.results[0].logprobs, expected);
+  EXPECT_EQ(answers.results[2].logprobs, std::vector<float>{expected[0]});
+  EXPECT_EQ(answers.results[1].logprobs, LogProbsOf(*engine, {3, 4}, {9, 17, 2}));
+  EXPECT_EQ(answers.results[0].weights, WeightsVersion());
+  EXPECT_EQ(answers.results[1].weights.version, 1);
+}
+
+TEST_F(TrainerEngineTest, TheReferenceOfAdaptersIsTheModelWithoutThem) {
+  EngineOptions options = Options();
+  options.lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}};
+  const auto engine = Make(options), base = Make();
+  Step(*engine, TestRequest());
+  const std::vector<int32_t> prompt = {3, 4}, response = {9, 17, 2};
+  const auto answer = training::OnlyResult(engine->ComputeLogProbs(
+      {}, {{{.prompt_token_ids = prompt, .response_token_ids = response, .reference = true}}}));
+  ASSERT_TRUE(answer.ok()) << answer.status();
+  EXPECT_EQ(answer->logprobs, LogProbsOf(*base, prompt, response));
+  EXPECT_NE(answer->logprobs, LogProbsOf(*engine, prompt, response));
+}
+
+TEST_F(TrainerEngineTest, ATrainerWithoutAReferenceRefusesToAskIt) {
+  const absl::Status status =
+      training::OnlyResult(
+          Make()->ComputeLogProbs(
+              {}, {{{.prompt_token_ids = {1}, .response_token_ids = {2}, .reference = true}}}))
+          .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_EQ(FieldPath(status), "reference");
+  EXPECT_EQ(Reason(status), "NO_REFERENCE_MODEL");
+}
+
 TEST_F(TrainerEngineTest, CheckpointContinuesBitForBitAndKeepsTheTable) {
   auto engine = Make();
   const StepResult first = Step(*engine, TestRequest());

@@ -97,6 +97,7 @@ struct LogProbsRequest {
   double temperature = 1.0;
   std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
   Blobs blobs = {};                                 // their pixels
+  bool reference = false;                           // of the reference policy
 
   bool operator==(const LogProbsRequest&) const = default;
 };
@@ -111,7 +112,7 @@ struct LogProbsBatch {
 struct LogProbsResult {
   std::vector<float> logprobs;   // [L]
   std::vector<float> entropies;  // [L]
-  WeightsVersion weights;
+  WeightsVersion weights;        // empty for the reference policy
 };
 
 }  // namespace tandem::trainer

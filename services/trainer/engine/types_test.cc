@@ -141,7 +141,8 @@ TEST(TypesTest, ARequestForLogProbsSurvivesAsBytes) {
                                  .response_token_ids = {3},
                                  .temperature = 0.5,
                                  .vision_inputs = SomeImages(),
-                                 .blobs = SomeBlobs()});
+                                 .blobs = SomeBlobs(),
+                                 .reference = true});
 }
 
 }  // namespace

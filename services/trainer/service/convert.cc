@@ -127,6 +127,7 @@ absl::StatusOr<LogProbsRequest> FromProto(const v1::ComputeLogProbsRequest& prot
   TANDEM_RETURN_IF_ERROR(training::CopyTokens(proto, out));
   if (proto.has_temperature()) out.temperature = proto.temperature();
   TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", out.temperature, 0));
+  out.reference = proto.reference();
   return out;
 }
 
@@ -134,7 +135,9 @@ v1::ComputeLogProbsResponse ToProto(const LogProbsResult& result) {
   v1::ComputeLogProbsResponse proto;
   rpc::FloatsToProto(result.logprobs, proto.mutable_logprobs());
   rpc::FloatsToProto(result.entropies, proto.mutable_entropies());
-  rpc::WeightsVersionToProto(result.weights, proto.mutable_weights());
+  if (result.weights != WeightsVersion()) {
+    rpc::WeightsVersionToProto(result.weights, proto.mutable_weights());
+  }
   return proto;
 }
 

@@ -424,6 +424,19 @@ TEST(HeaderTest, NumbersOfTheOptimizerAreCheckedByName) {
   }
 }
 
+TEST(LogProbsRequestTest, AnAnswerOfTheReferenceHasNoWeights) {
+  v1::ComputeLogProbsRequest proto;
+  proto.add_prompt_token_ids(1);
+  proto.add_response_token_ids(2);
+  EXPECT_FALSE(FromProto(proto)->reference);
+  proto.set_reference(true);
+  EXPECT_TRUE(FromProto(proto)->reference);
+  LogProbsResult result = {.logprobs = {-1}, .entropies = {1}, .weights = {}};
+  EXPECT_FALSE(ToProto(result).has_weights());
+  result.weights = {.version = 0, .digest = "d"};
+  EXPECT_TRUE(ToProto(result).has_weights());
+}
+
 TEST(LogProbsRequestTest, TemperatureMustBePositive) {
   v1::ComputeLogProbsRequest proto;
   proto.add_prompt_token_ids(1);

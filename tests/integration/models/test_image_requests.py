@@ -32,6 +32,8 @@ from tandem.rpc.requests import (
 )
 from tandem.rpc.seeds import prompt_seed
 from tandem.rpc.wire import from_tensor
+from tandem.settings.run import DpoSettings
+from tandem.training.preferences import log_prob_sums, step_of_pairs
 from tandem.utils.authors import ENVIRONMENT
 from vision_reference import VisionReference
 
@@ -393,6 +395,39 @@ def vision_loss_and_norm(vision, samples):
     squares = sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None)
     assert any("visual" in name for name, p in model.named_parameters() if p.grad is not None)
     return total, float(squares.sqrt())
+
+
+def test_a_pair_may_ask_about_an_image(vision):
+    prompt = vision.prompts()[0]
+    assert prompt.vision_inputs
+    pair = [
+        SupervisedSample(prompt.token_ids, response, prompt.vision_inputs)
+        for response in ([7, 9, 11, 13], [8, 10])
+    ]
+    with harness.trainer_client(vision.cluster) as trainer:
+        trainer.load_base_model()
+        sums = log_prob_sums(trainer, pair)
+        expected = [
+            vision.reference.logprobs(
+                one.prompt_token_ids, one.response_token_ids, one.vision_inputs
+            ).sum()
+            for one in pair
+        ]
+        np.testing.assert_allclose(sums, expected, rtol=1e-5)
+        gaps = []
+        for step_number in (1, 2, 3):
+            loss, _ = step_of_pairs(
+                trainer,
+                pair,
+                np.array(expected),
+                DpoSettings(beta=1.0),
+                run_id="pairs",
+                step=step_number,
+                expected_version=step_number - 1,
+            )
+            gaps.append(loss.metrics["rewards/margins"])
+        assert abs(gaps[0]) < 1e-3
+        assert gaps[0] < gaps[1] < gaps[2]
 
 
 @pytest.mark.parametrize(

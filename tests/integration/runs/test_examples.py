@@ -17,6 +17,8 @@ EXAMPLES = sorted(set(harness.REPOSITORY.glob("examples/*/*.yaml")) - CLUSTERS)
 # The commands of examples that `tandem train` does not start.
 COMMANDS = {
     "recipes/sft": "sft",
+    "recipes/dpo": "dpo",
+    "recipes/reward_model": "reward-model",
     "coloured_squares": "sft",
     "speculator": "speculator train",
     "tandem_effect/pretrain": "sft",
@@ -26,7 +28,7 @@ COMMANDS = {
     "grid_world/teach": "sft",
     "tic_tac_toe/teach": "sft",
 }
-WITH_CRITIC = {"recipes/ppo", "zero"}
+WITH_CRITIC = {"recipes/ppo", "recipes/reward_model", "zero"}
 # Roles that an example runs on two ranks.
 WITH_RANKS = {"zero": {"trainer", "critic"}, "megatron": {"trainer"}}
 VARYING_REWARD = "def reward(prompt, response, **row):\n    return len(response)\n"
@@ -132,7 +134,10 @@ def name_of(file: Path) -> str:
 
 # Those of `make test`: an estimator, a critic, ranks and supervised steps each.
 # The junior as an opponent, too.
-QUICK = {"demo", "sums", "recipes/grpo", "recipes/ppo", "recipes/sft", "zero", "tic_tac_toe"}
+QUICK = {
+    "demo", "sums", "recipes/grpo", "recipes/ppo", "recipes/sft", "recipes/dpo",
+    "recipes/reward_model", "zero", "tic_tac_toe",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,9 @@ def test_an_example_trains_two_steps_on_the_servers_that_it_uses(
     servers = {path.stem for path in (tmp_path / "cluster" / "logs" / "attempt_1").glob("*.log")}
     # A run starts the servers that it uses.
     assert ("critic" in servers) == (name in WITH_CRITIC)
-    assert ("rollout-0" in servers) == (command != "sft" or "eval" in config)
+    draws = command not in ("sft", "dpo", "reward-model")
+    assert ("rollout-0" in servers) == (draws or "eval" in config)
+    assert ("trainer" in servers) == (command != "reward-model")
     assert ("rollout-1" in servers) == (name == "two_rollouts")
     if name == "recipes/grpo":
         # cluster.model names both the policy and the reference policy.

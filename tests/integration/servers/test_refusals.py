@@ -294,6 +294,13 @@ def test_an_impossible_prompt_is_refused_and_its_neighbours_are_answered(
     assert kinds == {"bad": "failed", "fine": "finished"}
 
 
+def test_a_reference_that_the_trainer_lacks_is_refused(trainer):
+    with pytest.raises(FailedPreconditionError) as refused:
+        trainer.compute_log_probs([SupervisedSample([5], [6])], reference=True)
+    assert refused.value.reason == "NO_REFERENCE_MODEL"
+    assert refused.value.field == "requests[0].reference"
+
+
 def test_a_score_of_no_model_is_refused(rollout):
     with pytest.raises(InvalidArgumentError) as caught:
         rollout.score([([3, 4], 1)], senior=False, junior=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tandem.errors import ConfigError
 from tandem.rpc.certificate_directory import CertificateDirectory
@@ -21,13 +21,15 @@ class Uses:
     The defaults are those of `tandem up`.
 
     Attributes:
-        rollout: whether the rollout servers are used.
+        trainer: whether the trainer is used.
+        rollout: whether the rollout servers are.
         critic: whether the critic is.
         junior: whether the rollout servers' junior is.
         reference: whether the trainer's reference model is.
         trainer_junior: whether the trainer's junior is, for a KL towards it.
     """
 
+    trainer: bool = True
     rollout: bool = True
     critic: bool = True
     junior: bool = True
@@ -35,17 +37,35 @@ class Uses:
     trainer_junior: bool = False
 
 
+def trains(purpose: Purpose) -> bool:
+    """Returns whether runs of this kind train."""
+    return purpose in ("train", "sft", "dpo", "reward-model")
+
+
+def learns_pairs(purpose: Purpose) -> bool:
+    """Returns whether runs of this kind train on pairs of responses."""
+    return purpose in ("dpo", "reward-model")
+
+
+def learner_of(purpose: Purpose) -> Literal["trainer", "critic"]:
+    """Returns the role of the server that a run of this kind trains."""
+    return "critic" if purpose == "reward-model" else "trainer"
+
+
 def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     """Returns the servers and models that a run uses."""
-    objective, trains = settings.objective, purpose == "train"
+    objective, draws_groups = settings.objective, purpose == "train"
     draws = draws_responses(settings, purpose)
     modes = modes_in(settings, purpose)
-    kl_to = settings.reference if trains and objective.kl_coefficient else None
-    junior_kl = trains and bool(objective.junior_kl_coefficient)
+    compares = purpose == "dpo" and settings.dpo.reference_source == "model"
+    kl_to = settings.reference if compares or (draws_groups and objective.kl_coefficient) else None
+    junior_kl = draws_groups and bool(objective.junior_kl_coefficient)
+    learner = learner_of(purpose)
     return Uses(
+        trainer=learner == "trainer",
         rollout=draws or answers_held_out(settings, purpose),
-        critic=trains and objective.advantage_estimator == "gae",
-        junior=(trains and settings.tandem.enabled)
+        critic=learner == "critic" or (draws_groups and objective.advantage_estimator == "gae"),
+        junior=(draws_groups and settings.tandem.enabled)
         or kl_to == "junior"
         or any(mode != "solo" for mode in modes)
         or environment_asks_junior(settings, purpose)
@@ -59,6 +79,11 @@ def draws_responses(settings: RunSettings, purpose: Purpose) -> bool:
     """Returns whether a run trains on responses to the prompts of its data that it draws itself."""
     own = settings.sft.responses == "senior"
     return purpose == "train" or (purpose == "sft" and own)
+
+
+def learns_rows(settings: RunSettings, purpose: Purpose) -> bool:
+    """Returns whether a run trains on responses that the rows of its data hold."""
+    return trains(purpose) and not draws_responses(settings, purpose)
 
 
 def environment_asks_junior(settings: RunSettings, purpose: Purpose) -> bool:
@@ -125,7 +150,10 @@ def planned(cluster: ClusterSettings, uses: Uses = Uses()) -> ClusterSettings:
                 for one in (cluster.rollout if uses.rollout else [])
             ],
             "trainer": _secured(
-                _adapted(_named(cluster.trainer, model, trainer), cluster.lora), certs
+                _adapted(
+                    _named(cluster.trainer if uses.trainer else None, model, trainer), cluster.lora
+                ),
+                certs,
             ),
             "critic": _secured(
                 _named(cluster.critic if uses.critic else None, model, {"model": model}), certs

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tandem.cluster.local import LocalCluster
 from tandem.errors import ConfigError
-from tandem.rpc.calls import RolloutCalls, TrainerCalls
+from tandem.rpc.calls import CriticCalls, RolloutCalls, TrainerCalls
 from tandem.rpc.credentials import Credentials
 from tandem.rpc.retry import RetryPolicy
 from tandem.rpc.transport import Connection
@@ -136,10 +136,13 @@ def _only() -> dict[str, Any]:
     return found[0] if found else {}
 
 
-def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSettings:
+def addresses(
+    named: ServersSettings, *, any_rollout: bool = True, learner: str = "trainer"
+) -> ServersSettings:
     """Returns the addresses of a run's servers: `named`, else of `tandem up`, else the defaults.
 
     Without `any_rollout` the run needs no rollout server, and the default port stands for none.
+    `learner` is the role of the server that the run trains, the trainer or the critic.
 
     Raises ConfigError if several clusters run, or the one that runs lacks a server.
     """
@@ -147,7 +150,7 @@ def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSet
     found: dict[str, list[str]] = {"rollout": [], "trainer": [], "critic": []}
     for server in known:
         found[server["role"]].append(server["address"])
-    for role in ("rollout", "trainer") if any_rollout else ("trainer",):
+    for role in ("rollout", learner) if any_rollout else (learner,):
         if known and not found[role]:
             raise ConfigError(f"servers.{role}: the running cluster has no {role} server")
     rollout = named.rollout or found["rollout"]
@@ -155,6 +158,8 @@ def addresses(named: ServersSettings, *, any_rollout: bool = True) -> ServersSet
         rollout = [RolloutCalls.default_address]
     [trainer] = found["trainer"] or [named.trainer or TrainerCalls.default_address]
     critic = next(iter(found["critic"]), named.critic)
+    if learner == "critic":
+        critic = critic or CriticCalls.default_address
     return named.model_copy(update={"rollout": rollout, "trainer": trainer, "critic": critic})
 
 

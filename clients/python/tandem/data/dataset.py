@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from tandem.data.sources import read_rows
+from tandem.data.sources import PrepareRow, read_rows
 from tandem.errors import ConfigError, ProblemsError
 from tandem.models.tokenizer import NoChatTemplateError, TextCodec
 from tandem.rpc.images import VisionInput, content_of, images_of
@@ -39,7 +39,9 @@ class Example:
         place: where the row stands (data_sources.PlacedRow).
         scorer: the reasoning-gym data set that judges `row["entry"]`; None for other sources.
         content: the columns that `format` shows, as JSON; "" if they are not known.
-        response_ids: of the text to learn, for supervised training (supervised.with_responses).
+        response_ids: of the text to learn, for supervised training (supervised.with_responses), or
+            of the chosen response of a pair (preferences.with_pairs).
+        rejected_ids: of the rejected response of a pair.
         vision_inputs: the images of the prompt, in the order of their tokens.
         messages: the conversation that the chat template wrote; none for a raw prompt.
     """
@@ -51,6 +53,7 @@ class Example:
     scorer: Any = None
     content: str = ""
     response_ids: Sequence[int] = ()
+    rejected_ids: Sequence[int] = ()
     vision_inputs: Sequence[VisionInput] = ()
     messages: Sequence[Mapping[str, Any]] = ()
 
@@ -167,17 +170,19 @@ def load_dataset(
     field: str = "data",
     learnt: LearntRows | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
+    prepare: PrepareRow | None = None,
 ) -> Dataset:
     """Reads the rows and writes their prompts; logs how many were too long, if any.
 
     `field` is where the settings stand in the file ("data", "eval.data"), and `learnt` is for
-    supervised training. Conversations show the `tools`, schemas of an environment.
+    supervised training. Conversations show the `tools`, schemas of an environment. `prepare`
+    changes rows before their prompts are written.
 
     Raises ConfigError, which names the field, for a source that cannot be read, a bad row, a prompt
     that cannot be written or has no tokens, and with `too_long: fail` a prompt that is too long;
     ProblemsError for several, up to SHOWN_PROBLEMS, each once with the number of rows that have it.
     """
-    scorer, rows = read_rows(settings, field, learnt and learnt.is_text)
+    scorer, rows = read_rows(settings, field, learnt and learnt.is_text, prepare)
     writer = _Writer(settings, codec, scorer, field, learnt, tools)
     examples: list[Example] = []
     seen: set[tuple[str, ...]] = set()
@@ -353,7 +358,7 @@ class _Writer:
         messages = row["messages"]
         answered = bool(messages) and messages[-1].get("role") == "assistant"
         if answered and self._learnt is not None and self._learnt.ends_in_answer(row):
-            row = {"answer": _text(messages[-1].get("content"))} | row
+            row = {"answer": text_of(messages[-1].get("content"))} | row
             messages = messages[:-1]
         text = json.dumps(messages, ensure_ascii=False, default=_shown)
         content = json.dumps(messages, sort_keys=True, default=_shown)
@@ -472,7 +477,7 @@ def _shown(image: Any) -> str:
     return image if isinstance(image, str) else "image"
 
 
-def _text(content: Any) -> Any:
+def text_of(content: Any) -> Any:
     """Returns the content of a message; parts that are all text as one text."""
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content

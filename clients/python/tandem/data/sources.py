@@ -17,17 +17,23 @@ from tandem.utils.text_files import decoded, json_object, read_bytes, require_no
 # the row, or with the error of a line that holds none: other lines can be read all the same.
 PlacedRow = tuple[str, dict[str, Any] | ConfigError]
 
+# Returns a row in the form that is read, given the row and its place. Raises ConfigError, which
+# names the place.
+PrepareRow = Callable[[dict[str, Any], str], dict[str, Any]]
+
 
 def read_rows(
     settings: DataSettings,
     field: str,
     needs_no_prompt: Callable[[Mapping[str, Any]], bool] | None = None,
+    prepare: PrepareRow | None = None,
 ) -> tuple[Any, Iterable[PlacedRow]]:
     """Returns the source's rows, and the reasoning-gym data set that judges them or None.
 
     Columns have the names that `columns` gives them. `field` is where the settings stand in the
-    file ("data", "eval.data"), and `needs_no_prompt` tells rows that need none. Raises ConfigError,
-    also while the rows are read, for a source that cannot be read.
+    file ("data", "eval.data"), and `needs_no_prompt` tells rows that need none. `prepare` changes
+    rows before their prompts are looked for. Raises ConfigError, also while the rows are read, for
+    a source that cannot be read.
     """
     if settings.reasoning_gym is not None:
         return _reasoning_gym(settings.reasoning_gym, f"{field}.reasoning_gym")
@@ -40,6 +46,8 @@ def read_rows(
             if isinstance(row, ConfigError):
                 return row
             row = _renamed(row, columns, place)
+            if prepare is not None:
+                row = prepare(row, place)
             return row if needs_no_prompt and needs_no_prompt(row) else _checked(row, place)
         except ConfigError as error:
             return error
@@ -94,7 +102,7 @@ def _checked(row: dict[str, Any], place: str) -> dict[str, Any]:
         if "messages" not in row and isinstance(row.get(other), list):
             row = {"messages" if key == other else key: value for key, value in row.items()}
     if isinstance(row.get("messages"), list):
-        row = row | {"messages": [_message(one) for one in row["messages"]]}
+        row = row | {"messages": [as_message(one) for one in row["messages"]]}
     if not ("prompt" in row or "messages" in row):
         raise ConfigError(
             f"{place}: a row needs `prompt` or `messages`",
@@ -110,7 +118,7 @@ def _checked(row: dict[str, Any], place: str) -> dict[str, Any]:
     return row
 
 
-def _message(message: Any) -> Any:
+def as_message(message: Any) -> Any:
     """Returns a message of ShareGPT's form, {"from", "value"}, with the names of all others."""
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
         return message

@@ -49,16 +49,13 @@ def with_responses(data: Dataset, settings: SftSettings, codec: TextCodec) -> Da
         names = [name for _, name, _, _ in Formatter().parse(settings.response) if name is not None]
     except ValueError as error:
         raise ConfigError(f"sft.response: {settings.response!r}: {error}") from None
-    end = _end(settings, codec)
+    end = end_ids(codec, append_eos=settings.append_eos, field="sft.append_eos")
     examples: list[Example] = []
     problems = RowProblems()
     for example in data.examples:
         try:
             where = f"sft.response: {example.place}"
-            ids = _ids(example, settings, names, codec, where)
-            # A text may end with the token itself.
-            if ids[-len(end) :] != end:
-                ids += end
+            ids = with_end(_ids(example, settings, names, codec, where), end)
             if not ids:
                 raise ConfigError(f"{where}: the text to learn is empty")
             examples.append(replace(example, response_ids=ids))
@@ -104,25 +101,42 @@ def _with_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:
 def require_lengths(data: Dataset, max_model_len: int) -> None:
     """Raises ConfigError, which names the row, for a prompt and response that are too long."""
     for example in data.examples:
-        length = len(example.token_ids) + len(example.response_ids)
+        longest = max(len(example.response_ids), len(example.rejected_ids))
+        length = len(example.token_ids) + longest
         # Prompts that are too long by themselves are Dataset.require_prompts_below's to name.
         if len(example.token_ids) < max_model_len < length:
             raise ConfigError(
-                f"sft.response: {example.place}: prompt and response have {length:,} tokens, but "
-                f"the servers' max_model_len allows {max_model_len:,}"
+                f"{_learnt_column(example)}: {example.place}: prompt and response have {length:,} "
+                f"tokens, but the servers' max_model_len allows {max_model_len:,}"
             )
 
 
-def _end(settings: SftSettings, codec: TextCodec) -> list[int]:
-    """The token ids after every text to learn; ConfigError when the tokenizer does not name it."""
-    if not settings.append_eos:
+def _learnt_column(example: Example) -> str:
+    """Returns the setting, or the column of a pair, that the longest response comes from."""
+    if not example.rejected_ids:
+        return "sft.response"
+    longer = len(example.response_ids) >= len(example.rejected_ids)
+    return "data: chosen" if longer else "data: rejected"
+
+
+def end_ids(codec: TextCodec, *, append_eos: bool, field: str) -> list[int]:
+    """Returns the token ids after every text to learn.
+
+    Raises ConfigError, which begins with `field`, where the tokenizer does not name the token.
+    """
+    if not append_eos:
         return []
     if codec.eos_token_id is None:
         raise ConfigError(
-            f"sft.append_eos: {codec.directory} does not name an end-of-sequence token",
-            hint="set eos_token in tokenizer_config.json, or sft.append_eos=false to do without",
+            f"{field}: {codec.directory} does not name an end-of-sequence token",
+            hint=f"set eos_token in tokenizer_config.json, or {field}=false to do without",
         )
     return [codec.eos_token_id]
+
+
+def with_end(ids: list[int], end: list[int]) -> list[int]:
+    """Returns the ids of a text with `end` behind them, unless the text ends so itself."""
+    return ids if ids[-len(end) :] == end else ids + end
 
 
 def _encoded(template: str, row: Mapping[str, Any], codec: TextCodec, where: str) -> list[int]:

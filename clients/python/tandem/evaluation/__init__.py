@@ -34,7 +34,7 @@ def evaluate(
             a mode does not fit the run.
     """
     modes = list(modes or session.settings.eval.modes)
-    check_modes(modes, session.settings)
+    check_modes(modes, session.settings, session.purpose)
     for replica in session.rollouts.replicas:
         whose = f"the rollout server at {replica.client.address}"
         check_junior(modes, replica.has_junior, whose)

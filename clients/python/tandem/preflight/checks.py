@@ -13,6 +13,8 @@ from tandem.cluster.plan import (
     drafts_in,
     draws_responses,
     environment_asks_junior,
+    learner_of,
+    learns_rows,
     modes_in,
 )
 from tandem.data.dataset import Dataset
@@ -83,7 +85,7 @@ def check_servers(
                 _check_max_tokens(
                     setting, max_tokens, field, dataset, servers.max_model_len, problems
                 )
-    if purpose == "sft" and not draws_responses(settings, purpose) and "data" in data:
+    if learns_rows(settings, purpose) and "data" in data:
         with problems.collect():
             require_lengths(data["data"], servers.max_model_len)
     if purpose == "train" and servers.rollouts:
@@ -165,12 +167,14 @@ def check_sizes(settings: RunSettings, purpose: Purpose, servers: ServerFacts) -
     step = {
         "train": ("batch", batch.samples_per_step),
         "sft": ("sft.batch_size", settings.sft.batch_size),
+        "dpo": ("dpo.batch_size", 2 * settings.dpo.batch_size),
+        "reward-model": ("reward_model.batch_size", 2 * settings.reward_model.batch_size),
     }
     field, samples = step.get(purpose, ("", 0))
     if samples > max_samples:
         raise ConfigError(
-            f"{field}: a step has {samples:,} samples, but the trainer's max_samples is "
-            f"{max_samples:,}"
+            f"{field}: a step has {samples:,} samples, but the {learner_of(purpose)}'s max_samples "
+            f"is {max_samples:,}"
         )
     mini_batches = settings.objective.num_mini_batches or 1
     if purpose == "train" and mini_batches > samples:
@@ -217,19 +221,43 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
             f"kl_control.horizon: {control.horizon:,} responses, but a single step has "
             f"{batch.samples_per_step:,}"
         )
-    if settings.reference in rollouts:
+    _require_own_server(settings.reference, rollouts)
+
+
+def check_pair_reference(settings: RunSettings, rollouts: Sequence[str]) -> None:
+    """Raises ConfigError for a `reference` that `tandem dpo` does not have.
+
+    `rollouts` are the addresses of the run's own rollout servers if they run already.
+    """
+    if settings.reference == "trainer":
+        return
+    if settings.dpo.reference_source != "model":
         raise ConfigError(
-            f"reference: {settings.reference} is one of servers.rollout, which get the trainer's "
-            "weights",
+            "reference: only applies to dpo.reference_logprobs: model, not to "
+            f"{settings.dpo.reference_source}"
+        )
+    if settings.reference == "junior":
+        raise ConfigError(
+            "reference: junior does not apply to `tandem dpo`, which has no junior",
+            hint="reference: trainer, or the HOST:PORT of a rollout server that has the model",
+        )
+    _require_own_server(settings.reference, rollouts)
+
+
+def _require_own_server(reference: str, rollouts: Sequence[str]) -> None:
+    """Raises ConfigError for a reference that the trainer publishes to."""
+    if reference in rollouts:
+        raise ConfigError(
+            f"reference: {reference} is one of servers.rollout, which get the trainer's weights",
             hint="the reference is a rollout server of its own, or `junior`",
         )
 
 
 def check_async(settings: RunSettings, purpose: Purpose) -> None:
     """Raises ConfigError for an asynchronous run of another kind than `tandem train`."""
-    if settings.async_.max_staleness and purpose == "sft":
+    if settings.async_.max_staleness and learns_rows(settings, purpose):
         raise ConfigError(
-            "async.max_staleness: only applies to `tandem train`; supervised training learns each "
+            "async.max_staleness: only applies to `tandem train`; training on rows learns each "
             "step's texts with the weights of the step before",
             hint="async.max_staleness=0 for this command",
         )
@@ -365,8 +393,10 @@ def handoff_boundary_ids(settings: RunSettings, codec: TextCodec) -> list[int]:
     return ids
 
 
-def check_modes(modes: Sequence[EvalMode], settings: RunSettings) -> None:
+def check_modes(modes: Sequence[EvalMode], settings: RunSettings, purpose: Purpose) -> None:
     """Raises ConfigError for evaluations that a run of these settings cannot make."""
+    if modes and purpose == "reward-model":
+        raise ConfigError("eval: does not apply to `tandem reward-model`, which answers no prompts")
     takeovers = [mode for mode in modes if mode in ("junior_takeover", "senior_takeover")]
     if takeovers and settings.environment is not None:
         raise ConfigError(

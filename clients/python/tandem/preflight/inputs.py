@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster.plan import draws_responses, modes_in
+from tandem.cluster.plan import learns_pairs, learns_rows, modes_in, trains
 from tandem.data.dataset import Dataset, load_dataset
+from tandem.data.preferences import with_pairs, with_prompt
 from tandem.data.supervised import LearntRows, with_responses
 from tandem.models.tokenizer import TextCodec
 from tandem.preflight import checks
@@ -40,7 +41,7 @@ class Inputs:
     @property
     def learns_rows(self) -> bool:
         """Whether the run learns the rows' own responses."""
-        return _learns_rows(self.settings, self.purpose)
+        return learns_rows(self.settings, self.purpose)
 
     @property
     def data_sets(self) -> dict[str, Dataset]:
@@ -78,9 +79,19 @@ def read_inputs(
     if codec is not None and "handoff" in modes_in(settings, purpose):
         with problems.collect():
             checks.handoff_boundary_ids(settings, codec)
-    if codec is not None and data is not None and _learns_rows(settings, purpose):
+    if codec is not None and data is not None and learns_rows(settings, purpose):
         with problems.collect():
-            data = with_responses(data, settings.sft, codec)
+            if purpose == "dpo":
+                reference = settings.dpo.reference_source == "rows"
+                data = with_pairs(
+                    data, codec, "dpo", append_eos=settings.dpo.append_eos, reference=reference
+                )
+            elif purpose == "reward-model":
+                data = with_pairs(
+                    data, codec, "reward_model", append_eos=settings.reward_model.append_eos
+                )
+            else:
+                data = with_responses(data, settings.sft, codec)
     return Inputs(settings, purpose, codec, sampling, data, eval_data)
 
 
@@ -93,22 +104,28 @@ def _read_data(
     tools: Sequence[Mapping[str, Any]],
 ) -> tuple[RunSettings, Dataset | None]:
     """Returns the settings with the steps of `epochs`, and the data."""
-    trains = purpose in ("train", "sft")
-    if not trains and eval_data is not None:
+    if not trains(purpose) and eval_data is not None:
         return settings, eval_data
     data = None
     with problems.collect():
-        learnt = LearntRows(settings.sft) if _learns_rows(settings, purpose) else None
-        data = load_dataset(settings.data, codec, settings.seed, learnt=learnt, tools=tools)
-        if trains and eval_data is not None:
+        learnt = LearntRows(settings.sft) if _learns_texts(settings, purpose) else None
+        data = load_dataset(
+            settings.data,
+            codec,
+            settings.seed,
+            learnt=learnt,
+            tools=tools,
+            prepare=with_prompt if learns_pairs(purpose) else None,
+        )
+        if trains(purpose) and eval_data is not None:
             data = _without_held_out(data, eval_data)
-        if trains:
+        if trains(purpose):
             settings = settings.with_steps_of(len(data), purpose)
     return settings, data
 
 
-def _learns_rows(settings: RunSettings, purpose: Purpose) -> bool:
-    return purpose == "sft" and not draws_responses(settings, purpose)
+def _learns_texts(settings: RunSettings, purpose: Purpose) -> bool:
+    return purpose == "sft" and learns_rows(settings, purpose)
 
 
 def _without_held_out(data: Dataset, held_out: Dataset) -> Dataset:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.plan import planned, uses_of
+from tandem.cluster.plan import learner_of, planned, trains, uses_of
 from tandem.errors import ConfigError
 from tandem.models.files import end_token_ids
 from tandem.preflight import checks
@@ -33,7 +33,7 @@ def plan_cluster(
     with problems.collect():
         cluster = with_run_settings(cluster, settings, purpose)
     plan = planned(cluster, uses)
-    if purpose in ("train", "sft"):
+    if trains(purpose):
         problems.errors.extend(check_schedules(plan, settings, purpose))
         notes_on_schedules(plan, settings, purpose)
     for role in ("rollout", "trainer", "critic"):
@@ -50,7 +50,10 @@ def plan_cluster(
             "this run draws no responses (evaluations and sft.responses: senior do), so "
             "cluster.rollout is not used"
         )
-    for role in ["rollout", "trainer"] if uses.rollout else ["trainer"]:
+    if dry_run and cluster.trainer is not None and not uses.trainer:
+        _log.info("this run trains the critic alone, so cluster.trainer is not used")
+    learner = learner_of(purpose)
+    for role in ["rollout", learner] if uses.rollout else [learner]:
         if getattr(plan, role) in (None, []):
             problems.errors.append(ConfigError(f"cluster.{role}: a run needs a {role} server"))
     objective = settings.policy_objective() if purpose == "train" else None

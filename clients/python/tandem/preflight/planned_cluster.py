@@ -96,16 +96,18 @@ def check_cluster(
                 _check_tokenizer(codec, field, directory)
     with problems.collect():
         _check_same_senior(cluster)
-    trainer, rollouts = resolved["trainer"], resolved["rollout"]
-    if not trainer or len(rollouts) < len(cluster.rollout):
+    rollouts, critics = resolved["rollout"], resolved["critic"]
+    # A run of a reward model has no trainer.
+    learners = critics if cluster.trainer is None else resolved["trainer"]
+    if not learners or len(rollouts) < len(cluster.rollout):
         return CheckedCluster(cluster, None, {})
     facts = ServerFacts(
-        trainer[0].config["max_samples"],
+        learners[0].config["max_samples"],
         [one.rollout_facts() for one in rollouts],
         uses_junior,
-        [one.longest_sequence() for one in (*trainer, *resolved["critic"])],
+        [one.longest_sequence() for one in (*resolved["trainer"], *critics)],
     )
-    return CheckedCluster(cluster, facts, trainer[0].objective)
+    return CheckedCluster(cluster, facts, learners[0].objective)
 
 
 def _without_weights(cluster: ClusterSettings) -> dict[str, Path]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem._proto.critic.v1 import critic_pb2
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.trainer.v1 import trainer_pb2
 from tandem._proto.types.v1 import server_pb2
@@ -16,9 +17,13 @@ from tandem.preflight.inputs import Inputs
 from tandem.preflight.problems import Problems
 from tandem.preflight.server_facts import RolloutFacts, ServerFacts
 from tandem.preflight.vocabulary import check_prompt_ids, check_vocabulary, warn_of_end_token
-from tandem.rpc.client import TrainerClient
+from tandem.rpc.client import CriticClient, TrainerClient
 from tandem.rpc.wire import message_record
+from tandem.settings.bounds import INT32_MAX
 from tandem.settings.run import RunSettings
+
+# The answer of the server that a run trains.
+LearnerInfo = trainer_pb2.GetServerInfoResponse | critic_pb2.GetServerInfoResponse
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,14 @@ class RunningServers:
     """The servers of a run and their answers to GetServerInfo, by the name of an error message.
 
     Attributes:
-        trainer: the client of the trainer, which answered `trainer_info`.
+        trainer: the client of the server that the run trains, which answered `trainer_info`: the
+            trainer, or the critic that becomes a reward model.
         critics: the model of the critic, if the run has one that answers.
         reference: the model of the reference, if it is a server of its own.
     """
 
-    trainer: TrainerClient
-    trainer_info: trainer_pb2.GetServerInfoResponse
+    trainer: TrainerClient | CriticClient
+    trainer_info: LearnerInfo
     rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse]
     critics: Mapping[str, server_pb2.ModelInfo] = field(default_factory=dict)
     reference: server_pb2.ModelInfo | None = None
@@ -47,7 +53,8 @@ def check_running(
     settings with the servers' defaults.
     """
     settings, purpose = inputs.settings, inputs.purpose
-    trainer_name, trainer = f"the trainer at {servers.trainer.address}", servers.trainer_info
+    trainer = servers.trainer_info
+    trainer_name = f"the {servers.trainer.role} at {servers.trainer.address}"
     models = {trainer_name: trainer.server.model}
     models |= {whose: info.server.model for whose, info in servers.rollouts.items()}
     models |= servers.critics
@@ -61,7 +68,8 @@ def check_running(
     if servers.reference is not None:
         alone.append(servers.reference)
     facts = ServerFacts(
-        trainer.max_samples,
+        # A critic does not tell; it refuses a step that is too large.
+        getattr(trainer, "max_samples", INT32_MAX),
         [RolloutFacts.of(whose, info) for whose, info in servers.rollouts.items()],
         uses_of(settings, purpose).junior,
         [model.max_model_len for model in alone],

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tandem._proto.config.v1 import optimizer_info_pb2, server_config_pb2
+from tandem.cluster.plan import learner_of, trains
 from tandem.errors import ConfigError
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.lanes import lane_setting
@@ -69,19 +70,20 @@ def with_run_settings(
                 )
                 if given is None:
                     section["max_model_len"] = settings.max_model_len
-    trainer = sections["trainer"]
-    if settings.learning_rate is not None and trainer is not None:
-        optimizer = trainer.get("optimizer", {})
+    role = learner_of(purpose)
+    learner = sections[role]
+    if settings.learning_rate is not None and learner is not None:
+        optimizer = learner.get("optimizer", {})
         if isinstance(optimizer, dict):
             _require_same(
                 "learning_rate",
                 settings.learning_rate,
                 optimizer.get("learning_rate"),
-                "cluster.trainer.optimizer",
+                f"cluster.{role}.optimizer",
             )
-            trainer["optimizer"] = optimizer | {"learning_rate": settings.learning_rate}
+            learner["optimizer"] = optimizer | {"learning_rate": settings.learning_rate}
     updates = updates_in_run(settings, purpose)
-    if purpose in ("train", "sft"):
+    if trains(purpose):
         for role, path in _OPTIMIZERS:
             sections[role] = _with_total_steps(sections[role], path, updates)
     return cluster.model_copy(update=sections)
@@ -153,7 +155,7 @@ def notes_on_schedules(cluster: ClusterSettings, settings: RunSettings, purpose:
                     "schedule does not reach its end"
                 )
         rate = optimizer.get("learning_rate")
-        if rate == 0 and field == "cluster.trainer.optimizer":
+        if rate == 0 and field == f"cluster.{learner_of(purpose)}.optimizer":
             _log.warning(f"{field}.learning_rate: 0: the run changes no weights")
 
 

@@ -63,12 +63,16 @@ def warn_of_end_token(
     """
     if inputs.codec is None or inputs.sampling is None:
         return  # The tokenizer, or a stop text, is refused.
+    if inputs.purpose == "reward-model":
+        return  # Nothing writes responses.
     settings, learns, token = inputs.settings, inputs.learns_rows, inputs.codec.eos_token_id
-    ignored = not settings.sft.append_eos if learns else settings.sampling.ignore_eos
+    section = settings.dpo if inputs.purpose == "dpo" else settings.sft
+    ignored = not section.append_eos if learns else settings.sampling.ignore_eos
     ends = {*ending, *(() if learns else inputs.sampling.get("stop_token_ids", ()))}
     if token is None or token in ends or ignored:
         return
-    does = "`tandem sft` teaches it" if learns else "a model that writes it continues"
+    teaches = f"`tandem {inputs.purpose}` teaches it"
+    does = teaches if learns else "a model that writes it continues"
     listed = ", ".join(map(str, sorted(ends)))
     problems.warn(
         f"the tokenizer's end-of-sequence token {inputs.codec.token_texts([token])[0]!r} (id "

@@ -23,6 +23,7 @@ from tandem.rewards.judges.responses import Response
 from tandem.rewards.judges.watch import STOP_SECONDS, Watch
 from tandem.rewards.loading import file_of, load_function
 from tandem.rewards.math_answers import final_answer, final_number, gsm8k
+from tandem.rewards.server import RewardServer
 from tandem.settings.bounds import MAX_REWARD
 from tandem.settings.run import (
     ENVIRONMENT_REWARD,
@@ -82,6 +83,7 @@ class Reward:
     Attributes:
         files: the source files of the functions; builtins, and functions whose file Python does
             not know, have none.
+        servers: the reward models among the functions by their names, which open() connects.
         progress: is told how many responses are judged.
         stopping: whether the run was asked to stop. Responses that are not judged STOP_SECONDS
             later are given up.
@@ -105,6 +107,7 @@ class Reward:
             self.close()
             raise
         self.files = [one.file for one in self._functions if one.file is not None]
+        self.servers = {one.name: one.server for one in self._functions if one.server is not None}
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError for a row that a function cannot be called with.
@@ -289,11 +292,15 @@ class _Function:
         self.file: Path | None = None
         self._settings = settings
         self._field = field
-        self._builtin = _builtin(settings, field)
+        self._builtin = None if settings.server is not None else _builtin(settings, field)
         if settings.function == "math":
             optional_module("math_verify", f"{field}.function: math", "math-verify")
             settings = settings.model_copy(update={"function": _MATH, "executor": "process"})
         self._details: tuple[str, ...] = ()
+        self.server: RewardServer | None = None
+        if settings.server is not None:
+            self.server = RewardServer(settings.server, field, settings.limit_seconds)
+            return
         # Builtins compute and do not wait, so they are called without threads.
         self._collected = OneByOne(None, make_watch(stops=True))
         self._judge: Judge = self._collected
@@ -307,7 +314,7 @@ class _Function:
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ConfigError for a row that the function cannot be called with."""
-        if self._is_environment:
+        if self._is_environment or self.server is not None:
             return
         if self._builtin is not None:
             needs = {"reasoning_gym": _scorer, "gsm8k": _number}.get(
@@ -324,7 +331,7 @@ class _Function:
 
     def warning(self, examples: Sequence[Example]) -> str:
         """Returns a warning where exact_match compares more than a final answer; "" elsewhere."""
-        if self._settings.function != "exact_match":
+        if self._settings.function != "exact_match" or self.server is not None:
             return ""
         odd = [
             example.place
@@ -342,6 +349,8 @@ class _Function:
 
     def start(self, example: Example, responses: Sequence[Response]) -> list[Future[Outcome]]:
         """Begins to judge the responses to an example; returns the outcome of each."""
+        if self.server is not None:
+            return self.server.start(responses)
         if self._is_environment:
             return [_given(one.environment) for one in responses]
         if self._builtin is not None:
@@ -354,11 +363,11 @@ class _Function:
     @property
     def waits(self) -> bool:
         """Whether nothing is called before finish()."""
-        return self._judge.waits
+        return self.server is not None or self._judge.waits
 
     def finish(self) -> None:
         """Makes the calls that need the thread of the caller, or all responses."""
-        self._judge.finish()
+        (self.server or self._judge).finish()
 
     def values(
         self,
@@ -383,14 +392,18 @@ class _Function:
             raise kind(
                 message + more,
                 hint=("" if first.is_mistake else skip)
-                + f"{self._field}.workers: 1 calls the function in the main thread",
+                + (
+                    f"{self._field}.workers: 1 calls the function in the main thread"
+                    if self.server is None
+                    else f"{self._field}.server names the server"
+                ),
             )
         failures += [message for _, message in failed]
         return [None if isinstance(one, Failure) else one for one in outcomes]
 
     def close(self) -> None:
-        """Ends the threads and processes of the function."""
-        self._judge.close()
+        """Ends the threads and processes of the function, and its connection."""
+        (self.server or self._judge).close()
 
     def _check_columns(self, example: Example) -> None:
         if taken := next((name for name in self._details if name in example.row), None):
@@ -429,9 +442,11 @@ class _Function:
         return Case(example.row, response.text, details, example.place)
 
     def _message(self, failure: Failure, example: Example, response: str) -> str:
+        asked = f"function: {self._settings.function}"
+        if self.server is not None:
+            asked = f"server: {self.server.address}"
         return (
-            f"{self._field}.function: {self._settings.function}: {failure.what}\n"
-            f"{_shown(example, response)}\n{failure.trace}"
+            f"{self._field}.{asked}: {failure.what}\n{_shown(example, response)}\n{failure.trace}"
         ).rstrip()
 
 

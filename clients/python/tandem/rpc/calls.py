@@ -17,7 +17,7 @@ from tandem._proto.trainer.v1.objective_pb2 import PolicyObjective
 from tandem._proto.types.v1 import optimizer_pb2, server_pb2, trajectory_pb2, vision_pb2
 from tandem._proto.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem.rpc import delivery, requests
-from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample
+from tandem.rpc.requests import PolicySample, Prompt, SupervisedSample, ValueSample
 from tandem.rpc.transport import Transport
 from tandem.rpc.wire import to_message
 from tandem.utils.number_formats import data_type
@@ -250,10 +250,18 @@ class TrainerCalls(CheckpointCalls):
         return await self._send("TrainStep", messages, timeout_seconds)
 
     async def compute_log_probs(
-        self, sequences: Iterable[SupervisedSample], temperature: float | None = None
+        self,
+        sequences: Iterable[SupervisedSample],
+        temperature: float | None = None,
+        *,
+        reference: bool = False,
     ) -> list[trainer_pb2.ComputeLogProbsResponse]:
-        """Returns log-probabilities and entropies of the responses under the current weights."""
-        messages = list(requests.log_prob_requests(sequences, temperature))
+        """Returns log-probabilities and entropies of the responses under the current weights.
+
+        With `reference` under the reference policy: the trainer's reference_model, or its model
+        without adapters.
+        """
+        messages = list(requests.log_prob_requests(sequences, temperature, reference))
         return await self._with_images(
             (image for one in messages for image in one.vision_inputs),
             lambda: self._collect("ComputeLogProbs", messages),
@@ -332,6 +340,29 @@ class CriticCalls(CheckpointCalls):
         return await self._with_images(
             (image for one in messages for image in one.vision_inputs),
             lambda: self._collect("ComputeValues", messages),
+        )
+
+    async def train_step(
+        self,
+        samples: Sequence[ValueSample],
+        *,
+        run_id: str,
+        step: int,
+        expected_version: int,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> critic_pb2.TrainStepResponse:
+        """Trains one step by derivatives, applied exactly once however often it has to be sent."""
+        messages = requests.value_step(
+            samples,
+            run_id=run_id,
+            step=step,
+            expected_version=expected_version,
+            request_id=request_id,
+        )
+        return await self._with_images(
+            (image for one in messages for image in one.sample.vision_inputs),
+            lambda: self._send("TrainStep", messages, timeout_seconds),
         )
 
     async def send_train_step(

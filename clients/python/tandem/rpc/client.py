@@ -144,6 +144,7 @@ class CriticClient(Connection, CriticCalls):
 
     info = blocking(CriticCalls.info)
     compute_values = blocking(CriticCalls.compute_values)
+    train_step = blocking(CriticCalls.train_step)
     send_train_step = blocking(CriticCalls.send_train_step)
     save_checkpoint = blocking(CriticCalls.save_checkpoint)
     load_checkpoint = blocking(CriticCalls.load_checkpoint)

@@ -309,6 +309,49 @@ class SupervisedSample:
         return [trainer_pb2.TrainStepRequest(supervised_sample=sample)]
 
 
+@dataclass(frozen=True)
+class ValueSample:
+    """A prompt and response whose values a critic learns by the derivatives of a loss.
+
+    `weights` are of any sign, of the value before each token of the response and, the last, of the
+    value after it: the loss is the sum of weight * value.
+    """
+
+    prompt_token_ids: Sequence[int]
+    response_token_ids: Sequence[int]
+    weights: Sequence[float]
+    vision_inputs: VisionInputs = ()
+
+    def message(self) -> critic_pb2.TrainStepRequest:
+        """Returns the message of the contract."""
+        sample = critic_pb2.ValueSample(
+            prompt_token_ids=self.prompt_token_ids,
+            response_token_ids=self.response_token_ids,
+            weights=to_tensor(self.weights),
+            vision_inputs=messages(self.vision_inputs),
+        )
+        return critic_pb2.TrainStepRequest(sample=sample)
+
+
+def value_step(
+    samples: Sequence[ValueSample],
+    *,
+    run_id: str,
+    step: int,
+    expected_version: int,
+    request_id: str | None = None,
+) -> list[critic_pb2.TrainStepRequest]:
+    """Returns the messages of one train step of a critic; a repeated call sends them again."""
+    header = critic_pb2.TrainStepHeader(
+        run_id=run_id,
+        step=step,
+        request_id=request_id or uuid.uuid4().hex,
+        expected_version=expected_version,
+        num_samples=len(samples),
+    )
+    return [critic_pb2.TrainStepRequest(header=header), *(one.message() for one in samples)]
+
+
 def train_step(
     samples: Sequence[PolicySample] | Sequence[SupervisedSample],
     *,
@@ -345,7 +388,7 @@ def train_step(
 
 
 def log_prob_requests(
-    sequences: Iterable[SupervisedSample], temperature: float | None
+    sequences: Iterable[SupervisedSample], temperature: float | None, reference: bool = False
 ) -> Iterator[trainer_pb2.ComputeLogProbsRequest]:
     """Yields the messages of ComputeLogProbs."""
     for sequence in sequences:
@@ -353,6 +396,7 @@ def log_prob_requests(
             prompt_token_ids=sequence.prompt_token_ids,
             response_token_ids=sequence.response_token_ids,
             vision_inputs=messages(sequence.vision_inputs),
+            reference=reference,
         )
         if temperature is not None:
             request.temperature = temperature

@@ -85,6 +85,6 @@ def addresses_of(cluster: LocalCluster) -> ServersSettings:
     """Returns the addresses of a local cluster, as a run wants them."""
     return ServersSettings(
         rollout=[server.address for server in cluster.rollouts] or None,
-        trainer=cluster.trainer.address,
+        trainer=cluster.trainer.address if cluster.has("trainer") else None,
         critic=cluster.critic.address if cluster.has("critic") else None,
     )

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem._proto.rollout.v1 import rollout_pb2
-from tandem._proto.trainer.v1 import trainer_pb2
 from tandem._proto.types.v1 import server_pb2
 from tandem.cluster.local import LocalCluster
-from tandem.cluster.plan import uses_of
+from tandem.cluster.plan import learner_of, uses_of
 from tandem.pool.replicas import Replica
 from tandem.pool.rollout_pool import RolloutPool
-from tandem.preflight.running_servers import RunningServers, check_running
-from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.preflight.running_servers import LearnerInfo, RunningServers, check_running
+from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
 from tandem.rpc.delivery import by_advertised_address
 from tandem.rpc.retry import ONCE
 from tandem.session.preparing import Prepared, prepare
@@ -88,27 +87,34 @@ def _opened(prepared: Prepared, stack: ExitStack) -> Session:
         cluster = stack.enter_context(LocalCluster(prepared.cluster, credentials=credentials))
         cluster.keep_rollouts()
         servers = prepared.connections.use(cluster)
-    # Without a trainer's address, or an answer of every server, there are problems.
-    session = None if servers.trainer is None else _connected(servers, prepared, stack)
+    # Without an address, or an answer of every server, there are problems.
+    learner = getattr(servers, learner_of(prepared.inputs.purpose))
+    session = None if learner is None else _connected(servers, learner, prepared, stack)
     return prepared.problems.whole(session)
 
 
-def _connected(servers: ServersSettings, prepared: Prepared, stack: ExitStack) -> Session | None:
+def _connected(
+    servers: ServersSettings, learner: str, prepared: Prepared, stack: ExitStack
+) -> Session | None:
     """Opens the clients, and checks the settings against the info of every server.
 
-    Returns None if a server does not answer, which is among the problems then.
+    `learner` is the address of the server that the run trains. Returns None if a server does not
+    answer, which is among the problems then.
     """
     inputs, problems, connections = prepared.inputs, prepared.problems, prepared.connections
     options = connections.options()
-    trainer = stack.enter_context(TrainerClient(servers.trainer, **options))
+    kind = CriticClient if learner_of(inputs.purpose) == "critic" else TrainerClient
+    trainer = stack.enter_context(kind(learner, **options))
     # Opens its connection with the first step that takes long enough to be asked about.
     status_client = stack.enter_context(
-        TrainerClient(servers.trainer, **options | {"timeout_seconds": _STATUS_SECONDS})
+        kind(learner, **options | {"timeout_seconds": _STATUS_SECONDS})
     )
+    # A reward model is published to nobody.
+    rollout_addresses = (servers.rollout or ()) if kind is TrainerClient else ()
     clients = [
-        stack.enter_context(RolloutClient(address, **options)) for address in servers.rollout or ()
+        stack.enter_context(RolloutClient(address, **options)) for address in rollout_addresses
     ]
-    info: trainer_pb2.GetServerInfoResponse | None = None
+    info: LearnerInfo | None = None
     infos: list[rollout_pb2.GetServerInfoResponse] = []
     with problems.collect():
         info = trainer.info()
@@ -124,9 +130,9 @@ def _connected(servers: ServersSettings, prepared: Prepared, stack: ExitStack) -
         list(map(Replica.of, clients, infos)), prepared.progress, connections.retry
     )
     stack.callback(rollouts.close)
-    critic_address = servers.critic or info.critic_address or None
+    critic_address = servers.critic or getattr(info, "critic_address", None) or None
     critics: dict[str, server_pb2.ModelInfo] = {}
-    if uses_of(inputs.settings, inputs.purpose).critic:
+    if trainer.role == "trainer" and uses_of(inputs.settings, inputs.purpose).critic:
         with problems.collect(), connections.critic(critic_address, ONCE) as critic:
             critics[f"the critic at {critic.address}"] = critic.info().server.model
     named = {

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.cluster import registry
-from tandem.cluster.plan import modes_in, planned, uses_of
+from tandem.cluster.plan import Uses, learner_of, modes_in, planned, trains, uses_of
 from tandem.cluster.readiness import wait_until_serving
+from tandem.data.dataset import Dataset
 from tandem.environments.contract import EnvironmentClass
 from tandem.environments.run_environment import RunEnvironment, load_environment
 from tandem.errors import ConfigError
@@ -24,7 +25,8 @@ from tandem.preflight.own_cluster import plan_cluster
 from tandem.preflight.problems import Problems
 from tandem.preflight.vocabulary import check_vocabulary
 from tandem.rewards.reward import READING_PATTERNS, Reward
-from tandem.rpc.client import RolloutClient
+from tandem.rewards.server import RewardServer
+from tandem.rpc.client import CriticClient, RolloutClient
 from tandem.rpc.credentials import Credentials
 from tandem.session.connections import Connections
 from tandem.session.reference import ServerReference
@@ -83,20 +85,23 @@ def prepare(
         )
     if settings.cluster is None:
         with problems.collect():
-            servers = registry.addresses(servers, any_rollout=uses_of(settings, purpose).rollout)
+            uses = uses_of(settings, purpose)
+            servers = registry.addresses(
+                servers, any_rollout=uses.rollout, learner=learner_of(purpose)
+            )
     connections = Connections(settings.servers, credentials)
     with problems.collect():
-        checks.check_modes(modes_in(settings, purpose), settings)
+        checks.check_modes(modes_in(settings, purpose), settings, purpose)
     environment_class = _load_environment(settings, purpose, problems)
     reward = _read_reward(settings, environment_class, purpose, progress, problems, stack)
     tools = environment_class.shown_tools if environment_class is not None else []
     inputs = read_inputs(settings, purpose, problems, tools)
-    _check_reward(reward, inputs, problems)
+    _check_reward(reward, inputs, connections, problems)
     environment = _open_environment(environment_class, inputs, progress, problems, stack)
     settings = inputs.settings  # now with the steps of `epochs`
     if settings.cluster is None and servers.start_timeout_seconds > 0:
         problems.raise_any()
-        _wait_for(servers, credentials, critic=uses_of(settings, purpose).critic)
+        _wait_for(servers, credentials, uses_of(settings, purpose))
     reference = cluster = None
     with problems.collect():
         checks.check_async(settings, purpose)
@@ -110,6 +115,10 @@ def prepare(
         checks.note_async(settings)
         for obstacle in obstacles(settings):
             _log.warning(f"this run cannot learn: {obstacle}")
+    elif purpose == "dpo":
+        with problems.collect():
+            checks.check_pair_reference(settings, servers.rollout or ())
+        reference = _connect_reference(inputs, connections, problems, stack)
     if settings.cluster is not None:
         cluster, in_force = plan_cluster(settings.cluster, inputs, problems, dry_run=dry_run)
         problems.raise_any()
@@ -200,7 +209,7 @@ def _read_reward(
     stack: ExitStack,
 ) -> Reward | None:
     """Loads the reward; also checks that the trackers of a run that trains are installed."""
-    if purpose in ("train", "sft"):
+    if trains(purpose):
         with problems.collect():
             require_installed(settings.trackers)
     for place, one in enumerate(settings.reward_functions):
@@ -217,26 +226,66 @@ def _read_reward(
     return None
 
 
-def _check_reward(reward: Reward | None, inputs: Inputs, problems: Problems) -> None:
-    """Checks that the reward can judge the rows that are judged."""
+def _check_reward(
+    reward: Reward | None, inputs: Inputs, connections: Connections, problems: Problems
+) -> None:
+    """Checks that the reward can judge the rows that are judged, and opens its servers."""
+    evaluates = bool(modes_in(inputs.settings, inputs.purpose))
+    held_out = inputs.eval_data or (inputs.data if evaluates else None)
     judged = {
         "train": (inputs.data, inputs.eval_data),
-        "sft": (inputs.eval_data,),
+        "sft": (held_out,),
+        "dpo": (held_out,),
         "eval": (inputs.data,),
     }.get(inputs.purpose, ())
     if inputs.settings.eval.modes == ["legibility"]:
         # Legibility judges no answer.
         judged = (inputs.data,) if inputs.purpose == "train" else ()
-    for dataset in judged:
-        if dataset is not None and reward is not None:
-            with problems.collect():
-                reward.check(dataset.examples)
-                for warning in reward.warnings(dataset.examples):
-                    _log.info(warning)
+    datasets = [dataset for dataset in judged if dataset is not None]
+    if reward is None or not datasets:
+        return
+    for dataset in datasets:
+        with problems.collect():
+            reward.check(dataset.examples)
+            for warning in reward.warnings(dataset.examples):
+                _log.info(warning)
+    for server in reward.servers.values():
+        with problems.collect():
+            _open_reward_model(server, datasets, inputs, connections, problems)
 
 
-def _wait_for(servers: ServersSettings, credentials: Credentials, *, critic: bool) -> None:
-    named = [*(servers.rollout or ()), servers.trainer, servers.critic if critic else None]
+def _open_reward_model(
+    server: RewardServer,
+    datasets: Sequence[Dataset],
+    inputs: Inputs,
+    connections: Connections,
+    problems: Problems,
+) -> None:
+    """Connects to a reward model, and checks that it reads the run's tokens."""
+
+    def connect(address: str, limit_seconds: float) -> CriticClient:
+        options = connections.options(connections.retry)
+        return CriticClient(address, **options | {"timeout_seconds": limit_seconds})
+
+    server.open(connect)
+    whose = f"the reward model at {server.address}"
+    if inputs.codec is not None:
+        check_vocabulary(inputs.codec, server.model, whose)
+    longest = max(len(one.token_ids) for dataset in datasets for one in dataset.examples)
+    longest += inputs.settings.sampling.max_tokens
+    if longest > server.model.max_model_len:
+        problems.warn(
+            f"{whose} reads {server.model.max_model_len:,} tokens, but a prompt with its response "
+            f"may have {longest:,}: a longer one than it reads has no reward"
+        )
+
+
+def _wait_for(servers: ServersSettings, credentials: Credentials, uses: Uses) -> None:
+    named = [
+        *((servers.rollout or ()) if uses.trainer else ()),
+        servers.trainer if uses.trainer else None,
+        servers.critic if uses.critic else None,
+    ]
     wait_until_serving(
         [address for address in named if address is not None],
         credentials,

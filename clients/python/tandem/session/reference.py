@@ -13,7 +13,7 @@ from tandem._proto.types.v1 import server_pb2, trajectory_pb2
 from tandem.errors import FailedPreconditionError
 from tandem.pool.rollout_pool import RolloutPool, response_to_score
 from tandem.rpc.logprobs import LogProbs
-from tandem.rpc.requests import PolicySample
+from tandem.rpc.requests import PolicySample, ScoredTokens, SupervisedSample
 
 
 class Reference(ABC):
@@ -74,11 +74,25 @@ class ServerReference(Reference):
 
     def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
         """Raises FailedPreconditionError if the server holds other weights than before."""
-        scored = self._server.score(
-            [response_to_score(one) for one in responses],
-            senior=True,
-            temperature=_temperature(responses),
+        sequences = [response_to_score(one) for one in responses]
+        return self._scored(sequences, _temperature(responses))
+
+    def of_texts(self, texts: Sequence[SupervisedSample]) -> list[np.ndarray]:
+        """Returns float32 [L] of the response of every text; raises as logprobs() does."""
+        return self._scored(
+            [
+                ScoredTokens(
+                    [*one.prompt_token_ids, *one.response_token_ids],
+                    len(one.prompt_token_ids),
+                    one.vision_inputs,
+                )
+                for one in texts
+            ],
+            temperature=1.0,
         )
+
+    def _scored(self, sequences: Sequence[ScoredTokens], temperature: float) -> list[np.ndarray]:
+        scored = self._server.score(sequences, senior=True, temperature=temperature)
         for one in scored:
             if one.weights != self.weights:
                 raise self._changed(one.weights)

@@ -76,7 +76,9 @@ class Session:
         eval_data: the prompts of `eval.data`, if the run has any.
         environment: that of a run that draws episodes; None where it draws single responses.
         connections: what the clients of the run have in common.
-        status_client: a second client of the trainer, which is asked how far a step is.
+        trainer: the server that the run trains: the trainer, or the critic that becomes a reward
+            model.
+        status_client: a second client of it, which is asked how far a step is.
         rollouts: none for supervised training, unless servers are named for it, it evaluates, or
             it learns the senior's own responses.
         reference: the KL's reference, if it is not the trainer's own model.
@@ -94,8 +96,8 @@ class Session:
     reward: Reward
     environment: RunEnvironment | None
     connections: Connections
-    trainer: TrainerClient
-    status_client: TrainerClient
+    trainer: TrainerClient | CriticClient
+    status_client: TrainerClient | CriticClient
     rollouts: RolloutPool
     critic_address: str | None
     reference: Reference | None
@@ -125,8 +127,9 @@ class Session:
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the run trains a critic."""
-        return uses_of(self.settings, self.purpose).critic
+        """Whether the run trains a critic beside its trainer."""
+        uses = uses_of(self.settings, self.purpose)
+        return uses.critic and uses.trainer
 
     def check(self) -> None:
         """Raises ServerStartError if a server of the run's own cluster has died.
@@ -334,10 +337,9 @@ class Session:
             ("optimizer", "optimizer"),
             ("speculator.optimizer", "speculator_optimizer"),
         ):
-            if trainer.HasField(field):
-                optimizers[f"the trainer at {self.trainer.address}: {name}"] = getattr(
-                    trainer, field
-                )
+            if field in trainer.DESCRIPTOR.fields_by_name and trainer.HasField(field):
+                whose = f"the {self.trainer.role} at {self.trainer.address}: {name}"
+                optimizers[whose] = getattr(trainer, field)
         if self.uses_critic:
             with self.critic() as critic:
                 info = critic.info()
@@ -374,7 +376,7 @@ class Session:
 
     def _servers(self) -> dict[str, Any]:
         """Returns the models of the servers, and those of their settings that results depend on."""
-        models = {"trainer": self.trainer.info().server.model}
+        models = {self.trainer.role: self.trainer.info().server.model}
         sampling = {}
         for client in self.rollouts.clients[:1]:
             rollout = client.info()
@@ -393,6 +395,13 @@ class Session:
         if isinstance(self.reference, ServerReference):
             record["models"]["reference"] = _model_record(self.reference.model)
             record["reference_weights"] = message_record(self.reference.weights)
+        # They are open where the run has something to judge.
+        judges = {name: one for name, one in self.reward.servers.items() if one.is_open}
+        if judges:
+            record["reward_models"] = {
+                name: _model_record(one.model) | {"weights": message_record(one.weights)}
+                for name, one in judges.items()
+            }
         return record
 
 

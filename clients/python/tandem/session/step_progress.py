@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from tandem.errors import RpcError
-from tandem.rpc.client import TrainerClient
+from tandem.rpc.client import CriticClient, TrainerClient
 from tandem.utils.progress import Progress
 
 # Between two questions; a shorter step is not asked about.
@@ -21,7 +21,7 @@ class StepProgress:
     call of the step says what is wrong.
     """
 
-    def __init__(self, client: TrainerClient, progress: Progress) -> None:
+    def __init__(self, client: TrainerClient | CriticClient, progress: Progress) -> None:
         self._client = client
         self._progress = progress
         self._ended = threading.Event()
@@ -46,5 +46,6 @@ class StepProgress:
                 info = self._client.info()
             except RpcError:
                 continue
-            if info.micro_batches:
-                self._progress.counted(info.micro_batches_done, info.micro_batches)
+            # A critic does not tell.
+            if count := getattr(info, "micro_batches", 0):
+                self._progress.counted(info.micro_batches_done, count)

@@ -128,7 +128,6 @@ KEYS = {
     "reward_fn": "reward.function",
     "reward_func": "reward.function",
     "reward_function": "reward.function",
-    "reward_model": "reward.function",
     "reward_weights": "rewards.0.weight",
     # servers
     "vllm_gpu_memory_utilization": "cluster.rollout.kv_cache_bytes",

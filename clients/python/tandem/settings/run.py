@@ -44,11 +44,28 @@ BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym", "environment
 # The one of them that gives what the environment's get_reward() gives.
 ENVIRONMENT_REWARD = "environment"
 
+# Losses of a pair of responses (training/pair_losses.py).
+PAIR_LOSSES = (
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "simpo",
+)
+
 # Trackers of a run's numbers, in addition to metrics.jsonl.
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 # The command that reads a run file; drafts stands for `tandem speculator eval`.
-Purpose = Literal["train", "sft", "eval", "drafts"]
+Purpose = Literal["train", "sft", "dpo", "reward-model", "eval", "drafts"]
 # Evaluations, in the order in which they are explained.
 EvalMode = Literal[
     "solo",
@@ -85,6 +102,12 @@ def _is_reference(text: str) -> str:
     return text
 
 
+def _is_address(text: str | None) -> str | None:
+    if text is not None and not re.fullmatch(r"\S+:\d+", text):
+        raise ValueError(f"must be HOST:PORT, not {text!r}")
+    return text
+
+
 class ReasoningGymSettings(Settings):
     """A procedurally generated task of the reasoning-gym package."""
 
@@ -113,6 +136,8 @@ class DataSettings(Settings):
     # Lines of {"prompt" or "messages", "answer", ...}; every column reaches the reward function. A
     # `prompt` that is a list of messages is a conversation, too. One that ends in a message of the
     # assistant's is continued; `tandem sft` learns that message, unless the row has an `answer`.
+    # `tandem dpo` and `tandem reward-model` read the columns `chosen` and `rejected`, texts or
+    # conversations.
     jsonl: NonEmptyPath | None = None
     # A Parquet file with such rows, or a folder of *.parquet files.
     parquet: NonEmptyPath | None = None
@@ -174,7 +199,10 @@ class RewardFunctionSettings(Settings):
     # "module:function", "path/file.py:function", or a builtin: "exact_match", "gsm8k", "math",
     # "reasoning_gym", "environment" (get_reward() of the run's environment).
     function: Text = "exact_match"
-    # Name in metrics and trajectories; the function's by default.
+    # HOST:PORT of a critic server, in the place of a function: the reward is the score that its
+    # model gives the prompt with the response. No trainer teaches it.
+    server: Annotated[str | None, AfterValidator(_is_address)] = None
+    # Name in metrics and trajectories; the function's by default, reward_model of a server.
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")] | None = None
     # Factor of its reward in the sum.
     weight: float = Field(1.0, ge=-MAX_REWARD, le=MAX_REWARD)
@@ -200,7 +228,7 @@ class RewardFunctionSettings(Settings):
     @property
     def is_builtin(self) -> bool:
         """Whether the function is one of this package, and no function of the user's."""
-        return self.function in BUILTIN_REWARDS
+        return self.server is None and self.function in BUILTIN_REWARDS
 
     @property
     def limit_seconds(self) -> float:
@@ -209,8 +237,17 @@ class RewardFunctionSettings(Settings):
 
     @property
     def shown_name(self) -> str:
-        """`name`, or by default the function's."""
-        return self.name or self.function.rpartition(":")[2]
+        """`name`, or by default the function's, or reward_model."""
+        default = self.function.rpartition(":")[2] if self.server is None else "reward_model"
+        return self.name or default
+
+    @model_validator(mode="after")
+    def _server_is_no_function(self) -> Self:
+        fields = ("function", "batch", "executor", "workers", "answer_pattern")
+        for name in fields if self.server is not None else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} does not apply to a reward of `server`")
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_call(self) -> Self:
@@ -389,6 +426,66 @@ class SftSettings(Settings):
     append_eos: bool = True
 
 
+class DpoSettings(Settings):
+    """Training on pairs of a chosen and a rejected response (`tandem dpo`)."""
+
+    # Number of pairs in a step.
+    batch_size: Count = 16
+    # The loss of a pair, with the names of TRL where TRL has it (docs/guides/preferences.md).
+    loss_type: Literal[PAIR_LOSSES] = "sigmoid"
+    # Strength of the pull towards the reference policy; of ipo its tau.
+    beta: float = Field(0.1, gt=0)
+    # Probability that a pair is labelled the wrong way round. Only for sigmoid, robust (below 0.5)
+    # and exo_pair (above 0).
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    # Margin of simpo, which its paper writes gamma.
+    simpo_gamma: float = Field(0.5, ge=0)
+    # Temperature of the mixture of discopop.
+    discopop_tau: float = Field(0.05, gt=0)
+    # Weight of the cross-entropy of the chosen responses beside the loss of the pairs, a mean over
+    # their tokens. 0: none.
+    rpo_alpha: float = Field(0.0, ge=0)
+    # Source of the reference policy's log-probabilities. model: the run's `reference`. rows: the
+    # columns `ref_chosen_logps` and `ref_rejected_logps`, sums over the tokens of a response. none:
+    # 0 for every response. Not set: model, and none for simpo, which has no reference.
+    reference_logprobs: Literal["model", "rows", "none"] | None = None
+    # Whether the tokenizer's end-of-sequence token ends the responses.
+    append_eos: bool = True
+
+    @property
+    def reference_source(self) -> str:
+        """`reference_logprobs`, or its default."""
+        return self.reference_logprobs or ("none" if self.loss_type == "simpo" else "model")
+
+    @model_validator(mode="after")
+    def _loss_has_settings(self) -> DpoSettings:
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust", "exo_pair"):
+            raise ValueError(f"label_smoothing does not apply to {self.loss_type}")
+        if self.loss_type == "robust" and self.label_smoothing >= 0.5:
+            raise ValueError("label_smoothing must be below 0.5 for robust")
+        if self.loss_type == "exo_pair" and not self.label_smoothing:
+            raise ValueError("label_smoothing must be above 0 for exo_pair; its paper takes 0.001")
+        if self.loss_type == "simpo" and self.reference_source != "none":
+            raise ValueError("reference_logprobs does not apply to simpo")
+        for name, loss_type in (("simpo_gamma", "simpo"), ("discopop_tau", "discopop")):
+            default = type(self).model_fields[name].default
+            if getattr(self, name) != default and self.loss_type != loss_type:
+                raise ValueError(f"{name} only applies to {loss_type}")
+        return self
+
+
+class RewardModelSettings(Settings):
+    """Training of a reward model on pairs (`tandem reward-model`)."""
+
+    # Number of pairs in a step.
+    batch_size: Count = 16
+    # Weight of the mean square of the sum of a pair's scores, which keeps them around 0
+    # (arXiv 2312.09244). 0: none.
+    center_rewards_coefficient: float = Field(0.0, ge=0)
+    # Whether the tokenizer's end-of-sequence token, whose score counts then, ends the responses.
+    append_eos: bool = True
+
+
 class CheckpointSettings(Settings):
     """The steps after which a run saves, and the number of checkpoints that it keeps."""
 
@@ -490,7 +587,7 @@ class WandbSettings(Settings):
 
 
 class RunSettings(Settings):
-    """A training run (`tandem train`, `tandem sft`, `tandem eval`)."""
+    """A training run (`tandem train`, `sft`, `dpo`, `reward-model`), or `tandem eval`."""
 
     # Directory of the run's files.
     run_dir: NonEmptyPath
@@ -500,7 +597,8 @@ class RunSettings(Settings):
     # Passes over the rows of `data`, instead of `steps`; with both the run ends at the first of
     # them. Rows that batch.filter_groups draws in the place of others do not count.
     epochs: float | None = Field(None, gt=0)
-    # Peak learning rate of the trainer of `cluster`: cluster.trainer.optimizer.learning_rate.
+    # Peak learning rate of the trainer of `cluster`: cluster.trainer.optimizer.learning_rate. For
+    # `tandem reward-model` that of its critic.
     learning_rate: float | None = Field(None, ge=0)
     # Longest sequence, prompt and response, of every server of `cluster`.
     max_model_len: Count | None = None
@@ -536,13 +634,16 @@ class RunSettings(Settings):
     # Drafts of the responses.
     speculative: SpeculativeSettings = SpeculativeSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
-    # The reference of the KL of objective.kl_coefficient. trainer: the trainer's reference_model.
-    # junior: the frozen junior of the rollout servers. HOST:PORT: the senior of a rollout server
-    # that no trainer publishes to.
+    # The reference of the KL of objective.kl_coefficient, and of `tandem dpo`. trainer: the
+    # trainer's reference_model, or its model without adapters. junior: the frozen junior of the
+    # rollout servers, not for `tandem dpo`. HOST:PORT: the senior of a rollout server that no
+    # trainer publishes to.
     reference: Annotated[str, AfterValidator(_is_reference)] = "trainer"
     # Adapts the KL coefficient during the run, which begins with objective.kl_coefficient.
     kl_control: KlControlSettings | None = None
     sft: SftSettings = SftSettings()
+    dpo: DpoSettings = DpoSettings()
+    reward_model: RewardModelSettings = RewardModelSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     trajectories: TrajectorySettings = TrajectorySettings()
     eval: EvalSettings = EvalSettings()
@@ -578,7 +679,7 @@ class RunSettings(Settings):
         if not isinstance(values, dict) or not values.get("environment") or values.get("rewards"):
             return values
         reward = values.get("reward")
-        if reward is None or (isinstance(reward, dict) and "function" not in reward):
+        if reward is None or (isinstance(reward, dict) and not {"function", "server"} & {*reward}):
             return values | {"reward": {**(reward or {}), "function": ENVIRONMENT_REWARD}}
         return values
 
@@ -635,7 +736,12 @@ class RunSettings(Settings):
 
     def examples_per_step(self, purpose: Purpose) -> int:
         """Returns the number of rows that a step of training takes."""
-        return self.sft.batch_size if purpose == "sft" else self.batch.prompts_per_step
+        sizes = {
+            "sft": self.sft.batch_size,
+            "dpo": self.dpo.batch_size,
+            "reward-model": self.reward_model.batch_size,
+        }
+        return sizes.get(purpose, self.batch.prompts_per_step)
 
     def with_steps_of(self, rows: int, purpose: Purpose) -> RunSettings:
         """Returns the settings with the number of steps that `epochs` comes to, for `rows` rows."""
@@ -701,6 +807,8 @@ class RunSettings(Settings):
             "prompts_in_run": self.batch.prompts_per_step * steps,
             "updates_in_run": self.updates_per_step * steps,
             "sft_samples_in_run": self.sft.batch_size * steps,
+            "dpo_pairs_in_run": self.dpo.batch_size * steps,
+            "reward_model_pairs_in_run": self.reward_model.batch_size * steps,
         }
 
     @classmethod

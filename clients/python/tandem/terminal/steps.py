@@ -74,6 +74,14 @@ _COLUMNS = (
         "flat", "prompts whose rewards are all equal", "{:.0%}", 8, _value("reward/frac_zero_std")
     ),
     _Column("loss", "total loss", "{:+.4f}", 1, _value("loss/total")),
+    _Column(
+        "right",
+        "pairs whose chosen response has more reward",
+        "{:.0%}",
+        1,
+        _value("rewards/accuracies"),
+    ),
+    _Column("margin", "mean difference of their rewards", "{:+.3f}", 2, _value("rewards/margins")),
     _Column("value", "the critic's loss", "{:.3f}", 2, _value("critic/loss")),
     _Column("heads", "the speculator's loss", "{:.3f}", 1, _value("speculator/loss")),
     _Column("kl", "KL to the reference, nats per token", "{:.4f}", 3, _kl),

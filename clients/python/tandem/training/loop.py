@@ -498,7 +498,7 @@ class Loop:
         trainer = self._session.trainer
         health = trainer.check_health()
         if health.status != "SERVING":
-            return f"the trainer is {health.status} {health.reason}".rstrip()
+            return f"the {trainer.role} is {health.status} {health.reason}".rstrip()
         try:
             with self._session.progress.phase("checkpoint"), tracing.span("checkpoint"):
                 self._write_state(self._save_on_servers())
@@ -563,6 +563,4 @@ def _examples_drawn(session: Session, state: SavedState | None) -> int:
         return 0
     if state.examples_drawn is not None:
         return state.examples_drawn
-    settings = session.settings
-    sft = session.purpose == "sft"
-    return state.step * (settings.sft.batch_size if sft else settings.batch.prompts_per_step)
+    return state.step * session.settings.examples_per_step(session.purpose)

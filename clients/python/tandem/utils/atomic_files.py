@@ -16,7 +16,7 @@ from tandem.utils.text_files import encoded, json_object
 IDENTITY = "run.json"
 STATE = "state.json"
 # The commands that write run directories.
-KINDS = ("train", "sft")
+KINDS = ("train", "sft", "dpo", "reward-model")
 
 
 def read_text(path: Path) -> str:

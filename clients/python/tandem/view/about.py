@@ -105,6 +105,11 @@ def _method(kind: str, config: Mapping[str, Any]) -> str:
     if kind == "sft":
         own = (config.get("sft") or {}).get("responses") == "senior"
         return "supervised, on its own responses" if own else "supervised, on the rows' answers"
+    if kind == "dpo":
+        loss = (config.get("dpo") or {}).get("loss_type") or "sigmoid"
+        return f"on pairs of a chosen and a rejected response, {loss}"
+    if kind == "reward-model":
+        return "a reward model, on pairs of a chosen and a rejected response"
     objective = config.get("objective") or {}
     batch = config.get("batch") or {}
     said = [str(objective.get("advantage_estimator") or "group-relative advantages")]

@@ -140,6 +140,8 @@ def recorded(run_dir: Path, mode: str = "") -> list[TrajectoryFile]:
         why = "no step has finished yet, or trajectories.every is 0"
         if kind == "sft":
             why = "supervised training writes them only with sft.responses: senior"
+        elif kind in ("dpo", "reward-model"):
+            why = "training on pairs draws no responses"
         raise RunDirectoryError(f"{run_dir} holds no trajectories: {why}")
     return files
 

@@ -131,6 +131,10 @@ def test_the_runs_rate_and_length_reach_the_servers() -> None:
     assert cluster.trainer == {"optimizer": {"learning_rate": 1e-5}, "max_model_len": 512}
     assert [one["max_model_len"] for one in cluster.rollout] == [512]
     assert cluster.critic == {"max_model_len": 512}
+    # A reward model is the critic's.
+    cluster = planned_of(run(learning_rate=1e-5), "reward-model")
+    assert cluster.critic == {"optimizer": {"learning_rate": 1e-5}}
+    assert "optimizer" not in cluster.trainer
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@
 #include <cstdint>
 #include <utility>
 
+#include "common/base/errors/error.h"
 #include "common/base/errors/field_check.h"
 #include "common/base/errors/status_macros.h"
 #include "common/coauthoring/tandem_config.h"
 #include "common/ops/linear/low_rank_adapter.h"
 #include "common/steps/sequence_check.h"
+#include "services/trainer/engine/auxiliary/sample_images.h"
 
 namespace tandem::trainer {
 namespace {
@@ -39,9 +41,57 @@ auto LogProbsOf(loss::LinearCrossEntropyLoss* loss, const TrainingRows& rows) {
   };
 }
 
+// Returns a TrainingCore::RowOutput: log-probability and entropy of each row in turn, so that every
+// rank gets both.
+auto NumbersOf(loss::LinearCrossEntropyLoss* loss, const std::vector<double>& temperatures) {
+  return [loss, &temperatures](const training::MicroBatchInput& input,
+                               const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
+    TANDEM_ASSIGN_OR_RETURN(const loss::RowLogProbs values,
+                            loss->LogProbs(hidden, MakeOutputRows(input, temperatures)));
+    std::vector<double> pairs;
+    for (size_t row = 0; row < values.logprobs.size(); ++row) {
+      pairs.push_back(values.logprobs[row]);
+      pairs.push_back(values.entropies[row]);
+    }
+    return pairs;
+  };
+}
+
+// Runs a pass of the reference policy, which must exist. `output_of` returns the RowOutput of an
+// output loss.
+template <typename OutputOf>
+absl::StatusOr<std::vector<double>> ForwardReference(TrainerModels& models,
+                                                     const training::SequenceBatch& sequences,
+                                                     const OutputOf& output_of) {
+  if (models.reference == nullptr) {
+    const ops::WithoutAdapters without;
+    return models.core.Forward(sequences, output_of(models.loss.get()));
+  }
+  return models.core.ForwardFrozen(*models.reference, sequences,
+                                   output_of(models.reference_loss.get()));
+}
+
+// The requests of a batch that one model evaluates.
+struct RequestedRows {
+  training::SequenceBatch sequences;
+  std::vector<double> temperatures;  // of each row
+
+  void Add(const LogProbsRequest& request, training::SequenceRows sequence) {
+    temperatures.insert(temperatures.end(), request.response_token_ids.size(), request.temperature);
+    sequences.Add(std::move(sequence));
+  }
+};
+
 // Checks a request and returns its rows.
-absl::StatusOr<training::SequenceRows> SequenceOf(training::TrainingCore& core,
+absl::StatusOr<training::SequenceRows> SequenceOf(TrainerModels& models,
                                                   const LogProbsRequest& request) {
+  training::TrainingCore& core = models.core;
+  if (request.reference && !models.has_reference()) {
+    return WithReason(
+        FieldError(absl::StatusCode::kFailedPrecondition, "reference",
+                   "the trainer has no reference policy: neither reference_model nor lora"),
+        reason::kNoReferenceModel);
+  }
   TANDEM_RETURN_IF_ERROR(
       training::CheckSequence(request.prompt_token_ids, request.response_token_ids, core.limits()));
   TANDEM_RETURN_IF_ERROR(CheckAbove("temperature", request.temperature, 0));
@@ -52,6 +102,10 @@ absl::StatusOr<training::SequenceRows> SequenceOf(training::TrainingCore& core,
   TANDEM_ASSIGN_OR_RETURN(sequence.images,
                           core.ImagesOf(request.prompt_token_ids, request.response_token_ids,
                                         request.vision_inputs, request.blobs));
+  if (request.reference && models.reference != nullptr && sequence.images != nullptr) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckTakesImages("reference_model", *models.reference, core, {sequence.images}));
+  }
   return sequence;
 }
 
@@ -64,52 +118,47 @@ absl::StatusOr<std::vector<double>> SeniorLogProbs(TrainerModels& models,
 
 absl::StatusOr<std::vector<double>> ReferenceLogProbs(TrainerModels& models,
                                                       const TrainingRows& rows) {
-  if (models.reference == nullptr) {
-    const ops::WithoutAdapters without;
-    return SeniorLogProbs(models, rows);
-  }
-  return models.core.ForwardFrozen(*models.reference, rows.sequences,
-                                   LogProbsOf(models.reference_loss.get(), rows));
+  return ForwardReference(models, rows.sequences, [&](loss::LinearCrossEntropyLoss* loss) {
+    return LogProbsOf(loss, rows);
+  });
 }
 
 absl::StatusOr<training::BatchResults<LogProbsResult>> ComputeLogProbs(TrainerModels& models,
                                                                        const LogProbsBatch& batch) {
   training::BatchResults<LogProbsResult> answers;
-  training::SequenceBatch sequences;
-  std::vector<double> temperatures;
+  RequestedRows senior, reference;
   for (const LogProbsRequest& request : batch.requests) {
-    absl::StatusOr<training::SequenceRows> sequence = SequenceOf(models.core, request);
+    absl::StatusOr<training::SequenceRows> sequence = SequenceOf(models, request);
     if (!sequence.ok()) {
       answers.error = sequence.status();
       break;
     }
-    temperatures.insert(temperatures.end(), request.response_token_ids.size(), request.temperature);
-    sequences.Add(*std::move(sequence));
+    (request.reference ? reference : senior).Add(request, *std::move(sequence));
   }
-  // Log-probability and entropy of each row in turn: every rank gets both.
   TANDEM_ASSIGN_OR_RETURN(
-      const std::vector<double> numbers,
-      models.core.Forward(sequences,
-                          [&](const training::MicroBatchInput& input,
-                              const at::Tensor& hidden) -> absl::StatusOr<std::vector<double>> {
-                            TANDEM_ASSIGN_OR_RETURN(
-                                const loss::RowLogProbs values,
-                                models.loss->LogProbs(hidden, MakeOutputRows(input, temperatures)));
-                            std::vector<double> pairs;
-                            for (size_t row = 0; row < values.logprobs.size(); ++row) {
-                              pairs.push_back(values.logprobs[row]);
-                              pairs.push_back(values.entropies[row]);
-                            }
-                            return pairs;
-                          }));
-  auto number = numbers.begin();
-  for (size_t i = 0; i < sequences.sequences().size(); ++i) {
+      const std::vector<double> of_senior,
+      models.core.Forward(senior.sequences, NumbersOf(models.loss.get(), senior.temperatures)));
+  std::vector<double> of_reference;
+  if (!reference.sequences.sequences().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(
+        of_reference,
+        ForwardReference(models, reference.sequences, [&](loss::LinearCrossEntropyLoss* loss) {
+          return NumbersOf(loss, reference.temperatures);
+        }));
+  }
+  size_t senior_number = 0, reference_number = 0;
+  const size_t answered =
+      senior.sequences.sequences().size() + reference.sequences.sequences().size();
+  for (size_t i = 0; i < answered; ++i) {
+    const LogProbsRequest& request = batch.requests[i];
+    const std::vector<double>& numbers = request.reference ? of_reference : of_senior;
+    size_t& number = request.reference ? reference_number : senior_number;
     LogProbsResult& result = answers.results.emplace_back();
-    for (size_t t = 0; t < batch.requests[i].response_token_ids.size(); ++t) {
-      result.logprobs.push_back(static_cast<float>(*number++));
-      result.entropies.push_back(static_cast<float>(*number++));
+    for (size_t t = 0; t < request.response_token_ids.size(); ++t) {
+      result.logprobs.push_back(static_cast<float>(numbers[number++]));
+      result.entropies.push_back(static_cast<float>(numbers[number++]));
     }
-    result.weights = models.core.weights();
+    if (!request.reference) result.weights = models.core.weights();
   }
   return answers;
 }

@@ -1,4 +1,4 @@
-"""`tandem train`, `tandem sft`, `tandem eval`: the commands that read a run file."""
+"""`tandem train`, `sft`, `dpo`, `reward-model`, `eval`: the commands that read a run file."""
 
 from __future__ import annotations
 
@@ -131,6 +131,8 @@ def add_training(
         from tandem.run_directory.directory import RunDirectory
         from tandem.session.opening import open_session
         from tandem.training.loop import train, train_supervised
+        from tandem.training.preferences import train_preferences
+        from tandem.training.reward_models import train_reward_model
 
         output = Output(as_json=as_json)
         overrides = [*implied, *(overrides or [])]
@@ -148,7 +150,12 @@ def add_training(
         if dry_run:
             show_preflight(output, settings, kind, open_run, check_trainer)
             return
-        loop = {"train": train, "sft": train_supervised}[kind]
+        loop = {
+            "train": train,
+            "sft": train_supervised,
+            "dpo": train_preferences,
+            "reward-model": train_reward_model,
+        }[kind]
 
         def train_in(run: RunDirectory, stop: Interrupt) -> int:
             """Trains to the end, or until the run is asked to stop; returns the exit code."""
@@ -208,6 +215,32 @@ def add_training(
 
 add_training("train", "Train with tandem policy gradients.")
 add_training("sft", "Train with supervision, on the rows' answers or the senior's own responses.")
+
+
+def _require_unfrozen(settings: RunSettings) -> None:
+    """Raises ConfigError if the trainer of the run's own cluster trains a speculator alone."""
+    section = (settings.cluster and settings.cluster.trainer) or {}
+    if section.get("freeze_base_model"):
+        raise ConfigError("cluster.trainer.freeze_base_model: a speculator does not learn pairs")
+
+
+def _require_unfrozen_trainer(trainer: TrainerClient) -> None:
+    """Raises ConfigError if a running trainer trains a speculator alone."""
+    info = trainer.info()
+    if info.has_speculator and not info.HasField("optimizer"):
+        raise ConfigError(
+            f"servers.trainer: the trainer at {trainer.address} trains a speculator alone, which "
+            "does not learn pairs"
+        )
+
+
+add_training(
+    "dpo",
+    "Train on pairs of a chosen and a rejected response: DPO and its relatives.",
+    check=_require_unfrozen,
+    check_trainer=_require_unfrozen_trainer,
+)
+add_training("reward-model", "Train a reward model, which a critic server is, on such pairs.")
 
 
 @command(name="eval")
