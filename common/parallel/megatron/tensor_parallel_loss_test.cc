@@ -193,9 +193,11 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
     const at::Tensor teacher_weight = at::randn({kVocabulary, kHidden - 2}, at::kDouble) + 3;
     const loss::DivergenceRows rows = {.positions = problem.rows.positions,
                                        .temperatures = problem.rows.temperatures};
-    constexpr double kScale = 0.3;
-    for (const loss::KlDirection direction :
-         {loss::KlDirection::kReverse, loss::KlDirection::kForward}) {
+    const std::vector<double> scales(rows.positions.size(), 0.3);
+    for (const loss::DivergenceKind kind :
+         {loss::DivergenceKind::kReverse, loss::DivergenceKind::kForward,
+          loss::DivergenceKind::kJensenShannon}) {
+      const loss::Divergence divergence = {.kind = kind, .beta = 0.3};
       const auto whole =
           loss::LinearDivergenceLoss::Create(problem.weight, teacher_weight,
                                              {.soft_cap = 4.0, .teacher_soft_cap = 5.0})
@@ -203,10 +205,10 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
       loss::OutputGradients all = {.hidden = at::zeros_like(problem.hidden),
                                    .weight = at::zeros_like(problem.weight)};
       const std::vector<double> expected =
-          whole->ForwardBackward(problem.hidden, teacher_hidden, rows, direction, kScale, all)
+          whole->ForwardBackward(problem.hidden, teacher_hidden, rows, divergence, scales, all)
               .value();
       for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
-        SCOPED_TRACE(testing::Message() << type << " " << static_cast<int>(direction));
+        SCOPED_TRACE(testing::Message() << type << " " << static_cast<int>(kind));
         const double tolerance = type == at::kFloat ? 1e-5 : 1e-12;
         const at::Tensor weight = Slice(problem.weight, *group).to(type);
         const auto shard =
@@ -218,8 +220,8 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
                                      .weight = at::zeros(weight.sizes(), type)};
         const std::vector<double> actual =
             shard
-                ->ForwardBackward(problem.hidden.to(type), teacher_hidden.to(type), rows, direction,
-                                  kScale, own)
+                ->ForwardBackward(problem.hidden.to(type), teacher_hidden.to(type), rows, divergence,
+                                  scales, own)
                 .value();
         ExpectClose(actual, expected, tolerance, "divergences");
         ExpectClose(group->Sum(own.hidden), all.hidden, tolerance, "d hidden");
