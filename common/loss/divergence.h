@@ -1,4 +1,5 @@
-// Divergences between the next-token distributions p of a student, which learns, and q of a teacher.
+// Divergences between the next-token distributions p of a student, which learns, and q of a
+// teacher.
 #ifndef TANDEM_COMMON_LOSS_DIVERGENCE_H_
 #define TANDEM_COMMON_LOSS_DIVERGENCE_H_
 

@@ -184,9 +184,8 @@ Statistics MergeRanks(const Statistics& own, bool forward, ops::TensorParallelGr
   const at::Tensor below = own.max - maxima[0], teacher_below = own.teacher_max - maxima[1];
   const at::Tensor factor = below.exp(), teacher_factor = teacher_below.exp();
   const at::Tensor moment =
-      forward
-          ? teacher_factor * (own.moment + (teacher_below - below) * own.teacher_sum)
-          : factor * (own.moment + (below - teacher_below) * own.sum);
+      forward ? teacher_factor * (own.moment + (teacher_below - below) * own.teacher_sum)
+              : factor * (own.moment + (below - teacher_below) * own.sum);
   const at::Tensor sums =
       group.Sum(at::stack({factor * own.sum, teacher_factor * own.teacher_sum, moment}));
   return {.max = maxima[0],
@@ -259,9 +258,7 @@ class MixtureDivergence {
       at::Tensor dz = block.student.exp();
       dz.mul_(block.student.sub_(block.mixture).sub_(column(0)));
       GoBackThroughSoftCap(logits_, row, dz, block.teacher);
-      GradientOf(logits_.student, dtype)
-          .narrow(0, row, dz.size(0))
-          .copy_(dz.mul_(column(1)));
+      GradientOf(logits_.student, dtype).narrow(0, row, dz.size(0)).copy_(dz.mul_(column(1)));
     });
   }
 
@@ -415,9 +412,8 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
       kls = mixture->Moments();
       if (!vocabulary_.is_whole()) kls = vocabulary_.group->Sum(kls);
     }
-    const at::Tensor found = has_mixture
-                                 ? kls[0] * (1 - divergence.beta) + kls[1] * divergence.beta
-                                 : Divergences(statistics, forward);
+    const at::Tensor found = has_mixture ? kls[0] * (1 - divergence.beta) + kls[1] * divergence.beta
+                                         : Divergences(statistics, forward);
     TANDEM_RETURN_IF_ERROR(AppendDivergences(found, begin, {&divergences}));
 
     if (!gradients.hidden.defined() && !gradients.weight.defined()) continue;

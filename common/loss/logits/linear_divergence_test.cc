@@ -23,11 +23,10 @@ namespace {
 constexpr int64_t kTokens = 17, kHidden = 7, kTeacherHidden = 5, kVocabulary = 19;
 constexpr Divergence kReverse = {.kind = DivergenceKind::kReverse};
 constexpr Divergence kForward = {.kind = DivergenceKind::kForward};
-constexpr Divergence kDivergences[] = {
-    kReverse,
-    kForward,
-    {.kind = DivergenceKind::kJensenShannon, .beta = 0.5},
-    {.kind = DivergenceKind::kJensenShannon, .beta = 0.1}};
+constexpr Divergence kDivergences[] = {kReverse,
+                                       kForward,
+                                       {.kind = DivergenceKind::kJensenShannon, .beta = 0.5},
+                                       {.kind = DivergenceKind::kJensenShannon, .beta = 0.1}};
 
 at::Tensor Vector(const std::vector<double>& v) { return at::tensor(v, at::kDouble); }
 
@@ -133,7 +132,8 @@ Result Compute(const Problem& p, const Divergence& divergence, LinearDivergenceL
   return {*divergences, gradients.hidden.cpu(), gradients.weight.cpu()};
 }
 
-Result Compute(const Problem& p, const Divergence& divergence, const LinearDivergenceOptions& options = {},
+Result Compute(const Problem& p, const Divergence& divergence,
+               const LinearDivergenceOptions& options = {},
                at::ScalarType gradient_type = at::kDouble) {
   return Compute(p, divergence, *Make(p, options), gradient_type);
 }
@@ -260,10 +260,10 @@ TEST(LinearDivergenceTest, AddsToTheGradients) {
   const Result alone = Compute(p, kReverse);
   const at::Tensor hidden = at::randn_like(p.hidden), weight = at::randn_like(p.weight);
   OutputGradients gradients = {.hidden = hidden.clone(), .weight = weight.clone()};
-  ASSERT_TRUE(Make(p)
-                  ->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, kReverse,
-                                    p.scales, gradients)
-                  .ok());
+  ASSERT_TRUE(
+      Make(p)
+          ->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, kReverse, p.scales, gradients)
+          .ok());
   EXPECT_LT(MaxDifference(gradients.hidden, hidden + alone.hidden), 1e-13);
   EXPECT_LT(MaxDifference(gradients.weight, weight + alone.weight), 1e-13);
 }
@@ -278,10 +278,10 @@ TEST(LinearDivergenceTest, UndefinedGradientsAreNotComputed) {
         OutputGradients gradients;
         if (of_hidden) gradients.hidden = at::zeros_like(p.hidden);
         if (of_weight) gradients.weight = at::zeros_like(p.weight);
-        EXPECT_EQ(
-            loss->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, divergence, p.scales, gradients)
-                .value(),
-            both.divergences);
+        EXPECT_EQ(loss->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, divergence, p.scales,
+                                        gradients)
+                      .value(),
+                  both.divergences);
         EXPECT_EQ(gradients.hidden.defined(), of_hidden);
         EXPECT_EQ(gradients.weight.defined(), of_weight);
         EXPECT_TRUE(!of_hidden || at::equal(gradients.hidden, both.hidden));
@@ -387,10 +387,11 @@ TEST(LinearDivergenceTest, TheErrorNamesARowThatIsNotFinite) {
         for (const at::ScalarType type : {at::kDouble, at::kFloat}) {
           const Problem typed = p.To(type);
           OutputGradients none;
-          const absl::Status status = Make(typed)
-                                          ->ForwardBackward(typed.hidden, typed.teacher_hidden,
-                                                            typed.rows, divergence, typed.scales, none)
-                                          .status();
+          const absl::Status status =
+              Make(typed)
+                  ->ForwardBackward(typed.hidden, typed.teacher_hidden, typed.rows, divergence,
+                                    typed.scales, none)
+                  .status();
           EXPECT_TRUE(IsNotFinite(status)) << status;
           EXPECT_NE(std::string(status.message()).find("row 4 "), std::string::npos) << status;
         }

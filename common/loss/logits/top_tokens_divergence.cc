@@ -113,8 +113,8 @@ absl::Status TopTokensDivergenceLoss::Check(const at::Tensor& hidden, const TopT
   TANDEM_RETURN_IF_ERROR(CheckTemperatures(rows.temperatures, count));
   TANDEM_RETURN_IF_ERROR(CheckScales(scales, count));
   if (rows.count < 1 || rows.count >= vocabulary_.size) {
-    return InvalidField("count", absl::StrCat("must be at least 1 and below the vocabulary of ",
-                                              vocabulary_.size));
+    return InvalidField(
+        "count", absl::StrCat("must be at least 1 and below the vocabulary of ", vocabulary_.size));
   }
   const size_t numbers = count * static_cast<size_t>(rows.count);
   if (rows.ids.size() != numbers) return InvalidField("ids", "must have `count` ids per position");
@@ -175,8 +175,7 @@ absl::StatusOr<TopTokensDivergenceLoss::Result> TopTokensDivergenceLoss::Forward
     if (soft_cap_.has_value()) ops::SoftCap(tile.logits, *soft_cap_);
     const TopColumns top(rows_of(ids), vocabulary_.first, width);
     const at::Tensor own_logits = tile.logits.gather(1, top.columns);
-    at::Tensor top_logits =
-        own_logits.to(at::kDouble).masked_fill(top.inside.logical_not(), 0);
+    at::Tensor top_logits = own_logits.to(at::kDouble).masked_fill(top.inside.logical_not(), 0);
     if (inverse_temperatures.defined()) {
       tile.scales = rows_of(inverse_temperatures).to(logits_type_);
       top_logits.mul_(rows_of(inverse_temperatures).unsqueeze(1));

@@ -23,11 +23,10 @@ namespace {
 
 constexpr int64_t kTokens = 17, kHidden = 7, kVocabulary = 19, kRows = 11;
 constexpr Divergence kReverse = {.kind = DivergenceKind::kReverse};
-constexpr Divergence kDivergences[] = {
-    kReverse,
-    {.kind = DivergenceKind::kForward},
-    {.kind = DivergenceKind::kJensenShannon, .beta = 0.5},
-    {.kind = DivergenceKind::kJensenShannon, .beta = 0.9}};
+constexpr Divergence kDivergences[] = {kReverse,
+                                       {.kind = DivergenceKind::kForward},
+                                       {.kind = DivergenceKind::kJensenShannon, .beta = 0.5},
+                                       {.kind = DivergenceKind::kJensenShannon, .beta = 0.9}};
 
 at::Tensor Vector(const std::vector<double>& v) { return at::tensor(v, at::kDouble); }
 
@@ -264,8 +263,7 @@ TEST(TopTokensDivergenceTest, IsAtMostTheDivergenceOverTheWholeVocabulary) {
       p.temperatures.clear();
       const Result found = Compute(p, divergence);
       // A teacher whose logits are its log-probabilities, with one hidden state per row.
-      auto whole =
-          LinearDivergenceLoss::Create(p.weight, p.teacher.t().contiguous()).value();
+      auto whole = LinearDivergenceLoss::Create(p.weight, p.teacher.t().contiguous()).value();
       at::Tensor teacher_hidden = at::zeros({kTokens, kRows}, at::kDouble);
       for (int64_t r = 0; r < kRows; ++r) teacher_hidden[p.positions[r]][r] = 1;
       OutputGradients none;
@@ -337,9 +335,8 @@ TEST(TopTokensDivergenceTest, UndefinedGradientsAreNotComputedAndOthersAreAddedT
   const Problem p;
   const Result both = Compute(p, kReverse);
   OutputGradients none;
-  EXPECT_EQ(
-      Make(p)->ForwardBackward(p.hidden, p.rows(), kReverse, p.scales, none)->divergences,
-      both.divergences);
+  EXPECT_EQ(Make(p)->ForwardBackward(p.hidden, p.rows(), kReverse, p.scales, none)->divergences,
+            both.divergences);
   EXPECT_FALSE(none.hidden.defined() || none.weight.defined());
   OutputGradients of_hidden = {.hidden = at::ones_like(p.hidden)};
   ASSERT_TRUE(Make(p)->ForwardBackward(p.hidden, p.rows(), kReverse, p.scales, of_hidden).ok());
@@ -348,8 +345,8 @@ TEST(TopTokensDivergenceTest, UndefinedGradientsAreNotComputedAndOthersAreAddedT
 
 TEST(TopTokensDivergenceTest, TheErrorNamesARowThatIsNotFinite) {
   for (const Divergence& divergence : kDivergences) {
-    for (const double bad : {std::numeric_limits<double>::quiet_NaN(),
-                             std::numeric_limits<double>::infinity()}) {
+    for (const double bad :
+         {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
       Problem p;
       p.hidden[p.positions[4]][2] = bad;
       OutputGradients none;
@@ -421,12 +418,11 @@ TEST(TopTokensDivergenceTest, PeakStaysWithinTheBudget) {
     auto loss = TopTokensDivergenceLoss::Create(weight, {.logits_chunk_bytes = kBudget}).value();
     const int64_t start = meter->live();
     meter->Restart();
-    ASSERT_TRUE(
-        loss->ForwardBackward(
-                hidden,
-                {.positions = positions, .count = kTop, .ids = ids, .logprobs = logprobs},
-                kReverse, scales, gradients)
-            .ok());
+    ASSERT_TRUE(loss->ForwardBackward(
+                        hidden,
+                        {.positions = positions, .count = kTop, .ids = ids, .logprobs = logprobs},
+                        kReverse, scales, gradients)
+                    .ok());
     // Beside the logits there are only some numbers per row and token of the teacher.
     constexpr int64_t kSmall = kMany * (2 * kWidth * 4 + 16 * (kTop + 1) * 8);
     EXPECT_LE(meter->peak() - start, kBudget + kSmall);

@@ -175,9 +175,9 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
     return InvalidField("speculator.adapter", "is required by freeze_base_model");
   }
   EngineOptions core_options = options;
-  core_options.strategy.outputs_read_images =
-      !options.reference_model.empty() || !options.junior_model.empty() ||
-      !options.teacher_model.empty();
+  core_options.strategy.outputs_read_images = !options.reference_model.empty() ||
+                                              !options.junior_model.empty() ||
+                                              !options.teacher_model.empty();
   TANDEM_ASSIGN_OR_RETURN(
       std::unique_ptr<training::TrainingCore> core,
       training::TrainingCore::Create(

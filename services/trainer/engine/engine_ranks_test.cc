@@ -262,6 +262,19 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
         o.junior_kl_kind = TeacherDirection::kForward;
       }),
       objective([](Objective& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenMean; }),
+      [](PolicyBatch& batch) { Distil(batch, loss::DivergenceKind::kReverse); },
+      [](PolicyBatch& batch) {
+        Distil(batch, loss::DivergenceKind::kForward, /*top_k=*/60);
+        batch.objective.junior_token_loss_weight = 0.5;
+      },
+      [](PolicyBatch& batch) { Distil(batch, loss::DivergenceKind::kJensenShannon); },
+      objective([](Objective& o) { o.distillation = {.coefficient = 0.7}; }),
+      objective([](Objective& o) {
+        o.distillation = {.coefficient = 0.7,
+                          .divergence = {.kind = loss::DivergenceKind::kJensenShannon}};
+        // Beside another teacher.
+        o.junior_kl_coefficient = 0.1;
+      }),
   };
 }
 
@@ -324,7 +337,7 @@ TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
   expected_version_ = static_cast<int64_t>(variants.size()) + 1;
   const auto change = [this](EngineOptions& options) {
     options.reference_model = options.model;
-    options.junior_model = folder_ / "junior";
+    options.junior_model = options.teacher_model = folder_ / "junior";
   };
   RunRanks(change, [&](Engine& engine, FakeCritic&) {
     EngineOptions options = Options();

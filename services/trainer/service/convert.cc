@@ -57,7 +57,7 @@ absl::StatusOr<OptimizerOverrides> FromProto(const v1::OptimizerOverrides& proto
 
 absl::StatusOr<SupervisedObjective> Checked(SupervisedObjective objective,
                                             const ObjectiveSupport& support) {
-  TANDEM_RETURN_IF_ERROR(CheckObjective(objective, support));
+  TANDEM_RETURN_IF_ERROR(CheckSupervisedObjective(objective, support));
   return objective;
 }
 
@@ -67,9 +67,9 @@ absl::StatusOr<int64_t> TokenRows(const std::string& path, const types::v1::Tens
                                   types::v1::DataType dtype, int64_t length,
                                   std::vector<T>& values) {
   if (tensor.dtype() != dtype) {
-    return InvalidField(path + ".dtype", absl::StrCat("must be ", types::v1::DataType_Name(dtype),
-                                                      ", got ",
-                                                      types::v1::DataType_Name(tensor.dtype())));
+    return InvalidField(path + ".dtype",
+                        absl::StrCat("must be ", types::v1::DataType_Name(dtype), ", got ",
+                                     types::v1::DataType_Name(tensor.dtype())));
   }
   if (tensor.shape_size() != 2 || tensor.shape(0) != length || tensor.shape(1) < 1) {
     return InvalidField(path + ".shape", absl::StrCat("must be [", length, ", top_k]"));

@@ -162,8 +162,7 @@ absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOpt
 
 absl::Status DistillationFromProto(const v1::Distillation& proto, DistillationOptions* out) {
   out->coefficient = proto.coefficient();
-  TANDEM_RETURN_IF_ERROR(
-      Choose("kind", proto.kind(), kDivergenceKinds, &out->divergence.kind));
+  TANDEM_RETURN_IF_ERROR(Choose("kind", proto.kind(), kDivergenceKinds, &out->divergence.kind));
   if (proto.has_beta()) {
     if (out->divergence.kind != loss::DivergenceKind::kJensenShannon) {
       return InvalidField("beta", "is given, but only JENSEN_SHANNON has a mixture");

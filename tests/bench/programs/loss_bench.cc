@@ -150,8 +150,8 @@ class Bench {
     const DivergenceKind kind =
         options_.loss == "reverse_kl" ? DivergenceKind::kReverse : DivergenceKind::kForward;
     return divergence_
-        ->ForwardBackward(hidden_, teacher_hidden_, {.positions = rows_.positions},
-                          {.kind = kind}, scales_, gradients_)
+        ->ForwardBackward(hidden_, teacher_hidden_, {.positions = rows_.positions}, {.kind = kind},
+                          scales_, gradients_)
         .status();
   }
 

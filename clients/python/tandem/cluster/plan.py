@@ -43,12 +43,15 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     kl_to = settings.reference if trains and objective.kl_coefficient else None
     junior_kl = trains and bool(objective.junior_kl_coefficient)
     return Uses(
-        rollout=draws or answers_held_out(settings, purpose),
+        rollout=draws
+        or answers_held_out(settings, purpose)
+        or "junior" in settings.teachers_in(purpose).values(),
         critic=trains and objective.advantage_estimator == "gae",
         junior=(trains and settings.tandem.enabled)
         or kl_to == "junior"
         or any(mode != "solo" for mode in modes)
         or environment_asks_junior(settings, purpose)
+        or "junior" in settings.teachers_in(purpose).values()
         or any(drafts.method == "junior" for drafts in drafts_in(settings, purpose).values()),
         reference=kl_to == "trainer",
         trainer_junior=junior_kl and objective.junior_kl_kind != "forward_sampled",

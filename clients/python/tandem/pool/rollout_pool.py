@@ -112,14 +112,16 @@ class RolloutPool:
         senior: bool = False,
         junior: bool = False,
         temperature: float | None = None,
+        num_top_logprobs: int = 0,
         admit: Admit | None = None,
     ) -> list[Scored]:
         """Scores every (token ids, index of the first scored token), in order.
 
-        `senior` and `junior` choose the models. `admit` and failures are as in generate(); a
+        `senior` and `junior` choose the models; with `num_top_logprobs` as many of their likeliest
+        tokens come, too. `admit` and failures are as in generate(); a
         server without a junior raises FailedPreconditionError (NO_JUNIOR).
         """
-        options = ScoreOptions(senior, junior, temperature)
+        options = ScoreOptions(senior, junior, temperature, num_top_logprobs)
         self._state.progress.expect(len(sequences))
         return PoolScoring(self._state, sequences, options, admit or _require_answer).run()
 

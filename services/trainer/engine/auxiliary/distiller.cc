@@ -45,12 +45,11 @@ absl::StatusOr<std::unique_ptr<Distiller>> Distiller::Create(const parallel::Out
     TANDEM_ASSIGN_OR_RETURN(distiller->whole_,
                             TeacherDivergence::Create(student, *teacher, logits_chunk_bytes));
   }
-  TANDEM_ASSIGN_OR_RETURN(
-      distiller->top_tokens_,
-      loss::TopTokensDivergenceLoss::Create(student.weight,
-                                            {.logits_chunk_bytes = logits_chunk_bytes,
-                                             .vocabulary = student.vocabulary,
-                                             .soft_cap = student.soft_cap}));
+  TANDEM_ASSIGN_OR_RETURN(distiller->top_tokens_,
+                          loss::TopTokensDivergenceLoss::Create(
+                              student.weight, {.logits_chunk_bytes = logits_chunk_bytes,
+                                               .vocabulary = student.vocabulary,
+                                               .soft_cap = student.soft_cap}));
   return distiller;
 }
 
@@ -71,14 +70,13 @@ absl::Status Distiller::AddGradients(const DistillationOptions& distillation,
     const absl::Span<const float> logprobs = RowsOf(rows.top_tokens.logprobs, k, input.rows);
     TANDEM_ASSIGN_OR_RETURN(
         loss::TopTokensDivergenceLoss::Result found,
-        top_tokens_->ForwardBackward(
-            hidden,
-            {.positions = input.positions,
-             .count = k,
-             .ids = RowsOf(rows.top_tokens.ids, k, input.rows),
-             .logprobs = logprobs,
-             .temperatures = {temperatures.begin(), temperatures.end()}},
-            distillation.divergence, scales, gradients));
+        top_tokens_->ForwardBackward(hidden,
+                                     {.positions = input.positions,
+                                      .count = k,
+                                      .ids = RowsOf(rows.top_tokens.ids, k, input.rows),
+                                      .logprobs = logprobs,
+                                      .temperatures = {temperatures.begin(), temperatures.end()}},
+                                     distillation.divergence, scales, gradients));
     divergences = std::move(found.divergences);
     for (const double rest : found.rest) sums.student_rest += rest;
     sums.teacher_rest += TeacherRest(logprobs, k);

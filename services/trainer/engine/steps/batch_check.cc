@@ -200,9 +200,9 @@ absl::Status CheckChoice(const char* field, const std::vector<float>& numbers, s
 absl::Status CheckTopTokens(const TopTokens& tokens, int64_t top_k, size_t length,
                             int64_t num_token_ids) {
   if (tokens.count != top_k || tokens.ids.size() != length * static_cast<size_t>(top_k)) {
-    return InvalidField("top_token_ids", absl::StrCat("must hold distillation.top_k = ", top_k,
-                                                      " tokens for each of the ", length,
-                                                      " response tokens"));
+    return InvalidField("top_token_ids",
+                        absl::StrCat("must hold distillation.top_k = ", top_k,
+                                     " tokens for each of the ", length, " response tokens"));
   }
   // Rounded log-probabilities may sum to a little more than 1.
   constexpr double kMostMass = 1.001;
@@ -221,8 +221,9 @@ absl::Status CheckTopTokens(const TopTokens& tokens, int64_t top_k, size_t lengt
       mass += std::exp(static_cast<double>(tokens.logprobs[static_cast<size_t>(i)]));
     }
     if (!(mass <= kMostMass)) {
-      return InvalidField(absl::StrCat("top_logprobs[", t, "]"),
-                          "must hold log-probabilities of different tokens, whose sum is at most 1");
+      return InvalidField(
+          absl::StrCat("top_logprobs[", t, "]"),
+          "must hold log-probabilities of different tokens, whose sum is at most 1");
     }
   }
   return absl::OkStatus();
@@ -262,8 +263,8 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
                                      objective.old_logprobs == OldLogprobs::kProvided));
   TANDEM_RETURN_IF_ERROR(CheckChoice("reference_logprobs", sample.reference_logprobs, length,
                                      objective.reference_logprobs == ReferenceLogprobs::kProvided));
-  TANDEM_RETURN_IF_ERROR(CheckTeacher(sample.teacher, objective.distillation, length,
-                                      limits.sequence.num_token_ids));
+  TANDEM_RETURN_IF_ERROR(
+      CheckTeacher(sample.teacher, objective.distillation, length, limits.sequence.num_token_ids));
   if (!sample.reward.has_value()) {
     if (!provided) return InvalidField("reward", "is missing");
   } else {
@@ -353,7 +354,7 @@ absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limit
 absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimits& limits) {
   const DistillationOptions& distillation = batch.objective.distillation;
   TANDEM_RETURN_IF_ERROR(
-      PrependFieldPath("supervised", CheckObjective(batch.objective, limits.support)));
+      PrependFieldPath("supervised", CheckSupervisedObjective(batch.objective, limits.support)));
   TANDEM_RETURN_IF_ERROR(PrependFieldPath("supervised", CheckTopK(distillation, limits)));
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
@@ -371,11 +372,10 @@ absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimit
         PrependFieldPath(absl::StrCat("samples[", i, "]"),
                          training::CheckSequence(sample.prompt_token_ids, sample.response_token_ids,
                                                  limits.sequence)));
-    TANDEM_RETURN_IF_ERROR(
-        PrependFieldPath(absl::StrCat("samples[", i, "]"),
-                         CheckTeacher(sample.teacher, distillation,
-                                      sample.response_token_ids.size(),
-                                      limits.sequence.num_token_ids)));
+    TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+        absl::StrCat("samples[", i, "]"),
+        CheckTeacher(sample.teacher, distillation, sample.response_token_ids.size(),
+                     limits.sequence.num_token_ids)));
   }
   return absl::OkStatus();
 }

@@ -53,7 +53,8 @@ absl::Status CheckDistillation(const DistillationOptions& distillation,
 
 }  // namespace
 
-absl::Status CheckObjective(const SupervisedObjective& objective, const ObjectiveSupport& support) {
+absl::Status CheckSupervisedObjective(const SupervisedObjective& objective,
+                                      const ObjectiveSupport& support) {
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("distillation", CheckDistillation(objective.distillation, support)));
   if (objective.distillation.is_on() && support.frozen) {
@@ -61,9 +62,8 @@ absl::Status CheckObjective(const SupervisedObjective& objective, const Objectiv
                                  "trains the model, but speculator.freeze_base_model is set"),
                       reason::kBaseModelFrozen);
   }
-  TANDEM_RETURN_IF_ERROR(CheckInRange("cross_entropy_coefficient",
-                                      objective.cross_entropy_coefficient, 0,
-                                      loss::kMaxCoefficient));
+  TANDEM_RETURN_IF_ERROR(CheckInRange(
+      "cross_entropy_coefficient", objective.cross_entropy_coefficient, 0, loss::kMaxCoefficient));
   if (objective.cross_entropy_coefficient == 0 && !objective.distillation.is_on()) {
     return InvalidField("cross_entropy_coefficient",
                         "must be above 0 without distillation: there would be no loss");

@@ -64,7 +64,7 @@ enum class StaleSamples {
 // A divergence from a teacher that is added to the loss of every token with a weight.
 struct DistillationOptions {
   double coefficient = 0;  // 0: no distillation
-  loss::Divergence divergence;
+  loss::Divergence divergence = {};
   int64_t top_k = 0;       // tokens that samples bring; 0: all, of the trainer's teacher model
   double temperature = 0;  // of both models; 0: that of the trajectory
 
@@ -135,7 +135,7 @@ constexpr bool RejectsTokens(const PolicyObjective& objective) {
 
 struct SupervisedObjective {
   loss::Aggregation aggregation = loss::Aggregation::kTokenMean;
-  DistillationOptions distillation;
+  DistillationOptions distillation = {};
   double cross_entropy_coefficient = 1.0;
 
   bool operator==(const SupervisedObjective&) const = default;
@@ -152,10 +152,11 @@ struct ObjectiveSupport {
 
 // Checks all that needs no samples. INVALID_ARGUMENT for a number out of bounds, UNIMPLEMENTED for
 // a choice that is not implemented, FAILED_PRECONDITION (reasons NO_CRITIC, NO_REFERENCE_MODEL,
-// NO_JUNIOR_MODEL, NO_TEACHER_MODEL, BASE_MODEL_FROZEN) for a need that `support` lacks; paths as in
-// the objectives of the contract.
+// NO_JUNIOR_MODEL, NO_TEACHER_MODEL, BASE_MODEL_FROZEN) for a need that `support` lacks; paths as
+// in the objectives of the contract.
 absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSupport& support);
-absl::Status CheckObjective(const SupervisedObjective& objective, const ObjectiveSupport& support);
+absl::Status CheckSupervisedObjective(const SupervisedObjective& objective,
+                                      const ObjectiveSupport& support);
 
 }  // namespace tandem::trainer
 

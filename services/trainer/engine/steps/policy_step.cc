@@ -90,8 +90,7 @@ absl::Status PolicyStep::CheckImages() const {
         CheckTakesImages("reference_model", *models_.reference, models_.core, images));
   }
   if (const Teacher junior = teacher(); junior.is_on() && junior.model != nullptr) {
-    TANDEM_RETURN_IF_ERROR(
-        CheckTakesImages("junior_model", *junior.model, models_.core, images));
+    TANDEM_RETURN_IF_ERROR(CheckTakesImages("junior_model", *junior.model, models_.core, images));
   }
   if (objective().distillation.reads_model()) {
     return CheckTakesImages("teacher_model", *models_.teacher, models_.core, images);

@@ -63,7 +63,8 @@ struct DistillationSums {
   };
 
   double loss = 0;  // as it enters the loss
-  // Mass outside of the teacher's likeliest tokens, summed over the rows of samples that bring them.
+  // Mass outside of the teacher's likeliest tokens, summed over the rows of samples that bring
+  // them.
   double teacher_rest = 0, student_rest = 0;
   std::vector<OfTeacher> teachers;  // in the order of TeacherRows::names
 

@@ -53,9 +53,8 @@ absl::Status SupervisedStep::AddUpdate(StepReport& report) {
                                              distilled);
     };
   }
-  TANDEM_ASSIGN_OR_RETURN(
-      const training::RouterSums routers,
-      AddGradients(models_, rows_, rows_.sequences.all(), update_loss, report));
+  TANDEM_ASSIGN_OR_RETURN(const training::RouterSums routers,
+                          AddGradients(models_, rows_, rows_.sequences.all(), update_loss, report));
   TANDEM_RETURN_IF_ERROR(evaluator.Reduce(models_.core.reduction()));
   report.metrics["loss/total"] = evaluator.loss();
   report.metrics["policy/entropy"] = evaluator.mean_entropy();

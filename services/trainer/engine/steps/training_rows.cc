@@ -199,8 +199,8 @@ void AddTeacherRow(const TeacherTokens& teacher, size_t t, double scale,
   rows.scales.push_back(distillation.coefficient * scale);
   rows.temperatures.push_back(distillation.temperature > 0 ? distillation.temperature
                                                            : temperature);
-  rows.teachers.push_back(static_cast<int32_t>(
-      std::ranges::lower_bound(rows.names, teacher.name) - rows.names.begin()));
+  rows.teachers.push_back(static_cast<int32_t>(std::ranges::lower_bound(rows.names, teacher.name) -
+                                               rows.names.begin()));
   const TopTokens& top = teacher.top_tokens;
   const auto first = static_cast<int64_t>(t) * top.count;
   rows.top_tokens.count = top.count;

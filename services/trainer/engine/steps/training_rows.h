@@ -30,10 +30,10 @@ struct TaughtRows {
 struct TeacherRows {
   // One number per row.
   std::vector<double> temperatures;
-  std::vector<double> scales;       // factor of the divergence in the loss
-  std::vector<int32_t> teachers;    // index of the teacher in `names`
-  std::vector<std::string> names;   // of the batch's teachers, sorted
-  TopTokens top_tokens;             // of each row; none where the trainer's model is the teacher
+  std::vector<double> scales;      // factor of the divergence in the loss
+  std::vector<int32_t> teachers;   // index of the teacher in `names`
+  std::vector<std::string> names;  // of the batch's teachers, sorted
+  TopTokens top_tokens;            // of each row; none where the trainer's model is the teacher
 };
 
 struct TrainingRows {
