@@ -332,6 +332,33 @@ TEST_P(TrainerRanksTest, EveryModelReadsTheImagesOfItsBatches) {
   });
 }
 
+TEST_P(TrainerRanksTest, AdaptersLearnFromATeacherAsInOneProcess) {
+  const loss::DivergenceKind kinds[] = {loss::DivergenceKind::kReverse,
+                                        loss::DivergenceKind::kForward,
+                                        loss::DivergenceKind::kJensenShannon};
+  expected_version_ = 2 * std::size(kinds);
+  const auto change = [this](EngineOptions& options) {
+    options.teacher_model = folder_ / "junior";
+    options.lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}, .seed = 4};
+  };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    int64_t step = 0;
+    for (const loss::DivergenceKind kind : kinds) {
+      for (const int64_t top_k : {0, 4}) {
+        SCOPED_TRACE(step);
+        TrainStepRequest request = RequestOf(++step);
+        auto& batch = std::get<PolicyBatch>(request.batch);
+        RecordLogProbs(*single, batch);
+        Distil(batch, kind, top_k);
+        ExpectSameReport(Step(engine, request), Step(*single, request));
+      }
+    }
+  });
+}
+
 TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
   const auto variants = Variants();
   expected_version_ = static_cast<int64_t>(variants.size()) + 1;

@@ -59,7 +59,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->stale_samples, StaleSamples::kRefuse);
 }
 
-// Sets `field` to a value that is not its default.
+// Sets `field` to a value that is not its default; of a message, every field.
 void Change(google::protobuf::Message& message, const google::protobuf::FieldDescriptor& field) {
   using google::protobuf::FieldDescriptor;
   const google::protobuf::Reflection& reflection = *message.GetReflection();
@@ -76,6 +76,13 @@ void Change(google::protobuf::Message& message, const google::protobuf::FieldDes
       // The last value, as the first is UNSPECIFIED and the default is often the second.
       return reflection.SetEnum(&message, &field,
                                 field.enum_type()->value(field.enum_type()->value_count() - 1));
+    case FieldDescriptor::CPPTYPE_MESSAGE: {
+      google::protobuf::Message& inner = *reflection.MutableMessage(&message, &field);
+      for (int i = 0; i < field.message_type()->field_count(); ++i) {
+        Change(inner, *field.message_type()->field(i));
+      }
+      return;
+    }
     default:
       FAIL() << field.full_name() << ": this test does not know its type";
   }

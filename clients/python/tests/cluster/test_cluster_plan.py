@@ -85,6 +85,23 @@ def test_a_run_uses_what_its_settings_need(load, subtests):
             "train",
             Uses(critic=False),
         ),
+        (
+            ["objective.distillation.coefficient=1.0", "teachers={t: trainer}"]
+            + ["tandem.enabled=false"],
+            "train",
+            Uses(critic=False, junior=False),
+        ),
+        (
+            ["objective.distillation.coefficient=1.0", "teachers={t: junior}"]
+            + ["tandem.enabled=false"],
+            "train",
+            Uses(critic=False),
+        ),
+        (
+            ["objective.distillation.coefficient=1.0", "teachers={t: junior}"],
+            "sft",
+            Uses(critic=False),
+        ),
         ([], "sft", Uses(rollout=False, critic=False, junior=False)),
         (["eval.every=1"], "sft", Uses(critic=False, junior=False)),
         (["eval.modes=[legibility]"], "drafts", Uses(critic=False, junior=False)),

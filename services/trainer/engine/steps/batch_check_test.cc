@@ -325,7 +325,7 @@ TEST(ObjectiveTest, SupervisedDistillationIsChecked) {
   EXPECT_EQ(refused({.cross_entropy_coefficient = -1}), "cross_entropy_coefficient");
   EXPECT_EQ(refused({.distillation = top}, {.frozen = true}), "distillation");
   EXPECT_EQ(refused({.distillation = {.coefficient = 1}}), "distillation.top_k");
-  EXPECT_EQ(refused({.distillation = {.coefficient = 1}}, {.teacher = true}), "");
+  EXPECT_EQ(refused({.distillation = {.coefficient = 1}}, {.teacher = true}), std::nullopt);
 }
 
 TEST(BatchCheckTest, TheTeachersOfSupervisedSamplesAreChecked) {
