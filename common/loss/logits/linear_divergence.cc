@@ -38,7 +38,6 @@ struct Logits {
   std::optional<double> soft_cap;  // of the student
 
   bool is_forward() const { return divergence.kind == DivergenceKind::kForward; }
-  bool has_mixture() const { return divergence.kind == DivergenceKind::kJensenShannon; }
 };
 
 // The statistics of linear_divergence.h: [n], float64, on the device of the logits.

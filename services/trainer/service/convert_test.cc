@@ -173,11 +173,14 @@ TEST(PolicyObjectiveTest, AnObjectiveIsCheckedFromItsText) {
   EXPECT_TRUE(ResolveObjectiveText(bad[4].first, {.reference = true}).ok());
   EXPECT_TRUE(ResolveObjectiveText(bad[5].first, {.critic = true}).ok());
   config::v1::TrainerServerConfig config;
-  EXPECT_FALSE(SupportOf(config).critic || SupportOf(config).reference || SupportOf(config).junior);
+  EXPECT_FALSE(SupportOf(config).critic || SupportOf(config).reference ||
+               SupportOf(config).junior || SupportOf(config).teacher);
   config.set_critic_address("host:1");
   config.set_reference_model("/models/reference");
   config.set_junior_model("/models/junior");
-  EXPECT_TRUE(SupportOf(config).critic && SupportOf(config).reference && SupportOf(config).junior);
+  config.set_teacher_model("/models/teacher");
+  EXPECT_TRUE(SupportOf(config).critic && SupportOf(config).reference && SupportOf(config).junior &&
+              SupportOf(config).teacher);
 }
 
 TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
