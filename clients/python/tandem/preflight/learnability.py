@@ -32,6 +32,14 @@ def obstacles(settings: RunSettings) -> list[str]:
             f"batch.samples_per_prompt: 1: {estimator} compares the responses to a prompt, and a "
             "single one gets advantage 0"
         )
+    if all(one.function == "none" for one in settings.reward_functions):
+        if settings.batch.filter_groups is not None:
+            found.append("batch.filter_groups: drops every group of reward.function: none")
+        elif not (settings.distils or settings.objective.junior_kl_coefficient):
+            found.append(
+                "reward.function: none: every response gets 0, and there is no teacher to learn "
+                "from (objective.distillation)"
+            )
     if coins and tandem.prob_senior == 0 and not settings.objective.junior_token_loss_weight:
         found.append(
             "tandem.prob_senior: 0: the junior writes every token, but "

@@ -67,6 +67,9 @@ def test_a_cluster_without_a_model_is_what_its_sections_say():
     assert planned(cluster) == cluster
 
 
+ON = "objective.distillation.coefficient=1.0"
+
+
 def test_a_run_uses_what_its_settings_need(load, subtests):
     for overrides, purpose, uses in [
         ([], "train", Uses(critic=False)),
@@ -86,19 +89,17 @@ def test_a_run_uses_what_its_settings_need(load, subtests):
             Uses(critic=False),
         ),
         (
-            ["objective.distillation.coefficient=1.0", "teachers={t: trainer}"]
-            + ["tandem.enabled=false"],
+            [ON, "teachers={t: trainer}", "tandem.enabled=false"],
             "train",
             Uses(critic=False, junior=False),
         ),
         (
-            ["objective.distillation.coefficient=1.0", "teachers={t: junior}"]
-            + ["tandem.enabled=false"],
+            [ON, "teachers={t: junior}", "tandem.enabled=false"],
             "train",
             Uses(critic=False),
         ),
         (
-            ["objective.distillation.coefficient=1.0", "teachers={t: junior}"],
+            [ON, "teachers={t: junior}"],
             "sft",
             Uses(critic=False),
         ),
