@@ -24,7 +24,7 @@ from tandem._proto.types.v1 import server_pb2
 from tandem._proto.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem.rpc import requests
 from tandem.rpc.images import VisionInput
-from tandem.rpc.requests import PolicySample, Prompt, ScoredTokens, SupervisedSample
+from tandem.rpc.requests import PolicySample, Prompt, ScoredTokens, SupervisedSample, TeacherTokens
 from tandem.rpc.wire import from_tensor, to_tensor
 
 ROLLOUT = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
@@ -268,6 +268,10 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
         replace(sample, old_logprobs=harness.logprobs(sample.trajectory, "author").tolist())
         for sample in rewarded
     ]
+    taught = [
+        replace(sample, teacher=_teacher(len(harness.tokens(sample.trajectory))))
+        for sample in rewarded
+    ]
     objectives: dict[str, tuple[list[PolicySample], dict[str, Any]]] = {
         "with given advantages": (with_advantages, {
             "loss_kind": "ppo_clip", "junior_token_loss_weight": 0.5, "clip_ratio_low": 0.2,
@@ -283,6 +287,12 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
         "with given log-probabilities": (
             with_logprobs, {"old_logprobs": "provided", "whiten_advantages": True},
         ),
+        "with a teacher": (taught, {
+            "distillation": {
+                "coefficient": 0.5, "kind": "jensen_shannon", "beta": 0.3, "top_k": 3,
+                "temperature": 2.0,
+            },
+        }),
         "with GAE": (rewarded, {
             "advantage_estimator": "gae", "gae_gamma": 0.99, "gae_lambda": 0.95,
             "bootstrap_truncated": True, "gae_skip_junior_tokens": True,
@@ -307,6 +317,14 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
         request_id="weighted",
         **step,
     )  # fmt: skip
+    taught_rows = requests.train_step(
+        [replace(one, teacher=_teacher(len(one.response_token_ids))) for one in SEQUENCES],
+        objective={
+            "distillation": {"coefficient": 1.0, "top_k": 3}, "cross_entropy_coefficient": 0.0,
+        },
+        request_id="taught",
+        **step,
+    )  # fmt: skip
     header = policies["with given advantages"][0].header
     objective = trainer_pb2.CheckObjectiveRequest(policy=header.policy)
     target = servers.cluster.rollouts[0].address
@@ -316,6 +334,7 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
         *(_call(TRAINER, f"TrainStep {name}", step) for name, step in policies.items()),
         _call(TRAINER, "TrainStep supervised", supervised),
         _call(TRAINER, "TrainStep weighted", weighted),
+        _call(TRAINER, "TrainStep taught", taught_rows),
         _call(TRAINER, "ComputeLogProbs", requests.log_prob_requests(SEQUENCES, 0.7)),
         _call(
             TRAINER,
@@ -342,6 +361,11 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
         _call(TRAINER, "CheckObjective", [objective]),
         _call(TRAINER, "WatchSteps", [trainer_pb2.WatchStepsRequest()]),
     ]
+
+
+def _teacher(length: int) -> TeacherTokens:
+    """What a teacher says of `length` tokens: three of them at each place."""
+    return TeacherTokens("large", [[5, 9, 7]] * length, [[-1.0, -2.0, -3.0]] * length)
 
 
 def _critic_calls(servers: Servers) -> list[ValidCall]:

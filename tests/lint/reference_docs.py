@@ -110,9 +110,9 @@ class Schema:
             Contract().compile(image, source_info=True)
             return cls(descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes()))
 
-    def objective_comment(self, field: str) -> str:
-        """The comment of a field of the policy objective."""
-        return self._comments.get(f".tandem.trainer.v1.PolicyObjective.{field}", "")
+    def objective_comment(self, message: str, field: str) -> str:
+        """The comment of a field of an objective's message."""
+        return self._comments.get(f".tandem.trainer.v1.{message}.{field}", "")
 
     def groups(self, message: str, prefix: str = "") -> Iterator[Group]:
         """The settings of a message, then those of the messages inside it, in their order."""

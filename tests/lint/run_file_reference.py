@@ -66,10 +66,14 @@ def _comments_of(source: str) -> dict[tuple[str, str], str]:
     return found
 
 
-def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
+# The sections whose fields are those of a message of the contract, with its name.
+_MESSAGES = {"ObjectiveSettings": "PolicyObjective", "DistillationSettings": "Distillation"}
+
+
+def run_file_page(comment: Comment, contract: Callable[[str, str], str]) -> str:
     """Returns the text of docs/reference/run-file.md, before its lines are wrapped.
 
-    `objective` gives the comment of a field of PolicyObjective.
+    `contract` gives the comment of a message's field.
     """
     lines = [
         "# The run file",
@@ -96,7 +100,8 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
             lines += ["", meaning]
         lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():
-            text = objective(name) if path == "objective" else comment(section, name)
+            message = _MESSAGES.get(section.__name__)
+            text = contract(message, name) if message else comment(section, name)
             row = (
                 f"`{_joined(path, field.alias or name)}`",
                 _kind(path, name, field),
@@ -107,7 +112,7 @@ def run_file_page(comment: Comment, objective: Callable[[str], str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def json_schema(comment: Comment, objective: Callable[[str], str]) -> str:
+def json_schema(comment: Comment, contract: Callable[[str, str], str]) -> str:
     """Returns the text of docs/reference/run-file.schema.json."""
     schema = RunSettings.model_json_schema()
     classes = {section.__name__: section for _, section in _sections("", RunSettings)}
@@ -115,7 +120,7 @@ def json_schema(comment: Comment, objective: Callable[[str], str]) -> str:
         for key, field in body.get("properties", {}).items():
             field.pop("title", None)
             section = classes.get(name)
-            text = objective(key) if name == "ObjectiveSettings" else ""
+            text = contract(_MESSAGES[name], key) if name in _MESSAGES else ""
             if section is not None and not text:
                 fields = section.model_fields
                 text = comment(section, key if key in fields else f"{key}_")

@@ -48,5 +48,6 @@ def test_a_mistake_is_found_by_an_editor(change, place):
 
 
 def test_every_setting_of_an_objective_is_described():
-    objective = SCHEMA["$defs"]["ObjectiveSettings"]["properties"]
-    assert [name for name, field in objective.items() if not field.get("description")] == []
+    for section in ("ObjectiveSettings", "DistillationSettings"):
+        fields = SCHEMA["$defs"][section]["properties"]
+        assert [name for name, field in fields.items() if not field.get("description")] == []

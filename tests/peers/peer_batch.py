@@ -149,7 +149,7 @@ def by_the_senior(batch: Sequence[Response]) -> list[Response]:
     return [replace(response, authors=[1] * len(response.tokens)) for response in batch]
 
 
-def _rows(model: torch.nn.Module, batch: Sequence[Response]) -> Iterator[torch.Tensor]:
+def rows_of(model: torch.nn.Module, batch: Sequence[Response]) -> Iterator[torch.Tensor]:
     """The model's outputs before each response token, [L, outputs] for every response."""
     ids = padded([[*response.prompt, *response.tokens] for response in batch], torch.long)
     outputs = model(ids, use_cache=False).logits  # causal: padding on the right has no effect
@@ -168,7 +168,7 @@ def logprobs_and_entropies(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Log-probabilities of the response tokens and entropies before them, [L] each."""
     result = []
-    for response, logits in zip(batch, _rows(model, batch), strict=True):
+    for response, logits in zip(batch, rows_of(model, batch), strict=True):
         rows = torch.log_softmax(logits / TEMPERATURE, -1)
         picked = rows[torch.arange(len(response.tokens)), torch.tensor(response.tokens)]
         result.append((picked, -(rows.exp() * rows).sum(-1)))
@@ -177,7 +177,7 @@ def logprobs_and_entropies(
 
 def values_of(model: torch.nn.Module, batch: Sequence[Response]) -> list[torch.Tensor]:
     """Values of the states before the response tokens, [L] each."""
-    return [rows[:, 0] for rows in _rows(model, batch)]
+    return [rows[:, 0] for rows in rows_of(model, batch)]
 
 
 def padded(rows: Sequence[Any], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tandem._proto.critic.v1 import critic_pb2
 from tandem._proto.types.v1 import server_pb2, trajectory_pb2
 from tandem.cluster.local import LocalCluster
 from tandem.rpc.client import CriticClient, TrainerClient
-from tandem.rpc.requests import PolicySample, SupervisedSample
+from tandem.rpc.requests import PolicySample, SupervisedSample, TeacherTokens
 from tandem.rpc.wire import from_tensor, to_message, to_tensor
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import DpoSettings
@@ -35,9 +35,14 @@ class Tandem:
         self._directory = directory
         self._names = map(str, itertools.count())
 
-    def step(self, batch: Sequence[Response], objective: Mapping[str, Any]) -> Outcome:
-        """The outcome of one policy step on `batch`."""
-        [metrics] = self._iterations(batch, objective, 1)
+    def step(
+        self,
+        batch: Sequence[Response],
+        objective: Mapping[str, Any],
+        teachers: Sequence[TeacherTokens] = (),
+    ) -> Outcome:
+        """The outcome of one policy step on `batch`, with what a teacher says of each response."""
+        [metrics] = self._iterations(batch, objective, 1, teachers)
         outcome = self._outcome(self._trainer, metrics, "loss/total")
         assert abs(outcome.norm / metrics["policy/grad_norm"] - 1) < 1e-6
         return outcome
@@ -66,7 +71,11 @@ class Tandem:
         return load_file(Path(path) / "model.safetensors")
 
     def _iterations(
-        self, batch: Sequence[Response], objective: Mapping[str, Any], iterations: int
+        self,
+        batch: Sequence[Response],
+        objective: Mapping[str, Any],
+        iterations: int,
+        teachers: Sequence[TeacherTokens] = (),
     ) -> list[Mapping[str, float]]:
         """Metrics of the steps, each on the whole batch, which the weights before them drew."""
         self.critic.load_base_model()
@@ -79,8 +88,9 @@ class Tandem:
                 group_id=str(response.group),
                 reward=response.reward,
                 old_logprobs=response.old if provided else None,
+                teacher=teacher,
             )
-            for response in batch
+            for response, teacher in zip(batch, teachers or [None] * len(batch), strict=True)
         ]
         metrics = []
         for step in range(iterations):
@@ -171,7 +181,12 @@ def serve(
     common = {"compute": {"num_threads": 1}, "max_model_len": 64, "optimizer": dict(optimizer)}
     settings = ClusterSettings(
         directory=directory / "cluster",
-        trainer=common | {"model": str(models.policy), "reference_model": str(models.reference)},
+        trainer=common
+        | {
+            "model": str(models.policy),
+            "reference_model": str(models.reference),
+            "teacher_model": str(models.reference),
+        },
         critic=common | {"model": str(models.critic)},
     )
     with (

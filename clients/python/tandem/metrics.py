@@ -37,10 +37,14 @@ KEYS = (
     "loss/kl",
     "loss/entropy",
     "loss/junior_kl",
+    "loss/distillation",
     "policy/entropy",
     "policy/kl_to_ref",
     "policy/kl_coefficient",
     "policy/junior_kl",
+    "distillation/divergence",
+    "distillation/teacher_rest",
+    "distillation/student_rest",
     "policy/mean_ratio",
     "policy/clip_fraction",
     "policy/ppo_kl",
@@ -77,6 +81,7 @@ KEYS = (
     "time/generate_seconds",
     "time/reward_seconds",
     "time/reference_seconds",
+    "time/teachers_seconds",
     "time/train_seconds",
     "time/publish_seconds",
     "time/trajectories_seconds",
@@ -158,6 +163,7 @@ CLOCK_KEYS = frozenset(
         "time/generate_seconds",
         "time/reward_seconds",
         "time/reference_seconds",
+        "time/teachers_seconds",
         "time/train_seconds",
         "time/publish_seconds",
         "time/trajectories_seconds",
@@ -176,12 +182,13 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
 
     With several reward functions the mean of each is among the values, as reward/<name>. A
     speculator adds its own, speculator/<name>, and a mixture of experts router/<name> and
-    critic/router_<name>.
+    critic/router_<name>. Distillation adds the divergence from each teacher,
+    distillation/divergence/<name>.
     """
     keys = KEYS
     for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS, PAIR_KEYS):
         keys += further if any(key in values for key in further) else ()
-    added = ("reward/", "router/", "critic/router_", "speculator/")
+    added = ("reward/", "router/", "critic/router_", "speculator/", "distillation/divergence/")
     # In alphabetical order: a report is a map, whose order no two processes share.
     keys += tuple(sorted(key for key in values if key.startswith(added) and key not in KEYS))
     line = {key: values.get(key) for key in keys}

@@ -65,6 +65,10 @@ inline constexpr ErrorReason kNoReferenceModel{
 inline constexpr ErrorReason kNoJuniorModel{
     "NO_JUNIOR_MODEL", "The KL towards the junior needs the junior in the trainer, which has none.",
     "Start the trainer with junior_model, or choose junior_kl_kind FORWARD_SAMPLED."};
+inline constexpr ErrorReason kNoTeacherModel{
+    "NO_TEACHER_MODEL",
+    "Distillation over the whole vocabulary needs a teacher in the trainer, which has none.",
+    "Start the trainer with teacher_model, or set distillation.top_k and send a teacher's tokens."};
 inline constexpr ErrorReason kBaseModelFrozen{
     "BASE_MODEL_FROZEN", "A policy step trains the senior, which is frozen in this trainer.",
     "Start the trainer without speculator.freeze_base_model, or send supervised steps."};

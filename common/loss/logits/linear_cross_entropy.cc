@@ -15,7 +15,6 @@
 #include "common/base/errors/status_macros.h"
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/loss/logits/output_rows.h"
-#include "common/ops/device_kernels.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/matrix_product.h"
 #include "common/tensor/aten/device_copies.h"
@@ -52,14 +51,6 @@ bool PrefersRecompute(const at::Tensor& weight, LossImpl impl, ops::TensorParall
                                                           : cpu.float_product.prefers_recompute);
   if (group == nullptr || !bfloat16) return here;
   return group->Max(at::full({1}, here ? 1.0 : 0.0, at::kDouble)).item<double>() > 0;
-}
-
-// Returns nullptr where there are no own kernels.
-const LogitKernels* OwnKernels(at::Device device, at::ScalarType logits_type) {
-  if (logits_type != at::kFloat || ops::GetKernelPath() != ops::KernelPath::kAuto) return nullptr;
-  if (device.is_cpu()) return &kCpuLogitKernels;
-  const kernels::DeviceKernels& of_device = ops::DeviceKernelsOf(device);
-  return of_device.logit_statistics != nullptr ? &kDeviceLogitKernels : nullptr;
 }
 
 }  // namespace
@@ -363,7 +354,7 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
 }
 
 void LinearCrossEntropyLoss::ChooseImpl(LossImpl asked_for) {
-  const LogitKernels* const own = OwnKernels(weight_.device(), logits_type_);
+  const LogitKernels* const own = OwnLogitKernels(weight_.device(), logits_type_);
   impl_ = asked_for;
   reason_ = "asked for";
   if (asked_for == LossImpl::kAuto && own != nullptr) {

@@ -11,7 +11,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/error.h"
-#include "common/base/errors/not_finite.h"
 #include "common/base/errors/status_macros.h"
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/loss/logits/logit_kernels.h"
@@ -27,16 +26,18 @@ namespace {
 // The rows that ATen works on together (a block) are read and written some ten times, and should
 // stay in the cache of a CPU.
 constexpr int64_t kBlockBytes = 4 << 20;
-// ATen holds three copies of a block, beside the logits of both models.
-constexpr int64_t kBlockCopies = 3, kModels = 2;
+// ATen holds up to four copies of a block, beside the logits of both models.
+constexpr int64_t kBlockCopies = 4, kModels = 2;
 constexpr int64_t kWorkPerLogit = 40;  // about three exponentials, in multiply-adds
 
 // Some rows of logits of both models, after their soft caps and not yet divided by the temperature.
 struct Logits {
   at::Tensor student, teacher;  // [n, V], contiguous
   at::Tensor scales;            // [n], 1 / temperature; undefined for 1
-  KlDirection direction;
+  Divergence divergence;
   std::optional<double> soft_cap;  // of the student
+
+  bool is_forward() const { return divergence.kind == DivergenceKind::kForward; }
 };
 
 // The statistics of linear_divergence.h: [n], float64, on the device of the logits.
@@ -66,7 +67,7 @@ at::Tensor Scaled(const at::Tensor& logits, const at::Tensor& scales, int64_t be
 Statistics AtenStatistics(const Logits& logits, int64_t block_rows) {
   const int64_t rows = logits.student.size(0);
   Statistics statistics = EmptyStatistics(rows, logits.student.options());
-  const bool forward = logits.direction == KlDirection::kForward;
+  const bool forward = logits.is_forward();
   for (int64_t row = 0; row < rows; row += block_rows) {
     const int64_t count = std::min(block_rows, rows - row);
     const auto block_of = [&](const at::Tensor& x) { return x.narrow(0, row, count); };
@@ -89,6 +90,15 @@ Statistics AtenStatistics(const Logits& logits, int64_t block_rows) {
   return statistics;
 }
 
+// Multiplies the gradient of a block of the student's logits, which begins at `row`, by the
+// derivative of their soft cap. `scratch` has the shape of `dz`.
+void GoBackThroughSoftCap(const Logits& logits, int64_t row, at::Tensor& dz, at::Tensor& scratch) {
+  if (!logits.soft_cap.has_value()) return;
+  const at::Tensor t =
+      scratch.copy_(logits.student.narrow(0, row, dz.size(0))).div_(*logits.soft_cap);
+  dz.mul_(t.square_().neg_().add_(1));
+}
+
 // Overwrites the student's logits with their gradient, in the place of GradientOf(student, dtype).
 void AtenGradient(const Logits& logits, const DivergenceGradients& gradients, at::ScalarType dtype,
                   int64_t block_rows) {
@@ -101,16 +111,13 @@ void AtenGradient(const Logits& logits, const DivergenceGradients& gradients, at
     at::Tensor teacher_d =
         Scaled(logits.teacher, logits.scales, row, count).sub_(column(gradients.teacher_max));
     at::Tensor dz;
-    if (logits.direction == KlDirection::kReverse) {
+    if (!logits.is_forward()) {
       dz = d.exp();
       dz.mul_(d.sub_(teacher_d).sub_(column(gradients.offsets)));
     } else {
       dz = d.exp_().sub_(teacher_d.exp_().mul_(column(gradients.offsets)));
     }
-    if (logits.soft_cap.has_value()) {
-      const at::Tensor t = teacher_d.copy_(block_of(logits.student)).div_(*logits.soft_cap);
-      dz.mul_(t.square_().neg_().add_(1));
-    }
+    GoBackThroughSoftCap(logits, row, dz, teacher_d);
     block_of(GradientOf(logits.student, dtype)).copy_(dz.mul_(column(gradients.factors)));
   }
 }
@@ -136,7 +143,7 @@ Statistics CpuStatistics(const Logits& logits) {
          .scales = scales == nullptr ? nullptr : scales + begin,
          .rows = end - begin,
          .width = width,
-         .forward = logits.direction == KlDirection::kForward,
+         .forward = logits.is_forward(),
          .max = from_begin(statistics.max),
          .teacher_max = from_begin(statistics.teacher_max),
          .sum = from_begin(statistics.sum),
@@ -159,7 +166,7 @@ void CpuGradient(const Logits& logits, const DivergenceGradients& gradients, at:
          .scales = scales == nullptr ? nullptr : scales + begin,
          .rows = end - begin,
          .width = width,
-         .forward = logits.direction == KlDirection::kForward,
+         .forward = logits.is_forward(),
          .max = from_begin(gradients.max),
          .teacher_max = from_begin(gradients.teacher_max),
          .factors = from_begin(gradients.factors),
@@ -171,15 +178,13 @@ void CpuGradient(const Logits& logits, const DivergenceGradients& gradients, at:
 
 // Turns the statistics of this rank's rows of the vocabulary into those of all ranks, the same bits
 // on every rank.
-Statistics MergeRanks(const Statistics& own, KlDirection direction,
-                      ops::TensorParallelGroup& group) {
+Statistics MergeRanks(const Statistics& own, bool forward, ops::TensorParallelGroup& group) {
   const at::Tensor maxima = group.Max(at::stack({own.max, own.teacher_max}));
   const at::Tensor below = own.max - maxima[0], teacher_below = own.teacher_max - maxima[1];
   const at::Tensor factor = below.exp(), teacher_factor = teacher_below.exp();
   const at::Tensor moment =
-      direction == KlDirection::kForward
-          ? teacher_factor * (own.moment + (teacher_below - below) * own.teacher_sum)
-          : factor * (own.moment + (below - teacher_below) * own.sum);
+      forward ? teacher_factor * (own.moment + (teacher_below - below) * own.teacher_sum)
+              : factor * (own.moment + (below - teacher_below) * own.sum);
   const at::Tensor sums =
       group.Sum(at::stack({factor * own.sum, teacher_factor * own.teacher_sum, moment}));
   return {.max = maxima[0],
@@ -189,27 +194,101 @@ Statistics MergeRanks(const Statistics& own, KlDirection direction,
           .moment = sums[2]};
 }
 
-at::Tensor MeanOf(const Statistics& rows, KlDirection direction) {
-  return rows.moment / (direction == KlDirection::kForward ? rows.teacher_sum : rows.sum);
+at::Tensor MeanOf(const Statistics& rows, bool forward) {
+  return rows.moment / (forward ? rows.teacher_sum : rows.sum);
 }
 
-at::Tensor Divergences(const Statistics& rows, KlDirection direction) {
-  const at::Tensor ratio = direction == KlDirection::kForward ? rows.sum / rows.teacher_sum
-                                                              : rows.teacher_sum / rows.sum;
-  return MeanOf(rows, direction) + ratio.log();
+at::Tensor Divergences(const Statistics& rows, bool forward) {
+  const at::Tensor ratio = forward ? rows.sum / rows.teacher_sum : rows.teacher_sum / rows.sum;
+  return MeanOf(rows, forward) + ratio.log();
 }
 
-DivergenceGradients GradientsOf(const Statistics& rows, const Logits& logits, double scale) {
+// `weights` [n], float64: the factors of the rows' divergences in the loss.
+DivergenceGradients GradientsOf(const Statistics& rows, const Logits& logits,
+                                const at::Tensor& weights) {
   const at::ScalarType type = logits.student.scalar_type();
-  const bool forward = logits.direction == KlDirection::kForward;
-  at::Tensor factors = scale / rows.sum;
+  const bool forward = logits.is_forward();
+  at::Tensor factors = weights / rows.sum;
   if (logits.scales.defined()) factors = factors * logits.scales;
-  const at::Tensor offsets = forward ? rows.sum / rows.teacher_sum : MeanOf(rows, logits.direction);
+  const at::Tensor offsets = forward ? rows.sum / rows.teacher_sum : MeanOf(rows, forward);
   return {.max = rows.max.to(type),
           .teacher_max = rows.teacher_max.to(type),
           .factors = factors.to(type),
           .offsets = offsets.to(type)};
 }
+
+// The Jensen-Shannon divergence of rows whose log-sum-exps, over all ranks, are known: float64 [n].
+class MixtureDivergence {
+ public:
+  MixtureDivergence(const Logits& logits, const Statistics& rows, int64_t block_rows)
+      : logits_(logits),
+        block_rows_(block_rows),
+        log_sum_((rows.max + rows.sum.log()).to(logits.student.scalar_type())),
+        teacher_log_sum_(
+            (rows.teacher_max + rows.teacher_sum.log()).to(logits.student.scalar_type())) {}
+
+  // Returns KL(p || m) and KL(q || m) of this rank's columns, [2, n].
+  at::Tensor Moments() const {
+    const at::Tensor moments =
+        at::empty({2, logits_.student.size(0)}, logits_.student.options().dtype(at::kDouble));
+    ForBlocks([&](int64_t row, Block& block) {
+      const auto add = [&](int64_t place, at::Tensor& logp) {
+        at::Tensor p = logp.exp();
+        moments[place].narrow(0, row, p.size(0)).copy_(p.mul_(logp.sub_(block.mixture)).sum(1));
+      };
+      add(0, block.student);
+      add(1, block.teacher);
+    });
+    return moments;
+  }
+
+  // Overwrites the student's logits with their gradient. `student_kl` [n] is KL(p || m) over all
+  // ranks, `weights` [n] the factors of the divergences in the loss; both float64.
+  void Gradient(const at::Tensor& student_kl, const at::Tensor& weights,
+                at::ScalarType dtype) const {
+    const at::ScalarType type = logits_.student.scalar_type();
+    at::Tensor factors = weights * (1 - logits_.divergence.beta);
+    if (logits_.scales.defined()) factors = factors * logits_.scales;
+    const at::Tensor columns = at::stack({student_kl.to(type), factors.to(type)}).unsqueeze(2);
+    ForBlocks([&](int64_t row, Block& block) {
+      const auto column = [&](int64_t i) {
+        return columns[i].narrow(0, row, block.student.size(0));
+      };
+      at::Tensor dz = block.student.exp();
+      dz.mul_(block.student.sub_(block.mixture).sub_(column(0)));
+      GoBackThroughSoftCap(logits_, row, dz, block.teacher);
+      GradientOf(logits_.student, dtype).narrow(0, row, dz.size(0)).copy_(dz.mul_(column(1)));
+    });
+  }
+
+ private:
+  // Log-probabilities of some rows.
+  struct Block {
+    at::Tensor student, teacher, mixture;
+  };
+
+  template <typename Work>
+  void ForBlocks(const Work& work) const {
+    const double beta = logits_.divergence.beta;
+    for (int64_t row = 0; row < logits_.student.size(0); row += block_rows_) {
+      const int64_t count = std::min(block_rows_, logits_.student.size(0) - row);
+      const auto logps = [&](const at::Tensor& logits, const at::Tensor& log_sum) {
+        return Scaled(logits, logits_.scales, row, count)
+            .sub_(log_sum.narrow(0, row, count).unsqueeze(1));
+      };
+      Block block = {.student = logps(logits_.student, log_sum_),
+                     .teacher = logps(logits_.teacher, teacher_log_sum_),
+                     .mixture = {}};
+      block.mixture = block.teacher + std::log(beta);
+      at::logaddexp_out(block.mixture, block.mixture, block.student + std::log1p(-beta));
+      work(row, block);
+    }
+  }
+
+  const Logits& logits_;
+  const int64_t block_rows_;
+  const at::Tensor log_sum_, teacher_log_sum_;
+};
 
 }  // namespace
 
@@ -255,13 +334,15 @@ absl::Status LinearDivergenceLoss::PlanMemory(int64_t logits_chunk_bytes) {
   }
   const int64_t block_bytes = std::min(kBlockBytes, logits_chunk_bytes / (kModels + kBlockCopies));
   block_rows_ = std::max<int64_t>(1, block_bytes / row_bytes);
-  const int64_t copies = own_kernels_ ? 0 : kBlockCopies * block_rows_;
-  chunk_rows_ = (logits_chunk_bytes / row_bytes - copies) / kModels;
+  const int64_t most_rows = logits_chunk_bytes / row_bytes;
+  mixture_chunk_rows_ = (most_rows - kBlockCopies * block_rows_) / kModels;
+  chunk_rows_ = own_kernels_ ? most_rows / kModels : mixture_chunk_rows_;
   return absl::OkStatus();
 }
 
 absl::Status LinearDivergenceLoss::Check(const at::Tensor& hidden, const at::Tensor& teacher_hidden,
-                                         const DivergenceRows& rows, double scale) const {
+                                         const DivergenceRows& rows,
+                                         absl::Span<const double> scales) const {
   TANDEM_RETURN_IF_ERROR(CheckHidden("hidden", hidden, weight_));
   TANDEM_RETURN_IF_ERROR(CheckHidden("teacher_hidden", teacher_hidden, teacher_weight_));
   if (teacher_hidden.size(0) != hidden.size(0)) {
@@ -270,15 +351,15 @@ absl::Status LinearDivergenceLoss::Check(const at::Tensor& hidden, const at::Ten
   TANDEM_RETURN_IF_ERROR(CheckTemperatures(rows.temperatures, rows.positions.size()));
   TANDEM_RETURN_IF_ERROR(
       CheckIndices("positions", rows.positions, hidden.size(0), "the hidden states"));
-  if (!std::isfinite(scale)) return InvalidField("scale", "must be finite");
-  return absl::OkStatus();
+  return CheckScales(scales, rows.positions.size());
 }
 
 absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     const at::Tensor& hidden, const at::Tensor& teacher_hidden, const DivergenceRows& rows,
-    KlDirection direction, double scale, OutputGradients& gradients) {
+    const Divergence& divergence, absl::Span<const double> scales_of_rows,
+    OutputGradients& gradients) {
   const at::NoGradGuard no_grad;
-  TANDEM_RETURN_IF_ERROR(Check(hidden, teacher_hidden, rows, scale));
+  TANDEM_RETURN_IF_ERROR(Check(hidden, teacher_hidden, rows, scales_of_rows));
   std::vector<double> divergences;
   if (rows.positions.empty()) return divergences;
 
@@ -293,9 +374,15 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     scales = CopyToDevice(rows.temperatures, options.device()).to(options).reciprocal_();
   }
 
-  const int64_t chunk_rows = EqualChunkRows(count, chunk_rows_);
-  if (!buffer_.defined() || buffer_.size(1) < chunk_rows * vocabulary) {
-    buffer_.reset();  // before there is a larger one
+  const at::Tensor weights = CopyToDevice(
+      std::vector<double>(scales_of_rows.begin(), scales_of_rows.end()), weight_.device());
+  const bool has_mixture = divergence.kind == DivergenceKind::kJensenShannon;
+  const int64_t most_rows = has_mixture ? mixture_chunk_rows_ : chunk_rows_;
+  const int64_t chunk_rows = EqualChunkRows(count, most_rows);
+  // A mixture has no room for the buffer of the others.
+  if (!buffer_.defined() || buffer_.size(1) < chunk_rows * vocabulary ||
+      buffer_.size(1) > most_rows * vocabulary) {
+    buffer_.reset();  // before there is another one
     buffer_ = at::empty({kModels, chunk_rows * vocabulary}, options);
   }
   for (int64_t begin = 0; begin < count; begin += chunk_rows) {
@@ -307,7 +394,7 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     const Logits logits = {.student = logits_of(0),
                            .teacher = logits_of(1),
                            .scales = scales.defined() ? rows_of(scales) : scales,
-                           .direction = direction,
+                           .divergence = divergence,
                            .soft_cap = soft_cap_};
     ops::MatrixProductInto(logits.student, rows_of(input), weight_.t());
     ops::MatrixProductInto(logits.teacher, rows_of(teacher_input), teacher_weight_.t());
@@ -315,36 +402,29 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
     if (teacher_soft_cap_.has_value()) ops::SoftCap(logits.teacher, *teacher_soft_cap_);
     Statistics statistics =
         own_kernels_ ? CpuStatistics(logits) : AtenStatistics(logits, block_rows_);
-    if (!vocabulary_.is_whole()) {
-      statistics = MergeRanks(statistics, direction, *vocabulary_.group);
+    const bool forward = logits.is_forward();
+    if (!vocabulary_.is_whole()) statistics = MergeRanks(statistics, forward, *vocabulary_.group);
+    std::optional<MixtureDivergence> mixture;
+    at::Tensor kls;  // to the mixture
+    if (has_mixture) {
+      mixture.emplace(logits, statistics, block_rows_);
+      kls = mixture->Moments();
+      if (!vocabulary_.is_whole()) kls = vocabulary_.group->Sum(kls);
     }
-    const at::Tensor found = Divergences(statistics, direction).to(at::kCPU).contiguous();
-    const double* const numbers = found.const_data_ptr<double>();
-    for (int64_t row = 0; row < size; ++row) {
-      if (!std::isfinite(numbers[row])) {
-        return NotFiniteError(
-            absl::StrCat("the divergence of row ", begin + row, " is not finite"));
-      }
-    }
-    divergences.insert(divergences.end(), numbers, numbers + size);
+    const at::Tensor found = has_mixture ? kls[0] * (1 - divergence.beta) + kls[1] * divergence.beta
+                                         : Divergences(statistics, forward);
+    TANDEM_RETURN_IF_ERROR(AppendDivergences(found, begin, {&divergences}));
 
     if (!gradients.hidden.defined() && !gradients.weight.defined()) continue;
-    const DivergenceGradients row_gradients = GradientsOf(statistics, logits, scale);
-    if (own_kernels_) {
-      CpuGradient(logits, row_gradients, dtype);
+    if (has_mixture) {
+      mixture->Gradient(kls[0], rows_of(weights), dtype);
+    } else if (own_kernels_) {
+      CpuGradient(logits, GradientsOf(statistics, logits, rows_of(weights)), dtype);
     } else {
-      AtenGradient(logits, row_gradients, dtype, block_rows_);
+      AtenGradient(logits, GradientsOf(statistics, logits, rows_of(weights)), dtype, block_rows_);
     }
-    const at::Tensor dz = GradientOf(logits.student, dtype);
-    if (gradients.weight.defined()) {
-      ops::MatrixProductInto(gradients.weight, dz.t(), rows_of(input), /*accumulate=*/true);
-    }
-    if (gradients.hidden.defined()) {
-      const at::Tensor of_hidden = at::empty({size, weight_.size(1)}, options);
-      ops::MatrixProductInto(of_hidden, dz, weight_);
-      gradients.hidden.index_add_(0, rows_of(positions),
-                                  of_hidden.to(gradients.hidden.scalar_type()));
-    }
+    AddOutputGradients(GradientOf(logits.student, dtype), rows_of(input), weight_,
+                       rows_of(positions), gradients);
   }
   return divergences;
 }

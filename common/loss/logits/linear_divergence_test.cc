@@ -21,8 +21,12 @@ namespace tandem::loss {
 namespace {
 
 constexpr int64_t kTokens = 17, kHidden = 7, kTeacherHidden = 5, kVocabulary = 19;
-constexpr double kScale = 0.3;
-constexpr KlDirection kDirections[] = {KlDirection::kReverse, KlDirection::kForward};
+constexpr Divergence kReverse = {.kind = DivergenceKind::kReverse};
+constexpr Divergence kForward = {.kind = DivergenceKind::kForward};
+constexpr Divergence kDivergences[] = {kReverse,
+                                       kForward,
+                                       {.kind = DivergenceKind::kJensenShannon, .beta = 0.5},
+                                       {.kind = DivergenceKind::kJensenShannon, .beta = 0.1}};
 
 at::Tensor Vector(const std::vector<double>& v) { return at::tensor(v, at::kDouble); }
 
@@ -50,6 +54,7 @@ struct Problem {
     for (int64_t i = 0; i < 11; ++i) {
       rows.positions.push_back(5 * i % kTokens);
       rows.temperatures.push_back(0.5 + 0.1 * static_cast<double>(i));
+      scales.push_back(0.3 - 0.05 * static_cast<double>(i));
     }
   }
 
@@ -64,6 +69,7 @@ struct Problem {
   at::Tensor hidden, teacher_hidden, weight, teacher_weight;
   std::optional<double> soft_cap, teacher_soft_cap;
   DivergenceRows rows;
+  std::vector<double> scales;  // one per row
 };
 
 // A problem in which the teacher is the student.
@@ -79,7 +85,7 @@ struct Result {
   at::Tensor hidden, weight;
 };
 
-Result Oracle(const Problem& p, KlDirection direction) {
+Result Oracle(const Problem& p, const Divergence& divergence) {
   const at::Tensor hidden = p.hidden.clone().requires_grad_();
   const at::Tensor weight = p.weight.clone().requires_grad_();
   const auto log_softmax = [&](const at::Tensor& h, const at::Tensor& w,
@@ -91,12 +97,18 @@ Result Oracle(const Problem& p, KlDirection direction) {
   };
   const at::Tensor logp = log_softmax(hidden, weight, p.soft_cap);
   const at::Tensor logq = log_softmax(p.teacher_hidden, p.teacher_weight, p.teacher_soft_cap);
-  const bool reverse = direction == KlDirection::kReverse;
-  const at::Tensor divergences =
-      at::kl_div(reverse ? logq : logp, reverse ? logp : logq, at::Reduction::None,
-                 /*log_target=*/true)
-          .sum(1);
-  (kScale * divergences.sum()).backward();
+  const auto kl = [](const at::Tensor& from, const at::Tensor& to) {
+    return at::kl_div(to, from, at::Reduction::None, /*log_target=*/true).sum(1);
+  };
+  at::Tensor divergences;
+  if (divergence.kind == DivergenceKind::kJensenShannon) {
+    const double beta = divergence.beta;
+    const at::Tensor mixture = at::log(beta * logq.exp() + (1 - beta) * logp.exp());
+    divergences = beta * kl(logq, mixture) + (1 - beta) * kl(logp, mixture);
+  } else {
+    divergences = divergence == kReverse ? kl(logp, logq) : kl(logq, logp);
+  }
+  ((Vector(p.scales) * divergences).sum()).backward();
   const at::Tensor numbers = divergences.detach();
   return {{numbers.data_ptr<double>(), numbers.data_ptr<double>() + numbers.numel()},
           hidden.grad(),
@@ -110,19 +122,20 @@ std::unique_ptr<LinearDivergenceLoss> Make(const Problem& p, LinearDivergenceOpt
 }
 
 // Computes divergences and gradients; the gradients are of `gradient_type` and start at 0.
-Result Compute(const Problem& p, KlDirection direction, LinearDivergenceLoss& loss,
+Result Compute(const Problem& p, const Divergence& divergence, LinearDivergenceLoss& loss,
                at::ScalarType gradient_type) {
   OutputGradients gradients = {.hidden = at::zeros_like(p.hidden, gradient_type),
                                .weight = at::zeros_like(p.weight, gradient_type)};
   auto divergences =
-      loss.ForwardBackward(p.hidden, p.teacher_hidden, p.rows, direction, kScale, gradients);
+      loss.ForwardBackward(p.hidden, p.teacher_hidden, p.rows, divergence, p.scales, gradients);
   EXPECT_TRUE(divergences.ok()) << divergences.status();
   return {*divergences, gradients.hidden.cpu(), gradients.weight.cpu()};
 }
 
-Result Compute(const Problem& p, KlDirection direction, const LinearDivergenceOptions& options = {},
+Result Compute(const Problem& p, const Divergence& divergence,
+               const LinearDivergenceOptions& options = {},
                at::ScalarType gradient_type = at::kDouble) {
-  return Compute(p, direction, *Make(p, options), gradient_type);
+  return Compute(p, divergence, *Make(p, options), gradient_type);
 }
 
 void ExpectClose(const Result& actual, const Result& expected, double tolerance) {
@@ -133,29 +146,29 @@ void ExpectClose(const Result& actual, const Result& expected, double tolerance)
 
 TEST(LinearDivergenceTest, EqualsTheOracleInBothDirections) {
   Problem p;
-  for (const KlDirection direction : kDirections) {
-    ExpectClose(Compute(p, direction), Oracle(p, direction), 1e-12);
+  for (const Divergence& divergence : kDivergences) {
+    ExpectClose(Compute(p, divergence), Oracle(p, divergence), 1e-12);
   }
   p.rows.temperatures.clear();
-  for (const KlDirection direction : kDirections) {
-    ExpectClose(Compute(p, direction), Oracle(p, direction), 1e-12);
+  for (const Divergence& divergence : kDivergences) {
+    ExpectClose(Compute(p, divergence), Oracle(p, divergence), 1e-12);
   }
 }
 
 TEST(LinearDivergenceTest, SoftCapsEqualTheOracle) {
   Problem p;
-  const double uncapped = Oracle(p, KlDirection::kReverse).divergences[0];
+  const double uncapped = Oracle(p, kReverse).divergences[0];
   using Cap = std::optional<double>;
   for (const auto& [student, teacher] : {std::pair<Cap, Cap>{2.0, {}}, {{}, 3.0}, {2.0, 3.0}}) {
     p.soft_cap = student;
     p.teacher_soft_cap = teacher;
-    EXPECT_GT(std::abs(Oracle(p, KlDirection::kReverse).divergences[0] - uncapped), 1e-2);
-    for (const KlDirection direction : kDirections) {
-      const Result expected = Oracle(p, direction);
-      ExpectClose(Compute(p, direction), expected, 1e-12);
-      ExpectClose(Compute(p.To(at::kFloat), direction, {}, at::kFloat), expected, 2e-5);
+    EXPECT_GT(std::abs(Oracle(p, kReverse).divergences[0] - uncapped), 1e-2);
+    for (const Divergence& divergence : kDivergences) {
+      const Result expected = Oracle(p, divergence);
+      ExpectClose(Compute(p, divergence), expected, 1e-12);
+      ExpectClose(Compute(p.To(at::kFloat), divergence, {}, at::kFloat), expected, 2e-5);
       const AtenKernels aten;
-      ExpectClose(Compute(p.To(at::kFloat), direction, {}, at::kFloat), expected, 2e-5);
+      ExpectClose(Compute(p.To(at::kFloat), divergence, {}, at::kFloat), expected, 2e-5);
     }
   }
 }
@@ -168,11 +181,11 @@ TEST(LinearDivergenceTest, Float32EqualsTheOracleOnOwnKernelsAndOnAten) {
     if (!temperatures) p.rows.temperatures.clear();
     Problem single = narrow;
     single.rows = p.rows;
-    for (const KlDirection direction : kDirections) {
-      const Result expected = Oracle(p, direction);
-      ExpectClose(Compute(single, direction, {}, at::kFloat), expected, 2e-5);
+    for (const Divergence& divergence : kDivergences) {
+      const Result expected = Oracle(p, divergence);
+      ExpectClose(Compute(single, divergence, {}, at::kFloat), expected, 2e-5);
       const AtenKernels aten;
-      ExpectClose(Compute(single, direction, {}, at::kFloat), expected, 2e-5);
+      ExpectClose(Compute(single, divergence, {}, at::kFloat), expected, 2e-5);
     }
   }
 }
@@ -180,9 +193,9 @@ TEST(LinearDivergenceTest, Float32EqualsTheOracleOnOwnKernelsAndOnAten) {
 TEST(LinearDivergenceTest, EqualsTheOracleOnAGpu) {
   if (!at::hasCUDA()) GTEST_SKIP() << "no usable GPU";
   const Problem p;
-  for (const KlDirection direction : kDirections) {
+  for (const Divergence& divergence : kDivergences) {
     const Problem moved = p.To(at::kFloat, at::kCUDA);
-    ExpectClose(Compute(moved, direction, {}, at::kFloat), Oracle(p, direction), 2e-5);
+    ExpectClose(Compute(moved, divergence, {}, at::kFloat), Oracle(p, divergence), 2e-5);
   }
 }
 
@@ -191,14 +204,14 @@ TEST(LinearDivergenceTest, EqualsTheOracleOnAGpu) {
 TEST(LinearDivergenceTest, HiddenStatesAndWeightsMayBeBfloat16) {
   const Problem half = Problem().To(at::kBFloat16);
   const Problem p = half.To(at::kDouble);
-  for (const KlDirection direction : kDirections) {
-    const Result expected = Oracle(p, direction);
+  for (const Divergence& divergence : kDivergences) {
+    const Result expected = Oracle(p, divergence);
     const auto expect_close = [&](const Problem& problem) {
       const auto loss = Make(problem);
       OutputGradients gradients = {.hidden = at::zeros_like(problem.hidden),
                                    .weight = at::zeros({kVocabulary, kHidden})};
       const auto found = loss->ForwardBackward(problem.hidden, problem.teacher_hidden, problem.rows,
-                                               direction, kScale, gradients);
+                                               divergence, problem.scales, gradients);
       ASSERT_TRUE(found.ok()) << found.status();
       EXPECT_LT(MaxDifference(Vector(*found), Vector(expected.divergences)), 2e-5);
       EXPECT_LT(MaxDifference(gradients.hidden, expected.hidden),
@@ -219,14 +232,14 @@ TEST(LinearDivergenceTest, HiddenStatesAndWeightsMayBeBfloat16) {
 TEST(LinearDivergenceTest, GradientEqualsDifferences) {
   const Problem problem;
   const double h = 1e-6;
-  const auto total = [&](const Problem& p, KlDirection direction) {
-    const Result result = Compute(p, direction);
+  const auto total = [&](const Problem& p, const Divergence& divergence) {
+    const Result result = Compute(p, divergence);
     double sum = 0;
-    for (const double divergence : result.divergences) sum += kScale * divergence;
+    for (size_t i = 0; i < p.scales.size(); ++i) sum += p.scales[i] * result.divergences[i];
     return sum;
   };
-  for (const KlDirection direction : kDirections) {
-    const Result result = Compute(problem, direction);
+  for (const Divergence& divergence : kDivergences) {
+    const Result result = Compute(problem, divergence);
     for (at::Tensor Problem::*const matrix : {&Problem::hidden, &Problem::weight}) {
       const at::Tensor gradient = matrix == &Problem::hidden ? result.hidden : result.weight;
       for (int64_t i = 0; i < kHidden; ++i) {
@@ -234,7 +247,7 @@ TEST(LinearDivergenceTest, GradientEqualsDifferences) {
           Problem p = problem;
           p.*matrix = (problem.*matrix).clone();
           (p.*matrix)[10][i] += by;
-          return total(p, direction);
+          return total(p, divergence);
         };
         EXPECT_NEAR(gradient[10][i].item<double>(), (moved(h) - moved(-h)) / (2 * h), 1e-8);
       }
@@ -244,13 +257,13 @@ TEST(LinearDivergenceTest, GradientEqualsDifferences) {
 
 TEST(LinearDivergenceTest, AddsToTheGradients) {
   const Problem p;
-  const Result alone = Compute(p, KlDirection::kReverse);
+  const Result alone = Compute(p, kReverse);
   const at::Tensor hidden = at::randn_like(p.hidden), weight = at::randn_like(p.weight);
   OutputGradients gradients = {.hidden = hidden.clone(), .weight = weight.clone()};
-  ASSERT_TRUE(Make(p)
-                  ->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, KlDirection::kReverse,
-                                    kScale, gradients)
-                  .ok());
+  ASSERT_TRUE(
+      Make(p)
+          ->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, kReverse, p.scales, gradients)
+          .ok());
   EXPECT_LT(MaxDifference(gradients.hidden, hidden + alone.hidden), 1e-13);
   EXPECT_LT(MaxDifference(gradients.weight, weight + alone.weight), 1e-13);
 }
@@ -258,17 +271,17 @@ TEST(LinearDivergenceTest, AddsToTheGradients) {
 TEST(LinearDivergenceTest, UndefinedGradientsAreNotComputed) {
   const Problem p;
   const auto loss = Make(p);
-  for (const KlDirection direction : kDirections) {
-    const Result both = Compute(p, direction);
+  for (const Divergence& divergence : kDivergences) {
+    const Result both = Compute(p, divergence);
     for (const bool of_hidden : {false, true}) {
       for (const bool of_weight : {false, true}) {
         OutputGradients gradients;
         if (of_hidden) gradients.hidden = at::zeros_like(p.hidden);
         if (of_weight) gradients.weight = at::zeros_like(p.weight);
-        EXPECT_EQ(
-            loss->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, direction, kScale, gradients)
-                .value(),
-            both.divergences);
+        EXPECT_EQ(loss->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, divergence, p.scales,
+                                        gradients)
+                      .value(),
+                  both.divergences);
         EXPECT_EQ(gradients.hidden.defined(), of_hidden);
         EXPECT_EQ(gradients.weight.defined(), of_weight);
         EXPECT_TRUE(!of_hidden || at::equal(gradients.hidden, both.hidden));
@@ -280,30 +293,31 @@ TEST(LinearDivergenceTest, UndefinedGradientsAreNotComputed) {
 
 TEST(LinearDivergenceTest, TheSameModelHasNoDivergenceAndNoGradient) {
   const Problem p = SameModel();
-  const auto expect_none = [](const Result& result) {
-    for (const double divergence : result.divergences) EXPECT_NEAR(divergence, 0, 1e-12);
-    EXPECT_LT(result.hidden.abs().max().item<double>(), 1e-12);
-    EXPECT_LT(result.weight.abs().max().item<double>(), 1e-12);
+  const auto expect_none = [](const Result& result, double tolerance) {
+    for (const double found : result.divergences) EXPECT_NEAR(found, 0, tolerance);
+    EXPECT_LT(result.hidden.abs().max().item<double>(), tolerance);
+    EXPECT_LT(result.weight.abs().max().item<double>(), tolerance);
   };
-  for (const KlDirection direction : kDirections) {
-    expect_none(Compute(p, direction));
-    // The same in float32: both models are rounded alike.
-    expect_none(Compute(p.To(at::kFloat), direction, {}, at::kFloat));
+  for (const Divergence& divergence : kDivergences) {
+    expect_none(Compute(p, divergence), 1e-12);
+    // The same in float32: both models are rounded alike, but not their mixture.
+    const bool mixes = divergence.kind == DivergenceKind::kJensenShannon;
+    expect_none(Compute(p.To(at::kFloat), divergence, {}, at::kFloat), mixes ? 5e-6 : 1e-12);
   }
 }
 
 TEST(LinearDivergenceTest, ChunksDoNotChangeTheResult) {
   const Problem p;
   const Problem narrow = p.To(at::kFloat);
-  for (const KlDirection direction : kDirections) {
-    const Result whole = Compute(p, direction);
-    const Result narrow_whole = Compute(narrow, direction, {}, at::kFloat);
-    for (const int64_t rows : {5, 8, 14}) {
+  for (const Divergence& divergence : kDivergences) {
+    const Result whole = Compute(p, divergence);
+    const Result narrow_whole = Compute(narrow, divergence, {}, at::kFloat);
+    for (const int64_t rows : {6, 8, 14}) {
       const auto loss = Make(p, {.logits_chunk_bytes = rows * kVocabulary * 8});
       const auto narrow_loss = Make(narrow, {.logits_chunk_bytes = rows * kVocabulary * 4});
       for (const auto* made : {loss.get(), narrow_loss.get()}) EXPECT_LT(made->chunk_rows(), 11);
-      ExpectClose(Compute(p, direction, *loss, at::kDouble), whole, 1e-13);
-      ExpectClose(Compute(narrow, direction, *narrow_loss, at::kFloat), narrow_whole, 1e-5);
+      ExpectClose(Compute(p, divergence, *loss, at::kDouble), whole, 1e-13);
+      ExpectClose(Compute(narrow, divergence, *narrow_loss, at::kFloat), narrow_whole, 1e-5);
     }
   }
 }
@@ -312,10 +326,10 @@ TEST(LinearDivergenceTest, BitsDoNotDependOnTheNumberOfThreads) {
   const Problem p = Problem(5003).To(at::kFloat);
   const int threads_before = at::get_num_threads();
   at::set_num_threads(1);
-  const Result one = Compute(p, KlDirection::kReverse, {}, at::kFloat);
+  const Result one = Compute(p, kReverse, {}, at::kFloat);
   for (const int threads : {2, 3}) {
     at::set_num_threads(threads);
-    const Result more = Compute(p, KlDirection::kReverse, {}, at::kFloat);
+    const Result more = Compute(p, kReverse, {}, at::kFloat);
     EXPECT_EQ(more.divergences, one.divergences);
     EXPECT_TRUE(at::equal(more.hidden, one.hidden));
     EXPECT_TRUE(at::equal(more.weight, one.weight));
@@ -325,7 +339,7 @@ TEST(LinearDivergenceTest, BitsDoNotDependOnTheNumberOfThreads) {
 
 TEST(LinearDivergenceTest, RowsThatAreNotListedAreNeitherReadNorWritten) {
   Problem p;
-  const Result before = Compute(p, KlDirection::kForward);
+  const Result before = Compute(p, kForward);
   std::vector<int64_t> others;
   for (int64_t t = 0; t < kTokens; ++t) {
     if (std::count(p.rows.positions.begin(), p.rows.positions.end(), t) == 0) others.push_back(t);
@@ -336,7 +350,7 @@ TEST(LinearDivergenceTest, RowsThatAreNotListedAreNeitherReadNorWritten) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   p.hidden.index_fill_(0, index, nan);
   p.teacher_hidden.index_fill_(0, index, nan);
-  const Result after = Compute(p, KlDirection::kForward);
+  const Result after = Compute(p, kForward);
   EXPECT_EQ(after.divergences, before.divergences);
   EXPECT_TRUE(at::equal(after.hidden, before.hidden));
   EXPECT_TRUE(at::equal(after.weight, before.weight));
@@ -345,7 +359,8 @@ TEST(LinearDivergenceTest, RowsThatAreNotListedAreNeitherReadNorWritten) {
 TEST(LinearDivergenceTest, WithoutRowsNothingIsComputed) {
   Problem p;
   p.rows = {};
-  const Result result = Compute(p, KlDirection::kReverse);
+  p.scales.clear();
+  const Result result = Compute(p, kReverse);
   EXPECT_TRUE(result.divergences.empty());
   EXPECT_EQ(result.weight.abs().max().item<double>(), 0);
 }
@@ -355,16 +370,16 @@ TEST(LinearDivergenceTest, LargeLogitsStayFinite) {
   p.weight = p.weight * 1e4;
   p.teacher_weight = p.teacher_weight * 1e4;
   const Problem narrow = p.To(at::kFloat);
-  for (const KlDirection direction : kDirections) {
-    const Result result = Compute(narrow, direction, {}, at::kFloat);
-    for (const double divergence : result.divergences) EXPECT_TRUE(std::isfinite(divergence));
+  for (const Divergence& divergence : kDivergences) {
+    const Result result = Compute(narrow, divergence, {}, at::kFloat);
+    for (const double found : result.divergences) EXPECT_TRUE(std::isfinite(found));
     EXPECT_TRUE(result.weight.isfinite().all().item<bool>());
   }
 }
 
 TEST(LinearDivergenceTest, TheErrorNamesARowThatIsNotFinite) {
   const double infinity = std::numeric_limits<double>::infinity();
-  for (const KlDirection direction : kDirections) {
+  for (const Divergence& divergence : kDivergences) {
     for (const double bad : {std::numeric_limits<double>::quiet_NaN(), infinity, -infinity}) {
       for (at::Tensor Problem::*const hidden : {&Problem::hidden, &Problem::teacher_hidden}) {
         Problem p;
@@ -372,10 +387,11 @@ TEST(LinearDivergenceTest, TheErrorNamesARowThatIsNotFinite) {
         for (const at::ScalarType type : {at::kDouble, at::kFloat}) {
           const Problem typed = p.To(type);
           OutputGradients none;
-          const absl::Status status = Make(typed)
-                                          ->ForwardBackward(typed.hidden, typed.teacher_hidden,
-                                                            typed.rows, direction, kScale, none)
-                                          .status();
+          const absl::Status status =
+              Make(typed)
+                  ->ForwardBackward(typed.hidden, typed.teacher_hidden, typed.rows, divergence,
+                                    typed.scales, none)
+                  .status();
           EXPECT_TRUE(IsNotFinite(status)) << status;
           EXPECT_NE(std::string(status.message()).find("row 4 "), std::string::npos) << status;
         }
@@ -396,17 +412,17 @@ TEST(LinearDivergenceTest, BadInputIsRefused) {
   EXPECT_EQ(FieldPath(create(p.weight, p.teacher_weight.to(at::kFloat))), "teacher_weight");
   EXPECT_EQ(FieldPath(create(p.weight, p.teacher_weight.to(at::kMeta))), "teacher_weight");
   EXPECT_EQ(FieldPath(create(p.weight, p.teacher_weight,
-                             {.logits_chunk_bytes = 5 * kVocabulary * 8 - 1})),
+                             {.logits_chunk_bytes = 6 * kVocabulary * 8 - 1})),
             "logits_chunk_bytes");
   const absl::Status half = create(p.weight.to(at::kHalf), p.teacher_weight.to(at::kHalf));
   EXPECT_EQ(half.code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(FieldPath(half), "weight");
 
   const auto loss = Make(p);
-  const auto refused = [&](const Problem& bad, double scale = 1) {
+  const auto refused = [&](const Problem& bad) {
     OutputGradients gradients;
     const absl::Status status = loss->ForwardBackward(bad.hidden, bad.teacher_hidden, bad.rows,
-                                                      KlDirection::kReverse, scale, gradients)
+                                                      kReverse, bad.scales, gradients)
                                     .status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     return FieldPath(status);
@@ -432,7 +448,12 @@ TEST(LinearDivergenceTest, BadInputIsRefused) {
   bad = p;
   bad.teacher_hidden = p.teacher_hidden.to(at::kFloat);
   EXPECT_EQ(refused(bad), "teacher_hidden");
-  EXPECT_EQ(refused(p, std::numeric_limits<double>::infinity()), "scale");
+  bad = p;
+  bad.scales[2] = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(refused(bad), "scales");
+  bad = p;
+  bad.scales.pop_back();
+  EXPECT_EQ(refused(bad), "scales");
 }
 
 // No allocation may grow beyond the budget.
@@ -445,6 +466,7 @@ TEST(LinearDivergenceTest, PeakStaysWithinTheBudget) {
   DivergenceRows rows;
   for (int64_t row = 0; row < kRows; ++row) rows.positions.push_back(row);
   rows.temperatures.assign(kRows, 0.7);
+  const std::vector<double> scales(kRows, 1.0);
   OutputGradients gradients = {.hidden = at::zeros_like(hidden), .weight = at::zeros_like(weight)};
   const auto measure = [&] {
     auto loss =
@@ -452,8 +474,8 @@ TEST(LinearDivergenceTest, PeakStaysWithinTheBudget) {
             .value();
     const int64_t start = meter->live();
     meter->Restart();
-    for (const KlDirection direction : kDirections) {
-      ASSERT_TRUE(loss->ForwardBackward(hidden, hidden, rows, direction, 1, gradients).ok());
+    for (const Divergence& divergence : kDivergences) {
+      ASSERT_TRUE(loss->ForwardBackward(hidden, hidden, rows, divergence, scales, gradients).ok());
     }
     // Beside the logits there are only buffers with H numbers, or a few numbers, per row.
     constexpr int64_t kSmall = kRows * (2 * kWidth + 16) * 4;

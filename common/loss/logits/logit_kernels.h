@@ -52,6 +52,10 @@ extern const LogitKernels kCpuLogitKernels;
 // Own kernels of a GPU (ops::DeviceKernelsOf) that has them: float32, without scratch memory.
 extern const LogitKernels kDeviceLogitKernels;
 
+// Returns the own kernels for logits of this type on this device, or nullptr where there are none,
+// or ops::SetKernelPath has turned them off.
+const LogitKernels* OwnLogitKernels(at::Device device, at::ScalarType logits_type);
+
 }  // namespace tandem::loss
 
 #endif  // TANDEM_COMMON_LOSS_LOGITS_LOGIT_KERNELS_H_

@@ -2,6 +2,7 @@
 
 #include "common/loss/logits/logit_kernels.h"
 #include "common/ops/device_kernels.h"
+#include "common/ops/ops.h"
 
 namespace tandem::loss {
 namespace {
@@ -45,5 +46,11 @@ int64_t ScratchBytes(int64_t /*tile_bytes*/) { return 0; }
 }  // namespace
 
 const LogitKernels kDeviceLogitKernels = {Statistics, Gradient, ScratchBytes};
+
+const LogitKernels* OwnLogitKernels(at::Device device, at::ScalarType logits_type) {
+  if (logits_type != at::kFloat || ops::GetKernelPath() != ops::KernelPath::kAuto) return nullptr;
+  if (device.is_cpu()) return &kCpuLogitKernels;
+  return ops::DeviceKernelsOf(device).logit_statistics != nullptr ? &kDeviceLogitKernels : nullptr;
+}
 
 }  // namespace tandem::loss

@@ -1,12 +1,15 @@
 #include "common/loss/logits/output_rows.h"
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 
 #include <cmath>
 #include <cstddef>
 
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/error.h"
+#include "common/base/errors/not_finite.h"
+#include "common/ops/products/matrix_product.h"
 
 namespace tandem::loss {
 
@@ -60,6 +63,14 @@ absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t row
   return absl::OkStatus();
 }
 
+absl::Status CheckScales(absl::Span<const double> scales, size_t rows) {
+  if (scales.size() != rows) return InvalidField("scales", "must have one entry per position");
+  for (const double scale : scales) {
+    if (!std::isfinite(scale)) return InvalidField("scales", "must be finite");
+  }
+  return absl::OkStatus();
+}
+
 at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positions,
                       const at::Tensor& indices) {
   bool all = static_cast<int64_t>(positions.size()) == hidden.size(0);
@@ -67,6 +78,35 @@ at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positi
     all = positions[i] == static_cast<int64_t>(i);
   }
   return all ? hidden : hidden.index_select(0, indices);
+}
+
+absl::Status AppendDivergences(const at::Tensor& numbers, int64_t first,
+                               std::initializer_list<std::vector<double>*> to) {
+  const at::Tensor host = numbers.to(at::kCPU).contiguous();
+  const int64_t rows = host.size(-1);
+  const double* own = host.const_data_ptr<double>();
+  for (int64_t row = 0; row < rows; ++row) {
+    if (std::isfinite(own[row])) continue;
+    return NotFiniteError(absl::StrCat("the divergence of row ", first + row, " is not finite"));
+  }
+  for (std::vector<double>* const all : to) {
+    all->insert(all->end(), own, own + rows);
+    own += rows;
+  }
+  return absl::OkStatus();
+}
+
+void AddOutputGradients(const at::Tensor& dz, const at::Tensor& input, const at::Tensor& weight,
+                        const at::Tensor& positions, OutputGradients& gradients) {
+  if (gradients.weight.defined()) {
+    ops::MatrixProductInto(gradients.weight, dz.t(), input, /*accumulate=*/true);
+  }
+  if (gradients.hidden.defined()) {
+    const at::Tensor of_hidden =
+        at::empty(input.sizes(), input.options().dtype(at::toOpMathType(weight.scalar_type())));
+    ops::MatrixProductInto(of_hidden, dz, weight);
+    gradients.hidden.index_add_(0, positions, of_hidden.to(gradients.hidden.scalar_type()));
+  }
 }
 
 int64_t EqualChunkRows(int64_t count, int64_t max_rows) {

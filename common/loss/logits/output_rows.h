@@ -5,13 +5,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "common/loss/logits/fused_output_loss.h"
 
 namespace tandem::loss {
 
@@ -19,7 +22,7 @@ namespace tandem::loss {
 // UNIMPLEMENTED unless it is float32, float64 or bfloat16.
 absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight);
 
-// The following four return INVALID_ARGUMENT.
+// The following five return INVALID_ARGUMENT.
 
 // Checks hidden states: [T, H], in the type of the weight, or bfloat16 if that is float32.
 absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
@@ -31,11 +34,25 @@ absl::Status CheckIndices(absl::string_view name, absl::Span<const int64_t> indi
 absl::Status CheckSoftCap(absl::string_view name, std::optional<double> soft_cap);
 // Checks that there are no temperatures, or one for each of `rows`, all positive.
 absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t rows);
+// Checks that there is a finite number for each of `rows`.
+absl::Status CheckScales(absl::Span<const double> scales, size_t rows);
 
 // Returns the rows `positions` of `hidden` [T, H] as [N, H]; `hidden` itself if the positions are
 // 0 to T - 1. `indices` are the positions on its device.
 at::Tensor SelectRows(const at::Tensor& hidden, absl::Span<const int64_t> positions,
                       const at::Tensor& indices);
+
+// Appends the numbers of a chunk of rows, [n] or [m, n] float64, to m vectors. The first are their
+// divergences: NotFiniteError, which names the row as one behind `first`, unless they are finite. A
+// GPU is waited for, once.
+absl::Status AppendDivergences(const at::Tensor& numbers, int64_t first,
+                               std::initializer_list<std::vector<double>*> to);
+
+// Adds the gradients of the output layer `weight` [V, H] and of its input to `gradients`, where
+// they are wanted, from `dz` [n, V], the gradient of the logits, and `input` [n, H], both in the
+// type of the weight. `positions` [n] are the rows of gradients.hidden.
+void AddOutputGradients(const at::Tensor& dz, const at::Tensor& input, const at::Tensor& weight,
+                        const at::Tensor& positions, OutputGradients& gradients);
 
 // Rows of each chunk when `count` rows are divided into equal chunks of at most `max_rows`.
 int64_t EqualChunkRows(int64_t count, int64_t max_rows);

@@ -8,6 +8,7 @@
 #include "common/base/errors/error.h"
 #include "common/loss/logits/linear_cross_entropy.h"
 #include "common/loss/logits/linear_divergence.h"
+#include "common/loss/logits/top_tokens_divergence.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/testing/rank_processes.h"
 
@@ -193,9 +194,11 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
     const at::Tensor teacher_weight = at::randn({kVocabulary, kHidden - 2}, at::kDouble) + 3;
     const loss::DivergenceRows rows = {.positions = problem.rows.positions,
                                        .temperatures = problem.rows.temperatures};
-    constexpr double kScale = 0.3;
-    for (const loss::KlDirection direction :
-         {loss::KlDirection::kReverse, loss::KlDirection::kForward}) {
+    const std::vector<double> scales(rows.positions.size(), 0.3);
+    for (const loss::DivergenceKind kind :
+         {loss::DivergenceKind::kReverse, loss::DivergenceKind::kForward,
+          loss::DivergenceKind::kJensenShannon}) {
+      const loss::Divergence divergence = {.kind = kind, .beta = 0.3};
       const auto whole =
           loss::LinearDivergenceLoss::Create(problem.weight, teacher_weight,
                                              {.soft_cap = 4.0, .teacher_soft_cap = 5.0})
@@ -203,10 +206,10 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
       loss::OutputGradients all = {.hidden = at::zeros_like(problem.hidden),
                                    .weight = at::zeros_like(problem.weight)};
       const std::vector<double> expected =
-          whole->ForwardBackward(problem.hidden, teacher_hidden, rows, direction, kScale, all)
+          whole->ForwardBackward(problem.hidden, teacher_hidden, rows, divergence, scales, all)
               .value();
       for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
-        SCOPED_TRACE(testing::Message() << type << " " << static_cast<int>(direction));
+        SCOPED_TRACE(testing::Message() << type << " " << static_cast<int>(kind));
         const double tolerance = type == at::kFloat ? 1e-5 : 1e-12;
         const at::Tensor weight = Slice(problem.weight, *group).to(type);
         const auto shard =
@@ -218,14 +221,71 @@ TEST_P(TensorParallelLossTest, TheDivergenceEqualsThatOfTheWholeVocabulary) {
                                      .weight = at::zeros(weight.sizes(), type)};
         const std::vector<double> actual =
             shard
-                ->ForwardBackward(problem.hidden.to(type), teacher_hidden.to(type), rows, direction,
-                                  kScale, own)
+                ->ForwardBackward(problem.hidden.to(type), teacher_hidden.to(type), rows,
+                                  divergence, scales, own)
                 .value();
         ExpectClose(actual, expected, tolerance, "divergences");
         ExpectClose(group->Sum(own.hidden), all.hidden, tolerance, "d hidden");
         ExpectClose(own.weight, Slice(all.weight, *group), tolerance, "d weight");
         for (const std::string& other : communicator.AllGatherBytes(Bytes(actual))) {
           EXPECT_TRUE(other == Bytes(actual)) << "ranks see other bits";
+        }
+      }
+    }
+  });
+}
+
+// As above. With 64 tokens some are another rank's; with all but two a rank's shard has no other.
+TEST_P(TensorParallelLossTest, TheTopTokensDivergenceEqualsThatOfTheWholeVocabulary) {
+  RunOnAll([&](const std::shared_ptr<ranks::CommunicatorGroup>& group,
+               ranks::Communicator& communicator) {
+    const Problem problem;
+    const auto rows = static_cast<int64_t>(problem.rows.positions.size());
+    const at::Tensor teacher = at::log_softmax(at::randn({rows, kVocabulary}), 1);
+    const std::vector<double> scales(problem.rows.positions.size(), 0.3);
+    for (const int64_t count : {int64_t{64}, kVocabulary - 2}) {
+      std::vector<int32_t> ids;
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t stride = count == 64 ? 131 : 1;
+        for (int64_t i = 0; i < count; ++i) {
+          ids.push_back(static_cast<int32_t>((row + i * stride) % kVocabulary));
+        }
+      }
+      const at::Tensor logprobs = teacher.narrow(1, 0, count).contiguous();
+      const loss::TopTokenRows top = {
+          .positions = problem.rows.positions,
+          .count = count,
+          .ids = ids,
+          .logprobs = {logprobs.const_data_ptr<float>(), static_cast<size_t>(logprobs.numel())},
+          .temperatures = problem.rows.temperatures};
+      for (const loss::DivergenceKind kind :
+           {loss::DivergenceKind::kReverse, loss::DivergenceKind::kForward,
+            loss::DivergenceKind::kJensenShannon}) {
+        const loss::Divergence divergence = {.kind = kind, .beta = 0.3};
+        const auto whole =
+            loss::TopTokensDivergenceLoss::Create(problem.weight, {.soft_cap = 4.0}).value();
+        loss::OutputGradients all = {.hidden = at::zeros_like(problem.hidden),
+                                     .weight = at::zeros_like(problem.weight)};
+        const auto expected =
+            whole->ForwardBackward(problem.hidden, top, divergence, scales, all).value();
+        for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
+          SCOPED_TRACE(testing::Message() << count << " " << type << " " << static_cast<int>(kind));
+          const double tolerance = type == at::kFloat ? 1e-5 : 1e-12;
+          const at::Tensor weight = Slice(problem.weight, *group).to(type);
+          const auto shard = loss::TopTokensDivergenceLoss::Create(
+                                 weight, {.vocabulary = ShardOf(group), .soft_cap = 4.0})
+                                 .value();
+          loss::OutputGradients own = {.hidden = at::zeros(problem.hidden.sizes(), type),
+                                       .weight = at::zeros(weight.sizes(), type)};
+          const auto actual =
+              shard->ForwardBackward(problem.hidden.to(type), top, divergence, scales, own).value();
+          ExpectClose(actual.divergences, expected.divergences, tolerance, "divergences");
+          ExpectClose(actual.rest, expected.rest, tolerance, "rest");
+          ExpectClose(group->Sum(own.hidden), all.hidden, tolerance, "d hidden");
+          ExpectClose(own.weight, Slice(all.weight, *group), tolerance, "d weight");
+          for (const std::string& other : communicator.AllGatherBytes(Bytes(actual.divergences))) {
+            EXPECT_TRUE(other == Bytes(actual.divergences)) << "ranks see other bits";
+          }
         }
       }
     }

@@ -105,6 +105,7 @@ BatchLimits TorchEngine::Limits() const {
           .support = {.critic = critic_ != nullptr,
                       .reference = models_->has_reference(),
                       .junior = models_->junior != nullptr,
+                      .teacher = models_->teacher != nullptr,
                       .frozen = core_->frozen()},
           .routing = core_->model().config().RoutingLayout()};
 }
@@ -174,8 +175,9 @@ absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(const EngineOptions& option
     return InvalidField("speculator.adapter", "is required by freeze_base_model");
   }
   EngineOptions core_options = options;
-  core_options.strategy.outputs_read_images =
-      !options.reference_model.empty() || !options.junior_model.empty();
+  core_options.strategy.outputs_read_images = !options.reference_model.empty() ||
+                                              !options.junior_model.empty() ||
+                                              !options.teacher_model.empty();
   TANDEM_ASSIGN_OR_RETURN(
       std::unique_ptr<training::TrainingCore> core,
       training::TrainingCore::Create(

@@ -303,6 +303,19 @@ std::vector<std::function<void(PolicyBatch& batch)>> Variants() {
         o.junior_kl_kind = TeacherDirection::kForward;
       }),
       objective([](Objective& o) { o.scale.aggregation = loss::Aggregation::kSeqMeanTokenMean; }),
+      [](PolicyBatch& batch) { Distil(batch, loss::DivergenceKind::kReverse); },
+      [](PolicyBatch& batch) {
+        Distil(batch, loss::DivergenceKind::kForward, /*top_k=*/60);
+        batch.objective.junior_token_loss_weight = 0.5;
+      },
+      [](PolicyBatch& batch) { Distil(batch, loss::DivergenceKind::kJensenShannon); },
+      objective([](Objective& o) { o.distillation = {.coefficient = 0.7}; }),
+      objective([](Objective& o) {
+        o.distillation = {.coefficient = 0.7,
+                          .divergence = {.kind = loss::DivergenceKind::kJensenShannon}};
+        // Beside another teacher.
+        o.junior_kl_coefficient = 0.1;
+      }),
   };
 }
 
@@ -360,12 +373,39 @@ TEST_P(TrainerRanksTest, EveryModelReadsTheImagesOfItsBatches) {
   });
 }
 
+TEST_P(TrainerRanksTest, AdaptersLearnFromATeacherAsInOneProcess) {
+  const loss::DivergenceKind kinds[] = {loss::DivergenceKind::kReverse,
+                                        loss::DivergenceKind::kForward,
+                                        loss::DivergenceKind::kJensenShannon};
+  expected_version_ = 2 * std::size(kinds);
+  const auto change = [this](EngineOptions& options) {
+    options.teacher_model = folder_ / "junior";
+    options.lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}, .seed = 4};
+  };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    const auto single = Make(options);
+    int64_t step = 0;
+    for (const loss::DivergenceKind kind : kinds) {
+      for (const int64_t top_k : {0, 4}) {
+        SCOPED_TRACE(step);
+        TrainStepRequest request = RequestOf(++step);
+        auto& batch = std::get<PolicyBatch>(request.batch);
+        RecordLogProbs(*single, batch);
+        Distil(batch, kind, top_k);
+        ExpectSameReport(Step(engine, request), Step(*single, request));
+      }
+    }
+  });
+}
+
 TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
   const auto variants = Variants();
   expected_version_ = static_cast<int64_t>(variants.size()) + 1;
   const auto change = [this](EngineOptions& options) {
     options.reference_model = options.model;
-    options.junior_model = folder_ / "junior";
+    options.junior_model = options.teacher_model = folder_ / "junior";
   };
   RunRanks(change, [&](Engine& engine, FakeCritic&) {
     EngineOptions options = Options();

@@ -27,6 +27,7 @@ using training::StepResult;
 struct EngineOptions : training::TrainingOptions {
   std::string reference_model;  // empty: no KL to a reference
   std::string junior_model;     // empty: no KL to the junior over the vocabulary
+  std::string teacher_model;    // empty: no distillation over the vocabulary
   // Implementation of the fused output loss (loss::ParseLossImpl).
   std::string loss_impl;
   int64_t logits_chunk_bytes = 0;  // 0: LogitsChunkBytes says
@@ -44,6 +45,14 @@ constexpr int64_t LogitsChunkBytes(int64_t configured, int64_t vocab_size) {
   return std::max(kMinBytes, kRows * vocab_size * static_cast<int64_t>(sizeof(float)));
 }
 
+// What a teacher says of the tokens of a response.
+struct TeacherTokens {
+  std::string name;      // in reports; may be empty
+  TopTokens top_tokens;  // at each of the L places; none where the trainer's model is the teacher
+
+  bool operator==(const TeacherTokens&) const = default;
+};
+
 struct PolicySample {
   Trajectory trajectory;
   std::string group_id;
@@ -51,6 +60,7 @@ struct PolicySample {
   std::vector<float> advantages;          // [L] with kProvided
   std::vector<float> old_logprobs;        // [L] with OldLogprobs::kProvided
   std::vector<float> reference_logprobs;  // [L] with ReferenceLogprobs::kProvided
+  TeacherTokens teacher;                  // with distillation
 
   bool operator==(const PolicySample&) const = default;
 };
@@ -60,6 +70,7 @@ struct SupervisedSample {
   std::vector<int32_t> response_token_ids;
   std::vector<VisionReference> vision_inputs = {};  // in the order of their tokens
   std::vector<float> weights = {};                  // [L], of any sign; empty: each is 1
+  TeacherTokens teacher = {};                       // with distillation
 
   bool operator==(const SupervisedSample&) const = default;
 };

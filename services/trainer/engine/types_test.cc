@@ -46,6 +46,18 @@ Trajectory SomeTrajectory() {
           .top_tokens = {.count = 1, .ids = {4}, .logprobs = {-1.5f}}};
 }
 
+DistillationOptions SomeDistillation() {
+  return {.coefficient = 0.5,
+          .divergence = {.kind = loss::DivergenceKind::kJensenShannon, .beta = 0.25},
+          .top_k = 16,
+          .temperature = 2};
+}
+
+TeacherTokens SomeTeacher() {
+  return {.name = "math",
+          .top_tokens = {.count = 2, .ids = {4, 5, 6, 7}, .logprobs = {-1, -2, -3, -4}}};
+}
+
 PolicyObjective SomeObjective() {
   return {.loss = {.kind = loss::PolicyLossKind::kCispo,
                    .clip_ratio_low = 0.1,
@@ -87,7 +99,8 @@ PolicyObjective SomeObjective() {
                         .estimator = loss::KlEstimator::kK2,
                         .upper = 5,
                         .lower = 0.2},
-          .routing_replay = true};
+          .routing_replay = true,
+          .distillation = SomeDistillation()};
 }
 
 TrainStepRequest SomeStep() {
@@ -115,7 +128,8 @@ TEST(TypesTest, APolicyStepSurvivesAsBytes) {
                                .reward = 0.5,
                                .advantages = {1, 2, 3},
                                .old_logprobs = {-1, -2, -4},
-                               .reference_logprobs = {-3, -4, -5}};
+                               .reference_logprobs = {-3, -4, -5},
+                               .teacher = SomeTeacher()};
   request.batch = PolicyBatch{.objective = SomeObjective(), .samples = {sample, sample}};
   ExpectSurvives(request);
 }
@@ -128,11 +142,14 @@ TEST(TypesTest, ASampleWithLittleSurvivesAsBytes) {
 
 TEST(TypesTest, ASupervisedStepSurvivesAsBytes) {
   TrainStepRequest request = SomeStep();
-  request.batch = SupervisedBatch{.objective = {.aggregation = loss::Aggregation::kSeqMeanTokenSum},
+  request.batch = SupervisedBatch{.objective = {.aggregation = loss::Aggregation::kSeqMeanTokenSum,
+                                                .distillation = SomeDistillation(),
+                                                .cross_entropy_coefficient = 0.5},
                                   .samples = {{.prompt_token_ids = {1},
                                                .response_token_ids = {2, 3},
                                                .vision_inputs = SomeImages(),
-                                               .weights = {0.5, -2}}}};
+                                               .weights = {0.5, -2},
+                                               .teacher = SomeTeacher()}}};
   ExpectSurvives(request);
 }
 

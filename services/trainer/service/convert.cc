@@ -1,7 +1,11 @@
 #include "services/trainer/service/convert.h"
 
+#include <cstring>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/field_check.h"
 #include "common/base/errors/status_macros.h"
@@ -51,6 +55,64 @@ absl::StatusOr<OptimizerOverrides> FromProto(const v1::OptimizerOverrides& proto
   return out;
 }
 
+absl::StatusOr<SupervisedObjective> Checked(SupervisedObjective objective,
+                                            const ObjectiveSupport& support) {
+  TANDEM_RETURN_IF_ERROR(CheckSupervisedObjective(objective, support));
+  return objective;
+}
+
+// Reads the rows of a tensor [length, width] into `values`, and returns its width.
+template <typename T>
+absl::StatusOr<int64_t> TokenRows(const std::string& path, const types::v1::Tensor& tensor,
+                                  types::v1::DataType dtype, int64_t length,
+                                  std::vector<T>& values) {
+  if (tensor.dtype() != dtype) {
+    return InvalidField(path + ".dtype",
+                        absl::StrCat("must be ", types::v1::DataType_Name(dtype), ", got ",
+                                     types::v1::DataType_Name(tensor.dtype())));
+  }
+  if (tensor.shape_size() != 2 || tensor.shape(0) != length || tensor.shape(1) < 1) {
+    return InvalidField(path + ".shape", absl::StrCat("must be [", length, ", top_k]"));
+  }
+  const int64_t width = tensor.shape(1);
+  const auto bytes = static_cast<int64_t>(tensor.data().size());
+  const int64_t column_bytes = length * static_cast<int64_t>(sizeof(T));
+  if (bytes % column_bytes != 0 || bytes / column_bytes != width) {
+    return InvalidField(path + ".data",
+                        absl::StrCat("must hold ", width, " numbers for each token"));
+  }
+  values.resize(tensor.data().size() / sizeof(T));
+  std::memcpy(values.data(), tensor.data().data(), tensor.data().size());
+  return width;
+}
+
+// Reads what a teacher says of `length` tokens.
+absl::StatusOr<TeacherTokens> FromProto(const v1::TeacherTokens& proto, int64_t length) {
+  TeacherTokens out{.name = proto.name(), .top_tokens = {}};
+  if (!proto.has_top_token_ids() && !proto.has_top_logprobs()) return out;
+  TANDEM_ASSIGN_OR_RETURN(out.top_tokens.count,
+                          TokenRows("top_token_ids", proto.top_token_ids(),
+                                    types::v1::DATA_TYPE_INT32, length, out.top_tokens.ids));
+  TANDEM_ASSIGN_OR_RETURN(const int64_t width,
+                          TokenRows("top_logprobs", proto.top_logprobs(),
+                                    types::v1::DATA_TYPE_FLOAT32, length, out.top_tokens.logprobs));
+  if (width != out.top_tokens.count) {
+    return InvalidField("top_logprobs.shape", "must be that of top_token_ids");
+  }
+  TANDEM_RETURN_IF_ERROR(CheckFinite("top_logprobs", out.top_tokens.logprobs));
+  return out;
+}
+
+// Reads the teacher of a sample, if it has one.
+template <typename Proto>
+absl::Status CopyTeacher(const Proto& proto, int64_t length, TeacherTokens& teacher) {
+  if (!proto.has_teacher()) return absl::OkStatus();
+  absl::StatusOr<TeacherTokens> read = FromProto(proto.teacher(), length);
+  if (!read.ok()) return PrependFieldPath("teacher", read.status());
+  teacher = *std::move(read);
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int64_t max_samples,
@@ -74,6 +136,8 @@ absl::StatusOr<TrainStepRequest> FromProto(const v1::TrainStepHeader& proto, int
     }
     case v1::TrainStepHeader::kSupervised: {
       auto objective = FromProto(proto.supervised());
+      // As above.
+      if (objective.ok()) objective = Checked(*std::move(objective), support);
       if (!objective.ok()) return PrependFieldPath("supervised", objective.status());
       out.batch = SupervisedBatch{.objective = *std::move(objective), .samples = {}};
       return out;
@@ -109,14 +173,16 @@ absl::StatusOr<PolicySample> FromProto(const v1::PolicySample& proto) {
         out.reference_logprobs,
         rpc::FloatField("reference_logprobs", proto.reference_logprobs(), length));
   }
+  TANDEM_RETURN_IF_ERROR(CopyTeacher(proto, length, out.teacher));
   return out;
 }
 
 absl::StatusOr<SupervisedSample> FromProto(const v1::SupervisedSample& proto) {
   SupervisedSample out;
   TANDEM_RETURN_IF_ERROR(training::CopyTokens(proto, out));
+  const auto length = static_cast<int64_t>(out.response_token_ids.size());
+  TANDEM_RETURN_IF_ERROR(CopyTeacher(proto, length, out.teacher));
   if (proto.has_weights()) {
-    const auto length = static_cast<int64_t>(out.response_token_ids.size());
     TANDEM_ASSIGN_OR_RETURN(out.weights, rpc::FloatField("weights", proto.weights(), length));
   }
   return out;

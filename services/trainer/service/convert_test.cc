@@ -59,7 +59,7 @@ TEST(PolicyObjectiveTest, AnEmptyMessageGivesTheDocumentedDefaults) {
   EXPECT_EQ(objective->stale_samples, StaleSamples::kRefuse);
 }
 
-// Sets `field` to a value that is not its default.
+// Sets `field` to a value that is not its default; of a message, every field.
 void Change(google::protobuf::Message& message, const google::protobuf::FieldDescriptor& field) {
   using google::protobuf::FieldDescriptor;
   const google::protobuf::Reflection& reflection = *message.GetReflection();
@@ -76,6 +76,13 @@ void Change(google::protobuf::Message& message, const google::protobuf::FieldDes
       // The last value, as the first is UNSPECIFIED and the default is often the second.
       return reflection.SetEnum(&message, &field,
                                 field.enum_type()->value(field.enum_type()->value_count() - 1));
+    case FieldDescriptor::CPPTYPE_MESSAGE: {
+      google::protobuf::Message& inner = *reflection.MutableMessage(&message, &field);
+      for (int i = 0; i < field.message_type()->field_count(); ++i) {
+        Change(inner, *field.message_type()->field(i));
+      }
+      return;
+    }
     default:
       FAIL() << field.full_name() << ": this test does not know its type";
   }
@@ -166,11 +173,14 @@ TEST(PolicyObjectiveTest, AnObjectiveIsCheckedFromItsText) {
   EXPECT_TRUE(ResolveObjectiveText(bad[4].first, {.reference = true}).ok());
   EXPECT_TRUE(ResolveObjectiveText(bad[5].first, {.critic = true}).ok());
   config::v1::TrainerServerConfig config;
-  EXPECT_FALSE(SupportOf(config).critic || SupportOf(config).reference || SupportOf(config).junior);
+  EXPECT_FALSE(SupportOf(config).critic || SupportOf(config).reference ||
+               SupportOf(config).junior || SupportOf(config).teacher);
   config.set_critic_address("host:1");
   config.set_reference_model("/models/reference");
   config.set_junior_model("/models/junior");
-  EXPECT_TRUE(SupportOf(config).critic && SupportOf(config).reference && SupportOf(config).junior);
+  config.set_teacher_model("/models/teacher");
+  EXPECT_TRUE(SupportOf(config).critic && SupportOf(config).reference && SupportOf(config).junior &&
+              SupportOf(config).teacher);
 }
 
 TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
@@ -205,6 +215,11 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   proto.set_stale_samples(v1::STALE_SAMPLES_DROP);
   proto.set_std_epsilon(1e-4);
   proto.set_routing_replay(true);
+  proto.mutable_distillation()->set_coefficient(0.75);
+  proto.mutable_distillation()->set_kind(v1::DIVERGENCE_KIND_JENSEN_SHANNON);
+  proto.mutable_distillation()->set_beta(0.25);
+  proto.mutable_distillation()->set_top_k(16);
+  proto.mutable_distillation()->set_temperature(2);
   const auto objective = FromProto(proto);
   ASSERT_TRUE(objective.ok()) << objective.status();
   EXPECT_EQ(objective->loss.kind, loss::PolicyLossKind::kCispo);
@@ -238,6 +253,27 @@ TEST(PolicyObjectiveTest, EveryFieldIsCarried) {
   EXPECT_EQ(objective->stale_samples, StaleSamples::kDrop);
   EXPECT_EQ(objective->std_epsilon, 1e-4);
   EXPECT_TRUE(objective->routing_replay);
+  EXPECT_EQ(objective->distillation,
+            (DistillationOptions{
+                .coefficient = 0.75,
+                .divergence = {.kind = loss::DivergenceKind::kJensenShannon, .beta = 0.25},
+                .top_k = 16,
+                .temperature = 2}));
+}
+
+TEST(ObjectiveTest, SupervisedDistillationIsCarried) {
+  v1::SupervisedObjective proto;
+  EXPECT_EQ(*FromProto(proto), SupervisedObjective());
+  proto.set_cross_entropy_coefficient(0);
+  proto.mutable_distillation()->set_coefficient(0.5);
+  proto.mutable_distillation()->set_kind(v1::DIVERGENCE_KIND_FORWARD);
+  proto.mutable_distillation()->set_top_k(8);
+  EXPECT_EQ(
+      *FromProto(proto),
+      (SupervisedObjective{.distillation = {.coefficient = 0.5,
+                                            .divergence = {.kind = loss::DivergenceKind::kForward},
+                                            .top_k = 8},
+                           .cross_entropy_coefficient = 0}));
 }
 
 // One way to spoil a valid message, and the path that the error must name.
@@ -273,6 +309,9 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase<P>{"normalizer", [](P& p) { p.set_normalizer(v1::Normalizer(99)); }},
         BadCase<P>{"stale_samples", [](P& p) { p.set_stale_samples(v1::StaleSamples(99)); }},
         BadCase<P>{"kl_estimator", [](P& p) { p.set_kl_estimator(v1::KlEstimator(99)); }},
+        BadCase<P>{"distillation.kind",
+                   [](P& p) { p.mutable_distillation()->set_kind(v1::DivergenceKind(99)); }},
+        BadCase<P>{"distillation.beta", [](P& p) { p.mutable_distillation()->set_beta(0.5); }},
         BadCase<P>{"importance_sampling_level",
                    [](P& p) { p.set_importance_sampling_level(v1::ImportanceSamplingLevel(99)); }},
         BadCase<P>{"importance_sampling_mode",
@@ -291,22 +330,49 @@ TEST_P(BadHeaderTest, IsRefusedByName) {
 using H = v1::TrainStepHeader;
 INSTANTIATE_TEST_SUITE_P(
     All, BadHeaderTest,
-    testing::Values(BadCase<H>{"run_id", [](H& h) { h.clear_run_id(); }},
-                    BadCase<H>{"request_id", [](H& h) { h.clear_request_id(); }},
-                    BadCase<H>{"step", [](H& h) { h.set_step(-1); }},
-                    BadCase<H>{"num_samples", [](H& h) { h.set_num_samples(0); }},
-                    BadCase<H>{"num_samples", [](H& h) { h.set_num_samples(-7); }},
-                    BadCase<H>{"objective", [](H& h) { h.clear_objective(); }},
-                    BadCase<H>{"policy.gae_gamma",
-                               [](H& h) { h.mutable_policy()->set_gae_gamma(7); }},
-                    BadCase<H>{"supervised.aggregation", [](H& h) {
-                                 h.mutable_supervised()->set_aggregation(v1::Aggregation(42));
-                               }}));
+    testing::Values(
+        BadCase<H>{"run_id", [](H& h) { h.clear_run_id(); }},
+        BadCase<H>{"request_id", [](H& h) { h.clear_request_id(); }},
+        BadCase<H>{"step", [](H& h) { h.set_step(-1); }},
+        BadCase<H>{"num_samples", [](H& h) { h.set_num_samples(0); }},
+        BadCase<H>{"num_samples", [](H& h) { h.set_num_samples(-7); }},
+        BadCase<H>{"objective", [](H& h) { h.clear_objective(); }},
+        BadCase<H>{"policy.gae_gamma", [](H& h) { h.mutable_policy()->set_gae_gamma(7); }},
+        BadCase<H>{"supervised.distillation.top_k",
+                   [](H& h) { h.mutable_supervised()->mutable_distillation()->set_top_k(-1); }},
+        BadCase<H>{"supervised.aggregation",
+                   [](H& h) { h.mutable_supervised()->set_aggregation(v1::Aggregation(42)); }}));
 
 TEST(HeaderTest, MoreSamplesThanConfiguredIsOutOfRange) {
   const auto header = FromProto(PolicyHeader(9), 8, {});
   EXPECT_EQ(header.status().code(), absl::StatusCode::kOutOfRange);
   EXPECT_EQ(FieldPath(header.status()), "num_samples");
+}
+
+constexpr int32_t kTopIds[] = {3, 1, 2, 5, 4, 3};
+constexpr float kTopLogprobs[] = {-1, -2, -3, -1.5, -2.5, -3.5};
+
+// Adds what a teacher says of the two tokens of a sample.
+template <typename Proto>
+void Teach(Proto& sample) {
+  v1::TeacherTokens& teacher = *sample.mutable_teacher();
+  teacher.set_name("math");
+  teacher.mutable_top_token_ids()->set_dtype(types::v1::DATA_TYPE_INT32);
+  teacher.mutable_top_token_ids()->set_data(kTopIds, sizeof(kTopIds));
+  teacher.mutable_top_logprobs()->set_dtype(types::v1::DATA_TYPE_FLOAT32);
+  teacher.mutable_top_logprobs()->set_data(kTopLogprobs, sizeof(kTopLogprobs));
+  for (types::v1::Tensor* tensor :
+       {teacher.mutable_top_token_ids(), teacher.mutable_top_logprobs()}) {
+    tensor->add_shape(2);
+    tensor->add_shape(3);
+  }
+}
+
+void ExpectTaught(const TeacherTokens& teacher) {
+  EXPECT_EQ(teacher.name, "math");
+  EXPECT_EQ(teacher.top_tokens.count, 3);
+  EXPECT_THAT(teacher.top_tokens.ids, testing::ElementsAreArray(kTopIds));
+  EXPECT_THAT(teacher.top_tokens.logprobs, testing::ElementsAreArray(kTopLogprobs));
 }
 
 class BadSampleTest : public testing::TestWithParam<BadCase<v1::PolicySample>> {};
@@ -351,6 +417,50 @@ INSTANTIATE_TEST_SUITE_P(
                      rpc::FloatsToProto(std::vector<float>{1, kNanF}, s.mutable_advantages());
                    }},
         BadCase<S>{"advantages.dtype", [](S& s) { s.mutable_advantages(); }},
+        BadCase<S>{"teacher.top_token_ids.dtype",
+                   [](S& s) {
+                     Teach(s);
+                     s.mutable_teacher()->mutable_top_token_ids()->set_dtype(
+                         types::v1::DATA_TYPE_FLOAT32);
+                   }},
+        BadCase<S>{"teacher.top_token_ids.dtype",
+                   [](S& s) {
+                     Teach(s);
+                     s.mutable_teacher()->clear_top_token_ids();
+                   }},
+        BadCase<S>{"teacher.top_token_ids.shape",
+                   [](S& s) {
+                     Teach(s);
+                     s.mutable_teacher()->mutable_top_token_ids()->set_shape(0, 3);
+                   }},
+        BadCase<S>{"teacher.top_token_ids.shape",
+                   [](S& s) {
+                     Teach(s);
+                     s.mutable_teacher()->mutable_top_token_ids()->set_shape(1, -3);
+                   }},
+        BadCase<S>{"teacher.top_token_ids.data",
+                   [](S& s) {
+                     Teach(s);
+                     s.mutable_teacher()->mutable_top_token_ids()->mutable_data()->pop_back();
+                   }},
+        BadCase<S>{"teacher.top_logprobs.dtype",
+                   [](S& s) {
+                     Teach(s);
+                     s.mutable_teacher()->clear_top_logprobs();
+                   }},
+        BadCase<S>{"teacher.top_logprobs.shape",
+                   [](S& s) {
+                     Teach(s);
+                     s.mutable_teacher()->mutable_top_logprobs()->set_shape(1, 2);
+                     s.mutable_teacher()->mutable_top_logprobs()->mutable_data()->resize(16);
+                   }},
+        BadCase<S>{"teacher.top_logprobs[0]",
+                   [](S& s) {
+                     Teach(s);
+                     const float nan = kNanF;
+                     s.mutable_teacher()->mutable_top_logprobs()->mutable_data()->replace(
+                         0, sizeof(nan), reinterpret_cast<const char*>(&nan), sizeof(nan));
+                   }},
         BadCase<S>{"old_logprobs.data",
                    [](S& s) {
                      rpc::FloatsToProto(std::vector<float>{1, 2}, s.mutable_old_logprobs());
@@ -372,6 +482,9 @@ TEST(SampleTest, IsCarried) {
   EXPECT_EQ(sample->trajectory.authorship_mask, Authors("SJ"));
   EXPECT_EQ(sample->advantages, (std::vector<float>{1, -1}));
   EXPECT_TRUE(sample->old_logprobs.empty());
+  EXPECT_EQ(sample->teacher, TeacherTokens());
+  Teach(proto);
+  ExpectTaught(FromProto(proto)->teacher);
 }
 
 TEST(SupervisedSampleTest, WeightsAreOneForEachTokenAndFinite) {
@@ -386,6 +499,9 @@ TEST(SupervisedSampleTest, WeightsAreOneForEachTokenAndFinite) {
   EXPECT_EQ(FieldPath(FromProto(proto).status()), "weights[1]");
   rpc::FloatsToProto(std::vector<float>{1}, proto.mutable_weights());
   EXPECT_EQ(FieldPath(FromProto(proto).status()), "weights");
+  proto.clear_weights();
+  Teach(proto);
+  ExpectTaught(FromProto(proto)->teacher);
 }
 
 TEST(HeaderTest, EveryNumberOfTheOptimizerIsCarried) {

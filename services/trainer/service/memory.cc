@@ -80,11 +80,14 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
       AddFrozenModel("reference", "reference_model", config.reference_model(), config, plan));
   TANDEM_RETURN_IF_ERROR(
       AddFrozenModel("junior", "junior_model", config.junior_model(), config, plan));
+  TANDEM_RETURN_IF_ERROR(
+      AddFrozenModel("teacher", "teacher_model", config.teacher_model(), config, plan));
   const int64_t logits_chunk_bytes =
       LogitsChunkBytes(config.batch().logits_chunk_bytes(), model.vocab_size);
   TANDEM_RETURN_IF_ERROR(AddSpeculator(config, model, count_speculator, logits_chunk_bytes, plan));
-  // The KL towards the junior needs a second buffer.
-  const int64_t buffers = config.junior_model().empty() ? 1 : 2;
+  // The KL towards the junior and the teacher's divergence need a buffer each.
+  const int64_t buffers =
+      1 + (config.junior_model().empty() ? 0 : 1) + (config.teacher_model().empty() ? 0 : 1);
   plan.items.push_back({"logits", buffers * logits_chunk_bytes, on_host});
   if (model.vision.has_value()) {
     plan.items.push_back({"blob_cache", config.server().blob_cache_bytes()});

@@ -69,6 +69,11 @@ constexpr Choice<v1::JuniorKlKind, TeacherDirection> kJuniorKlKinds[] = {
     {v1::JUNIOR_KL_KIND_FORWARD, TeacherDirection::kForward},
     {v1::JUNIOR_KL_KIND_FORWARD_SAMPLED, TeacherDirection::kForwardSampled}};
 
+constexpr Choice<v1::DivergenceKind, loss::DivergenceKind> kDivergenceKinds[] = {
+    {v1::DIVERGENCE_KIND_REVERSE, loss::DivergenceKind::kReverse},
+    {v1::DIVERGENCE_KIND_FORWARD, loss::DivergenceKind::kForward},
+    {v1::DIVERGENCE_KIND_JENSEN_SHANNON, loss::DivergenceKind::kJensenShannon}};
+
 constexpr Choice<v1::RejectionLevel, loss::RejectionLevel> kRejectionLevels[] = {
     {v1::REJECTION_LEVEL_TOKEN, loss::RejectionLevel::kToken},
     {v1::REJECTION_LEVEL_SEQUENCE_SUM, loss::RejectionLevel::kSequenceSum},
@@ -155,6 +160,32 @@ absl::Status ScaleFromProto(const v1::PolicyObjective& proto, loss::LossScaleOpt
   return absl::OkStatus();
 }
 
+absl::Status DistillationFromProto(const v1::Distillation& proto, DistillationOptions* out) {
+  out->coefficient = proto.coefficient();
+  TANDEM_RETURN_IF_ERROR(Choose("kind", proto.kind(), kDivergenceKinds, &out->divergence.kind));
+  if (proto.has_beta()) {
+    if (out->divergence.kind != loss::DivergenceKind::kJensenShannon) {
+      return InvalidField("beta", "is given, but only JENSEN_SHANNON has a mixture");
+    }
+    out->divergence.beta = proto.beta();
+  }
+  out->top_k = proto.top_k();
+  out->temperature = proto.temperature();
+  return absl::OkStatus();
+}
+
+v1::Distillation ToProto(const DistillationOptions& distillation) {
+  v1::Distillation proto;
+  proto.set_coefficient(distillation.coefficient);
+  proto.set_kind(NameOf(distillation.divergence.kind, kDivergenceKinds));
+  if (distillation.divergence.kind == loss::DivergenceKind::kJensenShannon) {
+    proto.set_beta(distillation.divergence.beta);
+  }
+  proto.set_top_k(static_cast<int32_t>(distillation.top_k));
+  proto.set_temperature(distillation.temperature);
+  return proto;
+}
+
 }  // namespace
 
 absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
@@ -189,6 +220,8 @@ absl::StatusOr<PolicyObjective> FromProto(const v1::PolicyObjective& proto) {
   if (proto.has_num_epochs()) out.updates.num_epochs = proto.num_epochs();
   if (proto.has_value_clip()) out.value_clip = proto.value_clip();
   out.routing_replay = proto.routing_replay();
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+      "distillation", DistillationFromProto(proto.distillation(), &out.distillation)));
   return out;
 }
 
@@ -198,6 +231,11 @@ absl::StatusOr<SupervisedObjective> FromProto(const v1::SupervisedObjective& pro
       Choose("aggregation", proto.aggregation(), kAggregations, &out.aggregation));
   if (out.aggregation == loss::Aggregation::kSeqMeanTokenSumNorm) {
     return InvalidField("aggregation", "SEQ_MEAN_TOKEN_SUM_NORM needs a policy objective");
+  }
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+      "distillation", DistillationFromProto(proto.distillation(), &out.distillation)));
+  if (proto.has_cross_entropy_coefficient()) {
+    out.cross_entropy_coefficient = proto.cross_entropy_coefficient();
   }
   return out;
 }
@@ -248,6 +286,7 @@ v1::PolicyObjective ToProto(const PolicyObjective& objective) {
   proto.set_rejection_level(NameOf(objective.rejection.level, kRejectionLevels));
   proto.set_rejection_estimator(NameOf(objective.rejection.estimator, kKlEstimators));
   proto.set_routing_replay(objective.routing_replay);
+  *proto.mutable_distillation() = ToProto(objective.distillation);
   return proto;
 }
 
@@ -264,6 +303,7 @@ ObjectiveSupport SupportOf(const config::v1::TrainerServerConfig& config) {
           // Without its adapters the model is one.
           .reference = !config.reference_model().empty() || config.has_lora(),
           .junior = !config.junior_model().empty(),
+          .teacher = !config.teacher_model().empty(),
           .frozen = config.speculator().freeze_base_model()};
 }
 

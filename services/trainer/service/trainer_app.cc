@@ -39,6 +39,7 @@ EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config,
   training::SetTrainingOptions(config, environment, &options);
   options.reference_model = config.reference_model();
   options.junior_model = config.junior_model();
+  options.teacher_model = config.teacher_model();
   options.loss_impl = config.batch().loss_impl();
   options.logits_chunk_bytes = config.batch().logits_chunk_bytes();
   options.speculator = ToSpeculatorSettings(config.speculator());

@@ -24,7 +24,7 @@
 
 namespace {
 
-using tandem::loss::KlDirection;
+using tandem::loss::DivergenceKind;
 using tandem::loss::LinearCrossEntropyLoss;
 using tandem::loss::LinearDivergenceLoss;
 using tandem::loss::LossMode;
@@ -147,11 +147,11 @@ class Bench {
   }
 
   absl::Status Divergence() {
-    const KlDirection direction =
-        options_.loss == "reverse_kl" ? KlDirection::kReverse : KlDirection::kForward;
+    const DivergenceKind kind =
+        options_.loss == "reverse_kl" ? DivergenceKind::kReverse : DivergenceKind::kForward;
     return divergence_
-        ->ForwardBackward(hidden_, teacher_hidden_, {.positions = rows_.positions}, direction,
-                          scales_[0], gradients_)
+        ->ForwardBackward(hidden_, teacher_hidden_, {.positions = rows_.positions}, {.kind = kind},
+                          scales_, gradients_)
         .status();
   }
 

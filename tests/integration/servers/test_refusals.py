@@ -233,6 +233,9 @@ def test_a_stream_must_hold_as_many_samples_as_it_says(trainer, good):
         ({"dual_clip": 0.5}, "dual_clip"),
         ({"off_policy_mask_threshold": -0.1}, "off_policy_mask_threshold"),
         ({"aggregation": "seq_mean_token_sum_norm"}, "norm_constant"),
+        ({"distillation": {"coefficient": -0.1}}, "distillation.coefficient"),
+        ({"distillation": {"top_k": 129}}, "distillation.top_k"),
+        ({"distillation": {"kind": "jensen_shannon", "beta": 1.0}}, "distillation.beta"),
     ],
 )
 def test_an_impossible_objective_is_refused(trainer, good, objective, field):

@@ -63,12 +63,15 @@ def uses_of(settings: RunSettings, purpose: Purpose) -> Uses:
     learner = learner_of(purpose)
     return Uses(
         trainer=learner == "trainer",
-        rollout=draws or answers_held_out(settings, purpose),
+        rollout=draws
+        or answers_held_out(settings, purpose)
+        or "junior" in settings.teachers_in(purpose).values(),
         critic=learner == "critic" or (draws_groups and objective.advantage_estimator == "gae"),
         junior=(draws_groups and settings.tandem.enabled)
         or kl_to == "junior"
         or any(mode != "solo" for mode in modes)
         or environment_asks_junior(settings, purpose)
+        or "junior" in settings.teachers_in(purpose).values()
         or any(drafts.method == "junior" for drafts in drafts_in(settings, purpose).values()),
         reference=kl_to == "trainer",
         trainer_junior=junior_kl and objective.junior_kl_kind != "forward_sampled",

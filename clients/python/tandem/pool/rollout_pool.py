@@ -15,7 +15,7 @@ from tandem.pool.replicas import PoolCounts, Replica
 from tandem.pool.request import Admit, PoolState
 from tandem.pool.scoring import PoolScoring, Scored, ScoreOptions
 from tandem.rpc.client import RolloutClient
-from tandem.rpc.requests import Collector, Prompt, ScoredTokens, ToScore
+from tandem.rpc.requests import Collector, Prompt, ScoredTokens, SupervisedSample, ToScore
 from tandem.rpc.retry import ONCE, RetryPolicy
 from tandem.utils.progress import Progress
 
@@ -31,6 +31,12 @@ def response_to_score(trajectory: trajectory_pb2.Trajectory) -> ScoredTokens:
     prompt = trajectory.prompt_token_ids
     ids = [*prompt, *trajectory.response_token_ids]
     return ScoredTokens(ids, len(prompt), tuple(trajectory.vision_inputs))
+
+
+def text_to_score(text: SupervisedSample) -> ScoredTokens:
+    """Returns a prompt with a given response as a sequence to score, the response alone."""
+    prompt = text.prompt_token_ids
+    return ScoredTokens([*prompt, *text.response_token_ids], len(prompt), tuple(text.vision_inputs))
 
 
 def _require_answer(client: RolloutClient) -> None:
@@ -112,14 +118,16 @@ class RolloutPool:
         senior: bool = False,
         junior: bool = False,
         temperature: float | None = None,
+        num_top_logprobs: int = 0,
         admit: Admit | None = None,
     ) -> list[Scored]:
         """Scores every (token ids, index of the first scored token), in order.
 
-        `senior` and `junior` choose the models. `admit` and failures are as in generate(); a
+        `senior` and `junior` choose the models; with `num_top_logprobs` as many of their likeliest
+        tokens come, too. `admit` and failures are as in generate(); a
         server without a junior raises FailedPreconditionError (NO_JUNIOR).
         """
-        options = ScoreOptions(senior, junior, temperature)
+        options = ScoreOptions(senior, junior, temperature, num_top_logprobs)
         self._state.progress.expect(len(sequences))
         return PoolScoring(self._state, sequences, options, admit or _require_answer).run()
 

@@ -65,6 +65,10 @@ def check_servers(
         if environment_asks_junior(settings, purpose):
             with problems.collect():
                 require_junior("environment.junior", rollout.has_junior, rollout.whose)
+        for name, source in settings.teachers_in(purpose).items():
+            if source == "junior":
+                with problems.collect():
+                    require_junior(f"teachers.{name}: junior", rollout.has_junior, rollout.whose)
         if purpose != "train":
             continue
         if settings.tandem.enabled:

@@ -19,17 +19,27 @@ def obstacles(settings: RunSettings) -> list[str]:
     estimator = _estimator(settings)
     tandem = settings.tandem
     coins = tandem.enabled and tandem.selection_strategy in (None, "bernoulli", "word")
+    # A teacher says something of every response, whatever its reward.
+    by_reward = not settings.distils and estimator not in UNGROUPED
     mixed = coins and tandem.prob_senior not in (0, 1)
-    if settings.sampling.temperature == 0 and estimator not in UNGROUPED and not mixed:
+    if settings.sampling.temperature == 0 and by_reward and not mixed:
         found.append(
             "sampling.temperature: 0: all responses to a prompt are the same, and each gets "
             "advantage 0"
         )
-    if settings.batch.samples_per_prompt == 1 and estimator not in UNGROUPED:
+    if settings.batch.samples_per_prompt == 1 and by_reward:
         found.append(
             f"batch.samples_per_prompt: 1: {estimator} compares the responses to a prompt, and a "
             "single one gets advantage 0"
         )
+    if all(one.function == "none" for one in settings.reward_functions):
+        if settings.batch.filter_groups is not None:
+            found.append("batch.filter_groups: drops every group of reward.function: none")
+        elif not (settings.distils or settings.objective.junior_kl_coefficient):
+            found.append(
+                "reward.function: none: every response gets 0, and there is no teacher to learn "
+                "from (objective.distillation)"
+            )
     if coins and tandem.prob_senior == 0 and not settings.objective.junior_token_loss_weight:
         found.append(
             "tandem.prob_senior: 0: the junior writes every token, but "
@@ -42,14 +52,15 @@ class FlatRewards:
     """Notices that no group of the first steps had rewards that differ."""
 
     def __init__(self, settings: RunSettings) -> None:
+        self._distils = settings.distils
         self._by_group = _estimator(settings) not in UNGROUPED
         self._steps = 0
         self._varied = False
 
     def add(self, line: Mapping[str, Any]) -> str | None:
         """Takes a line of metrics.jsonl; a warning after FLAT_STEPS steps without variance."""
-        if line["reward/min"] is None:
-            return None  # No response has a reward.
+        if self._distils or line["reward/min"] is None:
+            return None  # A teacher is learnt from, or no response has a reward.
         self._steps += 1
         if self._by_group:
             self._varied |= line["reward/frac_zero_std"] < 1

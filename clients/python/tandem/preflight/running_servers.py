@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,14 +34,14 @@ class RunningServers:
         trainer: the client of the server that the run trains, which answered `trainer_info`: the
             trainer, or the critic that becomes a reward model.
         critics: the model of the critic, if the run has one that answers.
-        reference: the model of the reference, if it is a server of its own.
+        frozen: the models of the reference and of teachers that are servers of their own.
     """
 
     trainer: TrainerClient | CriticClient
     trainer_info: LearnerInfo
     rollouts: Mapping[str, rollout_pb2.GetServerInfoResponse]
     critics: Mapping[str, server_pb2.ModelInfo] = field(default_factory=dict)
-    reference: server_pb2.ModelInfo | None = None
+    frozen: Sequence[server_pb2.ModelInfo] = ()
 
 
 def check_running(
@@ -58,15 +58,14 @@ def check_running(
     models = {trainer_name: trainer.server.model}
     models |= {whose: info.server.model for whose, info in servers.rollouts.items()}
     models |= servers.critics
-    if settings.reference == "junior" and purpose == "train":
+    to_junior = settings.reference == "junior" and purpose == "train"
+    if to_junior or "junior" in settings.teachers_in(purpose).values():
         with problems.collect():
             checks.check_same_junior(servers.rollouts)
     if draws_responses(settings, purpose) and settings.start_from in (None, "base"):
         with problems.collect():
             checks.check_same_senior(trainer, servers.rollouts)
-    alone = [trainer.server.model, *servers.critics.values()]
-    if servers.reference is not None:
-        alone.append(servers.reference)
+    alone = [trainer.server.model, *servers.critics.values(), *servers.frozen]
     facts = ServerFacts(
         # A critic does not tell; it refuses a step that is too large.
         getattr(trainer, "max_samples", INT32_MAX),

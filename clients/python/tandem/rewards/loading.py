@@ -25,7 +25,7 @@ def load_function(name: str, folder: Path, field: str) -> Callable[..., Any]:
     source, colon, attribute = name.rpartition(":")
     if not colon:
         raise ConfigError(
-            f"{field}: {name!r} is not one of exact_match, reasoning_gym, "
+            f"{field}: {name!r} is not one of exact_match, reasoning_gym, none, "
             "module:function, path/file.py:function"
         )
     file = folder / source if source.endswith(".py") else None

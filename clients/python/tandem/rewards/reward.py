@@ -317,7 +317,7 @@ class _Function:
         if self._is_environment or self.server is not None:
             return
         if self._builtin is not None:
-            needs = {"reasoning_gym": _scorer, "gsm8k": _number}.get(
+            needs = {"reasoning_gym": _scorer, "gsm8k": _number, "none": _nothing}.get(
                 self._settings.function, _answer
             )
             for example in examples:
@@ -491,6 +491,8 @@ def _builtin(
     extract = answer_extractor(settings.answer_pattern)
     if settings.function == "exact_match":
         return lambda example, response: float(extract(response) == _answer(example, field))
+    if settings.function == "none":
+        return lambda _, __: 0.0
     if settings.function == "gsm8k":
         return lambda example, response: gsm8k(response, _answer(example, field, "gsm8k"))
     if settings.function == "reasoning_gym":
@@ -508,6 +510,10 @@ def _answer(example: Example, field: str, function: str = "exact_match") -> str:
             hint="data.columns: {answer: COLUMN} names another column",
         )
     return str(answer).strip()
+
+
+def _nothing(example: Example, field: str) -> None:
+    """Accepts every row."""
 
 
 def _number(example: Example, field: str) -> None:

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-import grpc
-
 from tandem._proto.critic.v1 import critic_pb2
 from tandem._proto.types.v1 import server_pb2
-from tandem.errors import ConfigError, FailedPreconditionError, RpcError
+from tandem.errors import ConfigError, RpcError
 from tandem.rewards.judges.cases import Failure, Outcome, number_of
 from tandem.rewards.judges.responses import Response
 from tandem.rpc.client import CriticClient
+from tandem.rpc.frozen_weights import require_weights
 from tandem.rpc.requests import SupervisedSample
 from tandem.rpc.retry import ONCE
 from tandem.rpc.wire import from_tensor
@@ -102,7 +101,7 @@ class RewardServer:
         except RpcError as error:
             outcomes = [Failure(error.message)] * len(asked)
         else:
-            self._require_weights(replies)
+            require_weights(f"{self._field}.server", self.address, replies, self.weights)
             outcomes = [number_of(from_tensor(one.final_value)[0]) for one in replies]
         for (_, future), outcome in zip(asked, outcomes, strict=True):
             future.set_result(outcome)
@@ -112,16 +111,3 @@ class RewardServer:
         if self._client is not None:
             self._client.close()
             self._client = None
-
-    def _require_weights(self, replies: Sequence[critic_pb2.ComputeValuesResponse]) -> None:
-        for one in replies:
-            if one.weights != self.weights:
-                held, first = one.weights, self.weights
-                raise FailedPreconditionError(
-                    f"{self._field}.server: {self.address} holds version {held.version} with "
-                    f"digest {held.digest}, the run began with version {first.version} with "
-                    f"{first.digest}",
-                    code=grpc.StatusCode.FAILED_PRECONDITION,
-                    reason="WEIGHTS_DIFFER",
-                    hint="does a trainer teach it, or was it restarted with another model?",
-                )

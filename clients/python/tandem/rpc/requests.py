@@ -14,7 +14,7 @@ import grpc
 from tandem._proto.critic.v1 import critic_pb2
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem._proto.trainer.v1 import trainer_pb2
-from tandem._proto.types.v1 import trajectory_pb2
+from tandem._proto.types.v1 import tensor_pb2, trajectory_pb2
 from tandem.errors import ConfigError, RpcError
 from tandem.rpc.generate_events import PromptFailed, SampleFinished, read_event
 from tandem.rpc.images import VisionInput, VisionInputs, messages
@@ -247,6 +247,36 @@ class Collector:
 
 
 @dataclass(frozen=True)
+class TeacherTokens:
+    """What a teacher says of the tokens of a response, for distillation.
+
+    Attributes:
+        name: the teacher's name in the report; may be empty.
+        top_token_ids: the likeliest tokens of the teacher at each place of the response, int32
+            [tokens, top_k], or the message that Score gave; None where the trainer's teacher_model
+            is the teacher.
+        top_logprobs: their log-probabilities, float32 of the same shape, or the message.
+    """
+
+    name: str = ""
+    top_token_ids: Any = None
+    top_logprobs: Any = None
+
+    def message(self) -> trainer_pb2.TeacherTokens:
+        """Returns the message of the contract."""
+        message = trainer_pb2.TeacherTokens(name=self.name)
+        if self.top_token_ids is not None:
+            message.top_token_ids.CopyFrom(_tensor(self.top_token_ids, "<i4"))
+        if self.top_logprobs is not None:
+            message.top_logprobs.CopyFrom(_tensor(self.top_logprobs, "<f4"))
+        return message
+
+
+def _tensor(values: Any, dtype: str) -> tensor_pb2.Tensor:
+    return values if isinstance(values, tensor_pb2.Tensor) else to_tensor(values, dtype)
+
+
+@dataclass(frozen=True)
 class PolicySample:
     """One response with its reward, for a policy-gradient step."""
 
@@ -256,6 +286,7 @@ class PolicySample:
     advantages: Sequence[float] | None = None
     old_logprobs: Sequence[float] | None = None
     reference_logprobs: Sequence[float] | None = None
+    teacher: TeacherTokens | None = None
 
     def messages(self) -> list[trainer_pb2.TrainStepRequest]:
         """Returns the messages of the contract: parts of a long routing record, then the sample."""
@@ -272,6 +303,8 @@ class PolicySample:
             sample.old_logprobs.CopyFrom(to_tensor(self.old_logprobs))
         if self.reference_logprobs is not None:
             sample.reference_logprobs.CopyFrom(to_tensor(self.reference_logprobs))
+        if self.teacher is not None:
+            sample.teacher.CopyFrom(self.teacher.message())
         parts = []
         if self.trajectory.HasField("routed_experts"):
             data = sample.trajectory.routed_experts.data
@@ -289,13 +322,15 @@ class SupervisedSample:
     """A prompt, with its images and videos, and the response to learn.
 
     `weights` are of any sign, one for each token of the response; None: each is 1. They need the
-    aggregation `token_sum`: the loss is the sum of -weight * log-probability.
+    aggregation `token_sum`: the loss is the sum of -weight * log-probability. `teacher` is for
+    distillation.
     """
 
     prompt_token_ids: Sequence[int]
     response_token_ids: Sequence[int]
     vision_inputs: VisionInputs = ()
     weights: Sequence[float] | None = None
+    teacher: TeacherTokens | None = None
 
     def messages(self) -> list[trainer_pb2.TrainStepRequest]:
         """Returns the message of the contract, in a list as for every sample."""
@@ -306,6 +341,8 @@ class SupervisedSample:
         )
         if self.weights is not None:
             sample.weights.CopyFrom(to_tensor(self.weights))
+        if self.teacher is not None:
+            sample.teacher.CopyFrom(self.teacher.message())
         return [trainer_pb2.TrainStepRequest(supervised_sample=sample)]
 
 

@@ -97,7 +97,7 @@ def _enum_number(enum: EnumDescriptor, name: str, path: str) -> int:
 
 
 def message_record(message: Message) -> dict[str, Any]:
-    """Returns the fields of a message that has no inner messages; None is "not set".
+    """Returns the fields of a message, inner messages as mappings; None is "not set".
 
     Enums are given by their short names.
     """
@@ -107,7 +107,8 @@ def message_record(message: Message) -> dict[str, Any]:
             record[field.name] = enum_name(message, field.name) or None
         else:
             known = not field.has_presence or message.HasField(field.name)
-            record[field.name] = getattr(message, field.name) if known else None
+            value = getattr(message, field.name) if known else None
+            record[field.name] = message_record(value) if isinstance(value, Message) else value
     return record
 
 

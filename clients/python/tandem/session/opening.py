@@ -20,6 +20,7 @@ from tandem.rpc.retry import ONCE
 from tandem.session.preparing import Prepared, prepare
 from tandem.session.reference import JuniorReference
 from tandem.session.session import Session
+from tandem.session.teachers import Teachers
 from tandem.settings.cluster import ServersSettings
 from tandem.settings.run import Purpose, RunSettings
 from tandem.utils.progress import Progress
@@ -139,10 +140,24 @@ def _connected(
         f"the rollout server at {client.address}": one
         for client, one in zip(clients, infos, strict=True)
     }
-    reference = prepared.reference
-    running = RunningServers(trainer, info, named, critics, reference and reference.model)
+    reference, settings = prepared.reference, inputs.settings
+    frozen = [one.model for one in prepared.teachers.values()]
+    if reference is not None:
+        frozen.append(reference.server.model)
+    running = RunningServers(trainer, info, named, critics, frozen)
     facts, in_force = check_running(running, inputs, problems)
-    to_junior = inputs.settings.reference == "junior" and inputs.purpose == "train"
+    to_junior = settings.reference == "junior" and inputs.purpose == "train"
+    teachers = None
+    if settings.distils:
+        distillation = settings.distillation()
+        teachers = Teachers(
+            settings.teachers,
+            settings.teacher_column,
+            distillation.get("top_k", 0),
+            distillation.get("temperature", 0.0),
+            prepared.teachers,
+            rollouts,
+        )
     return Session(
         settings=inputs.settings,
         purpose=inputs.purpose,
@@ -159,6 +174,7 @@ def _connected(
         rollouts=rollouts,
         critic_address=critic_address,
         reference=JuniorReference(rollouts) if to_junior else reference,
+        teachers=teachers,
         longest_sequence=facts.max_model_len,
         in_force=prepared.in_force | in_force,
     )

@@ -16,19 +16,19 @@ from tandem.data.dataset import Dataset
 from tandem.environments.contract import EnvironmentClass
 from tandem.environments.run_environment import RunEnvironment, load_environment
 from tandem.errors import ConfigError
-from tandem.pool.replicas import Replica
-from tandem.pool.rollout_pool import RolloutPool
 from tandem.preflight import checks
 from tandem.preflight.inputs import Inputs, read_inputs
 from tandem.preflight.learnability import obstacles
 from tandem.preflight.own_cluster import plan_cluster
 from tandem.preflight.problems import Problems
+from tandem.preflight.teachers import check_distillation
 from tandem.preflight.vocabulary import check_vocabulary
 from tandem.rewards.reward import READING_PATTERNS, Reward
 from tandem.rewards.server import RewardServer
-from tandem.rpc.client import CriticClient, RolloutClient
+from tandem.rpc.client import CriticClient
 from tandem.rpc.credentials import Credentials
 from tandem.session.connections import Connections
+from tandem.session.frozen_server import FrozenServer
 from tandem.session.reference import ServerReference
 from tandem.settings.cluster import ClusterSettings, ServersSettings
 from tandem.settings.paths import model_settings
@@ -52,6 +52,7 @@ class Prepared:
         reward: None if it is refused, which is among the problems.
         servers: the addresses of the servers, unless the run starts them.
         environment: None for a run without episodes, or if it is refused.
+        teachers: the teachers that are running rollout servers, by name.
         cluster: the cluster that the run starts, without problems; None if it uses running servers.
         in_force: sections of the settings with the servers' defaults, as far as they are known.
     """
@@ -64,6 +65,7 @@ class Prepared:
     connections: Connections
     servers: ServersSettings
     reference: ServerReference | None
+    teachers: dict[str, FrozenServer]
     cluster: ClusterSettings | None
     in_force: dict[str, Any]
 
@@ -103,6 +105,10 @@ def prepare(
         problems.raise_any()
         _wait_for(servers, credentials, uses_of(settings, purpose))
     reference = cluster = None
+    teachers: dict[str, FrozenServer] = {}
+    if purpose in ("train", "sft"):
+        check_distillation(settings, purpose, servers.rollout or (), inputs.data_sets, problems)
+        teachers = _connect_teachers(inputs, connections, problems, stack)
     with problems.collect():
         checks.check_async(settings, purpose)
     if purpose == "train":
@@ -133,6 +139,7 @@ def prepare(
         connections,
         servers,
         reference,
+        teachers,
         cluster,
         in_force,
     )
@@ -300,14 +307,29 @@ def _connect_reference(
     address = inputs.settings.reference_address
     if address is None:
         return None
-    client = stack.enter_context(RolloutClient(address, **connections.options()))
-    reference = None
     with problems.collect():
-        info = client.info()
-        server = RolloutPool([Replica.of(client, info)], retry=connections.retry)
-        stack.callback(server.close)
-        model = info.server.model
-        reference = ServerReference(server, model, client.weights_version())
-        if inputs.codec is not None:
-            check_vocabulary(inputs.codec, model, f"the reference at {address}")
-    return reference
+        return ServerReference(
+            FrozenServer.connect(
+                "reference", "the reference", address, inputs.codec, connections, stack
+            )
+        )
+    return None
+
+
+def _connect_teachers(
+    inputs: Inputs, connections: Connections, problems: Problems, stack: ExitStack
+) -> dict[str, FrozenServer]:
+    """Opens the running rollout servers that are teachers, by name."""
+    servers = {}
+    for name, address in inputs.settings.teachers.items():
+        if ":" in address:
+            with problems.collect():
+                servers[name] = FrozenServer.connect(
+                    f"teachers.{name}",
+                    f"the teacher {name}",
+                    address,
+                    inputs.codec,
+                    connections,
+                    stack,
+                )
+    return servers

@@ -6,14 +6,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import grpc
 import numpy as np
 
-from tandem._proto.types.v1 import server_pb2, trajectory_pb2
-from tandem.errors import FailedPreconditionError
-from tandem.pool.rollout_pool import RolloutPool, response_to_score
+from tandem._proto.types.v1 import trajectory_pb2
+from tandem.pool.rollout_pool import RolloutPool, response_to_score, text_to_score
 from tandem.rpc.logprobs import LogProbs
 from tandem.rpc.requests import PolicySample, ScoredTokens, SupervisedSample
+from tandem.session.frozen_server import FrozenServer
 
 
 class Reference(ABC):
@@ -55,22 +54,10 @@ class JuniorReference(Reference):
 
 
 class ServerReference(Reference):
-    """The senior of a rollout server that no trainer publishes to.
+    """The senior of a rollout server that no trainer publishes to."""
 
-    Attributes:
-        model: the server's senior.
-        weights: the weights that it must hold as long as the run lasts.
-    """
-
-    def __init__(
-        self,
-        server: RolloutPool,
-        model: server_pb2.ModelInfo,
-        weights: server_pb2.WeightsVersion,
-    ) -> None:
-        self.model = model
-        self.weights = weights
-        self._server = server
+    def __init__(self, server: FrozenServer) -> None:
+        self.server = server
 
     def logprobs(self, responses: Sequence[trajectory_pb2.Trajectory]) -> list[np.ndarray]:
         """Raises FailedPreconditionError if the server holds other weights than before."""
@@ -79,34 +66,11 @@ class ServerReference(Reference):
 
     def of_texts(self, texts: Sequence[SupervisedSample]) -> list[np.ndarray]:
         """Returns float32 [L] of the response of every text; raises as logprobs() does."""
-        return self._scored(
-            [
-                ScoredTokens(
-                    [*one.prompt_token_ids, *one.response_token_ids],
-                    len(one.prompt_token_ids),
-                    one.vision_inputs,
-                )
-                for one in texts
-            ],
-            temperature=1.0,
-        )
+        return self._scored([text_to_score(one) for one in texts], temperature=1.0)
 
     def _scored(self, sequences: Sequence[ScoredTokens], temperature: float) -> list[np.ndarray]:
-        scored = self._server.score(sequences, senior=True, temperature=temperature)
-        for one in scored:
-            if one.weights != self.weights:
-                raise self._changed(one.weights)
+        scored = self.server.score(sequences, temperature)
         return [one.senior for one in scored]
-
-    def _changed(self, held: server_pb2.WeightsVersion) -> FailedPreconditionError:
-        [client] = self._server.clients
-        return FailedPreconditionError(
-            f"reference: {client.address} holds version {held.version} with digest {held.digest}, "
-            f"the run began with version {self.weights.version} with {self.weights.digest}",
-            code=grpc.StatusCode.FAILED_PRECONDITION,
-            reason="WEIGHTS_DIFFER",
-            hint="does a trainer publish to it, or was it restarted with another model?",
-        )
 
 
 def _temperature(responses: Sequence[trajectory_pb2.Trajectory]) -> float:

@@ -32,6 +32,7 @@ from tandem.session.connections import Connections
 from tandem.session.publisher import Publisher
 from tandem.session.reference import Reference, ServerReference
 from tandem.session.step_progress import StepProgress
+from tandem.session.teachers import Teachers
 from tandem.session.weight_errors import (
     changed_weights,
     in_words,
@@ -82,6 +83,7 @@ class Session:
         rollouts: none for supervised training, unless servers are named for it, it evaluates, or
             it learns the senior's own responses.
         reference: the KL's reference, if it is not the trainer's own model.
+        teachers: those of the run's distillation; None without one.
         longest_sequence: most tokens of a prompt with its response that every server holds.
         in_force: sections of the settings with the servers' defaults, as in CheckedRun.
     """
@@ -101,6 +103,7 @@ class Session:
     rollouts: RolloutPool
     critic_address: str | None
     reference: Reference | None
+    teachers: Teachers | None
     longest_sequence: int
     in_force: dict[str, Any]
 
@@ -393,8 +396,8 @@ class Session:
             **sampling,
         }
         if isinstance(self.reference, ServerReference):
-            record["models"]["reference"] = _model_record(self.reference.model)
-            record["reference_weights"] = message_record(self.reference.weights)
+            record["models"]["reference"] = _model_record(self.reference.server.model)
+            record["reference_weights"] = message_record(self.reference.server.weights)
         # They are open where the run has something to judge.
         judges = {name: one for name, one in self.reward.servers.items() if one.is_open}
         if judges:
@@ -402,6 +405,9 @@ class Session:
                 name: _model_record(one.model) | {"weights": message_record(one.weights)}
                 for name, one in judges.items()
             }
+        for name, server in (self.teachers.servers if self.teachers else {}).items():
+            record["models"][f"teacher {name}"] = _model_record(server.model)
+            record.setdefault("teacher_weights", {})[name] = message_record(server.weights)
         return record
 
 

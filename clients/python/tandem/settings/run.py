@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
 from tandem._proto.trainer.v1.objective_pb2 import PolicyObjective
@@ -34,12 +34,13 @@ from tandem.settings.cluster import (
 )
 from tandem.settings.environment import EnvironmentSettings
 from tandem.settings.paths import absolute, name_model, senior_of
+from tandem.settings.teachers import DEFAULT_TOP_K, Teachers
 
 # Steps of a run that names neither `steps` nor `epochs`.
 DEFAULT_STEPS = 10
 
 # Reward functions of this package.
-BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym", "environment")
+BUILTIN_REWARDS = ("exact_match", "gsm8k", "math", "reasoning_gym", "environment", "none")
 
 # The one of them that gives what the environment's get_reward() gives.
 ENVIRONMENT_REWARD = "environment"
@@ -197,7 +198,8 @@ class RewardFunctionSettings(Settings):
     """A function that judges responses, and the way to call it."""
 
     # "module:function", "path/file.py:function", or a builtin: "exact_match", "gsm8k", "math",
-    # "reasoning_gym", "environment" (get_reward() of the run's environment).
+    # "reasoning_gym", "environment" (get_reward() of the run's environment), "none" (0 for every
+    # response, which leaves distillation alone).
     function: Text = "exact_match"
     # HOST:PORT of a critic server, in the place of a function: the reward is the score that its
     # model gives the prompt with the response. No trainer teaches it.
@@ -343,18 +345,21 @@ class SpeculativeSettings(Settings):
         return self.method != "none" and self.acceptance_rule != "exact"
 
 
-def _objective_settings() -> type[Settings]:
-    """Returns the section whose fields are those of PolicyObjective, with the contract's types."""
+def _objective_settings(message: Descriptor, name: str) -> type[Settings]:
+    """Returns the section whose fields are those of an objective, with the contract's types."""
     types: dict[int, Any] = {
         FieldDescriptor.TYPE_DOUBLE: float,
         FieldDescriptor.TYPE_INT32: Annotated[int, Field(ge=-INT32_MAX - 1, le=INT32_MAX)],
         FieldDescriptor.TYPE_BOOL: bool,
     }
     fields: dict[str, Any] = {}
-    for field in PolicyObjective.DESCRIPTOR.fields:
+    for field in message.fields:
         if field.name == "reference_logprobs":
             continue  # It follows from the run's `reference`.
-        if field.enum_type is None:
+        if field.message_type is not None:
+            inner = field.message_type
+            kind = _objective_settings(inner, f"{inner.name}Settings")
+        elif field.enum_type is None:
             kind = types[field.type]
         else:
             # Only a training loop of the user's own can give numbers with each sample.
@@ -362,11 +367,11 @@ def _objective_settings() -> type[Settings]:
                 tuple(name for name in enum_names(field.enum_type) if name != "provided")
             ]
         fields[field.name] = (kind | None, None)
-    return create_model("ObjectiveSettings", __base__=Settings, **fields)
+    return create_model(name, __base__=Settings, **fields)
 
 
 # A field that is not set takes the trainer's default; objective.proto explains every field.
-ObjectiveSettings = _objective_settings()
+ObjectiveSettings = _objective_settings(PolicyObjective.DESCRIPTOR, "ObjectiveSettings")
 
 
 class KlControlSettings(Settings):
@@ -424,6 +429,8 @@ class SftSettings(Settings):
     response: Text = "{answer}"
     # With `responses: rows`: whether the tokenizer's end-of-sequence token ends the response.
     append_eos: bool = True
+    # Factor of the cross-entropy beside objective.distillation; 0 learns from the teacher alone.
+    cross_entropy_coefficient: float = Field(1.0, ge=0)
 
 
 class DpoSettings(Settings):
@@ -639,6 +646,13 @@ class RunSettings(Settings):
     # rollout servers, not for `tandem dpo`. HOST:PORT: the senior of a rollout server that no
     # trainer publishes to.
     reference: Annotated[str, AfterValidator(_is_reference)] = "trainer"
+    # Teachers of objective.distillation, by name. trainer: the trainer's teacher_model, over the
+    # whole vocabulary. junior: the frozen junior of the rollout servers. HOST:PORT: the senior of a
+    # rollout server that no trainer publishes to. The last two are compared by their
+    # distillation.top_k likeliest tokens (32 where it is not set).
+    teachers: Teachers = Field({})
+    # Column that names the teacher of a row, with several of them.
+    teacher_column: Text | None = None
     # Adapts the KL coefficient during the run, which begins with objective.kl_coefficient.
     kl_control: KlControlSettings | None = None
     sft: SftSettings = SftSettings()
@@ -795,7 +809,32 @@ class RunSettings(Settings):
     def policy_objective(self) -> dict[str, Any]:
         """Returns the fields of PolicyObjective that a run sends with its steps."""
         source = {} if self.reference == "trainer" else {"reference_logprobs": "provided"}
-        return self.objective.given() | source
+        distillation = {"distillation": self.distillation()} if self.distils else {}
+        return self.objective.given() | source | distillation
+
+    @property
+    def distils(self) -> bool:
+        """Whether the run learns from teachers."""
+        return bool(self.distillation().get("coefficient"))
+
+    def distillation(self) -> dict[str, Any]:
+        """Returns the fields of Distillation that a run sends with its steps."""
+        by_trainer = not self.teachers or "trainer" in self.teachers.values()
+        top_k = {"top_k": 0 if by_trainer else DEFAULT_TOP_K}
+        return top_k | (self.objective.given().get("distillation") or {})
+
+    def teachers_in(self, purpose: Purpose) -> dict[str, str]:
+        """Returns the teachers that a command asks."""
+        return dict(self.teachers) if purpose in ("train", "sft") and self.distils else {}
+
+    def supervised_objective(self) -> dict[str, Any]:
+        """Returns the fields of SupervisedObjective that a run sends with its steps."""
+        if not self.distils:
+            return {}
+        return {
+            "distillation": self.distillation(),
+            "cross_entropy_coefficient": self.sft.cross_entropy_coefficient,
+        }
 
     def derived(self) -> dict[str, int]:
         """Returns the sizes that follow from the settings, as --dry-run shows them."""

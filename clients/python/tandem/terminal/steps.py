@@ -128,6 +128,7 @@ _PHASES = {
     "generate": "the trainer waits",
     "reward": "both wait",
     "reference": "the trainer waits",
+    "teachers": "the trainer waits",
     "train": "the rollout servers wait",
     "publish": "",
     "trajectories": "all wait for the disk",
@@ -138,6 +139,7 @@ _PHASES = {
 _ASYNC_PHASES = {
     "wait": "the trainer waits for rollouts",
     "reference": "the trainer waits",
+    "teachers": "the trainer waits",
     "train": "",
     "publish": "both wait",
     "trajectories": "the trainer waits for the disk",

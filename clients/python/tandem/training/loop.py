@@ -17,6 +17,7 @@ from tandem import tracing
 from tandem._proto.trainer.v1 import trainer_pb2
 from tandem._proto.types.v1 import server_pb2
 from tandem.cluster.plan import draws_responses
+from tandem.data.dataset import Example
 from tandem.errors import RewardError, TandemError
 from tandem.evaluation import Evaluation, evaluate
 from tandem.evaluation.answers import held_out
@@ -74,6 +75,9 @@ def train(
             if session.reference is not None and samples:
                 with clock.phase("reference"):
                     samples = session.reference.added_to(samples)
+            if session.teachers is not None and samples:
+                with clock.phase("teachers"):
+                    samples = session.teachers.added_to(samples, _examples(drawn.kept))
             with session.train_phase(clock):
                 report = _train_step(
                     session,
@@ -110,6 +114,13 @@ def _samples(groups: Sequence[Group]) -> list[PolicySample]:
         for group in groups
         for trajectory, reward in zip(group.trajectories, group.shaped_rewards, strict=True)
         if reward is not None
+    ]
+
+
+def _examples(groups: Sequence[Group]) -> list[Example]:
+    """Returns the row of each of _samples()."""
+    return [
+        group.example for group in groups for reward in group.shaped_rewards if reward is not None
     ]
 
 
@@ -224,12 +235,16 @@ def train_supervised(
                     SupervisedSample(one.token_ids, one.response_ids, one.vision_inputs)
                     for one in examples
                 ]
+            if session.teachers is not None:
+                with clock.phase("teachers"):
+                    samples = session.teachers.added_to(samples, examples)
             with session.train_phase(clock):
                 reply = session.trainer.train_step(
                     samples,
                     run_id=run.run_id,
                     step=step,
                     expected_version=loop.weights.version,
+                    objective=settings.supervised_objective(),
                     request_id=f"{run.run_id}/{step}",
                 )
             metrics: dict[str, Any] = {}

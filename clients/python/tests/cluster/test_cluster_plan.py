@@ -67,6 +67,9 @@ def test_a_cluster_without_a_model_is_what_its_sections_say():
     assert planned(cluster) == cluster
 
 
+ON = "objective.distillation.coefficient=1.0"
+
+
 def test_a_run_uses_what_its_settings_need(load, subtests):
     for overrides, purpose, uses in [
         ([], "train", Uses(critic=False)),
@@ -83,6 +86,21 @@ def test_a_run_uses_what_its_settings_need(load, subtests):
         (
             ["objective.junior_kl_coefficient=0.1", "objective.junior_kl_kind=forward_sampled"],
             "train",
+            Uses(critic=False),
+        ),
+        (
+            [ON, "teachers={t: trainer}", "tandem.enabled=false"],
+            "train",
+            Uses(critic=False, junior=False),
+        ),
+        (
+            [ON, "teachers={t: junior}", "tandem.enabled=false"],
+            "train",
+            Uses(critic=False),
+        ),
+        (
+            [ON, "teachers={t: junior}"],
+            "sft",
             Uses(critic=False),
         ),
         ([], "sft", Uses(rollout=False, critic=False, junior=False)),

@@ -14,6 +14,9 @@ def settings(**sections):
     )
 
 
+DISTILS = {"objective": {"distillation": {"coefficient": 1.0}}, "teachers": {"t": "junior"}}
+
+
 def test_settings_that_cannot_learn_are_named(subtests):
     for sections, named in [
         ({"sampling": {"temperature": 0}, "tandem": {"enabled": False}}, "sampling.temperature"),
@@ -31,6 +34,11 @@ def test_settings_that_cannot_learn_are_named(subtests):
             "batch.samples_per_prompt",
         ),
         ({"tandem": {"prob_senior": 0}}, "tandem.prob_senior"),
+        ({"reward": {"function": "none"}}, "reward.function"),
+        (
+            {"reward": {"function": "none"}, "batch": {"filter_groups": {}}, **DISTILS},
+            "batch.filter_groups",
+        ),
     ]:
         with subtests.test(sections=sections, named=named):
             [obstacle] = obstacles(settings(**sections))
@@ -56,6 +64,10 @@ def test_settings_that_can_learn_are_left_alone(subtests):
         {"tandem": {"prob_senior": 0}, "objective": {"junior_token_loss_weight": 0.5}},
         {"tandem": {"prob_senior": 0, "selection_strategy": "alternating"}},
         {"tandem": {"prob_senior": 0, "enabled": False}},
+        # A teacher says something of every response.
+        {"reward": {"function": "none"}, **DISTILS},
+        {"batch": {"samples_per_prompt": 1}, "sampling": {"temperature": 0}, **DISTILS},
+        {"reward": {"function": "none"}, "objective": {"junior_kl_coefficient": 0.1}},
     ]:
         with subtests.test(sections=sections):
             assert obstacles(settings(**sections)) == []
@@ -84,3 +96,8 @@ def test_without_groups_rewards_may_be_equal_within_a_prompt(estimator):
     assert [flat.add(line(1.0)) for _ in range(4)] == [None] * 4
     flat = FlatRewards(ungrouped)
     assert [flat.add(line(1.0, 1.0, 1.0)) is None for _ in range(4)] == [True, True, False, True]
+
+
+def test_a_run_with_a_teacher_needs_no_rewards_that_differ():
+    flat = FlatRewards(settings(**DISTILS))
+    assert [flat.add(line(1.0, 0.0, 0.0)) for _ in range(5)] == [None] * 5

@@ -8,7 +8,7 @@ import pytest
 import tandem
 from tandem._proto.config.v1.server_config_pb2 import LoraOptions
 from tandem._proto.rollout.v1.rollout_pb2 import SpeculativeConfig
-from tandem._proto.trainer.v1.objective_pb2 import PolicyObjective
+from tandem._proto.trainer.v1.objective_pb2 import Distillation, PolicyObjective
 from tandem._proto.types.v1.sampling_pb2 import SamplingParams, TandemConfig
 from tandem.errors import ConfigError
 from tandem.rpc.credentials import FIELDS
@@ -298,6 +298,7 @@ MESSAGES = {
     ObjectiveSettings: PolicyObjective,
     SpeculativeSettings: SpeculativeConfig,
     LoraSettings: LoraOptions,
+    ObjectiveSettings.model_fields["distillation"].annotation.__args__[0]: Distillation,
 }
 
 

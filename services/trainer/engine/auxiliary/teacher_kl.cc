@@ -1,7 +1,5 @@
 #include "services/trainer/engine/auxiliary/teacher_kl.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <numeric>
 #include <vector>
 
@@ -16,16 +14,8 @@ absl::StatusOr<std::unique_ptr<TeacherKl>> TeacherKl::Create(
     loss::LinearCrossEntropyLoss* senior_loss, int64_t logits_chunk_bytes) {
   std::unique_ptr<TeacherKl> kl(new TeacherKl(senior_loss));
   if (teacher == nullptr || senior_loss == nullptr) return kl;
-  at::Tensor teacher_weight = teacher->output_weight();
-  if (!senior.vocabulary.is_whole()) {
-    teacher_weight = teacher_weight.narrow(0, senior.vocabulary.first, senior.weight.size(0));
-  }
-  TANDEM_ASSIGN_OR_RETURN(kl->divergence_, loss::LinearDivergenceLoss::Create(
-                                               senior.weight, teacher_weight,
-                                               {.logits_chunk_bytes = logits_chunk_bytes,
-                                                .vocabulary = senior.vocabulary,
-                                                .soft_cap = senior.soft_cap,
-                                                .teacher_soft_cap = teacher->logit_soft_cap()}));
+  TANDEM_ASSIGN_OR_RETURN(kl->divergence_,
+                          TeacherDivergence::Create(senior, *teacher, logits_chunk_bytes));
   return kl;
 }
 
@@ -38,26 +28,17 @@ absl::Status TeacherKl::AddGradients(const Teacher& teacher, const training::Mic
   if (teacher.direction == TeacherDirection::kForwardSampled) {
     return AddSampled(input, hidden, rows, gradients, sums);
   }
-  const at::NoGradGuard no_grad;
-  CausalContext context;
-  RaggedBatch batch = input.batch;
-  batch.routing = {};  // is the senior's
-  const at::Tensor teacher_hidden = teacher.model->HiddenStates(batch, context);
-  const absl::Span<const double> temperatures = input.rows.Of(rows.temperatures);
-  // All rows of a mini-batch have the same scale.
-  const double scale = input.rows.Of(rows.scales).front();
+  const absl::Span<const double> scales = input.rows.Of(rows.scales);
   TANDEM_ASSIGN_OR_RETURN(
       const std::vector<double> kl,
-      divergence_->ForwardBackward(hidden, teacher_hidden,
-                                   {.positions = input.positions,
-                                    .temperatures = {temperatures.begin(), temperatures.end()}},
-                                   teacher.direction == TeacherDirection::kReverse
-                                       ? loss::KlDirection::kReverse
-                                       : loss::KlDirection::kForward,
-                                   scale, gradients));
+      divergence_->AddGradients(input, hidden,
+                                {.kind = teacher.direction == TeacherDirection::kReverse
+                                             ? loss::DivergenceKind::kReverse
+                                             : loss::DivergenceKind::kForward},
+                                input.rows.Of(rows.temperatures), scales, gradients));
   const double sum = std::accumulate(kl.begin(), kl.end(), 0.0);
   sums.kl += sum;
-  sums.loss += scale * sum;
+  sums.loss += scales.front() * sum;  // all rows of a mini-batch have the same scale
   return absl::OkStatus();
 }
 

@@ -11,9 +11,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/loss/logits/linear_cross_entropy.h"
-#include "common/loss/logits/linear_divergence.h"
 #include "common/model/model.h"
 #include "common/parallel/strategy.h"
+#include "services/trainer/engine/auxiliary/teacher_divergence.h"
 #include "services/trainer/engine/steps/step_metrics.h"
 #include "services/trainer/engine/steps/teacher.h"
 #include "services/trainer/engine/steps/training_rows.h"
@@ -49,7 +49,7 @@ class TeacherKl {
 
   loss::LinearCrossEntropyLoss* const senior_loss_;
   // Null without a teacher, and on a rank that computes no output.
-  std::unique_ptr<loss::LinearDivergenceLoss> divergence_;
+  std::unique_ptr<TeacherDivergence> divergence_;
 };
 
 }  // namespace tandem::trainer

@@ -94,6 +94,12 @@ absl::StatusOr<TrainerModels> LoadTrainerModels(const EngineOptions& options,
       models.teacher_kl,
       TeacherKl::Create(output, models.junior.get(), models.loss.get(),
                         LogitsChunkBytes(options.logits_chunk_bytes, model.num_token_ids())));
+  TANDEM_ASSIGN_OR_RETURN(models.teacher,
+                          LoadFrozen("teacher_model", "teacher", options.teacher_model, core));
+  TANDEM_ASSIGN_OR_RETURN(
+      models.distiller,
+      Distiller::Create(output, core.strategy().computes_output(), models.teacher.get(),
+                        LogitsChunkBytes(options.logits_chunk_bytes, model.num_token_ids())));
   if (!options.speculator.adapter.empty()) {
     auto speculator = SpeculatorTrainer::Create(options, core);
     if (!speculator.ok()) return PrependFieldPath("speculator", speculator.status());

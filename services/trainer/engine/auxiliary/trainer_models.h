@@ -8,6 +8,7 @@
 #include "common/coauthoring/vocabulary.h"
 #include "common/loss/logits/linear_cross_entropy.h"
 #include "common/model/model.h"
+#include "services/trainer/engine/auxiliary/distiller.h"
 #include "services/trainer/engine/auxiliary/speculator_trainer.h"
 #include "services/trainer/engine/auxiliary/teacher_kl.h"
 #include "services/trainer/engine/steps/objective.h"
@@ -31,6 +32,8 @@ struct TrainerModels {
   std::unique_ptr<Model> junior = nullptr;
   // The KL towards the junior, as a teacher.
   std::unique_ptr<TeacherKl> teacher_kl = nullptr;
+  std::unique_ptr<Model> teacher = nullptr;  // null where none is configured
+  std::unique_ptr<Distiller> distiller = nullptr;
   // Trains beside the model. Null where none is configured.
   std::unique_ptr<SpeculatorTrainer> speculator = nullptr;
   // Tokens that end a sentence. Null without a tokenizer.json beside the model.
@@ -38,7 +41,8 @@ struct TrainerModels {
 };
 
 // Loads the frozen models and the speculator that `options` name, and makes the losses. Errors name
-// the field: "reference_model", "junior_model", "speculator.n_predict", "batch.loss_impl".
+// the field: "reference_model", "junior_model", "teacher_model", "speculator.n_predict",
+// "batch.loss_impl".
 absl::StatusOr<TrainerModels> LoadTrainerModels(const EngineOptions& options,
                                                 training::TrainingCore& core);
 

@@ -1,6 +1,7 @@
 #include "services/trainer/engine/steps/batch_check.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <iterator>
 #include <string>
@@ -195,6 +196,62 @@ absl::Status CheckChoice(const char* field, const std::vector<float>& numbers, s
   return InvalidField(field, "is given, but the objective does not use it");
 }
 
+// Checks the likeliest tokens of a teacher at `length` places.
+absl::Status CheckTopTokens(const TopTokens& tokens, int64_t top_k, size_t length,
+                            int64_t num_token_ids) {
+  if (tokens.count != top_k || tokens.ids.size() != length * static_cast<size_t>(top_k)) {
+    return InvalidField("top_token_ids",
+                        absl::StrCat("must hold distillation.top_k = ", top_k,
+                                     " tokens for each of the ", length, " response tokens"));
+  }
+  // Rounded log-probabilities may sum to a little more than 1.
+  constexpr double kMostMass = 1.001;
+  std::vector<int32_t> row;
+  for (size_t t = 0; t < length; ++t) {
+    const auto first = static_cast<int64_t>(t) * top_k;
+    row.assign(tokens.ids.begin() + first, tokens.ids.begin() + first + top_k);
+    std::ranges::sort(row);
+    if (row.front() < 0 || row.back() >= num_token_ids ||
+        std::ranges::adjacent_find(row) != row.end()) {
+      return InvalidField(absl::StrCat("top_token_ids[", t, "]"),
+                          absl::StrCat("must hold different token ids below ", num_token_ids));
+    }
+    double mass = 0;
+    for (int64_t i = first; i < first + top_k; ++i) {
+      mass += std::exp(static_cast<double>(tokens.logprobs[static_cast<size_t>(i)]));
+    }
+    if (!(mass <= kMostMass)) {
+      return InvalidField(
+          absl::StrCat("top_logprobs[", t, "]"),
+          "must hold log-probabilities of different tokens, whose sum is at most 1");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckTeacher(const TeacherTokens& teacher, const DistillationOptions& distillation,
+                          size_t length, int64_t num_token_ids) {
+  if (!distillation.is_on()) {
+    if (teacher == TeacherTokens{}) return absl::OkStatus();
+    return InvalidField("teacher", "is given, but the objective does not use it");
+  }
+  TANDEM_RETURN_IF_ERROR(training::CheckIdLength("teacher.name", teacher.name));
+  if (distillation.reads_model()) {
+    if (teacher.top_tokens == TopTokens{}) return absl::OkStatus();
+    return InvalidField("teacher.top_token_ids",
+                        "is given, but with distillation.top_k 0 the trainer's model is the "
+                        "teacher");
+  }
+  return PrependFieldPath(
+      "teacher", CheckTopTokens(teacher.top_tokens, distillation.top_k, length, num_token_ids));
+}
+
+absl::Status CheckTopK(const DistillationOptions& distillation, const BatchLimits& limits) {
+  if (distillation.top_k < limits.sequence.num_token_ids) return absl::OkStatus();
+  return InvalidField("distillation.top_k", absl::StrCat("must be below the vocabulary of ",
+                                                         limits.sequence.num_token_ids));
+}
+
 absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& objective,
                          const BatchLimits& limits) {
   TANDEM_RETURN_IF_ERROR(
@@ -206,6 +263,8 @@ absl::Status CheckSample(const PolicySample& sample, const PolicyObjective& obje
                                      objective.old_logprobs == OldLogprobs::kProvided));
   TANDEM_RETURN_IF_ERROR(CheckChoice("reference_logprobs", sample.reference_logprobs, length,
                                      objective.reference_logprobs == ReferenceLogprobs::kProvided));
+  TANDEM_RETURN_IF_ERROR(
+      CheckTeacher(sample.teacher, objective.distillation, length, limits.sequence.num_token_ids));
   if (!sample.reward.has_value()) {
     if (!provided) return InvalidField("reward", "is missing");
   } else {
@@ -278,6 +337,8 @@ PolicyBatch WithoutStale(const PolicyBatch& batch, const BatchLimits& limits) {
 absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limits) {
   TANDEM_RETURN_IF_ERROR(
       PrependFieldPath("policy", CheckObjective(batch.objective, limits.support)));
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("policy", CheckTopK(batch.objective.distillation, limits)));
   if (batch.objective.routing_replay && limits.routing.layers == 0) {
     return InvalidField("policy.routing_replay",
                         "needs a mixture of experts, but no layer of the model has experts");
@@ -291,6 +352,10 @@ absl::Status CheckPolicyBatch(const PolicyBatch& batch, const BatchLimits& limit
 }
 
 absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimits& limits) {
+  const DistillationOptions& distillation = batch.objective.distillation;
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("supervised", CheckSupervisedObjective(batch.objective, limits.support)));
+  TANDEM_RETURN_IF_ERROR(PrependFieldPath("supervised", CheckTopK(distillation, limits)));
   TANDEM_RETURN_IF_ERROR(CheckCount(batch.samples.size(), limits));
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const SupervisedSample& sample = batch.samples[i];
@@ -299,10 +364,18 @@ absl::Status CheckSupervisedBatch(const SupervisedBatch& batch, const BatchLimit
                           "need the aggregation TOKEN_SUM: a mean of weights of any sign means "
                           "nothing");
     }
+    if (!sample.weights.empty() && distillation.is_on()) {
+      return InvalidField(absl::StrCat("samples[", i, "].weights"),
+                          "may be of any sign: they do not go with distillation");
+    }
     TANDEM_RETURN_IF_ERROR(
         PrependFieldPath(absl::StrCat("samples[", i, "]"),
                          training::CheckSequence(sample.prompt_token_ids, sample.response_token_ids,
                                                  limits.sequence)));
+    TANDEM_RETURN_IF_ERROR(PrependFieldPath(
+        absl::StrCat("samples[", i, "]"),
+        CheckTeacher(sample.teacher, distillation, sample.response_token_ids.size(),
+                     limits.sequence.num_token_ids)));
   }
   return absl::OkStatus();
 }

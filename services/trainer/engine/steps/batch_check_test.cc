@@ -40,6 +40,12 @@ struct Case {
   const char* reason = "";
 };
 
+// The teacher of sample 2, of a batch that distils.
+TeacherTokens& Teacher(PolicyBatch& batch) {
+  Distil(batch, loss::DivergenceKind::kReverse);
+  return batch.samples[2].teacher;
+}
+
 Trajectory& T(PolicyBatch& batch) { return batch.samples[2].trajectory; }
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
@@ -172,6 +178,34 @@ const std::vector<Case>& Cases() {
       {"reference log-probs that nobody asked for",
        [](auto& b) { b.samples[1].reference_logprobs.assign(6, -1.0f); }, kInvalid,
        "samples[1].reference_logprobs"},
+      {"a teacher that nobody asked for", [](auto& b) { b.samples[1].teacher.name = "t"; },
+       kInvalid, "samples[1].teacher"},
+      {"no teacher", [](auto& b) { Teacher(b) = {}; }, kInvalid,
+       "samples[2].teacher.top_token_ids"},
+      {"fewer tokens of the teacher", [](auto& b) { Teacher(b).top_tokens.ids.pop_back(); },
+       kInvalid, "samples[2].teacher.top_token_ids"},
+      {"another top_k", [](auto& b) { Teacher(b) = TestTeacher("t", 3, 7); }, kInvalid,
+       "samples[2].teacher.top_token_ids"},
+      {"a token outside the vocabulary", [](auto& b) { Teacher(b).top_tokens.ids[9] = 61; },
+       kInvalid, "samples[2].teacher.top_token_ids[2]"},
+      {"a token below the vocabulary", [](auto& b) { Teacher(b).top_tokens.ids[9] = -1; }, kInvalid,
+       "samples[2].teacher.top_token_ids[2]"},
+      {"a token twice",
+       [](auto& b) {
+         std::vector<int32_t>& ids = Teacher(b).top_tokens.ids;
+         ids[5] = ids[7];
+       },
+       kInvalid, "samples[2].teacher.top_token_ids[1]"},
+      {"more mass than there is", [](auto& b) { Teacher(b).top_tokens.logprobs[12] = -0.1f; },
+       kInvalid, "samples[2].teacher.top_logprobs[3]"},
+      {"a long name of the teacher", [](auto& b) { Teacher(b).name = std::string(5000, 'x'); },
+       kInvalid, "samples[2].teacher.name"},
+      {"top_k of the whole vocabulary",
+       [](auto& b) { Distil(b, loss::DivergenceKind::kReverse, 61); }, kInvalid,
+       "policy.distillation.top_k"},
+      {"a whole vocabulary without a teacher",
+       [](auto& b) { b.objective.distillation.coefficient = 1; }, kPrecondition,
+       "policy.distillation.top_k", "NO_TEACHER_MODEL"},
       {"KL without junior", [](auto& b) { b.objective.junior_kl_coefficient = 0.1; }, kPrecondition,
        "policy.junior_kl_kind", "NO_JUNIOR_MODEL"},
       {"GAE without critic",
@@ -224,6 +258,15 @@ TEST(ObjectiveTest, NumbersOutOfBoundsAreRefusedByName) {
       {"max_staleness", [](O& o) { o.max_staleness = -1; }},
       {"junior_kl_coefficient", [](O& o) { o.junior_kl_coefficient = 1e308; }},
       {"value_clip", [](O& o) { o.value_clip = -1; }},
+      {"distillation.coefficient", [](O& o) { o.distillation.coefficient = -1; }},
+      {"distillation.coefficient", [](O& o) { o.distillation.coefficient = kNan; }},
+      {"distillation.beta", [](O& o) { o.distillation.divergence.beta = 0; }},
+      {"distillation.beta", [](O& o) { o.distillation.divergence.beta = 1; }},
+      {"distillation.beta", [](O& o) { o.distillation.divergence.beta = kNan; }},
+      {"distillation.top_k", [](O& o) { o.distillation.top_k = -1; }},
+      {"distillation.top_k", [](O& o) { o.distillation.top_k = 129; }},
+      {"distillation.temperature", [](O& o) { o.distillation.temperature = 1e-4; }},
+      {"distillation.temperature", [](O& o) { o.distillation.temperature = kNan; }},
       {"rejection_lower", [](O& o) { o.rejection = {.upper = 1, .lower = 2}; }},
       {"importance_sampling_batch_normalize",
        [](O& o) { o.importance_sampling_batch_normalize = true; }},
@@ -267,6 +310,48 @@ TEST(ObjectiveTest, WhatComesWithTheSamplesNeedsNoModel) {
   EXPECT_EQ(Reason(CheckObjective(objective, {.junior = true})), "NO_REFERENCE_MODEL");
   EXPECT_EQ(Reason(CheckObjective(objective, {.reference = true})), "NO_JUNIOR_MODEL");
   EXPECT_TRUE(CheckObjective(objective, {.reference = true, .junior = true}).ok());
+}
+
+TEST(ObjectiveTest, SupervisedDistillationIsChecked) {
+  const auto refused = [](const SupervisedObjective& objective,
+                          const ObjectiveSupport& support = {}) {
+    return FieldPath(CheckSupervisedObjective(objective, support));
+  };
+  const DistillationOptions top = {.coefficient = 1, .top_k = 4};
+  EXPECT_TRUE(CheckSupervisedObjective({}, {.frozen = true}).ok());
+  EXPECT_TRUE(
+      CheckSupervisedObjective({.distillation = top, .cross_entropy_coefficient = 0}, {}).ok());
+  EXPECT_EQ(refused({.cross_entropy_coefficient = 0}), "cross_entropy_coefficient");
+  EXPECT_EQ(refused({.cross_entropy_coefficient = -1}), "cross_entropy_coefficient");
+  EXPECT_EQ(refused({.distillation = top}, {.frozen = true}), "distillation");
+  EXPECT_EQ(refused({.distillation = {.coefficient = 1}}), "distillation.top_k");
+  EXPECT_EQ(refused({.distillation = {.coefficient = 1}}, {.teacher = true}), std::nullopt);
+}
+
+TEST(BatchCheckTest, TheTeachersOfSupervisedSamplesAreChecked) {
+  SupervisedBatch batch = {.objective = {.distillation = {.coefficient = 1, .top_k = 4}},
+                           .samples = {{.prompt_token_ids = {1},
+                                        .response_token_ids = {2, 3},
+                                        .teacher = TestTeacher("t", 4, 2)}}};
+  EXPECT_TRUE(CheckSupervisedBatch(batch, Limits()).ok());
+  SupervisedBatch bad = batch;
+  bad.samples[0].teacher.top_tokens.ids[6] = 61;
+  EXPECT_EQ(FieldPath(CheckSupervisedBatch(bad, Limits())), "samples[0].teacher.top_token_ids[1]");
+  bad = batch;
+  bad.objective.aggregation = loss::Aggregation::kTokenSum;
+  bad.samples[0].weights = {1, -1};
+  EXPECT_EQ(FieldPath(CheckSupervisedBatch(bad, Limits())), "samples[0].weights");
+  bad = batch;
+  bad.objective.distillation = {};
+  EXPECT_EQ(FieldPath(CheckSupervisedBatch(bad, Limits())), "samples[0].teacher");
+  // The trainer's model says it all.
+  bad = batch;
+  bad.objective.distillation.top_k = 0;
+  BatchLimits limits = Limits();
+  limits.support.teacher = true;
+  EXPECT_EQ(FieldPath(CheckSupervisedBatch(bad, limits)), "samples[0].teacher.top_token_ids");
+  bad.samples[0].teacher.top_tokens = {};
+  EXPECT_TRUE(CheckSupervisedBatch(bad, limits).ok());
 }
 
 TEST(ObjectiveTest, AFrozenModelHasNone) {

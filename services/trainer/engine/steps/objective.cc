@@ -3,6 +3,7 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/field_check.h"
 #include "common/base/errors/status_macros.h"
+#include "common/coauthoring/tandem_config.h"
 
 namespace tandem::trainer {
 namespace {
@@ -29,7 +30,46 @@ absl::Status CheckRewardKl(const PolicyObjective& objective) {
   return absl::OkStatus();
 }
 
+// Most of a teacher's tokens that a rollout server scores at each place.
+constexpr int64_t kMaxTopK = 128;
+
+absl::Status CheckDistillation(const DistillationOptions& distillation,
+                               const ObjectiveSupport& support) {
+  TANDEM_RETURN_IF_ERROR(
+      CheckInRange("coefficient", distillation.coefficient, 0, loss::kMaxCoefficient));
+  const double beta = distillation.divergence.beta;
+  if (!(beta > 0 && beta < 1)) {
+    return InvalidField("beta", "must be above 0 and below 1: FORWARD and REVERSE are the limits");
+  }
+  TANDEM_RETURN_IF_ERROR(CheckInRange("top_k", distillation.top_k, 0, kMaxTopK));
+  TANDEM_RETURN_IF_ERROR(
+      Validate(SamplingParams{.temperature = distillation.temperature}, /*num_token_ids=*/1));
+  if (distillation.reads_model() && !support.teacher) {
+    return Lacks("top_k", "0 needs a teacher in the trainer, but none is configured",
+                 reason::kNoTeacherModel);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
+
+absl::Status CheckSupervisedObjective(const SupervisedObjective& objective,
+                                      const ObjectiveSupport& support) {
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("distillation", CheckDistillation(objective.distillation, support)));
+  if (objective.distillation.is_on() && support.frozen) {
+    return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "distillation",
+                                 "trains the model, but speculator.freeze_base_model is set"),
+                      reason::kBaseModelFrozen);
+  }
+  TANDEM_RETURN_IF_ERROR(CheckInRange(
+      "cross_entropy_coefficient", objective.cross_entropy_coefficient, 0, loss::kMaxCoefficient));
+  if (objective.cross_entropy_coefficient == 0 && !objective.distillation.is_on()) {
+    return InvalidField("cross_entropy_coefficient",
+                        "must be above 0 without distillation: there would be no loss");
+  }
+  return absl::OkStatus();
+}
 
 absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSupport& support) {
   if (support.frozen) {
@@ -73,6 +113,8 @@ absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSup
     return Lacks("kl_coefficient", "the KL needs a reference model, but none is configured",
                  reason::kNoReferenceModel);
   }
+  TANDEM_RETURN_IF_ERROR(
+      PrependFieldPath("distillation", CheckDistillation(objective.distillation, support)));
   if (objective.junior_kl_coefficient > 0 &&
       objective.junior_kl_kind != TeacherDirection::kForwardSampled && !support.junior) {
     return Lacks("junior_kl_kind", "needs the junior in the trainer, but none is configured",

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "common/coauthoring/author.h"
 #include "common/loss/advantages.h"
+#include "common/loss/divergence.h"
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 #include "common/loss/rollout_correction.h"
@@ -60,6 +61,20 @@ enum class StaleSamples {
   kDrop,    // the sample is left out
 };
 
+// A divergence from a teacher that is added to the loss of every token with a weight.
+struct DistillationOptions {
+  double coefficient = 0;  // 0: no distillation
+  loss::Divergence divergence = {};
+  int64_t top_k = 0;       // tokens that samples bring; 0: all, of the trainer's teacher model
+  double temperature = 0;  // of both models; 0: that of the trajectory
+
+  bool is_on() const { return coefficient > 0; }
+  // Whether the teacher is the trainer's model.
+  bool reads_model() const { return is_on() && top_k == 0; }
+
+  bool operator==(const DistillationOptions&) const = default;
+};
+
 struct PolicyObjective {
   loss::PolicyLossOptions loss;
   double junior_token_loss_weight = 0.0;
@@ -84,6 +99,7 @@ struct PolicyObjective {
   bool importance_sampling_batch_normalize = false;
   loss::RejectionOptions rejection;
   bool routing_replay = false;  // tokens take the experts that the trajectory recorded
+  DistillationOptions distillation;
 
   bool operator==(const PolicyObjective&) const = default;
 };
@@ -119,6 +135,8 @@ constexpr bool RejectsTokens(const PolicyObjective& objective) {
 
 struct SupervisedObjective {
   loss::Aggregation aggregation = loss::Aggregation::kTokenMean;
+  DistillationOptions distillation = {};
+  double cross_entropy_coefficient = 1.0;
 
   bool operator==(const SupervisedObjective&) const = default;
 };
@@ -128,14 +146,17 @@ struct ObjectiveSupport {
   bool critic = false;
   bool reference = false;
   bool junior = false;
+  bool teacher = false;
   bool frozen = false;  // its own model: no objective of a policy can be trained
 };
 
 // Checks all that needs no samples. INVALID_ARGUMENT for a number out of bounds, UNIMPLEMENTED for
 // a choice that is not implemented, FAILED_PRECONDITION (reasons NO_CRITIC, NO_REFERENCE_MODEL,
-// NO_JUNIOR_MODEL, BASE_MODEL_FROZEN) for a need that `support` lacks; paths as in PolicyObjective
-// of the contract.
+// NO_JUNIOR_MODEL, NO_TEACHER_MODEL, BASE_MODEL_FROZEN) for a need that `support` lacks; paths as
+// in the objectives of the contract.
 absl::Status CheckObjective(const PolicyObjective& objective, const ObjectiveSupport& support);
+absl::Status CheckSupervisedObjective(const SupervisedObjective& objective,
+                                      const ObjectiveSupport& support);
 
 }  // namespace tandem::trainer
 

@@ -90,7 +90,10 @@ absl::Status PolicyStep::CheckImages() const {
         CheckTakesImages("reference_model", *models_.reference, models_.core, images));
   }
   if (const Teacher junior = teacher(); junior.is_on() && junior.model != nullptr) {
-    return CheckTakesImages("junior_model", *junior.model, models_.core, images);
+    TANDEM_RETURN_IF_ERROR(CheckTakesImages("junior_model", *junior.model, models_.core, images));
+  }
+  if (objective().distillation.reads_model()) {
+    return CheckTakesImages("teacher_model", *models_.teacher, models_.core, images);
   }
   return absl::OkStatus();
 }
@@ -154,13 +157,21 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   // Copies, so that an update that is left out reports nothing.
   loss::PolicyLossEvaluator evaluator = *evaluator_;
   TeacherKlSums teacher_kl = teacher_kl_;
+  DistillationSums distillation = distillation_;
+  distillation.teachers.resize(rows_.teacher.names.size());
   UpdateLoss update_loss = {
       .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
       // A micro-batch holds whole sequences.
       .mode = evaluator.needs_sequences() ? loss::LossMode::kRecompute : loss::LossMode::kAuto};
-  if (rows_.has_teacher()) {
+  const bool distils = objective().distillation.is_on();
+  if (rows_.has_teacher() || distils) {
     update_loss.add = [&](const training::MicroBatchInput& input, const at::Tensor& hidden,
-                          loss::OutputGradients& gradients) {
+                          loss::OutputGradients& gradients) -> absl::Status {
+      if (distils) {
+        TANDEM_RETURN_IF_ERROR(models_.distiller->AddGradients(
+            objective().distillation, input, hidden, rows_.teacher, gradients, distillation));
+      }
+      if (!rows_.has_teacher()) return absl::OkStatus();
       return models_.teacher_kl->AddGradients(
           teacher(), training::SelectRows(input.batch, rows_.taught.sequences, input.sequences),
           hidden, rows_.taught, gradients, teacher_kl);
@@ -171,12 +182,15 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   // The report has the sums of all ranks; each rank goes on with its own.
   loss::PolicyLossEvaluator all = evaluator;
   TeacherKlSums all_teacher_kl = teacher_kl;
+  DistillationSums all_distillation = distillation;
   TANDEM_RETURN_IF_ERROR(all.Reduce(models_.core.reduction()));
   if (rows_.has_teacher()) {
     TANDEM_RETURN_IF_ERROR(all_teacher_kl.Reduce(models_.core.reduction()));
   }
+  if (distils) TANDEM_RETURN_IF_ERROR(all_distillation.Reduce(models_.core.reduction()));
   evaluator_ = std::move(evaluator);
   teacher_kl_ = teacher_kl;
+  distillation_ = std::move(distillation);
   routers_.Add(routers);
   router_loss_ += routers.Loss(models_.core.router_losses());
   ++updates_;
@@ -187,6 +201,7 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   AddPolicyMetrics(metrics, updates_, HasLossKl(objective()), report.metrics);
   AddMismatchMetrics(*initial_mismatch_, report.metrics);
   if (rows_.has_teacher()) AddJuniorKlMetrics(all_teacher_kl, updates_, report.metrics);
+  if (distils) AddDistillationMetrics(all_distillation, rows_.teacher, updates_, report.metrics);
   AddRouterMetrics(routers_, router_loss_ / static_cast<double>(updates_), report.metrics);
   return absl::OkStatus();
 }

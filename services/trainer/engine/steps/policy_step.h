@@ -85,6 +85,7 @@ class PolicyStep {
   // The sums of the updates so far.
   std::optional<loss::PolicyLossEvaluator> evaluator_;
   TeacherKlSums teacher_kl_;
+  DistillationSums distillation_;
   training::RouterSums routers_;
   double router_loss_ = 0;
   int64_t updates_ = 0;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "common/coauthoring/authorship_mask.h"
@@ -109,6 +110,38 @@ void AddJuniorKlMetrics(const TeacherKlSums& teacher_kl, int64_t updates, Metric
   metrics["loss/total"] += loss;
   metrics["policy/junior_kl"] =
       teacher_kl.rows == 0 ? 0 : teacher_kl.kl / static_cast<double>(teacher_kl.rows);
+}
+
+absl::Status DistillationSums::Reduce(loss::MetricReduction reduce) {
+  std::vector<loss::MetricSum> all = {&loss, &teacher_rest, &student_rest};
+  for (OfTeacher& teacher : teachers) {
+    all.emplace_back(&teacher.rows);
+    all.emplace_back(&teacher.divergence);
+  }
+  return loss::ReduceMetrics(reduce, all, {});
+}
+
+void AddDistillationMetrics(const DistillationSums& sums, const TeacherRows& rows, int64_t updates,
+                            Metrics& metrics) {
+  const double loss = sums.loss / static_cast<double>(updates);
+  metrics["loss/distillation"] = loss;
+  metrics["loss/total"] += loss;
+  const auto mean = [](double sum, int64_t count) {
+    return count == 0 ? 0 : sum / static_cast<double>(count);
+  };
+  int64_t count = 0;
+  double divergence = 0;
+  for (size_t i = 0; i < sums.teachers.size(); ++i) {
+    const DistillationSums::OfTeacher& teacher = sums.teachers[i];
+    count += teacher.rows;
+    divergence += teacher.divergence;
+    if (rows.names[i].empty() || teacher.rows == 0) continue;
+    metrics["distillation/divergence/" + rows.names[i]] = mean(teacher.divergence, teacher.rows);
+  }
+  metrics["distillation/divergence"] = mean(divergence, count);
+  if (rows.top_tokens.count == 0) return;
+  metrics["distillation/teacher_rest"] = mean(sums.teacher_rest, count);
+  metrics["distillation/student_rest"] = mean(sums.student_rest, count);
 }
 
 void AddRouterMetrics(const training::RouterSums& routers, double loss, Metrics& metrics) {

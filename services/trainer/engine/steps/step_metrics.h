@@ -12,6 +12,7 @@
 #include "common/coauthoring/author_selector.h"
 #include "common/loss/metric_reduction.h"
 #include "common/loss/policy_loss.h"
+#include "services/trainer/engine/steps/training_rows.h"
 #include "services/trainer/engine/types.h"
 
 namespace tandem::trainer {
@@ -53,6 +54,28 @@ struct TeacherKlSums {
 
 // Adds the KL towards the junior to the metrics and to their loss. Follows AddPolicyMetrics.
 void AddJuniorKlMetrics(const TeacherKlSums& teacher_kl, int64_t updates, Metrics& metrics);
+
+// Sums of the divergence from teachers.
+struct DistillationSums {
+  struct OfTeacher {
+    int64_t rows = 0;
+    double divergence = 0;  // nats, summed over the rows
+  };
+
+  double loss = 0;  // as it enters the loss
+  // Mass outside of the teacher's likeliest tokens, summed over the rows of samples that bring
+  // them.
+  double teacher_rest = 0, student_rest = 0;
+  std::vector<OfTeacher> teachers;  // in the order of TeacherRows::names
+
+  // As TeacherKlSums::Reduce.
+  absl::Status Reduce(loss::MetricReduction reduce);
+};
+
+// Adds loss/distillation and distillation/... to the metrics, and the first to loss/total. Follows
+// what sets loss/total.
+void AddDistillationMetrics(const DistillationSums& sums, const TeacherRows& rows, int64_t updates,
+                            Metrics& metrics);
 
 // Adds router/... and `loss`, which the routers add to the loss, as a mean over the updates.
 // Follows what sets loss/total.

@@ -19,6 +19,10 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> SupervisedS
     StepReport& report) {
   TANDEM_RETURN_IF_ERROR(CheckSupervisedBatch(batch_, limits_));
   TANDEM_ASSIGN_OR_RETURN(const SampleImages images, ImagesOf(models_.core, batch_, blobs_));
+  if (batch_.objective.distillation.reads_model()) {
+    TANDEM_RETURN_IF_ERROR(
+        CheckTakesImages("teacher_model", *models_.teacher, models_.core, images));
+  }
   absl::StatusOr<loss::LossScales> scales = SupervisedScales(batch_);
   if (!scales.ok()) return PrependFieldPath("supervised", scales.status());
   AddBatchMetrics(batch_, report.metrics);
@@ -37,16 +41,28 @@ absl::StatusOr<std::vector<training::TrainingCore::UpdateGradients>> SupervisedS
 absl::Status SupervisedStep::AddUpdate(StepReport& report) {
   if (models_.core.frozen()) return AddSpeculatorGradients(models_, rows_, report);
   loss::SupervisedLossEvaluator evaluator(rows_.tokens.scales);
-  TANDEM_ASSIGN_OR_RETURN(
-      const training::RouterSums routers,
-      AddGradients(
-          models_, rows_, rows_.sequences.all(),
-          {.evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }},
-          report));
+  UpdateLoss update_loss = {
+      .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }};
+  const DistillationOptions& distillation = batch_.objective.distillation;
+  DistillationSums distilled;
+  distilled.teachers.resize(rows_.teacher.names.size());
+  if (distillation.is_on()) {
+    update_loss.add = [&](const training::MicroBatchInput& input, const at::Tensor& hidden,
+                          loss::OutputGradients& gradients) {
+      return models_.distiller->AddGradients(distillation, input, hidden, rows_.teacher, gradients,
+                                             distilled);
+    };
+  }
+  TANDEM_ASSIGN_OR_RETURN(const training::RouterSums routers,
+                          AddGradients(models_, rows_, rows_.sequences.all(), update_loss, report));
   TANDEM_RETURN_IF_ERROR(evaluator.Reduce(models_.core.reduction()));
   report.metrics["loss/total"] = evaluator.loss();
   report.metrics["policy/entropy"] = evaluator.mean_entropy();
   report.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
+  if (distillation.is_on()) {
+    TANDEM_RETURN_IF_ERROR(distilled.Reduce(models_.core.reduction()));
+    AddDistillationMetrics(distilled, rows_.teacher, /*updates=*/1, report.metrics);
+  }
   AddRouterMetrics(routers, routers.Loss(models_.core.router_losses()), report.metrics);
   return absl::OkStatus();
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -184,6 +185,31 @@ void SetTaughtScales(const Teacher& teacher, const PolicyBatch& batch, TaughtRow
   }
 }
 
+// Returns the names of the teachers of all samples.
+template <typename Sample>
+std::vector<std::string> TeacherNames(const std::vector<Sample>& samples) {
+  std::set<std::string> names;
+  for (const Sample& sample : samples) names.insert(sample.teacher.name);
+  return {names.begin(), names.end()};
+}
+
+// Adds what the teacher says of response token t, whose loss has the factor `scale`.
+void AddTeacherRow(const TeacherTokens& teacher, size_t t, double scale,
+                   const DistillationOptions& distillation, double temperature, TeacherRows& rows) {
+  rows.scales.push_back(distillation.coefficient * scale);
+  rows.temperatures.push_back(distillation.temperature > 0 ? distillation.temperature
+                                                           : temperature);
+  rows.teachers.push_back(static_cast<int32_t>(std::ranges::lower_bound(rows.names, teacher.name) -
+                                               rows.names.begin()));
+  const TopTokens& top = teacher.top_tokens;
+  const auto first = static_cast<int64_t>(t) * top.count;
+  rows.top_tokens.count = top.count;
+  rows.top_tokens.ids.insert(rows.top_tokens.ids.end(), top.ids.begin() + first,
+                             top.ids.begin() + first + top.count);
+  rows.top_tokens.logprobs.insert(rows.top_tokens.logprobs.end(), top.logprobs.begin() + first,
+                                  top.logprobs.begin() + first + top.count);
+}
+
 }  // namespace
 
 bool IsMasked(const PolicySample& sample, const PolicyObjective& objective) {
@@ -294,6 +320,8 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
   TrainingRows rows;
   loss::PolicyTokens& tokens = rows.tokens;
   const Teacher teacher = TeacherOf(batch.objective);
+  const DistillationOptions& distillation = batch.objective.distillation;
+  if (distillation.is_on()) rows.teacher.names = TeacherNames(batch.samples);
   size_t begin = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const PolicySample& sample = batch.samples[i];
@@ -342,6 +370,10 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
         tokens.reference.push_back(sample.reference_logprobs[t]);
       }
       rows.temperatures.push_back(LogProbTemperature(trajectory));
+      if (distillation.is_on()) {
+        AddTeacherRow(sample.teacher, t, own[t], distillation, LogProbTemperature(trajectory),
+                      rows.teacher);
+      }
     }
   }
   if (teacher.is_on()) SetTaughtScales(teacher, batch, rows.taught);
@@ -379,6 +411,8 @@ TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales
   // A batch without any weight is still an update, with gradients of 0.
   const bool learns = std::ranges::any_of(scales.scales, [](double scale) { return scale != 0; });
   TrainingRows rows;
+  const DistillationOptions& distillation = batch.objective.distillation;
+  if (distillation.is_on()) rows.teacher.names = TeacherNames(batch.samples);
   absl::Span<const double> rest = scales.scales;
   for (const SupervisedSample& sample : batch.samples) {
     const absl::Span<const double> own = rest.first(sample.response_token_ids.size());
@@ -388,7 +422,11 @@ TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales
         training::SelectSequenceRows(sample.prompt_token_ids, sample.response_token_ids, counts));
     rows.texts.push_back(TextOf(sample.prompt_token_ids, sample.response_token_ids));
     for (size_t t = 0; t < own.size(); ++t) {
-      if (counts(t)) rows.tokens.scales.push_back(own[t]);
+      if (!counts(t)) continue;
+      rows.tokens.scales.push_back(own[t] * batch.objective.cross_entropy_coefficient);
+      if (distillation.is_on()) {
+        AddTeacherRow(sample.teacher, t, own[t], distillation, /*temperature=*/1, rows.teacher);
+      }
     }
   }
   rows.temperatures.assign(rows.tokens.scales.size(), 1.0);

@@ -3,6 +3,8 @@
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_STEPS_TRAINING_ROWS_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_STEPS_TRAINING_ROWS_H_
 
+#include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -24,6 +26,16 @@ struct TaughtRows {
   std::vector<double> scales;    // coefficient / number of rows of the mini-batch
 };
 
+// What teachers say of the rows of the loss; empty without distillation.
+struct TeacherRows {
+  // One number per row.
+  std::vector<double> temperatures;
+  std::vector<double> scales;      // factor of the divergence in the loss
+  std::vector<int32_t> teachers;   // index of the teacher in `names`
+  std::vector<std::string> names;  // of the batch's teachers, sorted
+  TopTokens top_tokens;            // of each row; none where the trainer's model is the teacher
+};
+
 struct TrainingRows {
   training::SequenceBatch sequences;  // in the order of the samples
   // All tokens of each sequence: its prompt and its response.
@@ -31,6 +43,7 @@ struct TrainingRows {
   std::vector<double> temperatures;  // one per row
   loss::PolicyTokens tokens;         // a supervised batch fills `scales` only
   TaughtRows taught = {};
+  TeacherRows teacher = {};
 
   bool has_teacher() const { return !taught.sequences.sequences().empty(); }
 };

@@ -2,8 +2,11 @@
 #ifndef TANDEM_SERVICES_TRAINER_ENGINE_TESTING_BATCHES_H_
 #define TANDEM_SERVICES_TRAINER_ENGINE_TESTING_BATCHES_H_
 
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "services/trainer/engine/types.h"
@@ -57,6 +60,33 @@ inline void ReplayRouting(PolicyBatch& batch, int64_t layers, int64_t num_expert
       t.routed_experts.ids.push_back(static_cast<uint16_t>(first));
       t.routed_experts.ids.push_back(static_cast<uint16_t>(first + 1 + gap));
     }
+  }
+}
+
+// Returns what a teacher says of `length` tokens: at each place `top_k` of 61 tokens, which
+// have about half of its mass.
+inline TeacherTokens TestTeacher(std::string name, int64_t top_k, size_t length) {
+  TeacherTokens teacher = {.name = std::move(name),
+                           .top_tokens = {.count = top_k, .ids = {}, .logprobs = {}}};
+  for (size_t t = 0; t < length; ++t) {
+    for (int64_t i = 0; i < top_k; ++i) {
+      teacher.top_tokens.ids.push_back(
+          static_cast<int32_t>((5 * static_cast<int64_t>(t) + 7 * i + 3) % 61));
+      teacher.top_tokens.logprobs.push_back(std::log(0.5f / static_cast<float>(top_k)) +
+                                            0.1f * static_cast<float>(i % 2 == 0 ? 1 : -1));
+    }
+  }
+  return teacher;
+}
+
+// Has the step distil from two teachers, whose tokens the samples bring.
+inline void Distil(PolicyBatch& batch, loss::DivergenceKind kind, int64_t top_k = 4) {
+  batch.objective.distillation = {
+      .coefficient = 0.7, .divergence = {.kind = kind, .beta = 0.3}, .top_k = top_k};
+  for (size_t i = 0; i < batch.samples.size(); ++i) {
+    PolicySample& sample = batch.samples[i];
+    sample.teacher = TestTeacher(i % 2 == 0 ? "even" : "odd", top_k,
+                                 sample.trajectory.response_token_ids.size());
   }
 }
 

@@ -132,8 +132,8 @@ class TrainerEngineTest : public ::testing::Test {
 // A step by autograd over whole logits.
 class AutogradOracle {
  public:
-  explicit AutogradOracle(const std::filesystem::path& model)
-      : model_(std::move(Model::Load(model, {.requires_grad = true})).value()) {}
+  explicit AutogradOracle(const std::filesystem::path& model, const LoraOptions& lora = {})
+      : model_(std::move(Model::Load(model, {.requires_grad = true, .lora = lora})).value()) {}
 
   // Returns the logits of every response token, [T, V], from the position before it.
   at::Tensor Logits(const Trajectory& t) const {
@@ -151,11 +151,12 @@ class AutogradOracle {
     return at::log_softmax(Logits(t), -1).gather(1, at::tensor(response).unsqueeze(1)).squeeze(1);
   }
 
-  // Returns the norm of the gradient of `loss` with respect to all parameters.
+  // Returns the norm of the gradient of `loss` with respect to all parameters that train.
   double GradientNorm(const at::Tensor& loss) const {
     loss.backward();
     double squares = 0;
     for (const auto& [name, parameter] : model_->Parameters()) {
+      if (!parameter.grad().defined()) continue;  // frozen
       squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
     }
     return std::sqrt(squares);
