@@ -12,37 +12,16 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "common/base/errors/error.h"
 #include "common/model/testing/image_batches.h"
 #include "common/model/testing/padded_model.h"
 #include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
+#include "services/trainer/engine/testing/same_report.h"
 
 namespace tandem::trainer {
 namespace {
-
-constexpr double kTolerance = 1e-5;  // relative, in float32
-
-void ExpectSameReport(const StepResult& a, const StepResult& b) {
-  EXPECT_EQ(a.report.weights.version, b.report.weights.version);
-  EXPECT_EQ(a.report.skipped, b.report.skipped);
-  EXPECT_EQ(a.report.skip_reason, b.report.skip_reason);
-  ASSERT_EQ(a.report.metrics.size(), b.report.metrics.size());
-  for (const auto& [name, value] : b.report.metrics) {
-    const auto found = a.report.metrics.find(name);
-    ASSERT_NE(found, a.report.metrics.end()) << name;
-    // The number of micro-batches depends on the ranks.
-    if (name == "policy/micro_batches") continue;
-    // Differences of log-probabilities are as exact as the log-probabilities, of size 1 to 10; the
-    // terms of the losses, of size 1, nearly cancel.
-    const bool difference = absl::StartsWith(name, "mismatch/") || absl::StrContains(name, "kl");
-    const double least = difference ? 1 : absl::StartsWith(name, "loss/") ? 0.1 : 1e-2;
-    const double size = std::max(std::abs(value), least);
-    EXPECT_NEAR(found->second, value, kTolerance * size) << name;
-  }
-}
 
 struct Layout {
   const char* name;
@@ -341,6 +320,48 @@ TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
     }
     const TrainStepRequest supervised = SupervisedOf(++step);
     ExpectSameReport(Step(engine, supervised), Step(*single, supervised));
+  });
+}
+
+// Micro-batches hold two or three sequences.
+TEST_P(TrainerRanksTest, SharedPrefixesAreThoseOfOneProcess) {
+  if (GetParam().strategy.megatron.context_parallel_size > 1) {
+    GTEST_SKIP() << "context parallelism does not support shared prefixes";
+  }
+  const auto variants = Variants();
+  expected_version_ = static_cast<int64_t>(variants.size()) + 1;
+  const auto change = [this](EngineOptions& options) {
+    options.reference_model = options.model;
+    options.junior_model = folder_ / "junior";
+    options.shared_prefixes = true;
+    options.micro_batch_tokens = 30;
+  };
+  RunRanks(change, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    change(options);
+    options.shared_prefixes = false;
+    const auto apart = Make(options);
+    int64_t step = 0;
+    const auto compare = [&](const TrainStepRequest& request) {
+      StepResult shared = Step(engine, request);
+      EXPECT_GT(shared.report.metrics["policy/shared_token_fraction"], 0.1);
+      shared.report.metrics.erase("policy/shared_token_fraction");
+      ExpectSameReport(shared, Step(*apart, request));
+    };
+    for (const auto& variant : variants) {
+      SCOPED_TRACE(absl::StrCat("variant ", step));
+      TrainStepRequest request = RequestOf(++step);
+      auto& batch = std::get<PolicyBatch>(request.batch);
+      GiveCommonPrompts(batch);
+      RecordLogProbs(*apart, batch);
+      variant(batch);
+      compare(request);
+    }
+    TrainStepRequest supervised = SupervisedOf(++step);
+    for (SupervisedSample& sample : std::get<SupervisedBatch>(supervised.batch).samples) {
+      sample.prompt_token_ids = kCommonPrompt;
+    }
+    compare(supervised);
   });
 }
 
