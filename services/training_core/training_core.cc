@@ -15,6 +15,7 @@
 #include "common/base/logging.h"
 #include "common/model/compute_setup.h"
 #include "common/model/vision/image_batch.h"
+#include "common/ops/attention/shared_prefixes.h"
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"

@@ -16,7 +16,8 @@
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
-// `prefixes` may be null, and is where FlashAttention takes the sequences (HasVarlenAttention).
+// `prefixes` may be null, and must be where FlashAttention takes the sequences
+// (HasVarlenAttention).
 // CachedAttention copies at most `max_gathered` numbers of keys at a time where sequences attend
 // together, and at least those of one sequence.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

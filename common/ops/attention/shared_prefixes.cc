@@ -65,7 +65,10 @@ void SharedPrefixes::AddBlocks(Sequence& sequence) {
 }
 
 int64_t SharedPrefixes::RowOf(size_t s, int64_t position) const {
-  return Cut(sequences_[s].runs, position, 1).front().row;
+  const std::vector<RowRun>& runs = sequences_[s].runs;
+  auto run = runs.begin();
+  for (; position >= run->rows; ++run) position -= run->rows;
+  return run->row + position;
 }
 
 }  // namespace tandem::ops

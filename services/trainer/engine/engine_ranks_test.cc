@@ -77,6 +77,11 @@ class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamIn
     });
   }
 
+  // Makes the request of a step; the engine is a process that shares no prefixes.
+  using MakeRequest = std::function<TrainStepRequest(Engine& apart, int64_t step)>;
+  void ExpectSharingChangesNothing(const std::function<void(EngineOptions&)>& change,
+                                   const std::vector<MakeRequest>& steps);
+
   bool asks_critic_ = false;
   int64_t expected_version_ = 0;
 };
@@ -323,46 +328,95 @@ TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
   });
 }
 
-// Micro-batches hold two or three sequences.
-TEST_P(TrainerRanksTest, SharedPrefixesAreThoseOfOneProcess) {
+// Expects the steps of ranks whose micro-batches share prefixes to be those of one process whose
+// do not. Micro-batches hold two or three sequences.
+void TrainerRanksTest::ExpectSharingChangesNothing(
+    const std::function<void(EngineOptions&)>& change, const std::vector<MakeRequest>& steps) {
   if (GetParam().strategy.megatron.context_parallel_size > 1) {
     GTEST_SKIP() << "context parallelism does not support shared prefixes";
   }
-  const auto variants = Variants();
-  expected_version_ = static_cast<int64_t>(variants.size()) + 1;
-  const auto change = [this](EngineOptions& options) {
-    options.reference_model = options.model;
-    options.junior_model = folder_ / "junior";
-    options.shared_prefixes = true;
+  expected_version_ = std::ssize(steps);
+  const auto share = [&](EngineOptions& options) {
     options.micro_batch_tokens = 30;
-  };
-  RunRanks(change, [&](Engine& engine, FakeCritic&) {
-    EngineOptions options = Options();
     change(options);
+    options.shared_prefixes = true;
+  };
+  RunRanks(share, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    share(options);
     options.shared_prefixes = false;
     const auto apart = Make(options);
-    int64_t step = 0;
-    const auto compare = [&](const TrainStepRequest& request) {
+    for (int64_t step = 1; step <= std::ssize(steps); ++step) {
+      SCOPED_TRACE(absl::StrCat("step ", step));
+      const TrainStepRequest request = steps[static_cast<size_t>(step) - 1](*apart, step);
       StepResult shared = Step(engine, request);
       EXPECT_GT(shared.report.metrics["policy/shared_token_fraction"], 0.1);
       shared.report.metrics.erase("policy/shared_token_fraction");
       ExpectSameReport(shared, Step(*apart, request));
-    };
-    for (const auto& variant : variants) {
-      SCOPED_TRACE(absl::StrCat("variant ", step));
-      TrainStepRequest request = RequestOf(++step);
+    }
+  });
+}
+
+TEST_P(TrainerRanksTest, SharedPrefixesChangeNoObjective) {
+  std::vector<MakeRequest> steps;
+  for (const auto& variant : Variants()) {
+    steps.emplace_back([variant](Engine& apart, int64_t step) {
+      TrainStepRequest request = RequestOf(step);
       auto& batch = std::get<PolicyBatch>(request.batch);
       GiveCommonPrompts(batch);
-      RecordLogProbs(*apart, batch);
+      RecordLogProbs(apart, batch);
       variant(batch);
-      compare(request);
-    }
-    TrainStepRequest supervised = SupervisedOf(++step);
+      return request;
+    });
+  }
+  steps.emplace_back([](Engine&, int64_t step) {
+    TrainStepRequest supervised = SupervisedOf(step);
     for (SupervisedSample& sample : std::get<SupervisedBatch>(supervised.batch).samples) {
       sample.prompt_token_ids = kCommonPrompt;
     }
-    compare(supervised);
+    return supervised;
   });
+  ExpectSharingChangesNothing(
+      [this](EngineOptions& options) {
+        options.reference_model = options.model;
+        options.junior_model = folder_ / "junior";
+      },
+      steps);
+}
+
+TEST_P(TrainerRanksTest, SharedPrefixesChangeNoMixtureOfExperts) {
+  WriteTinyModel(folder_ / "mixtral", /*seed=*/3,
+                 {{"intermediate_size", 44}, {"num_hidden_layers", 3}}, "mixtral");
+  const MakeRequest request_of = [](Engine&, int64_t step) {
+    TrainStepRequest request = RequestOf(step);
+    GiveCommonPrompts(std::get<PolicyBatch>(request.batch));
+    return request;
+  };
+  ExpectSharingChangesNothing(
+      [this](EngineOptions& options) {
+        options.model = folder_ / "mixtral";
+        options.router_losses = {.load_balancing = 0.3, .z = 0.02};
+      },
+      {request_of, request_of});
+}
+
+// Pairs of samples have an image in common.
+TEST_P(TrainerRanksTest, SharedPrefixesHaveImages) {
+  const nlohmann::json width = {{"intermediate_size", 44}};
+  WriteTinyModel(folder_ / "vision", /*seed=*/3, width, "qwen2_vl");
+  const VisionConfig vision = *TinyModel("qwen2_vl", width)->config().vision;
+  const MakeRequest request_of = [&](Engine&, int64_t step) {
+    TrainStepRequest request = RequestOf(step);
+    AddImages(vision, request);
+    std::get<PolicyBatch>(request.batch).objective.loss.kl_coefficient = 0.1;
+    return request;
+  };
+  ExpectSharingChangesNothing(
+      [this](EngineOptions& options) {
+        options.model = options.reference_model = folder_ / "vision";
+        options.micro_batch_tokens = 64;
+      },
+      {request_of, request_of});
 }
 
 // With losses of its routers, and in every other step with the experts that the samples recorded.
