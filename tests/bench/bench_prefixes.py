@@ -121,7 +121,8 @@ def main() -> None:
             f"{options.groups} groups of {options.samples}, prompt {options.prompt}, "
             f"responses {options.response}, fp32"
         )
-        comparison = Comparison(peer=_PEER, unit="steps", pids=[pid for pid, _ in sides.values()])
+        tokens = options.groups * options.samples * (options.prompt + options.response)
+        comparison = Comparison(peer=_PEER, unit="tokens", pids=[pid for pid, _ in sides.values()])
         faults: dict[str, int] = {}
         metrics: dict[str, dict[str, float]] = {}
         for turn in range(options.rounds + 1):
@@ -129,7 +130,7 @@ def main() -> None:
                 before = _faults(pid)
                 comparison.start()
                 reported = step()
-                comparison.stop(name, 1)
+                comparison.stop(name, tokens)
                 faults[name] = _faults(pid) - before
                 if turn == 0:
                     metrics[name] = reported
