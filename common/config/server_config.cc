@@ -207,6 +207,17 @@ absl::Status Resolve(v1::BatchOptions* batch) {
                     {"auto", "cce", "torch_compile", "pytorch"});
 }
 
+absl::Status CheckSharedPrefixes(const v1::StrategyOptions& strategy,
+                                 const v1::ComputeOptions& compute) {
+  const auto refuse = [](const std::string& by) {
+    return FieldError(absl::StatusCode::kUnimplemented, "batch.shared_prefixes",
+                      absl::StrCat(by, " does not support it"));
+  };
+  if (strategy.context_parallel_size() > 1) return refuse("strategy.context_parallel_size above 1");
+  if (compute.device() != "cpu") return refuse(absl::StrCat("compute.device ", compute.device()));
+  return absl::OkStatus();
+}
+
 // Refuses a field that belongs to another strategy than the named one.
 absl::Status CheckStrategyFields(const v1::StrategyOptions& strategy) {
   const google::protobuf::Descriptor& message = *v1::StrategyOptions::descriptor();
@@ -320,6 +331,9 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_optimizer()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
+  if (config->batch().shared_prefixes()) {
+    TANDEM_RETURN_IF_ERROR(CheckSharedPrefixes(config->strategy(), config->compute()));
+  }
   TANDEM_RETURN_IF_ERROR(CheckPatterns(config->freeze()));
   TANDEM_RETURN_IF_ERROR(ResolveLora(config));
   if (config->has_lora() && !config->freeze().empty()) {

@@ -268,6 +268,11 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"model: m\nstrategy: {heartbeat_timeout_seconds: 0}",
             "strategy.heartbeat_timeout_seconds"},
         Bad{"model: m\nstrategy: {name: many}", "strategy.name"},
+        Bad{"model: m\nstrategy: {name: megatron, context_parallel_size: 2}\n"
+            "batch: {shared_prefixes: true}",
+            "batch.shared_prefixes", absl::StatusCode::kUnimplemented},
+        Bad{"model: m\ncompute: {device: cuda}\nbatch: {shared_prefixes: true}",
+            "batch.shared_prefixes", absl::StatusCode::kUnimplemented},
         Bad{"model: m\nfreeze: ['']", "freeze[0]"},
         Bad{"model: m\nshutdown_checkpoint_directory: '~/runs'", "shutdown_checkpoint_directory"},
         Bad{"model: m\nmax_samples: 0", "max_samples"}));

@@ -118,19 +118,22 @@ class AttentionFunction : public Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::vector<int64_t>& offsets,
-                            const AttentionScores& scores) {
+                            const AttentionScores& scores,
+                            const std::shared_ptr<const SharedPrefixes>& prefixes) {
     context->save_for_backward({q, k, v});
     context->saved_data["offsets"] = offsets;
     context->saved_data["scores"] = SaveObject(std::make_shared<const AttentionScores>(scores));
-    return CausalAttention(q, k, v, offsets, scores);
+    context->saved_data["prefixes"] = SaveObject(prefixes);
+    return CausalAttention(q, k, v, offsets, scores, /*device_offsets=*/{}, prefixes);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const variable_list saved = context->get_saved_variables();
     const AttentionGradients d = AtenCausalAttentionBackward(
         gradients[0], saved[0], saved[1], saved[2], context->saved_data["offsets"].toIntVector(),
-        *SavedObject<const AttentionScores>(context->saved_data["scores"]));
-    return {d.q, d.k, d.v, {}, {}};
+        *SavedObject<const AttentionScores>(context->saved_data["scores"]),
+        SavedObject<const SharedPrefixes>(context->saved_data["prefixes"]).get());
+    return {d.q, d.k, d.v, {}, {}, {}};
   }
 };
 
@@ -155,8 +158,9 @@ at::Tensor DifferentiableSoftCap(const at::Tensor& x, double soft_cap) {
 
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const std::vector<int64_t>& offsets,
-                                   const AttentionScores& scores) {
-  return AttentionFunction::apply(q, k, v, offsets, scores);
+                                   const AttentionScores& scores,
+                                   const std::shared_ptr<const SharedPrefixes>& prefixes) {
+  return AttentionFunction::apply(q, k, v, offsets, scores, prefixes);
 }
 
 }  // namespace tandem::ops

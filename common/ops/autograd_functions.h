@@ -5,10 +5,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "common/kernels/gate_activation.h"
 #include "common/ops/attention/attention_scores.h"
+#include "common/ops/attention/shared_prefixes.h"
 
 namespace tandem::ops {
 
@@ -23,7 +25,8 @@ at::Tensor DifferentiableGated(const at::Tensor& gate_up, kernels::GateActivatio
 // The backward pass computes the attention again, in ATen, rather than keep its softmax.
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const std::vector<int64_t>& offsets,
-                                   const AttentionScores& scores);
+                                   const AttentionScores& scores,
+                                   const std::shared_ptr<const SharedPrefixes>& prefixes);
 at::Tensor DifferentiableSoftCap(const at::Tensor& x, double soft_cap);
 
 }  // namespace tandem::ops

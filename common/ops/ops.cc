@@ -11,6 +11,7 @@
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/attention/aten_attention.h"
 #include "common/ops/attention/device_attention.h"
+#include "common/ops/attention/shared_keys.h"
 #include "common/ops/autograd_functions.h"
 #include "common/ops/device_layers.h"
 #include "common/ops/linear/linear_function.h"
@@ -184,6 +185,26 @@ at::Tensor CachedAttentionKernel(const at::Tensor& q, const at::Tensor& k, const
                                    .blocks = table(sequence),
                                    .block_stride = key_cache.stride(0)};
   });
+}
+
+// CausalAttention of sequences that share prefixes, to their keys and values in `blocks`
+// (KeyValueBlocks).
+at::Tensor SharedAttentionKernel(const at::Tensor& q, const at::Tensor& blocks, int64_t value_dim,
+                                 const std::vector<int64_t>& offsets, const AttentionScores& scores,
+                                 const SharedPrefixes& prefixes) {
+  return AttentionKernel<float>(
+      q, blocks.size(1), value_dim, offsets, scores, [&](int64_t sequence) {
+        const auto s = static_cast<size_t>(sequence);
+        return AttentionSource<float>{.k = Data(blocks),
+                                      .k_position_stride = blocks.stride(0),
+                                      .k_head_stride = blocks.stride(1),
+                                      .v = Data(blocks) + q.size(2),
+                                      .v_position_stride = blocks.stride(0),
+                                      .v_head_stride = blocks.stride(1),
+                                      .first_position = prefixes.start(s),
+                                      .blocks = prefixes.blocks(s),
+                                      .block_stride = blocks.stride(0)};
+      });
 }
 
 // Calls every function of MKL's vector library that libtorch has, on one thread. A function's first
@@ -401,16 +422,22 @@ at::Tensor SoftCap(const at::Tensor& x, double soft_cap) {
 
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const AttentionScores& scores,
-                           const at::Tensor& device_offsets) {
+                           const at::Tensor& device_offsets,
+                           const std::shared_ptr<const SharedPrefixes>& prefixes) {
   // ATen's own attention with a gradient has no soft cap.
   const bool own_gradient = HasCpuKernels(q_in) || scores.soft_cap.has_value();
   if (at::GradMode::is_enabled() && own_gradient) {
-    return DifferentiableAttention(q_in, k_in, v_in, offsets, scores);
+    return DifferentiableAttention(q_in, k_in, v_in, offsets, scores, prefixes);
   }
   if (!HasCpuKernels(q_in)) {
-    return AtenCausalAttention(q_in, k_in, v_in, offsets, scores, device_offsets);
+    return AtenCausalAttention(q_in, k_in, v_in, offsets, scores, device_offsets, prefixes.get());
   }
-  const at::Tensor q = HeadsPacked(q_in), k = Packed(k_in), v = Packed(v_in);
+  const at::Tensor q = HeadsPacked(q_in);
+  if (prefixes != nullptr) {
+    return SharedAttentionKernel(q, KeyValueBlocks(k_in, v_in, *prefixes), v_in.size(2), offsets,
+                                 scores, *prefixes);
+  }
+  const at::Tensor k = Packed(k_in), v = Packed(v_in);
   return AttentionKernel<float>(q, k.size(1), v.size(2), offsets, scores, [&](int64_t sequence) {
     return AttentionSource<float>{Data(k) + offsets[sequence] * k.stride(0),
                                   k.stride(0),

@@ -12,11 +12,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "common/kernels/gate_activation.h"
 #include "common/ops/attention/attention_scores.h"
 #include "common/ops/attention/paged_sequences.h"
+#include "common/ops/attention/shared_prefixes.h"
 
 namespace tandem::ops {
 
@@ -87,10 +89,12 @@ at::Tensor SoftCap(const at::Tensor& x, double soft_cap);
 // and each row attends to the keys of its window.
 // q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], Dv <= D -> [T, heads * Dv].
 // `device_offsets` are the offsets as int32 on a device that is not the CPU, made once for all
-// layers; undefined: made here.
+// layers; undefined: made here. With `prefixes`, made of the offsets, the keys of a sequence begin
+// with rows of another one; a row has the bits that it has without. Not on a GPU in bfloat16.
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const AttentionScores& scores = {},
-                           const at::Tensor& device_offsets = {});
+                           const at::Tensor& device_offsets = {},
+                           const std::shared_ptr<const SharedPrefixes>& prefixes = nullptr);
 
 // Whether CachedAttention needs PagedSequences::rows for tensors of this device and type: where it
 // runs in ATen operations or in kernels of a GPU.

@@ -19,8 +19,11 @@ using MicroBatch = SequenceRange;
 //
 // `ranks` ranks take the micro-batches in turn. The plan needs as few turns as the budget allows,
 // and among such plans its largest micro-batch is the smallest.
+//
+// With `shared`, parallel to `lengths`, a sequence has its first shared[s] tokens in common with
+// the last sequence before it that has any; in one micro-batch they count once.
 std::vector<MicroBatch> PlanMicroBatches(absl::Span<const int64_t> lengths, int64_t token_budget,
-                                         int64_t ranks = 1);
+                                         int64_t ranks = 1, absl::Span<const int64_t> shared = {});
 
 }  // namespace tandem::training
 

@@ -33,6 +33,22 @@ TEST(MicroBatchesTest, RanksHaveTheSameNumberOfEvenTurns) {
   EXPECT_THAT(PlanMicroBatches({}, 40, 4), IsEmpty());
 }
 
+TEST(MicroBatchesTest, SharedTokensCountOnceInAMicroBatch) {
+  // Two groups of three: 10 + 4 + 4 tokens each, where apart two sequences fill a micro-batch.
+  const std::vector<int64_t> lengths(6, 10), shared = {0, 6, 6, 0, 6, 6};
+  EXPECT_THAT(PlanMicroBatches(lengths, 20),
+              ElementsAre(MicroBatch{0, 2}, MicroBatch{2, 4}, MicroBatch{4, 6}));
+  EXPECT_THAT(PlanMicroBatches(lengths, 20, 1, shared),
+              ElementsAre(MicroBatch{0, 3}, MicroBatch{3, 6}));
+  // The first sequence of a micro-batch stands there with all of its tokens.
+  EXPECT_THAT(PlanMicroBatches(lengths, 14, 1, shared),
+              ElementsAre(MicroBatch{0, 2}, MicroBatch{2, 3}, MicroBatch{3, 5}, MicroBatch{5, 6}));
+  EXPECT_THAT(PlanMicroBatches(lengths, 28, 2, shared),
+              ElementsAre(MicroBatch{0, 3}, MicroBatch{3, 6}));
+  // A sequence between them that is not read.
+  EXPECT_THAT(PlanMicroBatches({10, 0, 10}, 14, 1, {0, 0, 6}), ElementsAre(MicroBatch{0, 3}));
+}
+
 TEST(MicroBatchesTest, EmptySequencesTakeNoRoom) {
   EXPECT_THAT(PlanMicroBatches({8, 0, 0}, 8), ElementsAre(MicroBatch{0, 3}));
   EXPECT_THAT(PlanMicroBatches({0, 0}, 8), IsEmpty());

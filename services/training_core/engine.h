@@ -54,6 +54,9 @@ struct TrainingOptions {
   std::string configuration;
   OptimizerOptions optimizer = {};
   int64_t micro_batch_tokens = 0;
+  // Whether common prefixes of consecutive sequences stand once in a micro-batch; on the CPU alone,
+  // and not with context parallelism.
+  bool shared_prefixes = false;
   int64_t max_model_len = 0;
   int64_t max_samples = 0;
   std::vector<std::string> freeze;  // common/model/config/freeze.h

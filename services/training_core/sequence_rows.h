@@ -25,12 +25,22 @@ struct SequenceRows {
   // empty: the routers choose. The numbers belong to the caller.
   absl::Span<const uint16_t> routed_experts = {};
   std::shared_ptr<const PromptImages> images = nullptr;  // of the prompt; nullptr: text alone
+  // Leading tokens whose hidden states are not asked for: those of the prompt but the last.
+  int64_t unasked = 0;
 };
 
 // Returns the rows of the response tokens t for which `counts(t)` holds.
 SequenceRows SelectSequenceRows(absl::Span<const int32_t> prompt,
                                 absl::Span<const int32_t> response,
                                 absl::FunctionRef<bool(size_t t)> counts);
+
+// Returns how many leading tokens of `next` may stand for those of `previous`, too: they have equal
+// ids, images and experts, and the hidden state of none is asked for in `next`.
+int64_t CommonPrefix(const SequenceRows& previous, const SequenceRows& next);
+
+// Returns for every sequence its CommonPrefix with the last one before it that has an input; 0
+// without one.
+std::vector<int64_t> CommonPrefixes(absl::Span<const SequenceRows> sequences);
 
 // Consecutive rows of a batch, [begin, end).
 struct RowRange {

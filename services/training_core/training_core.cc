@@ -15,6 +15,7 @@
 #include "common/base/logging.h"
 #include "common/model/compute_setup.h"
 #include "common/model/vision/image_batch.h"
+#include "common/ops/attention/shared_prefixes.h"
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
@@ -66,13 +67,14 @@ absl::Status CheckRouterLosses(const RouterLossCoefficients& coefficients,
 MicroBatchInput SelectRows(const RaggedBatch& batch, const SequenceBatch& sequences,
                            const SequenceRange& range) {
   MicroBatchInput selected = {.batch = batch, .sequences = range, .rows = sequences.Rows(range)};
-  int64_t offset = 0;
+  size_t next = 0;  // in the batch
   for (const SequenceRows& sequence : range.Of(sequences.sequences())) {
+    if (sequence.input.empty()) continue;
     for (const int64_t position : sequence.positions) {
-      selected.positions.push_back(offset + position);
+      selected.positions.push_back(batch.RowOf(next, position));
     }
     selected.labels.insert(selected.labels.end(), sequence.labels.begin(), sequence.labels.end());
-    offset += static_cast<int64_t>(sequence.input.size());
+    ++next;
   }
   return selected;
 }
@@ -448,9 +450,18 @@ TrainingCore::Pass TrainingCore::PlanPass(const SequenceBatch& sequences,
   for (const SequenceRows& sequence : range.Of(sequences.sequences())) {
     lengths.push_back(static_cast<int64_t>(sequence.input.size()));
   }
-  Pass pass = {.sequences = sequences,
-               .micro_batches = PlanMicroBatches(lengths, options_.micro_batch_tokens,
-                                                 strategy_->data_parallel_size())};
+  Pass pass = {.sequences = sequences, .micro_batches = {}, .shared = {}};
+  std::vector<int64_t> shared;
+  if (options_.shared_prefixes) {
+    pass.shared = CommonPrefixes(sequences.sequences());
+    // Sequences count as kLeastOwnRows tokens at least: attention copies keys for each.
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      const int64_t most = std::max<int64_t>(lengths[i] - ops::kLeastOwnRows, 0);
+      shared.push_back(std::min(pass.shared[range.begin + i], most));
+    }
+  }
+  pass.micro_batches = PlanMicroBatches(lengths, options_.micro_batch_tokens,
+                                        strategy_->data_parallel_size(), shared);
   for (MicroBatch& micro_batch : pass.micro_batches) {
     micro_batch.begin += range.begin;
     micro_batch.end += range.begin;
@@ -458,18 +469,35 @@ TrainingCore::Pass TrainingCore::PlanPass(const SequenceBatch& sequences,
   return pass;
 }
 
-at::Tensor TrainingCore::RoutedExpertsOf(absl::Span<const SequenceRows> sequences, int64_t tokens) {
-  if (std::ranges::all_of(sequences,
-                          [](const SequenceRows& rows) { return rows.routed_experts.empty(); })) {
+TrainingCore::Pass::Input TrainingCore::Pass::InputOf(const MicroBatch& micro_batch) const {
+  Input input;
+  for (size_t s = micro_batch.begin; s < micro_batch.end; ++s) {
+    const SequenceRows& sequence = sequences.sequences()[s];
+    if (sequence.input.empty()) continue;
+    input.starts.push_back(shared.empty() || input.sequences.empty() ? 0 : shared[s]);
+    input.sequences.push_back(&sequence);
+  }
+  return input;
+}
+
+at::Tensor TrainingCore::RoutedExpertsOf(const Pass::Input& input, int64_t rows) {
+  if (std::ranges::all_of(input.sequences, [](const SequenceRows* sequence) {
+        return sequence->routed_experts.empty();
+      })) {
     return {};
   }
   const RoutingCache layout = model().config().RoutingLayout();
   const at::Tensor experts =
-      at::full({tokens, layout.layers, layout.experts_per_token}, -1, at::kInt);
+      at::full({rows, layout.layers, layout.experts_per_token}, -1, at::kInt);
   int32_t* id = experts.data_ptr<int32_t>();
-  for (const SequenceRows& rows : sequences) {
-    std::copy(rows.routed_experts.begin(), rows.routed_experts.end(), id);
-    id += static_cast<int64_t>(rows.input.size()) * layout.ids_per_token();
+  for (size_t i = 0; i < input.sequences.size(); ++i) {
+    const SequenceRows& sequence = *input.sequences[i];
+    const int64_t per_token = layout.ids_per_token(), start = input.starts[i];
+    if (!sequence.routed_experts.empty()) {
+      std::copy(sequence.routed_experts.begin() + start * per_token, sequence.routed_experts.end(),
+                id);
+    }
+    id += (std::ssize(sequence.input) - start) * per_token;
   }
   return CopyToDevice(experts, model().device());
 }
@@ -478,22 +506,16 @@ RaggedBatch TrainingCore::Input(const Pass& pass, int64_t micro_batch, bool repl
   NoteProgress();
   micro_batches_ = pass.count();
   micro_batches_done_ = micro_batch;
+  const Pass::Input read = pass.InputOf(pass.micro_batches[static_cast<size_t>(micro_batch)]);
   std::vector<std::vector<int64_t>> inputs;
-  std::vector<const PromptImages*> images;
-  const MicroBatch& range = pass.micro_batches[static_cast<size_t>(micro_batch)];
-  for (const SequenceRows& sequence : range.Of(pass.sequences.sequences())) {
-    if (sequence.input.empty()) continue;
-    inputs.push_back(sequence.input);
-    images.push_back(sequence.images.get());
-  }
-  RaggedBatch batch = MakeRaggedBatch(inputs, model().device());
-  if (replays) {
-    batch.routing.given = RoutedExpertsOf(range.Of(pass.sequences.sequences()), batch.num_tokens());
-  }
+  for (const SequenceRows* sequence : read.sequences) inputs.push_back(sequence->input);
+  RaggedBatch batch = MakeRaggedBatch(inputs, model().device(), read.starts);
+  if (replays) batch.routing.given = RoutedExpertsOf(read, batch.num_tokens());
   if (!model().config().vision.has_value()) return batch;
   ImageBatch collected(*model().config().vision);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    collected.AddTokens(images[i], 0, static_cast<int64_t>(inputs[i].size()));
+    collected.AddTokens(read.sequences[i]->images.get(), read.starts[i],
+                        std::ssize(inputs[i]) - read.starts[i]);
   }
   batch.images = collected.Take(model().device());
   return batch;
@@ -550,6 +572,14 @@ int64_t TrainingCore::Pass::num_tokens() const {
   return tokens;
 }
 
+int64_t TrainingCore::Pass::num_shared_tokens() const {
+  int64_t tokens = 0;
+  for (const MicroBatch& range : micro_batches) {
+    for (const int64_t start : InputOf(range).starts) tokens += start;
+  }
+  return tokens;
+}
+
 absl::StatusOr<TrainingCore::PassReport> TrainingCore::ForwardBackward(
     const SequenceBatch& sequences, const SequenceRange& range, RowLoss loss) {
   const Pass pass = PlanPass(sequences, range);
@@ -575,6 +605,10 @@ absl::StatusOr<TrainingCore::PassReport> TrainingCore::ForwardBackward(
         return loss(RowsOf(pass, i, batch), hidden);
       }));
   PassReport report = {.micro_batches = pass.count()};
+  if (options_.shared_prefixes) {
+    report.shared_fraction =
+        static_cast<double>(pass.num_shared_tokens()) / static_cast<double>(pass.num_tokens());
+  }
   if (expert_layers > 0) report.routers = SumOfRouters(routers);
   return report;
 }

@@ -51,8 +51,8 @@ struct MicroBatchInput {
   RowRange rows = {};                   // the N rows, in the same SequenceBatch
 };
 
-// Returns the rows of the sequences `range` of `sequences`. `batch` holds the inputs of those
-// sequences, one after the other.
+// Returns the rows of the sequences `range` of `sequences`. `batch` holds those of them that have
+// an input.
 MicroBatchInput SelectRows(const RaggedBatch& batch, const SequenceBatch& sequences,
                            const SequenceRange& range);
 
@@ -214,6 +214,9 @@ class TrainingCore {
   // a parallel::LossFunction, and of the routers' losses with the strategy.
   struct PassReport {
     int64_t micro_batches = 0;
+    // The fraction of the sequences' tokens that the model did not read, since a sequence before
+    // has the same; nothing where prefixes are not shared.
+    std::optional<double> shared_fraction = std::nullopt;
     RouterSums routers = {};
   };
   using RowLoss = absl::FunctionRef<absl::StatusOr<at::Tensor>(const MicroBatchInput& input,
@@ -245,15 +248,26 @@ class TrainingCore {
   struct Pass {
     const SequenceBatch& sequences;
     std::vector<MicroBatch> micro_batches;
+    // CommonPrefixes of the sequences; empty: they share no prefix.
+    std::vector<int64_t> shared;
 
     int64_t count() const { return static_cast<int64_t>(micro_batches.size()); }
+    // Numbers of tokens of the sequences, and of those that stand for one of a sequence before.
     int64_t num_tokens() const;
+    int64_t num_shared_tokens() const;
+    // Returns the sequences of a micro-batch that the model reads, and where their own rows start.
+    struct Input {
+      std::vector<const SequenceRows*> sequences;
+      std::vector<int64_t> starts;
+    };
+    Input InputOf(const MicroBatch& micro_batch) const;
   };
   Pass PlanPass(const SequenceBatch& sequences, const SequenceRange& range) const;
   // Returns the input of a micro-batch, with SequenceRows::routed_experts where `replays`.
   RaggedBatch Input(const Pass& pass, int64_t micro_batch, bool replays);
-  // Returns BatchRouting::given of the sequences; undefined if none has routed experts.
-  at::Tensor RoutedExpertsOf(absl::Span<const SequenceRows> sequences, int64_t tokens);
+  // Returns BatchRouting::given of the `rows` rows of a batch; undefined if no sequence has routed
+  // experts.
+  at::Tensor RoutedExpertsOf(const Pass::Input& input, int64_t rows);
   static MicroBatchInput RowsOf(const Pass& pass, int64_t micro_batch, const RaggedBatch& batch);
   // Returns the sums over all ranks of what the routers recorded on this one.
   RouterSums SumOfRouters(absl::Span<const std::shared_ptr<RouterLosses>> recorded);

@@ -53,6 +53,7 @@ KEYS = (
     "policy/weighted_tokens",
     "policy/dropped_samples",
     "policy/micro_batches",
+    "policy/shared_token_fraction",
     "policy/updates",
     "policy/updates_not_finite",
     "mismatch/k1",

@@ -3,6 +3,8 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <utility>
 
 namespace tandem {
 
@@ -14,11 +16,14 @@ void KeepFreedMemory() {
 }
 
 bool FreedMemory::Look(SteadyTime now) {
-  if (static_cast<int64_t>(mallinfo2().fordblks) <= kMaxFreedBytes) {
+  const struct mallinfo2 info = mallinfo2();
+  const auto used = static_cast<int64_t>(info.uordblks);
+  const bool works = std::abs(used - std::exchange(used_, used)) > kMaxFreedBytes;
+  if (static_cast<int64_t>(info.fordblks) <= kMaxFreedBytes) {
     much_since_ = SteadyTime::InfiniteFuture();
     return false;
   }
-  much_since_ = std::min(much_since_, now);
+  much_since_ = works ? now : std::min(much_since_, now);
   if (now - much_since_ < kFreedTime) return false;
   much_since_ = SteadyTime::InfiniteFuture();
   return malloc_trim(0) == 1;

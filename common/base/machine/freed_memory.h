@@ -22,8 +22,9 @@ inline constexpr absl::Duration kFreedTime = absl::Seconds(15);
 void KeepFreedMemory();
 
 // Gives freed memory back to the system if the allocator has kept more than kMaxFreedBytes in every
-// look for kFreedTime. glibc by itself gives back only the end of a heap: after many small buffers
-// on many threads, next to nothing.
+// look for kFreedTime, while what is in use moved by no more than that from one look to the next:
+// train steps, whose activations come and go, keep their pages. glibc by itself gives back only the
+// end of a heap: after many small buffers on many threads, next to nothing.
 class FreedMemory {
  public:
   // Looks; takes milliseconds. Returns whether memory went back. To be called about every second.
@@ -31,6 +32,7 @@ class FreedMemory {
 
  private:
   SteadyTime much_since_ = SteadyTime::InfiniteFuture();
+  int64_t used_ = 0;  // in the last look
 };
 
 }  // namespace tandem

@@ -57,6 +57,30 @@ TEST(FreedMemory, MemoryThatIsTakenAgainInBetweenStays) {
   EXPECT_TRUE(freed.Look(start + 2 * kFreedTime));
 }
 
+TEST(FreedMemory, MemoryStaysWhileOtherMemoryComesAndGoes) {
+  constexpr int kBuffers = 20'000;
+  constexpr int kBufferBytes = 8 << 10;
+  std::vector<std::unique_ptr<char[]>> buffers;
+  const auto take = [&](int count) {
+    for (int i = 0; i < count; ++i) buffers.push_back(std::make_unique<char[]>(kBufferBytes));
+  };
+  take(2 * kBuffers);
+  const std::unique_ptr<char[]> last = std::move(buffers.back());
+  buffers.clear();
+  const SteadyTime start = SteadyTime::Now();
+  FreedMemory freed;
+  EXPECT_FALSE(freed.Look(start));
+  for (int i = 1; i <= 4; ++i) {
+    if (i % 2 == 1) {
+      take(kBuffers);
+    } else {
+      buffers.clear();
+    }
+    EXPECT_FALSE(freed.Look(start + i * kFreedTime)) << i;
+  }
+  EXPECT_TRUE(freed.Look(start + 5 * kFreedTime));
+}
+
 TEST(FreedMemory, LittleIsKept) {
   FreedMemory freed;
   EXPECT_FALSE(freed.Look(SteadyTime::Now()));

@@ -6,7 +6,8 @@ namespace tandem {
 
 at::Tensor CausalContext::Attend(const AttentionLayer& layer, const RaggedBatch& batch,
                                  const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  return ops::CausalAttention(q, k, v, batch.offsets, layer.scores, batch.device_offsets);
+  return ops::CausalAttention(q, k, v, batch.offsets, layer.scores, batch.device_offsets,
+                              batch.prefixes);
 }
 
 at::Tensor CachedContext::Attend(const AttentionLayer& layer, const RaggedBatch& batch,

@@ -4,11 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "common/model/vision/vision_config.h"
+#include "common/ops/attention/shared_prefixes.h"
 
 namespace tandem {
 
@@ -47,8 +49,9 @@ struct BatchRouting {
   std::shared_ptr<RouterLosses> losses = nullptr;
 };
 
-// S sequences, T tokens in all. Tensors are on one device, the rest on the host. Sequence s owns
-// rows [offsets[s], offsets[s + 1]).
+// S sequences, T rows in all. Tensors are on one device, the rest on the host. Sequence s owns
+// rows [offsets[s], offsets[s + 1]), one for each of its tokens or, with `prefixes`, for those that
+// it does not share with the sequence before it.
 struct RaggedBatch {
   at::Tensor tokens;             // [T] int64
   at::Tensor positions;          // [T] int64; the first token of a whole sequence is at 0
@@ -57,14 +60,22 @@ struct RaggedBatch {
   at::Tensor device_offsets;     // the offsets as int32, on a device that is not the CPU
   BatchImages images = {};
   BatchRouting routing = {};
+  // nullptr: no sequence shares a prefix.
+  std::shared_ptr<const ops::SharedPrefixes> prefixes = nullptr;
 
+  // Returns the row of a token of sequence s.
+  int64_t RowOf(size_t s, int64_t position) const {
+    return prefixes == nullptr ? offsets[s] + position : prefixes->RowOf(s, position);
+  }
+  // Number of rows.
   int64_t num_tokens() const { return offsets.empty() ? 0 : offsets.back(); }
 };
 
 // Makes a batch of whole sequences, positions from 0, on the device of the model that will run
-// them.
+// them. With `starts`, sequence s shares its first starts[s] tokens with sequence s - 1, which has
+// the same.
 RaggedBatch MakeRaggedBatch(const std::vector<std::vector<int64_t>>& sequences,
-                            at::Device device = at::kCPU);
+                            at::Device device = at::kCPU, const std::vector<int64_t>& starts = {});
 
 }  // namespace tandem
 

@@ -28,15 +28,27 @@ class AttachLossFunction : public Function<AttachLossFunction> {
   }
 };
 
-// Returns the sequence of every token, [T] int64.
-at::Tensor SequencesOf(const RaggedBatch& batch) {
-  std::vector<int64_t> sequences;
-  sequences.reserve(static_cast<size_t>(batch.num_tokens()));
+// The tokens of all sequences, M of them. A row of the batch is a token of every sequence that
+// shares it.
+struct SequenceTokens {
+  at::Tensor sequences;  // [M] int64
+  at::Tensor rows;       // [M] int64; undefined where token i is row i
+};
+
+SequenceTokens TokensOf(const RaggedBatch& batch) {
+  std::vector<int64_t> sequences, rows;
   for (size_t s = 0; s + 1 < batch.offsets.size(); ++s) {
-    sequences.insert(sequences.end(), static_cast<size_t>(batch.offsets[s + 1] - batch.offsets[s]),
-                     static_cast<int64_t>(s));
+    const ops::RowRun own = {batch.offsets[s], batch.offsets[s + 1] - batch.offsets[s]};
+    const absl::Span<const ops::RowRun> runs =
+        batch.prefixes == nullptr ? absl::MakeConstSpan(&own, 1) : batch.prefixes->runs(s);
+    for (const ops::RowRun& run : runs) {
+      sequences.insert(sequences.end(), static_cast<size_t>(run.rows), static_cast<int64_t>(s));
+      for (int64_t i = 0; i < run.rows; ++i) rows.push_back(run.row + i);
+    }
   }
-  return CopyToDevice(sequences, batch.tokens.device());
+  const at::Device device = batch.tokens.device();
+  return {.sequences = CopyToDevice(sequences, device),
+          .rows = batch.prefixes == nullptr ? at::Tensor() : CopyToDevice(rows, device)};
 }
 
 at::Tensor Probabilities(const at::Tensor& logits, RouterScore score) {
@@ -58,20 +70,28 @@ at::Tensor RouterLosses::Record(int64_t place, const at::Tensor& weights, const 
                                 const at::Tensor& experts, const ModelPass& pass) {
   const int64_t count = rule_.num_experts;
   const auto num_sequences = static_cast<int64_t>(pass.batch.offsets.size()) - 1;
-  const at::Tensor sequences = SequencesOf(pass.batch);
-  at::Tensor loads, fractions;
+  const SequenceTokens tokens = TokensOf(pass.batch);
+  const bool shared = tokens.rows.defined();
+  at::Tensor loads, fractions, counts;
   {
     const at::NoGradGuard no_grad;
-    loads = at::bincount((sequences.unsqueeze(1) * count + experts).flatten(), /*weights=*/{},
+    const at::Tensor taken = shared ? experts.index_select(0, tokens.rows) : experts;
+    loads = at::bincount((tokens.sequences.unsqueeze(1) * count + taken).flatten(), /*weights=*/{},
                          num_sequences * count)
                 .view({num_sequences, count})
                 .to(at::kDouble);
     const at::Tensor all = pass.context.SumOverRanks(loads);
-    const at::Tensor tokens = all.sum(1, /*keepdim=*/true) / rule_.num_experts_per_tok;
-    fractions = (all / tokens.clamp_min(1)).to(at::kFloat).index_select(0, sequences);
+    const at::Tensor lengths = all.sum(1, /*keepdim=*/true) / rule_.num_experts_per_tok;
+    fractions = (all / lengths.clamp_min(1)).to(at::kFloat).index_select(0, tokens.sequences);
+    if (shared) {
+      fractions = at::zeros({logits.size(0), count}, fractions.options())
+                      .index_add_(0, tokens.rows, fractions);
+      counts = at::bincount(tokens.rows, /*weights=*/{}, logits.size(0)).to(at::kFloat);
+    }
   }
   const at::Tensor balance = (Probabilities(logits, rule_.score) * fractions).sum() * count;
-  const at::Tensor z = at::logsumexp(logits, {1}).square().sum();
+  const at::Tensor squares = at::logsumexp(logits, {1}).square();
+  const at::Tensor z = (shared ? squares * counts : squares).sum();
   const at::Tensor losses = at::stack({balance, z}).detach().to(at::kDouble);
   sums_[place].copy_(at::cat({loads.sum(0), losses}));
   const bool has_loss = scales_.load_balancing > 0 || scales_.z > 0;

@@ -11,7 +11,8 @@
 // layer with experts, its mean over the tokens is the aux_loss of `transformers`.
 //
 // Load balancing: https://arxiv.org/abs/2101.03961 (equations 4 to 6), for each sequence by itself
-// as in https://arxiv.org/abs/2412.19437 (equations 17 to 20). z: https://arxiv.org/abs/2202.08906
+// as in https://arxiv.org/abs/2412.19437 (equations 17 to 20). A token of a prefix that sequences
+// share counts in each of them. z: https://arxiv.org/abs/2202.08906
 // (equation 5).
 #ifndef TANDEM_COMMON_MODEL_PASSES_ROUTER_LOSSES_H_
 #define TANDEM_COMMON_MODEL_PASSES_ROUTER_LOSSES_H_

@@ -133,6 +133,30 @@ TEST(RouterLossesTest, SequencesAddUp) {
   EXPECT_TRUE(at::allclose(at::cat(gradients), together.gradient, 1e-6, 1e-9));
 }
 
+// Losses, loads and gradients of a shared prefix are the sums over the sequences that have it.
+TEST(RouterLossesTest, ASharedTokenCountsInEachOfItsSequences) {
+  at::manual_seed(9);
+  const ExpertOptions experts = OneLayer(RouterScore::kSoftmax);
+  const std::vector<std::vector<int64_t>> tokens = {{1, 1, 1, 1, 1}, {1, 1, 1, 1, 1, 1}, {1, 1, 1}};
+  // Rows of the shared batch: 0-4, 5-7 behind the first three, 8 behind the first two.
+  const at::Tensor rows = at::tensor({0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 0, 1, 8}, at::kLong);
+  const at::Tensor logits = at::randn({9, kExperts}) * 2;
+  CausalContext context;
+  const auto run = [&](const RaggedBatch& batch, const at::Tensor& of_rows) {
+    const ModelPass pass = {.batch = batch, .context = context, .rows = {}, .rotation = {}};
+    const auto losses = std::make_shared<RouterLosses>(experts, 1, kScales, at::kCPU);
+    const Routing routing = ChooseExperts(of_rows, {}, experts.routing);
+    (losses->Record(0, routing.weights, of_rows, routing.experts, pass) * 0).sum().backward();
+    return losses->sums();
+  };
+  const at::Tensor apart = logits.clone().requires_grad_(),
+                   shared = logits.clone().requires_grad_();
+  const at::Tensor expected = run(MakeRaggedBatch(tokens), apart.index_select(0, rows));
+  const at::Tensor sums = run(MakeRaggedBatch(tokens, at::kCPU, {0, 3, 2}), shared);
+  EXPECT_TRUE(at::allclose(sums, expected, 1e-6, 0));
+  EXPECT_TRUE(at::allclose(shared.grad(), apart.grad(), 1e-5, 1e-8));
+}
+
 // Experts that are taken equally often, and scores that are equal: k for each token.
 TEST(RouterLossesTest, ABalancedLayerHasTheSmallestLoss) {
   const ExpertOptions experts = {.routing = {.num_experts = 6, .num_experts_per_tok = 2}};

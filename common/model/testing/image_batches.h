@@ -32,14 +32,17 @@ inline VisionInput RandomImage(const VisionConfig& vision, const ImageShape& sha
           .pixels = RandomPixels(vision, shape.grid, seed)};
 }
 
-// Returns a batch of whole sequences with the images of each, of which nullptr has none.
+// Returns a batch of whole sequences with the images of each, of which nullptr has none, and with
+// the `starts` of MakeRaggedBatch.
 inline RaggedBatch MakeBatchOf(const Model& model,
                                const std::vector<std::vector<int64_t>>& sequences,
-                               const std::vector<std::unique_ptr<PromptImages>>& images) {
-  RaggedBatch batch = MakeRaggedBatch(sequences, model.device());
+                               const std::vector<std::unique_ptr<PromptImages>>& images,
+                               const std::vector<int64_t>& starts = {}) {
+  RaggedBatch batch = MakeRaggedBatch(sequences, model.device(), starts);
   ImageBatch collected(*model.config().vision);
   for (size_t s = 0; s < sequences.size(); ++s) {
-    collected.AddTokens(images[s].get(), 0, static_cast<int64_t>(sequences[s].size()));
+    const int64_t start = starts.empty() ? 0 : starts[s];
+    collected.AddTokens(images[s].get(), start, static_cast<int64_t>(sequences[s].size()) - start);
   }
   batch.images = collected.Take(model.device());
   return batch;
@@ -47,10 +50,13 @@ inline RaggedBatch MakeBatchOf(const Model& model,
 
 // Returns a batch of whole sequences. If the model has a vision tower, sequences of five tokens or
 // more have an image of four tokens, the same for all, behind their first token, and those of nine
-// or more also a video of two.
+// or more also a video of two, of their own. `starts` are those of MakeRaggedBatch.
 inline RaggedBatch MakeBatchWithImages(const Model& model,
-                                       std::vector<std::vector<int64_t>> sequences) {
-  if (!model.config().vision.has_value()) return MakeRaggedBatch(sequences, model.device());
+                                       std::vector<std::vector<int64_t>> sequences,
+                                       const std::vector<int64_t>& starts = {}) {
+  if (!model.config().vision.has_value()) {
+    return MakeRaggedBatch(sequences, model.device(), starts);
+  }
   const VisionConfig& vision = *model.config().vision;
   const auto image = RandomImage(vision, {.grid = {1, 4, 4}}, 7);
   std::vector<std::unique_ptr<PromptImages>> images;
@@ -73,7 +79,7 @@ inline RaggedBatch MakeBatchWithImages(const Model& model,
     const std::vector<int32_t> narrow(first.begin(), first.end());
     prompt.found = FindImages(vision, narrow, {}, shapes).value();
   }
-  return MakeBatchOf(model, sequences, images);
+  return MakeBatchOf(model, sequences, images, starts);
 }
 
 // Returns a batch of whole sequences. If the model has a vision tower, each has an image of its own

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common/ops/attention/pad_columns.h"
+#include "common/ops/attention/shared_keys.h"
 #include "common/ops/attention/varlen_attention.h"
 #include "common/ops/linear/row_chunks.h"
 #include "common/tensor/aten/device_copies.h"
@@ -168,9 +169,10 @@ at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
 
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores,
-                               const at::Tensor& device_offsets) {
+                               const at::Tensor& device_offsets, const SharedPrefixes* prefixes) {
   if (q.size(0) == 0) return JoinRows({}, q, v.size(2));
   if (HasVarlenAttention(q, scores)) {
+    TORCH_CHECK(prefixes == nullptr, "FlashAttention has no shared prefixes");
     const at::Tensor on_device =
         device_offsets.defined() ? device_offsets : CopyToDevice(offsets, q.device()).to(at::kInt);
     // Where no sequence has more than one row, libtorch's FlashAttention expects a row of each.
@@ -184,12 +186,17 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
   }
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
-    const int64_t begin = offsets[s], length = offsets[s + 1] - begin;
-    if (length == 0) continue;
-    for (const RowChunk& chunk : RowChunks(0, length, scores.window)) {
-      outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row, chunk.rows),
-                                      k.narrow(0, begin + chunk.key, chunk.keys),
-                                      v.narrow(0, begin + chunk.key, chunk.keys), chunk, scores));
+    const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
+    if (rows == 0) continue;
+    const RowRun own = {.row = begin, .rows = rows};
+    const int64_t start = prefixes == nullptr ? 0 : prefixes->start(s);
+    const absl::Span<const RowRun> runs =
+        prefixes == nullptr ? absl::MakeConstSpan(&own, 1) : prefixes->runs(s);
+    const at::Tensor keys = SelectRuns(k, runs), values = SelectRuns(v, runs);
+    for (const RowChunk& chunk : RowChunks(start, start + rows, scores.window)) {
+      outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row - start, chunk.rows),
+                                      keys.narrow(0, chunk.key, chunk.keys),
+                                      values.narrow(0, chunk.key, chunk.keys), chunk, scores));
     }
   }
   return JoinRows(outputs, q, v.size(2));
@@ -232,8 +239,11 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,
-                                               const AttentionScores& scores) {
-  if (scores.soft_cap.has_value()) return CappedAttentionBackward(dy_in, q, k, v, offsets, scores);
+                                               const AttentionScores& scores,
+                                               const SharedPrefixes* prefixes) {
+  if (scores.soft_cap.has_value()) {
+    return CappedAttentionBackward(dy_in, q, k, v, offsets, scores, prefixes);
+  }
   // The query heads of an item repeat its keys that many times.
   constexpr int64_t kHeadsPerItem = 8;
   const int64_t key_value_heads = k.size(1), group = q.size(1) / key_value_heads;
@@ -245,49 +255,59 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
     return at::zeros({splits, x.size(0), x.size(1), x.size(2)}, x.options());
   };
   const at::Tensor dq = at::empty(q.sizes(), q.options()), dk = sums(k), dv = sums(v);
-  const auto run = [&](int64_t begin, int64_t end) {
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t split = item % splits, head = item / splits % key_value_heads;
-      const int64_t s = item / splits / key_value_heads;
-      const int64_t row = offsets[s], length = offsets[s + 1] - row;
-      const int64_t first_head = head * group + split * kHeadsPerItem;
-      const int64_t heads = std::min(kHeadsPerItem, group - split * kHeadsPerItem);
-      for (const RowChunk& chunk : RowChunks(0, length, scores.window)) {
-        const auto rows = [&](const at::Tensor& x) {  // [1, heads, rows, D]
-          return x.narrow(0, row + chunk.row, chunk.rows)
-              .narrow(1, first_head, heads)
-              .transpose(0, 1)
-              .unsqueeze(0);
+  const auto add = [&](const KeyGradients& some) {
+    const auto run = [&](int64_t begin, int64_t end) {
+      const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t split = item % splits, head = item / splits % key_value_heads;
+        const int64_t i = item / splits / key_value_heads, s = some.first + i;
+        const int64_t row = offsets[s], count = offsets[s + 1] - row, place = some.places[i];
+        if (count == 0) continue;
+        const int64_t start = prefixes == nullptr ? 0 : prefixes->start(s);
+        const int64_t first_head = head * group + split * kHeadsPerItem;
+        const int64_t heads = std::min(kHeadsPerItem, group - split * kHeadsPerItem);
+        const auto of_sequence = [&](const at::Tensor& x) {  // [keys, 1, D]
+          const at::Tensor own = x.narrow(1, head, 1);
+          return prefixes == nullptr ? own.narrow(0, row, count)
+                                     : SelectRuns(own, prefixes->runs(s));
         };
-        const auto keys = [&](const at::Tensor& x) {  // [1, 1, keys, D]
-          return x.narrow(0, row + chunk.key, chunk.keys)
-              .narrow(1, head, 1)
-              .transpose(0, 1)
-              .unsqueeze(0);
-        };
-        const auto shared = [&](const at::Tensor& x) {
-          return keys(x).expand({1, heads, chunk.keys, x.size(2)});
-        };
-        const c10::optional<at::Tensor> mask = chunk.Mask(q.options());
-        const at::Tensor qi = rows(q), ki = shared(k);
-        const at::Tensor vi =
-            value_dim == head_dim
-                ? shared(v)
-                : PadColumns(keys(v), head_dim).expand({1, heads, chunk.keys, head_dim});
-        const auto [y, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
-            qi, ki, vi, /*dropout_p=*/0.0, chunk.is_causal(), mask, scores.scale);
-        const auto [dqi, dki, dvi] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-            PadColumns(rows(dy), head_dim), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0,
-            chunk.is_causal(), mask, scores.scale);
-        rows(dq).copy_(dqi);
-        keys(dk[split]).add_(dki.sum(1, /*keepdim=*/true));
-        keys(dv[split]).add_(dvi.sum(1, /*keepdim=*/true).narrow(3, 0, value_dim));
+        const at::Tensor k_head = of_sequence(k), v_head = of_sequence(v);
+        for (const RowChunk& chunk : RowChunks(start, start + count, scores.window)) {
+          const auto rows = [&](const at::Tensor& x) {  // [1, heads, rows, D]
+            return x.narrow(0, row + chunk.row - start, chunk.rows)
+                .narrow(1, first_head, heads)
+                .transpose(0, 1)
+                .unsqueeze(0);
+          };
+          const auto keys = [&](const at::Tensor& x, int64_t first) {  // [1, 1, keys, D]
+            return x.narrow(0, first + chunk.key, chunk.keys).transpose(0, 1).unsqueeze(0);
+          };
+          const auto shared = [&](const at::Tensor& x) {
+            return keys(x, 0).expand({1, heads, chunk.keys, x.size(2)});
+          };
+          const auto gradients = [&](const at::Tensor& x) {
+            return keys(x[split].narrow(1, head, 1), place);
+          };
+          const c10::optional<at::Tensor> mask = chunk.Mask(q.options());
+          const at::Tensor qi = rows(q), ki = shared(k_head);
+          const at::Tensor vi =
+              value_dim == head_dim
+                  ? shared(v_head)
+                  : PadColumns(keys(v_head, 0), head_dim).expand({1, heads, chunk.keys, head_dim});
+          const auto [y, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
+              qi, ki, vi, /*dropout_p=*/0.0, chunk.is_causal(), mask, scores.scale);
+          const auto [dqi, dki, dvi] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+              PadColumns(rows(dy), head_dim), qi, ki, vi, y, log_sum, /*dropout_p=*/0.0,
+              chunk.is_causal(), mask, scores.scale);
+          rows(dq).copy_(dqi);
+          gradients(some.dk).add_(dki.sum(1, /*keepdim=*/true));
+          gradients(some.dv).add_(dvi.sum(1, /*keepdim=*/true).narrow(3, 0, value_dim));
+        }
       }
-    }
+    };
+    at::parallel_for(0, (some.last - some.first) * key_value_heads * splits, 1, run);
   };
-  const int64_t sequences = static_cast<int64_t>(offsets.size()) - 1;
-  at::parallel_for(0, sequences * key_value_heads * splits, 1, run);
+  AddKeyGradients(prefixes, offsets, dk, dv, add);
   if (splits == 1) return {dq, dk[0], dv[0]};
   return {dq, dk.sum(0), dv.sum(0)};
 }

@@ -11,15 +11,19 @@
 #include "common/ops/attention/capped_attention.h"
 #include "common/ops/attention/gathered_keys.h"
 #include "common/ops/attention/paged_sequences.h"
+#include "common/ops/attention/shared_prefixes.h"
 
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
+// `prefixes` may be null, and must be where FlashAttention takes the sequences
+// (HasVarlenAttention).
 // CachedAttention copies at most `max_gathered` numbers of keys at a time where sequences attend
 // together, and at least those of one sequence.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores,
-                               const at::Tensor& device_offsets = {});
+                               const at::Tensor& device_offsets = {},
+                               const SharedPrefixes* prefixes = nullptr);
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
@@ -40,7 +44,8 @@ at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,
-                                               const AttentionScores& scores);
+                                               const AttentionScores& scores,
+                                               const SharedPrefixes* prefixes = nullptr);
 
 }  // namespace tandem::ops
 

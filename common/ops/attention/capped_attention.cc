@@ -5,6 +5,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "common/ops/attention/partial_attention.h"
+#include "common/ops/attention/shared_keys.h"
 
 namespace tandem::ops {
 namespace {
@@ -37,7 +38,8 @@ at::Tensor CappedAttention(const at::Tensor& q, const at::Tensor& k, const at::T
 AttentionGradients CappedAttentionBackward(const at::Tensor& dy_in, const at::Tensor& q,
                                            const at::Tensor& k, const at::Tensor& v,
                                            const std::vector<int64_t>& offsets,
-                                           const AttentionScores& scores) {
+                                           const AttentionScores& scores,
+                                           const SharedPrefixes* prefixes) {
   const int64_t groups = k.size(1), heads_per_group = q.size(1) / groups;
   const int64_t width = k.size(2), value_width = v.size(2);
   const at::Tensor dy = dy_in.view({q.size(0), q.size(1), value_width});
@@ -46,19 +48,29 @@ AttentionGradients CappedAttentionBackward(const at::Tensor& dy_in, const at::Te
     return at::zeros(x.sizes(), x.options().dtype(type));
   };
   const at::Tensor dq = zeros(q), dk = zeros(k), dv = zeros(v);
-  // Adds the gradients of the `count` groups from `group` on, for the rows of sequence s.
-  const auto add = [&](int64_t s, int64_t group, int64_t count) {
-    for (const RowChunk& chunk : RowChunks(0, offsets[s + 1] - offsets[s], scores.window)) {
+  // Adds the gradients of the `count` groups from `group` on, for the rows of the i-th sequence.
+  const auto add = [&](const KeyGradients& some, int64_t i, int64_t group, int64_t count) {
+    const int64_t s = some.first + i, row = offsets[s], own = offsets[s + 1] - row;
+    if (own == 0) return;
+    const int64_t start = prefixes == nullptr ? 0 : prefixes->start(s);
+    const auto of_sequence = [&](const at::Tensor& x) {  // [keys, count, D]
+      const at::Tensor of_groups = x.narrow(1, group, count);
+      return prefixes == nullptr ? of_groups.narrow(0, row, own)
+                                 : SelectRuns(of_groups, prefixes->runs(s));
+    };
+    const at::Tensor k_groups = of_sequence(k), v_groups = of_sequence(v);
+    for (const RowChunk& chunk : RowChunks(start, start + own, scores.window)) {
       const auto rows = [&](const at::Tensor& x) {
-        return x.narrow(0, offsets[s] + chunk.row, chunk.rows)
+        return x.narrow(0, row + chunk.row - start, chunk.rows)
             .narrow(1, group * heads_per_group, count * heads_per_group);
       };
-      const auto keys = [&](const at::Tensor& x) {
-        return x.narrow(0, offsets[s] + chunk.key, chunk.keys).narrow(1, group, count);
+      const auto keys = [&](const at::Tensor& x) { return x.narrow(0, chunk.key, chunk.keys); };
+      const auto gradients = [&](const at::Tensor& x) {
+        return x.narrow(0, some.places[i] + chunk.key, chunk.keys).narrow(1, group, count);
       };
       const PartialScores partial = ScoresOf(chunk, scores, q);
       const at::Tensor q_rows = GroupHeads(rows(q), count), dy_rows = GroupHeads(rows(dy), count);
-      const at::Tensor pair = Pair(keys(k), keys(v));
+      const at::Tensor pair = Pair(keys(k_groups), keys(v_groups));
       const AttentionSum sum = NoAttention(q_rows, value_width);
       AddAttention(q_rows, pair, partial, sum);
       const at::Tensor delta = (dy_rows.to(type) * sum.output).sum(-1, /*keepdim=*/true);
@@ -67,19 +79,21 @@ AttentionGradients CappedAttentionBackward(const at::Tensor& dy_in, const at::Te
                             pair, partial, dq_rows, dpair);
       rows(dq).copy_(UngroupHeads(dq_rows));
       const at::Tensor by_key = dpair.transpose(0, 1);
-      keys(dk).add_(by_key.narrow(2, 0, width));
-      keys(dv).add_(by_key.narrow(2, width, value_width));
+      gradients(some.dk).add_(by_key.narrow(2, 0, width));
+      gradients(some.dv).add_(by_key.narrow(2, width, value_width));
     }
   };
-  const int64_t sequences = static_cast<int64_t>(offsets.size()) - 1;
-  if (q.is_cpu()) {
-    at::parallel_for(0, sequences * groups, 1, [&](int64_t begin, int64_t end) {
-      const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
-      for (int64_t item = begin; item < end; ++item) add(item / groups, item % groups, 1);
-    });
-  } else {
-    for (int64_t s = 0; s < sequences; ++s) add(s, 0, groups);
-  }
+  AddKeyGradients(prefixes, offsets, dk, dv, [&](const KeyGradients& some) {
+    const int64_t sequences = some.last - some.first;
+    if (q.is_cpu()) {
+      at::parallel_for(0, sequences * groups, 1, [&](int64_t begin, int64_t end) {
+        const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
+        for (int64_t item = begin; item < end; ++item) add(some, item / groups, item % groups, 1);
+      });
+    } else {
+      for (int64_t i = 0; i < sequences; ++i) add(some, i, 0, groups);
+    }
+  });
   return {dq.to(q.scalar_type()), dk.to(k.scalar_type()), dv.to(v.scalar_type())};
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/ops/attention/attention_scores.h"
+#include "common/ops/attention/shared_prefixes.h"
 #include "common/ops/linear/row_chunks.h"
 
 namespace tandem::ops {
@@ -29,7 +30,8 @@ struct AttentionGradients {
 AttentionGradients CappedAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                            const at::Tensor& k, const at::Tensor& v,
                                            const std::vector<int64_t>& offsets,
-                                           const AttentionScores& scores);
+                                           const AttentionScores& scores,
+                                           const SharedPrefixes* prefixes = nullptr);
 
 }  // namespace tandem::ops
 

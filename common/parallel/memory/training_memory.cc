@@ -9,6 +9,7 @@
 #include "common/model/family.h"
 #include "common/model/parameters/shard_numel.h"
 #include "common/model/vision/vision_activations.h"
+#include "common/ops/attention/shared_prefixes.h"
 #include "common/parallel/megatron/mesh_shape.h"
 #include "common/parallel/megatron/pipeline_schedule.h"
 
@@ -176,6 +177,18 @@ int64_t TowerBytes(const ShardedModel& model) {
 int64_t ExchangedBytes(const ShardedModel& model) {
   const int64_t rows = model.config.decoder.experts.routing.num_experts_per_tok;
   return 4 * rows * model.config.hidden_size * kFloatBytes;
+}
+
+// Bytes per token of what one layer's attention holds for sequences that share prefixes: keys and
+// values side by side with copies, then the gradients of as many.
+int64_t SharedKeyBytes(const TrainedModel& model, const Family& family, int64_t tensor_ranks) {
+  if (!model.shared_prefixes) return 0;
+  int64_t widest = 0;
+  for (const LayerCache& layer : family.CacheLayout(model.config, tensor_ranks)) {
+    const int64_t value_dim = layer.value_dim > 0 ? layer.value_dim : layer.head_dim;
+    widest = std::max(widest, layer.heads * (layer.head_dim + value_dim));
+  }
+  return (1 + ops::kKeysPerRow) * widest * kFloatBytes;
 }
 
 int64_t WholePassBytes(const ShardedModel& model, Recompute recompute) {
@@ -361,6 +374,12 @@ absl::StatusOr<MemoryPlan> TrainingMemory(const StrategyOptions& options, const 
     return SingleMemory(recompute, model, tokens);
   };
   TANDEM_ASSIGN_OR_RETURN(MemoryPlan result, plan());
+  TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config.model_type));
+  const int64_t tensor_ranks =
+      options.name == "megatron" ? options.megatron.tensor_model_parallel_size : 1;
+  if (const int64_t bytes = SharedKeyBytes(model, *family, tensor_ranks); bytes > 0) {
+    result.items.push_back({"shared_keys", tokens * bytes, model.on_host});
+  }
   result.items.push_back({"rotary_tables", RotaryTableBytes(model.config, tokens), model.on_host});
   return result;
 }

@@ -27,6 +27,7 @@ struct TrainedModel {
   DType dtype = DType::kFloat32;         // of the computation; weights are trained in float32
   DType weight_dtype = DType::kFloat32;  // whose values passes read (Placement::weight_dtype)
   bool on_host = true;                   // whether the CPU computes
+  bool shared_prefixes = false;          // whether sequences of a micro-batch share prefixes
 };
 
 // Returns the items of one rank: "weights", "gradients", "optimizer", "activations" and
@@ -35,9 +36,11 @@ struct TrainedModel {
 // gradients and optimizer state are those of the strategy, but for the rounding up of buffers;
 // activations are an upper estimate for micro-batches of `tokens` tokens in all, and as many of
 // them under way as a pipeline stage ever has. With expert parallelism they suppose that the
-// experts of every rank are chosen as often. A model with a vision tower has "vision_activations",
-// for micro-batches of nothing but images; the pixels of a step, all of which the first stage of a
-// pipeline holds, are not among them. Losses add what they need themselves.
+// experts of every rank are chosen as often. Where prefixes are shared, "shared_keys" are the keys
+// and values of one layer's attention that stand beside those of the rows. A model with a vision
+// tower has "vision_activations", for micro-batches of nothing but images; the pixels of a step,
+// all of which the first stage of a pipeline holds, are not among them. Losses add what they need
+// themselves.
 //
 // `options` must fit the model and the `ranks` ranks (CheckMegatronOptions). INVALID_ARGUMENT for
 // "freeze"; UNIMPLEMENTED for a model_type that no family has.

@@ -77,6 +77,7 @@ struct Case {
   DType weight_dtype = DType::kFloat32;
   bool freeze_all = false;
   LoraOptions lora = {};
+  bool shared_prefixes = false;
 };
 
 Case Adapted(const char* name, int ranks, const StrategyOptions& options,
@@ -102,6 +103,25 @@ Case Rounded(const char* name, int ranks, const StrategyOptions& options, bool t
           .weight_dtype = DType::kBFloat16};
 }
 
+Case Shared(const char* name, int ranks, const StrategyOptions& options,
+            const char* family = "llama") {
+  return {
+      .name = name, .ranks = ranks, .options = options, .family = family, .shared_prefixes = true};
+}
+
+// Returns eight sequences of kTokens rows in all, which have half of these in common.
+RaggedBatch SharedBatch() {
+  std::vector<std::vector<int64_t>> sequences;
+  for (int64_t s = 0; s < 8; ++s) {
+    std::vector<int64_t>& tokens = sequences.emplace_back();
+    for (int64_t t = 0; t < kTokens / 2; ++t) tokens.push_back((7 + 31 * t) % 512);
+    for (int64_t t = 0; t < kTokens / 16; ++t) tokens.push_back((s + 29 * t) % 512);
+  }
+  std::vector<int64_t> starts(8, kTokens / 2);
+  starts[0] = 0;
+  return MakeRaggedBatch(sequences, at::kCPU, starts);
+}
+
 class TrainingMemoryTest : public testing::TestWithParam<Case> {};
 
 // The plan beside libtorch's own count, on every rank: what stays is met, and what a step takes
@@ -124,7 +144,8 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
                                        .lora = c.lora,
                                        .freeze_all = c.freeze_all,
                                        .dtype = c.dtype,
-                                       .weight_dtype = c.weight_dtype},
+                                       .weight_dtype = c.weight_dtype,
+                                       .shared_prefixes = c.shared_prefixes},
                                       kTokens, ranks->rank(), ranks->size()));
 
     MemoryMeter meter;
@@ -136,6 +157,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
              .placement = {.dtype = ToScalarType(c.dtype),
                            .weight_dtype = ToScalarType(c.weight_dtype)}});
     const auto input = [&](int64_t) {
+      if (c.shared_prefixes) return SharedBatch();
       std::vector<int64_t> half;  // of tokens that choose different experts
       for (int64_t t = 0; t < kTokens / 2; ++t) half.push_back((7 + 31 * t) % 512);
       // With a vision tower, each is an image but for its first token.
@@ -175,7 +197,9 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
     step();
     const int64_t taken = meter.peak_bytes() - before;
     const int64_t planned = items["activations"] + items["vision_activations"] +
-                            items["gathered_weights"] + items["whole_gradients"];
+                            items["gathered_weights"] + items["whole_gradients"] +
+                            items["shared_keys"];
+    EXPECT_EQ(items["shared_keys"] > 0, c.shared_prefixes);
     EXPECT_LE(taken, planned);
     EXPECT_GE(taken, planned / 2);
   });
@@ -197,6 +221,10 @@ INSTANTIATE_TEST_SUITE_P(
         Adapted("Zero2Adapters", 2, Zero(ZeroOfStage(2))),
         Adapted("Zero3Adapters", 2, Zero(ZeroOfStage(3))),
         Adapted("Tp2Adapters", 2, Megatron({.tensor_model_parallel_size = 2})),
+        Shared("SingleShared", 1, Single()),
+        Shared("SingleSharedLatent", 1, Single(Recompute::kFull), "deepseek_v3"),
+        Shared("Zero3Shared", 2, Zero(ZeroOfStage(3))),
+        Shared("Tp2Shared", 2, Megatron({.tensor_model_parallel_size = 2})),
         Frozen("SingleFrozenWhole", 1, Single()),
         Frozen("SingleFrozenWholeBfloat16", 1, Single(), DType::kBFloat16),
         Frozen("Zero1FrozenWhole", 2, Zero(ZeroOfStage(1))),

@@ -212,6 +212,7 @@ absl::StatusOr<std::optional<ValuesResult>> TorchEngine::FindKept(const ValuesBa
   whole.input.assign(request.prompt_token_ids.begin(), request.prompt_token_ids.end());
   whole.input.insert(whole.input.end(), request.response_token_ids.begin(),
                      request.response_token_ids.end());
+  whole.unasked = std::ssize(request.prompt_token_ids) - 1;
   TANDEM_ASSIGN_OR_RETURN(whole.images,
                           core_->ImagesOf(request.prompt_token_ids, request.response_token_ids,
                                           request.vision_inputs, request.blobs));
@@ -235,7 +236,7 @@ absl::StatusOr<std::vector<training::SequenceValues>> TorchEngine::Evaluate(
             size_t next = 0;
             for (size_t s = input.sequences.begin; s < input.sequences.end; ++s, ++next) {
               const int64_t end = input.batch.offsets[next + 1];
-              for (int64_t row = input.batch.offsets[next] + prompt_of(s) - 1; row < end; ++row) {
+              for (int64_t row = input.batch.RowOf(next, prompt_of(s) - 1); row < end; ++row) {
                 rows.push_back(row);
               }
             }

@@ -104,6 +104,36 @@ TEST_P(CriticLearningTest, LearnsTheReturns) {
   EXPECT_GT(explained, 0.8);
 }
 
+TEST_F(CriticEngineTest, SharedPrefixesChangeNoValueAndLearnTheSame) {
+  EngineOptions options = Options();
+  options.optimizer.epsilon = 1e-5;
+  const auto apart = Make(options);
+  options.shared_prefixes = true;
+  const auto sharing = Make(options);
+  for (int64_t step = 0; step < 3; ++step) {
+    TrainStepRequest request = Request(*apart, step);
+    ValuesBatch batch;
+    for (ValueSample& sample : request.samples) {
+      sample.prompt_token_ids = {1, 5, 9, 30, 2};
+      batch.requests.push_back({sample.prompt_token_ids, sample.response_token_ids});
+    }
+    const auto a = apart->ComputeValues({}, batch), b = sharing->ComputeValues({}, batch);
+    ASSERT_TRUE(a.ok() && b.ok());
+    for (size_t i = 0; i < batch.requests.size(); ++i) {
+      for (size_t t = 0; t < a->results[i].values.size(); ++t) {
+        // Before the first update to the bit.
+        EXPECT_NEAR(a->results[i].values[t], b->results[i].values[t], step == 0 ? 0 : 1e-4);
+      }
+      EXPECT_NEAR(a->results[i].final_value, b->results[i].final_value, step == 0 ? 0 : 1e-4);
+    }
+    const auto expected = Step(*apart, request).report.metrics,
+               metrics = Step(*sharing, request).report.metrics;
+    for (const char* name : {"critic/loss", "critic/grad_norm", "critic/explained_variance"}) {
+      EXPECT_NEAR(metrics.at(name), expected.at(name), 1e-4 * std::abs(expected.at(name))) << name;
+    }
+  }
+}
+
 TEST_F(CriticEngineTest, LossAndGradientEqualAutograd) {
   auto engine = Make();
   TrainStepRequest request = Request(*engine);

@@ -12,37 +12,16 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "common/base/errors/error.h"
 #include "common/model/testing/image_batches.h"
 #include "common/model/testing/padded_model.h"
 #include "common/parallel/testing/zero_of_stage.h"
 #include "common/ranks/testing/rank_processes.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
+#include "services/trainer/engine/testing/same_report.h"
 
 namespace tandem::trainer {
 namespace {
-
-constexpr double kTolerance = 1e-5;  // relative, in float32
-
-void ExpectSameReport(const StepResult& a, const StepResult& b) {
-  EXPECT_EQ(a.report.weights.version, b.report.weights.version);
-  EXPECT_EQ(a.report.skipped, b.report.skipped);
-  EXPECT_EQ(a.report.skip_reason, b.report.skip_reason);
-  ASSERT_EQ(a.report.metrics.size(), b.report.metrics.size());
-  for (const auto& [name, value] : b.report.metrics) {
-    const auto found = a.report.metrics.find(name);
-    ASSERT_NE(found, a.report.metrics.end()) << name;
-    // The number of micro-batches depends on the ranks.
-    if (name == "policy/micro_batches") continue;
-    // Differences of log-probabilities are as exact as the log-probabilities, of size 1 to 10; the
-    // terms of the losses, of size 1, nearly cancel.
-    const bool difference = absl::StartsWith(name, "mismatch/") || absl::StrContains(name, "kl");
-    const double least = difference ? 1 : absl::StartsWith(name, "loss/") ? 0.1 : 1e-2;
-    const double size = std::max(std::abs(value), least);
-    EXPECT_NEAR(found->second, value, kTolerance * size) << name;
-  }
-}
 
 struct Layout {
   const char* name;
@@ -97,6 +76,11 @@ class TrainerRanksTest : public TrainerEngineTest, public ::testing::WithParamIn
       EXPECT_EQ(engine->Info().weights.version, expected_version_);
     });
   }
+
+  // Makes the request of a step; the engine is a process that shares no prefixes.
+  using MakeRequest = std::function<TrainStepRequest(Engine& apart, int64_t step)>;
+  void ExpectSharingChangesNothing(const std::function<void(EngineOptions&)>& change,
+                                   const std::vector<MakeRequest>& steps);
 
   bool asks_critic_ = false;
   int64_t expected_version_ = 0;
@@ -423,6 +407,97 @@ TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
     const TrainStepRequest supervised = SupervisedOf(++step);
     ExpectSameReport(Step(engine, supervised), Step(*single, supervised));
   });
+}
+
+// Expects the steps of ranks whose micro-batches share prefixes to be those of one process whose
+// do not. Micro-batches hold two or three sequences.
+void TrainerRanksTest::ExpectSharingChangesNothing(
+    const std::function<void(EngineOptions&)>& change, const std::vector<MakeRequest>& steps) {
+  if (GetParam().strategy.megatron.context_parallel_size > 1) {
+    GTEST_SKIP() << "context parallelism does not support shared prefixes";
+  }
+  expected_version_ = std::ssize(steps);
+  const auto share = [&](EngineOptions& options) {
+    options.micro_batch_tokens = 30;
+    change(options);
+    options.shared_prefixes = true;
+  };
+  RunRanks(share, [&](Engine& engine, FakeCritic&) {
+    EngineOptions options = Options();
+    share(options);
+    options.shared_prefixes = false;
+    const auto apart = Make(options);
+    for (int64_t step = 1; step <= std::ssize(steps); ++step) {
+      SCOPED_TRACE(absl::StrCat("step ", step));
+      const TrainStepRequest request = steps[static_cast<size_t>(step) - 1](*apart, step);
+      StepResult shared = Step(engine, request);
+      EXPECT_GT(shared.report.metrics["policy/shared_token_fraction"], 0.1);
+      shared.report.metrics.erase("policy/shared_token_fraction");
+      ExpectSameReport(shared, Step(*apart, request));
+    }
+  });
+}
+
+TEST_P(TrainerRanksTest, SharedPrefixesChangeNoObjective) {
+  std::vector<MakeRequest> steps;
+  for (const auto& variant : Variants()) {
+    steps.emplace_back([variant](Engine& apart, int64_t step) {
+      TrainStepRequest request = RequestOf(step);
+      auto& batch = std::get<PolicyBatch>(request.batch);
+      GiveCommonPrompts(batch);
+      RecordLogProbs(apart, batch);
+      variant(batch);
+      return request;
+    });
+  }
+  steps.emplace_back([](Engine&, int64_t step) {
+    TrainStepRequest supervised = SupervisedOf(step);
+    for (SupervisedSample& sample : std::get<SupervisedBatch>(supervised.batch).samples) {
+      sample.prompt_token_ids = kCommonPrompt;
+    }
+    return supervised;
+  });
+  ExpectSharingChangesNothing(
+      [this](EngineOptions& options) {
+        options.reference_model = options.model;
+        options.junior_model = folder_ / "junior";
+      },
+      steps);
+}
+
+TEST_P(TrainerRanksTest, SharedPrefixesChangeNoMixtureOfExperts) {
+  WriteTinyModel(folder_ / "mixtral", /*seed=*/3,
+                 {{"intermediate_size", 44}, {"num_hidden_layers", 3}}, "mixtral");
+  const MakeRequest request_of = [](Engine&, int64_t step) {
+    TrainStepRequest request = RequestOf(step);
+    GiveCommonPrompts(std::get<PolicyBatch>(request.batch));
+    return request;
+  };
+  ExpectSharingChangesNothing(
+      [this](EngineOptions& options) {
+        options.model = folder_ / "mixtral";
+        options.router_losses = {.load_balancing = 0.3, .z = 0.02};
+      },
+      {request_of, request_of});
+}
+
+// Pairs of samples have an image in common.
+TEST_P(TrainerRanksTest, SharedPrefixesHaveImages) {
+  const nlohmann::json width = {{"intermediate_size", 44}};
+  WriteTinyModel(folder_ / "vision", /*seed=*/3, width, "qwen2_vl");
+  const VisionConfig vision = *TinyModel("qwen2_vl", width)->config().vision;
+  const MakeRequest request_of = [&](Engine&, int64_t step) {
+    TrainStepRequest request = RequestOf(step);
+    AddImages(vision, request);
+    std::get<PolicyBatch>(request.batch).objective.loss.kl_coefficient = 0.1;
+    return request;
+  };
+  ExpectSharingChangesNothing(
+      [this](EngineOptions& options) {
+        options.model = options.reference_model = folder_ / "vision";
+        options.micro_batch_tokens = 64;
+      },
+      {request_of, request_of});
 }
 
 // With losses of its routers, and in every other step with the experts that the samples recorded.

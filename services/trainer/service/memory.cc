@@ -74,7 +74,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                               .freeze_all = config.speculator().freeze_base_model(),
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),
-                              .on_host = on_host},
+                              .on_host = on_host,
+                              .shared_prefixes = config.batch().shared_prefixes()},
                              config.batch().micro_batch_tokens(), config.max_model_len()));
   TANDEM_RETURN_IF_ERROR(
       AddFrozenModel("reference", "reference_model", config.reference_model(), config, plan));

@@ -21,6 +21,7 @@ void SetTrainingOptions(const Config& config, const RankEnvironment& environment
   options->rank_timeouts = ToRankTimeouts(config.strategy());
   options->optimizer = ToOptimizerOptions(config.optimizer());
   options->micro_batch_tokens = config.batch().micro_batch_tokens();
+  options->shared_prefixes = config.batch().shared_prefixes();
   options->max_model_len = config.max_model_len();
   options->max_samples = config.max_samples();
   options->freeze.assign(config.freeze().begin(), config.freeze().end());

@@ -210,6 +210,35 @@ def test_the_loss_does_not_depend_on_micro_batches(numerics, models, tmp_path, r
         assert reports[0][name] == pytest.approx(reports[1][name], rel=1e-4, abs=1e-7)
 
 
+def test_shared_prefixes_change_no_logprob_and_no_loss(numerics, models, tmp_path, rollout):
+    """Groups of the rollout server, whose prompts the trainer reads once."""
+    samples = policy_samples(rollout, TANDEM["word"])
+    sequences = [
+        SupervisedSample(s.trajectory.prompt_token_ids, harness.tokens(s.trajectory))
+        for s in samples
+    ]
+    reports, replies = [], []
+    for shares in (False, True):
+        batch = {"micro_batch_tokens": 256, "shared_prefixes": shares}
+        with (
+            harness.cluster(
+                tmp_path / str(shares), models, rollouts=0, trainer=numerics.settings(batch=batch)
+            ) as running,
+            harness.trainer_client(running) as trainer,
+        ):
+            replies.append(trainer.compute_log_probs(sequences))
+            reports.append(step(trainer, samples, junior_token_loss_weight=0.3).metrics)
+    for apart, shared in zip(*replies, strict=True):
+        np.testing.assert_allclose(
+            from_tensor(shared.logprobs), from_tensor(apart.logprobs), rtol=0, atol=numerics.atol
+        )
+    assert "policy/shared_token_fraction" not in reports[0]
+    assert reports[1]["policy/shared_token_fraction"] > 0.1
+    tolerance = 2e-2 if numerics.bfloat16 else 1e-4
+    for name in ("loss/total", "policy/grad_norm", "loss/entropy"):
+        assert reports[1][name] == pytest.approx(reports[0][name], rel=tolerance, abs=1e-7)
+
+
 def test_a_supervised_step_is_adamw_on_the_cross_entropy(numerics, models, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

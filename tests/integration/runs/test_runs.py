@@ -39,6 +39,24 @@ def test_a_critic_begins_anew_with_its_run(models, tmp_path):
         assert run_on(running, models, tmp_path / "second", objective=objective) == first
 
 
+def test_a_ppo_run_with_shared_prefixes_is_the_run_without(models, tmp_path):
+    """Rollout, trainer and critic; values, too, are of prompts that a group has in common."""
+    runs = []
+    for shares in (False, True):
+        settings = {"batch": {"shared_prefixes": shares}}
+        with harness.cluster(
+            tmp_path / f"cluster-{shares}", models, trainer=settings, critic=settings
+        ) as running:
+            objective = {"advantage_estimator": "gae"}
+            runs.append(run_on(running, models, tmp_path / f"{shares}", objective=objective))
+    apart, shared = runs
+    for line in shared:
+        assert line.pop("policy/shared_token_fraction") > 0.2
+    for line in apart:
+        assert line.pop("policy/shared_token_fraction") is None
+    harness.assert_metrics_close(shared, apart)
+
+
 @pytest.mark.parametrize(("role", "every"), [("critic", 1), ("critic", 2), ("trainer", 2)])
 def test_a_server_that_restarts_ends_a_ppo_run_which_resumes_to_the_same_bits(
     models, tmp_path, role, every

@@ -133,13 +133,13 @@ absl::Status SpeculatorTrainer::AddGradients(const TrainingRows& rows,
   for (size_t s = input.sequences.begin; s < input.sequences.end; ++s) {
     const int64_t count = ReadTokens(rows, s);
     if (count == 0) continue;
-    const int64_t first = input.batch.offsets[next], last = input.batch.offsets[next + 1] - 1;
-    ++next;
+    const int64_t last = std::ssize(rows.sequences.sequences()[s].input) - 1;
     for (int64_t t = 0; t < count; ++t) {
       tokens.push_back(rows.texts[s][static_cast<size_t>(t)]);
       // The tokens that the model has not read are targets alone: their rows are never used.
-      positions.push_back(std::min(first + t, last));
+      positions.push_back(input.batch.RowOf(next, std::min(t, last)));
     }
+    ++next;
     offsets.push_back(static_cast<int64_t>(tokens.size()));
   }
   if (tokens.empty()) return absl::OkStatus();

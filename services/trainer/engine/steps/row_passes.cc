@@ -197,6 +197,9 @@ absl::StatusOr<training::RouterSums> AddGradients(TrainerModels& models, const T
     TANDEM_RETURN_IF_ERROR(models.speculator->FinishUpdate(report.metrics));
   }
   report.metrics["policy/micro_batches"] = static_cast<double>(pass.micro_batches);
+  if (pass.shared_fraction.has_value()) {
+    report.metrics["policy/shared_token_fraction"] = *pass.shared_fraction;
+  }
   return std::move(pass.routers);
 }
 

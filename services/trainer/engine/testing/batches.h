@@ -41,6 +41,16 @@ inline PolicyBatch TestBatch() {
   return batch;
 }
 
+inline const std::vector<int32_t> kCommonPrompt = {1, 5, 7, 30, 2, 19, 44};
+
+// Gives the samples of a group the same prompt; those of the two groups begin alike.
+inline void GiveCommonPrompts(PolicyBatch& batch) {
+  for (PolicySample& sample : batch.samples) {
+    sample.trajectory.prompt_token_ids = kCommonPrompt;
+    if (sample.group_id == "b") sample.trajectory.prompt_token_ids[4] = 3;
+  }
+}
+
 // Gives every sample the experts of a senior with `layers` layers of `num_experts` experts, of
 // which a token takes two, and has the step replay them.
 inline void ReplayRouting(PolicyBatch& batch, int64_t layers, int64_t num_experts) {
