@@ -43,6 +43,8 @@ struct LaneOptions {
   int64_t max_model_len;            // longest sequence; the model's own limit applies, too
   std::string model_revision = {};  // commit of the snapshot that `model` must be; empty: any
   LoraOptions lora = {};            // of the senior
+  // Fraction of its GPU's memory that the lane may take; nullopt: what is free.
+  std::optional<double> gpu_memory_utilization = std::nullopt;
 };
 
 // From the resolved configuration (services/rollout/service/convert.h).

@@ -80,7 +80,10 @@ LaneOptions ToLaneOptions(const config::v1::LaneConfig& lane) {
           .quantization = QuantizationOf(lane.quantization()),
           .max_model_len = lane.max_model_len(),
           .model_revision = lane.model_revision(),
-          .lora = rpc::ToLoraOptions(lane.lora())};
+          .lora = rpc::ToLoraOptions(lane.lora()),
+          .gpu_memory_utilization = lane.has_gpu_memory_utilization()
+                                        ? std::optional(lane.gpu_memory_utilization())
+                                        : std::nullopt};
 }
 
 }  // namespace

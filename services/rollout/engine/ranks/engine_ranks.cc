@@ -50,9 +50,9 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options, at::Device 
   }
   RolloutMemoryOptions memory = ToMemoryOptions(options, options.environment.rank, speculator);
   if (senior_device.is_cuda()) {
-    TANDEM_ASSIGN_OR_RETURN(memory.free.devices[0], FreeDeviceMemory(senior_device.index()));
+    TANDEM_RETURN_IF_ERROR(MeasureDevice(senior_device.index(), /*place=*/0, memory.free));
     if (junior_device != senior_device) {
-      TANDEM_ASSIGN_OR_RETURN(memory.free.devices[1], FreeDeviceMemory(junior_device.index()));
+      TANDEM_RETURN_IF_ERROR(MeasureDevice(junior_device.index(), /*place=*/1, memory.free));
     }
   }
   return PlanCacheBlocks(senior, junior, memory);
