@@ -500,6 +500,11 @@ absl::Status Resolve(RolloutServerConfig* config) {
         "kv_cache_bytes",
         absl::StrCat("must be 0 with ", name, ".gpu_memory_utilization, which sizes the cache"));
   }
+  TANDEM_DEFAULT(config, product_rows, 0);
+  TANDEM_RETURN_IF_ERROR(CheckInRange("product_rows", config->product_rows(), 0, 1 << 16));
+  if (config->product_rows() > 0 && config->compute().device() == "cpu") {
+    return InvalidField("product_rows", "does not apply to compute.device cpu");
+  }
   if (!config->kv_cache_dtype().empty()) {
     TANDEM_RETURN_IF_ERROR(
         CheckOneOf("kv_cache_dtype", config->kv_cache_dtype(), {"float32", "bfloat16"}));

@@ -283,15 +283,19 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
                                ? 0
                                : std::min(std::max(2 * ops::kGatheredNumbers * item, of_sequence),
                                           options.max_num_seqs * of_sequence);
+  const int64_t product_rows = std::max<int64_t>(options.product_rows, 1);
+  const int64_t rows =
+      (options.max_batched_tokens + product_rows - 1) / product_rows * product_rows;
   const int64_t activations =
-      options.max_batched_tokens *
-          lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
+      rows * lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
       gathered + (options.on_host ? 0 : partials);
   pass.activations = std::max(pass.activations, activations);
   // The columns that all ranks bring are gathered and then put side by side. Where a device draws,
   // it has scaled logits, weights in two layouts, and what a cut sorts, beside them.
+  const int64_t row_bytes = config.vocab_size * kFloatBytes;
   const int64_t copies = (lane.ranks > 1 ? 2 : 1) + (options.on_host ? 0 : 6);
-  const int64_t logits = copies * std::max(kLogitsBytes, config.vocab_size * kFloatBytes);
+  const int64_t logits =
+      copies * (std::max(kLogitsBytes, row_bytes) + options.product_rows * row_bytes);
   pass.logits = std::max(pass.logits, logits);
   pass.rotary_tables += RotaryTableBytes(config, tokens);
   if (config.vision.has_value()) {
@@ -427,6 +431,7 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
           .max_num_seqs = options.max_num_seqs,
           .max_batched_tokens = options.max_batched_tokens,
           .kv_cache_bytes = options.kv_cache_bytes,
+          .product_rows = options.product_rows,
           .blob_cache_bytes = options.blob_cache_bytes,
           .free = options.free_memory,
           .on_host = options.compute.device == "cpu",

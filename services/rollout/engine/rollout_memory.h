@@ -56,6 +56,7 @@ struct RolloutMemoryOptions {
   int64_t max_num_seqs = 0;
   int64_t max_batched_tokens = 0;      // in one forward pass
   int64_t kv_cache_bytes = 0;          // of both lanes, on all ranks; 0: see PlanCacheBlocks
+  int64_t product_rows = 0;            // to a multiple of which passes are padded; 0: not
   int64_t blob_cache_bytes = 0;        // of a senior that takes images
   FreeMemory free = {};                // for this rank
   bool on_host = true;                 // whether the CPU computes

@@ -352,6 +352,22 @@ TEST(RolloutMemoryTest, ALaneWithoutAShareHasWhatIsFreeBesideTheOther) {
   EXPECT_EQ(planned.junior.total(), 6);
 }
 
+TEST(RolloutMemoryTest, PaddedRowsAreCounted) {
+  const ModelConfig config = TinyConfig("llama", {{"vocab_size", 100'000}});
+  RolloutMemoryOptions options = TwoLanes();
+  options.on_host = false;
+  const auto items = [&](int64_t product_rows, int64_t batched_tokens) {
+    options.product_rows = product_rows;
+    options.max_batched_tokens = batched_tokens;
+    return Items(RolloutMemory(config, nullptr, options).value());
+  };
+  options.senior = Lane(100);  // without partial results of attention
+  auto without = items(0, 600), padded = items(400, 600);
+  EXPECT_EQ(padded["activations"], items(0, 800)["activations"]);
+  EXPECT_EQ(padded["logits"] - without["logits"],
+            without["logits"] / kLogitsBytes * 400 * 100'000 * 4);
+}
+
 TEST(RolloutMemoryTest, AShareThatIsTooSmallIsNamed) {
   const ModelConfig config = TinyConfig();
   RolloutMemoryOptions options = TwoLanes();
