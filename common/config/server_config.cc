@@ -408,8 +408,7 @@ absl::Status CheckMemoryUtilization(const std::string& field, double fraction,
   if (compute.device() == "cpu") {
     return InvalidField(field, "does not apply to compute.device cpu");
   }
-  return FieldError(absl::StatusCode::kUnimplemented, field,
-                    "is not supported yet: set kv_cache_bytes to size the cache");
+  return absl::OkStatus();
 }
 
 // A commit is 40 lower-case hexadecimal digits; "" is none.
@@ -508,6 +507,18 @@ absl::Status Resolve(RolloutServerConfig* config) {
       CheckInRange("max_batched_tokens", config->max_batched_tokens(), 1, 1 << 24));
   TANDEM_RETURN_IF_ERROR(CheckInRange("max_queue", config->max_queue(), 1, 1 << 24));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("kv_cache_bytes", config->kv_cache_bytes(), 0));
+  for (const auto& [name, lane] :
+       {std::pair{"senior", &config->senior()}, std::pair{"junior", &config->junior()}}) {
+    if (config->kv_cache_bytes() == 0 || !lane->has_gpu_memory_utilization()) continue;
+    return InvalidField(
+        "kv_cache_bytes",
+        absl::StrCat("must be 0 with ", name, ".gpu_memory_utilization, which sizes the cache"));
+  }
+  TANDEM_DEFAULT(config, product_rows, 0);
+  TANDEM_RETURN_IF_ERROR(CheckInRange("product_rows", config->product_rows(), 0, 1 << 16));
+  if (config->product_rows() > 0 && config->compute().device() == "cpu") {
+    return InvalidField("product_rows", "does not apply to compute.device cpu");
+  }
   if (!config->kv_cache_dtype().empty()) {
     TANDEM_RETURN_IF_ERROR(
         CheckOneOf("kv_cache_dtype", config->kv_cache_dtype(), {"float32", "bfloat16"}));

@@ -138,8 +138,11 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"senior_model: s\ncompute: {device: cuda}\nsenior_gpu_memory_utilization: 1.1",
             "senior.gpu_memory_utilization"},
         Bad{"senior_model: s\njunior: {model: j}\ncompute: {device: cuda}\n"
-            "junior_gpu_memory_utilization: 0.4",
-            "junior.gpu_memory_utilization", absl::StatusCode::kUnimplemented},
+            "junior_gpu_memory_utilization: -0.4",
+            "junior.gpu_memory_utilization"},
+        Bad{"senior_model: s\njunior: {model: j}\ncompute: {device: cuda}\n"
+            "junior_gpu_memory_utilization: 0.4\nkv_cache_bytes: 1000000",
+            "kv_cache_bytes"},
         Bad{"senior: {model: s, enforce_eager: false}", "senior.enforce_eager",
             absl::StatusCode::kUnimplemented},
         Bad{"senior_model: s\njunior: {model: j, enforce_eager: false}", "junior.enforce_eager",
@@ -149,6 +152,8 @@ INSTANTIATE_TEST_SUITE_P(
             "junior.model_revision"},
         Bad{"senior_model: s\nkv_cache_bytes: -1", "kv_cache_bytes"},
         Bad{"senior_model: s\nkv_cache_dtype: int8", "kv_cache_dtype"},
+        Bad{"senior_model: s\nproduct_rows: 8", "product_rows"},
+        Bad{"senior_model: s\ncompute: {device: cuda}\nproduct_rows: -1", "product_rows"},
         Bad{"senior_model: s\nheartbeat_timeout_seconds: 0.5", "heartbeat_timeout_seconds"},
         Bad{"senior_model: s\ncollective_timeout_seconds: 0", "collective_timeout_seconds"}));
 

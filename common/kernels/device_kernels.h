@@ -55,6 +55,23 @@ struct DeviceGatedArgs {
   bool bfloat16;  // gate_up and y; else float32
 };
 
+// Linear maps of one shape that have rows of their own, as the experts of a layer: the rows from
+// offsets[g] on to offsets[g + 1] are multiplied by map g. The host does not know the offsets. Sums
+// are float32 in ascending order of the columns: the bits of an output depend on its row and its
+// map alone.
+struct DeviceGroupedLinearArgs {
+  const void* x;           // [rows, in], contiguous
+  const void* weights;     // map g [out, in] begins at weights + g map_stride, in numbers
+  int64_t map_stride;      // a multiple of four, as is the place of `weights`
+  const int32_t* offsets;  // [groups + 1], ascending
+  void* y;                 // [rows, out]; rows of no group are not written
+  int64_t rows;
+  int64_t groups;
+  int64_t in;
+  int64_t out;
+  bool bfloat16;  // x, weights and y; else float32
+};
+
 // A paged cache of keys or values: [blocks, kv_heads, kPagedBlockTokens, head_dim], contiguous.
 inline constexpr int64_t kPagedBlockTokens = 64;
 
@@ -178,12 +195,16 @@ struct DeviceKernels {
   DeviceKernel<DeviceRmsNormArgs> rms_norm = nullptr;
   DeviceKernel<DeviceRotaryArgs> rotary = nullptr;
   DeviceKernel<DeviceGatedArgs> gated = nullptr;
+  DeviceKernel<DeviceGroupedLinearArgs> grouped_linear = nullptr;
   DeviceKernel<DeviceCacheWriteArgs> cache_write = nullptr;
   // The items, and then the fold of the partial results, which may be none.
   DeviceKernel<DevicePagedAttentionArgs> paged_attention = nullptr;
   DeviceKernel<DevicePagedAttentionArgs> fold_partials = nullptr;
   DeviceKernel<DeviceLogitStatisticsArgs> logit_statistics = nullptr;
   DeviceKernel<DeviceLogitGradientArgs> logit_gradient = nullptr;
+  // Whether torch's at::_grouped_mm in bfloat16 is one kernel on the device of this index, which
+  // reads its offsets there. On others it is a loop on the host, which waits for them.
+  bool (*has_grouped_mm)(int device) = nullptr;
 };
 
 // The table of CUDA, in a build with CUDA (cuda/cuda_kernels.cc).

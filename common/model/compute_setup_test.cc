@@ -74,7 +74,11 @@ TEST(DeviceCheckTest, ACudaBuildTellsWhatTheMachineLacks) {
   }
   EXPECT_THAT(std::string(CheckDevice("cuda", 127).message()),
               HasSubstr("none for local rank 127"));
-  EXPECT_GT(FreeDeviceMemory(0).value(), 0);
+  FreeMemory free;
+  ASSERT_TRUE(MeasureDevice(0, /*place=*/1, free).ok());
+  EXPECT_GT(free.devices[1], 0);
+  EXPECT_GE(free.device_sizes[1], free.devices[1]);
+  EXPECT_FALSE(free.devices[0].has_value());
 }
 #endif
 

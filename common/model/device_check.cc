@@ -46,12 +46,14 @@ absl::Status CheckDevice(const std::string& device, int local_rank) {
                                local_rank, ": start at most ", count, " ranks here"));
 }
 
-absl::StatusOr<int64_t> FreeDeviceMemory(int device_index) {
-  return CatchTorchErrors("compute.device: free memory", [&]() -> absl::StatusOr<int64_t> {
+absl::Status MeasureDevice(int device_index, size_t place, FreeMemory& free) {
+  return CatchTorchErrors("compute.device: free memory", [&]() -> absl::Status {
     at::globalContext().lazyInitDevice(at::kCUDA);
-    const auto [free, total] = at::getDeviceAllocator(at::kCUDA)->getMemoryInfo(
+    const auto [free_bytes, size] = at::getDeviceAllocator(at::kCUDA)->getMemoryInfo(
         static_cast<at::DeviceIndex>(device_index));
-    return static_cast<int64_t>(free);
+    free.devices[place] = static_cast<int64_t>(free_bytes);
+    free.device_sizes[place] = static_cast<int64_t>(size);
+    return absl::OkStatus();
   });
 }
 
@@ -60,13 +62,12 @@ absl::Status MeasureDevices(const std::string& device, const std::vector<int32_t
   if (device != "cuda") return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
   TANDEM_RETURN_IF_ERROR(CheckDevice(device, environment.local_rank));
-  TANDEM_ASSIGN_OR_RETURN(free.devices[0], FreeDeviceMemory(environment.local_rank));
+  TANDEM_RETURN_IF_ERROR(MeasureDevice(environment.local_rank, /*place=*/0, free));
   const auto rank = static_cast<size_t>(environment.rank);
   if (rank >= second_devices.size() || second_devices[rank] == environment.local_rank) {
     return absl::OkStatus();
   }
-  TANDEM_ASSIGN_OR_RETURN(free.devices[1], FreeDeviceMemory(second_devices[rank]));
-  return absl::OkStatus();
+  return MeasureDevice(second_devices[rank], /*place=*/1, free);
 }
 
 }  // namespace tandem

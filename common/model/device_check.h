@@ -2,12 +2,12 @@
 #ifndef TANDEM_COMMON_MODEL_DEVICE_CHECK_H_
 #define TANDEM_COMMON_MODEL_DEVICE_CHECK_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "common/base/machine/memory_plan.h"
 
 namespace tandem {
@@ -17,12 +17,13 @@ namespace tandem {
 // usable device, or it has fewer devices than ranks.
 absl::Status CheckDevice(const std::string& device, int local_rank);
 
-// Returns the bytes that are free on a CUDA device of this machine, for which CheckDevice is OK.
-absl::StatusOr<int64_t> FreeDeviceMemory(int device_index);
+// Fills free.devices[place] and free.device_sizes[place] from a CUDA device of this machine, for
+// which CheckDevice is OK.
+absl::Status MeasureDevice(int device_index, size_t place, FreeMemory& free);
 
-// Fills free.devices for this rank where `device` is "cuda": of its own GPU, and of the one that a
-// second model has on each of its ranks, if that is another one. Errors of CheckDevice and of
-// ReadRankEnvironment.
+// Fills free.devices and free.device_sizes for this rank where `device` is "cuda": of its own GPU,
+// and of the one that a second model has on each of its ranks, if that is another one. Errors of
+// CheckDevice and of ReadRankEnvironment.
 absl::Status MeasureDevices(const std::string& device, const std::vector<int32_t>& second_devices,
                             FreeMemory& free);
 

@@ -223,7 +223,30 @@ void ChooseVectorFunctions() {
   }
 }
 
+constinit int64_t product_rows = 0;
+
+// Linear by products of product_rows rows each.
+at::Tensor LinearOfFixedRows(const at::Tensor& x_in, const at::Tensor& weight,
+                             const at::Tensor& bias) {
+  CheckLinear(x_in, weight);
+  const int64_t rows = x_in.size(0), padding = (product_rows - rows % product_rows) % product_rows;
+  const at::Tensor x = padding == 0 ? x_in : at::constant_pad_nd(x_in, {0, 0, 0, padding});
+  const at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
+  for (int64_t row = 0; row < rows; row += product_rows) {
+    at::Tensor part = y.narrow(0, row, product_rows);
+    const at::Tensor part_x = x.narrow(0, row, product_rows);
+    if (bias.defined()) {
+      at::addmm_out(part, bias, part_x, weight.t());
+    } else {
+      at::mm_out(part, part_x, weight.t());
+    }
+  }
+  return y.narrow(0, 0, rows);
+}
+
 }  // namespace
+
+void SetProductRows(int64_t rows) { product_rows = rows; }
 
 void SetKernelPath(KernelPath path) {
   static std::once_flag chosen;
@@ -276,7 +299,10 @@ at::Tensor Scale(const at::Tensor& x, double factor) {
 }
 
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!HasCpuKernels(x)) return at::linear(x, weight, bias);
+  if (!HasCpuKernels(x)) {
+    if (product_rows == 0 || at::GradMode::is_enabled()) return at::linear(x, weight, bias);
+    return LinearOfFixedRows(x, weight, bias);
+  }
   if (at::GradMode::is_enabled()) {
     return DifferentiableLinear(x, weight, bias.defined() ? at::TensorList(bias) : at::TensorList(),
                                 weight, bias);

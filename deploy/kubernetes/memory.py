@@ -1,11 +1,12 @@
 """Prints the memory that the pods of a release need, and the sizes of its volumes.
 
-    memory.py VALUES.yaml --models DIRECTORY
+    memory.py VALUES.yaml --models DIRECTORY [--gpu-memory 80GB]
 
 DIRECTORY is what the pods see as /models. Every server's binary plans the memory of one rank with
-its `--check-config`, from the configuration that the chart gives it; nothing is started. A request
-is the plan and a quarter, in whole GiB: the plan leaves out buffers of calls and weight transfers,
-and what the allocator keeps.
+its `--check-config`, from the configuration that the chart gives it; nothing is started, and no GPU
+is needed. A request is the plan and a quarter, in whole GiB: the plan leaves out buffers of calls
+and weight transfers, and what the allocator keeps. For a server on GPUs it is the request of the
+same server without one, which is more than it needs; the plan of its GPUs has a line of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,15 +37,27 @@ KEEP = CheckpointSettings.model_fields["keep"].default
 HEADROOM = 0.25
 
 
-def plan(role: str, config: dict[str, Any], ranks: int, models: Path) -> int:
-    """Returns the bytes of the host's memory that a rank of a server needs.
+def on_gpus(config: dict[str, Any]) -> bool:
+    """Returns whether a server computes on GPUs."""
+    return config.get("compute", {}).get("device") == "cuda"
 
-    Raises RuntimeError with the binary's message for a bad configuration.
-    """
+
+def without_gpus(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of the same server on the CPU."""
+    of_gpus = ("gpu_memory_utilization", "gpu_devices", "product_rows")
+    changed = {key: value for key, value in config.items() if not key.endswith(of_gpus)}
+    for lane in ("senior", "junior"):
+        if lane in config:
+            changed[lane] = {k: v for k, v in config[lane].items() if k not in of_gpus}
+    return changed | {"compute": config["compute"] | {"device": "cpu", "kernels": "aten"}}
+
+
+def check_config(
+    role: str, config: dict[str, Any], ranks: int, models: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a server's `--check-config` for a rank."""
     # Secrets and addresses of the pod are not here, and need no memory.
     config = {key: value for key, value in config.items() if key != "server"}
-    if role == "rollout":  # all that its cache can use, whatever memory this machine has
-        config.setdefault("kv_cache_bytes", 10**15)
     text = yaml.safe_dump(config).replace("/models/", f"{models.resolve()}/")
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -51,7 +65,19 @@ def plan(role: str, config: dict[str, Any], ranks: int, models: Path) -> int:
         file.write(text)
         file.flush()
         command = [find_binary(f"tandem-{role}-server"), "--config", file.name, "--check-config"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return subprocess.run([*command, *options], env=environment, capture_output=True, text=True)
+
+
+def plan(role: str, config: dict[str, Any], ranks: int, models: Path) -> int:
+    """Returns the bytes of the host's memory that a rank of a server needs.
+
+    Raises RuntimeError with the binary's message for a bad configuration.
+    """
+    if on_gpus(config):
+        config = without_gpus(config)
+    if role == "rollout":  # all that its cache can use, whatever memory this machine has
+        config = {"kv_cache_bytes": 10**15} | config
+    done = check_config(role, config, ranks, models)
     # The plan is also printed where it is more than this machine has.
     items = PlannedMemory.parse(role, done.stdout).items
     if not items:
@@ -59,24 +85,56 @@ def plan(role: str, config: dict[str, Any], ranks: int, models: Path) -> int:
     return round(sum(items.values()))
 
 
+def gpu_plan(
+    role: str, config: dict[str, Any], ranks: int, models: Path, size: str
+) -> float | None:
+    """Returns the GB that a rank of a server needs of its GPU of this size; None without GPUs.
+
+    Raises RuntimeError with the binary's message where it does not fit.
+    """
+    if not on_gpus(config):
+        return None
+    done = check_config(role, config, ranks, models, "--assume-gpu-memory", size)
+    found = re.search(r"GPU of a rank: ([\d.]+) GB needed", done.stdout)
+    # The host's memory is planned elsewhere, and that of this machine is not the pod's.
+    if found is None or (done.returncode != 0 and "GPU" in done.stderr):
+        raise RuntimeError(done.stderr.strip())
+    return float(found[1])
+
+
 def request(planned: int) -> int:
     """Returns the GiB to request for a plan in bytes."""
     return math.ceil(planned * (1 + HEADROOM) / GIB)
 
 
-def plans(values: dict[str, Any], models: Path) -> dict[str, int]:
-    """Returns the planned bytes of a pod of every server of a release, by role."""
+def configurations(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the configuration of every server of a release, by role."""
     objects = manifests.manifests(manifests.render(values))
-    configs = {
-        one["metadata"]["name"].removeprefix(f"{manifests.RELEASE}-"): one["data"]["config.yaml"]
+    return {
+        one["metadata"]["name"].removeprefix(f"{manifests.RELEASE}-"): yaml.safe_load(
+            one["data"]["config.yaml"]
+        )
         for one in objects
         if one["kind"] == "ConfigMap" and "config.yaml" in one["data"]
     }
+
+
+def plans(values: dict[str, Any], models: Path) -> dict[str, int]:
+    """Returns the planned bytes of a pod of every server of a release, by role."""
     return {
-        role: plan(role, yaml.safe_load(text), values[role].get("ranks", 1), models)
+        role: plan(role, config, values[role].get("ranks", 1), models)
         * values[role].get("ranksPerPod", 1)
-        for role, text in configs.items()
+        for role, config in configurations(values).items()
     }
+
+
+def gpu_plans(values: dict[str, Any], models: Path, size: str) -> dict[str, float]:
+    """Returns the planned GB of each GPU of this size, of the servers that have some, by role."""
+    planned = {
+        role: gpu_plan(role, config, values[role].get("ranks", 1), models, size)
+        for role, config in configurations(values).items()
+    }
+    return {role: gb for role, gb in planned.items() if gb is not None}
 
 
 def parameters(directory: Path) -> int:
@@ -109,15 +167,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("values", type=Path, help="values of the chart")
     parser.add_argument("--models", type=Path, required=True, help="folder of /models")
+    parser.add_argument("--gpu-memory", default="80GB", help="size of each GPU, by default 80GB")
     arguments = parser.parse_args()
     try:
         values = yaml.safe_load(arguments.values.read_text())
         planned = plans(values, arguments.models)
+        of_gpus = gpu_plans(values, arguments.models, arguments.gpu_memory)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
     for role, size in planned.items():
         print(f"{role}: {size / GIB:.2f} GiB planned, request memory: {request(size)}Gi")
+    for role, gigabytes in of_gpus.items():
+        print(f"{role}: {gigabytes:.1f} GB planned of each GPU of {arguments.gpu_memory}")
     for value, size in volumes(values, arguments.models).items():
         print(f"{value}: at least {math.ceil(size / GIB)}Gi")
     return 0

@@ -41,6 +41,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 28,
         "num_attention_heads": 12,
     },
+    "Qwen2.5-7B-Instruct": _QWEN
+    | {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "num_key_value_heads": 4,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -52,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("shapes") / "models"
     for name, sizes in MODELS.items():
-        config = AutoConfig.for_model(**sizes, tie_word_embeddings=True, eos_token_id=2)
+        config = AutoConfig.for_model(**{"tie_word_embeddings": True, "eos_token_id": 2} | sizes)
         config.save_pretrained(folder / name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

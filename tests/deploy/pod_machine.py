@@ -45,6 +45,8 @@ class Machine:
         program = find_binary(command[0])
         local = self.mounts(pod, objects)
         arguments = [replaced(word, local) for word in [*command[1:], "--check-config"]]
+        if "nvidia.com/gpu" in pod.container.get("resources", {}).get("limits", {}):
+            arguments += ["--assume-gpu-memory", "80GB"]
         environment = {name: replaced(value, local) for name, value in pod.environment().items()}
         done = subprocess.run(
             [program, *arguments],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -66,25 +65,36 @@ def test_what_an_example_names_exists(examples, example):
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_programs_accept_what_an_example_gives_them(examples, example, models, certs, tmp_path):
-    objects = examples[example]
-    if example == "gpu":  # this build may have no GPU: the rest of the configuration is checked
-        objects = json.loads(json.dumps(objects).replace("device: cuda", "device: cpu"))
-    assert Machine(tmp_path, models, certs).problems(objects) == []
+    assert Machine(tmp_path, models, certs).problems(examples[example]) == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_requests_of_an_example_are_the_plan_of_its_servers(example, models):
     values = example_values(example)
-    planned = copy.deepcopy(values)
-    if (
-        example == "gpu"
-    ):  # the plan of a GPU needs one; the example asks for what its operations need
-        for role in ("rollout", "trainer"):
-            planned[role]["config"]["compute"] |= {"device": "cpu", "kernels": "aten"}
-    for role, size in memory.plans(planned, models).items():
+    for role, size in memory.plans(values, models).items():
         resources = values[role]["resources"]
         assert resources["requests"]["memory"] == f"{memory.request(size)}Gi", role
         assert resources["limits"]["memory"] == resources["requests"]["memory"], role
+
+
+@pytest.mark.parametrize("example", ["gpu", "gpu-node"])
+def test_the_servers_of_a_gpu_example_fit_into_gpus_of_80_gb(example, models):
+    values = example_values(example)
+    planned = memory.gpu_plans(values, models, "80GB")
+    assert planned.keys() == {"rollout", "trainer"}
+    for role, size in planned.items():
+        assert 1 < size < 72, role  # a tenth is left to CUDA and the allocator
+        gpus = values[role]["resources"]["limits"]["nvidia.com/gpu"]
+        assert gpus == values[role].get("ranksPerPod", 1)
+    with pytest.raises(RuntimeError, match="GPU"):
+        memory.gpu_plans(values, models, "2GB")
+
+
+def test_the_lanes_of_a_gpu_node_have_room_for_every_sequence(models):
+    rollout = memory.configurations(example_values("gpu-node"))["rollout"]
+    done = memory.check_config("rollout", rollout, 1, models, "--assume-gpu-memory", "80GB")
+    for lane in ("senior", "junior"):
+        assert re.search(rf"{lane}_kv_cache .*room for 128 of max_num_seqs=128 ", done.stdout)
 
 
 def test_the_policies_allow_the_arrows_of_the_architecture_alone(examples):

@@ -163,7 +163,19 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                 "memory errors",
                 60,
                 machine.python("memory_errors.py", server, big / shape, device),
-            )
+            ),
+            *(
+                Part(
+                    f"bits {dtype}",
+                    120,
+                    machine.python(
+                        "bits.py", big, machine.rows("bits"), *common, "--dtype", dtype
+                    ),
+                    finding=last_row,
+                    needs_device=False,
+                )
+                for dtype in DTYPES
+            ),
         ],
         *(
             [

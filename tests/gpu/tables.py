@@ -47,6 +47,21 @@ def tables(logs: Path) -> str:
             if "ms" in r
         ],
     )
+    text += _table(
+        "Shares of equal bits: samples and scores alone and together, tokens drawn and scored, "
+        "rollout server and trainer (and the largest difference of these):",
+        ["type", "product_rows", "samples", "scores", "drawn, scored", "rollout, trainer", ""],
+        [
+            [
+                r["dtype"],
+                r["product_rows"],
+                *(f"{r[name]:.4f}" for name in ("samples", "scores", "drawn_and_scored")),
+                f"{r['rollout_and_trainer']:.4f}",
+                f"{r['rollout_and_trainer_apart']:.2g}",
+            ]
+            for r in read_rows(logs / "bits.jsonl")
+        ],
+    )
     errors = [
         [name, row.get("side", ""), row.get("dtype", ""), str(row["error"])[:200]]
         for name in ("decode", "train", "loss")

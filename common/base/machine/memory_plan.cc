@@ -17,10 +17,6 @@ int64_t SumOf(const MemoryPlan& plan, Chosen chosen) {
   return total;
 }
 
-std::string Gigabytes(int64_t bytes) {
-  return absl::StrFormat("%.2f GB", static_cast<double>(bytes) / 1e9);
-}
-
 // Compares the chosen items with the memory `name`, "" for the host's.
 absl::Status CheckMemory(const MemoryPlan& plan, Chosen chosen, const std::string& name,
                          const std::optional<int64_t>& free) {
@@ -39,6 +35,10 @@ absl::Status CheckMemory(const MemoryPlan& plan, Chosen chosen, const std::strin
 }
 
 }  // namespace
+
+std::string Gigabytes(int64_t bytes) {
+  return absl::StrFormat("%.2f GB", static_cast<double>(bytes) / 1e9);
+}
 
 int64_t MemoryPlan::total_bytes() const {
   return SumOf(*this, [](const Item&) { return true; });

@@ -19,7 +19,12 @@ inline constexpr int kDevicesOfRank = 2;
 struct FreeMemory {
   std::optional<int64_t> host = std::nullopt;
   std::array<std::optional<int64_t>, kDevicesOfRank> devices = {};
+  // The size of each device's memory, whether free or not.
+  std::array<std::optional<int64_t>, kDevicesOfRank> device_sizes = {};
 };
+
+// Returns bytes as text for a reader: "8.00 GB".
+std::string Gigabytes(int64_t bytes);
 
 // Plans are computed from config.json before anything is allocated. They leave out the program
 // itself (some 300 MB), and mapped weight files, which the system may drop.

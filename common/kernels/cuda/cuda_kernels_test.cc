@@ -73,6 +73,51 @@ TEST_F(CudaKernelsTest, RotaryMatchesDouble) {
   }
 }
 
+// Maps without rows, with few rows, and with several tiles of them; a last row of no map.
+TEST_F(CudaKernelsTest, GroupedLinearMatchesDouble) {
+  std::mt19937 generator(6);
+  const std::vector<int32_t> offsets = {0, 0, 3, 40, 40, 41};
+  const int64_t rows = 42, groups = 5;
+  for (const bool bfloat16 : {false, true}) {
+    for (const auto& [in, out] : {std::pair<int64_t, int64_t>{1, 1}, {34, 70}, {72, 64}}) {
+      const int64_t stride = in * out + 4 - in * out % 4;
+      const Numbers x(rows * in, bfloat16, generator);
+      const Numbers weights(groups * stride, bfloat16, generator);
+      const std::vector<float> unwritten(rows * out, 7.0f);
+      const DeviceArray<int32_t> on_device(offsets);
+      const auto multiply = [&](const DeviceArray<int32_t>& begins, int64_t of) {
+        const Numbers y(unwritten, bfloat16);
+        EXPECT_STREQ(kCudaKernels.grouped_linear({x.get(), weights.get(), stride, begins.get(),
+                                                  y.get(), rows, of, in, out, bfloat16},
+                                                 nullptr),
+                     nullptr);
+        return y.Read();
+      };
+      const std::vector<float> actual = multiply(on_device, groups);
+      for (int64_t group = 0; group < groups; ++group) {
+        for (int64_t row = offsets[group]; row < offsets[group + 1]; ++row) {
+          for (int64_t o = 0; o < out; ++o) {
+            double expected = 0, size = 0;
+            for (int64_t j = 0; j < in; ++j) {
+              const double product = x[row * in + j] * weights[group * stride + o * in + j];
+              expected += product;
+              size += std::abs(product);
+            }
+            // The products may cancel.
+            ASSERT_NEAR(actual[row * out + o], expected,
+                        1e-6 * size + (bfloat16 ? std::abs(expected) / 250 : 0.0));
+          }
+        }
+      }
+      for (int64_t o = 0; o < out; ++o) ASSERT_EQ(actual[(rows - 1) * out + o], 7.0f);
+      // The bits of a row do not depend on the others: map 0 with all rows, and with one.
+      const std::vector<float> all = multiply(DeviceArray<int32_t>({0, 42}), 1);
+      const std::vector<float> one = multiply(DeviceArray<int32_t>({35, 36}), 1);
+      for (int64_t o = 0; o < out; ++o) ASSERT_EQ(one[35 * out + o], all[35 * out + o]);
+    }
+  }
+}
+
 TEST_F(CudaKernelsTest, GatesMatchDouble) {
   std::mt19937 generator(5);
   for (const bool bfloat16 : {false, true}) {

@@ -16,22 +16,18 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// Whether a choice has no row.
-bool LacksRows(const ExpertRows& order) { return order.tokens.numel() < order.rows.numel(); }
-
 // Returns sum_j weights[t, j] outputs[rows[t, j]], for all weights 1 if they are undefined. Rows
-// below 0 do not count.
-at::Tensor WeightedSum(const at::Tensor& outputs, const at::Tensor& weights,
-                       const at::Tensor& rows) {
+// below 0, which there are none of if `is_complete`, do not count.
+at::Tensor WeightedSum(const at::Tensor& outputs, const at::Tensor& weights, const at::Tensor& rows,
+                       bool is_complete) {
   const int64_t tokens = rows.size(0), choices = rows.size(1), width = outputs.size(1);
   if (!outputs.is_cpu() || outputs.scalar_type() != at::kFloat) {
     at::Tensor sum = at::zeros({tokens, width}, outputs.options().dtype(at::kFloat));
-    const bool all_there = outputs.size(0) == rows.numel();
     for (int64_t j = 0; j < choices && outputs.size(0) > 0; ++j) {
       const at::Tensor row = rows.select(1, j);
       at::Tensor chosen =
-          outputs.index_select(0, all_there ? row : row.clamp_min(0)).to(at::kFloat);
-      if (!all_there) chosen.masked_fill_(row.lt(0).unsqueeze(1), 0);
+          outputs.index_select(0, is_complete ? row : row.clamp_min(0)).to(at::kFloat);
+      if (!is_complete) chosen.masked_fill_(row.lt(0).unsqueeze(1), 0);
       sum += weights.defined() ? chosen * weights.narrow(1, j, 1) : chosen;
     }
     return sum.to(outputs.scalar_type());
@@ -61,13 +57,18 @@ at::Tensor WeightedSum(const at::Tensor& outputs, const at::Tensor& weights,
 class GatherFunction : public Function<GatherFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& tokens,
-                            const at::Tensor& rows) {
+                            const at::Tensor& rows, bool is_complete) {
     context->save_for_backward({rows});
+    context->saved_data["is_complete"] = is_complete;
     return x.index_select(0, tokens);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    return {WeightedSum(gradients[0], {}, context->get_saved_variables()[0]), {}, {}};
+    return {WeightedSum(gradients[0], {}, context->get_saved_variables()[0],
+                        context->saved_data["is_complete"].toBool()),
+            {},
+            {},
+            {}};
   }
 };
 
@@ -75,16 +76,16 @@ class CombineFunction : public Function<CombineFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& outputs,
                             const at::Tensor& weights, const at::Tensor& tokens,
-                            const at::Tensor& rows) {
+                            const at::Tensor& rows, bool is_complete) {
     context->save_for_backward({outputs, weights, tokens, rows});
-    return WeightedSum(outputs, weights, rows);
+    return WeightedSum(outputs, weights, rows, is_complete);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &outputs = saved[0], &weights = saved[1], &rows = saved[3];
     const at::Tensor dy = gradients[0].index_select(0, saved[2]).to(at::kFloat);  // [N, H]
-    variable_list result(4);
+    variable_list result(5);
     if (context->needs_input_grad(1)) {
       const at::Tensor products = (outputs.to(at::kFloat) * dy).sum(1);  // [N]
       result[1] = products.index_select(0, rows.flatten()).view(rows.sizes());
@@ -118,6 +119,7 @@ ExpertRows ExpertRows::OfRange(const at::Tensor& experts, int64_t num_experts, i
   for (size_t e = 0; e < static_cast<size_t>(count); ++e) {
     order.offsets[e + 1] += order.offsets[e];
   }
+  order.is_complete = order.offsets.back() == num_choices;
   order.tokens = at::empty({order.offsets.back()}, at::kLong);
   order.rows = at::empty(chosen.sizes(), at::kLong);
   std::vector<int64_t> next(order.offsets.begin(), order.offsets.end() - 1);
@@ -132,16 +134,36 @@ ExpertRows ExpertRows::OfRange(const at::Tensor& experts, int64_t num_experts, i
   return order;
 }
 
+ExpertRows ExpertRows::OnDevice(const at::Tensor& experts, int64_t num_experts, int64_t first,
+                                int64_t count) {
+  ExpertRows order;
+  order.is_complete = count == num_experts;
+  at::Tensor group = experts.flatten();
+  if (!order.is_complete) {
+    group = group - first;
+    group.masked_fill_(group.lt(0).logical_or_(group.ge(count)), count);
+  }
+  const auto [sorted, choices] = group.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
+  order.device_offsets =
+      at::searchsorted(sorted, at::arange(count + 1, sorted.options()), /*out_int32=*/true);
+  order.tokens = choices.floor_divide(experts.size(1));
+  order.rows = at::empty_like(choices);
+  order.rows.index_copy_(0, choices, at::arange(choices.numel(), choices.options()));
+  if (!order.is_complete) order.rows.masked_fill_(group.eq(count), -1);
+  order.rows = order.rows.view(experts.sizes());
+  return order;
+}
+
 at::Tensor GatherExpertRows(const at::Tensor& x, const ExpertRows& order) {
-  return GatherFunction::apply(x, order.tokens, order.rows);
+  return GatherFunction::apply(x, order.tokens, order.rows, order.is_complete);
 }
 
 at::Tensor CombineExpertRows(const at::Tensor& outputs, const at::Tensor& weights,
                              const ExpertRows& order) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!LacksRows(order) || !at::GradMode::is_enabled() ||
+  TORCH_CHECK_NOT_IMPLEMENTED(order.is_complete || !at::GradMode::is_enabled() ||
                                   !(outputs.requires_grad() || weights.requires_grad()),
                               "a gradient of the sum of some experts alone");
-  return CombineFunction::apply(outputs, weights, order.tokens, order.rows);
+  return CombineFunction::apply(outputs, weights, order.tokens, order.rows, order.is_complete);
 }
 
 }  // namespace tandem::ops

@@ -19,9 +19,17 @@ struct ExpertRows {
   static ExpertRows OfRange(const at::Tensor& experts, int64_t num_experts, int64_t first,
                             int64_t count);
 
+  // The order of OfRange, made on the device of `experts` without a wait of the host, which
+  // therefore does not check them and does not know N: there are T k rows, and those of other
+  // experts come last. No gradient.
+  static ExpertRows OnDevice(const at::Tensor& experts, int64_t num_experts, int64_t first,
+                             int64_t count);
+
   std::vector<int64_t> offsets;  // [count + 1]: where the rows of an expert begin
+  at::Tensor device_offsets;     // after OnDevice the same on the device as int32, in its place
   at::Tensor tokens;             // [N] int64: the token of each row
   at::Tensor rows;               // [T, k] int64: the row of each choice; -1: the choice has none
+  bool is_complete = true;       // whether every choice has a row
 };
 
 // Returns the hidden states x [T, H] of every row's token: [N, H]. Differentiable.

@@ -2,12 +2,16 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "absl/functional/function_ref.h"
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/device_kernels.h"
+#include "common/ops/linear/linear_stack.h"
 #include "common/ops/linear/low_rank_adapter.h"
 #include "common/ops/products/matrix_product.h"
 #include "common/ops/products/parallel_linear.h"
@@ -163,13 +167,50 @@ at::Tensor BaseProducts(const at::Tensor& x, const std::vector<int64_t>& offsets
   return GroupedLinearFunction::apply(x, at::TensorList(masters), groups);
 }
 
-// Returns, for each map, a part of its adapter.
-std::vector<const LinearWeight*> OfAdapters(
-    const std::vector<const LinearWeight*>& maps,
-    absl::FunctionRef<const LinearWeight*(const LowRankAdapter&)> part) {
-  std::vector<const LinearWeight*> parts;
-  for (const LinearWeight* map : maps) parts.push_back(part(*map->adapter()));
-  return parts;
+// Returns the products with maps that are stacked, whose offsets are on the device.
+at::Tensor DeviceProducts(const at::Tensor& x_in, const at::Tensor& offsets,
+                          const std::vector<const LinearWeight*>& maps) {
+  const at::Tensor x = x_in.contiguous(), stack = StackOf(maps);
+  TORCH_CHECK(x.scalar_type() == stack.scalar_type(), "grouped linear: x is of ", x.scalar_type(),
+              ", the maps of ", stack.scalar_type());
+  const kernels::DeviceKernels& table = DeviceKernelsOf(x.device());
+  const bool bfloat16 = x.scalar_type() == at::kBFloat16;
+  const int64_t in = stack.size(2), out = stack.size(1);
+  constexpr int64_t kAligned = 8;  // 16 bytes
+  if (bfloat16 && in % kAligned == 0 && out % kAligned == 0 &&
+      table.has_grouped_mm(x.device().index())) {
+    return at::_grouped_mm(x, stack.transpose(1, 2), offsets.narrow(0, 1, stack.size(0)));
+  }
+  at::Tensor y = at::empty({x.size(0), out}, x.options());
+  Launch("grouped linear map", x.device(), table.grouped_linear,
+         {.x = x.const_data_ptr(),
+          .weights = stack.const_data_ptr(),
+          .map_stride = stack.stride(0),
+          .offsets = offsets.const_data_ptr<int32_t>(),
+          .y = y.mutable_data_ptr(),
+          .rows = x.size(0),
+          .groups = stack.size(0),
+          .in = in,
+          .out = out,
+          .bfloat16 = bfloat16});
+  return y;
+}
+
+// Returns multiply(x, maps), with the products of the maps' adapters added.
+using Multiplication =
+    absl::FunctionRef<at::Tensor(const at::Tensor&, const std::vector<const LinearWeight*>&)>;
+at::Tensor WithAdapters(const at::Tensor& x, const std::vector<const LinearWeight*>& maps,
+                        Multiplication multiply) {
+  at::Tensor y = multiply(x, maps);
+  const LowRankAdapter* const adapter = maps.front()->adapter();
+  if (adapter == nullptr) return y;
+  const at::Tensor low =
+      multiply(x, OfAdapters(maps, [](const auto& of) { return of.a; })) * adapter->scale;
+  const auto product = [&](size_t i) {
+    return multiply(low.narrow(1, static_cast<int64_t>(i) * adapter->rank, adapter->rank),
+                    OfAdapters(maps, [&](const auto& of) { return of.maps[i].b; }));
+  };
+  return AddAdapters(y, *adapter, product);
 }
 
 }  // namespace
@@ -180,17 +221,25 @@ at::Tensor GroupedLinear(const at::Tensor& x, const std::vector<int64_t>& offset
                   x.size(1) == maps.front()->in(),
               "grouped linear: x ", x.sizes(), ", ", offsets.size(), " offsets, ", maps.size(),
               " maps");
-  at::Tensor y = BaseProducts(x, offsets, maps);
-  const LowRankAdapter* const adapter = maps.front()->adapter();
-  if (adapter == nullptr) return y;
-  const at::Tensor low =
-      BaseProducts(x, offsets, OfAdapters(maps, [](const auto& of) { return of.a; })) *
-      adapter->scale;
-  const auto product = [&](size_t i) {
-    return BaseProducts(low.narrow(1, static_cast<int64_t>(i) * adapter->rank, adapter->rank),
-                        offsets, OfAdapters(maps, [&](const auto& of) { return of.maps[i].b; }));
-  };
-  return AddAdapters(y, *adapter, product);
+  return WithAdapters(x, maps, [&](const at::Tensor& rows, const auto& of) {
+    return BaseProducts(rows, offsets, of);
+  });
+}
+
+bool CanGroupOnDevice(const at::Tensor& x) {
+  return c10::InferenceMode::is_enabled() &&
+         DeviceKernelsOf(x.device()).grouped_linear != nullptr &&
+         (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
+}
+
+at::Tensor GroupedLinear(const at::Tensor& x, const at::Tensor& offsets,
+                         const std::vector<const LinearWeight*>& maps) {
+  TORCH_CHECK(
+      offsets.sizes() == at::IntArrayRef{std::ssize(maps) + 1} && x.size(1) == maps.front()->in(),
+      "grouped linear: x ", x.sizes(), ", offsets ", offsets.sizes(), ", ", maps.size(), " maps");
+  return WithAdapters(x, maps, [&](const at::Tensor& rows, const auto& of) {
+    return DeviceProducts(rows, offsets, of);
+  });
 }
 
 }  // namespace tandem::ops

@@ -18,6 +18,16 @@ namespace tandem::ops {
 at::Tensor GroupedLinear(const at::Tensor& x, const std::vector<int64_t>& offsets,
                          const std::vector<const LinearWeight*>& maps);
 
+// Whether the products of rows like x [N, in] can be grouped by offsets that the host does not
+// read: there are kernels for their device, in c10::InferenceMode.
+bool CanGroupOnDevice(const at::Tensor& x);
+
+// Returns the same for maps for which AreStacked holds, with `offsets` [number of maps + 1] int32
+// on the device of x, for which CanGroupOnDevice holds: the host does not wait. A row's bits depend
+// on itself and its map alone. Rows behind the last offset are not written.
+at::Tensor GroupedLinear(const at::Tensor& x, const at::Tensor& offsets,
+                         const std::vector<const LinearWeight*>& maps);
+
 }  // namespace tandem::ops
 
 #endif  // TANDEM_COMMON_OPS_LINEAR_GROUPED_LINEAR_H_

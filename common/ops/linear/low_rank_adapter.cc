@@ -3,7 +3,17 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include "common/ops/linear/linear_weight.h"
+
 namespace tandem::ops {
+
+std::vector<const LinearWeight*> OfAdapters(
+    const std::vector<const LinearWeight*>& maps,
+    absl::FunctionRef<const LinearWeight*(const LowRankAdapter&)> part) {
+  std::vector<const LinearWeight*> parts;
+  for (const LinearWeight* map : maps) parts.push_back(part(*map->adapter()));
+  return parts;
+}
 
 at::Tensor AddAdapters(const at::Tensor& y, const LowRankAdapter& adapter,
                        absl::FunctionRef<at::Tensor(size_t map)> product) {

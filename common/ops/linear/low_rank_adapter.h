@@ -31,6 +31,11 @@ struct LowRankAdapter {
   double scale = 1;  // alpha / rank
 };
 
+// Returns, for each map, a part of its adapter.
+std::vector<const LinearWeight*> OfAdapters(
+    const std::vector<const LinearWeight*>& maps,
+    absl::FunctionRef<const LinearWeight*(const LowRankAdapter&)> part);
+
 // Adds the product of the adapter of each map, product(i) [T, width] of maps[i], to the columns of
 // the map in y [T, sum of outs], and returns the sum. y is overwritten without autograd.
 at::Tensor AddAdapters(const at::Tensor& y, const LowRankAdapter& adapter,

@@ -135,7 +135,7 @@ std::vector<std::string> EnvironmentVariables() {
   return variables;
 }
 
-std::string Gigabytes(int64_t bytes) {
+std::string GigabytesColumn(int64_t bytes) {
   return absl::StrFormat("%9.3f GB", static_cast<double>(bytes) / 1e9);
 }
 
@@ -143,13 +143,13 @@ std::string Gigabytes(int64_t bytes) {
 std::string MemoryComments(const MemoryPlan& plan, const FreeMemory& free) {
   std::string text = "# Memory that this configuration needs:\n";
   for (const MemoryPlan::Item& item : plan.items) {
-    absl::StrAppend(&text, "#   ", Gigabytes(item.bytes), "  ", item.name,
+    absl::StrAppend(&text, "#   ", GigabytesColumn(item.bytes), "  ", item.name,
                     item.on_host ? "" : " (on the device)", item.note.empty() ? "" : ": ",
                     item.note, "\n");
   }
-  absl::StrAppend(&text, "#   ", Gigabytes(plan.total_bytes()), "  in all\n");
+  absl::StrAppend(&text, "#   ", GigabytesColumn(plan.total_bytes()), "  in all\n");
   if (free.host.has_value()) {
-    absl::StrAppend(&text, "#   ", Gigabytes(*free.host),
+    absl::StrAppend(&text, "#   ", GigabytesColumn(*free.host),
                     "  available on this machine for a rank\n");
   }
   for (int device = 0; device < kDevicesOfRank; ++device) {
@@ -190,6 +190,7 @@ absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& en
   FreeMemory free;
   if (assumed_gpu_bytes.has_value()) {
     free.devices.fill(assumed_gpu_bytes);
+    free.device_sizes.fill(assumed_gpu_bytes);
   } else if (program.memory.measure_devices != nullptr) {
     TANDEM_RETURN_IF_ERROR(program.memory.measure_devices(free));
   }

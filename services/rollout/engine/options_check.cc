@@ -2,9 +2,11 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -45,6 +47,32 @@ absl::Status CheckLane(const LaneOptions& lane, const ComputeOptions& compute) {
   return CheckRevision("model_revision", lane.model, lane.model_revision);
 }
 
+// Returns whether a rank of the junior computes on a GPU on which a rank of the senior does.
+bool LanesShareAGpu(const EngineOptions& options) {
+  const int64_t on_machine = options.environment.local_world_size;
+  const std::vector<int32_t>& devices = options.layout.junior_gpu_devices;
+  for (int64_t rank = 0; rank < options.layout.junior_tensor_parallel_size; ++rank) {
+    const auto index = static_cast<size_t>(rank);
+    const int64_t local_rank = rank % on_machine;
+    const int64_t device = index < devices.size() ? devices[index] : local_rank;
+    const int64_t rank_of_device = rank - local_rank + device;
+    if (device < on_machine && rank_of_device < options.layout.tensor_parallel_size) return true;
+  }
+  return false;
+}
+
+absl::Status CheckMemoryShares(const EngineOptions& options) {
+  const std::optional<double>& senior = options.senior.gpu_memory_utilization;
+  const std::optional<double>& junior = options.junior.gpu_memory_utilization;
+  if (!senior.has_value() || !junior.has_value() || *senior + *junior <= 1) {
+    return absl::OkStatus();
+  }
+  if (!LanesShareAGpu(options)) return absl::OkStatus();
+  return InvalidField("junior.gpu_memory_utilization",
+                      absl::StrCat("is ", *junior, " beside a senior.gpu_memory_utilization of ",
+                                   *senior, ": lanes on one GPU have at most 1 together"));
+}
+
 }  // namespace
 
 absl::Status CheckOptions(const EngineOptions& options) {
@@ -62,6 +90,7 @@ absl::Status CheckOptions(const EngineOptions& options) {
   TANDEM_RETURN_IF_ERROR(PrependFieldPath("senior", CheckLane(options.senior, options.compute)));
   if (!options.junior.model.empty()) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath("junior", CheckLane(options.junior, options.compute)));
+    TANDEM_RETURN_IF_ERROR(CheckMemoryShares(options));
   }
   return absl::OkStatus();
 }

@@ -5,6 +5,8 @@
 #include <filesystem>
 #include <functional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "common/base/errors/error.h"
 #include "services/rollout/engine/testing/tiny_options.h"
@@ -52,6 +54,39 @@ TEST(CheckOptionsTest, SettingsOfAJuniorThatThereIsNotAreNotChecked) {
                     .quantization = Quantization::kNone,
                     .max_model_len = 0};
   EXPECT_TRUE(CheckOptions(options).ok());
+}
+
+TEST(CheckOptionsTest, SharesOfOneGpuAreAtMostAllOfIt) {
+  EngineOptions options = TinyOptions("/models");
+  options.senior.gpu_memory_utilization = 0.7;
+  options.junior.gpu_memory_utilization = 0.3;
+  EXPECT_TRUE(CheckOptions(options).ok());
+  options.junior.gpu_memory_utilization = 0.31;
+  const absl::Status status = CheckOptions(options);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(FieldPath(status), "junior.gpu_memory_utilization");
+  // One lane has what is free.
+  options.senior.gpu_memory_utilization = std::nullopt;
+  EXPECT_TRUE(CheckOptions(options).ok());
+}
+
+// Two machines of two ranks each: the senior is on ranks 0 to 2, the junior on ranks 0 and 1.
+TEST(CheckOptionsTest, SharesOfDifferentGpusDoNotAddUp) {
+  EngineOptions options = TinyOptions("/models");
+  options.senior.gpu_memory_utilization = options.junior.gpu_memory_utilization = 0.9;
+  options.environment = {.world_size = 4, .local_world_size = 2};
+  options.layout = {.tensor_parallel_size = 3, .junior_tensor_parallel_size = 2};
+  const auto shares = [&](std::vector<int32_t> devices) {
+    options.layout.junior_gpu_devices = std::move(devices);
+    return !CheckOptions(options).ok();
+  };
+  EXPECT_TRUE(shares({}));
+  EXPECT_FALSE(shares({2, 3}));
+  EXPECT_TRUE(shares({2, 1})) << "of the same rank";
+  EXPECT_TRUE(shares({1, 3})) << "of another rank";
+  options.environment.local_world_size = 4;
+  EXPECT_TRUE(shares({3, 2}));
+  EXPECT_FALSE(shares({3, 4})) << "of a rank without the senior, and of no rank";
 }
 
 class RevisionTest : public ::testing::Test {

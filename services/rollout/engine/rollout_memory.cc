@@ -4,6 +4,7 @@
 #include <array>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -50,6 +51,7 @@ struct Lane {
     const int64_t window = LongestWindow(family->CacheLayout(config, /*shard_count=*/1));
     return std::min(KvBlocks(longest_sequence()), WindowBlocks(window));
   }
+  std::string utilization_field() const { return name + ".gpu_memory_utilization"; }
   // The fewest blocks that the lane works with: those of one sequence, beside the scorer's.
   int64_t fewest_blocks() const { return KvBlocks(longest_sequence()) + blocks.scorer; }
 };
@@ -222,6 +224,16 @@ int DeviceOf(const Lane& lane, const RolloutMemoryOptions& options) {
   return lane.is_senior || !options.junior_has_own_device ? 0 : 1;
 }
 
+// Returns the bytes of the lane's fraction of its GPU's memory; nullopt: it has none, or the size
+// of the GPU is not known.
+std::optional<int64_t> ShareOf(const Lane& lane, const RolloutMemoryOptions& options) {
+  const std::optional<double>& fraction = lane.options.gpu_memory_utilization;
+  const std::optional<int64_t>& size =
+      options.free.device_sizes[static_cast<size_t>(DeviceOf(lane, options))];
+  if (!fraction.has_value() || !size.has_value()) return std::nullopt;
+  return static_cast<int64_t>(*fraction * static_cast<double>(*size));
+}
+
 // Returns the most bytes of partial results that attention of `rows` rows has in a layer, for
 // sequences of at most `tokens` tokens (kernels/paged_plan.h).
 int64_t PartialBytes(const LayerCache& layer, int64_t heads, int64_t rows, int64_t tokens) {
@@ -244,16 +256,19 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
                         .on_host = options.on_host,
                         .device = device});
   const int64_t tokens = lane.longest_sequence();
-  plan.items.push_back(
-      {.name = lane.name + "_kv_cache",
-       .bytes = lane.blocks.total() * BlockBytes(lane, lane.ranks),
-       .on_host = options.on_host,
-       .note = absl::StrCat(
-           "room for ",
-           std::min(lane.blocks.generator / lane.sequence_blocks(), options.max_num_seqs),
-           " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
-           lane.length_field(), ")"),
-       .device = device});
+  std::string note = absl::StrCat(
+      "room for ", std::min(lane.blocks.generator / lane.sequence_blocks(), options.max_num_seqs),
+      " of max_num_seqs=", options.max_num_seqs, " sequences of ", tokens, " tokens (",
+      lane.length_field(), ")");
+  if (const std::optional<int64_t> share = ShareOf(lane, options)) {
+    absl::StrAppend(&note, "; the lane takes at most ", Gigabytes(*share), " (",
+                    lane.utilization_field(), ")");
+  }
+  plan.items.push_back({.name = lane.name + "_kv_cache",
+                        .bytes = lane.blocks.total() * BlockBytes(lane, lane.ranks),
+                        .on_host = options.on_host,
+                        .note = std::move(note),
+                        .device = device});
   // Attention on a GPU copies the keys and values of a layer side by side where FlashAttention or
   // ATen takes them, those of one sequence at least, and of all sequences if they are few. The
   // kernel for the others has partial results.
@@ -268,15 +283,19 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
                                ? 0
                                : std::min(std::max(2 * ops::kGatheredNumbers * item, of_sequence),
                                           options.max_num_seqs * of_sequence);
+  const int64_t product_rows = std::max<int64_t>(options.product_rows, 1);
+  const int64_t rows =
+      (options.max_batched_tokens + product_rows - 1) / product_rows * product_rows;
   const int64_t activations =
-      options.max_batched_tokens *
-          lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
+      rows * lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
       gathered + (options.on_host ? 0 : partials);
   pass.activations = std::max(pass.activations, activations);
   // The columns that all ranks bring are gathered and then put side by side. Where a device draws,
   // it has scaled logits, weights in two layouts, and what a cut sorts, beside them.
+  const int64_t row_bytes = config.vocab_size * kFloatBytes;
   const int64_t copies = (lane.ranks > 1 ? 2 : 1) + (options.on_host ? 0 : 6);
-  const int64_t logits = copies * std::max(kLogitsBytes, config.vocab_size * kFloatBytes);
+  const int64_t logits =
+      copies * (std::max(kLogitsBytes, row_bytes) + options.product_rows * row_bytes);
   pass.logits = std::max(pass.logits, logits);
   pass.rotary_tables += RotaryTableBytes(config, tokens);
   if (config.vision.has_value()) {
@@ -321,13 +340,34 @@ absl::StatusOr<MemoryPlan> PlanLanes(const std::vector<Lane>& lanes,
   return plan;
 }
 
-// Cuts the blocks of lanes that share a memory to what is free there beside everything else.
+// Cuts the blocks of a lane to its fraction of its GPU's memory, if it has one.
+absl::Status LimitBlocksToShare(Lane& lane, const RolloutMemoryOptions& options) {
+  const std::optional<int64_t> share = ShareOf(lane, options);
+  if (!share.has_value() || options.rank >= lane.ranks) return absl::OkStatus();
+  Lane without_cache = lane;
+  without_cache.blocks = {};
+  TANDEM_ASSIGN_OR_RETURN(const MemoryPlan others, PlanLanes({without_cache}, options));
+  const int64_t taken = others.device_bytes(DeviceOf(lane, options));
+  const int64_t block_bytes = BlockBytes(lane, lane.ranks);
+  if (LimitBlocks({{&lane, block_bytes}}, *share - taken)) return absl::OkStatus();
+  return FieldError(
+      absl::StatusCode::kResourceExhausted, lane.utilization_field(),
+      absl::StrCat(*lane.options.gpu_memory_utilization, " of the GPU's memory is ",
+                   Gigabytes(*share), ", but the ", lane.name, " takes ", Gigabytes(taken),
+                   " without its KV cache, and ", Gigabytes(lane.fewest_blocks() * block_bytes),
+                   " for that of one sequence of ", lane.longest_sequence(), " tokens (",
+                   lane.length_field(), ") and of scoring; remedies: ", kMemorySettings));
+}
+
+// Cuts the blocks of lanes that share a memory to what is free there beside everything else. Lanes
+// with a fraction of their own keep theirs.
 absl::Status LimitBlocksToMemory(absl::Span<Lane* const> sharing, int64_t free,
                                  const RolloutMemoryOptions& options) {
   std::vector<Lane> without_cache;
   std::vector<CountedLane> counted;
   for (Lane* const lane : sharing) {
     without_cache.push_back(*lane);
+    if (ShareOf(*lane, options).has_value()) continue;
     without_cache.back().blocks = {};
     if (options.rank < lane->ranks) counted.push_back({lane, BlockBytes(*lane, lane->ranks)});
   }
@@ -344,6 +384,7 @@ absl::Status LimitBlocksToMemory(absl::Span<Lane* const> sharing, int64_t free,
 absl::Status LimitBlocksToMemory(std::vector<Lane>& lanes, const RolloutMemoryOptions& options) {
   std::array<std::vector<Lane*>, kDevicesOfRank> sharing;
   for (Lane& lane : lanes) {
+    TANDEM_RETURN_IF_ERROR(LimitBlocksToShare(lane, options));
     sharing[static_cast<size_t>(DeviceOf(lane, options))].push_back(&lane);
   }
   for (size_t device = 0; device < sharing.size(); ++device) {
@@ -376,8 +417,10 @@ absl::StatusOr<std::vector<Lane>> PlanBlocks(const ModelConfig& senior, const Mo
 RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
                                      const speculator::SpeculatorSize& speculator) {
   const auto lane = [&](const LaneOptions& one) {
-    return LaneMemoryOptions{
-        .max_model_len = one.max_model_len, .storage = StorageOf(one, options), .lora = one.lora};
+    return LaneMemoryOptions{.max_model_len = one.max_model_len,
+                             .storage = StorageOf(one, options),
+                             .lora = one.lora,
+                             .gpu_memory_utilization = one.gpu_memory_utilization};
   };
   const std::vector<int32_t>& junior_devices = options.layout.junior_gpu_devices;
   const bool has_own_device =
@@ -388,6 +431,7 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
           .max_num_seqs = options.max_num_seqs,
           .max_batched_tokens = options.max_batched_tokens,
           .kv_cache_bytes = options.kv_cache_bytes,
+          .product_rows = options.product_rows,
           .blob_cache_bytes = options.blob_cache_bytes,
           .free = options.free_memory,
           .on_host = options.compute.device == "cpu",

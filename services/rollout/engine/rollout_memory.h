@@ -46,6 +46,8 @@ struct LaneMemoryOptions {
                          .weight_format = kernels::WeightFormat::kDense,
                          .cache_dtype = DType::kFloat32};
   LoraOptions lora = {};
+  // Fraction of the memory of the lane's GPU; see PlanCacheBlocks.
+  std::optional<double> gpu_memory_utilization = std::nullopt;
 };
 
 struct RolloutMemoryOptions {
@@ -54,6 +56,7 @@ struct RolloutMemoryOptions {
   int64_t max_num_seqs = 0;
   int64_t max_batched_tokens = 0;      // in one forward pass
   int64_t kv_cache_bytes = 0;          // of both lanes, on all ranks; 0: see PlanCacheBlocks
+  int64_t product_rows = 0;            // to a multiple of which passes are padded; 0: not
   int64_t blob_cache_bytes = 0;        // of a senior that takes images
   FreeMemory free = {};                // for this rank
   bool on_host = true;                 // whether the CPU computes
@@ -79,6 +82,12 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
 // between those of one sequence and those of max_num_seqs sequences; where that memory is not
 // known, the latter. A junior with a GPU of its own has what is free there. The ranks of a server
 // take the fewest of them (JoinRanks).
+//
+// A lane with gpu_memory_utilization has the blocks for which that fraction of its GPU's size
+// has room beside everything else that the lane alone takes there: weights, their updates,
+// activations, logits. RESOURCE_EXHAUSTED for "<lane>.gpu_memory_utilization" that do not hold one
+// sequence of max_model_len tokens. The lanes run one after the other, so both together take less
+// than the sum of their fractions. A lane without it has what is free beside the other.
 absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const ModelConfig* junior,
                                             const RolloutMemoryOptions& options);
 

@@ -291,6 +291,99 @@ TEST(RolloutMemoryTest, AJuniorWithAGpuOfItsOwnHasThatMemory) {
   EXPECT_FALSE(CheckFits(RolloutMemory(config, &config, options).value(), options.free).ok());
 }
 
+// Returns the bytes that a lane alone takes on its GPU without a cache.
+int64_t LaneBytes(const ModelConfig& config, RolloutMemoryOptions options, bool is_senior) {
+  options.junior_has_own_device = true;
+  const MemoryPlan plan = RolloutMemory(config, &config, options).value();
+  return plan.device_bytes(is_senior ? 0 : 1) -
+         Items(plan)[is_senior ? "senior_kv_cache" : "junior_kv_cache"];
+}
+
+TEST(RolloutMemoryTest, ALaneStaysWithinItsShareOfAGpu) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = TwoLanes();
+  options.on_host = false;
+  const int64_t senior = LaneBytes(config, options, true), block = CacheBytes(1);
+  const int64_t junior = LaneBytes(config, options, false);
+  EXPECT_GT(senior, junior) << "updates are the senior's";
+  // A GPU of which the lanes have a half and a quarter, with room for 9 and some 7 blocks.
+  const int64_t size = 2 * (senior + 9 * block);
+  options.free = {.devices = {size}, .device_sizes = {size}};
+  options.senior.gpu_memory_utilization = 0.5;
+  options.junior.gpu_memory_utilization = static_cast<double>(junior + 7 * block + 1) / size;
+  const CacheBlocks planned = PlanCacheBlocks(config, &config, options).value();
+  EXPECT_EQ(planned.senior.total(), 9);
+  EXPECT_EQ(planned.junior.total(), 7);
+  const MemoryPlan plan = RolloutMemory(config, &config, options).value();
+  EXPECT_LE(plan.device_bytes(0), senior + junior + 16 * block);
+  EXPECT_EQ(plan.items[1].note,
+            "room for 1 of max_num_seqs=5 sequences of 200 tokens (senior.max_model_len); the lane "
+            "takes at most " +
+                Gigabytes(size / 2) + " (senior.gpu_memory_utilization)");
+  // The share is one of the whole memory, whatever is free.
+  options.free.devices = {1};
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 9);
+  EXPECT_FALSE(CheckFits(RolloutMemory(config, &config, options).value(), options.free).ok());
+  // No more than can be used.
+  options.free.device_sizes = {1000 * size};
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->senior.total(), 24);
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->junior.total(), 12);
+  // On a GPU of its own the junior has a share of that one.
+  options.junior_has_own_device = true;
+  options.free.device_sizes = {size, size};
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->junior.total(), 7);
+  options.free.device_sizes[1] = 2 * size;
+  EXPECT_EQ(PlanCacheBlocks(config, &config, options)->junior.total(), 12);
+}
+
+TEST(RolloutMemoryTest, ALaneWithoutAShareHasWhatIsFreeBesideTheOther) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = TwoLanes();
+  options.on_host = false;
+  const int64_t senior = LaneBytes(config, options, true), block = CacheBytes(1);
+  const MemoryPlan most = RolloutMemory(config, &config, options).value();
+  auto items = Items(most);
+  const int64_t others = most.device_bytes(0) - items["senior_kv_cache"] - items["junior_kv_cache"];
+  const int64_t size = MemoryLeaving(others, 9 + 6);
+  options.free = {.devices = {size}, .device_sizes = {size}};
+  options.senior.gpu_memory_utilization = static_cast<double>(senior + 9 * block + 1) / size;
+  const CacheBlocks planned = PlanCacheBlocks(config, &config, options).value();
+  EXPECT_EQ(planned.senior.total(), 9);
+  EXPECT_EQ(planned.junior.total(), 6);
+}
+
+TEST(RolloutMemoryTest, PaddedRowsAreCounted) {
+  const ModelConfig config = TinyConfig("llama", {{"vocab_size", 100'000}});
+  RolloutMemoryOptions options = TwoLanes();
+  options.on_host = false;
+  const auto items = [&](int64_t product_rows, int64_t batched_tokens) {
+    options.product_rows = product_rows;
+    options.max_batched_tokens = batched_tokens;
+    return Items(RolloutMemory(config, nullptr, options).value());
+  };
+  options.senior = Lane(100);  // without partial results of attention
+  auto without = items(0, 600), padded = items(400, 600);
+  EXPECT_EQ(padded["activations"], items(0, 800)["activations"]);
+  EXPECT_EQ(padded["logits"] - without["logits"],
+            without["logits"] / kLogitsBytes * 400 * 100'000 * 4);
+}
+
+TEST(RolloutMemoryTest, AShareThatIsTooSmallIsNamed) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = TwoLanes();
+  options.on_host = false;
+  const int64_t junior = LaneBytes(config, options, false), block = CacheBytes(1);
+  const auto check = [&](int64_t bytes) {
+    options.free.device_sizes = {bytes};
+    options.junior.gpu_memory_utilization = 1;
+    return PlanCacheBlocks(config, &config, options).status();
+  };
+  EXPECT_TRUE(check(junior + 4 * block).ok());
+  const absl::Status status = check(junior + 4 * block - 1);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_EQ(FieldPath(status), "junior.gpu_memory_utilization") << status;
+}
+
 TEST(RolloutMemoryTest, ARankCountsWhatItHolds) {
   const ModelConfig config = TinyConfig("llama", {{"intermediate_size", 48}});
   RolloutMemoryOptions options = TwoLanes();

@@ -80,7 +80,10 @@ LaneOptions ToLaneOptions(const config::v1::LaneConfig& lane) {
           .quantization = QuantizationOf(lane.quantization()),
           .max_model_len = lane.max_model_len(),
           .model_revision = lane.model_revision(),
-          .lora = rpc::ToLoraOptions(lane.lora())};
+          .lora = rpc::ToLoraOptions(lane.lora()),
+          .gpu_memory_utilization = lane.has_gpu_memory_utilization()
+                                        ? std::optional(lane.gpu_memory_utilization())
+                                        : std::nullopt};
 }
 
 }  // namespace
@@ -120,6 +123,7 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
       .kv_cache_dtype = config.kv_cache_dtype().empty()
                             ? std::nullopt
                             : std::optional(DTypeOf(config.kv_cache_dtype())),
+      .product_rows = config.product_rows(),
       .blob_cache_bytes = config.server().blob_cache_bytes(),
       .configuration = config::ToYaml(alike)};
 }

@@ -12,6 +12,7 @@
 // NOLINTBEGIN(bugprone-reserved-identifier): the names are CUDA's.
 #define __global__
 #define __device__
+#define __host__
 #define __shared__ static  // blocks run one after the other
 #define __launch_bounds__(...)
 
@@ -27,6 +28,14 @@ inline const char* cudaGetErrorString(cudaError_t /*error*/) { return "out of me
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
+  return cudaSuccess;
+}
+
+// A Hopper.
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor };
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr /*attribute*/,
+                                          int /*device*/) {
+  *value = 9;
   return cudaSuccess;
 }
 

@@ -42,11 +42,13 @@ constexpr DeviceKernels kKernels = {
     .rms_norm = Run<&DeviceKernels::rms_norm, kernels::DeviceRmsNormArgs>,
     .rotary = Run<&DeviceKernels::rotary, kernels::DeviceRotaryArgs>,
     .gated = Run<&DeviceKernels::gated, kernels::DeviceGatedArgs>,
+    .grouped_linear = Run<&DeviceKernels::grouped_linear, kernels::DeviceGroupedLinearArgs>,
     .cache_write = Run<&DeviceKernels::cache_write, kernels::DeviceCacheWriteArgs>,
     .paged_attention = Run<&DeviceKernels::paged_attention, kernels::DevicePagedAttentionArgs>,
     .fold_partials = Run<&DeviceKernels::fold_partials, kernels::DevicePagedAttentionArgs>,
     .logit_statistics = Run<&DeviceKernels::logit_statistics, kernels::DeviceLogitStatisticsArgs>,
-    .logit_gradient = Run<&DeviceKernels::logit_gradient, kernels::DeviceLogitGradientArgs>};
+    .logit_gradient = Run<&DeviceKernels::logit_gradient, kernels::DeviceLogitGradientArgs>,
+    .has_grouped_mm = [](int device) { return kernels::kCudaKernels.has_grouped_mm(device); }};
 
 }  // namespace
 

@@ -7,11 +7,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <utility>
 #include <vector>
 
 #include "common/ops/attention/paged_sequences.h"
 #include "common/ops/device_kernels.h"
+#include "common/ops/experts/expert_rows.h"
+#include "common/ops/linear/grouped_linear.h"
+#include "common/ops/linear/linear_stack.h"
 #include "common/ops/ops.h"
 #include "tests/gpu/simulated/counts.h"
 
@@ -100,6 +104,108 @@ TEST_P(SimulatedKernelsTest, Gates) {
       ExpectTheCpusResult([&](auto on) { return Gated(on(x), activation); });
     }
   }
+}
+
+// Returns the matrices in one buffer, each at a multiple of `aligned` numbers.
+at::Tensor Spaced(const at::Tensor& matrices, int64_t aligned) {
+  const int64_t numbers = matrices[0].numel();
+  const int64_t distance = (numbers + aligned - 1) / aligned * aligned;
+  const at::Tensor spaced = at::empty({matrices.size(0) * distance}, matrices.options())
+                                .as_strided(matrices.sizes(), {distance, matrices.size(2), 1});
+  return spaced.copy_(matrices);
+}
+
+// Maps of the matrices [maps, out, in] in one buffer, with the adapters a [maps, rank, in] and
+// b [maps, out, rank] if these are defined.
+struct Maps {
+  std::deque<LinearWeight> weights;
+  std::vector<const LinearWeight*> pointers;
+
+  Maps(const at::Tensor& stack, at::Device device, const at::Tensor& a = {},
+       const at::Tensor& b = {}) {
+    const at::Tensor moved = Spaced(stack.to(device), /*aligned=*/8);
+    for (int64_t i = 0; i < stack.size(0); ++i) {
+      weights.push_back(Weight(moved[i]));
+      pointers.push_back(&weights.back());
+    }
+    if (!a.defined()) return;
+    const Maps of_a(a, device), of_b(b, device);
+    adapters = {of_a.weights, of_b.weights};
+    for (size_t i = 0; i < weights.size(); ++i) {
+      weights[i].SetAdapter({.a = &adapters[0][i],
+                             .maps = {{.column = 0, .width = stack.size(1), .b = &adapters[1][i]}},
+                             .rank = b.size(2),
+                             .scale = 0.5});
+    }
+  }
+
+ private:
+  static LinearWeight Weight(const at::Tensor& matrix) {
+    return {matrix, {}, {matrix}, {}, matrix.scalar_type()};
+  }
+
+  std::vector<std::deque<LinearWeight>> adapters;
+};
+
+// Experts of some tokens, all of a layer or a range of them, of which some have no row.
+TEST_P(SimulatedKernelsTest, ExpertsWithoutAWait) {
+  const c10::InferenceMode inference_mode;
+  const simulated_gpu::WithKernels kernels;
+  constexpr int64_t kTokens = 37, kExperts = 9, kChoices = 3;
+  const at::Tensor experts = std::get<1>(at::rand({kTokens, kExperts - 1}).topk(kChoices, 1));
+  const at::Tensor weights = at::rand({kTokens, kChoices});
+  for (const auto& [in, out] : {std::pair<int64_t, int64_t>{24, 40}, {20, 33}}) {
+    const at::Tensor x = Normal({kTokens, in}), stack = Normal({kExperts, out, in}, 0.2);
+    const at::Tensor a = Normal({kExperts, 4, in}, 0.2), b = Normal({kExperts, out, 4}, 0.2);
+    for (const bool adapts : {false, true}) {
+      const Maps on_cpu(stack, at::kCPU, adapts ? a : at::Tensor(), b);
+      const Maps on_gpu(stack.to(GetParam()), kGpu, adapts ? a.to(GetParam()) : at::Tensor(),
+                        b.to(GetParam()));
+      ASSERT_TRUE(AreStacked(on_gpu.pointers));
+      const at::Tensor gpu_x = x.to(kGpu, GetParam()), gpu_experts = experts.to(kGpu);
+      const at::Tensor gpu_weights = weights.to(kGpu);
+      ASSERT_TRUE(CanGroupOnDevice(gpu_x));
+      for (const auto& [first, count] : {std::pair<int64_t, int64_t>{0, kExperts}, {2, 4}}) {
+        const auto range = [&](const std::vector<const LinearWeight*>& maps) {
+          return std::vector(maps.begin() + first, maps.begin() + first + count);
+        };
+        const ExpertRows order = ExpertRows::OfRange(experts, kExperts, first, count);
+        const at::Tensor expected = CombineExpertRows(
+            GroupedLinear(GatherExpertRows(x, order), order.offsets, range(on_cpu.pointers)),
+            weights, order);
+        const int64_t waits = simulated_gpu::TheCounts().synchronizations;
+        const ExpertRows there = ExpertRows::OnDevice(gpu_experts, kExperts, first, count);
+        const at::Tensor result =
+            CombineExpertRows(GroupedLinear(GatherExpertRows(gpu_x, there), there.device_offsets,
+                                            range(on_gpu.pointers)),
+                              gpu_weights, there);
+        EXPECT_EQ(simulated_gpu::TheCounts().synchronizations, waits);
+        EXPECT_TRUE(at::equal(there.rows.cpu(), order.rows));
+        EXPECT_TRUE(at::equal(there.tokens.cpu().narrow(0, 0, order.tokens.numel()), order.tokens));
+        EXPECT_TRUE(at::equal(there.device_offsets.cpu().to(at::kLong),
+                              at::tensor(order.offsets, at::kLong)));
+        const double tolerance = GetParam() == at::kFloat ? 2e-6 : 0.02;
+        EXPECT_LE((result.cpu().to(at::kFloat) - expected).abs().max().item<double>(), tolerance)
+            << in << " " << adapts << " " << first;
+      }
+    }
+  }
+}
+
+TEST(LinearStackTest, MapsThatLieApartAreNotStacked) {
+  const at::Tensor stack = at::randn({3, 8, 16}), other = at::randn({3, 8, 16});
+  const Maps maps(stack, at::kCPU), others(other, at::kCPU);
+  EXPECT_TRUE(AreStacked(maps.pointers));
+  EXPECT_TRUE(AreStacked({maps.pointers[1]}));
+  EXPECT_TRUE(at::equal(StackOf({maps.pointers[1], maps.pointers[2]}), stack.narrow(0, 1, 2)));
+  EXPECT_TRUE(AreStacked({maps.pointers[0], maps.pointers[2]})) << "at twice the distance";
+  EXPECT_FALSE(AreStacked({maps.pointers[1], maps.pointers[0]}));
+  EXPECT_FALSE(AreStacked({maps.pointers[0], others.pointers[1]}));
+  std::deque<LinearWeight> odd;
+  for (const at::Tensor& matrix : at::randn({2, 3, 5}).unbind()) {
+    odd.push_back({matrix, {}, {matrix}, {}, at::kFloat});
+  }
+  EXPECT_FALSE(AreStacked({&odd[0], &odd[1]})) << "not aligned";
 }
 
 // Sequences of different lengths continue by rows of a pass.

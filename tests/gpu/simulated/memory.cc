@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <iterator>
@@ -13,6 +14,7 @@ namespace tandem::simulated_gpu {
 namespace {
 
 constexpr size_t kAlignment = 512, kPage = 4096;
+constexpr auto kAllPools = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
 thread_local c10::DeviceIndex current_device = 0;
 
@@ -49,6 +51,7 @@ class Ranges {
       if (length > bytes) free_[begin + bytes] = length - bytes;
       taken_[begin] = bytes;
       used_ += bytes;
+      peak_ = std::max(peak_, used_);
       return begin;
     }
     return SIZE_MAX;
@@ -78,10 +81,12 @@ class Ranges {
   }
 
   size_t used() const { return used_; }
+  size_t peak() const { return peak_; }
+  void ResetPeak() { peak_ = used_; }
 
  private:
   std::map<size_t, size_t> free_, taken_;  // the length of a range, by its begin
-  size_t used_ = 0;
+  size_t used_ = 0, peak_ = 0;
 };
 
 void Free(void* address);
@@ -123,11 +128,19 @@ class Memory final : public c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t /*pool*/) override {}
   void recordStream(const c10::DataPtr& /*memory*/, c10::Stream /*stream*/) override {}
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex /*device*/) override {
-    return {};
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto& bytes = stats.allocated_bytes[kAllPools];
+    bytes.current = static_cast<int64_t>(ranges_[device].used());
+    bytes.peak = static_cast<int64_t>(ranges_[device].peak());
+    return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex /*device*/) override {}
-  void resetPeakStats(c10::DeviceIndex /*device*/) override {}
+  void resetPeakStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    ranges_[device].ResetPeak();
+  }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const std::lock_guard lock(mutex_);
     return {kMemoryBytes - ranges_[device].used(), kMemoryBytes};

@@ -1,16 +1,22 @@
 // The waits of the host for a GPU, and the launches of a pass.
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <memory>
 #include <numeric>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "common/coauthoring/tandem_config.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
+#include "common/ops/ops.h"
 #include "services/rollout/engine/models/torch_runner.h"
 #include "tests/gpu/simulated/counts.h"
 #include "tests/gpu/simulated/kernels.h"
@@ -90,7 +96,7 @@ std::vector<Costs> PassesOf(const std::string& family, int64_t count,
           sequences.Run(std::vector<int64_t>(count, 3))};
 }
 
-// The host reads how many rows each expert of a layer has.
+// The host reads how many rows each expert of a layer has, where ATen groups them.
 int64_t ExpertLayers(const std::string& family) {
   return TinyConfig(family).RoutingLayout().layers;
 }
@@ -131,7 +137,7 @@ TEST(GpuPassesTest, WithKernelsEveryPassLaunchesAsMuchForManySequencesAsForOne) 
       for (size_t i = 0; i < one.size(); ++i) {
         EXPECT_NEAR(many[i].launches, one[i].launches, 4)
             << family << " " << type << ", pass " << i;
-        EXPECT_EQ(many[i].synchronizations, 1 + ExpertLayers(family)) << family << " " << type;
+        EXPECT_EQ(many[i].synchronizations, 1) << family << " " << type;
       }
     }
   }
@@ -157,9 +163,63 @@ at::Tensor CachedStates(const std::string& family) {
   return at::cat(states);
 }
 
+// Returns the numbers of rows of the matrix products that fn() computes.
+template <typename Function>
+std::set<int64_t> ProductRows(const Function& fn) {
+  thread_local std::set<int64_t> rows;
+  rows.clear();
+  const at::CallbackHandle callback = at::addThreadLocalCallback(
+      at::RecordFunctionCallback([](const at::RecordFunction& operation)
+                                     -> std::unique_ptr<at::ObserverContext> {
+        const std::string_view name = operation.name();
+        for (const char* product : {"aten::mm", "aten::addmm", "aten::linear", "aten::matmul"}) {
+          if (name == product) {
+            rows.insert(operation.inputs()[name == "aten::addmm" ? 1 : 0].toTensor().size(0));
+          }
+        }
+        return nullptr;
+      })
+          .needsInputs(true)
+          .scopes({at::RecordScope::FUNCTION}));
+  fn();
+  at::removeCallback(callback);
+  return rows;
+}
+
+// Linear maps with and without bias, routers and heads: every product of a pass has the same number
+// of rows.
+TEST(GpuPassesTest, EveryProductHasTheRowsOfTheSetting) {
+  const simulated_gpu::WithKernels kernels;
+  const absl::Cleanup reset = [] { ops::SetProductRows(0); };
+  for (const std::string family : {"qwen2", "qwen3_moe"}) {
+    for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      for (const int64_t rows : {0, 8}) {
+        ops::SetProductRows(rows);
+        const std::set<int64_t> found = ProductRows([&] { PassesOf(family, /*count=*/5, type); });
+        if (rows == 0) {
+          EXPECT_GT(found.size(), 1) << family;
+        } else {
+          EXPECT_EQ(found, std::set<int64_t>{rows}) << family;
+        }
+      }
+    }
+  }
+}
+
+// The states are those of whole products but for their rounding.
+TEST(GpuPassesTest, ProductsOfFixedRowsChangeRoundingAlone) {
+  const absl::Cleanup reset = [] { ops::SetProductRows(0); };
+  for (const std::string& family : EveryFamily()) {
+    const at::Tensor whole = CachedStates(family);
+    ops::SetProductRows(7);
+    const at::Tensor apart = (CachedStates(family) - whole).norm();
+    ops::SetProductRows(0);
+    EXPECT_LE((apart / whole.norm()).item<double>(), 1e-6) << family;
+  }
+}
+
 TEST(GpuPassesTest, KernelsChangeRoundingAloneInPassesWithACache) {
   for (const std::string& family : EveryFamily()) {
-    if (ExpertLayers(family) > 0) continue;  // rounding decides which experts a token takes
     const at::Tensor with_aten = CachedStates(family);
     const simulated_gpu::WithKernels kernels;
     const at::Tensor apart = (CachedStates(family) - with_aten).norm();

@@ -73,6 +73,28 @@ def test_gpus_that_are_not_there_are_planned_for(models, role):
     assert "of the GPU's memory" in refused.stderr and settings in refused.stderr
 
 
+def test_lanes_have_shares_of_a_gpu_that_is_not_there(models):
+    def planned(*settings):
+        return check(
+            "rollout", models.senior, f"junior_model={models.junior}", "max_num_seqs=65536",
+            "compute.device=cuda", "--assume-gpu-memory", "10GB", *settings,
+        )  # fmt: skip
+
+    both = planned("senior_gpu_memory_utilization=0.6", "junior_gpu_memory_utilization=0.3")
+    assert both.returncode == 0, both.stderr
+    for lane, share in (("senior", 6), ("junior", 3)):
+        said = f"the lane takes at most {share}.00 GB ({lane}.gpu_memory_utilization)"
+        assert said in both.stdout
+        # A pass of a tiny model has some 1 GB of activations and logits on a GPU.
+        assert (share - 1.2) * 1e9 < needs(both, f"{lane}_kv_cache") < share * 1e9
+    too_much = planned("senior_gpu_memory_utilization=0.6", "junior_gpu_memory_utilization=0.5")
+    assert too_much.returncode == 2
+    assert "junior_gpu_memory_utilization: is 0.5 beside a senior" in too_much.stderr
+    too_little = planned("senior_gpu_memory_utilization=0.001")
+    assert too_little.returncode == 2
+    assert "senior_gpu_memory_utilization: 0.001 of the GPU's memory is 0.01" in too_little.stderr
+
+
 def test_the_server_info_has_the_absolute_path_of_the_model(models, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "mine").symlink_to(models.senior)

@@ -130,8 +130,8 @@ KEYS = {
     "reward_function": "reward.function",
     "reward_weights": "rewards.0.weight",
     # servers
-    "vllm_gpu_memory_utilization": "cluster.rollout.kv_cache_bytes",
-    "gpu_memory_utilization": "cluster.rollout.kv_cache_bytes",
+    "vllm_gpu_memory_utilization": "cluster.rollout.senior.gpu_memory_utilization",
+    "gpu_memory_utilization": "cluster.rollout.senior.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "cluster.rollout.senior.tensor_parallel_size",
     "max_num_batched_tokens": "cluster.rollout.max_batched_tokens",
 }

@@ -4,6 +4,7 @@
 #include "common/ops/experts/expert_exchange.h"
 #include "common/ops/experts/expert_rows.h"
 #include "common/ops/linear/grouped_linear.h"
+#include "common/ops/linear/linear_stack.h"
 #include "common/ops/ops.h"
 
 namespace tandem {
@@ -27,15 +28,22 @@ RoutedExperts::RoutedExperts(const DecoderOptions& options, const std::string& n
     gate_up_.push_back(&store.TakeLinear({expert + names.gate, expert + names.up}));
     down_.push_back(&store.TakeLinear({expert + names.down}));
   }
+  are_stacked_ = group_ == nullptr && ops::AreStacked(gate_up_) && ops::AreStacked(down_);
 }
 
-at::Tensor RoutedExperts::Outputs(const at::Tensor& rows,
-                                  const std::vector<int64_t>& offsets) const {
+template <typename Offsets>
+at::Tensor RoutedExperts::Outputs(const at::Tensor& rows, const Offsets& offsets) const {
   return ops::GroupedLinear(ops::SwiGlu(ops::GroupedLinear(rows, offsets, gate_up_)), offsets,
                             down_);
 }
 
 at::Tensor RoutedExperts::Forward(const at::Tensor& x, const Routing& routing) const {
+  if (are_stacked_ && ops::CanGroupOnDevice(x)) {
+    const auto order = ops::ExpertRows::OnDevice(
+        routing.experts, num_experts_, held_.Begin(num_experts_), held_.Size(num_experts_));
+    const at::Tensor outputs = Outputs(ops::GatherExpertRows(x, order), order.device_offsets);
+    return ops::CombineExpertRows(outputs, routing.weights, order);
+  }
   if (group_ == nullptr) {
     const auto order = ops::ExpertRows::OfRange(
         routing.experts, num_experts_, held_.Begin(num_experts_), held_.Size(num_experts_));

@@ -39,14 +39,17 @@ class RoutedExperts {
   at::Tensor Forward(const at::Tensor& x, const Routing& routing) const;
 
  private:
-  // Returns the outputs of the held experts for rows sorted by expert, from `offsets` on.
-  at::Tensor Outputs(const at::Tensor& rows, const std::vector<int64_t>& offsets) const;
+  // Returns the outputs of the held experts for rows sorted by expert, from `offsets` on, which are
+  // those of ops::GroupedLinear on the host or on a device.
+  template <typename Offsets>
+  at::Tensor Outputs(const at::Tensor& rows, const Offsets& offsets) const;
 
   const int64_t num_experts_;  // of the layer
   const ExpertShard held_;
   const std::shared_ptr<ops::ExpertParallelGroup> group_;  // nullptr: rows do not travel
   bool train_ = false;                                     // whether any expert of the layer does
   std::vector<const ops::LinearWeight*> gate_up_, down_;   // one per held expert
+  bool are_stacked_ = false;  // whether one operation finds all of them, and no row travels
 };
 
 }  // namespace tandem

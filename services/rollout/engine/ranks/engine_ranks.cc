@@ -14,6 +14,7 @@
 #include "common/model/compute_setup.h"
 #include "common/model/config/model_config.h"
 #include "common/model/device_check.h"
+#include "common/ops/ops.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/speculator/speculator_memory.h"
@@ -50,9 +51,9 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options, at::Device 
   }
   RolloutMemoryOptions memory = ToMemoryOptions(options, options.environment.rank, speculator);
   if (senior_device.is_cuda()) {
-    TANDEM_ASSIGN_OR_RETURN(memory.free.devices[0], FreeDeviceMemory(senior_device.index()));
+    TANDEM_RETURN_IF_ERROR(MeasureDevice(senior_device.index(), /*place=*/0, memory.free));
     if (junior_device != senior_device) {
-      TANDEM_ASSIGN_OR_RETURN(memory.free.devices[1], FreeDeviceMemory(junior_device.index()));
+      TANDEM_RETURN_IF_ERROR(MeasureDevice(junior_device.index(), /*place=*/1, memory.free));
     }
   }
   return PlanCacheBlocks(senior, junior, memory);
@@ -123,6 +124,7 @@ LaneRanks JoinLane(const std::string& name, int64_t size, bool enable_expert_par
 
 absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const Placement placement, SetUpCompute(options.compute));
+  ops::SetProductRows(options.product_rows);
   EngineRanks ranks;
   TANDEM_ASSIGN_OR_RETURN(ranks.server,
                           ranks::ServerRanks::Connect({.environment = options.environment,
