@@ -17,6 +17,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -64,6 +65,9 @@ struct OutputShard {
   loss::VocabularyShard vocabulary;
   std::optional<double> soft_cap = std::nullopt;  // of the logits (LinearCrossEntropyOptions)
 };
+
+// Writes the optimizer's state on one rank into a checkpoint directory.
+using OptimizerWriter = std::function<absl::Status(const std::string& directory)>;
 
 // Lifetime: LoadModel and BuildOptimizer once, then passes and OptimizerStep in turns. A model that
 // is frozen (LoadOptions::freeze_all) has no optimizer: neither BuildOptimizer nor ForwardBackward
@@ -167,6 +171,9 @@ class Strategy {
   // tensor that does not fit (another model's checkpoint, or another `freeze`); nothing has changed
   // then.
   virtual absl::Status SaveOptimizer(const std::string& directory) = 0;
+  // Copies what SaveOptimizer writes on this rank into the host's memory. Returns what writes the
+  // copy into a directory: it may run on another thread, while the model trains on.
+  virtual absl::StatusOr<OptimizerWriter> CopyOptimizer() = 0;
   virtual absl::Status LoadOptimizer(const std::string& directory) = 0;
 
  protected:

@@ -123,6 +123,8 @@ ASYNC_KEYS = (
     "idle/trainer",
     "time/wait_seconds",
 )
+# The keys that `checkpoint.upload` adds.
+UPLOAD_KEYS = ("checkpoint/uploads", "checkpoint/upload_failures")
 # Keys of whole numbers, which a trainer reports as floating-point numbers.
 COUNT_KEYS = frozenset(
     {
@@ -157,6 +159,7 @@ CLOCK_KEYS = frozenset(
         "idle/rollout",
         "idle/trainer",
         "time/wait_seconds",
+        *UPLOAD_KEYS,
     }
 )
 
@@ -169,7 +172,7 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     critic/router_<name>.
     """
     keys = KEYS
-    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS):
+    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS, UPLOAD_KEYS):
         keys += further if any(key in values for key in further) else ()
     added = ("reward/", "router/", "critic/router_", "speculator/")
     # In alphabetical order: a report is a map, whose order no two processes share.

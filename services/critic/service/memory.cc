@@ -22,7 +22,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& conf
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),
                               .on_host = config.compute().device() == "cpu"},
-                             config.batch().micro_batch_tokens(), config.max_model_len()));
+                             config.batch().micro_batch_tokens(), config.max_model_len(),
+                             config.checkpoint_snapshot()));
   if (model.vision.has_value()) {
     plan.items.push_back({"blob_cache", config.server().blob_cache_bytes()});
   }
