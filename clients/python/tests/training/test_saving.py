@@ -86,7 +86,10 @@ def test_a_run_resumes_from_its_copy_on_an_empty_disk(world, run_file, tmp_path)
     # A disk that has nothing of the run.
     (tmp_path / "run").rename(tmp_path / "lost")
     shown = tandem("train", run_file, "steps=4", "checkpoint.every=1", UPLOAD, "--resume")
-    assert "the run of flaky://bucket/runs/one is fetched, with its checkpoint of step 2" in shown.stdout
+    assert (
+        "the run of flaky://bucket/runs/one is fetched, with its checkpoint of step 2"
+        in shown.stdout
+    )
     whole, parted = (lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "run"))
     rewards = [[line["reward/mean"] for line in one] for one in (whole, parted)]
     assert rewards[0] == rewards[1]
