@@ -122,11 +122,10 @@ class Engine {
   // another rank. Each transfer of a file that is read or written is progress.
   virtual absl::Status Health() const = 0;
 
-  // Writes a checkpoint atomically, and prunes older ones. With checkpoint_snapshot only the copying
-  // of the state has a turn on the engine thread. One save runs at a time; other saves, and loads,
-  // wait for it. FAILED_PRECONDITION, with nothing
-  // written, for another version than the expected one; other errors as
-  // common/checkpoint/checkpoint.h says.
+  // Writes a checkpoint atomically, and prunes older ones. With checkpoint_snapshot only the
+  // copying of the state has a turn on the engine thread. One save runs at a time; other saves, and
+  // loads, wait for it. FAILED_PRECONDITION, with nothing written, for another version than the
+  // expected one; other errors as common/checkpoint/checkpoint.h says.
   virtual absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
                                                            const SaveRequest& request) = 0;
   // Whether there is state that no checkpoint holds.

@@ -389,8 +389,7 @@ absl::StatusOr<checkpoint::Saved> StartedSave::Finish(ranks::Communicator& ranks
   for (WrittenFile& file : written.Take()) written_.push_back(std::move(file));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<WrittenFile> files, FilesOfAllRanks(ranks, written_));
   return ranks::FromRankZero<checkpoint::Saved>(ranks, [&]() -> absl::StatusOr<checkpoint::Saved> {
-    TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed,
-                            (*std::move(pending)).Commit(files));
+    TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed, (*std::move(pending)).Commit(files));
     TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity_, keep_, in_use_));
     return committed;
   });
@@ -401,11 +400,10 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const ConfinedPath& directory,
                                                parallel::Strategy& strategy,
                                                const TrainingState& state, Companion* companion,
                                                const std::vector<std::string>& in_use) {
-  TANDEM_ASSIGN_OR_RETURN(
-      StartedSave save,
-      StartSave(directory, name, keep,
-                {.strategy = strategy, .state = state, .companion = companion},
-                /*copies=*/false, in_use));
+  TANDEM_ASSIGN_OR_RETURN(StartedSave save,
+                          StartSave(directory, name, keep,
+                                    {.strategy = strategy, .state = state, .companion = companion},
+                                    /*copies=*/false, in_use));
   return std::move(save).Finish(*strategy.ranks().patient());
 }
 

@@ -5,9 +5,9 @@
 // the optimizer's state (common/parallel/optimizer/optimizer_state.h); a frozen model has none of
 // the latter. Any layout of ranks reads what any other wrote.
 //
-// A save has two halves. StartSave reserves the directory and, if it is to be written beside training,
-// copies the state: of the weights what the rank writes, of the optimizer its own slices. Finish
-// writes, on any thread.
+// A save has two halves. StartSave reserves the directory and, if it is to be written beside
+// training, copies the state: of the weights what the rank writes, of the optimizer its own slices.
+// Finish writes, on any thread.
 //
 // Every rank makes these calls, on one file system that all ranks see. A rank computes the digest
 // of its files while it writes them, and syncs them itself; nobody reads them again, nor touches

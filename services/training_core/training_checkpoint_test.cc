@@ -13,12 +13,12 @@
 #include <atomic>
 #include <csignal>
 #include <filesystem>
-#include <map>
-#include <numeric>
 #include <functional>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
@@ -459,9 +459,8 @@ TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
       parallel::Prepare(strategy, own / "model");
       parallel::Step(strategy, 3, 0);
       const TrainingState state = {.kind = "trainer", .version = 2};
-      absl::StatusOr<StartedSave> started =
-          StartSave(folder / "saved", "last", /*keep=*/0, {.strategy = strategy, .state = state},
-                    copies);
+      absl::StatusOr<StartedSave> started = StartSave(
+          folder / "saved", "last", /*keep=*/0, {.strategy = strategy, .state = state}, copies);
       ASSERT_TRUE(started.ok()) << started.status();
       EXPECT_EQ(std::move(*started).Finish(*ranks).status(),
                 absl::ResourceExhaustedError("the disk is full"));

@@ -246,8 +246,7 @@ absl::StatusOr<checkpoint::Saved> TrainingCore::StartCheckpoint(const SaveReques
     if (options_.on_checkpoint && ranks_->leads()) options_.on_checkpoint(report);
   };
   if (!options_.checkpoint_snapshot) {
-    CheckpointReport report = {.saved =
-                                   std::move(started).Finish(*strategy_->ranks().patient())};
+    CheckpointReport report = {.saved = std::move(started).Finish(*strategy_->ranks().patient())};
     report.held_seconds = SecondsSince(begun);
     done(report);
     return report.saved;

@@ -179,11 +179,12 @@ inline constexpr MetricSpec kTrainSteps{
     {"result"}};
 inline constexpr MetricSpec kOptimizerSteps{MetricType::kGauge, "tandem_optimizer_steps",
                                             "Optimizer updates applied so far."};
-inline constexpr MetricSpec kStepSeconds{MetricType::kHistogram,
-                                         "tandem_step_seconds",
-                                         "Time of a step, by phase (train, publish, save, load, "
-                                         "export, evaluate; write: of a checkpoint, beside others).",
-                                         {"phase"}};
+inline constexpr MetricSpec kStepSeconds{
+    MetricType::kHistogram,
+    "tandem_step_seconds",
+    "Time of a step, by phase (train, publish, save, load, "
+    "export, evaluate; write: of a checkpoint, beside others).",
+    {"phase"}};
 inline constexpr MetricSpec kTrainedTokens{MetricType::kCounter, "tandem_trained_tokens_total",
                                            "Response tokens of applied train steps."};
 inline constexpr MetricSpec kDroppedSamples{

@@ -32,7 +32,8 @@ Place = Annotated[
 def list_checkpoints(place: Place, as_json: JsonFlag = False) -> None:
     """List checkpoints: step, version of the weights, size, whether whole, contents.
 
-    Whole means that the manifest is there and every file has its size; `verify` also reads them.
+    Whole: the manifest is there and every file has its size; `verify` also
+    reads the files.
     """
     from tandem.run_directory.stored_checkpoints import checkpoints_in
 
@@ -47,7 +48,8 @@ def list_checkpoints(place: Place, as_json: JsonFlag = False) -> None:
 def verify(place: Place, as_json: JsonFlag = False) -> None:
     """Compare every file of checkpoints with their manifests, byte by byte.
 
-    The exit code is 2 if one is damaged or not complete. What a server is writing is passed over.
+    The exit code is 2 if one is damaged or not complete. What a server is
+    writing is passed over.
     """
     from tandem.run_directory.stored_checkpoints import checkpoints_in
     from tandem.terminal.progress import work_shown
