@@ -35,6 +35,7 @@
 #include "common/parallel/parameter_range.h"
 #include "common/ranks/communicator.h"
 #include "common/tensor/aten/named_tensors.h"
+#include "common/tensor/aten/tensor_copies.h"
 
 namespace tandem::parallel {
 
@@ -171,9 +172,10 @@ class Strategy {
   // tensor that does not fit (another model's checkpoint, or another `freeze`); nothing has changed
   // then.
   virtual absl::Status SaveOptimizer(const std::string& directory) = 0;
-  // Copies what SaveOptimizer writes on this rank into the host's memory. Returns what writes the
-  // copy into a directory: it may run on another thread, while the model trains on.
-  virtual absl::StatusOr<OptimizerWriter> CopyOptimizer() = 0;
+  // Adds copies of what SaveOptimizer writes on this rank to `copies`. Returns what writes them
+  // into a directory, when they have their values: it may run on another thread, while the model
+  // trains.
+  virtual absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies) = 0;
   virtual absl::Status LoadOptimizer(const std::string& directory) = 0;
 
  protected:

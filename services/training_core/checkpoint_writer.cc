@@ -1,6 +1,8 @@
 #include "services/training_core/checkpoint_writer.h"
 
 #include <ATen/Parallel.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <utility>
 
@@ -10,6 +12,12 @@
 #include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::training {
+namespace {
+
+// Priority of the writer: where all cores are busy the engine thread gets most of them.
+constexpr int kNiceness = 6;
+
+}  // namespace
 
 class CheckpointWriter::Save {
  public:
@@ -27,9 +35,9 @@ class CheckpointWriter::Save {
 CheckpointWriter::CheckpointWriter(const std::string& name, absl::Duration stall_limit)
     : thread_({.name = absl::StrCat(name, "-save"),
                .stall_limit = stall_limit,
-               // The engine thread has the cores.
                .around = [](absl::FunctionRef<void()> loop) {
                  at::set_num_threads(1);
+                 setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNiceness);
                  loop();
                }}) {}
 

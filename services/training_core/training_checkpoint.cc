@@ -242,41 +242,47 @@ absl::StatusOr<std::vector<WrittenFile>> FilesOfAllRanks(ranks::Communicator& ra
 
 // Copies the tensors that `source` gives. Those of one process that do not train are not copied:
 // nothing changes them but a load, which waits for saves.
-absl::StatusOr<NamedTensors> CopyTensors(parallel::Strategy& strategy, TensorSource source) {
+absl::StatusOr<NamedTensors> CopyTensors(parallel::Strategy& strategy, TensorSource source,
+                                         TensorCopies& copies) {
   std::set<std::string> unchanging;
   if (strategy.ranks().size() == 1) {
     for (const Parameter& parameter : strategy.model().DeclaredParameters()) {
       if (!parameter.trainable) unchanging.insert(parameter.spec.name);
     }
   }
-  TensorCopies copies;
-  TANDEM_RETURN_IF_ERROR(source([&](const std::string& name, const at::Tensor& tensor) {
-    if (tensor.is_cpu() && unchanging.contains(name)) {
-      copies.AddUnchanging(name, tensor);
-      return absl::OkStatus();
-    }
-    return copies.Add(name, tensor);
-  }));
-  return std::move(copies).Take();
+  NamedTensors copied;
+  TANDEM_RETURN_IF_ERROR(
+      source([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
+        if (tensor.is_cpu() && unchanging.contains(name)) {
+          copied.emplace_back(name, tensor.detach());
+          return absl::OkStatus();
+        }
+        TANDEM_ASSIGN_OR_RETURN(at::Tensor copy, copies.Add(tensor));
+        copied.emplace_back(name, std::move(copy));
+        return absl::OkStatus();
+      }));
+  // What came from other ranks is gone after the visit.
+  TANDEM_RETURN_IF_ERROR(copies.Finish());
+  return copied;
 }
 
 using WriteFiles = std::function<absl::Status(const std::string& directory)>;
 
 // Copies what this rank writes of the weights; returns what writes them as SaveTrained does.
-absl::StatusOr<WriteFiles> CopyTrained(parallel::Strategy& strategy) {
+absl::StatusOr<WriteFiles> CopyTrained(parallel::Strategy& strategy, TensorCopies& copies) {
   const Model& model = strategy.model();
   const int rank = strategy.ranks().rank();
-  NamedTensors copies;
+  NamedTensors copied;
   const auto copy = [&](TensorSource parameters) -> absl::Status {
-    TANDEM_ASSIGN_OR_RETURN(copies, CopyTensors(strategy, parameters));
+    TANDEM_ASSIGN_OR_RETURN(copied, CopyTensors(strategy, parameters, copies));
     return absl::OkStatus();
   };
   if (model.lora().enabled()) {
     TANDEM_RETURN_IF_ERROR(parallel::UseWholeParameters(
         strategy, [&](const Parameter& parameter) { return model.IsInAdapterFile(parameter); },
         copy));
-    return [&model, rank, copies = std::move(copies)](const std::string& directory) {
-      return rank == 0 ? model.SaveAdapters(directory, SourceOf(copies)) : absl::OkStatus();
+    return [&model, rank, copied = std::move(copied)](const std::string& directory) {
+      return rank == 0 ? model.SaveAdapters(directory, SourceOf(copied)) : absl::OkStatus();
     };
   }
   Model::ExportPlan plan = model.PlanExport(DType::kFloat32, strategy.ranks().size());
@@ -285,9 +291,9 @@ absl::StatusOr<WriteFiles> CopyTrained(parallel::Strategy& strategy) {
       [&](const Parameter& parameter) { return plan.file_of_parameter.at(parameter.spec.name); },
       copy));
   return [&model, rank, plan = std::move(plan),
-          copies = std::move(copies)](const std::string& directory) -> absl::Status {
+          copied = std::move(copied)](const std::string& directory) -> absl::Status {
     if (rank < plan.count) {
-      TANDEM_RETURN_IF_ERROR(model.SaveFile(directory, plan, rank, SourceOf(copies)));
+      TANDEM_RETURN_IF_ERROR(model.SaveFile(directory, plan, rank, SourceOf(copied)));
     }
     return rank == 0 ? model.SaveCompanionFiles(directory, plan) : absl::OkStatus();
   };
@@ -302,15 +308,18 @@ int64_t OptimizerSteps(const SaveSource& source) {
 }
 
 // Copies all that this rank writes but the companion; returns what writes it.
-absl::StatusOr<WriteFiles> CopyState(const SaveSource& source) {
+absl::StatusOr<WriteFiles> CopyState(const SaveSource& source, TensorCopies& copies) {
   parallel::Strategy& strategy = source.strategy;
   ranks::Communicator& ranks = *strategy.ranks().patient();
-  const absl::StatusOr<WriteFiles> trained = CopyTrained(strategy);
+  copies.Begin();
+  const absl::StatusOr<WriteFiles> trained = CopyTrained(strategy, copies);
   TANDEM_RETURN_IF_ERROR(trained.status());  // the same on all ranks
   parallel::OptimizerWriter optimizer;
   if (strategy.model().num_trainable_parameters() > 0) {
-    absl::StatusOr<parallel::OptimizerWriter> copied = strategy.CopyOptimizer();
-    TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, copied.status()));
+    absl::StatusOr<parallel::OptimizerWriter> copied = strategy.CopyOptimizer(copies);
+    absl::Status status = copied.status();
+    if (status.ok()) status = copies.Finish();
+    TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, status));
     optimizer = *std::move(copied);
   }
   return [rank = ranks.rank(), steps = OptimizerSteps(source), state = source.state,
@@ -339,7 +348,7 @@ WriteFiles LiveState(const SaveSource& source) {
 }  // namespace
 
 absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory, const std::string& name,
-                                      int64_t keep, const SaveSource& source, bool copies,
+                                      int64_t keep, const SaveSource& source, TensorCopies* copies,
                                       const std::vector<std::string>& in_use) {
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
   TANDEM_RETURN_IF_ERROR(CheckGiven("directory", directory.path));
@@ -368,8 +377,8 @@ absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory, const std::
     TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&] { return source.companion->Save(save.target_); }));
   }
   save.written_ = written.Take();
-  if (copies) {
-    TANDEM_ASSIGN_OR_RETURN(save.write_, CopyState(source));
+  if (copies != nullptr) {
+    TANDEM_ASSIGN_OR_RETURN(save.write_, CopyState(source, *copies));
   } else {
     save.write_ = LiveState(source);
   }
@@ -403,7 +412,7 @@ absl::StatusOr<checkpoint::Saved> SaveTraining(const ConfinedPath& directory,
   TANDEM_ASSIGN_OR_RETURN(StartedSave save,
                           StartSave(directory, name, keep,
                                     {.strategy = strategy, .state = state, .companion = companion},
-                                    /*copies=*/false, in_use));
+                                    /*copies=*/nullptr, in_use));
   return std::move(save).Finish(*strategy.ranks().patient());
 }
 

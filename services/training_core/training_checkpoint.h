@@ -34,6 +34,7 @@
 #include "common/parallel/strategy.h"
 #include "common/ranks/communicator.h"
 #include "common/steps/training_state.h"
+#include "common/tensor/aten/tensor_copies.h"
 #include "common/tensor/dtype.h"
 #include "services/training_core/companion.h"
 
@@ -60,7 +61,7 @@ class StartedSave {
  private:
   friend absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory,
                                                const std::string& name, int64_t keep,
-                                               const SaveSource& source, bool copies,
+                                               const SaveSource& source, TensorCopies* copies,
                                                const std::vector<std::string>& in_use);
   StartedSave() = default;
 
@@ -77,10 +78,10 @@ class StartedSave {
 
 // Starts to save directory/name. With `copies` Finish may run on another thread, and with another
 // process group, while the model trains on: all but the files of the companion, which are written
-// here, is copied into the host's memory. Else nothing may change until Finish returns, in which a
-// rank holds one tensor of the model beside its shard.
+// here, is copied there, and Finish must return before they are used again. Without, nothing may
+// change until Finish returns, in which a rank holds one tensor of the model beside its shard.
 absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory, const std::string& name,
-                                      int64_t keep, const SaveSource& source, bool copies,
+                                      int64_t keep, const SaveSource& source, TensorCopies* copies,
                                       const std::vector<std::string>& in_use = {});
 
 // StartSave without copies, and Finish.

@@ -202,11 +202,15 @@ TEST(TrainingCheckpointTest, ACopyIsWrittenWhileTheModelTrainsOn) {
       std::vector<int> everyone(static_cast<size_t>(layout.ranks));
       std::iota(everyone.begin(), everyone.end(), 0);
       const Ranks beside = ranks->Split("beside", {everyone});
-      ASSERT_TRUE(SaveVersion(*strategy, parent, 2, "in_step").ok());
+      TensorCopies copies;
       const TrainingState state = {.kind = "trainer", .version = 2};
+      const SaveSource source = {.strategy = *strategy, .state = state};
+      // A save that is given up leaves its memory to the next one.
+      ASSERT_TRUE(StartSave(parent, "given_up", /*keep=*/0, source, &copies).ok());
+      parallel::Step(*strategy, 3, 1);
+      ASSERT_TRUE(SaveVersion(*strategy, parent, 2, "in_step").ok());
       absl::StatusOr<StartedSave> started =
-          StartSave(parent, "beside", /*keep=*/0, {.strategy = *strategy, .state = state},
-                    /*copies=*/true);
+          StartSave(parent, "beside", /*keep=*/0, source, &copies);
       ASSERT_TRUE(started.ok()) << started.status();
       EXPECT_EQ(started->path(), parent + "/beside");
       absl::StatusOr<checkpoint::Saved> written;
@@ -232,8 +236,8 @@ class FailingStrategy final : public parallel::ZeroStrategy {
     absl::Status saved = ZeroStrategy::SaveOptimizer(directory);
     return std::exchange(fails_, false) ? absl::ResourceExhaustedError("the disk is full") : saved;
   }
-  absl::StatusOr<parallel::OptimizerWriter> CopyOptimizer() override {
-    const auto copied = ZeroStrategy::CopyOptimizer();
+  absl::StatusOr<parallel::OptimizerWriter> CopyOptimizer(TensorCopies& copies) override {
+    const auto copied = ZeroStrategy::CopyOptimizer(copies);
     if (!copied.ok() || !std::exchange(fails_, false)) return copied;
     return [](const std::string&) { return absl::ResourceExhaustedError("the disk is full"); };
   }
@@ -444,7 +448,7 @@ TEST(TrainingCheckpointTest, NothingIsWrittenOutsideOfARootThatIsRaced) {
 }
 
 TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
-  for (const auto& [failing, copies] :
+  for (const auto& [failing, copied] :
        {std::pair{0, false}, std::pair{1, false}, std::pair{0, true}, std::pair{1, true}}) {
     const TemporaryFolder folder;
     ranks::RunConnected(2, [&](const Ranks& ranks) {
@@ -459,8 +463,10 @@ TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
       parallel::Prepare(strategy, own / "model");
       parallel::Step(strategy, 3, 0);
       const TrainingState state = {.kind = "trainer", .version = 2};
-      absl::StatusOr<StartedSave> started = StartSave(
-          folder / "saved", "last", /*keep=*/0, {.strategy = strategy, .state = state}, copies);
+      TensorCopies copies;
+      absl::StatusOr<StartedSave> started =
+          StartSave(folder / "saved", "last", /*keep=*/0, {.strategy = strategy, .state = state},
+                    copied ? &copies : nullptr);
       ASSERT_TRUE(started.ok()) << started.status();
       EXPECT_EQ(std::move(*started).Finish(*ranks).status(),
                 absl::ResourceExhaustedError("the disk is full"));

@@ -240,7 +240,7 @@ absl::StatusOr<checkpoint::Saved> TrainingCore::StartCheckpoint(const SaveReques
       StartedSave started,
       StartSave({request.directory, request.root}, request.name, request.keep,
                 {.strategy = *strategy_, .state = state_, .companion = companion_},
-                options_.checkpoint_snapshot, in_use));
+                options_.checkpoint_snapshot ? &save_copies_ : nullptr, in_use));
   const auto done = [this, changes = changes_.load()](const CheckpointReport& report) {
     if (report.saved.ok()) saved_changes_ = changes;
     if (options_.on_checkpoint && ranks_->leads()) options_.on_checkpoint(report);

@@ -324,6 +324,7 @@ class TrainingCore {
   mutable std::mutex info_mutex_;
   EngineInfo info_;
 
+  TensorCopies save_copies_;                         // what the writer writes
   std::shared_ptr<ranks::Communicator> save_ranks_;  // where the ranks' writers meet
   CheckpointWriter writer_;
   EngineThread thread_;                          // uses everything above

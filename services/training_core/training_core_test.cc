@@ -50,8 +50,8 @@ class FailingStrategy final : public parallel::SingleStrategy {
     if (std::exchange(fail_load, false)) throw std::runtime_error("while loading");
     return SingleStrategy::LoadParameters(parameters);
   }
-  absl::StatusOr<parallel::OptimizerWriter> CopyOptimizer() override {
-    absl::StatusOr<parallel::OptimizerWriter> copied = SingleStrategy::CopyOptimizer();
+  absl::StatusOr<parallel::OptimizerWriter> CopyOptimizer(TensorCopies& copies) override {
+    absl::StatusOr<parallel::OptimizerWriter> copied = SingleStrategy::CopyOptimizer(copies);
     if (!copied.ok() || before_write == nullptr) return copied;
     return [before = before_write, write = *copied](const std::string& directory) {
       const absl::Status status = before();

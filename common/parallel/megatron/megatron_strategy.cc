@@ -347,8 +347,8 @@ absl::Status MegatronStrategy::SaveOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
 }
 
-absl::StatusOr<OptimizerWriter> MegatronStrategy::CopyOptimizer() {
-  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(); });
+absl::StatusOr<OptimizerWriter> MegatronStrategy::CopyOptimizer(TensorCopies& copies) {
+  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(copies); });
 }
 
 absl::Status MegatronStrategy::LoadOptimizer(const std::string& directory) {

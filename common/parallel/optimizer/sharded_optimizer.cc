@@ -159,11 +159,13 @@ absl::Status ShardedOptimizer::Save(const std::string& directory) const {
                                                               ranks_->size(), ranges, state));
 }
 
-absl::StatusOr<OptimizerWriter> ShardedOptimizer::Copy() const {
+absl::StatusOr<OptimizerWriter> ShardedOptimizer::Copy(TensorCopies& copies) const {
   auto [ranges, state] = CountedState();
-  TensorCopies copies;
-  for (const auto& [name, tensor] : state) TANDEM_RETURN_IF_ERROR(copies.Add(name, tensor));
-  TANDEM_ASSIGN_OR_RETURN(NamedTensors copied, std::move(copies).Take());
+  NamedTensors copied;
+  for (const auto& [name, tensor] : state) {
+    TANDEM_ASSIGN_OR_RETURN(at::Tensor copy, copies.Add(tensor));
+    copied.emplace_back(name, std::move(copy));
+  }
   return [rank = ranks_->rank(), size = ranks_->size(), ranges = std::move(ranges),
           copied = std::move(copied)](const std::string& directory) {
     return WriteOptimizerState(directory, rank, size, ranges, copied);

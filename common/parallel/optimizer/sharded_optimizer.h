@@ -72,7 +72,7 @@ class ShardedOptimizer {
 
   // As Strategy::SaveOptimizer, CopyOptimizer and LoadOptimizer.
   absl::Status Save(const std::string& directory) const;
-  absl::StatusOr<OptimizerWriter> Copy() const;
+  absl::StatusOr<OptimizerWriter> Copy(TensorCopies& copies) const;
   absl::Status Load(const std::string& directory);
 
  private:

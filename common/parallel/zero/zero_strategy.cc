@@ -384,8 +384,8 @@ absl::Status ZeroStrategy::SaveOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
 }
 
-absl::StatusOr<OptimizerWriter> ZeroStrategy::CopyOptimizer() {
-  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(); });
+absl::StatusOr<OptimizerWriter> ZeroStrategy::CopyOptimizer(TensorCopies& copies) {
+  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(copies); });
 }
 
 absl::Status ZeroStrategy::LoadOptimizer(const std::string& directory) {

@@ -3,37 +3,44 @@
 #include <ATen/ATen.h>
 
 #include <memory>
-#include <utility>
 
 #include "common/base/errors/status_macros.h"
 
 namespace tandem {
 
-absl::Status TensorCopies::Add(const std::string& name, const at::Tensor& tensor) {
-  const at::Tensor copy =
-      at::empty(tensor.sizes(), at::device(at::kCPU).dtype(tensor.scalar_type()));
-  copies_.emplace_back(name, copy);
+at::Tensor TensorCopies::Next(const at::Tensor& tensor) {
+  if (next_ == memory_.size()) memory_.emplace_back();
+  at::Tensor& memory = memory_[next_++];
+  if (!memory.defined() || memory.numel() != tensor.numel() ||
+      memory.scalar_type() != tensor.scalar_type()) {
+    memory = at::Tensor();  // before the new memory is there
+    memory = at::empty({tensor.numel()}, at::device(at::kCPU).dtype(tensor.scalar_type()));
+  }
+  return memory;
+}
+
+absl::StatusOr<at::Tensor> TensorCopies::Add(const at::Tensor& tensor) {
+  const at::Tensor flat = Next(tensor);
+  at::Tensor copy = flat.view(tensor.sizes());
   if (tensor.is_cpu()) {
     copy.copy_(tensor.detach());
-    return absl::OkStatus();
+    return copy;
   }
   // A device's values come part by part.
-  return from_device_.Add(
-      tensor, tensor.scalar_type(),
-      [rest = std::make_shared<at::Tensor>(copy.view(-1))](const at::Tensor& values) {
-        rest->narrow(0, 0, values.numel()).copy_(values);
-        *rest = rest->narrow(0, values.numel(), rest->numel() - values.numel());
-        return absl::OkStatus();
-      });
+  TANDEM_RETURN_IF_ERROR(
+      from_device_.Add(tensor, tensor.scalar_type(),
+                       [rest = std::make_shared<at::Tensor>(flat)](const at::Tensor& values) {
+                         rest->narrow(0, 0, values.numel()).copy_(values);
+                         *rest = rest->narrow(0, values.numel(), rest->numel() - values.numel());
+                         return absl::OkStatus();
+                       }));
+  return copy;
 }
 
-void TensorCopies::AddUnchanging(const std::string& name, const at::Tensor& tensor) {
-  copies_.emplace_back(name, tensor.detach());
-}
-
-absl::StatusOr<NamedTensors> TensorCopies::Take() && {
+absl::Status TensorCopies::Finish() {
   TANDEM_RETURN_IF_ERROR(from_device_.Finish());
-  return std::move(copies_);
+  memory_.resize(next_);
+  return absl::OkStatus();
 }
 
 }  // namespace tandem

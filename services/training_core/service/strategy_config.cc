@@ -62,8 +62,9 @@ absl::StatusOr<MemoryPlan> PlanTraining(const config::v1::StrategyOptions& confi
   if (checkpoint_snapshot) {
     TANDEM_ASSIGN_OR_RETURN(const int64_t bytes,
                             parallel::CheckpointCopyBytes(options, model, plan, ranks));
-    plan.items.push_back({"checkpoint_snapshot", bytes, /*on_host=*/true,
-                          "while a checkpoint is written beside the next steps"});
+    if (bytes > 0)
+      plan.items.push_back({"checkpoint_snapshot", bytes, /*on_host=*/true,
+                            "for checkpoints that are written beside the next steps"});
   }
   // GCC 12 sees wrong bounds in the assignment of the array.
   plan.remedy = std::string(kMemorySettings);
