@@ -27,6 +27,8 @@ namespace tandem::checkpoint {
 struct Saved {
   std::string path;   // parent/name
   int64_t bytes = 0;  // of all files
+  // Whether it is still being written; `bytes` is 0 then.
+  bool pending = false;
 };
 
 // INVALID_ARGUMENT ("name") for what is not a plain file name, or starts with a dot.

@@ -345,6 +345,7 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   }
   TANDEM_DEFAULT(config, max_model_len, 2048);
   TANDEM_DEFAULT(config, max_samples, 4096);
+  TANDEM_DEFAULT(config, checkpoint_snapshot, true);
   TANDEM_DEFAULT(config, router_aux_loss_coef, 0);
   TANDEM_DEFAULT(config, router_z_loss_coef, 0);
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", config->max_model_len(), 2));

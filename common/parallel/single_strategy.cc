@@ -99,6 +99,10 @@ absl::Status SingleStrategy::SaveOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
 }
 
+absl::StatusOr<OptimizerWriter> SingleStrategy::CopyOptimizer(TensorCopies& copies) {
+  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(copies); });
+}
+
 absl::Status SingleStrategy::LoadOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot load the optimizer", [&] { return optimizer_->Load(directory); });
 }

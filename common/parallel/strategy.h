@@ -17,6 +17,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,6 +35,7 @@
 #include "common/parallel/parameter_range.h"
 #include "common/ranks/communicator.h"
 #include "common/tensor/aten/named_tensors.h"
+#include "common/tensor/aten/tensor_copies.h"
 
 namespace tandem::parallel {
 
@@ -64,6 +66,9 @@ struct OutputShard {
   loss::VocabularyShard vocabulary;
   std::optional<double> soft_cap = std::nullopt;  // of the logits (LinearCrossEntropyOptions)
 };
+
+// Writes the optimizer's state on one rank into a checkpoint directory.
+using OptimizerWriter = std::function<absl::Status(const std::string& directory)>;
 
 // Lifetime: LoadModel and BuildOptimizer once, then passes and OptimizerStep in turns. A model that
 // is frozen (LoadOptions::freeze_all) has no optimizer: neither BuildOptimizer nor ForwardBackward
@@ -167,6 +172,10 @@ class Strategy {
   // tensor that does not fit (another model's checkpoint, or another `freeze`); nothing has changed
   // then.
   virtual absl::Status SaveOptimizer(const std::string& directory) = 0;
+  // Adds copies of what SaveOptimizer writes on this rank to `copies`. Returns what writes them
+  // into a directory, when they have their values: it may run on another thread, while the model
+  // trains.
+  virtual absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies) = 0;
   virtual absl::Status LoadOptimizer(const std::string& directory) = 0;
 
  protected:

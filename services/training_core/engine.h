@@ -9,6 +9,7 @@
 #define TANDEM_SERVICES_TRAINING_CORE_ENGINE_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -41,7 +42,20 @@ struct SaveRequest {
   // does not write its initial weights.
   std::optional<int64_t> expected_version = std::nullopt;
   std::string root = {};  // ConfinedPath::root of `directory`
+  // Whether to return once the state is copied, with Saved::pending. A request for the same
+  // checkpoint, with the same expected_version, then joins that save.
+  bool in_background = false;
 };
+
+// A checkpoint that is written or has failed.
+struct CheckpointReport {
+  absl::StatusOr<checkpoint::Saved> saved;
+  double held_seconds = 0;     // that other calls waited for it
+  double written_seconds = 0;  // after that, beside other calls
+};
+
+// Hears of every checkpoint, on a thread of the engine of rank 0.
+using CheckpointListener = std::function<void(const CheckpointReport& report)>;
 
 // From the resolved configuration (services/training_core/service/training_config.h). A size of 0
 // was not set, and is refused.
@@ -63,6 +77,9 @@ struct TrainingOptions {
   LoraOptions lora = {};
   RouterLossCoefficients router_losses = {};
   ComputeOptions compute = {};
+  // Whether checkpoints are written beside the next calls, from a copy of the state.
+  bool checkpoint_snapshot = true;
+  CheckpointListener on_checkpoint = {};  // may be empty
 };
 
 // The optimizer's state after a checkpoint is loaded, as tandem.types.v1.OptimizerState.
@@ -108,9 +125,10 @@ class Engine {
   // another rank. Each transfer of a file that is read or written is progress.
   virtual absl::Status Health() const = 0;
 
-  // Writes a checkpoint atomically, and prunes older ones. FAILED_PRECONDITION, with nothing
-  // written, for another version than the expected one; other errors as
-  // common/checkpoint/checkpoint.h says.
+  // Writes a checkpoint atomically, and prunes older ones. With checkpoint_snapshot only the
+  // copying of the state has a turn on the engine thread. One save runs at a time; other saves, and
+  // loads, wait for it. FAILED_PRECONDITION, with nothing written, for another version than the
+  // expected one; other errors as common/checkpoint/checkpoint.h says.
   virtual absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
                                                            const SaveRequest& request) = 0;
   // Whether there is state that no checkpoint holds.

@@ -7,7 +7,8 @@ namespace tandem::training {
 // The settings by which a server takes less memory to train.
 inline constexpr char kMemorySettings[] =
     "a smaller batch.micro_batch_tokens or batch.logits_chunk_bytes, "
-    "strategy.recompute_granularity full, more ranks with strategy.name zero or megatron";
+    "strategy.recompute_granularity full, checkpoint_snapshot false, more ranks with strategy.name "
+    "zero or megatron";
 
 }  // namespace tandem::training
 

@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <deque>
 #include <filesystem>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -33,6 +35,7 @@
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/tensor/aten/catch_torch_errors.h"
+#include "common/tensor/aten/tensor_copies.h"
 #include "common/tensor/safetensors/safetensors.h"
 
 namespace tandem::training {
@@ -228,59 +231,189 @@ absl::Status EnterOnAllRanks(ranks::Communicator& ranks, absl::string_view field
 
 // Returns the files that all ranks have written.
 absl::StatusOr<std::vector<WrittenFile>> FilesOfAllRanks(ranks::Communicator& ranks,
-                                                         WrittenFiles& written) {
+                                                         const std::vector<WrittenFile>& written) {
   std::vector<WrittenFile> all;
-  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(written.Take()))) {
+  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(written))) {
     TANDEM_ASSIGN_OR_RETURN(auto files, FromBytes<std::vector<WrittenFile>>(bytes));
     std::move(files.begin(), files.end(), std::back_inserter(all));
   }
   return all;
 }
 
+// Copies the tensors that `source` gives. Those of one process that do not train are not copied:
+// nothing changes them but a load, which waits for saves.
+absl::StatusOr<NamedTensors> CopyTensors(parallel::Strategy& strategy, TensorSource source,
+                                         TensorCopies& copies) {
+  std::set<std::string> unchanging;
+  if (strategy.ranks().size() == 1) {
+    for (const Parameter& parameter : strategy.model().DeclaredParameters()) {
+      if (!parameter.trainable) unchanging.insert(parameter.spec.name);
+    }
+  }
+  NamedTensors copied;
+  TANDEM_RETURN_IF_ERROR(
+      source([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
+        if (tensor.is_cpu() && unchanging.contains(name)) {
+          copied.emplace_back(name, tensor.detach());
+          return absl::OkStatus();
+        }
+        TANDEM_ASSIGN_OR_RETURN(at::Tensor copy, copies.Add(tensor));
+        copied.emplace_back(name, std::move(copy));
+        return absl::OkStatus();
+      }));
+  // What came from other ranks is gone after the visit.
+  TANDEM_RETURN_IF_ERROR(copies.Finish());
+  return copied;
+}
+
+using WriteFiles = std::function<absl::Status(const std::string& directory)>;
+
+// Copies what this rank writes of the weights; returns what writes them as SaveTrained does.
+absl::StatusOr<WriteFiles> CopyTrained(parallel::Strategy& strategy, TensorCopies& copies) {
+  const Model& model = strategy.model();
+  const int rank = strategy.ranks().rank();
+  NamedTensors copied;
+  const auto copy = [&](TensorSource parameters) -> absl::Status {
+    TANDEM_ASSIGN_OR_RETURN(copied, CopyTensors(strategy, parameters, copies));
+    return absl::OkStatus();
+  };
+  if (model.lora().enabled()) {
+    TANDEM_RETURN_IF_ERROR(parallel::UseWholeParameters(
+        strategy, [&](const Parameter& parameter) { return model.IsInAdapterFile(parameter); },
+        copy));
+    return [&model, rank, copied = std::move(copied)](const std::string& directory) {
+      return rank == 0 ? model.SaveAdapters(directory, SourceOf(copied)) : absl::OkStatus();
+    };
+  }
+  Model::ExportPlan plan = model.PlanExport(DType::kFloat32, strategy.ranks().size());
+  TANDEM_RETURN_IF_ERROR(parallel::UseParametersOn(
+      strategy,
+      [&](const Parameter& parameter) { return plan.file_of_parameter.at(parameter.spec.name); },
+      copy));
+  return [&model, rank, plan = std::move(plan),
+          copied = std::move(copied)](const std::string& directory) -> absl::Status {
+    if (rank < plan.count) {
+      TANDEM_RETURN_IF_ERROR(model.SaveFile(directory, plan, rank, SourceOf(copied)));
+    }
+    return rank == 0 ? model.SaveCompanionFiles(directory, plan) : absl::OkStatus();
+  };
+}
+
+// Returns the number of updates that a checkpoint records.
+int64_t OptimizerSteps(const SaveSource& source) {
+  if (source.strategy.model().num_trainable_parameters() > 0) {
+    return source.strategy.optimizer_steps();
+  }
+  return source.companion != nullptr ? source.companion->updates() : 0;
+}
+
+// Copies all that this rank writes but the companion; returns what writes it.
+absl::StatusOr<WriteFiles> CopyState(const SaveSource& source, TensorCopies& copies) {
+  parallel::Strategy& strategy = source.strategy;
+  ranks::Communicator& ranks = *strategy.ranks().patient();
+  copies.Begin();
+  const absl::StatusOr<WriteFiles> trained = CopyTrained(strategy, copies);
+  TANDEM_RETURN_IF_ERROR(trained.status());  // the same on all ranks
+  parallel::OptimizerWriter optimizer;
+  if (strategy.model().num_trainable_parameters() > 0) {
+    absl::StatusOr<parallel::OptimizerWriter> copied = strategy.CopyOptimizer(copies);
+    absl::Status status = copied.status();
+    if (status.ok()) status = copies.Finish();
+    TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, status));
+    optimizer = *std::move(copied);
+  }
+  return [rank = ranks.rank(), steps = OptimizerSteps(source), state = source.state,
+          trained = *trained,
+          optimizer = std::move(optimizer)](const std::string& directory) -> absl::Status {
+    TANDEM_RETURN_IF_ERROR(trained(directory));
+    if (optimizer) TANDEM_RETURN_IF_ERROR(optimizer(directory));
+    return rank == 0 ? WriteState(directory, steps, state) : absl::OkStatus();
+  };
+}
+
+// Returns what writes the state as it is then. Collective.
+WriteFiles LiveState(const SaveSource& source) {
+  return [source](const std::string& directory) -> absl::Status {
+    parallel::Strategy& strategy = source.strategy;
+    ranks::Communicator& ranks = *strategy.ranks().patient();
+    TANDEM_RETURN_IF_ERROR(SaveTrained(strategy, directory));
+    if (strategy.model().num_trainable_parameters() > 0) {
+      TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, strategy.SaveOptimizer(directory)));
+    }
+    return ranks.rank() == 0 ? WriteState(directory, OptimizerSteps(source), source.state)
+                             : absl::OkStatus();
+  };
+}
+
 }  // namespace
+
+absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory, const std::string& name,
+                                      int64_t keep, const SaveSource& source, TensorCopies* copies,
+                                      const std::vector<std::string>& in_use) {
+  TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
+  TANDEM_RETURN_IF_ERROR(CheckGiven("directory", directory.path));
+  TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(name));
+  std::optional<ConfinedFolder> folder;  // outlives the pending checkpoint
+  StartedSave save;
+  save.path_ = fs::path(directory.path) / name;
+  save.directory_ = directory;
+  save.identity_ = {.kind = source.state.kind,
+                    .step = source.state.version,
+                    .run_id = std::string(source.state.ledger.newest_run_id())};
+  save.keep_ = keep;
+  save.in_use_ = in_use;
+  ranks::Communicator& ranks = *source.strategy.ranks().patient();
+  TANDEM_RETURN_IF_ERROR(
+      EnterOnAllRanks(ranks, "directory", directory, ConfinedFolder::Missing::kIsCreated, folder));
+  TANDEM_ASSIGN_OR_RETURN(
+      save.target_, ranks::FromRankZero<std::string>(ranks, [&]() -> absl::StatusOr<std::string> {
+        TANDEM_ASSIGN_OR_RETURN(
+            checkpoint::PendingCheckpoint begun,
+            checkpoint::PendingCheckpoint::Begin(directory.path, name, save.identity_));
+        return save.pending_.emplace(std::move(begun)).directory();
+      }));
+  WrittenFiles written;
+  if (source.companion != nullptr) {
+    TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&] { return source.companion->Save(save.target_); }));
+  }
+  save.written_ = written.Take();
+  if (copies != nullptr) {
+    TANDEM_ASSIGN_OR_RETURN(save.write_, CopyState(source, *copies));
+  } else {
+    save.write_ = LiveState(source);
+  }
+  return save;
+}
+
+absl::StatusOr<checkpoint::Saved> StartedSave::Finish(ranks::Communicator& ranks) && {
+  std::optional<ConfinedFolder> folder;  // outlives the pending checkpoint
+  std::optional<checkpoint::PendingCheckpoint> pending = std::exchange(pending_, std::nullopt);
+  TANDEM_RETURN_IF_ERROR(
+      EnterOnAllRanks(ranks, "directory", directory_, ConfinedFolder::Missing::kIsError, folder));
+  // Every rank writes its files, with their digests, and syncs them. Then all meet.
+  WrittenFiles written;
+  const absl::Status status = CatchTorchErrors("checkpoint", [&] { return write_(target_); });
+  write_ = nullptr;  // with the copies
+  TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, status));
+  for (WrittenFile& file : written.Take()) written_.push_back(std::move(file));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<WrittenFile> files, FilesOfAllRanks(ranks, written_));
+  return ranks::FromRankZero<checkpoint::Saved>(ranks, [&]() -> absl::StatusOr<checkpoint::Saved> {
+    TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed, (*std::move(pending)).Commit(files));
+    TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity_, keep_, in_use_));
+    return committed;
+  });
+}
 
 absl::StatusOr<checkpoint::Saved> SaveTraining(const ConfinedPath& directory,
                                                const std::string& name, int64_t keep,
                                                parallel::Strategy& strategy,
                                                const TrainingState& state, Companion* companion,
                                                const std::vector<std::string>& in_use) {
-  TANDEM_RETURN_IF_ERROR(CheckAtLeast("keep", keep, 0));
-  TANDEM_RETURN_IF_ERROR(CheckGiven("directory", directory.path));
-  TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(name));
-  const checkpoint::Identity identity = {.kind = state.kind,
-                                         .step = state.version,
-                                         .run_id = std::string(state.ledger.newest_run_id())};
-  ranks::Communicator& ranks = *strategy.ranks().patient();
-  std::optional<ConfinedFolder> folder;
-  TANDEM_RETURN_IF_ERROR(
-      EnterOnAllRanks(ranks, "directory", directory, ConfinedFolder::Missing::kIsCreated, folder));
-  std::optional<checkpoint::PendingCheckpoint> pending;  // on rank 0 alone
-  TANDEM_ASSIGN_OR_RETURN(
-      const std::string target,
-      ranks::FromRankZero<std::string>(ranks, [&]() -> absl::StatusOr<std::string> {
-        TANDEM_ASSIGN_OR_RETURN(
-            checkpoint::PendingCheckpoint begun,
-            checkpoint::PendingCheckpoint::Begin(directory.path, name, identity));
-        return pending.emplace(std::move(begun)).directory();
-      }));
-  // Every rank writes its files, with their digests, and syncs them. Then all meet.
-  WrittenFiles written;
-  TANDEM_RETURN_IF_ERROR(SaveTrained(strategy, target));
-  const bool trains = strategy.model().num_trainable_parameters() > 0;
-  if (trains) TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, strategy.SaveOptimizer(target)));
-  TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&]() -> absl::Status {
-    const int64_t optimizer_steps = trains                 ? strategy.optimizer_steps()
-                                    : companion != nullptr ? companion->updates()
-                                                           : 0;
-    TANDEM_RETURN_IF_ERROR(WriteState(target, optimizer_steps, state));
-    return companion != nullptr ? companion->Save(target) : absl::OkStatus();
-  }));
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<WrittenFile> files, FilesOfAllRanks(ranks, written));
-  return ranks::FromRankZero<checkpoint::Saved>(ranks, [&]() -> absl::StatusOr<checkpoint::Saved> {
-    TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed, (*std::move(pending)).Commit(files));
-    TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity, keep, in_use));
-    return committed;
-  });
+  TANDEM_ASSIGN_OR_RETURN(StartedSave save,
+                          StartSave(directory, name, keep,
+                                    {.strategy = strategy, .state = state, .companion = companion},
+                                    /*copies=*/nullptr, in_use));
+  return std::move(save).Finish(*strategy.ranks().patient());
 }
 
 absl::StatusOr<TrainingCheckpoint> ReadTraining(const ConfinedPath& path,

@@ -15,8 +15,10 @@
 #include <filesystem>
 #include <functional>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <thread>
@@ -177,6 +179,53 @@ TEST(TrainingCheckpointTest, TensorsThatAreKeptDoNotMakeItAnotherModel) {
   }
 }
 
+// Returns names and digests of a checkpoint's files.
+std::map<std::string, std::string> DigestsOf(const std::string& path) {
+  std::map<std::string, std::string> digests;
+  const checkpoint::Manifest manifest = checkpoint::ReadManifest(path).value();
+  for (const auto& file : manifest.files) digests[file.name] = file.digest;
+  return digests;
+}
+
+TEST(TrainingCheckpointTest, ACopyIsWrittenWhileTheModelTrainsOn) {
+  for (const Layout& layout :
+       {Layout{1, 0}, Layout{2, 1}, Layout{2, 3}, Layout{2, 0, 2}, Layout{4, 0, 2, 2}}) {
+    SCOPED_TRACE(absl::StrCat(layout.ranks, " ranks, stage ", layout.stage));
+    const TemporaryFolder folder;
+    const std::string parent = folder / "saved";
+    ranks::RunConnected(layout.ranks, [&](const Ranks& ranks) {
+      const TemporaryFolder own;
+      WriteTinyModel(own / "model", 3, kSplittable);
+      const auto strategy = MakeStrategy(layout, ranks);
+      parallel::Prepare(*strategy, own / "model");
+      parallel::Steps(*strategy, 2);
+      std::vector<int> everyone(static_cast<size_t>(layout.ranks));
+      std::iota(everyone.begin(), everyone.end(), 0);
+      const Ranks beside = ranks->Split("beside", {everyone});
+      TensorCopies copies;
+      const TrainingState state = {.kind = "trainer", .version = 2};
+      const SaveSource source = {.strategy = *strategy, .state = state};
+      // A save that is given up leaves its memory to the next one.
+      ASSERT_TRUE(StartSave(parent, "given_up", /*keep=*/0, source, &copies).ok());
+      parallel::Step(*strategy, 3, 1);
+      ASSERT_TRUE(SaveVersion(*strategy, parent, 2, "in_step").ok());
+      absl::StatusOr<StartedSave> started =
+          StartSave(parent, "beside", /*keep=*/0, source, &copies);
+      ASSERT_TRUE(started.ok()) << started.status();
+      EXPECT_EQ(started->path(), parent + "/beside");
+      absl::StatusOr<checkpoint::Saved> written;
+      std::thread writer([&] { written = std::move(*started).Finish(*beside); });
+      parallel::Step(*strategy, 3, 0);
+      writer.join();
+      ASSERT_TRUE(written.ok()) << written.status();
+      ASSERT_TRUE(SaveVersion(*strategy, parent, 2, "later").ok());
+    });
+    EXPECT_TRUE(checkpoint::Verify(parent + "/beside").ok());
+    EXPECT_EQ(DigestsOf(parent + "/beside"), DigestsOf(parent + "/in_step"));
+    EXPECT_NE(DigestsOf(parent + "/beside"), DigestsOf(parent + "/later"));
+  }
+}
+
 // A strategy that fails on one rank while it writes the optimizer's state.
 class FailingStrategy final : public parallel::ZeroStrategy {
  public:
@@ -186,6 +235,11 @@ class FailingStrategy final : public parallel::ZeroStrategy {
   absl::Status SaveOptimizer(const std::string& directory) override {
     absl::Status saved = ZeroStrategy::SaveOptimizer(directory);
     return std::exchange(fails_, false) ? absl::ResourceExhaustedError("the disk is full") : saved;
+  }
+  absl::StatusOr<parallel::OptimizerWriter> CopyOptimizer(TensorCopies& copies) override {
+    const auto copied = ZeroStrategy::CopyOptimizer(copies);
+    if (!copied.ok() || !std::exchange(fails_, false)) return copied;
+    return [](const std::string&) { return absl::ResourceExhaustedError("the disk is full"); };
   }
 
  private:
@@ -394,7 +448,8 @@ TEST(TrainingCheckpointTest, NothingIsWrittenOutsideOfARootThatIsRaced) {
 }
 
 TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
-  for (const int failing : {0, 1}) {
+  for (const auto& [failing, copied] :
+       {std::pair{0, false}, std::pair{1, false}, std::pair{0, true}, std::pair{1, true}}) {
     const TemporaryFolder folder;
     ranks::RunConnected(2, [&](const Ranks& ranks) {
       const TemporaryFolder own;
@@ -407,7 +462,13 @@ TEST(TrainingCheckpointTest, AFailureOfAnyRankLeavesTheOldCheckpoint) {
       FailingStrategy strategy(ranks, failing);
       parallel::Prepare(strategy, own / "model");
       parallel::Step(strategy, 3, 0);
-      EXPECT_EQ(SaveVersion(strategy, folder / "saved", 2).status(),
+      const TrainingState state = {.kind = "trainer", .version = 2};
+      TensorCopies copies;
+      absl::StatusOr<StartedSave> started =
+          StartSave(folder / "saved", "last", /*keep=*/0, {.strategy = strategy, .state = state},
+                    copied ? &copies : nullptr);
+      ASSERT_TRUE(started.ok()) << started.status();
+      EXPECT_EQ(std::move(*started).Finish(*ranks).status(),
                 absl::ResourceExhaustedError("the disk is full"));
       ranks->Barrier();
       EXPECT_EQ(Entries(folder / "saved"), 1);

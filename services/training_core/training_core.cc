@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "common/base/errors/not_finite.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/logging.h"
+#include "common/base/steady_time.h"
 #include "common/model/compute_setup.h"
 #include "common/model/vision/image_batch.h"
 #include "common/ops/attention/shared_prefixes.h"
@@ -28,6 +30,8 @@ namespace {
 // Longer than a micro-batch of a large model, or the critic's step that a trainer waits for, takes
 // on a small machine.
 constexpr absl::Duration kStallLimit = absl::Minutes(10);
+
+double SecondsSince(SteadyTime time) { return absl::ToDoubleSeconds(SteadyTime::Now() - time); }
 
 std::vector<double> Concatenated(const std::vector<std::vector<double>>& outputs) {
   std::vector<double> all;
@@ -101,6 +105,7 @@ TrainingCore::TrainingCore(std::string kind, std::string metric_prefix,
     : metric_prefix_(std::move(metric_prefix)),
       options_(options),
       state_{.kind = kind},
+      writer_(kind, kStallLimit),
       thread_({.name = std::move(kind), .stall_limit = kStallLimit}) {
   AddCommands();
 }
@@ -108,19 +113,7 @@ TrainingCore::TrainingCore(std::string kind, std::string metric_prefix,
 void TrainingCore::AddCommands() {
   save_checkpoint_ = AddCommand<SaveRequest, absl::StatusOr<checkpoint::Saved>>(
       "checkpoint",
-      [this](const CallScope&, const SaveRequest& request) -> absl::StatusOr<checkpoint::Saved> {
-        if (request.expected_version.has_value()) {
-          TANDEM_RETURN_IF_ERROR(CheckExpectedVersion(state_, *request.expected_version));
-        }
-        // LoadBaseModel reads them again.
-        std::vector<std::string> in_use = {options_.model};
-        if (companion_ != nullptr) in_use.push_back(companion_->initial_directory());
-        TANDEM_ASSIGN_OR_RETURN(checkpoint::Saved saved,
-                                SaveTraining({request.directory, request.root}, request.name,
-                                             request.keep, *strategy_, state_, companion_, in_use));
-        unsaved_ = false;
-        return saved;
-      });
+      [this](const CallScope&, const SaveRequest& request) { return StartCheckpoint(request); });
   load_checkpoint_ = AddCommand<LoadRequest, absl::Status>(
       "checkpoint to load",
       [this](const CallScope&, const LoadRequest& request) { return ReadCheckpoint(request); },
@@ -146,6 +139,10 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
                                                        .device = load.placement.device,
                                                        .timeouts = options_.rank_timeouts}));
   TANDEM_RETURN_IF_ERROR(ranks_->CheckSame("configuration", options_.configuration));
+  std::vector<int> everyone(static_cast<size_t>(ranks_->size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  save_ranks_ = ranks_->world()->Split("checkpoints", {everyone},
+                                       {.device = at::kCPU, .timeout = ranks::kNoTimeLimit});
   strategy_ = std::move(strategy);
   if (strategy_ == nullptr) {
     auto created = parallel::CreateStrategy(options_.strategy, ranks_->world());
@@ -216,7 +213,62 @@ void TrainingCore::Shutdown() {
       thread_.Post([this] { ranks_->AnnounceEnd(); }).IgnoreError();  // the queue has room for it
     }
     thread_.Shutdown();
+    writer_.Shutdown();
   });
+}
+
+absl::StatusOr<checkpoint::Saved> TrainingCore::SaveCheckpoint(const CallScope& call,
+                                                               const SaveRequest& request) {
+  if (const auto joined = writer_.Join(call, request); joined.has_value()) return *joined;
+  TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<CheckpointWriter::Save> save,
+                          writer_.Reserve(call));
+  absl::StatusOr<checkpoint::Saved> saved = save_checkpoint_(call, request);
+  if (!saved.ok() || !saved->pending) {
+    writer_.Release(save);
+    return saved;
+  }
+  return request.in_background ? saved : writer_.Wait(call, *save);
+}
+
+absl::StatusOr<checkpoint::Saved> TrainingCore::StartCheckpoint(const SaveRequest& request) {
+  if (request.expected_version.has_value()) {
+    TANDEM_RETURN_IF_ERROR(CheckExpectedVersion(state_, *request.expected_version));
+  }
+  const SteadyTime begun = SteadyTime::Now();
+  // LoadBaseModel reads them again.
+  std::vector<std::string> in_use = {options_.model};
+  if (companion_ != nullptr) in_use.push_back(companion_->initial_directory());
+  TANDEM_ASSIGN_OR_RETURN(
+      StartedSave started,
+      StartSave({request.directory, request.root}, request.name, request.keep,
+                {.strategy = *strategy_, .state = state_, .companion = companion_},
+                options_.checkpoint_snapshot ? &save_copies_ : nullptr, in_use));
+  const auto done = [this, changes = changes_.load()](const CheckpointReport& report) {
+    if (report.saved.ok()) saved_changes_ = changes;
+    if (options_.on_checkpoint && ranks_->leads()) options_.on_checkpoint(report);
+  };
+  if (!options_.checkpoint_snapshot) {
+    CheckpointReport report = {.saved = std::move(started).Finish(*strategy_->ranks().patient())};
+    report.held_seconds = SecondsSince(begun);
+    done(report);
+    return report.saved;
+  }
+  const std::string path = started.path();
+  TANDEM_RETURN_IF_ERROR(writer_.Start(
+      request, std::move(started), save_ranks_,
+      [done, held = SecondsSince(begun),
+       copied = SteadyTime::Now()](const absl::StatusOr<checkpoint::Saved>& saved) {
+        done({.saved = saved, .held_seconds = held, .written_seconds = SecondsSince(copied)});
+      }));
+  return checkpoint::Saved{.path = path, .pending = true};
+}
+
+absl::Status TrainingCore::WithoutSaves(const CallScope& call,
+                                        absl::FunctionRef<absl::Status()> body) {
+  TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<CheckpointWriter::Save> reserved,
+                          writer_.Reserve(call));
+  const absl::Cleanup release = [&] { writer_.Release(reserved); };
+  return body();
 }
 
 absl::Status TrainingCore::PrepareWeights() {
@@ -253,8 +305,12 @@ WeightsVersion TrainingCore::weights() const {
 absl::Status TrainingCore::Health() {
   // What runs here may wait for the disk of another rank.
   const int64_t progress = ranks_->progress_of_others();
-  if (progress_of_others_.exchange(progress) != progress) thread_.NoteProgressOfOthers();
-  return thread_.Health();
+  if (progress_of_others_.exchange(progress) != progress) {
+    thread_.NoteProgressOfOthers();
+    writer_.NoteProgressOfOthers();
+  }
+  TANDEM_RETURN_IF_ERROR(thread_.Health());
+  return writer_.Health();
 }
 
 EngineInfo TrainingCore::Info() const {
@@ -302,7 +358,7 @@ absl::StatusOr<StepResult> TrainingCore::Step(
     return StepResult{.report = *std::move(stored), .replayed = true};
   }
   // A shutdown during the step must save the step.
-  absl::Cleanup restore = [this, before = unsaved_.exchange(true)] { unsaved_ = before; };
+  absl::Cleanup restore = [this, before = changes_++] { changes_ = before; };
   StepReport report{.run_id = identity.run_id, .step = identity.step};
   report.weights.version = state_.version;
   const absl::StatusOr<std::vector<UpdateGradients>> updates = prepare(report);
@@ -694,7 +750,7 @@ absl::Status TrainingCore::Replace(absl::string_view source,
   state_ = std::move(state);
   broken_ = absl::OkStatus();
   digest_known_ = false;
-  unsaved_ = false;
+  saved_changes_ = changes_.load();
   TANDEM_RETURN_IF_ERROR(PrepareWeights());
   return PrepareDigest();
 }

@@ -34,6 +34,7 @@
 #include "common/steps/micro_batches.h"
 #include "common/steps/sequence_check.h"
 #include "common/tensor/aten/catch_torch_errors.h"
+#include "services/training_core/checkpoint_writer.h"
 #include "services/training_core/companion.h"
 #include "services/training_core/engine.h"
 #include "services/training_core/memory_settings.h"
@@ -69,15 +70,15 @@ class TrainingCore {
   // As in training::Engine.
   EngineInfo Info() const;
   absl::Status Health();
-  bool unsaved() const { return unsaved_; }
+  bool unsaved() const { return changes_ != saved_changes_; }
   absl::StatusOr<checkpoint::Saved> SaveCheckpoint(const CallScope& call,
-                                                   const SaveRequest& request) {
-    return save_checkpoint_(call, request);
-  }
+                                                   const SaveRequest& request);
   absl::Status LoadCheckpoint(const CallScope& call, const LoadRequest& request) {
-    return load_checkpoint_(call, request);
+    return WithoutSaves(call, [&] { return load_checkpoint_(call, request); });
   }
-  absl::Status LoadBaseModel(const CallScope& call) { return load_base_model_(call, {}); }
+  absl::Status LoadBaseModel(const CallScope& call) {
+    return WithoutSaves(call, [&] { return load_base_model_(call, {}); });
+  }
   absl::Status ExportModel(const CallScope& call, const ConfinedPath& path, DType dtype) {
     return export_model_(call, {.path = path.path, .root = path.root, .dtype = dtype});
   }
@@ -233,6 +234,10 @@ class TrainingCore {
     return result.status();
   }
   void AddCommands();
+  // Runs `body` while no checkpoint is being written.
+  absl::Status WithoutSaves(const CallScope& call, absl::FunctionRef<absl::Status()> body);
+  // The command of SaveCheckpoint, which starts the save or, without checkpoint_snapshot, makes it.
+  absl::StatusOr<checkpoint::Saved> StartCheckpoint(const SaveRequest& request);
   absl::Status ReadCheckpoint(const LoadRequest& request);
   absl::Status ReadBaseModel();
   absl::Status PrepareWeights();
@@ -326,12 +331,16 @@ class TrainingCore {
   bool digest_known_ = false;  // of the weights
   TensorSums frozen_sums_;     // see ParametersDigest
   absl::Status broken_;        // why the weights cannot be used; OK: they can
-  std::atomic<bool> unsaved_ = false;
+  // Number of changes of the state, and of those that a checkpoint or a load covers.
+  std::atomic<int64_t> changes_ = 0, saved_changes_ = 0;
   std::atomic<int64_t> micro_batches_ = 0, micro_batches_done_ = 0;  // of the pass that runs
 
   mutable std::mutex info_mutex_;
   EngineInfo info_;
 
+  TensorCopies save_copies_;                         // what the writer writes
+  std::shared_ptr<ranks::Communicator> save_ranks_;  // where the ranks' writers meet
+  CheckpointWriter writer_;
   EngineThread thread_;                          // uses everything above
   std::atomic<int64_t> progress_of_others_ = 0;  // as Health saw it last
   bool started_ = false;

@@ -7,7 +7,9 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -48,6 +50,15 @@ class FailingStrategy final : public parallel::SingleStrategy {
     if (std::exchange(fail_load, false)) throw std::runtime_error("while loading");
     return SingleStrategy::LoadParameters(parameters);
   }
+  absl::StatusOr<parallel::OptimizerWriter> CopyOptimizer(TensorCopies& copies) override {
+    absl::StatusOr<parallel::OptimizerWriter> copied = SingleStrategy::CopyOptimizer(copies);
+    if (!copied.ok() || before_write == nullptr) return copied;
+    return [before = before_write, write = *copied](const std::string& directory) {
+      const absl::Status status = before();
+      return status.ok() ? write(directory) : status;
+    };
+  }
+  std::function<absl::Status()> before_write;  // of the optimizer's copy, on the writer's thread
   bool fail_load = false;
   bool fail_before_update = false;
   bool break_off = false;
@@ -385,6 +396,158 @@ TEST_F(TrainingCoreTest, AnotherVersionThanTheExpectedOneIsNotSaved) {
   EXPECT_TRUE(core_->SaveCheckpoint({}, save).ok());
   ASSERT_TRUE(core_->LoadCheckpoint({}, {path}).ok());
   EXPECT_EQ(core_->Info().weights.version, 1);
+}
+
+// Checkpoints in the background; the writer waits until `write_` is set.
+class BackgroundSaveTest : public TrainingCoreTest {
+ protected:
+  BackgroundSaveTest() {
+    strategy_->before_write = [wait = written_, this]() {
+      wait.wait();
+      return outcome_;
+    };
+  }
+  ~BackgroundSaveTest() override {
+    Write();
+    core_ = nullptr;  // its writer uses the members
+  }
+
+  // Lets the writer go on, to fail with `outcome` unless it is OK.
+  void Write(absl::Status outcome = absl::OkStatus()) {
+    if (std::exchange(released_, true)) return;
+    outcome_ = std::move(outcome);
+    write_.set_value();
+  }
+  SaveRequest Request(int64_t version, bool in_background) const {
+    return {.directory = folder_ / "checkpoints",
+            .name = absl::StrCat("step_", version),
+            .expected_version = version,
+            .in_background = in_background};
+  }
+  bool Exists(int64_t version) const {
+    return std::filesystem::exists(folder_ / absl::StrCat("checkpoints/step_", version));
+  }
+
+  std::promise<void> write_;
+  std::shared_future<void> written_ = write_.get_future().share();
+  absl::Status outcome_;
+  bool released_ = false;
+};
+
+TEST_F(BackgroundSaveTest, StepsRunWhileACheckpointIsWritten) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const WeightsVersion saved_weights = core_->Info().weights;
+  const auto begun = core_->SaveCheckpoint({}, Request(1, true));
+  ASSERT_TRUE(begun.ok()) << begun.status();
+  EXPECT_TRUE(begun->pending);
+  // Asked again, it is the same save.
+  EXPECT_TRUE(core_->SaveCheckpoint({}, Request(1, true))->pending);
+  ASSERT_TRUE(Step(Identity(1)).ok());
+  ASSERT_TRUE(Step(Identity(2)).ok());
+  EXPECT_FALSE(Exists(1));
+  EXPECT_TRUE(core_->unsaved());
+  Write();
+  const auto saved = core_->SaveCheckpoint({}, Request(1, false));
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_FALSE(saved->pending);
+  EXPECT_EQ(saved->path, folder_ / "checkpoints/step_1");
+  EXPECT_GT(saved->bytes, 0);
+  EXPECT_TRUE(core_->unsaved());  // the steps since then
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {saved->path}).ok());
+  EXPECT_EQ(core_->Info().weights.version, saved_weights.version);
+  EXPECT_EQ(core_->Info().weights.digest, saved_weights.digest);
+  EXPECT_FALSE(Step(Identity(1)).value().replayed);
+}
+
+TEST_F(BackgroundSaveTest, NothingIsUnsavedOnceTheLastStateIsWritten) {
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(1, true)).ok());
+  EXPECT_TRUE(core_->unsaved());
+  Write();
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(1, false)).ok());
+  EXPECT_FALSE(core_->unsaved());
+  strategy_->fail_before_update = true;
+  EXPECT_FALSE(Step(Identity(1)).ok());
+  EXPECT_FALSE(core_->unsaved());
+  ASSERT_TRUE(Step(Identity(1)).ok());
+  EXPECT_TRUE(core_->unsaved());
+}
+
+TEST_F(BackgroundSaveTest, AFailureIsToldOnceAndStepsGoOn) {
+  std::vector<CheckpointReport> reports;
+  change_options = [&](TrainingOptions& options) {
+    options.on_checkpoint = [&](const CheckpointReport& report) { reports.push_back(report); };
+  };
+  const auto before = strategy_->before_write;
+  core_ = Make();
+  strategy_->before_write = before;
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(0, true)).ok());
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  const absl::Status full = absl::ResourceExhaustedError("the disk is full");
+  Write(full);
+  EXPECT_EQ(core_->SaveCheckpoint({}, Request(0, false)).status(), full);
+  EXPECT_FALSE(Exists(0));
+  ASSERT_TRUE(Step(Identity(1)).ok());
+  // Now it is a save of its own, of a version that is gone.
+  EXPECT_EQ(FieldPath(core_->SaveCheckpoint({}, Request(0, false)).status()), "expected_version");
+  outcome_ = absl::OkStatus();
+  EXPECT_TRUE(core_->SaveCheckpoint({}, Request(2, false)).ok());
+  core_ = nullptr;
+  ASSERT_EQ(reports.size(), 2u);
+  EXPECT_EQ(reports[0].saved.status(), full);
+  EXPECT_TRUE(reports[1].saved.ok());
+}
+
+TEST_F(BackgroundSaveTest, OtherSavesAndLoadsWaitForIt) {
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(0, true)).ok());
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  // Callers that do not wait for long.
+  CallScope call;
+  call.deadline = SteadyTime::Now() + absl::Milliseconds(20);
+  for (const absl::Status& status :
+       {core_->SaveCheckpoint(call, Request(1, true)).status(), core_->LoadBaseModel(call),
+        core_->LoadCheckpoint(call, {folder_ / "checkpoints/step_0"}),
+        core_->SaveCheckpoint(call, Request(0, false)).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  }
+  absl::StatusOr<checkpoint::Saved> second;
+  std::thread waits([&] { second = core_->SaveCheckpoint({}, Request(1, false)); });
+  Write();
+  waits.join();
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_TRUE(Exists(0) && Exists(1));
+  EXPECT_TRUE(core_->LoadCheckpoint({}, {folder_ / "checkpoints/step_0"}).ok());
+}
+
+TEST_F(BackgroundSaveTest, ACheckpointThatIsGoneIsWrittenAgain) {
+  Write();
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(0, true)).ok());
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(0, false)).ok());
+  std::filesystem::remove_all(folder_ / "checkpoints");
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(0, false)).ok());
+  EXPECT_TRUE(Exists(0));
+}
+
+TEST_F(BackgroundSaveTest, AShutdownFinishesIt) {
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(0, true)).ok());
+  std::thread later([&] { Write(); });
+  core_->Shutdown();
+  later.join();
+  EXPECT_TRUE(Exists(0));
+  EXPECT_EQ(core_->SaveCheckpoint({}, Request(1, true)).status().code(),
+            absl::StatusCode::kUnavailable);
+}
+
+TEST_F(TrainingCoreTest, WithoutASnapshotACheckpointIsWrittenInItsTurn) {
+  change_options = [](TrainingOptions& options) { options.checkpoint_snapshot = false; };
+  core_ = Make();
+  const auto saved = core_->SaveCheckpoint({}, {.directory = folder_ / "checkpoints",
+                                                .name = "one",
+                                                .expected_version = 0,
+                                                .in_background = true});
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_FALSE(saved->pending);
+  EXPECT_GT(saved->bytes, 0);
 }
 
 TEST_F(TrainingCoreTest, AfterAnUpdateThatBrokeOffOnlyACheckpointHelps) {

@@ -139,6 +139,8 @@ PAIR_KEYS = (
     "logps/rejected",
     "loss/chosen_nll",
 )
+# The keys that `checkpoint.upload` adds.
+UPLOAD_KEYS = ("checkpoint/uploads", "checkpoint/upload_failures")
 # Keys of whole numbers, which a trainer reports as floating-point numbers.
 COUNT_KEYS = frozenset(
     {
@@ -174,6 +176,7 @@ CLOCK_KEYS = frozenset(
         "idle/rollout",
         "idle/trainer",
         "time/wait_seconds",
+        *UPLOAD_KEYS,
     }
 )
 
@@ -187,7 +190,7 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     distillation/divergence/<name>.
     """
     keys = KEYS
-    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS, PAIR_KEYS):
+    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS, PAIR_KEYS, UPLOAD_KEYS):
         keys += further if any(key in values for key in further) else ()
     added = ("reward/", "router/", "critic/router_", "speculator/", "distillation/divergence/")
     # In alphabetical order: a report is a map, whose order no two processes share.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import xxhash
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -98,6 +99,9 @@ class FakeWorld:
             "reference": lambda token: -1.5,
         }
         self.on_save = lambda context: None  # called by every SaveCheckpoint of the trainer
+        self.writes_beside = False  # whether the trainer writes checkpoints beside other calls
+        self.being_written = {}  # versions by path
+        self.on_write = lambda context: None  # called before such a checkpoint is on disk
         self.unsaved = False  # whether the trainer holds updates that no checkpoint has
         self.loads = []  # path of every LoadCheckpoint, "" for the base model
         self.optimizer = None  # the trainer's OptimizerInfo
@@ -347,15 +351,23 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ExportModelResponse(path=request.path)
 
     def SaveCheckpoint(self, request, context):
-        self.world.on_save(context)
-        if request.expected_version != self.world.version:
-            status = error_status(9, "stale", reason="STALE_POLICY_VERSION")
-            context.abort_with_status(rpc_status.to_status(status))
         path = f"{request.directory}/{request.name}"
+        if path in self.world.being_written and not request.in_background:
+            version = self.world.being_written.pop(path)
+            self.world.on_write(context)
+        else:
+            self.world.on_save(context)
+            version = self.world.version
+            if request.expected_version != version:
+                status = error_status(9, "stale", reason="STALE_POLICY_VERSION")
+                context.abort_with_status(rpc_status.to_status(status))
+            self.world.keeps.append(request.keep)
+            if request.in_background and self.world.writes_beside:
+                self.world.being_written[path] = version
+                return trainer_pb2.SaveCheckpointResponse(path=path, pending=True)
         write_checkpoint(Path(path))
-        self.world.saved[path] = self.world.version
-        self.world.unsaved = False
-        self.world.keeps.append(request.keep)
+        self.world.saved[path] = version
+        self.world.unsaved = self.world.version != version
         return trainer_pb2.SaveCheckpointResponse(path=path)
 
     def LoadCheckpoint(self, request, context):
@@ -425,10 +437,13 @@ def write_checkpoint(path, name=None):
     for file in files:
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         (path / file).write_text("{}")
+    digest = xxhash.xxh3_128_hexdigest(b"{}")
     manifest = {
+        "format": "tandem-checkpoint",
         "kind": "trainer",
+        "step": 0,
         "name": path.name if name is None else name,
-        "files": [{"name": file, "bytes": 2, "xxh3_128": ""} for file in files],
+        "files": [{"name": file, "bytes": 2, "xxh3_128": digest} for file in files],
     }
     (path / "manifest.json").write_text(json.dumps(manifest))
 

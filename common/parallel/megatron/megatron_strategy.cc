@@ -347,6 +347,10 @@ absl::Status MegatronStrategy::SaveOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
 }
 
+absl::StatusOr<OptimizerWriter> MegatronStrategy::CopyOptimizer(TensorCopies& copies) {
+  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(copies); });
+}
+
 absl::Status MegatronStrategy::LoadOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot load the optimizer", [&] { return optimizer_->Load(directory); });
 }

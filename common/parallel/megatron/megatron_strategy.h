@@ -72,6 +72,7 @@ class MegatronStrategy : public Strategy {
   absl::Status ResetOptimizer() override;
   std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;
   absl::Status SaveOptimizer(const std::string& directory) override;
+  absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
 
  private:

@@ -384,4 +384,23 @@ absl::StatusOr<MemoryPlan> TrainingMemory(const StrategyOptions& options, const 
   return result;
 }
 
+absl::StatusOr<int64_t> CheckpointCopyBytes(const StrategyOptions& options,
+                                            const TrainedModel& model, const MemoryPlan& plan,
+                                            int64_t ranks) {
+  TANDEM_ASSIGN_OR_RETURN(const ShardedModel whole, Sharded(model, 0, 1));
+  int64_t all = 0, trained = 0;
+  for (const BlockSize& block : whole.blocks) {
+    all += block.all;
+    trained += block.trained;
+  }
+  // With adapters rank 0 writes all that trains. A single process copies nothing that is frozen.
+  const bool only_trained = options.name == "single" || model.lora.enabled();
+  int64_t bytes = (only_trained ? trained : (all + ranks - 1) / ranks) * kFloatBytes;
+  for (const MemoryPlan::Item& item : plan.items) {
+    if (item.name == "optimizer") bytes += item.bytes;
+    if (item.name == "optimizer_and_masters") bytes += item.bytes / 3 * 2;
+  }
+  return bytes;
+}
+
 }  // namespace tandem::parallel

@@ -47,6 +47,12 @@ struct TrainedModel {
 absl::StatusOr<MemoryPlan> TrainingMemory(const StrategyOptions& options, const TrainedModel& model,
                                           int64_t tokens, int64_t rank, int64_t ranks);
 
+// Returns the bytes that one rank copies of its state to write a checkpoint beside the next steps:
+// what it writes of the weights, and its moments. `plan` is that of TrainingMemory.
+absl::StatusOr<int64_t> CheckpointCopyBytes(const StrategyOptions& options,
+                                            const TrainedModel& model, const MemoryPlan& plan,
+                                            int64_t ranks);
+
 }  // namespace tandem::parallel
 
 #endif  // TANDEM_COMMON_PARALLEL_MEMORY_TRAINING_MEMORY_H_

@@ -400,5 +400,28 @@ TEST(TrainingMemoryPlanTest, BadFreezePatternsAndFamiliesAreRefused) {
             absl::StatusCode::kUnimplemented);
 }
 
+// Weights and two moments, float32, of what a rank writes.
+TEST(CheckpointCopyTest, IsTwelveBytesForEachTrainedValueDividedAmongTheRanks) {
+  const ModelConfig config = Config();
+  const auto copied = [&](const StrategyOptions& options, const TrainedModel& model,
+                          int64_t ranks) {
+    const MemoryPlan plan = TrainingMemory(options, model, kTokens, 0, ranks).value();
+    return CheckpointCopyBytes(options, model, plan, ranks).value();
+  };
+  const TrainedModel model = {.config = config};
+  const int64_t values =
+      Items(TrainingMemory(Single(), model, kTokens, 0, 1)).at("weights") / sizeof(float);
+  EXPECT_EQ(copied(Single(), model, 1), 12 * values);
+  // Shards of blocks are rounded up.
+  EXPECT_NEAR(copied(Zero(ZeroOfStage(3)), model, 4), 3 * values, 100);
+  const TrainedModel frozen = {.config = config, .freeze = {"model.embed_tokens.*"}};
+  const int64_t embedding = 512 * 64;
+  EXPECT_EQ(copied(Single(), frozen, 1), 12 * (values - embedding));
+  // Every rank writes its part of what is frozen, too.
+  EXPECT_NEAR(copied(Zero(ZeroOfStage(3)), frozen, 4), 3 * values - 2 * embedding, 600);
+  const TrainedModel all_frozen = {.config = config, .freeze_all = true};
+  EXPECT_EQ(copied(Single(), all_frozen, 1), 0);
+}
+
 }  // namespace
 }  // namespace tandem::parallel

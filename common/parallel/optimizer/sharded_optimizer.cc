@@ -14,6 +14,7 @@
 #include "common/parallel/optimizer/shard_plan.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten/catch_torch_errors.h"
+#include "common/tensor/aten/tensor_copies.h"
 
 namespace tandem::parallel {
 
@@ -136,7 +137,7 @@ void ShardedOptimizer::OnValuesReplaced() {
   }
 }
 
-absl::Status ShardedOptimizer::Save(const std::string& directory) const {
+std::pair<std::vector<ParameterRange>, NamedTensors> ShardedOptimizer::CountedState() const {
   std::vector<ParameterRange> ranges;
   std::set<std::string> left_out;
   for (const OptimizerShard& shard : shards_) {
@@ -149,8 +150,26 @@ absl::Status ShardedOptimizer::Save(const std::string& directory) const {
   NamedTensors state = optimizer_->State();
   std::erase_if(
       state, [&](const auto& tensor) { return left_out.contains(ParameterOfState(tensor.first)); });
+  return {std::move(ranges), std::move(state)};
+}
+
+absl::Status ShardedOptimizer::Save(const std::string& directory) const {
+  const auto [ranges, state] = CountedState();
   return ranks::Agree(*ranks_->patient(), WriteOptimizerState(directory, ranks_->rank(),
                                                               ranks_->size(), ranges, state));
+}
+
+absl::StatusOr<OptimizerWriter> ShardedOptimizer::Copy(TensorCopies& copies) const {
+  auto [ranges, state] = CountedState();
+  NamedTensors copied;
+  for (const auto& [name, tensor] : state) {
+    TANDEM_ASSIGN_OR_RETURN(at::Tensor copy, copies.Add(tensor));
+    copied.emplace_back(name, std::move(copy));
+  }
+  return [rank = ranks_->rank(), size = ranks_->size(), ranges = std::move(ranges),
+          copied = std::move(copied)](const std::string& directory) {
+    return WriteOptimizerState(directory, rank, size, ranges, copied);
+  };
 }
 
 absl::Status ShardedOptimizer::Load(const std::string& directory) {

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -69,8 +70,9 @@ class ShardedOptimizer {
   // Must be called after the shards' values were replaced by others than Step's.
   void OnValuesReplaced();
 
-  // As Strategy::SaveOptimizer and LoadOptimizer.
+  // As Strategy::SaveOptimizer, CopyOptimizer and LoadOptimizer.
   absl::Status Save(const std::string& directory) const;
+  absl::StatusOr<OptimizerWriter> Copy(TensorCopies& copies) const;
   absl::Status Load(const std::string& directory);
 
  private:
@@ -78,6 +80,8 @@ class ShardedOptimizer {
                    std::vector<std::string> trained, std::shared_ptr<ranks::Communicator> ranks,
                    bool on_cpu);
   double GradientNorm() const;
+  // Returns the ranges and the state that this rank writes into checkpoints.
+  std::pair<std::vector<ParameterRange>, NamedTensors> CountedState() const;
   void Update(double learning_rate, const OptimizerOptions& options);
 
   const OptimizerOptions options_;

@@ -384,6 +384,10 @@ absl::Status ZeroStrategy::SaveOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
 }
 
+absl::StatusOr<OptimizerWriter> ZeroStrategy::CopyOptimizer(TensorCopies& copies) {
+  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(copies); });
+}
+
 absl::Status ZeroStrategy::LoadOptimizer(const std::string& directory) {
   return CatchTorchErrors("cannot load the optimizer", [&] { return optimizer_->Load(directory); });
 }

@@ -53,6 +53,7 @@ class ZeroStrategy : public Strategy {
   at::Tensor HeldValues(const Parameter& parameter) const override;
   at::Tensor PartOf(const at::Tensor& whole, const Parameter& parameter) const override;
   absl::Status SaveOptimizer(const std::string& directory) override;
+  absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies) override;
   absl::Status LoadOptimizer(const std::string& directory) override;
 
  protected:

@@ -179,16 +179,21 @@ inline constexpr MetricSpec kTrainSteps{
     {"result"}};
 inline constexpr MetricSpec kOptimizerSteps{MetricType::kGauge, "tandem_optimizer_steps",
                                             "Optimizer updates applied so far."};
-inline constexpr MetricSpec kStepSeconds{MetricType::kHistogram,
-                                         "tandem_step_seconds",
-                                         "Time of a step, by phase (train, publish, save, load, "
-                                         "export, evaluate).",
-                                         {"phase"}};
+inline constexpr MetricSpec kStepSeconds{
+    MetricType::kHistogram,
+    "tandem_step_seconds",
+    "Time of a step, by phase (train, publish, save, load, "
+    "export, evaluate; write: of a checkpoint, beside others).",
+    {"phase"}};
 inline constexpr MetricSpec kTrainedTokens{MetricType::kCounter, "tandem_trained_tokens_total",
                                            "Response tokens of applied train steps."};
 inline constexpr MetricSpec kDroppedSamples{
     MetricType::kCounter, "tandem_dropped_samples_total",
     "Samples left out of their train step because they were too old (stale_samples)."};
+inline constexpr MetricSpec kCheckpoints{MetricType::kCounter,
+                                         "tandem_checkpoints_total",
+                                         "Checkpoints, by result (ok, failed).",
+                                         {"result"}};
 inline constexpr MetricSpec kCheckpointBytes{MetricType::kGauge, "tandem_checkpoint_bytes",
                                              "Size of the last checkpoint."};
 inline constexpr MetricSpec kCheckpointTime{

@@ -43,7 +43,9 @@ std::vector<rpc::NamedService> CriticApp::services() {
 }
 
 absl::Status CriticApp::Load() {
-  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(ToEngineOptions(config_, environment_)));
+  EngineOptions options = ToEngineOptions(config_, environment_);
+  options.on_checkpoint = [this](const auto& report) { service_.OnCheckpoint(report); };
+  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options));
   service_.SetEngine(engine_.get());
   return absl::OkStatus();
 }

@@ -33,6 +33,8 @@ class CriticService final : public CriticCallbacks {
     engine_ = engine;
     training_.SetEngine(engine);
   }
+  // Logs and counts a checkpoint. Thread-safe.
+  void OnCheckpoint(const training::CheckpointReport& report) { training_.OnCheckpoint(report); }
   // Refreshes gauges from the engine's info.
   void UpdateMetrics() { training_.UpdateMetrics(); }
 

@@ -23,7 +23,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& conf
                               .weight_dtype = rpc::WeightType(config.compute()),
                               .on_host = config.compute().device() == "cpu",
                               .shared_prefixes = config.batch().shared_prefixes()},
-                             config.batch().micro_batch_tokens(), config.max_model_len()));
+                             config.batch().micro_batch_tokens(), config.max_model_len(),
+                             config.checkpoint_snapshot()));
   if (model.vision.has_value()) {
     plan.items.push_back({"blob_cache", config.server().blob_cache_bytes()});
   }

@@ -76,7 +76,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                               .weight_dtype = rpc::WeightType(config.compute()),
                               .on_host = on_host,
                               .shared_prefixes = config.batch().shared_prefixes()},
-                             config.batch().micro_batch_tokens(), config.max_model_len()));
+                             config.batch().micro_batch_tokens(), config.max_model_len(),
+                             config.checkpoint_snapshot()));
   TANDEM_RETURN_IF_ERROR(
       AddFrozenModel("reference", "reference_model", config.reference_model(), config, plan));
   TANDEM_RETURN_IF_ERROR(

@@ -66,8 +66,9 @@ absl::Status TrainerApp::Load() {
     critic = MakeCriticConnection(
         rpc::MakeChannel(config_.critic_address(), rpc::ToChannelOptions(config_.server())));
   }
-  TANDEM_ASSIGN_OR_RETURN(
-      engine_, create_engine_(ToEngineOptions(config_, environment_), std::move(critic)));
+  EngineOptions options = ToEngineOptions(config_, environment_);
+  options.on_checkpoint = [this](const auto& report) { service_.OnCheckpoint(report); };
+  TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options, std::move(critic)));
   service_.SetEngine(engine_.get());
   return absl::OkStatus();
 }

@@ -53,6 +53,8 @@ class TrainerService final : public TrainerCallbacks {
   }
   // Ends WatchSteps streams, which would otherwise keep a draining server waiting.
   void Drain() { watchers_.Close(absl::UnavailableError("the server is draining")); }
+  // Logs and counts a checkpoint. Thread-safe.
+  void OnCheckpoint(const training::CheckpointReport& report) { training_.OnCheckpoint(report); }
   // Refreshes gauges from the engine's info.
   void UpdateMetrics() { training_.UpdateMetrics(); }
 

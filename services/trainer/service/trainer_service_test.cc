@@ -281,6 +281,23 @@ TEST_F(TrainerServerTest, ServerInfoDoesNotWaitForARunningStep) {
   step.join();
 }
 
+TEST_F(TrainerServerTest, CheckpointsAreCounted) {
+  const auto text = [&] { return server_.metrics().Text(); };
+  EXPECT_THAT(text(), HasSubstr("tandem_checkpoints_total{result=\"failed\"} 0"));
+  training::CheckpointReport report = {.saved = absl::ResourceExhaustedError("the disk is full"),
+                                       .held_seconds = 0.5};
+  app().service().OnCheckpoint(report);
+  EXPECT_THAT(text(), HasSubstr("tandem_checkpoints_total{result=\"failed\"} 1"));
+  EXPECT_THAT(text(), HasSubstr("tandem_checkpoint_timestamp_seconds 0"));
+  report.saved = checkpoint::Saved{.path = "/ckpt/step_000001", .bytes = 1234};
+  report.written_seconds = 3;
+  app().service().OnCheckpoint(report);
+  EXPECT_THAT(text(), HasSubstr("tandem_checkpoints_total{result=\"ok\"} 1"));
+  EXPECT_THAT(text(), HasSubstr("tandem_checkpoint_bytes 1234"));
+  EXPECT_THAT(text(), HasSubstr("tandem_step_seconds_sum{phase=\"save\"} 1"));
+  EXPECT_THAT(text(), HasSubstr("tandem_step_seconds_sum{phase=\"write\"} 3"));
+}
+
 TEST_F(TrainerServerTest, CheckpointsAreSavedAndLoaded) {
   v1::SaveCheckpointRequest save;
   save.set_directory("/ckpt");
@@ -289,8 +306,14 @@ TEST_F(TrainerServerTest, CheckpointsAreSavedAndLoaded) {
   const auto saved = Call<v1::SaveCheckpointResponse>(&Stub::SaveCheckpoint, save);
   ASSERT_TRUE(saved.ok()) << saved.status();
   EXPECT_EQ(saved->path(), "/ckpt/step_000001");
+  EXPECT_FALSE(saved->pending());
   EXPECT_EQ(saved->bytes(), 1234);
-  EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_checkpoint_bytes 1234"));
+  save.set_in_background(true);
+  EXPECT_TRUE(Call<v1::SaveCheckpointResponse>(&Stub::SaveCheckpoint, save)->pending());
+  save.clear_expected_version();
+  EXPECT_EQ(FieldPath(Call<v1::SaveCheckpointResponse>(&Stub::SaveCheckpoint, save).status()),
+            "in_background");
+  save.set_in_background(false);
   save.set_expected_version(1);
   EXPECT_EQ(FieldPath(Call<v1::SaveCheckpointResponse>(&Stub::SaveCheckpoint, save).status()),
             "expected_version");

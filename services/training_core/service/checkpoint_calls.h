@@ -52,13 +52,12 @@ inline absl::StatusOr<OptimizerState> ToOptimizerState(types::v1::OptimizerState
   }
 }
 
-// The calls below check the request first, its path against `roots`, and record their time in
-// tandem_step_seconds.
+// The calls below check the request first, its path against `roots`. Loads and exports record their
+// time in tandem_step_seconds; of saves TrainingService::OnCheckpoint does.
 
 template <typename Response, typename Request>
 absl::StatusOr<Response> SaveCheckpoint(Engine& engine, const PathRoots& roots,
-                                        rpc::Metrics& metrics, const Request& request,
-                                        const CallScope& call) {
+                                        const Request& request, const CallScope& call) {
   TANDEM_ASSIGN_OR_RETURN(const ConfinedPath directory,
                           roots.Confine("directory", request.directory()));
   TANDEM_RETURN_IF_ERROR(checkpoint::CheckName(request.name()));
@@ -67,14 +66,15 @@ absl::StatusOr<Response> SaveCheckpoint(Engine& engine, const PathRoots& roots,
                       .name = request.name(),
                       .keep = request.keep(),
                       .expected_version = std::nullopt,
-                      .root = directory.root};
+                      .root = directory.root,
+                      .in_background = request.in_background()};
   if (request.has_expected_version()) save.expected_version = request.expected_version();
-  const rpc::PhaseTimer timer(metrics, "save");
+  if (save.in_background && !save.expected_version.has_value()) {
+    return InvalidField("in_background", "needs expected_version");
+  }
   TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved saved, engine.SaveCheckpoint(call, save));
-  metrics.Gauge(rpc::metric::kCheckpointTime).SetToCurrentTime();
-  metrics.Gauge(rpc::metric::kCheckpointBytes).Set(static_cast<double>(saved.bytes));
-  Log(LogLevel::kInfo, "checkpoint_saved", {{"path", saved.path}, {"bytes", saved.bytes}});
   Response response;
+  response.set_pending(saved.pending);
   response.set_path(saved.path);
   response.set_bytes(saved.bytes);
   return response;

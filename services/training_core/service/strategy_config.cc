@@ -46,7 +46,8 @@ ranks::RankTimeouts ToRankTimeouts(const config::v1::StrategyOptions& config) {
 
 absl::StatusOr<MemoryPlan> PlanTraining(const config::v1::StrategyOptions& config,
                                         const parallel::TrainedModel& model,
-                                        int64_t micro_batch_tokens, int64_t max_model_len) {
+                                        int64_t micro_batch_tokens, int64_t max_model_len,
+                                        bool checkpoint_snapshot) {
   TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
   const int64_t ranks = environment.world_size;
   const parallel::StrategyOptions options = ToStrategyOptions(config);
@@ -58,6 +59,13 @@ absl::StatusOr<MemoryPlan> PlanTraining(const config::v1::StrategyOptions& confi
   const int64_t tokens = std::max(micro_batch_tokens, model.config.LongestSequence(max_model_len));
   TANDEM_ASSIGN_OR_RETURN(
       MemoryPlan plan, parallel::TrainingMemory(options, model, tokens, environment.rank, ranks));
+  if (checkpoint_snapshot) {
+    TANDEM_ASSIGN_OR_RETURN(const int64_t bytes,
+                            parallel::CheckpointCopyBytes(options, model, plan, ranks));
+    if (bytes > 0)
+      plan.items.push_back({"checkpoint_snapshot", bytes, /*on_host=*/true,
+                            "for checkpoints that are written beside the next steps"});
+  }
   // GCC 12 sees wrong bounds in the assignment of the array.
   plan.remedy = std::string(kMemorySettings);
   return plan;

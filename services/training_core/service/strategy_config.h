@@ -18,11 +18,12 @@ ranks::RankTimeouts ToRankTimeouts(const config::v1::StrategyOptions& config);
 
 // Returns the memory that this rank needs to train `model`, in micro-batches of
 // `micro_batch_tokens` tokens; a sequence of `max_model_len` tokens that is longer has a
-// micro-batch of its own. Errors name a field of "strategy" where the ranks or the model do not fit
-// the layout, or "freeze".
+// micro-batch of its own. `checkpoint_snapshot` is the server's setting. Errors name a field of
+// "strategy" where the ranks or the model do not fit the layout, or "freeze".
 absl::StatusOr<MemoryPlan> PlanTraining(const config::v1::StrategyOptions& config,
                                         const parallel::TrainedModel& model,
-                                        int64_t micro_batch_tokens, int64_t max_model_len);
+                                        int64_t micro_batch_tokens, int64_t max_model_len,
+                                        bool checkpoint_snapshot);
 
 }  // namespace tandem::training
 

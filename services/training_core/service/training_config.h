@@ -28,6 +28,7 @@ void SetTrainingOptions(const Config& config, const RankEnvironment& environment
   options->lora = rpc::ToLoraOptions(config.lora());
   options->router_losses = {.load_balancing = config.router_aux_loss_coef(),
                             .z = config.router_z_loss_coef()};
+  options->checkpoint_snapshot = config.checkpoint_snapshot();
   options->compute = rpc::ToComputeOptions(config.compute());
   options->compute.local_rank = environment.local_rank;
   options->compute.local_world_size = environment.local_world_size;

@@ -23,6 +23,7 @@ TrainingService::TrainingService(const ServiceOptions& options, const rpc::Serve
     metrics_.Counter(rpc::metric::kTrainSteps, {result});
   }
   metrics_.Counter(rpc::metric::kTrainedTokens);
+  for (const char* result : {"ok", "failed"}) metrics_.Counter(rpc::metric::kCheckpoints, {result});
   metrics_.Gauge(rpc::metric::kCheckpointTime);
   metrics_.Gauge(rpc::metric::kCheckpointBytes);
   metrics_.Gauge(rpc::metric::kLastProgress);
@@ -46,6 +47,25 @@ void TrainingService::UpdateMetrics() {
   metrics_.Gauge(rpc::metric::kWeightsVersion).Set(static_cast<double>(info.weights.version));
   metrics_.Gauge(rpc::metric::kOptimizerSteps).Set(static_cast<double>(info.optimizer_steps));
   rpc::UpdateBlobMetrics(blobs_, metrics_);
+}
+
+void TrainingService::OnCheckpoint(const CheckpointReport& report) {
+  metrics_.Histogram(rpc::metric::kStepSeconds, {"save"}).Observe(report.held_seconds);
+  if (report.written_seconds > 0) {
+    metrics_.Histogram(rpc::metric::kStepSeconds, {"write"}).Observe(report.written_seconds);
+  }
+  metrics_.Counter(rpc::metric::kCheckpoints, {report.saved.ok() ? "ok" : "failed"}).Increment();
+  if (!report.saved.ok()) {
+    Log(LogLevel::kError, "checkpoint_failed", {{"error", report.saved.status().ToString()}});
+    return;
+  }
+  metrics_.Gauge(rpc::metric::kCheckpointTime).SetToCurrentTime();
+  metrics_.Gauge(rpc::metric::kCheckpointBytes).Set(static_cast<double>(report.saved->bytes));
+  Log(LogLevel::kInfo, "checkpoint_saved",
+      {{"path", report.saved->path},
+       {"bytes", report.saved->bytes},
+       {"held_seconds", report.held_seconds},
+       {"written_seconds", report.written_seconds}});
 }
 
 absl::StatusOr<StepResult> TrainingService::RunStep(
@@ -99,9 +119,7 @@ void ShutDownEngine(Engine& engine, const std::string& directory) {
   if (!directory.empty() && engine.unsaved()) {
     const absl::StatusOr<checkpoint::Saved> saved =
         engine.SaveCheckpoint({}, {.directory = directory, .name = "shutdown"});
-    if (saved.ok()) {
-      Log(LogLevel::kInfo, "checkpoint_saved", {{"path", saved->path}, {"bytes", saved->bytes}});
-    } else {
+    if (!saved.ok()) {
       Log(LogLevel::kError, "shutdown_checkpoint_failed",
           {{"directory", directory}, {"error", saved.status().ToString()}});
     }

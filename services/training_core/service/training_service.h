@@ -56,6 +56,9 @@ class TrainingService {
   // Refreshes gauges from the engine's info.
   void UpdateMetrics();
 
+  // Logs a checkpoint, and updates metrics. Thread-safe.
+  void OnCheckpoint(const CheckpointReport& report);
+
   // Runs a step, logs it, and updates counters and the gauges of its report. `num_tokens` returns
   // the number of response tokens that were trained.
   absl::StatusOr<StepResult> RunStep(const StepIdentity& identity,
@@ -68,7 +71,7 @@ class TrainingService {
                                        grpc::ByteBuffer* response) {
     return rpc::HandleUnary<Request, Response>(
         executor_, context, request, response, [this](const auto& request, const auto& call) {
-          return SaveCheckpoint<Response>(*engine_, runtime_.path_roots, metrics_, request, call);
+          return SaveCheckpoint<Response>(*engine_, runtime_.path_roots, request, call);
         });
   }
   template <typename Request, typename Response>

@@ -11,7 +11,7 @@ import sys
 import harness
 import numpy as np
 import pytest
-from harness import metrics_without_clock, restart, run_on
+from harness import metrics_without_clock, restart, run_on, wait_until
 from tandem.errors import ConfigError, FailedPreconditionError, TandemError, UnsavedUpdatesError
 from tandem.evaluation import evaluate
 from tandem.models.tokenizer import TextCodec
@@ -75,6 +75,8 @@ def test_a_server_that_restarts_ends_a_ppo_run_which_resumes_to_the_same_bits(
 
         def on_step(line):
             if line["step"] == 3:
+                # The checkpoint before is written beside this step; a kill would cost it.
+                wait_until((tmp_path / "run" / "run" / "state.json").exists)
                 restart(getattr(running, role))
 
         says = rf"the {role} at .* not the run's version [34]"

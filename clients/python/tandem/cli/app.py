@@ -24,6 +24,7 @@ from tandem.cli.commands import (  # noqa: F401
     serve_tinker,
     model,
     export,
+    checkpoint,
     view,
     recording,
     certs,

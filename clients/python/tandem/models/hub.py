@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.errors import ConfigError
+from tandem.stores.manifest import MANIFEST, TRAINING_STATE
+from tandem.stores.store import Store, is_url
+from tandem.stores.transfers import fetch, matching
 
 # The files that a server and the tokenizer read; repositories often hold the weights in other
 # formats too.
@@ -22,12 +25,14 @@ _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 # Files of those patterns that nobody reads: folders of other formats (original/, onnx/), the same
 # weights under the names of another program, adapters.
 _UNREAD_FILES = ("*/*", "consolidated*", "adapter_*")
+# The same in a checkpoint at a URL: what only training reads.
+_UNREAD_STORED = ("optimizer*", "speculator_optimizer*", MANIFEST, TRAINING_STATE)
 # Most seconds in which the Hub says which files a data set has.
 _ANSWER_SECONDS = 20.0
 
 
 class ModelName(str):
-    """The name of a model in a settings file: a path as seen from `base`, or a name of the Hub.
+    """The name of a model in a settings file: a path as seen from `base`, a Hub name or a URL.
 
     Models are looked up when all settings are known, so that one that is overridden is not fetched.
     """
@@ -51,13 +56,17 @@ def is_snapshot(directory: Path) -> bool:
 def local_model(
     name: str, base: Path, field: str, *, weights: bool = True, revision: str | None = None
 ) -> Path:
-    """Returns the directory of a model: the path `name` as seen from `base`, or a Hub snapshot.
+    """Returns the directory of a model: the path `name` as seen from `base`, or a fetched copy.
 
     ORG/NAME names a model of the Hub unless there is a directory ORG: then it is a path. Without
     `weights` only the tokenizer and the configuration are fetched. `revision` selects a commit of
     the Hub, and changes nothing for a path. Raises ConfigError, which begins
     with `field` and hints at the command that fetches the model, for ORG/NAME that is not there.
+    A URL is fetched into the cache of stores.transfers.
     """
+    if is_url(name):
+        patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+        return fetch(Store(name, field), field, matching(patterns, _UNREAD_FILES + _UNREAD_STORED))
     path = Path(os.path.normpath(base / name))
     if path.exists() or not is_hub_name(name):
         return path

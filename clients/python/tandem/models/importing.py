@@ -29,6 +29,7 @@ from tandem.models.weights.writing import (
     stored_dtype,
     write_shards,
 )
+from tandem.stores.store import is_url
 from tandem.utils.byte_progress import ByteCount, OnBytes
 from tandem.utils.new_directory import new_directory
 from tandem.utils.text_files import json_object, read_text
@@ -295,6 +296,8 @@ def _locate(source: str) -> Path:
     for place in (spec.submodule_search_locations or []) if spec else []:
         if files := sorted(Path(place).glob("*.gguf")):
             return files[0]
+    if is_url(source):
+        return local_model(source, Path.cwd(), "SOURCE")
     if is_hub_name(source):
         directory = local_model(source, Path.cwd(), "SOURCE")
         if is_snapshot(directory) and not weight_files(directory):

@@ -160,14 +160,30 @@ class CheckpointCalls(Transport):
         A relative `directory` starts at the client's working directory. Raises
         FailedPreconditionError, with nothing written, if the server has another version than
         `expected_version`: the call is repeated when the server is lost, and a server that was
-        restarted has its initial weights.
+        restarted has its initial weights. Where start_checkpoint has begun it, this waits for its
+        end, or raises what it failed with.
         """
-        place = requests.server_path(directory)
-        request = self._messages.SaveCheckpointRequest(
-            directory=place, name=name, keep=keep, expected_version=expected_version
-        )
-        reply = await self._call("SaveCheckpoint", request)
+        reply = await self._save(directory, name, keep, expected_version=expected_version)
         return reply.path
+
+    async def start_checkpoint(
+        self, directory: str, name: str, keep: int = 0, *, expected_version: int
+    ) -> bool:
+        """Begins an atomic checkpoint, which the server writes beside the calls that follow.
+
+        Returns whether the checkpoint is still being written, then save_checkpoint with the same
+        arguments waits for its end: before that there is no checkpoint. Errors as save_checkpoint.
+        """
+        reply = await self._save(
+            directory, name, keep, expected_version=expected_version, in_background=True
+        )
+        return reply.pending
+
+    async def _save(self, directory: str, name: str, keep: int, **fields: Any) -> Any:
+        request = self._messages.SaveCheckpointRequest(
+            directory=requests.server_path(directory), name=name, keep=keep, **fields
+        )
+        return await self._call("SaveCheckpoint", request)
 
     async def load_checkpoint(
         self, path: str, *, fresh_optimizer: bool = False

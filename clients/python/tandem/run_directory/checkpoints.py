@@ -8,10 +8,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from tandem.errors import ConfigError, RunDirectoryError
+from tandem.stores.manifest import MANIFEST
 from tandem.utils.atomic_files import STATE, kind_of_run, read_json
-
-# The file that a server writes last into a checkpoint: names and digests of the others.
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -12,6 +12,7 @@ from tandem.models.hub import ModelName
 from tandem.settings.bounds import INT32_MAX
 from tandem.settings.explain import kinds_in
 from tandem.settings.paths import absolute
+from tandem.stores.store import StoreUrl, is_url
 
 
 def not_empty(value: Any) -> Any:
@@ -56,6 +57,9 @@ class Settings(BaseModel):
         extra="forbid", allow_inf_nan=False, strict=True, serialize_by_alias=True
     )
 
+    # Fields with paths of checkpoints, in whose place a URL may stand.
+    fetched: ClassVar[frozenset[str]] = frozenset()
+
     @classmethod
     def anchor(cls, values: dict[str, Any], base: Path) -> None:
         """Makes the relative paths among the section's raw values absolute, as seen from `base`."""
@@ -63,6 +67,9 @@ class Settings(BaseModel):
             value = values.get(name)
             kinds = list(kinds_in(field.annotation))
             if isinstance(value, ModelName):
+                continue
+            if isinstance(value, str) and name in cls.fetched and is_url(value):
+                values[name] = StoreUrl(value)
                 continue
             if isinstance(value, str) and value and Path in kinds and value not in kinds:
                 values[name] = absolute(value, base)

@@ -9,6 +9,8 @@ from typing import Any
 
 from tandem.models.hub import ModelName, local_model
 from tandem.settings.lanes import LANES, lane_setting
+from tandem.stores.store import StoreUrl
+from tandem.stores.transfers import fetch_checkpoint
 
 # Settings of a server that name a model, but for those in a lane's own section.
 _MODELS = ("senior_model", "model", "junior_model", "reference_model")
@@ -70,7 +72,7 @@ def anchor_server(section: dict[str, Any], base: Path) -> None:
 
 
 def find_models(values: Any, field: str, *, weights: bool) -> None:
-    """Puts the directory of its model in the place of every ModelName; fetches those of the Hub.
+    """Puts a directory in the place of every ModelName and StoreUrl; fetches what is elsewhere.
 
     `field` is where the values stand, with a dot at its end.
     """
@@ -89,6 +91,8 @@ def find_models(values: Any, field: str, *, weights: bool) -> None:
                     revision=revision if isinstance(revision, str) and revision else None,
                 )
             )
+        elif isinstance(value, StoreUrl):
+            values[key] = str(fetch_checkpoint(value, place.removesuffix(".")))
         elif isinstance(value, dict | list):
             find_models(value, place, weights=weights)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
@@ -35,6 +35,7 @@ from tandem.settings.cluster import (
 from tandem.settings.environment import EnvironmentSettings
 from tandem.settings.paths import absolute, name_model, senior_of
 from tandem.settings.teachers import DEFAULT_TOP_K, Teachers
+from tandem.stores.store import is_url
 
 # Steps of a run that names neither `steps` nor `epochs`.
 DEFAULT_STEPS = 10
@@ -95,6 +96,15 @@ def _is_start(value: Any) -> Any:
     if value is not None and not isinstance(value, str | Path):
         raise ValueError(f"must be base, served or a path, not {value!r}")
     return not_empty(value)
+
+
+def _is_store(text: str) -> str:
+    if not is_url(text):
+        raise ValueError(f"must be a URL, such as s3://bucket/runs/one, not {text!r}")
+    return text
+
+
+StorePlace = Annotated[Text, AfterValidator(_is_store)]
 
 
 def _is_reference(text: str) -> str:
@@ -502,6 +512,12 @@ class CheckpointSettings(Settings):
     keep: int = Field(2, ge=0, le=INT32_MAX)
     # Whether to save after the last step.
     at_end: bool = True
+    # URL of a copy of the run: checkpoints, and what resuming needs, are uploaded beside the next
+    # steps, and --resume with an empty run_dir begins with them. Not set: none.
+    upload: StorePlace | None = None
+    # Whether an upload that fails, after some tries, ends the run. If false, it is logged and
+    # counted, and the next checkpoint is uploaded.
+    upload_required: bool = False
 
 
 class TrajectorySettings(Settings):
@@ -596,6 +612,8 @@ class WandbSettings(Settings):
 class RunSettings(Settings):
     """A training run (`tandem train`, `sft`, `dpo`, `reward-model`), or `tandem eval`."""
 
+    fetched: ClassVar[frozenset[str]] = frozenset({"start_from"})
+
     # Directory of the run's files.
     run_dir: NonEmptyPath
     seed: int = Field(0, ge=0, lt=2**64)
@@ -619,7 +637,8 @@ class RunSettings(Settings):
     cluster: ClusterSettings | None = None
     # Weights that a new run starts from. Not set: the servers' base model; the start is refused
     # while they hold updates that no checkpoint has. "base": the base model, whatever they hold.
-    # "served": the weights that they hold. Else a checkpoint, or a run directory for its last one.
+    # "served": the weights that they hold. Else a checkpoint, or a run directory for its last one;
+    # it may be at a URL.
     start_from: Annotated[
         Literal["base", "served"] | NonEmptyPath | None, BeforeValidator(_is_start)
     ] = None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from tandem._proto.trainer.v1 import trainer_pb2
 from tandem._proto.types.v1 import server_pb2
 from tandem.cluster.plan import draws_responses
 from tandem.data.dataset import Example
-from tandem.errors import RewardError, TandemError
+from tandem.errors import RewardError, StorageError, TandemError
 from tandem.evaluation import Evaluation, evaluate
 from tandem.evaluation.answers import held_out
 from tandem.evaluation.report import in_words
@@ -29,6 +30,7 @@ from tandem.run_directory.account import why_untrained
 from tandem.run_directory.checkpoints import SavedState, checkpoint_name
 from tandem.run_directory.directory import RunDirectory
 from tandem.run_directory.log import FILE_ONLY
+from tandem.run_directory.mirror import Mirror
 from tandem.run_directory.trajectories.record import Response
 from tandem.session.session import Session
 from tandem.settings.run import EvalMode
@@ -36,7 +38,7 @@ from tandem.training.ahead import RolloutsAhead, open_ahead
 from tandem.training.groups import Drawn, Group, draw_groups
 from tandem.training.kl_control import first_kl_coefficient, next_kl_coefficient
 from tandem.training.own_responses import draw_own_responses
-from tandem.training.rollout_files import remove_rollouts
+from tandem.training.saving import BegunSave, Saves
 from tandem.training.start import start_run
 from tandem.utils.interrupt import Interrupt, StopRequested
 
@@ -292,10 +294,19 @@ class Loop:
         # The rollouts that an asynchronous run draws ahead, and the stack that ends them.
         self._ahead: RolloutsAhead | None = None
         self._open = ExitStack()
+        checkpoint = session.settings.checkpoint
+        self._mirror: Mirror | None = None
+        if checkpoint.upload is not None:
+            self._mirror = Mirror(
+                run.path, checkpoint.upload, checkpoint.keep, required=checkpoint.upload_required
+            )
+        self._saves = Saves(run, self._mirror)
 
     def __enter__(self) -> Self:
         session, run = self._session, self._run
         ids = {"tandem.run_id": run.run_id}
+        if self._mirror is not None:
+            self._mirror.require_own(run.run_id)
         with tracing.span("start", ids), session.progress.phase("start"):
             start = start_run(session, run, discard_unsaved=self._discard_unsaved)
             session.check_optimizers(self.last_step)
@@ -319,6 +330,8 @@ class Loop:
         self._critic = start.critic
         self.kl_coefficient = first_kl_coefficient(session.settings, run.state)
         self._begun = time.monotonic() - run.elapsed_seconds
+        if self._mirror is not None:
+            self._open.enter_context(self._mirror)
         self._keep(self.last_step, evaluations)
         if ahead is not None:
             self._ahead = self._open.enter_context(ahead)
@@ -330,7 +343,12 @@ class Loop:
             # A second Ctrl-C is no Exception, and ends the run at once.
             if isinstance(error, Exception):
                 error.add_note(f"in step {self._step}: {self._rescue()}")
+                with suppress(StorageError):  # The log has it, and the run ends already.
+                    self._settle_uploads()
             elif error is None:
+                with self._session.progress.phase("checkpoint"):
+                    self._settle_last_save()
+                self._settle_uploads()
                 with self._session.progress.phase("trajectories"):
                     self._run.trajectories.wait()
             self._span.__exit__(kind, error, trace)
@@ -390,7 +408,7 @@ class Loop:
         self.weights, self.last_step = report.weights, step
         self.examples_drawn += examples
         self.kl_coefficient = kl_coefficient
-        saved: SavedState | None = None
+        saved: BegunSave | None = None
         try:
             evaluates = bool(run.evaluations_due(step, self._session.settings.steps))
             if self._ahead is not None:
@@ -405,6 +423,8 @@ class Loop:
                     self._keep(step, self._evaluations_due(step))
             if self._ahead is not None and not self._is_asked_to_stop:
                 self._ahead.draw_after(step, self.weights)
+            self._saves.settle(wait=False)
+            self._settle_uploads(wait=False)
             if self._is_asked_to_stop or self._is_to_save(step):
                 with clock.phase("checkpoint"):
                     saved = self._save_on_servers()
@@ -418,6 +438,7 @@ class Loop:
                     **(metrics or {}),
                     **clock.metrics(),
                     **(self._ahead.idle_metrics(clock) if self._ahead is not None else {}),
+                    **(self._mirror.metrics() if self._mirror is not None else {}),
                     "step": step,
                     "step/trained": int(why is None),
                     "trackers/lines_waiting": run.tracker_lines_waiting,
@@ -431,7 +452,7 @@ class Loop:
             run.track(line)
         # The line is on disk before the checkpoint counts: a resumed run needs it.
         if saved is not None:
-            self._write_state(saved)
+            self._saves.keep(saved)
         self._on_step(line)
         if why is not None:
             run.account.why[why] += 1
@@ -489,16 +510,32 @@ class Loop:
 
     def _save_at_stop(self) -> None:
         """Saves the steps that no checkpoint holds yet, in a run that was asked to stop."""
+        self._saves.settle()
         if not self._unsaved:
             return
         try:
-            self._write_state(self._save_on_servers())
+            self._saves.keep(self._save_on_servers())
         except StopRequested as stop:
             saved = self._run.state.step if self._run.state else 0
             _log.info(f"the steps after step {saved} could not be saved: {stop}")
 
+    def _settle_last_save(self) -> None:
+        """Waits for the last checkpoint; saves again before it raises what that failed with."""
+        try:
+            self._saves.settle()
+        except TandemError as error:
+            error.add_note(f"after step {self.last_step}: {self._rescue()}")
+            raise
+
+    def _settle_uploads(self, *, wait: bool = True) -> None:
+        if self._mirror is not None:
+            with self._session.progress.phase("upload"):
+                self._mirror.settle(wait=wait)
+
     def _rescue(self) -> str:
         """Saves the steps that no checkpoint holds yet; returns the outcome in words."""
+        with suppress(Exception):  # A save that failed leaves steps unsaved, and is made again.
+            self._saves.settle()
         problem = self._save_if_it_can() if self._unsaved else None
         saved = self._run.state.step if self._run.state else 0
         failed = f"; what was done since then could not be saved: {problem}" if problem else ""
@@ -516,7 +553,8 @@ class Loop:
             return f"the {trainer.role} is {health.status} {health.reason}".rstrip()
         try:
             with self._session.progress.phase("checkpoint"), tracing.span("checkpoint"):
-                self._write_state(self._save_on_servers())
+                self._saves.keep(self._save_on_servers())
+                self._saves.settle()
         except TandemError as error:
             return error.message
         # The thread that draws ahead may have died of anything.
@@ -524,21 +562,17 @@ class Loop:
             return repr(error)
         return None
 
-    def _write_state(self, saved: SavedState) -> None:
-        """Makes `saved` the checkpoint to resume from."""
-        self._run.write_state(saved)
-        if saved.rollouts is not None:
-            remove_rollouts(self._run.path, frozenset(map(int, saved.rollouts.files)))
+    def _save_on_servers(self) -> BegunSave:
+        """Has trainer and critic save themselves as they are after the last step that was done.
 
-    def _save_on_servers(self) -> SavedState:
-        """Saves trainer and critic as they are after the last step that was done.
-
-        Returns what state.json is to hold; the trajectories until then are on disk.
+        The checkpoint before is settled first. The checkpoint is on disk after the waits of the
+        result, and so are the trajectories until the step.
 
         Raises FailedPreconditionError when the trainer holds other weights than that step left, or
         the critic another version.
         """
         session, run = self._session, self._run
+        self._saves.settle()
         session.require_weights(self.weights)
         if self._critic is not None:
             session.require_critic(self._critic.version)
@@ -549,18 +583,21 @@ class Loop:
         keep = keep + 1 if keep else 0
         name = checkpoint_name(self.last_step)
         trainer, critic = Path("checkpoints"), None
-        session.trainer.save_checkpoint(
-            str(run.path / trainer), name, keep, expected_version=self.weights.version
-        )
+        waits: list[Callable[[], object]] = []
+        save = (str(run.path / trainer), name, keep)
+        version = self.weights.version
+        if session.trainer.start_checkpoint(*save, expected_version=version):
+            waits.append(partial(session.trainer.save_checkpoint, *save, expected_version=version))
         if self._critic is not None:
             critic = trainer / "critic"
+            save = (str(run.path / critic), name, keep)
+            version = self._critic.version
             with session.critic() as client:
-                client.save_checkpoint(
-                    str(run.path / critic), name, keep, expected_version=self._critic.version
-                )
+                if client.start_checkpoint(*save, expected_version=version):
+                    waits.append(partial(_finish_critic, session, save, version))
         with session.progress.phase("trajectories"):
             run.trajectories.wait()
-        return SavedState(
+        state = SavedState(
             self.last_step,
             self.weights.version,
             str(trainer / name),
@@ -570,6 +607,13 @@ class Loop:
             self.kl_coefficient,
             rollouts,
         )
+        return BegunSave(state, tuple(waits))
+
+
+def _finish_critic(session: Session, save: tuple[str, str, int], version: int) -> None:
+    """Waits until the critic has written a checkpoint that it has begun."""
+    with session.critic() as client:
+        client.save_checkpoint(*save, expected_version=version)
 
 
 def _examples_drawn(session: Session, state: SavedState | None) -> int:

@@ -141,7 +141,8 @@ class FakeEngine final : public Engine {
     }
     unsaved_ = false;
     saved_.push_back(request.directory + "/" + request.name);
-    return checkpoint::Saved{saved_.back(), 1234};
+    if (request.in_background) return checkpoint::Saved{.path = saved_.back(), .pending = true};
+    return checkpoint::Saved{.path = saved_.back(), .bytes = 1234};
   }
   absl::Status LoadCheckpoint(const CallScope&, const training::LoadRequest& request) override {
     std::lock_guard lock(mutex_);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +13,7 @@ import typer
 from tandem.cli.command_line import JsonFlag, command
 from tandem.errors import ConfigError
 from tandem.rpc.credentials import NO_CREDENTIALS, Credentials
+from tandem.stores.store import Store, is_url, shown
 from tandem.terminal.output import Output
 from tandem.utils.number_formats import NAMES
 
@@ -25,12 +29,14 @@ def export(
     source: Annotated[
         str,
         typer.Argument(
-            help="A run directory (its last checkpoint), a checkpoint, or `served`: the running "
-            "trainer's weights.",
+            help="A run directory (its last checkpoint), a checkpoint, a URL of either, or "
+            "`served`: the running trainer's weights.",
             metavar="RUN_DIR|CHECKPOINT|served",
         ),
     ],
-    destination: Annotated[Path, typer.Argument(help="Directory to write.", metavar="DIR")],
+    destination: Annotated[
+        str, typer.Argument(help="Directory to write, or its URL.", metavar="DIR")
+    ],
     dtype: Annotated[str, typer.Option(help=f"Number format: {', '.join(NAMES)}.")] = "fp32",
     critic: Annotated[
         bool, typer.Option("--critic", help="Write the critic's weights, not the trainer's.")
@@ -60,22 +66,44 @@ def export(
         raise ConfigError(
             f"--address: only applies to `{_SERVED}`; {source} is exported from its files"
         )
-    with work_shown(output, "export") as progress:
+    if source == _SERVED and is_url(destination):
+        raise ConfigError(
+            f"DIR: {shown(destination)}: the server writes to its own file system alone",
+            hint="save a checkpoint, and export that",
+        )
+    with work_shown(output, "export") as progress, _written(destination) as (folder, written):
         if source == _SERVED:
-            written = _export_served(destination, dtype, address, credentials, critic=critic)
+            written = _export_served(folder, dtype, address, credentials, critic=critic)
         else:
-            told = progress.bytes_done
-            written = _export_files(Path(source), destination, dtype, told, critic=critic)
+            _export_files(source, folder, dtype, progress.bytes_done, critic=critic)
     output.result({"path": str(written), "dtype": wanted}, f"{written}: {wanted}")
 
 
+@contextmanager
+def _written(destination: str) -> Iterator[tuple[Path, str]]:
+    """Yields the directory to write, and what to call it; uploads it afterwards for a URL."""
+    if not is_url(destination):
+        yield Path(destination), str(Path(destination).absolute())
+        return
+    from tandem.stores.transfers import upload
+
+    store = Store(destination, "DIR")
+    if store.files():
+        raise ConfigError(f"DIR: {store} exists", hint="choose another URL")
+    with tempfile.TemporaryDirectory(prefix="tandem-export-") as folder:
+        yield Path(folder) / "model", str(store)
+        # Nothing loads a directory without it.
+        upload(Path(folder) / "model", store, last="config.json")
+
+
 def _export_files(
-    source: Path, destination: Path, dtype: str, progress: OnBytes, *, critic: bool
+    source: str, destination: Path, dtype: str, progress: OnBytes, *, critic: bool
 ) -> Path:
     from tandem.run_directory.checkpoints import checkpoint_at, require_here
     from tandem.run_directory.export import export_checkpoint
+    from tandem.stores.transfers import fetch_checkpoint
 
-    found = checkpoint_at(source)
+    found = checkpoint_at(fetch_checkpoint(source, "SOURCE") if is_url(source) else Path(source))
     require_here(found, "SOURCE")
     if not critic:
         return export_checkpoint(found.trainer, destination, dtype, progress)

@@ -129,6 +129,7 @@ def add_training(
         as_json: JsonFlag = False,
     ) -> None:
         from tandem.run_directory.directory import RunDirectory
+        from tandem.run_directory.mirror import restore_run
         from tandem.session.opening import open_session
         from tandem.training.loop import train, train_supervised
         from tandem.training.preferences import train_preferences
@@ -156,6 +157,11 @@ def add_training(
             "dpo": train_preferences,
             "reward-model": train_reward_model,
         }[kind]
+        mirror = settings.checkpoint.upload
+        if mirror is not None and (resume or resume_auto):
+            restored = restore_run(settings.run_dir, mirror)
+            if restored is not None:
+                output.note(restored)
 
         def train_in(run: RunDirectory, stop: Interrupt) -> int:
             """Trains to the end, or until the run is asked to stop; returns the exit code."""

@@ -1,0 +1,1 @@
+"""Directories at URLs of object stores and other file systems, through fsspec."""
