@@ -17,6 +17,7 @@ from tandem.errors import InvalidArgumentError
 from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.requests import PolicySample, SupervisedSample
 from tandem.rpc.wire import from_tensor
+from tandem.run_directory.export import export_checkpoint
 
 LORA = {"rank": 4, "alpha": 8}
 ADAPTED = {"senior": {"lora": LORA}}
@@ -147,9 +148,16 @@ def test_a_checkpoint_is_an_adapter_from_which_training_goes_on(models, tmp_path
         saved = trainer.save_checkpoint(str(tmp_path / "saved"), "c")
         digest = trainer.info().server.weights.digest
         trainer.export_model(str(tmp_path / "merged"))
+        export_checkpoint(Path(saved), tmp_path / "merged from files", "fp32")
         expected = trainer.train_step(batch, run_id="r", step=2, expected_version=1).report
     directory = Path(saved)
     assert not list(directory.glob("model*.safetensors"))
+    by_server, by_files = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("merged", "merged from files")
+    )
+    assert by_server.keys() == by_files.keys()
+    for name, value in by_server.items():
+        np.testing.assert_allclose(by_files[name], value, rtol=1e-6, atol=1e-7)
     config = json.loads((directory / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
 

@@ -177,7 +177,7 @@ def _import_directory(place: Path, folder: Path, dtype: str, progress: OnBytes |
     values = source.values(kept, hasher)
     count = ByteCount(source.bytes, progress)
     write_shards(folder, tensors, cast_all(tensors, (value for _, value in values), count))
-    for file in _beside(place):
+    for file in companions(place):
         hasher.update(file.read_bytes())
         if file.name != _CONFIG:
             shutil.copyfile(file, folder / file.name)
@@ -195,7 +195,7 @@ def _directory_digest(place: Path, progress: OnBytes | None) -> str:
     count = ByteCount(source.bytes, progress)
     for _, value in source.values(hasher=hasher):
         count.add(value.nbytes)
-    for file in _beside(place):
+    for file in companions(place):
         hasher.update(file.read_bytes())
     return hasher.hexdigest()
 
@@ -361,8 +361,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _beside(directory: Path) -> list[Path]:
-    """Returns the files beside the weights that an import reads, in the order of their names."""
+def companions(directory: Path) -> list[Path]:
+    """Returns the files beside a model's weights, config.json first."""
     files = {file for pattern in _COPIED for file in directory.glob(pattern) if file.is_file()}
     return [directory / _CONFIG, *sorted(files)]
 

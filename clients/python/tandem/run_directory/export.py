@@ -18,6 +18,7 @@ from tandem.models.weights.writing import (
     write_file,
 )
 from tandem.run_directory.checkpoints import MANIFEST
+from tandem.run_directory.merged_export import ADAPTER_CONFIG, write_merged
 from tandem.utils.atomic_files import read_json
 from tandem.utils.byte_progress import ByteCount, OnBytes
 from tandem.utils.new_directory import new_directory
@@ -44,8 +45,9 @@ def export_checkpoint(
     """Writes `destination` as config.json, model.safetensors and the tokenizer's files.
 
     No server is needed. `dtype` is a name of number_formats; the checkpoint itself holds float32.
-    `destination` must not exist, or be empty. `progress` is told the bytes that are done, of how
-    many. Takes the memory of one tensor. Returns its absolute path.
+    Of adapters the merged model is written (merged_export.py). `destination` must not exist, or be
+    empty. `progress` is told the bytes that are done, of how many. Takes the memory of one tensor.
+    Returns its absolute path.
 
     Raises ConfigError for a checkpoint that is damaged, a weight that the format cannot hold, and a
     destination that cannot be written.
@@ -102,8 +104,11 @@ def _export(
                 raise ConfigError(
                     f"{file}: its digest differs from the manifest's: the file is damaged"
                 )
-        for file in files.values():
-            _export_file(file, folder / file.name, wanted, count)
+        if ADAPTER_CONFIG in files:
+            write_merged(checkpoint, folder, wanted, progress)
+        else:
+            for file in files.values():
+                _export_file(file, folder / file.name, wanted, count)
     return destination.absolute()
 
 

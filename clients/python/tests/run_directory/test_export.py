@@ -189,3 +189,48 @@ def test_a_relative_path_is_the_clients(address, tmp_path, monkeypatch, world):
 def test_formats_have_short_and_long_names():
     assert torch_name("bf16", "dtype") == torch_name("bfloat16", "dtype") == "bfloat16"
     assert data_type("fp16", "dtype") == tensor_pb2.DATA_TYPE_FLOAT16
+
+
+def write_adapter(directory, base, **others):
+    """A checkpoint of an adapter of rank 1 and scale 2, with its manifest."""
+    directory.mkdir()
+    factors = {
+        "base_model.model.w.lora_A.weight": np.array([[1.0, 2.0]], np.float32),
+        "base_model.model.w.lora_B.weight": np.array([[3.0], [4.0]], np.float32),
+    }
+    save_file(factors | others, directory / "adapter_model.safetensors", {"format": "pt"})
+    config = {"r": 1, "lora_alpha": 2, "base_model_name_or_path": str(base)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    write_manifest(directory)
+    return directory
+
+
+def write_base(directory, name="w.weight"):
+    fakes.write_tokenizer(directory)
+    save_file({name: np.eye(2, dtype=np.float32), "v": WEIGHTS}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float32"}))
+    return directory
+
+
+def test_adapters_are_exported_as_the_merged_model(tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
+    export_checkpoint(adapter, tmp_path / "merged", "bf16")
+    dtype, merged = stored(tmp_path / "merged", "w.weight")
+    assert (dtype, merged.tolist()) == ("torch.bfloat16", [[7.0, 12.0], [8.0, 17.0]])
+    assert stored(tmp_path / "merged", "v")[1] == pytest.approx(WEIGHTS, rel=1e-2)
+    assert json.loads((tmp_path / "merged/config.json").read_text())["dtype"] == "bfloat16"
+    assert (tmp_path / "merged/tokenizer.json").exists()
+
+
+def test_adapters_that_cannot_be_merged_here_are_refused_by_name(tmp_path):
+    gone = write_adapter(tmp_path / "gone", tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path: .*nowhere is not here"):
+        export_checkpoint(gone, tmp_path / "out", "fp32")
+    stacked = write_adapter(tmp_path / "stacked", write_base(tmp_path / "fused", "wv.weight"))
+    with pytest.raises(ConfigError, match=r"has no tensor w\.weight"):
+        export_checkpoint(stacked, tmp_path / "out", "fp32")
+    head = {"base_model.model.score.weight": np.ones((1, 2), np.float32)}
+    critic = write_adapter(tmp_path / "critic", write_base(tmp_path / "base"), **head)
+    with pytest.raises(ConfigError, match=r"score\.weight: is no adapter"):
+        export_checkpoint(critic, tmp_path / "out", "fp32")
+    assert not (tmp_path / "out").exists()
