@@ -229,7 +229,7 @@ class MixtureDivergence {
 
   // Returns KL(p || m) and KL(q || m) of this rank's columns, [2, n].
   at::Tensor Moments() const {
-    const at::Tensor moments =
+    at::Tensor moments =
         at::empty({2, logits_.student.size(0)}, logits_.student.options().dtype(at::kDouble));
     ForBlocks([&](int64_t row, Block& block) {
       const auto add = [&](int64_t place, at::Tensor& logp) {

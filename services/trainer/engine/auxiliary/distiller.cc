@@ -55,7 +55,7 @@ absl::StatusOr<std::unique_ptr<Distiller>> Distiller::Create(const parallel::Out
 
 absl::Status Distiller::AddGradients(const DistillationOptions& distillation,
                                      const training::MicroBatchInput& input,
-                                     const at::Tensor& hidden, const TeacherRows& rows,
+                                     const at::Tensor& hidden, const DistillationRows& rows,
                                      loss::OutputGradients& gradients, DistillationSums& sums) {
   if (input.rows.size() == 0) return absl::OkStatus();
   const absl::Span<const double> temperatures = input.rows.Of(rows.temperatures);

@@ -38,7 +38,7 @@ class Distiller {
   // without gradient.
   absl::Status AddGradients(const DistillationOptions& distillation,
                             const training::MicroBatchInput& input, const at::Tensor& hidden,
-                            const TeacherRows& rows, loss::OutputGradients& gradients,
+                            const DistillationRows& rows, loss::OutputGradients& gradients,
                             DistillationSums& sums);
 
  private:

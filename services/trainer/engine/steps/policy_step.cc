@@ -150,7 +150,7 @@ absl::Status PolicyStep::MakeEvaluator() {
 
 bool PolicyStep::HasRows(const training::MiniBatch& range) const {
   return rows_.sequences.Rows(range).size() > 0 ||
-         (rows_.has_teacher() && rows_.taught.sequences.Rows(range).size() > 0);
+         (rows_.has_taught() && rows_.taught.sequences.Rows(range).size() > 0);
 }
 
 absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport& report) {
@@ -158,20 +158,20 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   loss::PolicyLossEvaluator evaluator = *evaluator_;
   TeacherKlSums teacher_kl = teacher_kl_;
   DistillationSums distillation = distillation_;
-  distillation.teachers.resize(rows_.teacher.names.size());
+  distillation.teachers.resize(rows_.distillation.names.size());
   UpdateLoss update_loss = {
       .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
       // A micro-batch holds whole sequences.
       .mode = evaluator.needs_sequences() ? loss::LossMode::kRecompute : loss::LossMode::kAuto};
   const bool distils = objective().distillation.is_on();
-  if (rows_.has_teacher() || distils) {
+  if (rows_.has_taught() || distils) {
     update_loss.add = [&](const training::MicroBatchInput& input, const at::Tensor& hidden,
                           loss::OutputGradients& gradients) -> absl::Status {
       if (distils) {
         TANDEM_RETURN_IF_ERROR(models_.distiller->AddGradients(
-            objective().distillation, input, hidden, rows_.teacher, gradients, distillation));
+            objective().distillation, input, hidden, rows_.distillation, gradients, distillation));
       }
-      if (!rows_.has_teacher()) return absl::OkStatus();
+      if (!rows_.has_taught()) return absl::OkStatus();
       return models_.teacher_kl->AddGradients(
           teacher(), training::SelectRows(input.batch, rows_.taught.sequences, input.sequences),
           hidden, rows_.taught, gradients, teacher_kl);
@@ -184,7 +184,7 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   TeacherKlSums all_teacher_kl = teacher_kl;
   DistillationSums all_distillation = distillation;
   TANDEM_RETURN_IF_ERROR(all.Reduce(models_.core.reduction()));
-  if (rows_.has_teacher()) {
+  if (rows_.has_taught()) {
     TANDEM_RETURN_IF_ERROR(all_teacher_kl.Reduce(models_.core.reduction()));
   }
   if (distils) TANDEM_RETURN_IF_ERROR(all_distillation.Reduce(models_.core.reduction()));
@@ -200,8 +200,9 @@ absl::Status PolicyStep::AddUpdate(const training::MiniBatch& range, StepReport&
   }
   AddPolicyMetrics(metrics, updates_, HasLossKl(objective()), report.metrics);
   AddMismatchMetrics(*initial_mismatch_, report.metrics);
-  if (rows_.has_teacher()) AddJuniorKlMetrics(all_teacher_kl, updates_, report.metrics);
-  if (distils) AddDistillationMetrics(all_distillation, rows_.teacher, updates_, report.metrics);
+  if (rows_.has_taught()) AddJuniorKlMetrics(all_teacher_kl, updates_, report.metrics);
+  if (distils)
+    AddDistillationMetrics(all_distillation, rows_.distillation, updates_, report.metrics);
   AddRouterMetrics(routers_, router_loss_ / static_cast<double>(updates_), report.metrics);
   return absl::OkStatus();
 }

@@ -121,8 +121,8 @@ absl::Status DistillationSums::Reduce(loss::MetricReduction reduce) {
   return loss::ReduceMetrics(reduce, all, {});
 }
 
-void AddDistillationMetrics(const DistillationSums& sums, const TeacherRows& rows, int64_t updates,
-                            Metrics& metrics) {
+void AddDistillationMetrics(const DistillationSums& sums, const DistillationRows& rows,
+                            int64_t updates, Metrics& metrics) {
   const double loss = sums.loss / static_cast<double>(updates);
   metrics["loss/distillation"] = loss;
   metrics["loss/total"] += loss;

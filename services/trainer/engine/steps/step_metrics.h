@@ -66,7 +66,7 @@ struct DistillationSums {
   // Mass outside of the teacher's likeliest tokens, summed over the rows of samples that bring
   // them.
   double teacher_rest = 0, student_rest = 0;
-  std::vector<OfTeacher> teachers;  // in the order of TeacherRows::names
+  std::vector<OfTeacher> teachers;  // in the order of DistillationRows::names
 
   // As TeacherKlSums::Reduce.
   absl::Status Reduce(loss::MetricReduction reduce);
@@ -74,8 +74,8 @@ struct DistillationSums {
 
 // Adds loss/distillation and distillation/... to the metrics, and the first to loss/total. Follows
 // what sets loss/total.
-void AddDistillationMetrics(const DistillationSums& sums, const TeacherRows& rows, int64_t updates,
-                            Metrics& metrics);
+void AddDistillationMetrics(const DistillationSums& sums, const DistillationRows& rows,
+                            int64_t updates, Metrics& metrics);
 
 // Adds router/... and `loss`, which the routers add to the loss, as a mean over the updates.
 // Follows what sets loss/total.

@@ -45,12 +45,12 @@ absl::Status SupervisedStep::AddUpdate(StepReport& report) {
       .evaluate = [&](auto... arguments) { return evaluator.Evaluate(arguments...); }};
   const DistillationOptions& distillation = batch_.objective.distillation;
   DistillationSums distilled;
-  distilled.teachers.resize(rows_.teacher.names.size());
+  distilled.teachers.resize(rows_.distillation.names.size());
   if (distillation.is_on()) {
     update_loss.add = [&](const training::MicroBatchInput& input, const at::Tensor& hidden,
                           loss::OutputGradients& gradients) {
-      return models_.distiller->AddGradients(distillation, input, hidden, rows_.teacher, gradients,
-                                             distilled);
+      return models_.distiller->AddGradients(distillation, input, hidden, rows_.distillation,
+                                             gradients, distilled);
     };
   }
   TANDEM_ASSIGN_OR_RETURN(const training::RouterSums routers,
@@ -61,7 +61,7 @@ absl::Status SupervisedStep::AddUpdate(StepReport& report) {
   report.metrics["policy/weighted_tokens"] = static_cast<double>(evaluator.tokens());
   if (distillation.is_on()) {
     TANDEM_RETURN_IF_ERROR(distilled.Reduce(models_.core.reduction()));
-    AddDistillationMetrics(distilled, rows_.teacher, /*updates=*/1, report.metrics);
+    AddDistillationMetrics(distilled, rows_.distillation, /*updates=*/1, report.metrics);
   }
   AddRouterMetrics(routers, routers.Loss(models_.core.router_losses()), report.metrics);
   return absl::OkStatus();

@@ -195,7 +195,8 @@ std::vector<std::string> TeacherNames(const std::vector<Sample>& samples) {
 
 // Adds what the teacher says of response token t, whose loss has the factor `scale`.
 void AddTeacherRow(const TeacherTokens& teacher, size_t t, double scale,
-                   const DistillationOptions& distillation, double temperature, TeacherRows& rows) {
+                   const DistillationOptions& distillation, double temperature,
+                   DistillationRows& rows) {
   rows.scales.push_back(distillation.coefficient * scale);
   rows.temperatures.push_back(distillation.temperature > 0 ? distillation.temperature
                                                            : temperature);
@@ -321,7 +322,7 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
   loss::PolicyTokens& tokens = rows.tokens;
   const Teacher teacher = TeacherOf(batch.objective);
   const DistillationOptions& distillation = batch.objective.distillation;
-  if (distillation.is_on()) rows.teacher.names = TeacherNames(batch.samples);
+  if (distillation.is_on()) rows.distillation.names = TeacherNames(batch.samples);
   size_t begin = 0;
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const PolicySample& sample = batch.samples[i];
@@ -372,7 +373,7 @@ TrainingRows PolicyRows(const PolicyBatch& batch, const loss::LossScales& scales
       rows.temperatures.push_back(LogProbTemperature(trajectory));
       if (distillation.is_on()) {
         AddTeacherRow(sample.teacher, t, own[t], distillation, LogProbTemperature(trajectory),
-                      rows.teacher);
+                      rows.distillation);
       }
     }
   }
@@ -412,7 +413,7 @@ TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales
   const bool learns = std::ranges::any_of(scales.scales, [](double scale) { return scale != 0; });
   TrainingRows rows;
   const DistillationOptions& distillation = batch.objective.distillation;
-  if (distillation.is_on()) rows.teacher.names = TeacherNames(batch.samples);
+  if (distillation.is_on()) rows.distillation.names = TeacherNames(batch.samples);
   absl::Span<const double> rest = scales.scales;
   for (const SupervisedSample& sample : batch.samples) {
     const absl::Span<const double> own = rest.first(sample.response_token_ids.size());
@@ -425,7 +426,8 @@ TrainingRows SupervisedRows(const SupervisedBatch& batch, const loss::LossScales
       if (!counts(t)) continue;
       rows.tokens.scales.push_back(own[t] * batch.objective.cross_entropy_coefficient);
       if (distillation.is_on()) {
-        AddTeacherRow(sample.teacher, t, own[t], distillation, /*temperature=*/1, rows.teacher);
+        AddTeacherRow(sample.teacher, t, own[t], distillation, /*temperature=*/1,
+                      rows.distillation);
       }
     }
   }

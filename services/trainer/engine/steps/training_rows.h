@@ -27,7 +27,7 @@ struct TaughtRows {
 };
 
 // What teachers say of the rows of the loss; empty without distillation.
-struct TeacherRows {
+struct DistillationRows {
   // One number per row.
   std::vector<double> temperatures;
   std::vector<double> scales;      // factor of the divergence in the loss
@@ -43,9 +43,9 @@ struct TrainingRows {
   std::vector<double> temperatures;  // one per row
   loss::PolicyTokens tokens;         // a supervised batch fills `scales` only
   TaughtRows taught = {};
-  TeacherRows teacher = {};
+  DistillationRows distillation = {};
 
-  bool has_teacher() const { return !taught.sequences.sequences().empty(); }
+  bool has_taught() const { return !taught.sequences.sequences().empty(); }
 };
 
 // Whether the sample is left out of the loss because its response was cut by length.
