@@ -160,15 +160,13 @@ absl::Status ShardedOptimizer::Save(const std::string& directory) const {
 }
 
 absl::StatusOr<OptimizerWriter> ShardedOptimizer::Copy(TensorCopies& copies) const {
-  auto [ranges, state] = CountedState();
-  NamedTensors copied;
-  for (const auto& [name, tensor] : state) {
-    TANDEM_ASSIGN_OR_RETURN(at::Tensor copy, copies.Add(tensor));
-    copied.emplace_back(name, std::move(copy));
+  auto counted = CountedState();
+  for (auto& [name, tensor] : counted.second) {
+    TANDEM_ASSIGN_OR_RETURN(tensor, copies.Add(tensor));
   }
-  return [rank = ranks_->rank(), size = ranks_->size(), ranges = std::move(ranges),
-          copied = std::move(copied)](const std::string& directory) {
-    return WriteOptimizerState(directory, rank, size, ranges, copied);
+  return [rank = ranks_->rank(), size = ranks_->size(),
+          copied = std::move(counted)](const std::string& directory) {
+    return WriteOptimizerState(directory, rank, size, copied.first, copied.second);
   };
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tandem.errors import ConfigError, FailedPreconditionError, TandemError, Uns
 from tandem.evaluation import evaluate
 from tandem.models.tokenizer import TextCodec
 from tandem.run_directory.directory import RunDirectory
+from tandem.run_directory.mirror import restore_run
+from tandem.run_directory.stored_checkpoints import checkpoints_in
 from tandem.run_directory.trajectories.files import read_records
 from tandem.session.opening import check_run, open_session
 from tandem.settings import loading
@@ -84,6 +87,21 @@ def test_a_server_that_restarts_ends_a_ppo_run_which_resumes_to_the_same_bits(
             run_on(running, models, tmp_path / "run", on_step=on_step, **changes)
         resumed = run_on(running, models, tmp_path / "run", resume=True, **changes)
         assert resumed == undisturbed
+
+
+def test_a_run_resumes_on_an_empty_disk_from_its_copy_to_the_same_bits(
+    fresh_pair, models, tmp_path
+):
+    url = f"file://{tmp_path}/store/run"
+    copied = {"checkpoint": {"every": 1, "upload": url}}
+    undisturbed = run_on(fresh_pair, models, tmp_path / "whole", steps=4)
+    run_on(fresh_pair, models, tmp_path, steps=2, **copied)
+    shutil.rmtree(tmp_path / "run")
+    assert "checkpoint of step 2" in restore_run(tmp_path / "run", url)
+    assert not (tmp_path / "run" / "trajectories").exists()
+    assert run_on(fresh_pair, models, tmp_path, resume=True, steps=4, **copied) == undisturbed
+    assert [one.step for one in checkpoints_in(url, "URL")] == [3, 4]
+    assert not any(one.damage() for one in checkpoints_in(url, "URL"))
 
 
 def test_a_run_starts_from_a_checkpoint_of_another_on_servers_that_have_done_more(

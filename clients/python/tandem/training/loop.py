@@ -294,19 +294,19 @@ class Loop:
         # The rollouts that an asynchronous run draws ahead, and the stack that ends them.
         self._ahead: RolloutsAhead | None = None
         self._open = ExitStack()
-        checkpoint = session.settings.checkpoint
         self._mirror: Mirror | None = None
-        if checkpoint.upload is not None:
-            self._mirror = Mirror(
-                run.path, checkpoint.upload, checkpoint.keep, required=checkpoint.upload_required
-            )
-        self._saves = Saves(run, self._mirror)
+        self._saves = Saves(run)
 
     def __enter__(self) -> Self:
         session, run = self._session, self._run
         ids = {"tandem.run_id": run.run_id}
-        if self._mirror is not None:
+        checkpoint = session.settings.checkpoint
+        if checkpoint.upload is not None:
+            self._mirror = Mirror(
+                run.path, checkpoint.upload, checkpoint.keep, required=checkpoint.upload_required
+            )
             self._mirror.require_own(run.run_id)
+            self._saves = Saves(run, self._mirror)
         with tracing.span("start", ids), session.progress.phase("start"):
             start = start_run(session, run, discard_unsaved=self._discard_unsaved)
             session.check_optimizers(self.last_step)
