@@ -27,7 +27,7 @@ struct ModelSummary {
   std::string vocabulary_digest;  // Vocabulary::Digest; empty without a tokenizer.json
   DType dtype = DType::kFloat32;  // of the linear maps, unless they are quantised
   Quantization quantization = Quantization::kNone;
-  LoraOptions lora;  // enabled() if the model has adapters
+  LoraOptions lora = {};  // enabled() if the model has adapters
 };
 
 }  // namespace tandem

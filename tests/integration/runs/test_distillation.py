@@ -19,7 +19,7 @@ from tandem.session.opening import open_session
 from tandem.settings.run import RunSettings
 from tandem.training.loop import train_supervised
 
-PAGE = (harness.REPOSITORY / "docs/guides/distillation.md").read_text()
+PAGE = (harness.REPOSITORY / "docs/guides/losses/distillation.md").read_text()
 # What the loss and the tokens of a step are, of the keys that a distillation adds.
 KEYS = ("loss/distillation", "distillation/divergence", "policy/grad_norm", "loss/total")
 DISTILLATION = {"distillation": {"coefficient": 1.0, "top_k": 64}}

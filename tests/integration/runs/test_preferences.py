@@ -193,7 +193,7 @@ def test_a_run_that_is_resumed_has_the_bits_of_an_uninterrupted_one(run_file, tm
 
 
 def test_the_program_of_the_page_makes_a_step(models, tmp_path, capsys):
-    page = (harness.REPOSITORY / "docs/guides/preferences.md").read_text()
+    page = (harness.REPOSITORY / "docs/guides/losses/preferences.md").read_text()
     [program] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     section = {"reference_model": str(models.senior)}
     with harness.cluster(tmp_path, models, trainer=section) as running:

@@ -51,7 +51,7 @@ ConfigKeys TextKeys(const char* rope_theta) {
           NoEffect("attention_dropout"),
           NoEffect("bos_token_id"),
           // `transformers` gives the embedding of the padding token no gradient. Here it trains as
-          // any other, where a sequence contains it (docs/guides/objectives.md).
+          // any other, where a sequence contains it (docs/guides/losses/objectives.md).
           NoEffect("pad_token_id"),
       },
   });
