@@ -448,7 +448,7 @@ class DpoSettings(Settings):
 
     # Number of pairs in a step.
     batch_size: Count = 16
-    # The loss of a pair, with the names of TRL where TRL has it (docs/guides/losses/preferences.md).
+    # The loss of a pair, by TRL's names (docs/guides/losses/preferences.md).
     loss_type: Literal[PAIR_LOSSES] = "sigmoid"
     # Strength of the pull towards the reference policy; of ipo its tau.
     beta: float = Field(0.1, gt=0)

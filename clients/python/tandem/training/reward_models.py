@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -22,10 +21,9 @@ from tandem.rpc.wire import from_tensor
 from tandem.run_directory.directory import RunDirectory
 from tandem.session.session import Session
 from tandem.training.loop import Loop, OnStep
+from tandem.training.pair_losses import Numbers
 from tandem.training.preferences import samples_of
 from tandem.utils.interrupt import Interrupt
-
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
