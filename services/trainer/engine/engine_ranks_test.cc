@@ -460,7 +460,7 @@ TEST_P(TrainerRanksTest, SharedPrefixesChangeNoObjective) {
   ExpectSharingChangesNothing(
       [this](EngineOptions& options) {
         options.reference_model = options.model;
-        options.junior_model = folder_ / "junior";
+        options.junior_model = options.teacher_model = folder_ / "junior";
       },
       steps);
 }

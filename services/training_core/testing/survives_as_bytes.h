@@ -20,7 +20,8 @@ inline std::vector<VisionReference> SomeImages() {
            .grid_t = 1,
            .grid_h = 2,
            .grid_w = 4,
-           .seconds_per_grid = 0.5}};
+           .seconds_per_grid = 0.5,
+           .first_token = 7}};
 }
 
 inline Blobs SomeBlobs() { return {{"pixels", std::make_shared<const std::string>("bytes")}}; }
