@@ -27,7 +27,7 @@ def test_every_call_of_the_corpus_is_valid(servers):
 
 def test_a_mutation_is_a_function_of_seed_and_number(servers):
     corpus = valid_calls(servers)
-    cases = [make_case(corpus, 3, index) for index in range(1000)]
+    cases = [make_case(corpus, 3, index) for index in range(2000)]
     assert cases[:100] == [make_case(corpus, 3, index) for index in range(100)]
     assert cases[:100] != [make_case(corpus, 4, index) for index in range(100)]
     assert {case.call.name for case in cases} == {call.name for call in corpus}

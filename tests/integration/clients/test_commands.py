@@ -65,9 +65,15 @@ def test_train_fills_every_metric_and_the_run_directory(run):
     for line in metrics:
         # Tokens of the junior have weight 0.
         missing = {key for key, value in line.items() if value is None}
-        # The run evaluates nowhere and saves at its end.
-        missing -= {"time/eval_seconds", *(["time/checkpoint_seconds"] if line["step"] < 2 else [])}
-        assert {key for key in missing if not key.startswith("mismatch/junior/")} == set()
+        # The run has no teacher, shares no prefixes, evaluates nowhere and saves at its end.
+        missing -= {
+            "time/teachers_seconds",
+            "policy/shared_token_fraction",
+            "time/eval_seconds",
+            *(["time/checkpoint_seconds"] if line["step"] < 2 else []),
+        }
+        others = ("mismatch/junior/", "distillation/", "loss/distillation")
+        assert {key for key in missing if not key.startswith(others)} == set()
         fractions = line["tandem/senior_token_fraction"] + line["tandem/junior_token_fraction"]
         assert fractions == pytest.approx(1)
         assert line["mismatch/max_abs_logprob_diff"] < 1e-4

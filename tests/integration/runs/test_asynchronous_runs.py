@@ -14,7 +14,7 @@ import drafts
 import harness
 import numpy as np
 import pytest
-from harness import restart, run_on
+from harness import restart, run_on, wait_until
 from tandem.errors import ConfigError, FailedPreconditionError
 from tandem.run_directory.directory import RunDirectory
 from tandem.session.opening import open_session
@@ -214,6 +214,9 @@ def test_a_server_that_restarts_between_two_steps(fresh_pair, models, tmp_path, 
 
     def on_step(line):
         if line["step"] == 5:
+            if role == "trainer":
+                # The run goes on from the checkpoint of this step.
+                wait_until((tmp_path / "r" / "run" / "state.json").exists)
             # All that is drawn with the weights after step 3 is drawn.
             restart(fresh_pair.trainer if role == "trainer" else fresh_pair.rollouts[0])
 

@@ -14,8 +14,8 @@ import yaml
 from tandem.cluster.local import LocalCluster
 
 GUIDES = harness.REPOSITORY / "docs/guides"
-PAGES = ("objectives.md", "ppo.md", "kl.md", "off-policy.md", "experts.md")
-TEXT = "".join((GUIDES / page).read_text() for page in PAGES)
+PAGES = ("losses/objectives", "losses/ppo", "losses/kl", "losses/off-policy", "experts")
+TEXT = "".join((GUIDES / f"{page}.md").read_text() for page in PAGES)
 RECIPES = sorted(set(re.findall(r"\((?:\.\./)+(examples/recipes/\w+)\.yaml\)", TEXT)))
 
 
