@@ -709,7 +709,7 @@ absl::Status TrainingCore::ReadCheckpoint(const LoadRequest& request) {
 }
 
 absl::Status TrainingCore::ReadBaseModel() {
-  const absl::Status changed = FieldError(
+  absl::Status changed = FieldError(
       absl::StatusCode::kFailedPrecondition, "base_model",
       absl::StrCat("the weights in ", options_.model, " have changed since the server started"));
   SourceParameters base;

@@ -16,7 +16,8 @@ from tandem.cluster.local import LocalCluster
 GUIDES = harness.REPOSITORY / "docs/guides"
 PAGES = ("losses/objectives", "losses/ppo", "losses/kl", "losses/off-policy", "experts")
 TEXT = "".join((GUIDES / f"{page}.md").read_text() for page in PAGES)
-RECIPES = sorted(set(re.findall(r"\((?:\.\./)+(examples/recipes/\w+)\.yaml\)", TEXT)))
+PAIRS = (GUIDES / "losses/preferences.md").read_text()
+RECIPES = sorted(set(re.findall(r"\((?:\.\./)+(examples/recipes/\w+)\.yaml\)", TEXT + PAIRS)))
 
 
 def objectives() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -61,7 +62,8 @@ def test_the_pages_name_every_recipe() -> None:
         {file.stem for file in files} - {"cluster"}
     )
     blocks = ["PPO", "RLHF", "Distillation", "MIS", "Rejection"]
-    assert [name for name, _ in OBJECTIVES[len(RECIPES) - 1 :]] == blocks
+    of_recipes = {Path(recipe).name for recipe in RECIPES}
+    assert [name for name, _ in OBJECTIVES if name not in of_recipes] == blocks
     of_clusters = TEXT.count("<!-- part of a cluster file -->")
     of_experts = TEXT.count("test_experts.py -->\n\n```yaml")
     assert TEXT.count("```yaml") == len(blocks) + of_clusters + of_experts
