@@ -87,7 +87,7 @@ class Said:
 
     @property
     def content(self) -> Content | None:
-        """What goes to the model, as the content of a message; None for nothing."""
+        """The content of a message to the model; None for nothing."""
         if not self.parts:
             return self.text
         return [
@@ -128,13 +128,13 @@ class LiveEnvironment:
         """Makes the environment and begins an episode; its text joins the prompt."""
         self._made = self._make()
         value = self._result(self._made.reset(**arguments))
-        if images := _shown(value):
-            return Said(parts=_bounded_parts("reset()", images))
-        if value is not None and not isinstance(value, str):
-            raise TypeError(
-                f"reset() returned {type(value).__name__}, neither text nor images nor None"
-            )
-        return Said(_bounded("reset()", value or "") or None)
+        if value is None or isinstance(value, str):
+            return _bounded("reset()", Said(value or None))
+        if parts := _shown(value):
+            return _bounded("reset()", Said(parts=parts))
+        raise TypeError(
+            f"reset() returned {type(value).__name__}, neither text nor images nor None"
+        )
 
     def tool(self, name: str, arguments: Mapping[str, Any]) -> Said:
         """Calls a tool; what it raises goes back to the model as text.
@@ -142,19 +142,14 @@ class LiveEnvironment:
         Raises EnvironmentFailedError if the tool does.
         """
         try:
-            value = self._result(self._find(self._made, name)(**arguments))
-            parts = _shown(value)
-            text = value if isinstance(value, str) else "" if parts else _json(value)
-            failed = False
+            said = _answer(self._result(self._find(self._made, name)(**arguments)))
         except EnvironmentFailedError:
             raise
         # A user's tool may raise anything, for what a model wrote.
         except FAILURES as error:
-            text, parts, failed = f"Error: {type(error).__name__}: {error}", [], True
+            said = Said(f"Error: {type(error).__name__}: {error}", tool_failed=True)
         done = bool(getattr(self._made, "done", False))
-        if parts:
-            return Said(parts=_bounded_parts(f"{name}()", parts), done=done)
-        return Said(_bounded(f"{name}()", text), tool_failed=failed, done=done)
+        return _bounded(f"{name}()", replace(said, done=done))
 
     def reward(self) -> Said:
         """Returns what get_reward() gives."""
@@ -197,15 +192,24 @@ class LiveEnvironment:
             self._idle.set()
 
 
-def _bounded(call: str, text: str) -> str:
-    """Returns a text that a call gave; raises ValueError for one that is too long."""
-    if len(text) > MOST_SAID:
-        raise ValueError(f"{call} said {len(text):,} characters, at most {MOST_SAID:,}")
-    return text
+def _bounded(call: str, said: Said) -> Said:
+    """Returns the result of a call; raises ValueError for too much text or too many bytes."""
+    characters = len(said.text or "") + sum(len(part.get("text", "")) for part in said.parts)
+    if characters > MOST_SAID:
+        raise ValueError(f"{call} said {characters:,} characters, at most {MOST_SAID:,}")
+    size = sum(len(part.get("png", "")) for part in said.parts)
+    if size > MOST_SHOWN:
+        raise ValueError(f"{call} showed images of {size:,} bytes, at most {MOST_SHOWN:,}")
+    return said
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, default=str)
+def _answer(value: Any) -> Said:
+    """Returns the value of a tool for the model: a text, images, or any other value as JSON."""
+    if isinstance(value, str):
+        return Said(value)
+    if parts := _shown(value):
+        return Said(parts=parts)
+    return Said(json.dumps(value, default=str))
 
 
 def _shown(value: Any) -> list[dict[str, str]]:
@@ -227,15 +231,6 @@ def _shown(value: Any) -> list[dict[str, str]]:
         else {"type": "text", "text": str(part["text"])}
         for part in value
     ]
-
-
-def _bounded_parts(call: str, parts: Sequence[Mapping[str, str]]) -> Sequence[Mapping[str, str]]:
-    """Returns the parts that a call gave; raises ValueError for too many characters or bytes."""
-    _bounded(call, "".join(part.get("text", "") for part in parts))
-    size = sum(len(part.get("png", "")) for part in parts)
-    if size > MOST_SHOWN:
-        raise ValueError(f"{call} showed images of {size:,} bytes, at most {MOST_SHOWN:,}")
-    return parts
 
 
 async def _result_of(value: Any) -> Any:
