@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from tandem.errors import ConfigError
-from tandem.rpc.images import ImageProcessor, VisionInput, images_of
+from tandem.rpc.images import ImageProcessor, VisionInput, accepts_images, images_of
 from tandem.utils.text_files import json_object, read_text, require_no_lfs_pointer
 
 # The rollout server's bounds (kMaxStopTexts, kMaxStopTextBytes).
@@ -245,11 +245,7 @@ class TextCodec:
     @cached_property
     def takes_images(self) -> bool:
         """Whether the model of the directory accepts images; False without a config.json."""
-        file = self.directory / "config.json"
-        if not file.is_file():
-            return False
-        place = f"model: {file}"
-        return isinstance(json_object(read_text(file, place), place).get("vision_config"), dict)
+        return accepts_images(self.directory)
 
     def chat_with_images(
         self,

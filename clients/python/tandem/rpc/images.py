@@ -8,7 +8,8 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,12 @@ class VisionInput:
         """SHA-256 of the bytes of the pixels, 64 hexadecimal digits."""
         return self._digest
 
+    def placed_at(self, first_token: int) -> VisionInput:
+        """Returns this image with the index of its first token; its pixels are not read again."""
+        placed = copy(self)
+        object.__setattr__(placed, "first_token", first_token)
+        return placed
+
     def rows(self, merge_size: int) -> int:
         """Returns the number of tokens that stand for it, given the model's spatial_merge_size."""
         time, height, width = self.grid
@@ -117,6 +124,24 @@ def pixels_of(digest: str) -> memoryview | None:
     return None if known is None else known.data.cast("B")
 
 
+def accepts_images(directory: Path) -> bool:
+    """Returns whether the model of a Hugging Face directory accepts images.
+
+    False without a config.json; raises ConfigError for one that is damaged.
+    """
+    if not (directory / "config.json").is_file():
+        return False
+    _, config = _config_of(directory)
+    return isinstance(config.get("vision_config"), dict)
+
+
+def _config_of(directory: Path) -> tuple[str, dict[str, Any]]:
+    """Returns the config.json of a model, behind the place that errors name."""
+    file = directory / "config.json"
+    place = f"model: {file}"
+    return place, json_object(read_text(file, place), place)
+
+
 class ImageProcessor:
     """The image processor of a Hugging Face directory, and the tokens that stand for images.
 
@@ -126,9 +151,7 @@ class ImageProcessor:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        file = directory / "config.json"
-        place = f"model: {file}"
-        config = json_object(read_text(file, place), place)
+        place, config = _config_of(directory)
         vision = config.get("vision_config")
         if not isinstance(vision, dict):
             raise ConfigError(f"{place}: the model does not accept images: it has no vision_config")
@@ -205,7 +228,7 @@ class ImageProcessor:
         for one in inputs:
             while ids[place] not in (self.image_token_id, self.video_token_id):
                 place += 1
-            found.append(replace(one, first_token=start + place))
+            found.append(one.placed_at(start + place))
             place += one.rows(self.merge_size)
         return found
 
