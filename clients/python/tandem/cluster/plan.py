@@ -12,6 +12,7 @@ from tandem.rpc.certificate_directory import CertificateDirectory
 from tandem.settings.cluster import ClusterSettings, LoraSettings
 from tandem.settings.lanes import FLAT_NAMES, lane_setting
 from tandem.settings.run import EvalMode, Purpose, RunSettings, SpeculativeSettings
+from tandem.utils.atomic_files import KINDS
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Uses:
 
 def trains(purpose: Purpose) -> bool:
     """Returns whether runs of this kind train."""
-    return purpose in ("train", "sft", "dpo", "reward-model")
+    return purpose in KINDS
 
 
 def learns_pairs(purpose: Purpose) -> bool:

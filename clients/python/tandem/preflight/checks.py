@@ -35,6 +35,7 @@ _STRATEGIES_WITH = {
     "max_gap_tokens": ("word",),
     "boundary_token_ids": ("sentence", "word"),
 }
+_REFERENCE_HINT = "the reference is a rollout server of its own, or `junior`"
 
 
 def check_servers(
@@ -225,7 +226,7 @@ def check_kl(settings: RunSettings, rollouts: Sequence[str]) -> None:
             f"kl_control.horizon: {control.horizon:,} responses, but a single step has "
             f"{batch.samples_per_step:,}"
         )
-    _require_own_server(settings.reference, rollouts)
+    require_own_server("reference", settings.reference, rollouts, _REFERENCE_HINT)
 
 
 def check_pair_reference(settings: RunSettings, rollouts: Sequence[str]) -> None:
@@ -245,15 +246,15 @@ def check_pair_reference(settings: RunSettings, rollouts: Sequence[str]) -> None
             "reference: junior does not apply to `tandem dpo`, which has no junior",
             hint="reference: trainer, or the HOST:PORT of a rollout server that has the model",
         )
-    _require_own_server(settings.reference, rollouts)
+    require_own_server("reference", settings.reference, rollouts, _REFERENCE_HINT)
 
 
-def _require_own_server(reference: str, rollouts: Sequence[str]) -> None:
-    """Raises ConfigError for a reference that the trainer publishes to."""
-    if reference in rollouts:
+def require_own_server(field: str, address: str, rollouts: Sequence[str], hint: str) -> None:
+    """Raises ConfigError, beginning with `field`, for a frozen model that a run publishes to."""
+    if address in rollouts:
         raise ConfigError(
-            f"reference: {reference} is one of servers.rollout, which get the trainer's weights",
-            hint="the reference is a rollout server of its own, or `junior`",
+            f"{field}: {address} is one of servers.rollout, which get the trainer's weights",
+            hint=hint,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tandem.data.dataset import Dataset, Example, RowProblems
 from tandem.errors import ConfigError
+from tandem.preflight.checks import require_own_server
 from tandem.preflight.problems import Problems
 from tandem.rpc.transport import MAX_SEND_BYTES
 from tandem.settings.run import Purpose, RunSettings
@@ -84,12 +85,12 @@ def _check_teachers(settings: RunSettings, rollouts: Sequence[str]) -> None:
     if settings.teacher_column is not None and len(teachers) < 2:
         raise ConfigError("teacher_column: only applies to several teachers")
     for name, address in teachers.items():
-        if address in rollouts:
-            raise ConfigError(
-                f"teachers.{name}: {address} is one of servers.rollout, which get the trainer's "
-                "weights",
-                hint="a teacher is a rollout server of its own, `junior` or `trainer`",
-            )
+        require_own_server(
+            f"teachers.{name}",
+            address,
+            rollouts,
+            "a teacher is a rollout server of its own, `junior` or `trainer`",
+        )
     trainer = (settings.cluster.trainer or {}) if settings.cluster is not None else None
     if by_trainer and trainer is not None and not trainer.get("teacher_model"):
         raise ConfigError("cluster.trainer.teacher_model: the teacher `trainer` needs it")

@@ -89,7 +89,7 @@ def _found(store: Store) -> Iterator[StoredCheckpoint]:
         yield whole
         return
     for folder in _FOLDERS:
-        parent = store.child(folder) if folder else store
+        parent = store.child(folder)
         for name in parent.folders():
             if name.startswith(_UNFINISHED):
                 problem = "it is not complete: a server writes it, or was killed meanwhile"

@@ -14,6 +14,8 @@ from tandem.settings.explain import kinds_in
 from tandem.settings.paths import absolute
 from tandem.stores.store import StoreUrl, is_url
 
+_HOST_PORT = re.compile(r"\S+:\d+")
+
 
 def not_empty(value: Any) -> Any:
     """Returns the value; raises ValueError for empty text."""
@@ -35,12 +37,27 @@ def _is_pattern(text: str) -> str:
     return text
 
 
+def _is_address(text: str) -> str:
+    if not _HOST_PORT.fullmatch(text):
+        raise ValueError(f"must be HOST:PORT, not {text!r}")
+    return text
+
+
+def _is_frozen_model(text: str) -> str:
+    if text not in ("trainer", "junior") and not _HOST_PORT.fullmatch(text):
+        raise ValueError(f"must be trainer, junior or HOST:PORT, not {text!r}")
+    return text
+
+
 Text = Annotated[str, Field(min_length=1)]
 # Path("") would be the working directory.
 NonEmptyPath = Annotated[Path, BeforeValidator(not_empty), Field(strict=False)]
 Pattern = Annotated[Text, AfterValidator(_is_pattern)]
 # A part of a key of metrics.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+Address = Annotated[str, AfterValidator(_is_address)]
+# A model whose weights stay: the trainer's own copy, the junior, or a rollout server's.
+FrozenModel = Annotated[str, AfterValidator(_is_frozen_model)]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 

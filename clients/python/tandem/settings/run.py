@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -16,7 +15,9 @@ from tandem.metrics import KEYS
 from tandem.rpc.wire import enum_names
 from tandem.settings.asynchronous import MOST_VERSIONS, AsyncSettings
 from tandem.settings.base import (
+    Address,
     Count,
+    FrozenModel,
     Name,
     NonEmptyPath,
     Pattern,
@@ -105,18 +106,6 @@ def _is_store(text: str) -> str:
 
 
 StorePlace = Annotated[Text, AfterValidator(_is_store)]
-
-
-def _is_reference(text: str) -> str:
-    if text not in ("trainer", "junior") and not re.fullmatch(r"\S+:\d+", text):
-        raise ValueError(f"must be trainer, junior or HOST:PORT, not {text!r}")
-    return text
-
-
-def _is_address(text: str | None) -> str | None:
-    if text is not None and not re.fullmatch(r"\S+:\d+", text):
-        raise ValueError(f"must be HOST:PORT, not {text!r}")
-    return text
 
 
 class ReasoningGymSettings(Settings):
@@ -213,7 +202,7 @@ class RewardFunctionSettings(Settings):
     function: Text = "exact_match"
     # HOST:PORT of a critic server, in the place of a function: the reward is the score that its
     # model gives the prompt with the response. No trainer teaches it.
-    server: Annotated[str | None, AfterValidator(_is_address)] = None
+    server: Address | None = None
     # Name in metrics and trajectories; the function's by default, reward_model of a server.
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")] | None = None
     # Factor of its reward in the sum.
@@ -664,7 +653,7 @@ class RunSettings(Settings):
     # trainer's reference_model, or its model without adapters. junior: the frozen junior of the
     # rollout servers, not for `tandem dpo`. HOST:PORT: the senior of a rollout server that no
     # trainer publishes to.
-    reference: Annotated[str, AfterValidator(_is_reference)] = "trainer"
+    reference: FrozenModel = "trainer"
     # Teachers of objective.distillation, by name. trainer: the trainer's teacher_model, over the
     # whole vocabulary. junior: the frozen junior of the rollout servers. HOST:PORT: the senior of a
     # rollout server that no trainer publishes to. The last two are compared by their

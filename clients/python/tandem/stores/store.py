@@ -85,10 +85,10 @@ class Store:
         return self._root.rpartition("/")[2] or "root"
 
     def child(self, name: str) -> Store:
-        """Returns the directory `name` of this one."""
+        """Returns the directory `name` of this one; the same one for an empty name."""
         child = object.__new__(Store)
         child.url = self._url_of(name)
-        child._files, child._root = self._files, f"{self._root}/{name}"
+        child._files, child._root = self._files, self._path(name)
         return child
 
     def files(self) -> dict[str, StoredFile]:

@@ -181,7 +181,7 @@ def _in(folder: str, name: str) -> str:
 
 def _verify_copy(store: Store, folder: str, copied: Path, names: set[str], field: str) -> None:
     """Raises ConfigError unless the files of a checkpoint are those of its manifest."""
-    place = f"{field}: {store.child(folder) if folder else store}"
+    place = f"{field}: {store.child(folder)}"
     manifest = Manifest.parse(store.read(_in(folder, MANIFEST)), f"{place}/{MANIFEST}")
     copy = Store(f"file://{(copied / folder).absolute()}", field)
     for entry in manifest.files:
