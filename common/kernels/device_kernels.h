@@ -57,8 +57,8 @@ struct DeviceGatedArgs {
 
 // Linear maps of one shape that have rows of their own, as the experts of a layer: the rows from
 // offsets[g] on to offsets[g + 1] are multiplied by map g. The host does not know the offsets. Sums
-// are float32 in ascending order of the columns: the bits of an output depend on its row and its
-// map alone.
+// are float32 in ascending order of the columns: the bits of an output depend only on its row
+// and its map.
 struct DeviceGroupedLinearArgs {
   const void* x;           // [rows, in], contiguous
   const void* weights;     // map g [out, in] begins at weights + g map_stride, in numbers

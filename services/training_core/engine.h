@@ -68,7 +68,7 @@ struct TrainingOptions {
   std::string configuration;
   OptimizerOptions optimizer = {};
   int64_t micro_batch_tokens = 0;
-  // Whether common prefixes of consecutive sequences stand once in a micro-batch; on the CPU alone,
+  // Whether common prefixes of consecutive sequences stand once in a micro-batch; only on the CPU,
   // and not with context parallelism.
   bool shared_prefixes = false;
   int64_t max_model_len = 0;

@@ -261,7 +261,7 @@ absl::StatusOr<NamedTensors> CopyTensors(parallel::Strategy& strategy, TensorSou
         copied.emplace_back(name, std::move(copy));
         return absl::OkStatus();
       }));
-  // What came from other ranks is gone after the visit.
+  // Tensors of other ranks are gone after the visit.
   TANDEM_RETURN_IF_ERROR(copies.Finish());
   return copied;
 }

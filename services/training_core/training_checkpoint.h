@@ -40,7 +40,7 @@
 
 namespace tandem::training {
 
-// What a save writes.
+// The files that a save writes.
 struct SaveSource {
   parallel::Strategy& strategy;
   const TrainingState& state;

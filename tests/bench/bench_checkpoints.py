@@ -1,4 +1,4 @@
-"""How long a checkpoint holds up training: by a step, with a snapshot and without.
+"""The time that a checkpoint holds up training: by a step, with a snapshot and without.
 
     .venv/bin/python tests/bench/bench_checkpoints.py [--model DIR] [--sequences 16] [--rounds 5]
 

@@ -364,7 +364,7 @@ def _trainer_calls(servers: Servers) -> list[ValidCall]:
 
 
 def _teacher(length: int) -> TeacherTokens:
-    """What a teacher says of `length` tokens: three of them at each place."""
+    """A teacher's distributions over `length` tokens: three tokens at each place."""
     return TeacherTokens("large", [[5, 9, 7]] * length, [[-1.0, -2.0, -3.0]] * length)
 
 

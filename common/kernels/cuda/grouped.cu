@@ -42,7 +42,7 @@ __device__ void Load(const Number* matrix, int64_t rows, int64_t in, int begin, 
 }
 
 // Runs OutBlocks * RowBlocks blocks per map. An output is one chain of multiply-adds over the
-// columns, so its bits depend on its row and its map alone.
+// columns, so its bits depend only on its row and its map.
 template <typename Number>
 __global__ void GroupedLinearKernel(DeviceGroupedLinearArgs a) {
   __shared__ float x_tile[kTileRows][kDepth + 1], w_tile[kTileOuts][kDepth + 1];

@@ -24,7 +24,7 @@ bool CanGroupOnDevice(const at::Tensor& x);
 
 // Returns the same for maps for which AreStacked holds, with `offsets` [number of maps + 1] int32
 // on the device of x, for which CanGroupOnDevice holds: the host does not wait. A row's bits depend
-// on itself and its map alone. Rows behind the last offset are not written.
+// only on itself and its map. Rows behind the last offset are not written.
 at::Tensor GroupedLinear(const at::Tensor& x, const at::Tensor& offsets,
                          const std::vector<const LinearWeight*>& maps);
 

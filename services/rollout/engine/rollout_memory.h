@@ -84,7 +84,7 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
 // take the fewest of them (JoinRanks).
 //
 // A lane with gpu_memory_utilization has the blocks for which that fraction of its GPU's size
-// has room beside everything else that the lane alone takes there: weights, their updates,
+// has room beside everything else that only the lane takes there: weights, their updates,
 // activations, logits. RESOURCE_EXHAUSTED for "<lane>.gpu_memory_utilization" that do not hold one
 // sequence of max_model_len tokens. The lanes run one after the other, so both together take less
 // than the sum of their fractions. A lane without it has what is free beside the other.

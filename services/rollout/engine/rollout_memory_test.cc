@@ -291,7 +291,7 @@ TEST(RolloutMemoryTest, AJuniorWithAGpuOfItsOwnHasThatMemory) {
   EXPECT_FALSE(CheckFits(RolloutMemory(config, &config, options).value(), options.free).ok());
 }
 
-// Returns the bytes that a lane alone takes on its GPU without a cache.
+// Returns the bytes that only a lane takes on its GPU without a cache.
 int64_t LaneBytes(const ModelConfig& config, RolloutMemoryOptions options, bool is_senior) {
   options.junior_has_own_device = true;
   const MemoryPlan plan = RolloutMemory(config, &config, options).value();

@@ -84,7 +84,7 @@ double DivisorOf(const PolicyBatch& batch) {
   return temperature > 0 ? temperature : batch.samples[0].trajectory.sampling.temperature;
 }
 
-// What is compared of a sample: log-probabilities of the vocabulary, or of buckets.
+// Log-probabilities that are compared of a sample: of the vocabulary, or of buckets.
 struct Compared {
   at::Tensor p, q;
 };
@@ -264,7 +264,7 @@ TEST_F(DistillationTest, TokensOfAnEnvironmentAreNotTaught) {
   }
   const auto metrics = Step(*Make(), TestRequest(fewer)).report.metrics;
   EXPECT_EQ(metrics.at("policy/weighted_tokens"), all - 4);
-  // What the teacher says of them changes nothing.
+  // The teacher's distributions over them change nothing.
   for (PolicySample& sample : fewer.samples) {
     for (int64_t i = 0; i < 4; ++i) {
       sample.teacher.top_tokens.ids[static_cast<size_t>(8 + i)] = static_cast<int32_t>(50 + i);

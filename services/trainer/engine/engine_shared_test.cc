@@ -55,7 +55,7 @@ class SharedPrefixesTest : public TrainerEngineTest {
     const auto a = WeightsOf(*apart), b = WeightsOf(*sharing);
     ASSERT_EQ(a.size(), b.size());
     for (size_t i = 0; i < a.size(); ++i) {
-      // Of a learning rate of 1e-3: the last bits of a gradient weigh a hundredth of a step.
+      // The learning rate is 1e-3: the last bits of a gradient weigh a hundredth of a step.
       EXPECT_LE((a[i] - b[i]).abs().max().item<double>(), 1e-5) << i;
     }
   }

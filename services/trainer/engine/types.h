@@ -45,7 +45,7 @@ constexpr int64_t LogitsChunkBytes(int64_t configured, int64_t vocab_size) {
   return std::max(kMinBytes, kRows * vocab_size * static_cast<int64_t>(sizeof(float)));
 }
 
-// What a teacher says of the tokens of a response.
+// A teacher's distributions over the tokens of a response.
 struct TeacherTokens {
   std::string name;      // in reports; may be empty
   TopTokens top_tokens;  // at each of the L places; none where the trainer's model is the teacher

@@ -50,7 +50,7 @@ TEST(LaneMemoryTest, LanesStayWithinTheirSharesOfAGpu) {
     EXPECT_FALSE(response.response_token_ids.empty());
     EXPECT_LE(TakenBytes().peak - before, static_cast<int64_t>(kMemoryBytes / 16 * (4 + i)));
   }
-  // What the senior's share has more is its cache's, but for less than a block.
+  // The rest of the senior's share is its cache's, but for less than a block.
   EXPECT_NEAR(static_cast<double>(taken[1] - taken[0]), kMemoryBytes / 16.0, 1 << 16);
 }
 

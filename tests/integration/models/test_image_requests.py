@@ -178,7 +178,7 @@ def test_every_server_has_the_same_bits_alone_and_in_a_batch(vision):
 
 
 def test_images_of_turns_have_the_bits_of_every_server(vision):
-    """What an environment shows between two turns is read as if it stood in the prompt."""
+    """An image between two turns is read as if it stood in the prompt."""
     first = vision.prompt(4, SMALL, 3, tandem=WORD, return_other_logprobs=True)
     image = vision.tokens["image"]
     with (

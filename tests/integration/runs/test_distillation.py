@@ -20,7 +20,7 @@ from tandem.settings.run import RunSettings
 from tandem.training.loop import train_supervised
 
 PAGE = (harness.REPOSITORY / "docs/guides/losses/distillation.md").read_text()
-# What the loss and the tokens of a step are, of the keys that a distillation adds.
+# The keys of a distillation's metrics that tell the loss and the tokens of a step.
 KEYS = ("loss/distillation", "distillation/divergence", "policy/grad_norm", "loss/total")
 DISTILLATION = {"distillation": {"coefficient": 1.0, "top_k": 64}}
 SENIOR_ALONE = {"enabled": False}

@@ -155,7 +155,7 @@ def _require_reference(example: Example) -> None:
 def margin_of(example: Example) -> float:
     """Returns the `margin` of a pair, by how much the chosen response is better; 0 without one.
 
-    Raises ConfigError, which names the row, for one that is no finite number.
+    Raises ConfigError, which names the row, for one that is not a finite number.
     """
     value = example.row.get("margin")
     if value is None:

@@ -34,7 +34,7 @@ def response_to_score(trajectory: trajectory_pb2.Trajectory) -> ScoredTokens:
 
 
 def text_to_score(text: SupervisedSample) -> ScoredTokens:
-    """Returns a prompt with a given response as a sequence to score, the response alone."""
+    """Returns a prompt with a given response as a sequence; only the response is scored."""
     prompt = text.prompt_token_ids
     return ScoredTokens([*prompt, *text.response_token_ids], len(prompt), tuple(text.vision_inputs))
 

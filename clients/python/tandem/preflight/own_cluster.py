@@ -51,7 +51,7 @@ def plan_cluster(
             "cluster.rollout is not used"
         )
     if dry_run and cluster.trainer is not None and not uses.trainer:
-        _log.info("this run trains the critic alone, so cluster.trainer is not used")
+        _log.info("this run trains only the critic, so cluster.trainer is not used")
     learner = learner_of(purpose)
     for role in ["rollout", learner] if uses.rollout else [learner]:
         if getattr(plan, role) in (None, []):

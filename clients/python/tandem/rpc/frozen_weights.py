@@ -12,7 +12,7 @@ from tandem.errors import FailedPreconditionError
 
 
 class Answer(Protocol):
-    """What a server computed, with the weights that it held then."""
+    """A server's result, with the weights that the server held then."""
 
     @property
     def weights(self) -> server_pb2.WeightsVersion:

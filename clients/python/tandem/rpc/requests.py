@@ -248,7 +248,7 @@ class Collector:
 
 @dataclass(frozen=True)
 class TeacherTokens:
-    """What a teacher says of the tokens of a response, for distillation.
+    """A teacher's distributions over the tokens of a response, for distillation.
 
     Attributes:
         name: the teacher's name in the report; may be empty.

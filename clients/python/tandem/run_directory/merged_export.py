@@ -58,7 +58,7 @@ def write_merged(
     source = Source(base)
     for name in sorted(adapters):
         if not name.endswith((_A, _B)):
-            raise ConfigError(f"{checkpoint}: {name}: is no adapter of a map", hint=served)
+            raise ConfigError(f"{checkpoint}: {name}: is not an adapter of a map", hint=served)
     for name in sorted(maps):
         if f"{name}.weight" not in source.tensors:
             raise ConfigError(

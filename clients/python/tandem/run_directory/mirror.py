@@ -69,7 +69,7 @@ class Mirror:
         except StorageError as error:
             if self._required:
                 raise
-            _log.warning(f"{_FIELD}: {error.message}; the run goes on")
+            _log.warning(f"{_FIELD}: {error.message}; the run continues")
             return
         held = json_object(text, f"{_FIELD}: {self._store}/{IDENTITY}").get("run_id")
         if held != run_id:
@@ -130,7 +130,7 @@ class Mirror:
                 self._upload(state)
                 _log.info(f"the checkpoint of step {state.step} is at {self._store}")
                 return None
-            except Exception as error:  # Whatever happens to an upload, the run goes on.
+            except Exception as error:  # The run continues without an upload that fails.
                 problem = error.message if isinstance(error, StorageError) else repr(error)
             if seconds is None or self._waiting is not None or self._stop.wait(seconds):
                 break

@@ -16,7 +16,7 @@ from tandem.utils.byte_progress import ByteCount, OnBytes
 _FOLDERS = ("", "critic", "checkpoints", "checkpoints/critic")
 # Begins the names of directories that a server writes, or has left when it was killed.
 _UNFINISHED = (".tandem-tmp-", ".tandem-old-")
-# What a checkpoint holds, by a pattern of the names of its files.
+# Contents of a checkpoint, each with a pattern of the names of its files.
 _HOLDS = {
     "weights": r"model.*\.safetensors",
     "adapters": r"adapter_model\.safetensors",
@@ -49,7 +49,7 @@ class StoredCheckpoint:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """What is in it, in words."""
+        """The contents of the checkpoint, in words."""
         names = [file.name for file in self.manifest.files] if self.manifest else []
         return tuple(
             what

@@ -428,7 +428,7 @@ class SftSettings(Settings):
     response: Text = "{answer}"
     # With `responses: rows`: whether the tokenizer's end-of-sequence token ends the response.
     append_eos: bool = True
-    # Factor of the cross-entropy beside objective.distillation; 0 learns from the teacher alone.
+    # Factor of the cross-entropy beside objective.distillation; 0 learns only from the teacher.
     cross_entropy_coefficient: float = Field(1.0, ge=0)
 
 

@@ -7,5 +7,5 @@ from tandem.settings.base import FrozenModel, Name
 # Tokens of a teacher that a run compares where objective.distillation.top_k is not set.
 DEFAULT_TOP_K = 32
 
-# Where each teacher's distributions come from, by the name that metrics and rows have for it.
+# The model of each teacher, by the name that metrics and rows have for the teacher.
 Teachers = dict[Name, FrozenModel]

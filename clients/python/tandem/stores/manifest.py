@@ -41,7 +41,7 @@ class ManifestFile(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What manifest.json says.
+    """The contents of a manifest.json.
 
     Attributes:
         kind: "trainer" or "critic".

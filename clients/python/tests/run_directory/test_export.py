@@ -231,6 +231,6 @@ def test_adapters_that_cannot_be_merged_here_are_refused_by_name(tmp_path):
         export_checkpoint(stacked, tmp_path / "out", "fp32")
     head = {"base_model.model.score.weight": np.ones((1, 2), np.float32)}
     critic = write_adapter(tmp_path / "critic", write_base(tmp_path / "base"), **head)
-    with pytest.raises(ConfigError, match=r"score\.weight: is no adapter"):
+    with pytest.raises(ConfigError, match=r"score\.weight: is not an adapter of a map"):
         export_checkpoint(critic, tmp_path / "out", "fp32")
     assert not (tmp_path / "out").exists()

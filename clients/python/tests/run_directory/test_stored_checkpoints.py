@@ -104,7 +104,7 @@ def test_urls_are_listed_verified_and_exported(tmp_path, run):
 
 def test_a_server_does_not_export_to_a_url():
     shown = tandem("export", "served", "s3://bucket/one", check=2).stderr
-    assert "DIR: s3://bucket/one: the server writes to its own file system alone" in shown
+    assert "DIR: s3://bucket/one: the server writes only to its own file system" in shown
 
 
 def _complete(checkpoint):

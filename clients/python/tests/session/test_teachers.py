@@ -1,4 +1,4 @@
-"""What the teachers of a run say, as the trainer receives it."""
+"""The distributions of a run's teachers, as the trainer receives them."""
 
 import json
 

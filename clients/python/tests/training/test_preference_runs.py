@@ -143,7 +143,7 @@ def test_settings_that_it_does_not_have_are_refused_before_anything_is_written(
 def test_a_trainer_that_trains_a_speculator_alone_is_refused(world, dpo_file, tmp_path):
     world.has_speculator = True
     told = tandem("dpo", dpo_file, "--dry-run", check=2).stderr
-    assert "trains a speculator alone, which does not learn pairs" in told
+    assert "trains only a speculator, which does not learn pairs" in told
     cluster = f"cluster={{model: {tmp_path / 'model'}, trainer: {{freeze_base_model: true}}}}"
     told = tandem("dpo", dpo_file, cluster, check=2).stderr
     assert "cluster.trainer.freeze_base_model: a speculator does not learn pairs" in told

@@ -26,7 +26,7 @@ struct TaughtRows {
   std::vector<double> scales;    // coefficient / number of rows of the mini-batch
 };
 
-// What teachers say of the rows of the loss; empty without distillation.
+// The teachers' distributions over the rows of the loss; empty without distillation.
 struct DistillationRows {
   // One number per row.
   std::vector<double> temperatures;

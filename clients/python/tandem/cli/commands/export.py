@@ -68,7 +68,7 @@ def export(
         )
     if source == _SERVED and is_url(destination):
         raise ConfigError(
-            f"DIR: {shown(destination)}: the server writes to its own file system alone",
+            f"DIR: {shown(destination)}: the server writes only to its own file system",
             hint="save a checkpoint, and export that",
         )
     with work_shown(output, "export") as progress, _written(destination) as (folder, written):

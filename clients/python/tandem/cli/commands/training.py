@@ -224,18 +224,18 @@ add_training("sft", "Train with supervision, on the rows' answers or the senior'
 
 
 def _require_unfrozen(settings: RunSettings) -> None:
-    """Raises ConfigError if the trainer of the run's own cluster trains a speculator alone."""
+    """Raises ConfigError if the trainer of the run's own cluster trains only a speculator."""
     section = (settings.cluster and settings.cluster.trainer) or {}
     if section.get("freeze_base_model"):
         raise ConfigError("cluster.trainer.freeze_base_model: a speculator does not learn pairs")
 
 
 def _require_unfrozen_trainer(trainer: TrainerClient) -> None:
-    """Raises ConfigError if a running trainer trains a speculator alone."""
+    """Raises ConfigError if a running trainer trains only a speculator."""
     info = trainer.info()
     if info.has_speculator and not info.HasField("optimizer"):
         raise ConfigError(
-            f"servers.trainer: the trainer at {trainer.address} trains a speculator alone, which "
+            f"servers.trainer: the trainer at {trainer.address} trains only a speculator, which "
             "does not learn pairs"
         )
 
