@@ -38,10 +38,8 @@ struct SequenceTokens {
 SequenceTokens TokensOf(const RaggedBatch& batch) {
   std::vector<int64_t> sequences, rows;
   for (size_t s = 0; s + 1 < batch.offsets.size(); ++s) {
-    const ops::RowRun own = {batch.offsets[s], batch.offsets[s + 1] - batch.offsets[s]};
-    const absl::Span<const ops::RowRun> runs =
-        batch.prefixes == nullptr ? absl::MakeConstSpan(&own, 1) : batch.prefixes->runs(s);
-    for (const ops::RowRun& run : runs) {
+    const ops::SequenceRuns sequence(batch.offsets, batch.prefixes.get(), s);
+    for (const ops::RowRun& run : sequence.runs()) {
       sequences.insert(sequences.end(), static_cast<size_t>(run.rows), static_cast<int64_t>(s));
       for (int64_t i = 0; i < run.rows; ++i) rows.push_back(run.row + i);
     }

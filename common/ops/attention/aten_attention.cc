@@ -186,13 +186,11 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
   }
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
-    const int64_t begin = offsets[s], rows = offsets[s + 1] - begin;
+    const SequenceRuns sequence(offsets, prefixes, s);
+    const int64_t begin = sequence.own().row, rows = sequence.own().rows;
     if (rows == 0) continue;
-    const RowRun own = {.row = begin, .rows = rows};
-    const int64_t start = prefixes == nullptr ? 0 : prefixes->start(s);
-    const absl::Span<const RowRun> runs =
-        prefixes == nullptr ? absl::MakeConstSpan(&own, 1) : prefixes->runs(s);
-    const at::Tensor keys = SelectRuns(k, runs), values = SelectRuns(v, runs);
+    const int64_t start = sequence.start();
+    const at::Tensor keys = SelectRuns(k, sequence.runs()), values = SelectRuns(v, sequence.runs());
     for (const RowChunk& chunk : RowChunks(start, start + rows, scores.window)) {
       outputs.push_back(AtenAttention(q.narrow(0, begin + chunk.row - start, chunk.rows),
                                       keys.narrow(0, chunk.key, chunk.keys),
@@ -260,16 +258,15 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
       const at::AutoDispatchBelowADInplaceOrView no_autograd;  // a setting of this thread
       for (int64_t item = begin; item < end; ++item) {
         const int64_t split = item % splits, head = item / splits % key_value_heads;
-        const int64_t i = item / splits / key_value_heads, s = some.first + i;
-        const int64_t row = offsets[s], count = offsets[s + 1] - row, place = some.places[i];
+        const int64_t i = item / splits / key_value_heads, place = some.places[i];
+        const SequenceRuns sequence(offsets, prefixes, static_cast<size_t>(some.first + i));
+        const int64_t row = sequence.own().row, count = sequence.own().rows;
         if (count == 0) continue;
-        const int64_t start = prefixes == nullptr ? 0 : prefixes->start(s);
+        const int64_t start = sequence.start();
         const int64_t first_head = head * group + split * kHeadsPerItem;
         const int64_t heads = std::min(kHeadsPerItem, group - split * kHeadsPerItem);
         const auto of_sequence = [&](const at::Tensor& x) {  // [keys, 1, D]
-          const at::Tensor own = x.narrow(1, head, 1);
-          return prefixes == nullptr ? own.narrow(0, row, count)
-                                     : SelectRuns(own, prefixes->runs(s));
+          return SelectRuns(x.narrow(1, head, 1), sequence.runs());
         };
         const at::Tensor k_head = of_sequence(k), v_head = of_sequence(v);
         for (const RowChunk& chunk : RowChunks(start, start + count, scores.window)) {

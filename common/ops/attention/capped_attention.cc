@@ -50,13 +50,12 @@ AttentionGradients CappedAttentionBackward(const at::Tensor& dy_in, const at::Te
   const at::Tensor dq = zeros(q), dk = zeros(k), dv = zeros(v);
   // Adds the gradients of the `count` groups from `group` on, for the rows of the i-th sequence.
   const auto add = [&](const KeyGradients& some, int64_t i, int64_t group, int64_t count) {
-    const int64_t s = some.first + i, row = offsets[s], own = offsets[s + 1] - row;
+    const SequenceRuns sequence(offsets, prefixes, static_cast<size_t>(some.first + i));
+    const int64_t row = sequence.own().row, own = sequence.own().rows;
     if (own == 0) return;
-    const int64_t start = prefixes == nullptr ? 0 : prefixes->start(s);
+    const int64_t start = sequence.start();
     const auto of_sequence = [&](const at::Tensor& x) {  // [keys, count, D]
-      const at::Tensor of_groups = x.narrow(1, group, count);
-      return prefixes == nullptr ? of_groups.narrow(0, row, own)
-                                 : SelectRuns(of_groups, prefixes->runs(s));
+      return SelectRuns(x.narrow(1, group, count), sequence.runs());
     };
     const at::Tensor k_groups = of_sequence(k), v_groups = of_sequence(v);
     for (const RowChunk& chunk : RowChunks(start, start + own, scores.window)) {

@@ -60,6 +60,29 @@ class SharedPrefixes {
   int64_t num_rows_ = 0;
 };
 
+// The rows of sequence s of a batch, of which sequences share prefixes or, with nullptr, none does.
+class SequenceRuns {
+ public:
+  SequenceRuns(const std::vector<int64_t>& offsets, const SharedPrefixes* prefixes, size_t s)
+      : own_({.row = offsets[s], .rows = offsets[s + 1] - offsets[s]}),
+        start_(prefixes == nullptr ? 0 : prefixes->start(s)),
+        shared_(prefixes == nullptr ? absl::Span<const RowRun>() : prefixes->runs(s)) {}
+
+  // The rows that belong to this sequence first.
+  const RowRun& own() const { return own_; }
+  // The position of the first of them.
+  int64_t start() const { return start_; }
+  // The rows of all positions, in ascending order of positions; they live as long as this.
+  absl::Span<const RowRun> runs() const {
+    return shared_.empty() ? absl::MakeConstSpan(&own_, 1) : shared_;
+  }
+
+ private:
+  RowRun own_;
+  int64_t start_;
+  absl::Span<const RowRun> shared_;
+};
+
 // Appends the first `count` rows of `runs` to `to`.
 void AppendRows(absl::Span<const RowRun> runs, int64_t count, std::vector<RowRun>& to);
 
