@@ -84,27 +84,8 @@ absl::StatusOr<OptimizerReport> SingleStrategy::OptimizerStep(const OptimizerOve
                           [&] { return optimizer_->Step(*model_, overrides, [] {}); });
 }
 
-absl::Status SingleStrategy::ResetOptimizer() {
-  return CatchTorchErrors("cannot reset the optimizer", [&] {
-    optimizer_->Reset();
-    return absl::OkStatus();
-  });
-}
-
 std::vector<Holding> SingleStrategy::Holdings(const Parameter& parameter, int /*wanted_by*/) const {
   return {{.rank = 0, .range = WholeRange(parameter)}};
-}
-
-absl::Status SingleStrategy::SaveOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
-}
-
-absl::StatusOr<OptimizerWriter> SingleStrategy::CopyOptimizer(TensorCopies& copies) {
-  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(copies); });
-}
-
-absl::Status SingleStrategy::LoadOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot load the optimizer", [&] { return optimizer_->Load(directory); });
 }
 
 }  // namespace tandem::parallel

@@ -36,12 +36,10 @@ class SingleStrategy : public Strategy {
   }
   absl::Status ReduceTensor(at::Tensor& /*sums*/) override { return absl::OkStatus(); }
   absl::StatusOr<OptimizerReport> OptimizerStep(const OptimizerOverrides& overrides) override;
-  int64_t optimizer_steps() const override { return optimizer_->steps(); }
-  absl::Status ResetOptimizer() override;
   std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;
-  absl::Status SaveOptimizer(const std::string& directory) override;
-  absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies) override;
-  absl::Status LoadOptimizer(const std::string& directory) override;
+
+ protected:
+  ShardedOptimizer& optimizer() const override { return *optimizer_; }
 
  private:
   const std::shared_ptr<ranks::Communicator> alone_ = ranks::Communicator::Alone();

@@ -39,6 +39,8 @@
 
 namespace tandem::parallel {
 
+class ShardedOptimizer;
+
 // The result of an optimizer step.
 struct OptimizerReport {
   double grad_norm = 0;      // of the whole gradient, before clipping
@@ -145,9 +147,9 @@ class Strategy {
   // update was done; if so, the model's OnWeightsChanged may not have been called.
   virtual absl::StatusOr<OptimizerReport> OptimizerStep(const OptimizerOverrides& overrides) = 0;
 
-  virtual int64_t optimizer_steps() const = 0;
+  virtual int64_t optimizer_steps() const;
   // Returns the optimizer to its state after BuildOptimizer.
-  virtual absl::Status ResetOptimizer() = 0;
+  absl::Status ResetOptimizer();
 
   // Returns ranks that together hold every value of a parameter (of Model::DeclaredParameters)
   // once; the same on every rank. `wanted_by` is the rank that wants the whole: it is among them if
@@ -171,16 +173,18 @@ class Strategy {
   // Writes the optimizer's state into a checkpoint directory, or reads it. DATA_LOSS names the
   // tensor that does not fit (another model's checkpoint, or another `freeze`); nothing has changed
   // then.
-  virtual absl::Status SaveOptimizer(const std::string& directory) = 0;
+  virtual absl::Status SaveOptimizer(const std::string& directory);
   // Adds copies of what SaveOptimizer writes on this rank to `copies`. Returns what writes them
   // into a directory, when they have their values: it may run on another thread, while the model
   // trains.
-  virtual absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies) = 0;
-  virtual absl::Status LoadOptimizer(const std::string& directory) = 0;
+  virtual absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies);
+  absl::Status LoadOptimizer(const std::string& directory);
 
  protected:
   // LoadParameters has replaced the values.
   virtual void OnParametersReplaced() { model().OnWeightsChanged(); }
+  // The optimizer that BuildOptimizer made.
+  virtual ShardedOptimizer& optimizer() const = 0;
 };
 
 }  // namespace tandem::parallel

@@ -296,13 +296,6 @@ void MegatronStrategy::GatherUpdate() {
   }
 }
 
-absl::Status MegatronStrategy::ResetOptimizer() {
-  return CatchTorchErrors("cannot reset the optimizer", [&] {
-    optimizer_->Reset();
-    return absl::OkStatus();
-  });
-}
-
 // Parameters and state.
 
 int MegatronStrategy::StageOf(int64_t block) const {
@@ -341,18 +334,6 @@ std::vector<Holding> MegatronStrategy::Holdings(const Parameter& parameter, int 
     }
   }
   return holdings;
-}
-
-absl::Status MegatronStrategy::SaveOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
-}
-
-absl::StatusOr<OptimizerWriter> MegatronStrategy::CopyOptimizer(TensorCopies& copies) {
-  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(copies); });
-}
-
-absl::Status MegatronStrategy::LoadOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot load the optimizer", [&] { return optimizer_->Load(directory); });
 }
 
 }  // namespace tandem::parallel

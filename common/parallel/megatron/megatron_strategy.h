@@ -68,12 +68,10 @@ class MegatronStrategy : public Strategy {
   absl::Status Reduce(absl::Span<double> sums, absl::Span<double> maxima) override;
   absl::Status ReduceTensor(at::Tensor& sums) override;
   absl::StatusOr<OptimizerReport> OptimizerStep(const OptimizerOverrides& overrides) override;
-  int64_t optimizer_steps() const override { return optimizer_->steps(); }
-  absl::Status ResetOptimizer() override;
   std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;
-  absl::Status SaveOptimizer(const std::string& directory) override;
-  absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies) override;
-  absl::Status LoadOptimizer(const std::string& directory) override;
+
+ protected:
+  ShardedOptimizer& optimizer() const override { return *optimizer_; }
 
  private:
   // A flat buffer (Model::BlockBuffers) that this rank holds, and the shard of it that it updates.

@@ -334,13 +334,6 @@ void ZeroStrategy::DropGathered() {
   for (Buffer& buffer : buffers_) RefreshCopy(buffer);
 }
 
-absl::Status ZeroStrategy::ResetOptimizer() {
-  return CatchTorchErrors("cannot reset the optimizer", [&] {
-    optimizer_->Reset();
-    return absl::OkStatus();
-  });
-}
-
 ShardRange ZeroStrategy::RangeOf(const Parameter& parameter, int rank) const {
   const Buffer& buffer = buffers_[static_cast<size_t>(parameter.buffer)];
   return RangeInShard(parameter, buffer.parameters.numel(), ranks_->size(), rank);
@@ -378,18 +371,6 @@ void ZeroStrategy::OnParametersReplaced() {
   if (shards_parameters()) DropGathered();
   model_->OnWeightsChanged();
   if (optimizer_ != nullptr) optimizer_->OnValuesReplaced();
-}
-
-absl::Status ZeroStrategy::SaveOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot save the optimizer", [&] { return optimizer_->Save(directory); });
-}
-
-absl::StatusOr<OptimizerWriter> ZeroStrategy::CopyOptimizer(TensorCopies& copies) {
-  return CatchTorchErrors("cannot copy the optimizer", [&] { return optimizer_->Copy(copies); });
-}
-
-absl::Status ZeroStrategy::LoadOptimizer(const std::string& directory) {
-  return CatchTorchErrors("cannot load the optimizer", [&] { return optimizer_->Load(directory); });
 }
 
 }  // namespace tandem::parallel

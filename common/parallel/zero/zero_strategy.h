@@ -47,17 +47,13 @@ class ZeroStrategy : public Strategy {
   absl::Status Reduce(absl::Span<double> sums, absl::Span<double> maxima) override;
   absl::Status ReduceTensor(at::Tensor& sums) override;
   absl::StatusOr<OptimizerReport> OptimizerStep(const OptimizerOverrides& overrides) override;
-  int64_t optimizer_steps() const override { return optimizer_->steps(); }
-  absl::Status ResetOptimizer() override;
   std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const override;
   at::Tensor HeldValues(const Parameter& parameter) const override;
   at::Tensor PartOf(const at::Tensor& whole, const Parameter& parameter) const override;
-  absl::Status SaveOptimizer(const std::string& directory) override;
-  absl::StatusOr<OptimizerWriter> CopyOptimizer(TensorCopies& copies) override;
-  absl::Status LoadOptimizer(const std::string& directory) override;
 
  protected:
   void OnParametersReplaced() override;
+  ShardedOptimizer& optimizer() const override { return *optimizer_; }
 
  private:
   // One of Model::BlockBuffers, and what belongs to it; a `shard` is this rank's.
