@@ -18,7 +18,6 @@ from tandem import tracing
 from tandem._proto.trainer.v1 import trainer_pb2
 from tandem._proto.types.v1 import server_pb2
 from tandem.cluster.plan import draws_responses
-from tandem.data.dataset import Example
 from tandem.errors import RewardError, StorageError, TandemError
 from tandem.evaluation import Evaluation, evaluate
 from tandem.evaluation.answers import held_out
@@ -79,7 +78,10 @@ def train(
                     samples = session.reference.added_to(samples)
             if session.teachers is not None and samples:
                 with clock.phase("teachers"):
-                    samples = session.teachers.added_to(samples, _examples(drawn.kept))
+                    rows = {group.id: group.example for group in drawn.kept}
+                    samples = session.teachers.added_to(
+                        samples, [rows[sample.group_id] for sample in samples]
+                    )
             with session.train_phase(clock):
                 report = _train_step(
                     session,
@@ -116,13 +118,6 @@ def _samples(groups: Sequence[Group]) -> list[PolicySample]:
         for group in groups
         for trajectory, reward in zip(group.trajectories, group.shaped_rewards, strict=True)
         if reward is not None
-    ]
-
-
-def _examples(groups: Sequence[Group]) -> list[Example]:
-    """Returns the row of each of _samples()."""
-    return [
-        group.example for group in groups for reward in group.shaped_rewards if reward is not None
     ]
 
 
