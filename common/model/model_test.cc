@@ -6,13 +6,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/error.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/image_batches.h"
 #include "common/model/testing/models.h"
-#include "common/ops/ops.h"
+#include "common/ops/testing/aten_kernels.h"
 #include "common/ops/testing/operations.h"
 
 namespace tandem {
@@ -212,8 +211,7 @@ TEST(ModelTest, DecodeIsInvariantToChunkingAndBatching) {
 
 // A GPU launches each of these operations: a pass of many sequences takes as many as one of few.
 TEST(ModelTest, TheOperationsOfADecodeStepDoNotGrowWithItsSequences) {
-  ops::SetKernelPath(ops::KernelPath::kAten);
-  const absl::Cleanup restore = [] { ops::SetKernelPath(ops::KernelPath::kAuto); };
+  const ops::AtenKernels aten;
   const c10::InferenceMode guard;
   for (const std::string family : {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text"}) {
     const auto model = TinyModel(family);

@@ -1,4 +1,4 @@
-"""Pairs of responses for both sides of a comparison, and what TRL's trainers need for them."""
+"""TRL's trainers on given batches: their settings, their tokenizer, and records of a step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import peer_batch
 import torch
+from datasets import Dataset
 from peer_batch import EOS, Response
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-# Settings of one step of a trainer of TRL on a whole batch.
+# Settings of a trainer of TRL that learns a given batch on the CPU and writes nothing.
 SETTINGS: dict[str, Any] = {
-    "max_steps": 1,
     "max_grad_norm": 0.0,
     "bf16": False,
     "gradient_checkpointing": False,
@@ -35,18 +35,32 @@ class Gradients(TrainerCallback):
         self.found = peer_batch.gradients_of(model)
 
 
+class RecordsPairs:
+    """A trainer of TRL on pairs that takes rows of ids, and records its loss and its metrics."""
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
+        return dataset
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        """Keeps the loss and the metrics."""
+        loss = super().compute_loss(*arguments, **named)
+        self.loss = loss.item()
+        self.metrics = {name: values[-1] for name, values in self._metrics["train"].items()}
+        return loss
+
+
 def some_pairs(batch: list[Response], count: int | None = None) -> list[tuple[Response, Response]]:
     """Every two responses to one prompt, or the first `count` of them: chosen and rejected."""
     return list(zip(batch[::2], batch[1::2], strict=True))[:count]
 
 
-def words() -> PreTrainedTokenizerFast:
-    """A tokenizer with the vocabulary of the models."""
-    vocabulary = {"<eos>": EOS, "<pad>": peer_batch.PAD} | {
-        f"w{i}": i for i in range(2, peer_batch.VOCABULARY)
-    }
+def tokenizer(padding_side: str = "right") -> PreTrainedTokenizerFast:
+    """A tokenizer with one word for every id of the models."""
+    words = {"<eos>": EOS, "<pad>": peer_batch.PAD}
+    words |= {f"w{index}": index for index in range(2, peer_batch.VOCABULARY)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="w2")),
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
         eos_token="<eos>",
         pad_token="<pad>",
+        padding_side=padding_side,
     )

@@ -7,11 +7,10 @@ a critic server loads.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import peer_batch
-import peer_pairs
+import peer_trl
 import pytest
 import torch
 import transformers
@@ -32,17 +31,8 @@ CASES = {
 }
 
 
-class RecordingTrainer(RewardTrainer):
-    """TRL's trainer, which takes rows of ids, and records its loss and its metrics."""
-
-    def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
-        return dataset
-
-    def compute_loss(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        loss = super().compute_loss(*arguments, **named)
-        self.loss = loss.item()
-        self.metrics = {name: values[-1] for name, values in self._metrics["train"].items()}
-        return loss
+class RecordingTrainer(peer_trl.RecordsPairs, RewardTrainer):
+    """TRL's trainer, which records its loss and its metrics."""
 
 
 def make_classifier(policy: Path, directory: Path) -> Path:
@@ -61,7 +51,7 @@ def test_loss_and_gradient_are_those_of_trl(
     comparison: Comparison, case: str, tmp_path: Path
 ) -> None:
     with_margins, center = CASES[case]
-    pairs = peer_pairs.some_pairs(comparison.batch)
+    pairs = peer_trl.some_pairs(comparison.batch)
     margins = np.linspace(0.0, 1.5, len(pairs)) if with_margins else np.zeros(len(pairs))
     classifier = make_classifier(comparison.models.policy, tmp_path / "classifier")
     section = {
@@ -85,7 +75,7 @@ def test_loss_and_gradient_are_those_of_trl(
         | ({"margin": float(margin)} if with_margins else {})
         for (chosen, other), margin in zip(pairs, margins, strict=True)
     ]
-    gradients = peer_pairs.Gradients()
+    gradients = peer_trl.Gradients()
     trainer = RecordingTrainer(
         transformers.AutoModelForSequenceClassification.from_pretrained(
             classifier, dtype=torch.float32
@@ -94,10 +84,11 @@ def test_loss_and_gradient_are_those_of_trl(
             output_dir=str(tmp_path / "trl"),
             per_device_train_batch_size=len(rows),
             center_rewards_coefficient=center or None,
-            **peer_pairs.SETTINGS,
+            max_steps=1,
+            **peer_trl.SETTINGS,
         ),
         train_dataset=Dataset.from_list(rows),
-        processing_class=peer_pairs.words(),
+        processing_class=peer_trl.tokenizer(),
         callbacks=[gradients],
     )
     trainer.train()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import peer_batch
+import peer_trl
 import pytest
 import tandem_side
 import torch
@@ -20,9 +21,7 @@ from datasets import Dataset
 from peer_batch import MAX_COMPLETION_LENGTH, Models, Outcome, Response
 from peer_code import attributes_read, compared_with
 from tandem_side import Comparison
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -244,22 +243,16 @@ class GivenBatch(GRPOTrainer):
         return loss
 
 
-class Weights(TrainerCallback):
+class Weights(peer_trl.Gradients):
     """Sets the weights before every step of `train()`; keeps the gradients of the last step."""
 
     def __init__(self, steps: list[dict[str, torch.Tensor]]) -> None:
         self._steps = steps
-        self.gradients: dict[str, torch.Tensor] = {}
 
     def on_step_begin(
         self, args: Any, state: Any, control: Any, model: torch.nn.Module, **_: Any
     ) -> None:
         model.load_state_dict(self._steps[state.global_step])
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: torch.nn.Module, **_: Any
-    ) -> None:
-        self.gradients = peer_batch.gradients_of(model)
 
 
 # The settings of every case, unless the case has its own.
@@ -274,14 +267,7 @@ SETTINGS: dict[str, Any] = {
     "temperature": peer_batch.TEMPERATURE,
     "max_completion_length": MAX_COMPLETION_LENGTH,
     "shuffle_dataset": False,
-    "max_grad_norm": 0.0,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "use_cpu": True,
-    "save_strategy": "no",
-    "logging_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
+    **peer_trl.SETTINGS,
 }
 
 
@@ -306,7 +292,7 @@ def trl_trainer(
             per_device_train_batch_size=len(batch) // settings["gradient_accumulation_steps"],
             **settings,
         ),
-        processing_class=tokenizer(),
+        processing_class=peer_trl.tokenizer("left"),
         train_dataset=Dataset.from_dict({"prompt": [str(n) for n in range(peer_batch.GROUPS)]}),
         rollout_func=lambda prompts, _: rollout(prompts, batch),
         reward_funcs=lambda **_: [response.reward for response in batch],
@@ -325,7 +311,7 @@ def trl_outcome(models: Models, batch: list[Response], case: Case, directory: Pa
     trainer = trl_trainer(models, batch, case, directory, [weights], len(names))
     trainer.train()
     last = trainer.losses[-trainer.args.gradient_accumulation_steps :]
-    return Outcome(sum(last), weights.gradients)
+    return Outcome(sum(last), weights.found)
 
 
 def rollout(prompts: list[str], batch: list[Response]) -> dict[str, list[list[Any]]]:
@@ -337,18 +323,6 @@ def rollout(prompts: list[str], batch: list[Response]) -> dict[str, list[list[An
         "logprobs": [response.behaviour for response in batch],
         "env_mask": [response.authors for response in batch],
     }
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one word for every id."""
-    words = {"<eos>": peer_batch.EOS, "<pad>": peer_batch.PAD}
-    words |= {f"w{index}": index for index in range(2, peer_batch.VOCABULARY)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
-        eos_token="<eos>",
-        pad_token="<pad>",
-        padding_side="left",
-    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

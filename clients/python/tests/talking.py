@@ -25,6 +25,16 @@ TEMPLATE = (
 )
 
 
+def image_template(pad: str) -> str:
+    """Returns TEMPLATE for contents of parts too, with `pad` in the place of an image."""
+    return TEMPLATE.replace(
+        "{{ m.content }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{% if part.type == 'image' %}" + pad + "{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}",
+    )
+
+
 def write_chat_tokenizer(directory: Path, template: str = TEMPLATE) -> Path:
     """Writes a tokenizer of bytes and SPECIAL tokens, with a chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

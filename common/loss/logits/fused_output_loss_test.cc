@@ -15,13 +15,12 @@
 #include "common/loss/loss_scale.h"
 #include "common/loss/policy_loss.h"
 #include "common/loss/supervised_loss.h"
+#include "common/loss/testing/float64.h"
 
 namespace tandem::loss {
 namespace {
 
 constexpr int64_t kRows = 13, kHidden = 7, kVocabulary = 19;
-
-at::Tensor Vector(const std::vector<double>& v) { return at::tensor(v, at::kDouble); }
 
 std::vector<double> Host(const at::Tensor& t) {
   const at::Tensor c = t.to(at::kDouble).contiguous();
@@ -182,10 +181,6 @@ Gradients Fused(Problem p, const PolicyLossOptions& options, const LossScaleOpti
       gradients, way.mode);
   EXPECT_TRUE(status.ok()) << status;
   return {evaluator.Metrics().loss_total, gradients.hidden.cpu(), gradients.weight.cpu()};
-}
-
-double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
-  return (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
 }
 
 void ExpectClose(const Gradients& actual, const Gradients& expected, double tolerance) {

@@ -14,8 +14,9 @@
 
 #include "common/base/errors/error.h"
 #include "common/base/errors/not_finite.h"
+#include "common/loss/testing/float64.h"
 #include "common/loss/testing/metered_memory.h"
-#include "common/ops/ops.h"
+#include "common/ops/testing/aten_kernels.h"
 
 namespace tandem::loss {
 namespace {
@@ -27,21 +28,6 @@ constexpr Divergence kDivergences[] = {kReverse,
                                        kForward,
                                        {.kind = DivergenceKind::kJensenShannon, .beta = 0.5},
                                        {.kind = DivergenceKind::kJensenShannon, .beta = 0.1}};
-
-at::Tensor Vector(const std::vector<double>& v) { return at::tensor(v, at::kDouble); }
-
-double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
-  return (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
-}
-
-// Makes losses that are created during its life use ATen, as on a GPU.
-class AtenKernels {
- public:
-  AtenKernels() { ops::SetKernelPath(ops::KernelPath::kAten); }
-  ~AtenKernels() { ops::SetKernelPath(ops::KernelPath::kAuto); }
-  AtenKernels(const AtenKernels&) = delete;
-  AtenKernels& operator=(const AtenKernels&) = delete;
-};
 
 // Some rows of both models, out of order.
 struct Problem {
@@ -167,7 +153,7 @@ TEST(LinearDivergenceTest, SoftCapsEqualTheOracle) {
       const Result expected = Oracle(p, divergence);
       ExpectClose(Compute(p, divergence), expected, 1e-12);
       ExpectClose(Compute(p.To(at::kFloat), divergence, {}, at::kFloat), expected, 2e-5);
-      const AtenKernels aten;
+      const ops::AtenKernels aten;
       ExpectClose(Compute(p.To(at::kFloat), divergence, {}, at::kFloat), expected, 2e-5);
     }
   }
@@ -184,7 +170,7 @@ TEST(LinearDivergenceTest, Float32EqualsTheOracleOnOwnKernelsAndOnAten) {
     for (const Divergence& divergence : kDivergences) {
       const Result expected = Oracle(p, divergence);
       ExpectClose(Compute(single, divergence, {}, at::kFloat), expected, 2e-5);
-      const AtenKernels aten;
+      const ops::AtenKernels aten;
       ExpectClose(Compute(single, divergence, {}, at::kFloat), expected, 2e-5);
     }
   }
@@ -224,7 +210,7 @@ TEST(LinearDivergenceTest, HiddenStatesAndWeightsMayBeBfloat16) {
     wide.weight = half.weight.to(at::kFloat);
     wide.teacher_weight = half.teacher_weight.to(at::kFloat);
     expect_close(wide);
-    const AtenKernels aten;
+    const ops::AtenKernels aten;
     expect_close(half);
   }
 }
@@ -484,7 +470,7 @@ TEST(LinearDivergenceTest, PeakStaysWithinTheBudget) {
     EXPECT_LT(kBudget + kSmall, kRows * kWords * 4 / 4);  // far below the logits of one model
   };
   measure();
-  const AtenKernels aten;
+  const ops::AtenKernels aten;
   measure();
 }
 

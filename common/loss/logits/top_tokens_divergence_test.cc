@@ -15,8 +15,9 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/not_finite.h"
 #include "common/loss/logits/linear_divergence.h"
+#include "common/loss/testing/float64.h"
 #include "common/loss/testing/metered_memory.h"
-#include "common/ops/ops.h"
+#include "common/ops/testing/aten_kernels.h"
 
 namespace tandem::loss {
 namespace {
@@ -27,21 +28,6 @@ constexpr Divergence kDivergences[] = {kReverse,
                                        {.kind = DivergenceKind::kForward},
                                        {.kind = DivergenceKind::kJensenShannon, .beta = 0.5},
                                        {.kind = DivergenceKind::kJensenShannon, .beta = 0.9}};
-
-at::Tensor Vector(const std::vector<double>& v) { return at::tensor(v, at::kDouble); }
-
-double MaxDifference(const at::Tensor& a, const at::Tensor& b) {
-  return (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
-}
-
-// Makes losses that are created during its life use ATen, as on a GPU.
-class AtenKernels {
- public:
-  AtenKernels() { ops::SetKernelPath(ops::KernelPath::kAten); }
-  ~AtenKernels() { ops::SetKernelPath(ops::KernelPath::kAuto); }
-  AtenKernels(const AtenKernels&) = delete;
-  AtenKernels& operator=(const AtenKernels&) = delete;
-};
 
 // Some rows, out of order, and the k likeliest tokens of a teacher of random logits.
 struct Problem {
@@ -186,7 +172,7 @@ TEST(TopTokensDivergenceTest, SoftCapsEqualTheOracle) {
     const Result expected = Oracle(p, divergence);
     ExpectClose(Compute(p, divergence), expected, 1e-12);
     ExpectClose(Compute(p.To(at::kFloat), divergence, at::kFloat), expected, 2e-5);
-    const AtenKernels aten;
+    const ops::AtenKernels aten;
     ExpectClose(Compute(p.To(at::kFloat), divergence, at::kFloat), expected, 2e-5);
   }
 }
@@ -197,7 +183,7 @@ TEST(TopTokensDivergenceTest, Float32EqualsTheOracleOnOwnKernelsAndOnAten) {
   for (const Divergence& divergence : kDivergences) {
     const Result expected = Oracle(p, divergence);
     ExpectClose(Compute(p.To(at::kFloat), divergence, at::kFloat), expected, 2e-5);
-    const AtenKernels aten;
+    const ops::AtenKernels aten;
     ExpectClose(Compute(p.To(at::kFloat), divergence, at::kFloat), expected, 2e-5);
   }
 }
@@ -226,7 +212,7 @@ TEST(TopTokensDivergenceTest, HiddenStatesAndWeightsMayBeBfloat16) {
       }
     };
     expect_close();
-    const AtenKernels aten;
+    const ops::AtenKernels aten;
     expect_close();
   }
 }
@@ -430,7 +416,7 @@ TEST(TopTokensDivergenceTest, PeakStaysWithinTheBudget) {
     EXPECT_LT(kBudget + kSmall, kMany * kWords * 4 / 4);
   };
   measure();
-  const AtenKernels aten;
+  const ops::AtenKernels aten;
   measure();
 }
 

@@ -45,6 +45,26 @@ class CriticRanksTest : public ::testing::TestWithParam<Layout> {
     return options;
   }
 
+  EngineOptions RankOptions(const RankEnvironment& environment) const {
+    EngineOptions options = Options();
+    options.environment = environment;
+    options.strategy = GetParam().strategy;
+    options.strategy.megatron.use_distributed_optimizer = true;
+    return options;
+  }
+
+  // Expects the metrics of a step to be those of one process.
+  static void ExpectSameMetrics(const absl::StatusOr<StepResult>& step,
+                                const absl::StatusOr<StepResult>& of_one) {
+    ASSERT_TRUE(step.ok()) << step.status();
+    ASSERT_TRUE(of_one.ok()) << of_one.status();
+    for (const auto& [name, value] : of_one->report.metrics) {
+      EXPECT_NEAR(step->report.metrics.at(name), value,
+                  kTolerance * std::max(std::abs(value), 1e-1))
+          << name;
+    }
+  }
+
   static ValuesResult Values(Engine& engine, const ValuesRequest& request) {
     absl::StatusOr<ValuesResult> result =
         training::OnlyResult(engine.ComputeValues({}, {{request}}));
@@ -86,11 +106,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST_P(CriticRanksTest, StepsOfDerivativesAreThoseOfOneProcess) {
   ranks::RunOnRanks(2, [&](const RankEnvironment& environment) {
-    EngineOptions options = Options();
-    options.environment = environment;
-    options.strategy = GetParam().strategy;
-    options.strategy.megatron.use_distributed_optimizer = true;
-    const auto engine = CreateEngine(options).value();
+    const auto engine = CreateEngine(RankOptions(environment)).value();
     if (environment.rank == 0) {
       const auto single = CreateEngine(Options()).value();
       for (int64_t step = 0; step < 3; ++step) {
@@ -102,13 +118,7 @@ TEST_P(CriticRanksTest, StepsOfDerivativesAreThoseOfOneProcess) {
           sample.weights.back() = i % 2 == 0 ? -0.25f : 0.375f;
         }
         const auto a = engine->TrainStep({}, request), b = single->TrainStep({}, request);
-        ASSERT_TRUE(a.ok()) << a.status();
-        ASSERT_TRUE(b.ok()) << b.status();
-        for (const auto& [name, value] : b->report.metrics) {
-          EXPECT_NEAR(a->report.metrics.at(name), value,
-                      kTolerance * std::max(std::abs(value), 1e-1))
-              << name;
-        }
+        ASSERT_NO_FATAL_FAILURE(ExpectSameMetrics(a, b));
       }
     }
     engine->Shutdown();
@@ -118,11 +128,7 @@ TEST_P(CriticRanksTest, StepsOfDerivativesAreThoseOfOneProcess) {
 
 TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
   ranks::RunOnRanks(2, [&](const RankEnvironment& environment) {
-    EngineOptions options = Options();
-    options.environment = environment;
-    options.strategy = GetParam().strategy;
-    options.strategy.megatron.use_distributed_optimizer = true;
-    const auto engine = CreateEngine(options).value();
+    const auto engine = CreateEngine(RankOptions(environment)).value();
     if (environment.rank == 0) {
       const auto single = CreateEngine(Options()).value();
       EXPECT_FALSE(engine->value_head_from_checkpoint());
@@ -133,13 +139,7 @@ TEST_P(CriticRanksTest, ValuesAndStepsAreThoseOfOneProcess) {
           for (size_t t = 0; t < b.size(); ++t) EXPECT_NEAR(a[t], b[t], 1e-4);
         }
         const auto a = engine->TrainStep({}, request), b = single->TrainStep({}, alone);
-        ASSERT_TRUE(a.ok()) << a.status();
-        ASSERT_TRUE(b.ok()) << b.status();
-        for (const auto& [name, value] : b->report.metrics) {
-          EXPECT_NEAR(a->report.metrics.at(name), value,
-                      kTolerance * std::max(std::abs(value), 1e-1))
-              << name;
-        }
+        ASSERT_NO_FATAL_FAILURE(ExpectSameMetrics(a, b));
         // Every rank has the values that were kept for the step.
         EXPECT_EQ(Request(*engine, step), request);
       }

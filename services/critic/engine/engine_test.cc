@@ -58,6 +58,34 @@ class CriticEngineTest : public ::testing::Test {
     EXPECT_TRUE(result.ok()) << result.status();
     return result.ok() ? *result : StepResult{};
   }
+
+  // Returns the engine's model, for autograd.
+  std::unique_ptr<Model> LearningModel() const {
+    return std::move(
+               Model::Load(folder_ / "model",
+                           {.head = HeadKind::kValue, .value_head_seed = 5, .requires_grad = true}))
+        .value();
+  }
+  // Returns the values after every token of prompt and response, with autograd.
+  static at::Tensor AllValues(Model& model, const ValueSample& sample) {
+    std::vector<int64_t> ids(sample.prompt_token_ids.begin(), sample.prompt_token_ids.end());
+    ids.insert(ids.end(), sample.response_token_ids.begin(), sample.response_token_ids.end());
+    CausalContext context;
+    return model.Values(model.HiddenStates(MakeRaggedBatch({ids}), context));
+  }
+  // Expects a step's loss, and the norm of its gradient by autograd.
+  static void ExpectLossAndGradient(const StepReport& report, const at::Tensor& loss,
+                                    const Model& model) {
+    loss.backward();
+    double squares = 0;
+    for (const auto& [name, parameter] : model.Parameters()) {
+      squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
+    }
+    EXPECT_NEAR(report.metrics.at("critic/loss"), loss.item<double>(), 1e-5);
+    EXPECT_NEAR(report.metrics.at("critic/grad_norm"), std::sqrt(squares),
+                1e-4 * std::sqrt(squares));
+  }
+
   static std::string Digest(const Engine& engine) { return engine.Info().weights.digest; }
 
   TemporaryFolder folder_;
@@ -139,18 +167,12 @@ TEST_F(CriticEngineTest, LossAndGradientEqualAutograd) {
   TrainStepRequest request = Request(*engine);
   request.value_clip = 0;
   request.samples[1].loss_mask = {0, 1, 0, 1, 1};
-  auto metrics = Step(*engine, request).report.metrics;
-  const auto model = std::move(Model::Load(folder_ / "model", {.head = HeadKind::kValue,
-                                                               .value_head_seed = 5,
-                                                               .requires_grad = true}))
-                         .value();
+  const StepReport report = Step(*engine, request).report;
+  const std::unique_ptr<Model> model = LearningModel();
   at::Tensor loss = at::zeros({});
   int count = 0;
   for (const ValueSample& sample : request.samples) {
-    std::vector<int64_t> ids(sample.prompt_token_ids.begin(), sample.prompt_token_ids.end());
-    ids.insert(ids.end(), sample.response_token_ids.begin(), sample.response_token_ids.end());
-    CausalContext context;
-    const at::Tensor values = model->Values(model->HiddenStates(MakeRaggedBatch({ids}), context));
+    const at::Tensor values = AllValues(*model, sample);
     for (size_t t = 0; t < sample.response_token_ids.size(); ++t) {
       if (!sample.loss_mask.empty() && sample.loss_mask[t] == 0) continue;
       loss = loss + 0.5 * (values[static_cast<int64_t>(t) + 1] - sample.returns[t]).square();
@@ -158,13 +180,7 @@ TEST_F(CriticEngineTest, LossAndGradientEqualAutograd) {
     }
   }
   loss = loss / count;
-  loss.backward();
-  double squares = 0;
-  for (const auto& [name, parameter] : model->Parameters()) {
-    squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
-  }
-  EXPECT_NEAR(metrics["critic/loss"], loss.item<double>(), 1e-5);
-  EXPECT_NEAR(metrics["critic/grad_norm"], std::sqrt(squares), 1e-4 * std::sqrt(squares));
+  ExpectLossAndGradient(report, loss, *model);
 }
 
 // A loss of two sequences' values after their last tokens, and of one in the middle.
@@ -183,30 +199,18 @@ TEST_F(CriticEngineTest, AStepOfDerivativesEqualsAutograd) {
   request.samples[0].weights.back() = -0.75f;
   request.samples[1].weights[2] = 0.5f;
   request.samples[2].weights.back() = 0.25f;
-  auto metrics = Step(*engine, request).report.metrics;
-  const auto model = std::move(Model::Load(folder_ / "model", {.head = HeadKind::kValue,
-                                                               .value_head_seed = 5,
-                                                               .requires_grad = true}))
-                         .value();
+  const StepReport report = Step(*engine, request).report;
+  const std::unique_ptr<Model> model = LearningModel();
   at::Tensor loss = at::zeros({});
   for (size_t i = 0; i < request.samples.size(); ++i) {
     const ValueSample& sample = request.samples[i];
-    std::vector<int64_t> ids(sample.prompt_token_ids.begin(), sample.prompt_token_ids.end());
-    ids.insert(ids.end(), sample.response_token_ids.begin(), sample.response_token_ids.end());
-    CausalContext context;
-    const at::Tensor values = model->Values(model->HiddenStates(MakeRaggedBatch({ids}), context));
+    const at::Tensor values = AllValues(*model, sample);
     for (size_t t = 0; t < sample.weights.size(); ++t) {
       loss = loss + sample.weights[t] * values[static_cast<int64_t>(t) + 1];
     }
     EXPECT_NEAR(values[-1].item<float>(), finals[i], 1e-5);
   }
-  loss.backward();
-  double squares = 0;
-  for (const auto& [name, parameter] : model->Parameters()) {
-    squares += parameter.grad().to(at::kDouble).square().sum().item<double>();
-  }
-  EXPECT_NEAR(metrics["critic/loss"], loss.item<double>(), 1e-5);
-  EXPECT_NEAR(metrics["critic/grad_norm"], std::sqrt(squares), 1e-4 * std::sqrt(squares));
+  ExpectLossAndGradient(report, loss, *model);
 }
 
 TEST_F(CriticEngineTest, AStepOfZeroDerivativesIsAnUpdate) {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from family_models import make_vision_model
 from harness import logprobs
-from talking import SPECIAL, TEMPLATE, write_chat_tokenizer
+from talking import SPECIAL, image_template, write_chat_tokenizer
 from tandem.data.dataset import Example
 from tandem.environments.calls import EnvironmentCalls
 from tandem.environments.contract import EnvironmentClass
@@ -27,12 +27,7 @@ from tandem.utils.authors import ENVIRONMENT
 
 # make_vision_model() takes the last but one of the tokenizer's ids for an image.
 PAD = SPECIAL[-2]
-PARTS = TEMPLATE.replace(
-    "{{ m.content }}",
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}" + PAD + "{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}",
-)
+PARTS = image_template(PAD)
 WALK = '''
 from PIL import Image
 

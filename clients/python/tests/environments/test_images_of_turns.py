@@ -6,7 +6,7 @@ import fakes
 import numpy as np
 import pytest
 from PIL import Image
-from talking import SPECIAL, TEMPLATE, called, write_chat_tokenizer
+from talking import SPECIAL, called, image_template, write_chat_tokenizer
 
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.data.dataset import Example
@@ -23,12 +23,7 @@ from tandem.settings.environment import EnvironmentSettings
 # One of the tokenizer's special tokens stands for an image.
 PAD = "<|python_tag|>"
 PAD_ID = 256 + SPECIAL.index(PAD)
-PARTS = TEMPLATE.replace(
-    "{{ m.content }}",
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}" + PAD + "{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}",
-)
+PARTS = image_template(PAD)
 WALKS = '''
 from PIL import Image
 

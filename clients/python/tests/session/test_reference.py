@@ -13,14 +13,6 @@ KL = "objective.kl_coefficient=0.1"
 
 
 @pytest.fixture
-def sent(world, monkeypatch):
-    """The samples that the trainer receives, over all steps."""
-    samples = []
-    monkeypatch.setattr(world, "on_samples", samples.extend)
-    return samples
-
-
-@pytest.fixture
 def judge():
     """A second rollout server, whose senior gives every token another log-probability."""
     other = fakes.FakeWorld()

@@ -16,14 +16,6 @@ NO_REWARD = "reward.function=none"
 
 
 @pytest.fixture
-def sent(world, monkeypatch):
-    """The samples that the trainer receives, over all steps."""
-    samples = []
-    monkeypatch.setattr(world, "on_samples", samples.extend)
-    return samples
-
-
-@pytest.fixture
 def teacher():
     """A second rollout server, whose senior finds token 7 likelier than 5 and 6."""
     other = fakes.FakeWorld()
