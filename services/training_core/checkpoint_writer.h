@@ -1,8 +1,8 @@
 // Writes checkpoints beside the engine thread, one at a time.
 //
 // On rank 0 whoever saves or loads reserves the writer first. The engine thread copies the state
-// and calls Start, whose save holds the reservation until it is written. Other ranks call Start
-// alone.
+// and calls Start, whose save holds the reservation until it is written. Other ranks only call
+// Start.
 #ifndef TANDEM_SERVICES_TRAINING_CORE_CHECKPOINT_WRITER_H_
 #define TANDEM_SERVICES_TRAINING_CORE_CHECKPOINT_WRITER_H_
 

@@ -188,31 +188,62 @@ absl::Status WriteState(const std::string& directory, int64_t optimizer_steps,
       text.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace) + "\n");
 }
 
-// Every rank writes a file of the weights, rank 0 also what else a model directory has.
-absl::Status SaveModel(parallel::Strategy& strategy, const std::string& directory, DType dtype) {
-  const Model& model = strategy.model();
-  const int rank = strategy.ranks().rank();
-  const Model::ExportPlan plan = model.PlanExport(dtype, strategy.ranks().size());
-  return parallel::UseParametersOn(
-      strategy,
-      [&](const Parameter& parameter) { return plan.file_of_parameter.at(parameter.spec.name); },
-      [&](TensorSource parameters) -> absl::Status {
-        if (rank < plan.count) {
-          TANDEM_RETURN_IF_ERROR(model.SaveFile(directory, plan, rank, parameters));
-        }
-        return rank == 0 ? model.SaveCompanionFiles(directory, plan) : absl::OkStatus();
-      });
-}
+// The files of the weights that this rank writes.
+class WeightFiles {
+ public:
+  // A model directory: every rank writes a file of the weights, rank 0 also the files beside them.
+  static WeightFiles OfModel(parallel::Strategy& strategy, DType dtype) {
+    WeightFiles files(strategy);
+    files.plan_ = files.model_->PlanExport(dtype, strategy.ranks().size());
+    return files;
+  }
+  // The weights of a checkpoint: all, or of a model with adapters those that train, as a directory
+  // that PEFT loads.
+  static WeightFiles OfCheckpoint(parallel::Strategy& strategy) {
+    return strategy.model().lora().enabled() ? WeightFiles(strategy)
+                                             : OfModel(strategy, DType::kFloat32);
+  }
 
-// Writes what a checkpoint has of the weights: all, or of a model with adapters what trains, as a
-// directory that PEFT loads.
-absl::Status SaveTrained(parallel::Strategy& strategy, const std::string& directory) {
-  const Model& model = strategy.model();
-  if (!model.lora().enabled()) return SaveModel(strategy, directory, DType::kFloat32);
-  return parallel::UseWholeParameters(
-      strategy, [&](const Parameter& parameter) { return model.IsInAdapterFile(parameter); },
-      [&](TensorSource parameters) { return model.SaveAdapters(directory, parameters); });
-}
+  // Calls `use` with the tensors of this rank's files. Collective.
+  absl::Status Use(parallel::Strategy& strategy,
+                   absl::FunctionRef<absl::Status(TensorSource tensors)> use) const {
+    if (!plan_.has_value()) {
+      return parallel::UseWholeParameters(
+          strategy,
+          [this](const Parameter& parameter) { return model_->IsInAdapterFile(parameter); }, use);
+    }
+    return parallel::UseParametersOn(
+        strategy,
+        [this](const Parameter& parameter) {
+          return plan_->file_of_parameter.at(parameter.spec.name);
+        },
+        use);
+  }
+
+  // Writes the files, with those tensors.
+  absl::Status Write(const std::string& directory, TensorSource tensors) const {
+    if (!plan_.has_value()) {
+      return rank_ == 0 ? model_->SaveAdapters(directory, tensors) : absl::OkStatus();
+    }
+    if (rank_ < plan_->count) {
+      TANDEM_RETURN_IF_ERROR(model_->SaveFile(directory, *plan_, rank_, tensors));
+    }
+    return rank_ == 0 ? model_->SaveCompanionFiles(directory, *plan_) : absl::OkStatus();
+  }
+
+  // Writes the files, with the tensors as they are now. Collective.
+  absl::Status Save(parallel::Strategy& strategy, const std::string& directory) const {
+    return Use(strategy, [&](TensorSource tensors) { return Write(directory, tensors); });
+  }
+
+ private:
+  explicit WeightFiles(parallel::Strategy& strategy)
+      : model_(&strategy.model()), rank_(strategy.ranks().rank()) {}
+
+  const Model* model_;
+  int rank_;
+  std::optional<Model::ExportPlan> plan_;  // nullopt: adapters
+};
 
 // Enters the folder on every rank; `field` is that of the request.
 absl::Status EnterOnAllRanks(ranks::Communicator& ranks, absl::string_view field,
@@ -268,37 +299,6 @@ absl::StatusOr<NamedTensors> CopyTensors(parallel::Strategy& strategy, TensorSou
 
 using WriteFiles = std::function<absl::Status(const std::string& directory)>;
 
-// Copies what this rank writes of the weights; returns what writes them as SaveTrained does.
-absl::StatusOr<WriteFiles> CopyTrained(parallel::Strategy& strategy, TensorCopies& copies) {
-  const Model& model = strategy.model();
-  const int rank = strategy.ranks().rank();
-  NamedTensors copied;
-  const auto copy = [&](TensorSource parameters) -> absl::Status {
-    TANDEM_ASSIGN_OR_RETURN(copied, CopyTensors(strategy, parameters, copies));
-    return absl::OkStatus();
-  };
-  if (model.lora().enabled()) {
-    TANDEM_RETURN_IF_ERROR(parallel::UseWholeParameters(
-        strategy, [&](const Parameter& parameter) { return model.IsInAdapterFile(parameter); },
-        copy));
-    return [&model, rank, copied = std::move(copied)](const std::string& directory) {
-      return rank == 0 ? model.SaveAdapters(directory, SourceOf(copied)) : absl::OkStatus();
-    };
-  }
-  Model::ExportPlan plan = model.PlanExport(DType::kFloat32, strategy.ranks().size());
-  TANDEM_RETURN_IF_ERROR(parallel::UseParametersOn(
-      strategy,
-      [&](const Parameter& parameter) { return plan.file_of_parameter.at(parameter.spec.name); },
-      copy));
-  return [&model, rank, plan = std::move(plan),
-          copied = std::move(copied)](const std::string& directory) -> absl::Status {
-    if (rank < plan.count) {
-      TANDEM_RETURN_IF_ERROR(model.SaveFile(directory, plan, rank, SourceOf(copied)));
-    }
-    return rank == 0 ? model.SaveCompanionFiles(directory, plan) : absl::OkStatus();
-  };
-}
-
 // Returns the number of updates that a checkpoint records.
 int64_t OptimizerSteps(const SaveSource& source) {
   if (source.strategy.model().num_trainable_parameters() > 0) {
@@ -312,8 +312,12 @@ absl::StatusOr<WriteFiles> CopyState(const SaveSource& source, TensorCopies& cop
   parallel::Strategy& strategy = source.strategy;
   ranks::Communicator& ranks = *strategy.ranks().patient();
   copies.Begin();
-  const absl::StatusOr<WriteFiles> trained = CopyTrained(strategy, copies);
-  TANDEM_RETURN_IF_ERROR(trained.status());  // the same on all ranks
+  const WeightFiles files = WeightFiles::OfCheckpoint(strategy);
+  NamedTensors weights;
+  TANDEM_RETURN_IF_ERROR(files.Use(strategy, [&](TensorSource tensors) -> absl::Status {
+    TANDEM_ASSIGN_OR_RETURN(weights, CopyTensors(strategy, tensors, copies));
+    return absl::OkStatus();
+  }));  // the same on all ranks
   parallel::OptimizerWriter optimizer;
   if (strategy.model().num_trainable_parameters() > 0) {
     absl::StatusOr<parallel::OptimizerWriter> copied = strategy.CopyOptimizer(copies);
@@ -322,10 +326,10 @@ absl::StatusOr<WriteFiles> CopyState(const SaveSource& source, TensorCopies& cop
     TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, status));
     optimizer = *std::move(copied);
   }
-  return [rank = ranks.rank(), steps = OptimizerSteps(source), state = source.state,
-          trained = *trained,
+  return [rank = ranks.rank(), steps = OptimizerSteps(source), state = source.state, files,
+          weights = std::move(weights),
           optimizer = std::move(optimizer)](const std::string& directory) -> absl::Status {
-    TANDEM_RETURN_IF_ERROR(trained(directory));
+    TANDEM_RETURN_IF_ERROR(files.Write(directory, SourceOf(weights)));
     if (optimizer) TANDEM_RETURN_IF_ERROR(optimizer(directory));
     return rank == 0 ? WriteState(directory, steps, state) : absl::OkStatus();
   };
@@ -336,7 +340,7 @@ WriteFiles LiveState(const SaveSource& source) {
   return [source](const std::string& directory) -> absl::Status {
     parallel::Strategy& strategy = source.strategy;
     ranks::Communicator& ranks = *strategy.ranks().patient();
-    TANDEM_RETURN_IF_ERROR(SaveTrained(strategy, directory));
+    TANDEM_RETURN_IF_ERROR(WeightFiles::OfCheckpoint(strategy).Save(strategy, directory));
     if (strategy.model().num_trainable_parameters() > 0) {
       TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, strategy.SaveOptimizer(directory)));
     }
@@ -404,18 +408,6 @@ absl::StatusOr<checkpoint::Saved> StartedSave::Finish(ranks::Communicator& ranks
   });
 }
 
-absl::StatusOr<checkpoint::Saved> SaveTraining(const ConfinedPath& directory,
-                                               const std::string& name, int64_t keep,
-                                               parallel::Strategy& strategy,
-                                               const TrainingState& state, Companion* companion,
-                                               const std::vector<std::string>& in_use) {
-  TANDEM_ASSIGN_OR_RETURN(StartedSave save,
-                          StartSave(directory, name, keep,
-                                    {.strategy = strategy, .state = state, .companion = companion},
-                                    /*copies=*/nullptr, in_use));
-  return std::move(save).Finish(*strategy.ranks().patient());
-}
-
 absl::StatusOr<TrainingCheckpoint> ReadTraining(const ConfinedPath& path,
                                                 parallel::Strategy& strategy,
                                                 const std::string& kind) {
@@ -466,7 +458,7 @@ absl::Status ExportModel(parallel::Strategy& strategy, const ConfinedPath& path,
         absl::StatusOr<std::string> created = create();
         return created.ok() ? created : PrependFieldPath("path", created.status());
       }));
-  absl::Status status = SaveModel(strategy, directory, dtype);
+  absl::Status status = WeightFiles::OfModel(strategy, dtype).Save(strategy, directory);
   if (status.ok()) {
     status = OnRankZero(ranks, [&] { return RenameDurably(directory, target.string()); });
   }

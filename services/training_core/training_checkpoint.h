@@ -84,14 +84,6 @@ absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory, const std::
                                       int64_t keep, const SaveSource& source, TensorCopies* copies,
                                       const std::vector<std::string>& in_use = {});
 
-// StartSave without copies, and Finish.
-absl::StatusOr<checkpoint::Saved> SaveTraining(const ConfinedPath& directory,
-                                               const std::string& name, int64_t keep,
-                                               parallel::Strategy& strategy,
-                                               const TrainingState& state,
-                                               Companion* companion = nullptr,
-                                               const std::vector<std::string>& in_use = {});
-
 // The contents of a step directory beside the optimizer's state.
 struct TrainingCheckpoint {
   // Open until the optimizer's state and the companion's are read, too.

@@ -82,9 +82,13 @@ const nlohmann::json kSplittable = {{"num_hidden_layers", 4},
                                     {"num_key_value_heads", 2}};
 
 absl::StatusOr<checkpoint::Saved> SaveVersion(parallel::Strategy& strategy,
-                                              const std::string& parent, int64_t version,
+                                              const ConfinedPath& parent, int64_t version,
                                               const std::string& name = "last") {
-  return SaveTraining(parent, name, /*keep=*/0, strategy, {.kind = "trainer", .version = version});
+  const TrainingState state = {.kind = "trainer", .version = version};
+  absl::StatusOr<StartedSave> save = StartSave(
+      parent, name, /*keep=*/0, {.strategy = strategy, .state = state}, /*copies=*/nullptr);
+  if (!save.ok()) return save.status();
+  return std::move(*save).Finish(*strategy.ranks().patient());
 }
 
 // Loads as TrainingCore does.
@@ -439,7 +443,7 @@ TEST(TrainingCheckpointTest, NothingIsWrittenOutsideOfARootThatIsRaced) {
       if (path.ok()) exported += ExportModel(strategy, *path, DType::kFloat32).ok() ? 1 : 0;
       const auto directory = roots.Confine("directory", inside);
       if (!directory.ok()) continue;
-      saved += SaveTraining(*directory, "last", 0, strategy, {.kind = "trainer"}).ok() ? 1 : 0;
+      saved += SaveVersion(strategy, *directory, 0).ok() ? 1 : 0;
     }
     done = true;
     attacker.join();
