@@ -75,6 +75,7 @@ class Snapshot : public WeightSource {
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
     return file_->file.ReadAllAt(offset, out);
   }
+  const FileDescriptor* file() const override { return &file_->file; }
 
  private:
   const WeightManifest manifest_;

@@ -15,6 +15,9 @@
 // A sender that was interrupted calls Begin with the same update id, and goes on at the chunk that
 // the receiver lacks. Nothing is served of an update before its Commit; Abort drops it.
 //
+// A receiver on the sender's machine reads the chunks' bytes in the file of the sender's copy, and
+// only their places travel (docs/adr/0118).
+//
 // A receiver says in which types it keeps tensors. What it keeps in bfloat16 travels in bfloat16,
 // rounded by the sender as the receiver would (docs/adr/0091); the rest travels in float32.
 //
@@ -49,6 +52,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
+#include "common/base/files/file_descriptor.h"
 #include "common/base/steady_time.h"
 #include "common/tensor/weight_spec.h"
 #include "common/weights/weight_components.h"
@@ -139,6 +143,8 @@ class WeightSource {
   // Copies the stream's bytes [offset, offset + out.size()); the range must lie inside the stream.
   // Thread-safe. Errors are those of the file that holds the copy.
   virtual absl::Status Read(int64_t offset, absl::Span<std::byte> out) const = 0;
+  // Returns the file, without a name, that holds the stream; nullptr if none does.
+  virtual const FileDescriptor* file() const { return nullptr; }
 };
 
 // Takes one update at a time. Thread-safe. The served weights change in Commit alone.

@@ -462,7 +462,7 @@ def metrics_text(server: Server) -> str:
 
 
 def gauge(server: Server, name: str) -> float:
-    """The value of a metric without labels."""
+    """The value of a metric; `name` has its labels, if it has any."""
     found = re.search(rf"^{name}(?:{{}})? (\S+)$", metrics_text(server), re.MULTILINE)
     assert found, f"{name} is not among the metrics"
     return float(found[1])

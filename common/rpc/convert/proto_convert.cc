@@ -500,6 +500,20 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
   }
 }
 
+SharedFile SharedFileFromProto(const weights::v1::SharedFile& proto) {
+  return {.process = proto.process(),
+          .descriptor = proto.open_file(),
+          .device = proto.device(),
+          .inode = proto.inode()};
+}
+
+void SharedFileToProto(const SharedFile& file, weights::v1::SharedFile* proto) {
+  proto->set_process(file.process);
+  proto->set_open_file(file.descriptor);
+  proto->set_device(file.device);
+  proto->set_inode(file.inode);
+}
+
 void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto) {
   proto->set_version(manifest.version);
   proto->clear_tensors();

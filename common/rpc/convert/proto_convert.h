@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "common/base/files/shared_file.h"
 #include "common/coauthoring/author.h"
 #include "common/coauthoring/tandem_config.h"
 #include "common/coauthoring/trajectory.h"
@@ -80,6 +81,8 @@ WeightsVersion WeightsVersionFromProto(const types::v1::WeightsVersion& proto);
 void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* proto);
 
 void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto);
+SharedFile SharedFileFromProto(const weights::v1::SharedFile& proto);
+void SharedFileToProto(const SharedFile& file, weights::v1::SharedFile* proto);
 // Checks names (present, unique), dtypes, shapes, the total and the digest's form.
 absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::WeightManifest& proto);
 

@@ -165,7 +165,10 @@ inline constexpr MetricSpec kPaused{MetricType::kGauge, "tandem_generation_pause
 // Receivers of weights.
 inline constexpr MetricSpec kWeightBytesReceived{MetricType::kCounter,
                                                  "tandem_weight_bytes_received_total",
-                                                 "Bytes of weight updates that were accepted."};
+                                                 "Bytes of weight updates that were accepted, by "
+                                                 "transport (stream; file: the sender's, on the "
+                                                 "same machine).",
+                                                 {"transport"}};
 inline constexpr MetricSpec kWeightUpdates{MetricType::kCounter,
                                            "tandem_weight_updates_total",
                                            "Weight updates, by result (committed or failed).",

@@ -3,6 +3,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -10,6 +12,7 @@
 #include "common/base/checksum.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
+#include "common/base/files/shared_file.h"
 #include "common/base/logging.h"
 #include "common/rpc/calls/stream_handlers.h"
 #include "common/rpc/calls/unary_handler.h"
@@ -42,27 +45,26 @@ absl::Status CheckUpdateId(const std::string& id) {
 
 }  // namespace
 
-// Checks chunks as they come; they are small, and the receiver only copies them.
+// Checks chunks as they come; they are small, and the receiver only copies them. Bytes of a shared
+// file are in memory, since the sender has just written them.
 class WeightReceiverService::Upload final
     : public ClientStreamHandler<UploadWeightsRequest, UploadWeightsResponse> {
  public:
   explicit Upload(WeightReceiverService* service) : service_(service) {}
 
   absl::Status OnMessage(const UploadWeightsRequest& chunk) override {
-    const std::string& data = chunk.data();
-    if (Xxh3_64(data.data(), data.size()) != chunk.checksum()) {
-      return WithReason(FieldError(absl::StatusCode::kDataLoss, "data",
-                                   absl::StrCat("chunk ", chunk.chunk_index(),
-                                                " does not match its checksum; send it again")),
-                        reason::kChunkDamaged);
+    if (chunk.has_shared_file()) {
+      absl::StatusOr<FileDescriptor> file = OpenShared(SharedFileFromProto(chunk.shared_file()));
+      if (!file.ok()) return CannotOpen(file.status());
+      file_.emplace(*std::move(file));
     }
-    TANDEM_ASSIGN_OR_RETURN(
-        next_chunk_,
-        service_->receiver_.load()->Append(
-            chunk.update_id(), chunk.chunk_index(),
-            absl::MakeConstSpan(reinterpret_cast<const std::byte*>(data.data()), data.size())));
-    service_->metrics_.Counter(metric::kWeightBytesReceived)
-        .Increment(static_cast<double>(data.size()));
+    const bool in_file = chunk.ranges_size() > 0;
+    TANDEM_ASSIGN_OR_RETURN(const absl::Span<const std::byte> bytes,
+                            in_file ? ReadRanges(chunk) : CheckedData(chunk));
+    TANDEM_ASSIGN_OR_RETURN(next_chunk_, service_->receiver_.load()->Append(
+                                             chunk.update_id(), chunk.chunk_index(), bytes));
+    service_->metrics_.Counter(metric::kWeightBytesReceived, {in_file ? "file" : "stream"})
+        .Increment(static_cast<double>(bytes.size()));
     return absl::OkStatus();
   }
 
@@ -74,8 +76,51 @@ class WeightReceiverService::Upload final
   }
 
  private:
+  static absl::StatusOr<absl::Span<const std::byte>> CheckedData(
+      const UploadWeightsRequest& chunk) {
+    const std::string& data = chunk.data();
+    if (Xxh3_64(data.data(), data.size()) != chunk.checksum()) {
+      return WithReason(FieldError(absl::StatusCode::kDataLoss, "data",
+                                   absl::StrCat("chunk ", chunk.chunk_index(),
+                                                " does not match its checksum; send it again")),
+                        reason::kChunkDamaged);
+    }
+    return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(data.data()), data.size());
+  }
+
+  static absl::Status CannotOpen(const absl::Status& status) {
+    return FieldError(absl::StatusCode::kFailedPrecondition, "shared_file", status.message());
+  }
+
+  // Reads the chunk's bytes in the shared file. The result is valid until the next chunk.
+  absl::StatusOr<absl::Span<const std::byte>> ReadRanges(const UploadWeightsRequest& chunk) {
+    if (!file_.has_value()) return InvalidField("ranges", "the stream has no shared_file");
+    if (!chunk.data().empty()) return InvalidField("ranges", "the chunk has data, too");
+    int64_t size = 0;
+    for (int i = 0; i < chunk.ranges_size(); ++i) {
+      const auto& range = chunk.ranges(i);
+      const std::string field = absl::StrCat("ranges[", i, "].");
+      if (range.offset() < 0) return InvalidField(field + "offset", "must not be negative");
+      if (range.size() < 1 || range.size() > kMaxChunkBytes - size) {
+        return InvalidField(field + "size",
+                            absl::StrCat("a chunk has 1 to ", kMaxChunkBytes, " bytes"));
+      }
+      size += range.size();
+    }
+    bytes_.resize(static_cast<size_t>(size));
+    auto out = absl::MakeSpan(bytes_);
+    for (const auto& range : chunk.ranges()) {
+      const auto count = static_cast<size_t>(range.size());
+      TANDEM_RETURN_IF_ERROR(file_->ReadAllAt(range.offset(), out.first(count)));
+      out.remove_prefix(count);
+    }
+    return bytes_;
+  }
+
   WeightReceiverService* const service_;
   std::optional<int64_t> next_chunk_;
+  std::optional<FileDescriptor> file_;  // the shared one
+  std::vector<std::byte> bytes_;        // of a chunk in it
 };
 
 grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServerContext* context,
@@ -91,12 +136,16 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
         TANDEM_ASSIGN_OR_RETURN(
             const int64_t next_chunk,
             receiver_.load()->Begin(request.update_id(), *manifest, request.allow_rollback()));
+        const bool opens = request.has_shared_file() &&
+                           OpenShared(SharedFileFromProto(request.shared_file())).ok();
         Log(LogLevel::kInfo, "weight_update_begun",
             {{"update_id", request.update_id()},
              {"version", manifest->version},
-             {"next_chunk", next_chunk}});
+             {"next_chunk", next_chunk},
+             {"transport", opens ? "file" : "stream"}});
         BeginUpdateResponse response;
         response.set_next_chunk(next_chunk);
+        response.set_opens_shared_file(opens);
         return response;
       });
 }

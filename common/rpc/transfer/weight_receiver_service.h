@@ -21,7 +21,7 @@ using RawWeightService = weights::v1::WeightService::WithRawCallbackMethod_Begin
                     weights::v1::WeightService::Service>>>>>;
 
 // Checks the XXH3-64 of every chunk before the receiver sees it: a damaged one is DATA_LOSS and
-// leaves the update open.
+// leaves the update open. A chunk whose bytes are in the sender's file is read there.
 class WeightReceiverService final : public RawWeightService {
  public:
   WeightReceiverService(CallExecutor& executor, Metrics& metrics)
@@ -29,6 +29,9 @@ class WeightReceiverService final : public RawWeightService {
     // The counters exist from the start, for alerts.
     for (const char* result : {"committed", "failed"}) {
       metrics.Counter(metric::kWeightUpdates, {result});
+    }
+    for (const char* transport : {"stream", "file"}) {
+      metrics.Counter(metric::kWeightBytesReceived, {transport});
     }
   }
 

@@ -15,6 +15,7 @@
 #include "common/base/checksum.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
+#include "common/base/files/shared_file.h"
 #include "common/base/logging.h"
 #include "common/rpc/calls/error_table.h"
 #include "common/rpc/client/channel.h"
@@ -24,6 +25,7 @@
 namespace tandem::rpc {
 namespace {
 
+using weights::v1::UploadWeightsRequest;
 using weights::v1::WeightService;
 
 absl::StatusOr<weights::v1::GetVersionResponse> AskVersion(WeightService::StubInterface& receiver,
@@ -68,6 +70,7 @@ class Sender {
     }
     sent_bytes_ = manifest_.total_bytes;
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
+    sent.in_file = shared_file_.has_value();
     progressed_ = next_chunk > furthest_chunk_;
     furthest_chunk_ = std::max(furthest_chunk_, next_chunk);
     TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
@@ -172,19 +175,51 @@ class Sender {
            });
   }
 
-  // Reads bytes of the stream that this receiver is sent.
-  absl::Status Read(int64_t offset, absl::Span<std::byte> out) const {
+  // Returns where bytes [begin, end) of the stream that this receiver is sent are in the source's.
+  std::vector<Range> Places(int64_t begin, int64_t end) const {
+    std::vector<Range> places;
     for (const Range& range : ranges_) {
       const int64_t size = range.end - range.begin;
-      if (offset < size && !out.empty()) {
-        const auto count = std::min(out.size(), static_cast<size_t>(size - offset));
-        TANDEM_RETURN_IF_ERROR(source_.Read(range.begin + offset, out.first(count)));
-        out.remove_prefix(count);
-        offset += static_cast<int64_t>(count);
+      if (begin < size && end > 0) {
+        places.push_back({.begin = range.begin + std::max<int64_t>(begin, 0),
+                          .end = range.begin + std::min(end, size)});
       }
-      offset -= size;
+      begin -= size;
+      end -= size;
     }
+    return places;
+  }
+
+  // Makes the chunk that has bytes [begin, end) of the stream.
+  absl::Status FillChunk(int64_t begin, int64_t end, UploadWeightsRequest& chunk) const {
+    const std::vector<Range> places = Places(begin, end);
+    if (shared_file_.has_value()) {
+      chunk.clear_ranges();
+      for (const Range& place : places) {
+        auto& range = *chunk.add_ranges();
+        range.set_offset(place.begin);
+        range.set_size(place.end - place.begin);
+      }
+      return absl::OkStatus();
+    }
+    std::string& data = *chunk.mutable_data();
+    data.resize(static_cast<size_t>(end - begin));
+    auto out = absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size());
+    for (const Range& place : places) {
+      const auto size = static_cast<size_t>(place.end - place.begin);
+      TANDEM_RETURN_IF_ERROR(source_.Read(place.begin, out.first(size)));
+      out.remove_prefix(size);
+    }
+    chunk.set_checksum(Xxh3_64(data.data(), data.size()));
     return absl::OkStatus();
+  }
+
+  // Offers the source's file, if it has one. A failure is the receiver's to find, which then gets
+  // the bytes.
+  void OfferFile(weights::v1::BeginUpdateRequest& request) const {
+    if (source_.file() == nullptr) return;
+    const absl::StatusOr<SharedFile> shared = Share(*source_.file());
+    if (shared.ok()) SharedFileToProto(*shared, request.mutable_shared_file());
   }
 
   absl::StatusOr<int64_t> Begin() {
@@ -192,6 +227,7 @@ class Sender {
     request.set_update_id(update_id_);
     request.set_allow_rollback(options_.allow_rollback);
     WeightManifestToProto(manifest_, request.mutable_manifest());
+    OfferFile(request);
     weights::v1::BeginUpdateResponse response;
     CallContext context(options_.call, options_.rpc_timeout);
     TANDEM_RETURN_IF_ERROR(
@@ -201,6 +237,8 @@ class Sender {
           absl::StrCat("the receiver asks for chunk ", response.next_chunk()));
     }
     begun_ = true;
+    shared_file_.reset();
+    if (response.opens_shared_file()) shared_file_ = request.shared_file();
     return response.next_chunk();
   }
 
@@ -211,22 +249,20 @@ class Sender {
     weights::v1::UploadWeightsResponse response;
     CallContext context(options_.call, options_.rpc_timeout);
     const auto stream = receiver_.UploadWeights(context.get(), &response);
-    weights::v1::UploadWeightsRequest chunk;
+    UploadWeightsRequest chunk;
     chunk.set_update_id(update_id_);
+    if (shared_file_.has_value()) *chunk.mutable_shared_file() = *shared_file_;
     absl::Status read;
     for (int64_t index = next_chunk; index < num_chunks; ++index) {
-      const int64_t offset = index * manifest.chunk_bytes;
-      const int64_t size = std::min(manifest.chunk_bytes, manifest.total_bytes - offset);
-      std::string& data = *chunk.mutable_data();
-      data.resize(static_cast<size_t>(size));
-      read = Read(offset, absl::MakeSpan(reinterpret_cast<std::byte*>(data.data()), data.size()));
+      const int64_t begin = index * manifest.chunk_bytes;
+      read = FillChunk(begin, std::min(begin + manifest.chunk_bytes, manifest.total_bytes), chunk);
       if (!read.ok()) {
         context.get()->TryCancel();
         break;
       }
       chunk.set_chunk_index(index);
-      chunk.set_checksum(Xxh3_64(data.data(), data.size()));
       if (!stream->Write(chunk)) break;  // Finish says why
+      chunk.clear_shared_file();
     }
     stream->WritesDone();
     const absl::Status sent = FromGrpcStatus(stream->Finish());
@@ -266,7 +302,9 @@ class Sender {
   WeightManifest manifest_;    // of what this receiver is sent
   std::vector<Range> ranges_;  // of that in the source's stream
   TensorSums model_sums_;      // of the model's tensors as they are sent
-  int64_t sent_bytes_ = 0;     // of the last attempt that began an update
+  // The source's file, while the receiver reads the bytes there.
+  std::optional<weights::v1::SharedFile> shared_file_;
+  int64_t sent_bytes_ = 0;  // of the last attempt that began an update
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;
   bool begun_ = false;

@@ -31,7 +31,8 @@ struct SentWeights {
   WeightsVersion weights;  // that the receiver serves now
   // The components that it takes beside the model, with their versions before the update.
   std::map<std::string, WeightsVersion> components = {};
-  int64_t bytes = 0;  // of the update; 0 if the receiver served it already
+  int64_t bytes = 0;     // of the update; 0 if the receiver served it already
+  bool in_file = false;  // whether the receiver read them in the source's file
 };
 
 // Returns the types in which a receiver wants tensors now. Errors of its GetVersion.
@@ -41,7 +42,8 @@ absl::StatusOr<TensorTypes> AskTensorTypes(weights::v1::WeightService::StubInter
 // Sends the weights to one receiver and commits them; blocks. A receiver is sent the components
 // that it takes, and one that serves the weights already nothing. Tensors travel in the types that
 // it wants, or as float32 where `source` has no other; UNAVAILABLE if `source` has neither, as for
-// a receiver that was restarted with another type after its types were asked for. `update_id` names
+// a receiver that was restarted with another type after its types were asked for. A receiver that
+// can open the source's file reads the tensors there. `update_id` names
 // the update: reuse it to go on, at the receiver's next chunk, with one that was interrupted.
 // Retries UNAVAILABLE, DATA_LOSS of a chunk, and timeouts of a single call; DEADLINE_EXCEEDED or
 // CANCELLED as soon as `options.call` is over, and then the update stays open, so that the caller

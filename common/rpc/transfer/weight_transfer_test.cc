@@ -1,8 +1,11 @@
 // Sender and receiver over a real connection.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <stop_token>
@@ -13,6 +16,8 @@
 
 #include "common/base/checksum.h"
 #include "common/base/errors/error.h"
+#include "common/base/files/file_descriptor.h"
+#include "common/base/files/shared_file.h"
 #include "common/base/steady_time.h"
 #include "common/rpc/calls/error_table.h"
 #include "common/rpc/convert/proto_convert.h"
@@ -144,8 +149,16 @@ class BytesSource final : public WeightSource {
   const WeightManifest& manifest() const override { return manifest_; }
   absl::Span<const WordSums> sums() const override { return sums_; }
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
+    ++reads_;
     std::memcpy(out.data(), bytes_.data() + offset, out.size());
     return absl::OkStatus();
+  }
+  const FileDescriptor* file() const override { return file_.get(); }
+  // Writes the bytes to a file, too.
+  void MakeFile() { UseFile(FileDescriptor::CreateUnnamed(testing::TempDir()).value()); }
+  void UseFile(FileDescriptor file) {
+    file_ = std::make_unique<FileDescriptor>(std::move(file));
+    ASSERT_TRUE(file_->WriteAll(bytes_).ok());
   }
   // Makes the digests those of the bytes.
   void SetDigests() {
@@ -159,6 +172,8 @@ class BytesSource final : public WeightSource {
   std::string bytes_;
   WeightManifest manifest_;
   std::vector<WordSums> sums_;
+  std::unique_ptr<FileDescriptor> file_;
+  mutable int reads_ = 0;
 };
 
 class ReceiverApp final : public ServerApp {
@@ -193,14 +208,17 @@ class WeightTransferTest : public testing::Test {
   }
   absl::Status UploadChunk(const std::string& id, int64_t index, const std::string& data,
                            uint64_t checksum) {
-    grpc::ClientContext context;
-    weights::v1::UploadWeightsResponse response;
-    auto stream = stub_->UploadWeights(&context, &response);
     weights::v1::UploadWeightsRequest chunk;
     chunk.set_update_id(id);
     chunk.set_chunk_index(index);
     chunk.set_data(data);
     chunk.set_checksum(checksum);
+    return Upload(chunk);
+  }
+  absl::Status Upload(const weights::v1::UploadWeightsRequest& chunk) {
+    grpc::ClientContext context;
+    weights::v1::UploadWeightsResponse response;
+    auto stream = stub_->UploadWeights(&context, &response);
     stream->Write(chunk);
     stream->WritesDone();
     return FromGrpcStatus(stream->Finish());
@@ -223,8 +241,81 @@ TEST_F(WeightTransferTest, EveryByteArrivesAndIsCommitted) {
   EXPECT_EQ(version->bytes, 10480);
   EXPECT_TRUE(version->components.empty());
   EXPECT_EQ(receiver_.applied(), source.bytes_);
-  EXPECT_NE(server_.metrics().Text().find("tandem_weight_bytes_received_total 10480"),
+  EXPECT_NE(server_.metrics().Text().find(
+                "tandem_weight_bytes_received_total{transport=\"stream\"} 10480"),
             std::string::npos);
+}
+
+TEST_F(WeightTransferTest, AReceiverOnTheSendersMachineReadsItsFile) {
+  BytesSource source;
+  source.MakeFile();
+  receiver_.chunks_until_break_ = 3;
+  const auto sent = SendWeights(*stub_, "u1", source, Options());
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  EXPECT_TRUE(sent->in_file);
+  EXPECT_EQ(sent->bytes, 10480);
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
+  EXPECT_EQ(receiver_.chunks_appended_, 11) << "nothing was read twice";
+  EXPECT_EQ(source.reads_, 0) << "no bytes travelled";
+  EXPECT_NE(
+      server_.metrics().Text().find("tandem_weight_bytes_received_total{transport=\"file\"} 10480"),
+      std::string::npos);
+}
+
+TEST_F(WeightTransferTest, AFileWithANameIsNotRead) {
+  BytesSource source;
+  const std::string path = testing::TempDir() + "weights_" + std::to_string(::getpid());
+  source.UseFile(FileDescriptor::Open(path, O_CREAT | O_RDWR).value());
+  const auto sent = SendWeights(*stub_, "u1", source, Options());
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  EXPECT_FALSE(sent->in_file);
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
+  std::filesystem::remove(path);
+}
+
+// The digest covers bytes that no checksum does.
+TEST_F(WeightTransferTest, AFileThatChangedIsDataLoss) {
+  BytesSource source;
+  source.MakeFile();
+  const std::byte other{0x7f};
+  ASSERT_TRUE(source.file_->WriteAllAt(17, {&other, 1}).ok());
+  const absl::Status status = SendWeights(*stub_, "u1", source, Options()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+  EXPECT_EQ(receiver_.Version().version, 0) << "the old weights serve";
+}
+
+TEST_F(WeightTransferTest, BadRangesNameTheField) {
+  BytesSource source;
+  source.MakeFile();
+  ASSERT_TRUE(Begin("u1", source).ok());
+  weights::v1::UploadWeightsRequest chunk;
+  chunk.set_update_id("u1");
+  auto* const range = chunk.add_ranges();
+  range->set_size(BytesSource::kChunk);
+  EXPECT_EQ(FieldPath(Upload(chunk)), "ranges") << "of which file";
+  SharedFileToProto(Share(*source.file_).value(), chunk.mutable_shared_file());
+  chunk.set_data("x");
+  EXPECT_EQ(FieldPath(Upload(chunk)), "ranges");
+  chunk.clear_data();
+  range->set_offset(-1);
+  EXPECT_EQ(FieldPath(Upload(chunk)), "ranges[0].offset");
+  range->set_offset(0);
+  for (const int64_t size : {int64_t{-1}, int64_t{0}, kMaxChunkBytes + 1}) {
+    range->set_size(size);
+    EXPECT_EQ(FieldPath(Upload(chunk)), "ranges[0].size");
+  }
+  range->set_size(1);
+  EXPECT_EQ(FieldPath(Upload(chunk)), "data") << "the chunk is too short";
+  range->set_offset(10'480);
+  EXPECT_EQ(Upload(chunk).code(), absl::StatusCode::kDataLoss) << "behind the end";
+  range->set_offset(0);
+  range->set_size(BytesSource::kChunk);
+  chunk.mutable_shared_file()->set_inode(1);
+  const absl::Status other = Upload(chunk);
+  EXPECT_EQ(other.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(FieldPath(other), "shared_file");
+  EXPECT_EQ(receiver_.chunks_appended_, 0);
 }
 
 TEST(WeightTransferSpeculatorTest, AReceiverIsSentTheSpeculatorThatItHasAUseFor) {
@@ -280,10 +371,16 @@ TEST(WeightTransferComponentsTest, WhatAReceiverDoesNotTakeIsCutOutOfTheStream) 
                               {"b", DType::kFloat32, {1590}}};
   source.manifest_.components = {
       {.name = kSpeculatorComponent, .config = "{}", .digest = std::string(32, '0')}};
-  const std::string model = source.bytes_.substr(0, 4040) + source.bytes_.substr(4120);
-  source.manifest_.digest =
-      StreamDigest({source.manifest_.tensors[0], source.manifest_.tensors[2]},
-                   {reinterpret_cast<const std::byte*>(model.data()), model.size()});
+  std::string model;
+  const auto renew = [&](int64_t version) {
+    source.manifest_.version = version;
+    source.bytes_[0] = static_cast<char>(version);
+    model = source.bytes_.substr(0, 4040) + source.bytes_.substr(4120);
+    source.manifest_.digest =
+        StreamDigest({source.manifest_.tensors[0], source.manifest_.tensors[2]},
+                     {reinterpret_cast<const std::byte*>(model.data()), model.size()});
+  };
+  renew(1);
   Told told;
   StagedWeightReceiver receiver({{.name = "a", .shape = {1010}}, {.name = "b", .shape = {1590}}},
                                 std::nullopt, /*num_token_ids=*/7, {}, Tell(told), {},
@@ -294,8 +391,15 @@ TEST(WeightTransferComponentsTest, WhatAReceiverDoesNotTakeIsCutOutOfTheStream) 
   const auto sent = SendWeights(*stub, "u1", source);
   ASSERT_TRUE(sent.ok()) << sent.status();
   EXPECT_EQ(sent->bytes, 10400);
-  EXPECT_EQ(std::string(reinterpret_cast<const char*>(told.applied.data()), told.applied.size()),
-            model);
+  const auto applied = [&] {
+    return std::string(reinterpret_cast<const char*>(told.applied.data()), told.applied.size());
+  };
+  EXPECT_TRUE(applied() == model);
+
+  renew(2);
+  source.MakeFile();
+  ASSERT_TRUE(SendWeights(*stub, "u2", source)->in_file);
+  EXPECT_TRUE(applied() == model) << "a chunk has two places in the file";
 }
 
 // A source with both forms of its tensor, and a receiver that wants the second one.

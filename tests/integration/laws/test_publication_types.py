@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from harness import TANDEM, assert_same_bits, flat, prompts
 from layouts import ranked, ranked_rollout
+from tandem.recording import files
+from tandem.recording.proxy import RecordingProxy
 from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.requests import SupervisedSample
 from tandem.rpc.wire import from_tensor
 
 SENT = "tandem_weight_bytes_sent_total"
-RECEIVED = "tandem_weight_bytes_received_total"
+# On one machine the receiver reads them in the sender's file.
+RECEIVED = 'tandem_weight_bytes_received_total{transport="file"}'
+STREAMED = 'tandem_weight_bytes_received_total{transport="stream"}'
 ROUNDED = {"senior_dtype": "bfloat16"}
 # The sections of the rollout server and of the trainer.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -99,3 +103,21 @@ def test_one_publication_reaches_servers_that_keep_different_types(models, tmp_p
             assert sizes[0] == sizes[2] == reply.bytes
             assert reply.bytes / 2 <= sizes[1] < 0.6 * reply.bytes
         assert harness.gauge(wide.trainer, SENT) == 2 * sum(sizes)
+
+
+def test_a_publication_through_a_recording_proxy_travels_as_bytes(models, tmp_path):
+    """A recording has the weights, so the receiver does not read them in the sender's file."""
+    path = tmp_path / "calls.rec"
+    files.create(path)
+    with (
+        harness.cluster(tmp_path / "cluster", models, trainer={}) as running,
+        harness.trainer_client(running) as trainer,
+    ):
+        [rollout] = running.rollouts
+        train(trainer)
+        with RecordingProxy(rollout.address, 0, files.Recorder(path)) as proxy:
+            [result] = trainer.publish_weights([f"127.0.0.1:{proxy.port}"]).results
+        assert not result.status.code
+        assert harness.gauge(rollout, STREAMED) == result.bytes
+        assert harness.gauge(rollout, RECEIVED) == 0
+    assert path.stat().st_size > result.bytes / 2, "the recording is compressed"

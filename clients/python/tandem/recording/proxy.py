@@ -9,6 +9,7 @@ from typing import Self
 
 import grpc
 
+from tandem._proto.weights.v1 import weights_pb2
 from tandem.errors import ConfigError
 from tandem.recording.files import MAX_MESSAGE_BYTES, CallRecorder, Recorder
 from tandem.rpc.calls import CriticCalls, RolloutCalls, TrainerCalls
@@ -25,6 +26,8 @@ _NO_DEADLINE_SECONDS = 1e9
 # Keys that gRPC puts into metadata by itself, besides those that begin with "grpc-".
 _OWN_KEYS = frozenset({"user-agent", "content-type", "te"})
 
+_BEGIN_UPDATE = "/tandem.weights.v1.WeightService/BeginUpdate"
+
 _STREAMING = RolloutCalls.streaming | TrainerCalls.streaming | CriticCalls.streaming
 
 _LIMITS = {
@@ -36,8 +39,9 @@ _LIMITS = {
 class RecordingProxy(grpc.GenericRpcHandler):
     """Forwards the calls at a port to `target` and records them; a context manager.
 
-    Metadata, deadlines, cancellations, messages, status and error details pass unchanged. A call
-    holds one message in each direction, because the next one is read when the last one is taken.
+    Metadata, deadlines, cancellations, messages, status and error details pass unchanged, except
+    that a sender's file of weights is not offered to the receiver. A call holds one message in each
+    direction, because the next one is read when the last one is taken.
 
     The port itself has neither TLS nor tokens: where `credentials` (by default those of the
     environment) name some, every process of this machine can call the server with them.
@@ -107,7 +111,9 @@ class RecordingProxy(grpc.GenericRpcHandler):
         stopped = threading.Event()
         is_stream = method.rpartition("/")[2] in _STREAMING
         call = (self._streams if is_stream else self._channel).stream_stream(method)(
-            _recorded_requests(requests, record, stopped), timeout=timeout, metadata=metadata
+            _recorded_requests(_replayable(method, requests), record, stopped),
+            timeout=timeout,
+            metadata=metadata,
         )
 
         def stop() -> None:
@@ -135,6 +141,16 @@ class RecordingProxy(grpc.GenericRpcHandler):
         context.set_trailing_metadata(tuple(trailing or ()))
         context.set_code(code)
         context.set_details(details or "")
+
+
+def _replayable(method: str, requests: Iterator[bytes]) -> Iterator[bytes]:
+    """Takes the file from an offer of weights: their bytes shall be in the recording."""
+    for message in requests:
+        if method == _BEGIN_UPDATE:
+            begin = weights_pb2.BeginUpdateRequest.FromString(message)
+            begin.ClearField("shared_file")
+            message = begin.SerializeToString()
+        yield message
 
 
 def _recorded_requests(
