@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the parity and law tests with compute.device cuda on simulated GPUs (tests/gpu/simulated), in
+# Runs the parity and law tests, those of two ranks too, with compute.device cuda on simulated GPUs (tests/gpu/simulated), in
 # float32 and bfloat16.
 #   tests/run_simulated_gpu.sh BUILD_DIR
 set -euo pipefail
@@ -8,5 +8,5 @@ export TANDEM_BUILD_DIR=$1/simulated_gpu TANDEM_TEST_DEVICE=cuda
 for dtype in float32 bfloat16; do
   TANDEM_TEST_DTYPE=$dtype tests/run_pytest.sh \
     tests/parity/test_{transformers,vision,speculator}_parity.py \
-    tests/integration/laws/test_{tandem,training}_laws.py
+    tests/integration/laws/test_{rank,tandem,training}_laws.py
 done

@@ -77,6 +77,15 @@ Wait WaitFor(c10::intrusive_ptr<c10d::Work> work) {
   return [work = std::move(work)] { work->wait(); };
 }
 
+// Waits for work that writes `written`, which `tensor` then gets.
+Wait WaitFor(c10::intrusive_ptr<c10d::Work> work, const at::Tensor& tensor,
+             const at::Tensor& written) {
+  return [work = std::move(work), tensor, written] {
+    work->wait();
+    if (!written.is_same(tensor)) tensor.copy_(written);
+  };
+}
+
 }  // namespace
 
 struct RankStore::State {
@@ -144,27 +153,33 @@ struct ProcessGroup::State {
   at::Device device;
   std::chrono::milliseconds timeout;
   c10::intrusive_ptr<c10d::Backend> backend;
+  bool through_host = false;  // Gloo, for tensors of a device
 
   void Open(const std::string& name, int rank, int size);
+
+  // The tensor that the backend reads or writes in place of one of the group's.
+  at::Tensor ToRead(const at::Tensor& tensor) const { return through_host ? tensor.cpu() : tensor; }
+  at::Tensor ToWrite(const at::Tensor& tensor) const {
+    return through_host ? at::empty_like(tensor, at::kCPU) : tensor;
+  }
 };
 
 void ProcessGroup::State::Open(const std::string& name, int rank, int size) {
   const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
-  if (device.is_cpu()) {
-    const auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-    options->devices = {interface};
-    options->threads = 1;  // collectives follow one another
-    backend = c10::make_intrusive<c10d::ProcessGroupGloo>(prefixed, rank, size, options);
+#ifdef USE_C10D_NCCL
+  if (!device.is_cpu()) {
+    const auto options = c10d::ProcessGroupNCCL::Options::create();
+    options->timeout = timeout;
+    backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(prefixed, rank, size, options);
+    backend->setBoundDeviceId(device);
     return;
   }
-#ifdef USE_C10D_NCCL
-  const auto options = c10d::ProcessGroupNCCL::Options::create();
-  options->timeout = timeout;
-  backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(prefixed, rank, size, options);
-  backend->setBoundDeviceId(device);
-#else
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "this build has no collectives for ", device);
 #endif
+  through_host = !device.is_cpu();
+  const auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  options->devices = {interface};
+  options->threads = 1;  // collectives follow one another
+  backend = c10::make_intrusive<c10d::ProcessGroupGloo>(prefixed, rank, size, options);
 }
 
 ProcessGroup::ProcessGroup(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -195,52 +210,52 @@ std::unique_ptr<ProcessGroup> ProcessGroup::CreateSubgroup(
 }
 
 Wait ProcessGroup::Send(const at::Tensor& tensor, int to, int tag) {
-  std::vector<at::Tensor> tensors = {tensor};
+  std::vector<at::Tensor> tensors = {state_->ToRead(tensor)};
   return WaitFor(state_->backend->send(tensors, to, tag));
 }
 
 Wait ProcessGroup::Recv(const at::Tensor& tensor, int from, int tag) {
-  std::vector<at::Tensor> tensors = {tensor};
-  return WaitFor(state_->backend->recv(tensors, from, tag));
+  std::vector<at::Tensor> tensors = {state_->ToWrite(tensor)};
+  return WaitFor(state_->backend->recv(tensors, from, tag), tensor, tensors[0]);
 }
 
 Wait ProcessGroup::AllReduceSum(const at::Tensor& tensor) {
-  std::vector<at::Tensor> tensors = {tensor};
-  return WaitFor(state_->backend->allreduce(tensors));
+  std::vector<at::Tensor> tensors = {state_->ToRead(tensor)};
+  return WaitFor(state_->backend->allreduce(tensors), tensor, tensors[0]);
 }
 
 Wait ProcessGroup::AllReduceMax(const at::Tensor& tensor) {
-  std::vector<at::Tensor> tensors = {tensor};
+  std::vector<at::Tensor> tensors = {state_->ToRead(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  return WaitFor(state_->backend->allreduce(tensors, options));
+  return WaitFor(state_->backend->allreduce(tensors, options), tensor, tensors[0]);
 }
 
 Wait ProcessGroup::Broadcast(const at::Tensor& tensor, int root) {
-  std::vector<at::Tensor> tensors = {tensor};
+  std::vector<at::Tensor> tensors = {state_->ToRead(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  return WaitFor(state_->backend->broadcast(tensors, options));
+  return WaitFor(state_->backend->broadcast(tensors, options), tensor, tensors[0]);
 }
 
 Wait ProcessGroup::Barrier() { return WaitFor(state_->backend->barrier()); }
 
 Wait ProcessGroup::ReduceScatter(const at::Tensor& output, const at::Tensor& input) {
-  at::Tensor shard = output, whole = input;
-  return WaitFor(state_->backend->_reduce_scatter_base(shard, whole));
+  at::Tensor shard = state_->ToWrite(output), whole = state_->ToRead(input);
+  return WaitFor(state_->backend->_reduce_scatter_base(shard, whole), output, shard);
 }
 
 Wait ProcessGroup::AllToAll(const at::Tensor& output, const at::Tensor& input,
                             const std::vector<int64_t>& received,
                             const std::vector<int64_t>& sent) {
-  at::Tensor to = output, from = input;
+  at::Tensor to = state_->ToWrite(output), from = state_->ToRead(input);
   std::vector<int64_t> to_rows = received, from_rows = sent;
-  return WaitFor(state_->backend->alltoall_base(to, from, to_rows, from_rows));
+  return WaitFor(state_->backend->alltoall_base(to, from, to_rows, from_rows), output, to);
 }
 
 Wait ProcessGroup::AllGather(const at::Tensor& output, const at::Tensor& input) {
-  at::Tensor whole = output, shard = input;
-  return WaitFor(state_->backend->_allgather_base(whole, shard));
+  at::Tensor whole = state_->ToWrite(output), shard = state_->ToRead(input);
+  return WaitFor(state_->backend->_allgather_base(whole, shard), output, whole);
 }
 
 }  // namespace tandem::ranks

@@ -1,6 +1,7 @@
 // The functions of torch's c10d library that ranks use: a key-value store for the rendezvous, and
-// the process groups of Gloo (CPU) and NCCL (CUDA). Keeps c10d's headers, which are slow to
-// compile, out of everything else. For communicator.h and rank_monitor.h.
+// the process groups of Gloo (CPU) and NCCL (CUDA). A build without NCCL sends tensors of a GPU
+// with Gloo, through the host's memory. Keeps c10d's headers, which are slow to compile, out of
+// everything else. For communicator.h and rank_monitor.h.
 #ifndef TANDEM_COMMON_RANKS_C10D_TRANSPORT_H_
 #define TANDEM_COMMON_RANKS_C10D_TRANSPORT_H_
 
@@ -78,7 +79,7 @@ class ProcessGroup {
   Wait AllReduceMax(const at::Tensor& tensor);
   Wait Broadcast(const at::Tensor& tensor, int root);
   Wait Barrier();
-  // For NCCL alone: Gloo sends more than these collectives need.
+  // For a GPU alone: Gloo sends more than these collectives need.
   Wait ReduceScatter(const at::Tensor& output, const at::Tensor& input);
   Wait AllGather(const at::Tensor& output, const at::Tensor& input);
   // `received` and `sent` are numbers of rows by rank.

@@ -153,7 +153,6 @@ absl::StatusOr<std::shared_ptr<Communicator>> Communicator::Connect(
     world->group_->Barrier()();
     return absl::OkStatus();
   });
-  if (status.code() == absl::StatusCode::kUnimplemented) return status;
   if (!status.ok()) {
     return absl::UnavailableError(absl::StrCat(
         "rank ", environment.rank, " of ", environment.world_size, " cannot join the others at ",

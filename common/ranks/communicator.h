@@ -26,7 +26,7 @@ class ProcessGroup;
 class RankStore;
 
 struct CommunicatorOptions {
-  at::Device device = at::kCPU;  // of all tensors: Gloo on the CPU, NCCL on CUDA
+  at::Device device = at::kCPU;  // of all tensors
   // The longest wait of one rank for another: in Connect, and in every collective on the CPU.
   absl::Duration timeout;
 };

@@ -1,4 +1,4 @@
-"""Multi-rank servers: their results, their info and metrics, and how they end."""
+"""Multi-rank servers: their info and metrics, and how they end."""
 
 from __future__ import annotations
 
@@ -22,34 +22,6 @@ from tandem.rpc.transport import Connection
 PPO = {"objective": {"advantage_estimator": "gae"}}
 # A run of which a checkpoint is saved after every step.
 SAVING = PPO | {"checkpoint": {"every": 1}, "steps": 3}
-
-
-@pytest.mark.parametrize(
-    ("changes", "trainer", "critic"),
-    [({}, "tensor", None), (PPO, "pipeline", "zero"), (PPO, "zero", "tensor")],
-    ids=["grpo-tensor", "ppo-pipeline-zero", "ppo-zero-tensor"],
-)
-def test_a_run_on_two_ranks_equals_one_on_single_rank_servers(
-    models, tmp_path, changes, trainer, critic
-):
-    one = {"trainer": {}, "critic": {} if critic else None}
-    two = {"trainer": ranked(trainer), "critic": ranked(critic) if critic else None}
-    lines = {}
-    for name, servers in {"one": one, "two": two}.items():
-        with harness.cluster(tmp_path / name, models, **servers) as running:
-            lines[name] = run_on(running, models, tmp_path / f"run-{name}", **changes)
-    harness.assert_metrics_close(lines["two"], lines["one"])
-
-
-@pytest.mark.parametrize("junior", [1, 2])
-def test_a_run_on_a_rollout_server_of_two_ranks_equals_one_on_a_single_rank(
-    models, tmp_path, junior
-):
-    lines = {}
-    for name, section in {"one": {}, "two": ranked_rollout(junior=junior)}.items():
-        with harness.cluster(tmp_path / name, models, rollout=section, trainer={}) as running:
-            lines[name] = run_on(running, models, tmp_path / f"run-{name}")
-    harness.assert_metrics_close(lines["two"], lines["one"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
