@@ -280,6 +280,23 @@ absl::Status StagedWeightReceiver::NotOpenLocked(const std::string& update_id) c
 absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_id,
                                                      int64_t chunk_index,
                                                      absl::Span<const std::byte> data) {
+  return AppendChunk(update_id, chunk_index, static_cast<int64_t>(data.size()),
+                     [&](TensorStager& stager) { stager.Write(data); });
+}
+
+absl::StatusOr<int64_t> StagedWeightReceiver::AppendFromFile(
+    const std::string& update_id, int64_t chunk_index,
+    const std::shared_ptr<const FileDescriptor>& file, absl::Span<const FileRange> ranges) {
+  int64_t size = 0;
+  for (const FileRange& range : ranges) size += range.size;
+  return AppendChunk(update_id, chunk_index, size, [&](TensorStager& stager) {
+    for (const FileRange& range : ranges) stager.WriteFrom(file, range.offset, range.size);
+  });
+}
+
+absl::StatusOr<int64_t> StagedWeightReceiver::AppendChunk(
+    const std::string& update_id, int64_t chunk_index, int64_t size,
+    absl::FunctionRef<void(TensorStager& stager)> write) {
   std::shared_ptr<Update> update;
   {
     const std::lock_guard lock(mutex_);
@@ -294,11 +311,11 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_i
   }
   const int64_t expected =
       std::min(update->manifest.chunk_bytes, update->manifest.total_bytes - update->received);
-  if (static_cast<int64_t>(data.size()) != expected || expected == 0) {
-    return InvalidField("data", absl::StrCat("chunk ", next, " must hold ", expected,
-                                             " bytes, holds ", data.size()));
+  if (size != expected || expected == 0) {
+    return InvalidField(
+        "data", absl::StrCat("chunk ", next, " must hold ", expected, " bytes, holds ", size));
   }
-  update->stager.Write(data);
+  write(update->stager);
   update->received += expected;
   return update->next_chunk();
 }

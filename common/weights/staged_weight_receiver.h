@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -74,6 +75,9 @@ class StagedWeightReceiver : public WeightReceiver {
                                 bool allow_rollback) override;
   absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
                                  absl::Span<const std::byte> data) override;
+  absl::StatusOr<int64_t> AppendFromFile(const std::string& update_id, int64_t chunk_index,
+                                         const std::shared_ptr<const FileDescriptor>& file,
+                                         absl::Span<const FileRange> ranges) override;
   absl::StatusOr<WeightsVersion> Commit(const std::string& update_id,
                                         const CallScope& call) override;
   absl::Status Abort(const std::string& update_id) override;
@@ -121,6 +125,10 @@ class StagedWeightReceiver : public WeightReceiver {
   absl::StatusOr<std::shared_ptr<Update>> FindOpenLocked(const std::string& update_id);
   // Returns ABORTED, or NOT_FOUND for an id that no other update has replaced.
   absl::Status NotOpenLocked(const std::string& update_id) const;
+  // Appends a chunk of `size` bytes, which `write` gives to the stager.
+  absl::StatusOr<int64_t> AppendChunk(const std::string& update_id, int64_t chunk_index,
+                                      int64_t size,
+                                      absl::FunctionRef<void(TensorStager& stager)> write);
   // OK if the whole stream was received.
   static absl::Status CheckReceived(Update& update);
   // OK if the tensors, all of which have been taken, have the manifest's digests.

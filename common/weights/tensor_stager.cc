@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/catch_exceptions.h"
+#include "common/base/errors/status_macros.h"
 #include "common/weights/packing_thread.h"
 
 namespace tandem {
@@ -36,13 +37,27 @@ TensorStager::~TensorStager() {
 }
 
 void TensorStager::Write(absl::Span<const std::byte> data) {
-  while (!data.empty()) {
+  Divide(static_cast<int64_t>(data.size()), [&](int64_t from, int64_t count, std::byte* to) {
+    std::memcpy(to, data.data() + from, static_cast<size_t>(count));
+  });
+}
+
+void TensorStager::WriteFrom(const std::shared_ptr<const FileDescriptor>& file, int64_t offset,
+                             int64_t size) {
+  Divide(size, [&](int64_t from, int64_t count, std::byte* to) {
+    in_file_.push_back({.file = file, .offset = offset + from, .size = count, .to = to});
+  });
+}
+
+void TensorStager::Divide(int64_t size,
+                          absl::FunctionRef<void(int64_t from, int64_t count, std::byte* to)> put) {
+  for (int64_t from = 0; from < size;) {
     if (written_ == 0) StartTensor();
     const int64_t bytes = tensors_[next_].bytes();
-    const int64_t count = std::min(bytes - written_, static_cast<int64_t>(data.size()));
-    if (buffer_ != nullptr) std::memcpy(buffer_.get() + written_, data.data(), count);
+    const int64_t count = std::min(bytes - written_, size - from);
+    if (buffer_ != nullptr) put(from, count, buffer_.get() + written_);
     written_ += count;
-    data.remove_prefix(count);
+    from += count;
     if (written_ == bytes) EndTensor();
   }
 }
@@ -63,7 +78,11 @@ void TensorStager::StartTensor() {
 
 void TensorStager::EndTensor() {
   const std::lock_guard lock(mutex_);
-  if (buffer_ != nullptr) waiting_.push_back({&tensors_[next_], std::move(buffer_)});
+  if (buffer_ != nullptr) {
+    waiting_.push_back({.spec = &tensors_[next_],
+                        .bytes = std::move(buffer_),
+                        .in_file = std::exchange(in_file_, {})});
+  }
   ++next_;
   written_ = 0;
   changed_.notify_all();
@@ -80,6 +99,14 @@ absl::Status TensorStager::Finish(const CallScope& call) {
   return status_;
 }
 
+absl::Status TensorStager::TakeTensor(Tensor& tensor) {
+  for (const FileBytes& bytes : tensor.in_file) {
+    TANDEM_RETURN_IF_ERROR(
+        bytes.file->ReadAllAt(bytes.offset, {bytes.to, static_cast<size_t>(bytes.size)}));
+  }
+  return CatchExceptions("weights", [&] { return take_(*tensor.spec, std::move(tensor.bytes)); });
+}
+
 void TensorStager::Run() {
   BecomePackingThread();
   std::unique_lock lock(mutex_);
@@ -90,10 +117,7 @@ void TensorStager::Run() {
     waiting_.pop_front();
     absl::Status status = status_;
     lock.unlock();
-    if (status.ok()) {
-      status =
-          CatchExceptions("weights", [&] { return take_(*tensor.spec, std::move(tensor.bytes)); });
-    }
+    if (status.ok()) status = TakeTensor(tensor);
     tensor.bytes.reset();
     lock.lock();
     held_ -= tensor.spec->bytes();

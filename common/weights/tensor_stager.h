@@ -20,16 +20,18 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
+#include "common/base/files/file_descriptor.h"
 #include "common/tensor/weight_spec.h"
 
 namespace tandem {
 
 using TensorBytes = std::unique_ptr<std::byte[]>;
 
-// Write is called by one thread at a time.
+// Write and WriteFrom are called by one thread at a time.
 class TensorStager {
  public:
   // Takes the next tensor, of WeightSpec::bytes() bytes. Its thread has a low priority.
@@ -44,6 +46,9 @@ class TensorStager {
   // Copies the next bytes, which do not go beyond the last tensor. Waits while that would make the
   // stager hold more than twice the bytes of the largest tensor. After an error it drops the bytes.
   void Write(absl::Span<const std::byte> data);
+  // The same for bytes [offset, offset + size) of a file, which are read, on the stager's thread,
+  // when their tensor is taken. An error of the file is one of `take`.
+  void WriteFrom(const std::shared_ptr<const FileDescriptor>& file, int64_t offset, int64_t size);
 
   // Waits until all tensors have been taken; the whole stream must have been written. Returns the
   // first error of `take`; RESOURCE_EXHAUSTED if there was no memory; CANCELLED or
@@ -51,12 +56,24 @@ class TensorStager {
   absl::Status Finish(const CallScope& call);
 
  private:
+  // Bytes of a tensor that are still in a file.
+  struct FileBytes {
+    std::shared_ptr<const FileDescriptor> file;
+    int64_t offset, size;
+    std::byte* to;
+  };
   struct Tensor {
     const WeightSpec* spec;
     TensorBytes bytes;
+    std::vector<FileBytes> in_file;
   };
 
   void Run();
+  absl::Status TakeTensor(Tensor& tensor);
+  // Divides the stream's next `size` bytes among the tensors: put(from, count, to) for `count` of
+  // them, from byte `from` on, and their place; not called after an error.
+  void Divide(int64_t size,
+              absl::FunctionRef<void(int64_t from, int64_t count, std::byte* to)> put);
   // Makes the buffer of the tensor whose bytes come next.
   void StartTensor();
   // Queues the tensor in the buffer.
@@ -66,10 +83,11 @@ class TensorStager {
   const Take take_;
   int64_t capacity_ = 0;  // most bytes of buffers
 
-  // Used by Write alone.
+  // Used by Write and WriteFrom alone.
   size_t next_ = 0;      // of tensors_, whose bytes come next
   int64_t written_ = 0;  // bytes of it
   TensorBytes buffer_;   // nullptr after an error
+  std::vector<FileBytes> in_file_;
 
   std::mutex mutex_;
   std::condition_variable_any changed_;

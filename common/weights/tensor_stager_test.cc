@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <future>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -41,6 +42,46 @@ TEST(TensorStagerTest, TensorsComeWholeAndInOrderOnAnotherThread) {
     EXPECT_TRUE(stager.Finish({}).ok());
     EXPECT_THAT(taken, ElementsAre("aaaaaaaa", "bbbb", "cccccccc"));
   }
+}
+
+TEST(TensorStagerTest, BytesOfAFileAreReadWhenTheirTensorIsTaken) {
+  const auto file = std::make_shared<const FileDescriptor>(
+      FileDescriptor::CreateUnnamed(testing::TempDir()).value());
+  ASSERT_TRUE(file->WriteAll(kStream).ok());
+  const std::thread::id writer = std::this_thread::get_id();
+  for (int chunk = 1; chunk <= kBytes; ++chunk) {
+    std::vector<std::string> taken;
+    TensorStager stager(kTensors, [&](const WeightSpec& spec, TensorBytes bytes) {
+      taken.push_back(Text(spec, bytes));
+      EXPECT_NE(std::this_thread::get_id(), writer);
+      return absl::OkStatus();
+    });
+    for (int i = 0, turn = 0; i < kBytes; i += chunk, ++turn) {
+      const int end = std::min(i + chunk, kBytes);
+      // A stream that is taken up again may bring the bytes the other way.
+      if (turn % 3 == 2) {
+        Write(stager, i, end);
+      } else {
+        stager.WriteFrom(file, i, end - i);
+      }
+    }
+    EXPECT_TRUE(stager.Finish({}).ok());
+    EXPECT_THAT(taken, ElementsAre("aaaaaaaa", "bbbb", "cccccccc"));
+  }
+}
+
+TEST(TensorStagerTest, AFileThatIsTooShortEndsTheUpdate) {
+  const auto file = std::make_shared<const FileDescriptor>(
+      FileDescriptor::CreateUnnamed(testing::TempDir()).value());
+  ASSERT_TRUE(file->WriteAll("aaaaaaaabb").ok());
+  int taken = 0;
+  TensorStager stager(kTensors, [&](const WeightSpec&, TensorBytes) {
+    ++taken;
+    return absl::OkStatus();
+  });
+  stager.WriteFrom(file, 0, kBytes);
+  EXPECT_EQ(stager.Finish({}).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(taken, 1);
 }
 
 // A tensor of three bfloat16 values ends within a word.

@@ -42,6 +42,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -66,6 +67,11 @@ inline constexpr absl::Duration kAbandonedAfter = absl::Minutes(10);
 
 // The types in which a receiver wants tensors of the model, by name: float32 without an entry.
 using TensorTypes = std::map<std::string, DType>;
+
+// Consecutive bytes of a file.
+struct FileRange {
+  int64_t offset, size;
+};
 
 // A component of an update beside the model.
 struct ComponentManifest {
@@ -169,6 +175,11 @@ class WeightReceiver {
   // names chunk_index (reason CHUNK_OUT_OF_ORDER) or data, of a wrong length.
   virtual absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
                                          absl::Span<const std::byte> data) = 0;
+  // The same for a chunk whose bytes are in a file, one range behind the other. They are read
+  // beside what comes next; an error of the file is one of Commit.
+  virtual absl::StatusOr<int64_t> AppendFromFile(const std::string& update_id, int64_t chunk_index,
+                                                 const std::shared_ptr<const FileDescriptor>& file,
+                                                 absl::Span<const FileRange> ranges) = 0;
   // Verifies the digest, puts the weights in force at the next step boundary, and blocks until
   // then. DATA_LOSS, or FAILED_PRECONDITION (reason WEIGHTS_NOT_FINITE) for weights with a value
   // that is infinite or NaN, leave the old weights in place and drop the update. A call that ends

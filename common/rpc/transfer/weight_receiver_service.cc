@@ -45,8 +45,7 @@ absl::Status CheckUpdateId(const std::string& id) {
 
 }  // namespace
 
-// Checks chunks as they come; they are small, and the receiver only copies them. Bytes of a shared
-// file are in memory, since the sender has just written them.
+// Checks chunks as they come; they are small, and the receiver only copies them.
 class WeightReceiverService::Upload final
     : public ClientStreamHandler<UploadWeightsRequest, UploadWeightsResponse> {
  public:
@@ -56,16 +55,9 @@ class WeightReceiverService::Upload final
     if (chunk.has_shared_file()) {
       absl::StatusOr<FileDescriptor> file = OpenShared(SharedFileFromProto(chunk.shared_file()));
       if (!file.ok()) return CannotOpen(file.status());
-      file_.emplace(*std::move(file));
+      file_ = std::make_shared<const FileDescriptor>(*std::move(file));
     }
-    const bool in_file = chunk.ranges_size() > 0;
-    TANDEM_ASSIGN_OR_RETURN(const absl::Span<const std::byte> bytes,
-                            in_file ? ReadRanges(chunk) : CheckedData(chunk));
-    TANDEM_ASSIGN_OR_RETURN(next_chunk_, service_->receiver_.load()->Append(
-                                             chunk.update_id(), chunk.chunk_index(), bytes));
-    service_->metrics_.Counter(metric::kWeightBytesReceived, {in_file ? "file" : "stream"})
-        .Increment(static_cast<double>(bytes.size()));
-    return absl::OkStatus();
+    return chunk.ranges_size() > 0 ? TakeRanges(chunk) : TakeData(chunk);
   }
 
   absl::StatusOr<UploadWeightsResponse> OnEnd(const CallScope&) override {
@@ -76,8 +68,7 @@ class WeightReceiverService::Upload final
   }
 
  private:
-  static absl::StatusOr<absl::Span<const std::byte>> CheckedData(
-      const UploadWeightsRequest& chunk) {
+  absl::Status TakeData(const UploadWeightsRequest& chunk) {
     const std::string& data = chunk.data();
     if (Xxh3_64(data.data(), data.size()) != chunk.checksum()) {
       return WithReason(FieldError(absl::StatusCode::kDataLoss, "data",
@@ -85,42 +76,50 @@ class WeightReceiverService::Upload final
                                                 " does not match its checksum; send it again")),
                         reason::kChunkDamaged);
     }
-    return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(data.data()), data.size());
+    TANDEM_ASSIGN_OR_RETURN(
+        next_chunk_,
+        receiver().Append(
+            chunk.update_id(), chunk.chunk_index(),
+            absl::MakeConstSpan(reinterpret_cast<const std::byte*>(data.data()), data.size())));
+    Count("stream", static_cast<int64_t>(data.size()));
+    return absl::OkStatus();
   }
 
   static absl::Status CannotOpen(const absl::Status& status) {
     return FieldError(absl::StatusCode::kFailedPrecondition, "shared_file", status.message());
   }
 
-  // Reads the chunk's bytes in the shared file. The result is valid until the next chunk.
-  absl::StatusOr<absl::Span<const std::byte>> ReadRanges(const UploadWeightsRequest& chunk) {
-    if (!file_.has_value()) return InvalidField("ranges", "the stream has no shared_file");
+  absl::Status TakeRanges(const UploadWeightsRequest& chunk) {
+    if (file_ == nullptr) return InvalidField("ranges", "the stream has no shared_file");
     if (!chunk.data().empty()) return InvalidField("ranges", "the chunk has data, too");
+    std::vector<FileRange> ranges;
     int64_t size = 0;
-    for (int i = 0; i < chunk.ranges_size(); ++i) {
-      const auto& range = chunk.ranges(i);
-      const std::string field = absl::StrCat("ranges[", i, "].");
+    for (const auto& range : chunk.ranges()) {
+      const std::string field = absl::StrCat("ranges[", ranges.size(), "].");
       if (range.offset() < 0) return InvalidField(field + "offset", "must not be negative");
       if (range.size() < 1 || range.size() > kMaxChunkBytes - size) {
         return InvalidField(field + "size",
                             absl::StrCat("a chunk has 1 to ", kMaxChunkBytes, " bytes"));
       }
       size += range.size();
+      ranges.push_back({.offset = range.offset(), .size = range.size()});
     }
-    bytes_.resize(static_cast<size_t>(size));
-    auto out = absl::MakeSpan(bytes_);
-    for (const auto& range : chunk.ranges()) {
-      const auto count = static_cast<size_t>(range.size());
-      TANDEM_RETURN_IF_ERROR(file_->ReadAllAt(range.offset(), out.first(count)));
-      out.remove_prefix(count);
-    }
-    return bytes_;
+    TANDEM_ASSIGN_OR_RETURN(
+        next_chunk_,
+        receiver().AppendFromFile(chunk.update_id(), chunk.chunk_index(), file_, ranges));
+    Count("file", size);
+    return absl::OkStatus();
+  }
+
+  WeightReceiver& receiver() const { return *service_->receiver_.load(); }
+  void Count(const char* transport, int64_t bytes) {
+    service_->metrics_.Counter(metric::kWeightBytesReceived, {transport})
+        .Increment(static_cast<double>(bytes));
   }
 
   WeightReceiverService* const service_;
   std::optional<int64_t> next_chunk_;
-  std::optional<FileDescriptor> file_;  // the shared one
-  std::vector<std::byte> bytes_;        // of a chunk in it
+  std::shared_ptr<const FileDescriptor> file_;  // the shared one
 };
 
 grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServerContext* context,

@@ -160,6 +160,11 @@ class FakeEngine final : public Engine {
                                    absl::Span<const std::byte>) override {
       return 0;
     }
+    absl::StatusOr<int64_t> AppendFromFile(const std::string&, int64_t,
+                                           const std::shared_ptr<const FileDescriptor>&,
+                                           absl::Span<const FileRange>) override {
+      return 0;
+    }
     absl::StatusOr<WeightsVersion> Commit(const std::string&, const CallScope&) override {
       return Version();
     }
