@@ -13,12 +13,12 @@ import xxhash
 
 from tandem._proto.types.v1 import trajectory_pb2
 from tandem.data.dataset import Example
-from tandem.environments.calls import Content, Said
 from tandem.environments.contract import EnvironmentClass
+from tandem.environments.live import Content, Said
 from tandem.environments.template import Turns
 from tandem.environments.tool_calls import BadCall, Found, ToolCall
 from tandem.models.tokenizer import TextCodec
-from tandem.rewards.judges.cases import Failure, Outcome
+from tandem.rewards.judges.cases import Failure, FailureKind, Outcome
 from tandem.rpc.images import VisionInput, images_of
 from tandem.rpc.joining import join
 from tandem.rpc.requests import Prompt, ResponseSoFar
@@ -138,7 +138,6 @@ class Episode:
     tool_calls: int = 0
     tool_errors: int = 0
     parse_errors: int = 0
-    timeouts: int = 0
     seconds: float = 0.0
     images: Sequence[VisionInput] = ()
     _token_ids: Sequence[int] = ()
@@ -150,7 +149,12 @@ class Episode:
     @property
     def failed(self) -> bool:
         """Whether its environment failed."""
-        return isinstance(self.reward, Failure)
+        return self.failure_kind is not None
+
+    @property
+    def failure_kind(self) -> FailureKind | None:
+        """The kind of its environment's failure; None without one."""
+        return self.reward.kind if isinstance(self.reward, Failure) else None
 
     def begun_again(self) -> Episode:
         """Returns the episode as it was before its first call."""
@@ -265,7 +269,6 @@ class Episode:
     def fail(self, failure: Failure) -> None:
         """Ends the episode because its environment failed: it has no reward then."""
         self.reward = failure
-        self.timeouts += failure.timed_out
         if self.stop is None:
             self.stop = StopReason.TIME if failure.timed_out else StopReason.ENVIRONMENT
 
@@ -274,7 +277,7 @@ class Episode:
         self.seconds += said.seconds
         if said.failure:
             what, _, trace = said.failure.partition("\n")
-            self.fail(Failure(what, trace, timed_out=said.timed_out))
+            self.fail(Failure(what, trace, kind=said.failure_kind))
             return True
         limit = self.rules.settings.episode_timeout_seconds
         if limit is not None and self.seconds > limit and self.stop is None:
