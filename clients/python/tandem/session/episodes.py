@@ -8,11 +8,11 @@ from functools import partial
 
 from tandem._proto.types.v1 import server_pb2
 from tandem.data.dataset import Example
-from tandem.environments.episode import Episode, StopReason
+from tandem.environments.episode import Episode, StopReason, Takeover
 from tandem.rewards.judges.cases import Failure, FailureKind
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
-from tandem.run_directory.episodes import EpisodeRecord, NoRecord
+from tandem.run_directory.episodes import EpisodeKey, EpisodeRecord, NoRecord
 from tandem.session.session import Session, WeightsRule
 from tandem.utils.authors import ENVIRONMENT
 from tandem.utils.progress import Progress
@@ -35,6 +35,7 @@ def draw_episodes(
     record: EpisodeRecord | NoRecord,
     on_group: OnGroup = lambda index, episodes: None,
     *,
+    takeovers: Mapping[EpisodeKey, Takeover] | None = None,
     rule: WeightsRule = WeightsRule.CURRENT,
 ) -> list[list[Episode]]:
     """Draws the episodes of prompts, in the order of `requests`.
@@ -42,6 +43,8 @@ def draw_episodes(
     `requests` has by the index in the step the request of a first turn and the example. What
     environments say is added to `record`, or comes from there. `on_group` is called as soon as all
     episodes of a prompt have ended. Step 0 stands for evaluations.
+
+    `takeovers` has the episodes in which another model takes over.
 
     Raises what Session.generate() raises, and StopRequested.
     """
@@ -65,6 +68,7 @@ def draw_episodes(
             # One for all samples of a prompt, which are compared with each other.
             prompt_seed(session.settings.seed, step, index, "environment"),
             rules,
+            (takeovers or {}).get((index, sample)),
         )
         for index, (request, example) in requests.items()
         for sample in request.sample_indices

@@ -317,8 +317,18 @@ def test_the_reward_of_an_environment_may_have_a_weight(world, codec, run_file, 
     [
         (["data.template=raw"], "environment: rows.jsonl"),
         (
-            ["eval.every=1", "eval.modes=[solo, junior_takeover]"],
-            "eval.modes: junior_takeover: does not work with `environment`",
+            ["environment=null", "reward.function=none", "tandem.selection_strategy=turn"],
+            "tandem.selection_strategy: turn needs the section `environment`",
+        ),
+        (
+            [
+                "environment=null",
+                "reward.function=none",
+                "eval.every=1",
+                "eval.modes=[handoff]",
+                "eval.handoff_turns=true",
+            ],
+            "eval.handoff_turns: there are turns with `environment` alone",
         ),
         (
             ["eval.every=1", "eval.modes=[tandem]", "tandem.enabled=false"],
