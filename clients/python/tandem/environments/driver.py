@@ -20,6 +20,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from tandem import tracing
 from tandem._proto.types.v1 import trajectory_pb2
 from tandem.environments.calls import Call, Calls, Environment
 from tandem.environments.episode import Episode, Rules
@@ -336,7 +337,21 @@ class Driver:
             self._record.add(episode.key, line | said.record())
             take(said)
 
-        future = self._calls.start(Call(one.environment, ask, episode.example.place))
+        prompt, sample = episode.key
+        attributes = {
+            "tandem.prompt": prompt,
+            "tandem.sample": sample,
+            "tandem.turn": episode.turns,
+            "tandem.call": what["call"],
+        }
+
+        def spanned(live: Environment) -> Said | Failure:
+            with tracing.span("environment", attributes):
+                return ask(live)
+
+        # The calls of another thread belong to the caller's span, too.
+        run = partial(copy_context().run, spanned)
+        future = self._calls.start(Call(one.environment, run, episode.example.place))
         future.add_done_callback(lambda done: self._events.put(partial(tell, _said(done.result()))))
 
 
