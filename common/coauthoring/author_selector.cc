@@ -43,6 +43,8 @@ void AuthorSelector::OnToken(int32_t id) {
 }
 
 void AuthorSelector::OnEnvironmentToken() {
+  // What an environment says may have many tokens, and may come first.
+  if (t_ > turn_begin_) ++turns_;
   ++t_;
   turn_begin_ = t_;
   next_ = Choose(/*after_boundary=*/false);
@@ -72,6 +74,8 @@ Author AuthorSelector::Choose(bool after_boundary) {
       if (of_turn > 0 && !after_boundary && since_draw_ < max_gap_tokens_) return next_;
       since_draw_ = 0;
       return Coin();
+    case SelectionStrategy::kTurn:
+      return turns_ % 2 == 0 ? Author::kSenior : Author::kJunior;
   }
   return Author::kSenior;
 }

@@ -38,6 +38,7 @@ class TokenSet {
 //   sentence     senior at b; toggles after every emitted token of the boundary set
 //   word         coin(b); coin(t) after a boundary token or max_gap_tokens tokens without a draw,
 //                else the author of t - 1
+//   turn         senior iff the number of turns before this one is even
 class AuthorSelector {
  public:
   // `boundaries` is the boundary set in force (see BoundarySets::Resolve); null is an empty set.
@@ -70,6 +71,8 @@ class AuthorSelector {
 
   int64_t t_ = 0;
   int64_t turn_begin_ = 0;
+  // Number of turns before this one: of tokens that an environment has answered.
+  int64_t turns_ = 0;
   // Number of tokens since the last draw (word).
   int32_t since_draw_ = 0;
   Author next_ = Author::kSenior;

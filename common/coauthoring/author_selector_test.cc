@@ -110,7 +110,7 @@ TEST(AuthorSelectorTest, ReplayedPrefixGoesOnIdentically) {
   const auto tokens = RandomTokens(60);
   for (const auto strategy :
        {SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
-        SelectionStrategy::kSentence, SelectionStrategy::kWord}) {
+        SelectionStrategy::kSentence, SelectionStrategy::kWord, SelectionStrategy::kTurn}) {
     const TandemConfig config = {
         .selection_strategy = strategy, .chunk_size = 7, .max_gap_tokens = 5};
     const auto whole = Mask(config, tokens);
@@ -132,7 +132,7 @@ TEST(AuthorSelectorTest, ATurnBeginsBehindAnEnvironment) {
   const auto said = [&](size_t t) { return t == 11 || (t >= 23 && t < 27) || t == 61; };
   for (const auto strategy :
        {SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
-        SelectionStrategy::kSentence, SelectionStrategy::kWord}) {
+        SelectionStrategy::kSentence, SelectionStrategy::kWord, SelectionStrategy::kTurn}) {
     const TandemConfig config = {
         .selection_strategy = strategy, .prob_senior = 0.5, .chunk_size = 7, .max_gap_tokens = 5};
     AuthorSelector selector(config, kSeed, kSample, Boundaries());
@@ -166,11 +166,29 @@ TEST(AuthorSelectorTest, ATurnBeginsBehindAnEnvironment) {
             drawn = t;
           }
           break;
+        case SelectionStrategy::kTurn:
+          author = t < 11 || (t > 26 && t < 61) ? S : J;
+          break;
       }
       ASSERT_EQ(selector.NextAuthor(), author) << static_cast<int>(strategy) << " " << t;
       selector.OnToken(tokens[t]);
     }
     EXPECT_EQ(selector.size(), std::ssize(tokens));
+  }
+}
+
+// The first turn is the senior's, also behind an environment that speaks first.
+TEST(AuthorSelectorTest, WholeTurnsAlternate) {
+  AuthorSelector selector({.selection_strategy = SelectionStrategy::kTurn}, kSeed, kSample,
+                          Boundaries());
+  selector.OnEnvironmentToken();
+  selector.OnEnvironmentToken();
+  for (const Author author : {S, J, S, J}) {
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(selector.NextAuthor(), author);
+      selector.OnToken(kBoundary);
+    }
+    for (int i = 0; i < 2; ++i) selector.OnEnvironmentToken();
   }
 }
 

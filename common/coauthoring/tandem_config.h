@@ -13,7 +13,7 @@
 namespace tandem {
 
 // The rule that chooses the author of token t; AuthorSelector defines the rules.
-enum class SelectionStrategy { kBernoulli, kChunk, kAlternating, kSentence, kWord };
+enum class SelectionStrategy { kBernoulli, kChunk, kAlternating, kSentence, kWord, kTurn };
 
 struct TandemConfig {
   // False: the senior writes everything and the junior never runs.

@@ -76,7 +76,9 @@ def taught(blank: Path) -> Path:
     return blank
 
 
-def arguments(model: Path, folder: Path, name: str, steps: int) -> list[str]:
+def arguments(
+    model: Path, folder: Path, name: str, steps: int, executor: str = "thread"
+) -> list[str]:
     """The command line of a run, without the command."""
     (folder / "random_guess.py").write_text(RANDOM)
     given = {
@@ -87,6 +89,7 @@ def arguments(model: Path, folder: Path, name: str, steps: int) -> list[str]:
         "cluster.directory": folder / "cluster",
         "environment.class": folder / "random_guess.py:Random",
         "environment.python_path": GUESS,
+        "environment.executor": executor,
         "environment.max_turns": 4,
         "batch.prompts_per_step": 4,
         "batch.samples_per_prompt": 4,
@@ -116,13 +119,15 @@ def ended(run: Path) -> set[tuple[str, ...]]:
 class Killed:
     """A run that is started, and killed, until it is done."""
 
-    def __init__(self, model: Path, folder: Path, steps: int, random: Random) -> None:
+    def __init__(
+        self, model: Path, folder: Path, steps: int, random: Random, executor: str
+    ) -> None:
         self.path = folder / "killed"
         self.seen: set[tuple[str, ...]] = set()
         self.cut_off = 0
         self._command = [
             *kills.TRAIN,
-            *arguments(model, folder, "killed", steps),
+            *arguments(model, folder, "killed", steps, executor),
             "--resume",
             "auto",
         ]
@@ -145,10 +150,11 @@ class Killed:
                 assert time.monotonic() < deadline, self._tail()
                 time.sleep(0.005)
             assert client.poll() is None, f"the run ended before it was killed\n{self._tail()}"
-            servers = psutil.Process(client.pid).children()
+            started = psutil.Process(client.pid).children(recursive=True)
             client.kill()
             client.wait()
-            psutil.wait_procs(servers, timeout=30)
+            # Its servers end with it, and the processes of its environments.
+            assert not psutil.wait_procs(started, timeout=30)[1]
         self.cut_off += sum('"reset"' in text for text in self._texts()) - len(ended(run))
         # Before its first checkpoint a run begins anew, and its record with it.
         if (run / "state.json").exists():
@@ -174,8 +180,8 @@ class Killed:
         return self._log.read_text(errors="replace")[-3000:]
 
 
-def kill_and_compare(model, folder, monkeypatch, *, points, steps):
-    killed = Killed(model, folder, steps, Random(points))
+def kill_and_compare(model, folder, monkeypatch, *, points, steps, executor="thread"):
+    killed = Killed(model, folder, steps, Random(points), executor)
     for point in range(points):
         killed.kill(drawing=point % 2 == 1)
     killed.finish()
@@ -193,8 +199,11 @@ def kill_and_compare(model, folder, monkeypatch, *, points, steps):
     assert kills.fingerprint(folder / "whole") == kills.fingerprint(killed.path)
 
 
-def test_a_run_that_is_killed_twice_ends_as_an_uninterrupted_one(blank, tmp_path, monkeypatch):
-    kill_and_compare(blank / "blank", tmp_path, monkeypatch, points=2, steps=3)
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_run_that_is_killed_twice_ends_as_an_uninterrupted_one(
+    blank, tmp_path, monkeypatch, executor
+):
+    kill_and_compare(blank / "blank", tmp_path, monkeypatch, points=2, steps=3, executor=executor)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from tandem.training.loop import train
 from tandem.utils.authors import ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STRATEGIES = ("bernoulli", "chunk", "alternating", "sentence", "word")
+STRATEGIES = ("bernoulli", "chunk", "alternating", "sentence", "word", "turn")
 # One configuration of each strategy.
 TANDEM = {
     "bernoulli": {"selection_strategy": "bernoulli", "prob_senior": 0.5},
@@ -43,6 +43,7 @@ TANDEM = {
     "alternating": {"selection_strategy": "alternating"},
     "sentence": {"selection_strategy": "sentence"},
     "word": {"selection_strategy": "word", "prob_senior": 0.5, "max_gap_tokens": 4},
+    "turn": {"selection_strategy": "turn"},
 }
 SAMPLING = {"max_tokens": 24, "temperature": 1.0}
 

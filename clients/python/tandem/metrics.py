@@ -112,6 +112,8 @@ ENVIRONMENT_KEYS = (
     "environment/parse_errors",
     "environment/failures",
     "environment/timeouts",
+    "environment/crashes",
+    "environment/floods",
     "environment/stop_finished",
     "environment/stop_turns",
     "environment/stop_tokens",

@@ -143,7 +143,8 @@ def test_the_page_names_every_span_and_every_attribute():
     span = r'(?:tracing\.spanned|tracing\.span|clock\.phase)\("(\w+)"'
     spans = set(re.findall(span, "".join(code.values())))
     attribute = r'"((?:rpc|server|error|tandem)\.\w+(?:\.\w+)*)"'
-    attributes = set(re.findall(attribute, code["tracing.py"] + code["loop.py"]))
+    files = ("tracing.py", "loop.py", "driver.py")
+    attributes = set(re.findall(attribute, "".join(code[name] for name in files)))
     assert {"step", "generate", "checkpoint"} < spans
     assert {"rpc.grpc.status_code", "tandem.step", "error.type"} < attributes
     page = (Path(__file__).parents[3] / "docs/operations/tracing.md").read_text()

@@ -42,6 +42,8 @@ absl::StatusOr<SelectionStrategy> StrategyFromProto(types::v1::SelectionStrategy
       return SelectionStrategy::kSentence;
     case types::v1::SELECTION_STRATEGY_WORD:
       return SelectionStrategy::kWord;
+    case types::v1::SELECTION_STRATEGY_TURN:
+      return SelectionStrategy::kTurn;
     default:
       return InvalidField("selection_strategy",
                           absl::StrCat("unknown value ", static_cast<int>(proto)));
@@ -72,6 +74,8 @@ types::v1::SelectionStrategy StrategyToProto(SelectionStrategy strategy) {
       return types::v1::SELECTION_STRATEGY_SENTENCE;
     case SelectionStrategy::kWord:
       return types::v1::SELECTION_STRATEGY_WORD;
+    case SelectionStrategy::kTurn:
+      return types::v1::SELECTION_STRATEGY_TURN;
   }
   return types::v1::SELECTION_STRATEGY_UNSPECIFIED;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import harness
@@ -27,7 +28,7 @@ def programs(models, fresh_pair):
 
 
 def test_the_example_from_python_trains_and_streams(programs, fresh_pair, capsys):
-    step, stream = programs
+    step, _, stream = programs
     with (
         harness.trainer_client(fresh_pair) as trainer,
         harness.rollout_client(fresh_pair) as rollout,
@@ -43,3 +44,21 @@ def test_the_example_from_python_trains_and_streams(programs, fresh_pair, capsys
     assert reward < 0
     exec(stream, names)
     assert capsys.readouterr().out.startswith("[")
+
+
+def test_the_loop_of_less_than_twenty_lines_trains(programs, fresh_pair, tmp_path):
+    step, loop, _ = programs
+    assert len(loop.splitlines()) < 20
+    # What the tiny model writes has some letters and not others.
+    rows = [{"prompt": f"one two {i}", "answer": letter} for i, letter in enumerate("etaoinsh")]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loop = loop.replace("train.jsonl", str(tmp_path / "train.jsonl")).replace("101", "4")
+    names: dict[str, object] = {"json": json}
+    exec(step.partition("def judge")[0], names)
+    exec(loop, names)
+    with (
+        harness.trainer_client(fresh_pair) as trainer,
+        harness.rollout_client(fresh_pair) as rollout,
+    ):
+        assert names["weights"] == trainer.info().server.weights == rollout.weights_version()
+    assert names["weights"].version >= 2

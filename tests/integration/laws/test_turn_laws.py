@@ -22,7 +22,8 @@ from harness import (
 )
 from tandem.errors import InvalidArgumentError
 from tandem.pool.rollout_pool import response_to_score
-from tandem.rpc.requests import PolicySample, ResponseSoFar
+from tandem.rpc.requests import PolicySample, ResponseSoFar, ScoredTokens
+from tandem.rpc.wire import from_tensor
 
 # Ids that an environment says; one begins a word, where the strategies have boundaries.
 SAID = ([7, 31, 200], [5], [44, 45, 46, 47, 48, 49])
@@ -100,6 +101,33 @@ def test_authors_and_log_probs_of_an_episode_follow_from_its_record(numerics, ro
         assert mask(one) == derived_mask(one, info)
         assert_scored(one, score, numerics.atol)
         assert (logprobs(one, "author")[said] == 0).all()
+
+
+@pytest.mark.parametrize("successor", ["junior", "senior"])
+def test_one_model_goes_on_with_what_the_other_began(numerics, rollout, successor):
+    rules = {"senior": {"enabled": False}, "junior": {"enabled": True, "prob_senior": 0.0}}
+    rules["junior"] |= {"selection_strategy": "bernoulli"}
+    first = "senior" if successor == "junior" else "junior"
+    batch = prompts(4, rules[first], sampling=SAMPLING | {"ignore_eos": True, "max_tokens": 9})
+    begun = flat(rollout.generate(batch))
+    authors = {"senior": 1, "junior": 0}
+    for said in ((), SAID[0]):
+        asked = [
+            continued(prompt, one, said=said, tandem=rules[successor])
+            for prompt, one in zip(batch, begun, strict=True)
+        ]
+        for one, rest in zip(begun, flat(rollout.generate(asked)), strict=True):
+            assert mask(one) == [authors[first]] * 9
+            assert mask(rest) == [authors[successor]] * 9
+            # The successor has read all of it: prompt, the other's tokens, the environment's.
+            ids = [*one.prompt_token_ids, *tokens(one), *said, *tokens(rest)]
+            [score] = rollout.score([ScoredTokens(ids, len(ids) - 9)], junior=True).sequences
+            np.testing.assert_allclose(
+                from_tensor(getattr(score, f"{successor}_logprobs")),
+                logprobs(rest, "author"),
+                rtol=0,
+                atol=numerics.atol,
+            )
 
 
 def test_a_turn_does_not_depend_on_its_company_or_the_cache(numerics, rollout, models, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import runpy
 
@@ -52,8 +53,13 @@ def run(made, tmp_path):
     return run
 
 
-def test_episodes_have_the_authors_of_their_rule_and_numbers_that_a_trainer_agrees_with(run):
-    path = run("run", f"steps={STEPS}")
+@pytest.mark.parametrize(
+    "rule",
+    [[], ["tandem.selection_strategy=turn", "environment.executor=process"]],
+    ids=["word", "turn"],
+)
+def test_episodes_have_the_authors_of_their_rule_and_numbers_that_a_trainer_agrees_with(run, rule):
+    path = run("run", f"steps={STEPS}", *rule)
     episodes = [one for step in range(1, STEPS + 1) for one in records(path, step)]
     assert max(turns(one["authorship_mask"]) for one in episodes) > 1
     for one in episodes:
@@ -67,6 +73,9 @@ def test_episodes_have_the_authors_of_their_rule_and_numbers_that_a_trainer_agre
             environment=said,
         )
         assert mask == derived
+        if rule:
+            # Whole turns of one author.
+            assert len(list(itertools.groupby(mask))) == 2 * turns(mask) - 1
         assert [one["senior_logprobs"][place] for place in said] == [None] * len(said)
     for line in harness.json_lines(path / "metrics.jsonl"):
         assert line["environment/parse_errors"] > 0
@@ -90,7 +99,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run):
 
 
 def test_evaluations_draw_episodes_of_the_authors_of_their_mode(made, tmp_path):
-    modes = ["solo", "junior_solo", "tandem", "handoff", "legibility"]
+    takeovers = ["junior_takeover", "senior_takeover"]
+    modes = ["solo", "junior_solo", "tandem", "handoff", "legibility", *takeovers]
     (tmp_path / "reward.py").write_text(
         "def reward(prompt, response, **row):\n    return len(response) / 1000\n"
     )
@@ -105,6 +115,7 @@ def test_evaluations_draw_episodes_of_the_authors_of_their_mode(made, tmp_path):
         f"reward.function={tmp_path}/reward.py:reward",
         f"eval.modes=[{', '.join(modes)}]",
         'eval.handoff_boundary="}}"',
+        "eval.takeover.after_tokens=12",
         "eval.samples=3",
         "eval.k=[1]",
         "--json",
@@ -123,6 +134,15 @@ def test_evaluations_draw_episodes_of_the_authors_of_their_mode(made, tmp_path):
     assert [one["text"] for one in answers["legibility"]] == [
         one["text"] for one in answers["solo"]
     ]
+    # The junior is the senior: wherever one takes over, the tokens stay the same.
+    for mode, solo in zip(takeovers, ("solo", "junior_solo"), strict=True):
+        assert found[mode]["taken_over"] > 0
+        for one, alone in zip(answers[mode], answers[solo], strict=True):
+            assert one["response_token_ids"] == alone["response_token_ids"]
+            written = [author for author in one["authorship_mask"] if author != ENVIRONMENT]
+            [first] = set(alone["authorship_mask"]) - {ENVIRONMENT}
+            rest = len(written) - 12
+            assert written == [first] * min(12, len(written)) + [1 - first] * rest
     # The junior is the senior, so it reads the senior's tokens as well; the environment's tokens,
     # which nobody drew, do not count.
     written = sum(one["authorship_mask"].count(1) for one in answers["solo"])

@@ -14,18 +14,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from contextvars import copy_context
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from tandem import tracing
 from tandem._proto.types.v1 import trajectory_pb2
-from tandem.environments.calls import Call, EnvironmentCalls, LiveEnvironment, Said
+from tandem.environments.calls import Call, Calls, Environment
 from tandem.environments.episode import Episode, Rules
 from tandem.environments.junior import Answer, AskedJunior
+from tandem.environments.live import Said
 from tandem.environments.tool_calls import ToolCall
 from tandem.errors import ConfigError, EnvironmentFailedError
-from tandem.rewards.judges.cases import Failure, failure_of
+from tandem.rewards.judges.cases import Failure, FailureKind, failure_of
 from tandem.rewards.judges.watch import STOP_SECONDS
 from tandem.rewards.judges.workers import settle
 from tandem.rpc.requests import Prompt
@@ -55,7 +58,7 @@ class Generate(Protocol):
 _Asked = tuple[Prompt, Callable[[trajectory_pb2.Trajectory], None]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """An episode with its environment.
 
@@ -66,7 +69,7 @@ class _Running:
     """
 
     episode: Episode
-    environment: LiveEnvironment | None
+    environment: Environment | None
     recorded: list[dict[str, Any]]
 
 
@@ -76,7 +79,7 @@ class Driver:
     def __init__(
         self,
         rules: Rules,
-        calls: EnvironmentCalls,
+        calls: Calls[Any],
         record: EpisodeRecord | NoRecord,
         generate: Generate,
         *,
@@ -98,6 +101,8 @@ class Driver:
         # Questions to the junior that are not sent yet, and all that have no answer.
         self._questions: list[tuple[Prompt, Answer]] = []
         self._unanswered: set[Answer] = set()
+        # Episodes whose environment is made and not closed.
+        self._running: set[_Running] = set()
         self._over = False
         self._requests = 0
         self._unfinished = 0
@@ -124,6 +129,8 @@ class Driver:
             self._over = True
             for answer in list(self._unanswered):
                 _refuse(answer)
+            for one in self._running:
+                self._calls.leave(one.environment)
 
     def _go(self) -> None:
         """Takes what happens, one event after the other, until all episodes have ended."""
@@ -162,7 +169,7 @@ class Driver:
     def _begin(self, one: _Running) -> None:
         environment, episode = self._rules.environment, one.episode
         junior = AskedJunior(episode, self._ask_junior) if environment.takes_junior else None
-        arguments = environment.arguments(episode.example.row, episode.seed, junior)
+        arguments = environment.arguments(deepcopy(episode.example.row), episode.seed, junior)
         self._ask(
             one,
             {"call": "reset"},
@@ -281,8 +288,11 @@ class Driver:
         assert episode.stop is not None
         if one.environment is not None:
             self._record.add(episode.key, {"turn": episode.turns, "end": episode.stop.value})
-            # One that hangs in a call is not closed.
-            if not episode.timeouts:
+            self._running.discard(one)
+            # One that hangs in a call, or ended its process, is not closed.
+            if episode.failure_kind in (FailureKind.TIMEOUT, FailureKind.CRASH):
+                self._calls.leave(one.environment)
+            else:
                 self._calls.close_environment(one.environment, episode.example.place)
         self._unfinished -= 1
         self._progress.advance(1)
@@ -303,7 +313,7 @@ class Driver:
         self,
         one: _Running,
         what: dict[str, Any],
-        ask: Callable[[LiveEnvironment], Said],
+        ask: Callable[[Environment], Said | Failure],
         take: Callable[[Said], None],
     ) -> None:
         episode = one.episode
@@ -320,15 +330,28 @@ class Driver:
             self._begin(one)
             return
         if one.environment is None:
-            environment = self._rules.environment
-            one.environment = LiveEnvironment(environment.make, environment.find)
-        live = one.environment
+            one.environment = self._calls.environment(self._rules.environment)
+            self._running.add(one)
 
         def tell(said: Said) -> None:
             self._record.add(episode.key, line | said.record())
             take(said)
 
-        future = self._calls.start(Call(live, lambda: ask(live), episode.example.place))
+        prompt, sample = episode.key
+        attributes = {
+            "tandem.prompt": prompt,
+            "tandem.sample": sample,
+            "tandem.turn": episode.turns,
+            "tandem.call": what["call"],
+        }
+
+        def spanned(live: Environment) -> Said | Failure:
+            with tracing.span("environment", attributes):
+                return ask(live)
+
+        # The calls of another thread belong to the caller's span, too.
+        run = partial(copy_context().run, spanned)
+        future = self._calls.start(Call(one.environment, run, episode.example.place))
         future.add_done_callback(lambda done: self._events.put(partial(tell, _said(done.result()))))
 
 

@@ -13,12 +13,12 @@ import xxhash
 
 from tandem._proto.types.v1 import trajectory_pb2
 from tandem.data.dataset import Example
-from tandem.environments.calls import Content, Said
 from tandem.environments.contract import EnvironmentClass
+from tandem.environments.live import Content, Said
 from tandem.environments.template import Turns
 from tandem.environments.tool_calls import BadCall, Found, ToolCall
 from tandem.models.tokenizer import TextCodec
-from tandem.rewards.judges.cases import Failure, Outcome
+from tandem.rewards.judges.cases import Failure, FailureKind, Outcome
 from tandem.rpc.images import VisionInput, images_of
 from tandem.rpc.joining import join
 from tandem.rpc.requests import Prompt, ResponseSoFar
@@ -112,6 +112,19 @@ def _parts(content: Content) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
+@dataclass(frozen=True)
+class Takeover:
+    """The place in an episode at which another model takes over.
+
+    Attributes:
+        after: number of tokens of the models before it.
+        tandem: fields of TandemConfig, by which the successor writes.
+    """
+
+    after: int
+    tandem: Mapping[str, Any]
+
+
 @dataclass
 class Episode:
     """An episode that is drawn.
@@ -120,6 +133,8 @@ class Episode:
         key: the index of its prompt in the step, and its sample.
         request: the request of a first turn, without the text of reset().
         seed: of the environment; the same for all samples of a prompt.
+        takeover: where another model takes over from the one that `request` names, within a turn
+            or between two; None if none does.
         trajectory: the turns so far as one response; None before the first has come.
         reward: what get_reward() gave, or why the environment failed; None without either.
         stop: why it ended; None until it has.
@@ -131,6 +146,7 @@ class Episode:
     request: Prompt
     seed: int
     rules: Rules
+    takeover: Takeover | None = None
     trajectory: trajectory_pb2.Trajectory | None = None
     reward: Outcome | None = None
     stop: StopReason | None = None
@@ -138,23 +154,32 @@ class Episode:
     tool_calls: int = 0
     tool_errors: int = 0
     parse_errors: int = 0
-    timeouts: int = 0
     seconds: float = 0.0
     images: Sequence[VisionInput] = ()
     _token_ids: Sequence[int] = ()
     _said: list[int] = field(default_factory=list)
     _pending: list[Found] = field(default_factory=list)
     _answers: list[tuple[ToolCall, Content]] = field(default_factory=list)
-    _length_reason: StopReason = StopReason.TOKENS
+    # Why the turn that is drawn may have no more tokens; None for a takeover.
+    _length_reason: StopReason | None = StopReason.TOKENS
+    # Tokens of the models, in all turns and in the present one, which a takeover may interrupt.
+    _written: int = 0
+    _written_in_turn: int = 0
+    _interrupted: bool = False
 
     @property
     def failed(self) -> bool:
         """Whether its environment failed."""
-        return isinstance(self.reward, Failure)
+        return self.failure_kind is not None
+
+    @property
+    def failure_kind(self) -> FailureKind | None:
+        """The kind of its environment's failure; None without one."""
+        return self.reward.kind if isinstance(self.reward, Failure) else None
 
     def begun_again(self) -> Episode:
         """Returns the episode as it was before its first call."""
-        return Episode(self.key, self.example, self.request, self.seed, self.rules)
+        return Episode(self.key, self.example, self.request, self.seed, self.rules, self.takeover)
 
     def digest(self) -> str:
         """Returns a digest of the tokens so far, by which a record of the episode is known."""
@@ -179,13 +204,19 @@ class Episode:
         one, settings = self.trajectory, self.rules.settings
         so_far = ResponseSoFar() if one is None else ResponseSoFar.after(one, self._said)
         before = len(so_far.token_ids)
-        rooms = {
-            StopReason.TOKENS: self.request.sampling["max_tokens"],
+        rooms: dict[StopReason | None, int] = {
+            StopReason.TOKENS: self.request.sampling["max_tokens"] - self._written_in_turn,
             StopReason.CONTEXT: self.rules.longest - len(self._token_ids) - before,
         }
         if settings.max_episode_tokens is not None:
             left = settings.max_episode_tokens - before
             rooms[StopReason.TOKENS] = min(rooms[StopReason.TOKENS], left)
+        request = self.request
+        if self.takeover is not None and self._written >= self.takeover.after:
+            request = dataclasses.replace(request, tandem=self.takeover.tandem)
+        elif self.takeover is not None:
+            # The last one, so that an episode that ends here is not taken over.
+            rooms[None] = self.takeover.after - self._written
         self._length_reason = min(rooms, key=lambda reason: rooms[reason])
         room = rooms[self._length_reason]
         if room < 1:
@@ -194,7 +225,7 @@ class Episode:
         sampling = dict(self.request.sampling)
         stops = {*sampling.get("stop_token_ids", ()), self.rules.turns.end_id}
         return dataclasses.replace(
-            self.request,
+            request,
             token_ids=self._token_ids,
             num_samples=1,
             first_sample_index=self.key[1],
@@ -204,15 +235,20 @@ class Episode:
         )
 
     def wrote(self, turn: trajectory_pb2.Trajectory) -> None:
-        """Takes a turn of the models; finds the calls in it."""
-        before = self.trajectory
-        self.trajectory = turn if before is None else join(before, self._said, turn)
+        """Takes a turn of the models, or its part up to a takeover; finds the calls in it."""
+        self.trajectory = self._joined(turn)
         self._said = []
+        self._written += len(turn.response_token_ids)
+        self._written_in_turn += len(turn.response_token_ids)
+        at_length = turn.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+        self._interrupted = at_length and self._length_reason is None
+        if self._interrupted:
+            return
         self.turns += 1
-        if turn.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH:
+        if at_length:
             self.stop = self._length_reason
             return
-        ids = list(turn.response_token_ids)
+        ids = list(self.trajectory.response_token_ids[-self._written_in_turn :])
         if ids[-1] == self.rules.turns.end_id:
             ids.pop()
         self._pending = self.rules.parse("".join(self.rules.codec.token_texts(ids)))
@@ -227,8 +263,11 @@ class Episode:
     def next_call(self) -> ToolCall | None:
         """Returns the next call to make; None once the environment has said all of this turn.
 
-        Calls that cannot be made are answered here.
+        Also None where a takeover has interrupted the turn. Calls that cannot be made are answered
+        here.
         """
+        if self._interrupted:
+            return None
         while self._pending and self.stop is None:
             one = self._pending.pop(0)
             if isinstance(one, BadCall):
@@ -265,16 +304,31 @@ class Episode:
     def fail(self, failure: Failure) -> None:
         """Ends the episode because its environment failed: it has no reward then."""
         self.reward = failure
-        self.timeouts += failure.timed_out
         if self.stop is None:
             self.stop = StopReason.TIME if failure.timed_out else StopReason.ENVIRONMENT
+
+    def _joined(self, turn: trajectory_pb2.Trajectory) -> trajectory_pb2.Trajectory:
+        """Returns the turns so far with the next one."""
+        before = self.trajectory
+        if before is None:
+            return turn
+        if self.takeover is None:
+            return join(before, self._said, turn)
+        # The whole has the fields of the model that wrote last.
+        same = trajectory_pb2.Trajectory()
+        same.CopyFrom(before)
+        same.tandem.CopyFrom(turn.tandem)
+        same.junior_version = turn.junior_version
+        whole = join(same, self._said, turn)
+        whole.junior_version = turn.junior_version or before.junior_version
+        return whole
 
     def _take(self, said: Said) -> bool:
         """Counts a call; returns whether the environment failed in it."""
         self.seconds += said.seconds
         if said.failure:
             what, _, trace = said.failure.partition("\n")
-            self.fail(Failure(what, trace, timed_out=said.timed_out))
+            self.fail(Failure(what, trace, kind=said.failure_kind))
             return True
         limit = self.rules.settings.episode_timeout_seconds
         if limit is not None and self.seconds > limit and self.stop is None:
@@ -283,6 +337,7 @@ class Episode:
 
     def _end_turn(self) -> None:
         """Writes what the environment said, unless no further turn may follow."""
+        self._written_in_turn = 0
         if self.turns >= self.rules.settings.max_turns:
             self.stop = StopReason.TURNS
             return

@@ -8,11 +8,12 @@ from typing import Any
 
 from tandem._proto.types.v1 import trajectory_pb2
 from tandem.data.dataset import Dataset
-from tandem.environments.calls import EnvironmentCalls
+from tandem.environments.calls import Calls, CallsInThreads
 from tandem.environments.contract import EnvironmentClass
 from tandem.environments.driver import Driver, Generate
 from tandem.environments.episode import Episode, Rules
 from tandem.environments.openenv import load_openenv
+from tandem.environments.processes import MEMORY_BYTES, CallsInProcesses, Loads
 from tandem.environments.template import Turns
 from tandem.environments.tool_calls import PARSERS, Found, ToolCall, format_of
 from tandem.models.tokenizer import TextCodec
@@ -23,8 +24,8 @@ from tandem.utils.progress import Progress
 
 _log = logging.getLogger(__name__)
 
-# Most threads in which environments are called, where the settings do not say.
-MOST_THREADS = 256
+# Most threads, or processes, in which environments are called, where the settings do not say.
+MOST_WORKERS = {"thread": 256, "process": 64}
 
 
 class RunEnvironment:
@@ -64,9 +65,7 @@ class RunEnvironment:
                 "environment: the chat template shows no tools: data.system, or the prompts, "
                 "should say which there are and how to call them"
             )
-        threads = self._settings.workers or min(settings.batch.samples_per_step, MOST_THREADS)
-        name = f"environment: {environment.name}"
-        self._calls = EnvironmentCalls(name, threads, self._settings.timeout_seconds)
+        self._calls = _calls(self._settings, environment, settings.batch.samples_per_step)
 
     def rules(self, longest: int) -> Rules:
         """Returns the rules of episodes whose prompt and response have at most `longest` tokens."""
@@ -99,8 +98,12 @@ class RunEnvironment:
                 progress=self.progress,
             ).run(episodes)
 
+    def open(self) -> None:
+        """Makes environments ready for calls; raises ConfigError for a process that is not."""
+        self._calls.open()
+
     def close(self) -> None:
-        """Leaves the calls that run to themselves."""
+        """Closes the last environments, and ends their calls or leaves them to themselves."""
         self._calls.close()
 
 
@@ -115,6 +118,20 @@ def with_tools(template_kwargs: Mapping[str, Any], environment: EnvironmentClass
     """Returns variables of the chat template, the schemas of the tools among them."""
     tools = environment.shown_tools
     return {**template_kwargs, **({"tools": tools} if tools else {})}
+
+
+def _calls(
+    settings: EnvironmentSettings, environment: EnvironmentClass, episodes: int
+) -> Calls[Any]:
+    """Returns what makes the calls; `episodes` is the number of a step's."""
+    workers = settings.workers or min(episodes, MOST_WORKERS[settings.executor])
+    name, limit = f"environment: {environment.name}", settings.timeout_seconds
+    if settings.executor == "thread":
+        return CallsInThreads(name, workers, limit)
+    assert settings.class_ is not None
+    arguments = (settings.class_, settings.python_path, environment.field)
+    loads = Loads(arguments, settings.memory_bytes or MEMORY_BYTES)
+    return CallsInProcesses(name, workers, limit, loads)
 
 
 def _parser(

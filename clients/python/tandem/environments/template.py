@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tandem.environments.calls import Content
+from tandem.environments.live import Content
 from tandem.environments.tool_calls import ToolCall
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import NoChatTemplateError, TextCodec

@@ -12,6 +12,7 @@ import numpy as np
 
 from tandem._proto.types.v1 import server_pb2, trajectory_pb2
 from tandem.data.dataset import Example
+from tandem.environments.episode import Takeover
 from tandem.environments.run_environment import trajectories_of
 from tandem.errors import RewardError
 from tandem.models.tokenizer import TextCodec
@@ -19,7 +20,7 @@ from tandem.rewards.judges.cases import Outcome
 from tandem.rewards.judges.responses import Response as JudgedResponse
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
-from tandem.run_directory.episodes import NoRecord
+from tandem.run_directory.episodes import EpisodeKey, NoRecord
 from tandem.run_directory.trajectories.record import Response
 from tandem.session.episodes import draw_episodes, episode_metrics, failures_without_response
 from tandem.session.session import Session
@@ -154,11 +155,17 @@ class Evaluation:
                 )
 
 
-def draw(session: Session, tandem: Mapping[str, Any], weights: server_pb2.WeightsVersion) -> Drawn:
+def draw(
+    session: Session,
+    tandem: Mapping[str, Any],
+    weights: server_pb2.WeightsVersion,
+    takeovers: Mapping[EpisodeKey, Takeover] | None = None,
+) -> Drawn:
     """Draws answers to the held-out prompts by these weights, which must be the trainer's.
 
     The answers are episodes in a run with an environment. `tandem` has the fields of TandemConfig.
-    All modes draw with the same seeds.
+    All modes draw with the same seeds. `takeovers` has the episodes in which another model takes
+    over, by prompt and sample.
 
     Raises RewardError if no episode could begin.
     """
@@ -166,7 +173,7 @@ def draw(session: Session, tandem: Mapping[str, Any], weights: server_pb2.Weight
     if session.environment is None:
         return Drawn(session.generate(prompts, weights))
     requests = dict(enumerate(zip(prompts, held_out(session), strict=True)))
-    drawn = draw_episodes(session, 0, requests, weights, NoRecord())
+    drawn = draw_episodes(session, 0, requests, weights, NoRecord(), takeovers=takeovers)
     episodes = list(itertools.chain(*drawn))
     answers = [trajectories_of(group) for group in drawn]
     if not any(answers):

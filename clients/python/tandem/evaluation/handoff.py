@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from typing import Any
 
 from tandem._proto.types.v1 import server_pb2
 from tandem.evaluation.answers import Evaluation, draw, grade
@@ -23,27 +24,28 @@ def handoff(session: Session, weights: server_pb2.WeightsVersion) -> Evaluation:
 
     The senior begins; both share `max_tokens`. A turn ends with a token whose own text ends with
     `eval.handoff_boundary`, whatever boundary the servers are configured with. In an episode the
-    senior begins behind everything that the environment says, and no answer is cut.
+    senior begins behind everything that the environment says, and no answer is cut; or, with
+    `eval.handoff_turns`, senior and junior write its turns in alternation.
 
     Raises:
         ConfigError: no token's text ends with the boundary.
     """
-    tandem = {
-        "enabled": True,
-        "selection_strategy": "sentence",
-        "boundary_token_ids": handoff_boundary_ids(session.settings, session.codec),
-    }
+    settings = session.settings
+    tandem: dict[str, Any] = {"enabled": True, "selection_strategy": "turn"}
+    if not settings.eval.handoff_turns:
+        ids = handoff_boundary_ids(settings, session.codec)
+        tandem |= {"selection_strategy": "sentence", "boundary_token_ids": ids}
     drawn = draw(session, tandem, weights)
     answers = drawn.answers
     # Text that an environment has heard cannot be cut off.
     most = MAX_ROUNDS if session.environment is None else None
     masks = [[first_rounds(one.authorship_mask, most) for one in group] for group in answers]
     flat = list(itertools.chain(*masks))
-    if not any(JUNIOR in mask for mask in flat):
+    if not settings.eval.handoff_turns and not any(JUNIOR in mask for mask in flat):
         # Tokenizers that split a blank line into two tokens have hardly a token that ends a turn.
         _log.info(
             "handoff: no answer has a token that ends a turn (eval.handoff_boundary: "
-            f"{session.settings.eval.handoff_boundary!r}): the senior wrote every answer in full"
+            f"{settings.eval.handoff_boundary!r}): the senior wrote every answer in full"
         )
     whole = [len(one.authorship_mask) for group in answers for one in group]
     return Evaluation(

@@ -402,12 +402,8 @@ def check_modes(modes: Sequence[EvalMode], settings: RunSettings, purpose: Purpo
     """Raises ConfigError for evaluations that a run of these settings cannot make."""
     if modes and purpose == "reward-model":
         raise ConfigError("eval: does not apply to `tandem reward-model`, which answers no prompts")
-    takeovers = [mode for mode in modes if mode in ("junior_takeover", "senior_takeover")]
-    if takeovers and settings.environment is not None:
-        raise ConfigError(
-            f"eval.modes: {', '.join(takeovers)}: does not work with `environment`, which cannot "
-            "be set back to where the other model takes over"
-        )
+    if settings.eval.handoff_turns and settings.environment is None:
+        raise ConfigError("eval.handoff_turns: there are turns with `environment` alone")
     if "tandem" in modes and not settings.tandem.enabled:
         raise ConfigError("eval.modes: tandem: tandem.enabled is false, so it is the mode solo")
 

@@ -76,7 +76,8 @@ def read_inputs(
                 eval_data = load_dataset(settings.eval.data, codec, field="eval.data", tools=tools)
         settings, data = _read_data(settings, purpose, codec, eval_data, problems, tools)
     checks.note_greedy_samples(settings, purpose)
-    if codec is not None and "handoff" in modes_in(settings, purpose):
+    by_boundary = not settings.eval.handoff_turns
+    if codec is not None and by_boundary and "handoff" in modes_in(settings, purpose):
         with problems.collect():
             checks.handoff_boundary_ids(settings, codec)
     if codec is not None and data is not None and learns_rows(settings, purpose):

@@ -58,10 +58,12 @@ def authorship_mask(
     strategy = tandem["selection_strategy"]
     boundary = set(tandem.get("boundary_token_ids") or boundaries)
     mask: list[int] = []
-    first = since_draw = 0  # the turn's first token, and its tokens since the last coin
+    # The turn's first token, its tokens since the last coin, and the number of turns before it.
+    first = since_draw = turns = 0
     for t in range(len(tokens)):
         if t in said:
             mask.append(ENVIRONMENT)
+            turns += t > first
             first = t + 1
             continue
         coin = int(uniform(seed, sample_index, t, AUTHOR) < tandem["prob_senior"])
@@ -78,6 +80,8 @@ def authorship_mask(
             draw = t == first or after_boundary or since_draw == tandem["max_gap_tokens"]
             author = coin if draw else mask[-1]
             since_draw = 1 if draw else since_draw + 1
+        elif strategy == "turn":
+            author = int(turns % 2 == 0)
         else:
             raise ValueError(f"unknown selection_strategy: {strategy}")
         mask.append(author)

@@ -13,6 +13,10 @@ from tandem._proto.types.v1 import server_pb2
 _LOSSES = {
     "reward/failed": "responses without a reward",
     "reward/timed_out": "of them because a judge took too long",
+    "environment/failures": "episodes whose environment failed",
+    "environment/timeouts": "of them because a call took too long",
+    "environment/crashes": "of them because a process ended",
+    "environment/floods": "of them because of too much memory or output",
     "policy/updates_not_finite": "updates that were not finite",
     "rollout/prompts_retried": "prompts retried after a rollout server failed",
     "trajectories/lost": "trajectory files that could not be written",

@@ -8,15 +8,21 @@ from functools import partial
 
 from tandem._proto.types.v1 import server_pb2
 from tandem.data.dataset import Example
-from tandem.environments.episode import Episode, StopReason
-from tandem.rewards.judges.cases import Failure
+from tandem.environments.episode import Episode, StopReason, Takeover
+from tandem.rewards.judges.cases import Failure, FailureKind
 from tandem.rpc.requests import Prompt
 from tandem.rpc.seeds import prompt_seed
-from tandem.run_directory.episodes import EpisodeRecord, NoRecord
+from tandem.run_directory.episodes import EpisodeKey, EpisodeRecord, NoRecord
 from tandem.session.session import Session, WeightsRule
 from tandem.utils.authors import ENVIRONMENT
 from tandem.utils.progress import Progress
 
+# Keys of the failures of environments that have a cause of their own.
+_FAILURES = {
+    "timeouts": FailureKind.TIMEOUT,
+    "crashes": FailureKind.CRASH,
+    "floods": FailureKind.FLOOD,
+}
 # Takes the index of a prompt, and its episodes.
 OnGroup = Callable[[int, Sequence[Episode]], None]
 
@@ -29,6 +35,7 @@ def draw_episodes(
     record: EpisodeRecord | NoRecord,
     on_group: OnGroup = lambda index, episodes: None,
     *,
+    takeovers: Mapping[EpisodeKey, Takeover] | None = None,
     rule: WeightsRule = WeightsRule.CURRENT,
 ) -> list[list[Episode]]:
     """Draws the episodes of prompts, in the order of `requests`.
@@ -36,6 +43,8 @@ def draw_episodes(
     `requests` has by the index in the step the request of a first turn and the example. What
     environments say is added to `record`, or comes from there. `on_group` is called as soon as all
     episodes of a prompt have ended. Step 0 stands for evaluations.
+
+    `takeovers` has the episodes in which another model takes over.
 
     Raises what Session.generate() raises, and StopRequested.
     """
@@ -59,6 +68,7 @@ def draw_episodes(
             # One for all samples of a prompt, which are compared with each other.
             prompt_seed(session.settings.seed, step, index, "environment"),
             rules,
+            (takeovers or {}).get((index, sample)),
         )
         for index, (request, example) in requests.items()
         for sample in request.sample_indices
@@ -88,6 +98,7 @@ def failures_without_response(episodes: Sequence[Episode]) -> list[str]:
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float | int]:
     """Returns the metrics of a step's episodes, at least one."""
     stops = [one.stop for one in episodes]
+    kinds = [one.failure_kind for one in episodes]
     said = [
         0 if one.trajectory is None else one.trajectory.authorship_mask.count(ENVIRONMENT)
         for one in episodes
@@ -99,6 +110,6 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float | int]:
         "environment/tool_errors": sum(one.tool_errors for one in episodes),
         "environment/parse_errors": sum(one.parse_errors for one in episodes),
         "environment/failures": sum(one.failed for one in episodes),
-        "environment/timeouts": sum(one.timeouts for one in episodes),
+        **{f"environment/{key}": kinds.count(kind) for key, kind in _FAILURES.items()},
         **{f"environment/stop_{reason}": stops.count(reason) for reason in StopReason},
     }

@@ -56,6 +56,8 @@ def open_session(
     """
     with ExitStack() as stack:
         prepared = prepare(settings, purpose, progress or Progress(), stack, dry_run=False)
+        if prepared.environment is not None:
+            prepared.environment.open()
         with prepared.connections.explained():
             yield _opened(prepared, stack)
 

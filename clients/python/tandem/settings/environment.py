@@ -66,9 +66,15 @@ class EnvironmentSettings(Settings):
     # Most seconds of all calls of the environment in an episode; the time in which the models write
     # does not count. Not set: no bound of the episode's own.
     episode_timeout_seconds: float | None = Field(None, gt=0, le=1e8)
-    # Calls of environments that run at once, each in a thread. Not set: one for each episode of a
-    # step, at most 256.
+    # Whether environments run in threads of the run's process, or in processes of their own, each
+    # of which has one episode at a time: an environment that hangs in C, crashes or takes too much
+    # memory then costs its own episode.
+    executor: Literal["thread", "process"] = "thread"
+    # Calls of environments that run at once in threads; processes, and so the episodes under way.
+    # Not set: one for each episode of a step, at most 256 threads or 64 processes.
     workers: Count | None = None
+    # Most bytes of memory (data) of a process. Not set: 4 GiB.
+    memory_bytes: Count | None = None
     # Most episodes under way at once; the next one begins when one has ended. Not set: all of a
     # step.
     concurrent_episodes: Count | None = None
@@ -79,6 +85,10 @@ class EnvironmentSettings(Settings):
             raise ValueError("either `class` or `openenv` names the environment")
         if self.openenv is not None and self.junior:
             raise ValueError("junior: only applies to a `class`")
+        if self.openenv is not None and self.executor == "process":
+            raise ValueError("executor: only applies to a `class`")
+        if self.executor == "thread" and self.memory_bytes is not None:
+            raise ValueError("memory_bytes: only applies with executor: process")
         if self.openenv is not None and self.openenv.text_field and self.tool_calls:
             raise ValueError("tool_calls: has no effect with openenv.text_field")
         return self

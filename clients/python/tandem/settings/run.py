@@ -301,9 +301,10 @@ class TandemSettings(Settings):
 
     # Always sent: a server without a junior then refuses instead of training plain GRPO.
     enabled: bool = True
-    selection_strategy: Literal["bernoulli", "chunk", "alternating", "sentence", "word"] | None = (
-        None
-    )
+    # turn: whole turns of an episode in alternation, the senior first; with `environment` alone.
+    selection_strategy: (
+        Literal["bernoulli", "chunk", "alternating", "sentence", "word", "turn"] | None
+    ) = None
     prob_senior: float | None = Field(None, ge=0, le=1)
     chunk_size: Count | None = None
     max_gap_tokens: Count | None = None
@@ -551,6 +552,9 @@ class EvalSettings(Settings):
     # Text that ends a turn of the handoff: every token whose own text ends with this text ends a
     # turn. Default: a blank line, which not every tokenizer writes as one token.
     handoff_boundary: Text = "\n\n"
+    # Whether a turn of the handoff is a whole turn of an episode instead: senior and junior write
+    # them in alternation.
+    handoff_turns: bool = False
     # The place at which a takeover happens.
     takeover: TakeoverSettings = TakeoverSettings()
     # Regular expressions by name: a mode that judges answers also gives the share of answers in
@@ -711,6 +715,11 @@ class RunSettings(Settings):
         if self.environment is None:
             if named:
                 raise ValueError(f"reward: {ENVIRONMENT_REWARD} needs the section `environment`")
+            if self.tandem.selection_strategy == "turn":
+                raise ValueError(
+                    "tandem.selection_strategy: turn needs the section `environment`: without it "
+                    "the senior writes every response"
+                )
             return self
         if self.reward.overlong_buffer is not None:
             raise ValueError(

@@ -40,6 +40,11 @@ def _senior(line: Line) -> float | None:
     return None if share == 1 else share
 
 
+def _any(key: str) -> Callable[[Line], float | None]:
+    """Returns what gives a count that is shown once it is not 0."""
+    return lambda line: line.get(key) or None
+
+
 def _switches(line: Line) -> float | None:
     return line.get("tandem/switches_per_seq") or None
 
@@ -105,6 +110,20 @@ _COLUMNS = (
         "{:.0%}",
         11,
         _value("response/truncated_fraction"),
+    ),
+    _Column(
+        "failed", "episodes whose environment failed", "{:.0f}", 3, _any("environment/failures")
+    ),
+    _Column(
+        "hung", "of them because a call took too long", "{:.0f}", 4, _any("environment/timeouts")
+    ),
+    _Column("crashed", "of them because a process ended", "{:.0f}", 4, _any("environment/crashes")),
+    _Column(
+        "flooded",
+        "of them because of too much memory or output",
+        "{:.0f}",
+        4,
+        _any("environment/floods"),
     ),
     _Column("stale", "versions that the tokens lie behind", "{:.1f}", 4, _value("staleness/mean")),
     _Column(

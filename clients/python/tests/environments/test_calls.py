@@ -7,8 +7,10 @@ import time
 import fakes
 import pytest
 
-from tandem.environments.calls import MOST_SAID, Call, EnvironmentCalls, LiveEnvironment, Said
-from tandem.rewards.judges.cases import Failure
+from tandem.environments.calls import Call, CallsInThreads
+from tandem.environments.live import MOST_SAID, LiveEnvironment, Said
+from tandem.errors import EnvironmentFailedError
+from tandem.rewards.judges.cases import Failure, FailureKind
 
 
 class Several:
@@ -44,6 +46,9 @@ class Several:
     def flood(self, length):
         return "x" * length
 
+    def refuse(self, length):
+        raise EnvironmentFailedError("x" * length)
+
     async def get_reward(self):
         return "much"
 
@@ -53,7 +58,7 @@ class Several:
 
 @pytest.fixture
 def calls():
-    made = EnvironmentCalls("test", 4, 0.5)
+    made = CallsInThreads("test", 4, 0.5)
     yield made
     made.close()
 
@@ -70,7 +75,7 @@ def new_threads(before):
 
 
 def given(calls, live, run):
-    return calls.start(Call(live, run, "rows:1")).result(20)
+    return calls.start(Call(live, lambda _: run(), "rows:1")).result(20)
 
 
 def test_what_a_tool_returns_goes_to_the_model_as_text(live):
@@ -99,7 +104,7 @@ def test_a_tool_that_computes_too_long_ends_and_others_go_on(calls, live):
     others = [LiveEnvironment(Several) for _ in range(8)]
     for one in others:
         one.reset({})
-    hung = [calls.start(Call(one, lambda one=one: one.tool("compute", {}), "")) for one in others]
+    hung = [calls.start(Call(one, lambda one: one.tool("compute", {}), "")) for one in others]
     assert all(one.result(20).timed_out for one in hung)
     assert given(calls, live, lambda: live.tool("number", {"x": 2})).text == '{"x": 2}'
     # The threads of the others have ended: those that are left wait for calls.
@@ -108,10 +113,17 @@ def test_a_tool_that_computes_too_long_ends_and_others_go_on(calls, live):
 
 def test_who_says_too_much_fails_alone(calls, live):
     assert len(live.tool("flood", {"length": MOST_SAID}).text) == MOST_SAID
-    flooding = calls.start(Call(live, lambda: live.tool("flood", {"length": MOST_SAID + 1}), "row"))
-    failure = flooding.result(30)
+    failure = given(calls, live, lambda: live.tool("flood", {"length": MOST_SAID + 1}))
     assert isinstance(failure, Failure)
+    assert failure.kind == FailureKind.FLOOD
     assert "flood() said 1,048,577 characters" in failure.what
+
+
+def test_a_message_without_end_is_cut(calls, live):
+    failure = given(calls, live, lambda: live.tool("refuse", {"length": 1 << 22}))
+    assert failure.what.startswith("EnvironmentFailedError: xxx")
+    assert "4,194,304 characters" in failure.what
+    assert len(failure.what) + len(failure.trace) < 1 << 15
 
 
 def test_a_call_is_timed(calls, live):
@@ -141,6 +153,6 @@ def test_an_environment_is_closed_with_its_loop(live):
 
 def test_what_a_call_gave_is_recorded_without_what_is_as_by_default():
     assert Said("x").record() == {"text": "x"}
-    one = Said.failed(Failure("why", "trace", timed_out=True))
+    one = Said.failed(Failure("why", "trace", kind=FailureKind.TIMEOUT))
     assert Said(**one.record()) == one
-    assert one.record() == {"failure": "why\ntrace", "timed_out": True}
+    assert one.record() == {"failure": "why\ntrace", "failure_kind": "timeout"}

@@ -12,8 +12,12 @@ from commands import contents, lines, tandem
 from commands import records as records_of
 from fake_fleet import FakeReplica, random_delay
 from guess_game import ENVIRONMENT, guessing, train
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from talking import called, let_write
 
+from tandem import tracing
 from tandem.metrics import CLOCK_KEYS, ENVIRONMENT_KEYS, KEYS
 from tandem.run_directory.trajectories.files import evaluation_file, read_records
 from tandem.utils.authors import turns
@@ -257,6 +261,28 @@ def test_an_environment_that_hangs_or_fails_costs_its_own_episodes(
     assert "RuntimeError: no connection" in log
 
 
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_every_call_of_an_environment_is_a_span_of_its_step(
+    world, codec, run_file, tmp_path, monkeypatch, executor
+):
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "_chosen", [])
+    tracing.use(provider)
+    let_write(world, codec, guessing)
+    train(run_file, "steps=1", f"environment.executor={executor}")
+    spans = exporter.get_finished_spans()
+    [generate] = [one for one in spans if one.name == "generate"]
+    calls = [one for one in spans if one.name == "environment"]
+    assert {one.parent.span_id for one in calls} == {generate.context.span_id}
+    names = ("prompt", "sample", "turn", "call")
+    made = [[one.attributes[f"tandem.{name}"] for name in names] for one in calls]
+    record = (tmp_path / "run" / "episodes" / "step_1.jsonl").read_text().splitlines()
+    told = [[line.get(name) for name in names] for line in map(json.loads, record)]
+    assert sorted(made) == sorted(line for line in told if line[-1] is not None)
+
+
 def test_a_slow_environment_holds_nothing_else_up(world, codec, run_file, tmp_path):
     """The other episodes end while one waits in its first call."""
     others_done = threading.Event()
@@ -317,8 +343,18 @@ def test_the_reward_of_an_environment_may_have_a_weight(world, codec, run_file, 
     [
         (["data.template=raw"], "environment: rows.jsonl"),
         (
-            ["eval.every=1", "eval.modes=[solo, junior_takeover]"],
-            "eval.modes: junior_takeover: does not work with `environment`",
+            ["environment=null", "reward.function=none", "tandem.selection_strategy=turn"],
+            "tandem.selection_strategy: turn needs the section `environment`",
+        ),
+        (
+            [
+                "environment=null",
+                "reward.function=none",
+                "eval.every=1",
+                "eval.modes=[handoff]",
+                "eval.handoff_turns=true",
+            ],
+            "eval.handoff_turns: there are turns with `environment` alone",
         ),
         (
             ["eval.every=1", "eval.modes=[tandem]", "tandem.enabled=false"],

@@ -10,10 +10,10 @@ from talking import SPECIAL, called, image_template, write_chat_tokenizer
 
 from tandem._proto.rollout.v1 import rollout_pb2
 from tandem.data.dataset import Example
-from tandem.environments import calls as calls_of
-from tandem.environments.calls import LiveEnvironment, Said
+from tandem.environments import live as live_of
 from tandem.environments.contract import EnvironmentClass
 from tandem.environments.episode import Episode, Rules
+from tandem.environments.live import LiveEnvironment, Said
 from tandem.environments.template import Turns
 from tandem.environments.tool_calls import hermes
 from tandem.models.tokenizer import TextCodec
@@ -165,7 +165,7 @@ def test_what_is_no_image_is_told_to_the_model(walk):
 
 
 def test_images_of_too_many_bytes_are_the_tools_failure(walk, monkeypatch):
-    monkeypatch.setattr(calls_of, "MOST_SHOWN", 10)
+    monkeypatch.setattr(live_of, "MOST_SHOWN", 10)
     live = LiveEnvironment(walk[0].make)
     with pytest.raises(ValueError, match=r"reset\(\) showed images of .* bytes, at most 10"):
         live.reset({"start": 1})

@@ -84,6 +84,40 @@ def test_the_juniors_answers_are_words_of_the_environment(world, codec, duel, tm
     assert all(codec.special_token_id("<|im_end|>") in one.sampling.stop_token_ids for one in asked)
 
 
+def test_an_environment_in_a_process_asks_as_one_in_a_thread(world, codec, duel, tmp_path):
+    rows = [{"prompt": "Guess.", "answer": answer} for answer in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # A question that has no room is the environment's failure.
+    text = DUEL.replace('" ".join(self.heard)', '"x" * 3000 if self.answer == 1 else "y"')
+    (tmp_path / "env.py").write_text(text)
+    asked = play(world, codec)
+    questions, failures = [], []
+    for executor in ("thread", "process"):
+        world.version = world.published = 0
+        asked.clear()
+        given = ["environment.junior=true", f"environment.executor={executor}"]
+        train(duel, "steps=1", *given, f"run_dir={tmp_path / executor}")
+        questions.append(sorted((one.seed, list(one.prompt_token_ids)) for one in asked))
+        [line] = lines(tmp_path / executor / "metrics.jsonl")
+        failures.append(line["environment/failures"])
+    assert questions[0] == questions[1]
+    assert failures == [2, 2]
+    name = "trajectories/step_1.parquet"
+    assert (tmp_path / "thread" / name).read_bytes() == (tmp_path / "process" / name).read_bytes()
+
+
+def test_too_long_a_question_costs_the_episode(world, codec, duel, tmp_path):
+    rows = [{"prompt": "Guess.", "answer": answer} for answer in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "env.py").write_text(
+        DUEL.replace('" ".join(self.heard)', '"x" * (self.answer << 21)')
+    )
+    play(world, codec)
+    train(duel, "steps=1", "environment.junior=true", "environment.executor=process")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["environment/floods"] == line["environment/failures"] == 4
+
+
 def test_equal_episodes_ask_with_equal_seeds_and_other_questions_with_others(world, codec, duel):
     asked = play(world, codec)
     train(duel, "steps=1", "environment.junior=true")

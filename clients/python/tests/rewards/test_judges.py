@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -182,6 +183,41 @@ def test_what_a_killed_call_started_ends_with_it(opened, tmp_path):
     assert reward([EXAMPLE], [["x"]]).timed_out == 1
     child = (tmp_path / "child").read_text()
     wait_until(lambda: not alive(child))
+
+
+# A program whose judge keeps the interpreter's lock of its process.
+HANGING_PROGRAM = """
+import sys
+from pathlib import Path
+from tandem.data.dataset import Example
+from tandem.rewards.reward import Reward
+from tandem.settings.run import RewardSettings
+
+if __name__ == "__main__":
+    settings = RewardSettings(
+        function="judge.py:reward", python_path=Path(sys.argv[1]), executor="process"
+    )
+    Reward(settings)([Example({"prompt": "w1"}, "w1", [1], "rows.jsonl:1")], [["x"]])
+"""
+
+
+def test_a_judge_that_hangs_in_c_ends_with_its_run(tmp_path):
+    judge, written = tmp_path / "judge.py", tmp_path / "pid"
+    judge.write_text(
+        "import ctypes, os\nfrom pathlib import Path\n"
+        "def reward(prompt, response, **row):\n"
+        f"    Path({str(written)!r}).write_text(str(os.getpid()))\n"
+        "    ctypes.PyDLL(None).sleep(3600)\n"  # A PyDLL keeps the lock.
+    )
+    program = tmp_path / "program.py"
+    program.write_text(HANGING_PROGRAM)
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, program, tmp_path]
+    run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+    wait_until(lambda: written.exists() and written.read_text() and alive(written.read_text()))
+    run.kill()
+    run.wait()
+    wait_until(lambda: not alive(written.read_text()))
 
 
 def alive(pid):

@@ -69,6 +69,13 @@ def test_behind_an_environment_the_strategy_starts_anew():
     assert turns_of("bernoulli", range(4), [1, 2], enabled=False) == [1, 2, 2, 1]
 
 
+def test_whole_turns_alternate():
+    assert turns_of("turn", range(9), [2, 3, 5]) == [1, 1, 2, 2, 0, 2, 1, 1, 1]
+    # An environment that speaks first ends no turn, and boundaries hand nothing over.
+    assert turns_of("turn", [9] * 7, [0, 1, 4]) == [2, 2, 1, 1, 2, 0, 0]
+    assert mask("turn", [9] * 5) == [1] * 5
+
+
 def test_coins_keep_the_number_of_the_token_in_the_response():
     coins = [int(uniform(5, 1, t, AUTHOR) < 0.5) for t in range(12)]
     said = [3, 4]

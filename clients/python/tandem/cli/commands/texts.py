@@ -78,8 +78,8 @@ def generate(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Rule that chooses the author: bernoulli, chunk, alternating, sentence or word. "
-            "Default: the server's."
+            help="Rule that chooses the author: bernoulli, chunk, alternating, sentence, word or "
+            "turn. Default: the server's."
         ),
     ] = None,
     prob_senior: Annotated[

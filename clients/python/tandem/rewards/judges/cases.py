@@ -12,6 +12,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from tandem.settings.bounds import MAX_REWARD
@@ -32,6 +33,8 @@ DETAILS = (
 )
 # Characters of a value that a message shows.
 _SHOWN = 200
+# Most characters of an exception's message, and the last ones of its traceback, that are kept.
+_MOST_MESSAGE, _MOST_TRACE = 1 << 12, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,23 @@ class Case:
         return Case(copy.deepcopy(self.row), self.response, dict(self.details), self.place)
 
 
+class TooMuchError(ValueError):
+    """More text, or more bytes, than a call may give."""
+
+
+class FailureKind(StrEnum):
+    """The kind of a call's failure.
+
+    An exception or a value that is refused (error), the time limit (timeout), the end of its
+    process (crash), or too much memory, text or bytes (flood).
+    """
+
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+    FLOOD = "flood"
+
+
 @dataclass(frozen=True)
 class Failure:
     """The reason why a call gave no reward; picklable, for it may come from another process.
@@ -78,13 +98,17 @@ class Failure:
         what: the reason in one line.
         trace: the traceback; "" where nothing was raised.
         is_mistake: whether the function is to be corrected (MISTAKES).
-        timed_out: whether the call was given up because of its time limit.
     """
 
     what: str
     trace: str = ""
     is_mistake: bool = False
-    timed_out: bool = False
+    kind: FailureKind = FailureKind.ERROR
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the call was given up because of its time limit."""
+        return self.kind == FailureKind.TIMEOUT
 
 
 Outcome = float | Failure
@@ -92,7 +116,7 @@ Outcome = float | Failure
 
 def too_slow(limit: float) -> Failure:
     """Returns the failure of a call that was given up after `limit` seconds."""
-    return Failure(f"no answer within {limit:g} s (timeout_seconds)", timed_out=True)
+    return Failure(f"no answer within {limit:g} s (timeout_seconds)", kind=FailureKind.TIMEOUT)
 
 
 def declared_details(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -181,7 +205,14 @@ def failure_of(error: BaseException) -> Failure:
     # The error is a class of the user's, and may fail to say what it is.
     except Exception:
         said, lines = "its message cannot be shown", ""
-    return Failure(f"{type(error).__name__}: {said}", lines, isinstance(error, MISTAKES))
+    if len(said) > _MOST_MESSAGE:
+        said = f"{said[:_MOST_MESSAGE]} … {len(said):,} characters"
+    return Failure(
+        f"{type(error).__name__}: {said}",
+        lines[-_MOST_TRACE:],
+        isinstance(error, MISTAKES),
+        FailureKind.FLOOD if isinstance(error, MemoryError | TooMuchError) else FailureKind.ERROR,
+    )
 
 
 def _shown(value: Any) -> str:
