@@ -43,6 +43,7 @@ constexpr DeviceKernels kKernels = {
     .rotary = Run<&DeviceKernels::rotary, kernels::DeviceRotaryArgs>,
     .gated = Run<&DeviceKernels::gated, kernels::DeviceGatedArgs>,
     .grouped_linear = Run<&DeviceKernels::grouped_linear, kernels::DeviceGroupedLinearArgs>,
+    .grouped_gradient = Run<&DeviceKernels::grouped_gradient, kernels::DeviceGroupedGradientArgs>,
     .cache_write = Run<&DeviceKernels::cache_write, kernels::DeviceCacheWriteArgs>,
     .paged_attention = Run<&DeviceKernels::paged_attention, kernels::DevicePagedAttentionArgs>,
     .fold_partials = Run<&DeviceKernels::fold_partials, kernels::DevicePagedAttentionArgs>,

@@ -124,10 +124,8 @@ struct Maps {
   Maps(const at::Tensor& stack, at::Device device, const at::Tensor& a = {},
        const at::Tensor& b = {}) {
     const at::Tensor moved = Spaced(stack.to(device), /*aligned=*/8);
-    for (int64_t i = 0; i < stack.size(0); ++i) {
-      weights.push_back(Weight(moved[i]));
-      pointers.push_back(&weights.back());
-    }
+    for (const at::Tensor& matrix : moved.unbind()) weights.push_back(Weight(matrix));
+    Point();
     if (!a.defined()) return;
     const Maps of_a(a, device), of_b(b, device);
     adapters = {of_a.weights, of_b.weights};
@@ -139,7 +137,25 @@ struct Maps {
     }
   }
 
+  // Maps of two masters each, in float32, that train; products are in another type.
+  Maps(const at::Tensor& stack, at::Device device, at::ScalarType type) {
+    const at::Tensor moved = Spaced(stack.to(device), /*aligned=*/8);
+    const at::Tensor copies = Spaced(moved.to(type), /*aligned=*/8);
+    for (int64_t i = 0; i < stack.size(0); ++i) {
+      std::vector<at::Tensor> masters;
+      for (const at::Tensor& half : moved[i].tensor_split(2)) {
+        masters.push_back(half.detach().set_requires_grad(true));
+      }
+      weights.push_back({moved[i], {}, masters, {}, type, /*rounds=*/false,
+                         type == at::kFloat ? at::Tensor() : copies[i]});
+    }
+    Point();
+  }
+
  private:
+  void Point() {
+    for (LinearWeight& weight : weights) pointers.push_back(&weight);
+  }
   static LinearWeight Weight(const at::Tensor& matrix) {
     return {matrix, {}, {matrix}, {}, matrix.scalar_type()};
   }
@@ -187,6 +203,77 @@ TEST_P(SimulatedKernelsTest, ExpertsWithoutAWait) {
         const double tolerance = GetParam() == at::kFloat ? 2e-6 : 0.02;
         EXPECT_LE((result.cpu().to(at::kFloat) - expected).abs().max().item<double>(), tolerance)
             << in << " " << adapts << " " << first;
+      }
+    }
+  }
+}
+
+// The gradients of a sum of some tokens' experts, in float64: of x, the weights of the choices and
+// each matrix.
+struct ExpertGradients {
+  at::Tensor x, weights, stack;
+
+  ExpertGradients(const at::Tensor& x_in, const at::Tensor& weights_in, const at::Tensor& stack_in,
+                  const at::Tensor& experts, const at::Tensor& dy) {
+    x = x_in.to(at::kDouble).requires_grad_();
+    weights = weights_in.to(at::kDouble).requires_grad_();
+    stack = stack_in.to(at::kDouble).requires_grad_();
+    const at::Tensor chosen = stack.index({experts});  // [T, k, out, in]
+    const at::Tensor outputs = at::einsum("tkoi,ti->tko", {chosen, x});
+    (outputs * weights.unsqueeze(-1)).sum(1).backward(dy.to(at::kDouble));
+    for (at::Tensor* leaf : {&x, &weights, &stack}) *leaf = leaf->grad();
+  }
+};
+
+// Of all experts, of which the last is never chosen. Twice: the second gradients are added to the
+// first ones, which lie as the masters do, or apart.
+TEST_P(SimulatedKernelsTest, ExpertsInTrainingWithoutAWait) {
+  const simulated_gpu::WithKernels kernels;
+  constexpr int64_t kTokens = 37, kExperts = 5, kChoices = 2;
+  const at::Tensor experts = std::get<1>(at::rand({kTokens, kExperts - 1}).topk(kChoices, 1));
+  const at::Tensor gpu_experts = experts.to(kGpu);
+  for (const auto& [in, out] : {std::pair<int64_t, int64_t>{24, 40}, {20, 34}}) {
+    const at::Tensor x = Normal({kTokens, in}), stack = Normal({kExperts, out, in}, 0.2);
+    const at::Tensor weights = at::rand({kTokens, kChoices}), dy = Normal({kTokens, out});
+    const ExpertGradients expected(x, weights, stack, experts, dy);
+    for (const bool together : {false, true}) {
+      const Maps maps(stack, kGpu, GetParam());
+      if (together) {
+        const at::Tensor zeros = Spaced(at::zeros(stack.sizes(), kGpu), 8);
+        for (int64_t i = 0; i < kExperts; ++i) {
+          const auto halves = zeros[i].tensor_split(2);
+          for (size_t m = 0; m < 2; ++m) {
+            at::Tensor(maps.pointers[i]->masters()[m]).mutable_grad() = halves[m].detach();
+          }
+        }
+      }
+      for (const int count : {1, 2}) {
+        at::Tensor gpu_x = x.to(kGpu, GetParam()).requires_grad_();
+        at::Tensor gpu_weights = weights.to(kGpu).requires_grad_();
+        const at::Tensor gpu_dy = dy.to(kGpu, GetParam());
+        const int64_t waits = simulated_gpu::TheCounts().synchronizations;
+        const ExpertRows order = ExpertRows::OnDevice(gpu_experts, kExperts, 0, kExperts);
+        const at::Tensor rows = GatherExpertRows(gpu_x, order);
+        const at::Tensor outputs = GroupedLinear(rows, order.device_offsets, maps.pointers);
+        const int64_t launches = simulated_gpu::TheCounts().launches;
+        CombineExpertRows(outputs, gpu_weights, order).backward(gpu_dy);
+        EXPECT_EQ(simulated_gpu::TheCounts().synchronizations, waits);
+        // Not one for each expert, but where gradients lie apart.
+        const int64_t of_backward = simulated_gpu::TheCounts().launches - launches;
+        EXPECT_TRUE(!together || of_backward < 30) << of_backward;
+        std::vector<at::Tensor> of_maps;
+        for (const LinearWeight* map : maps.pointers) {
+          of_maps.push_back(at::cat({map->masters()[0].grad(), map->masters()[1].grad()}));
+        }
+        const auto expect_near = [&](const at::Tensor& actual, const at::Tensor& gradient) {
+          const at::Tensor apart = (actual.cpu().to(at::kDouble) - gradient).norm();
+          EXPECT_LE((apart / gradient.norm()).item<double>(),
+                    GetParam() == at::kFloat ? 1e-6 : 4e-3)
+              << in << " " << together << " " << count;
+        };
+        expect_near(gpu_x.grad(), expected.x);
+        expect_near(gpu_weights.grad(), expected.weights);
+        expect_near(at::stack(of_maps), expected.stack * count);
       }
     }
   }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <set>
@@ -254,9 +255,10 @@ TEST(GpuPassesTest, KernelsChangeLaunchesAndRoundingAlone) {
 }
 
 // The forward and backward pass of sequences of different lengths.
-Costs TrainingPass(const std::string& family, int64_t count) {
-  const auto model = TinyModel(
-      family, {}, {.requires_grad = true, .placement = {.device = kGpu, .dtype = at::kBFloat16}});
+Costs TrainingPass(const std::string& family, int64_t count,
+                   at::ScalarType type = at::kBFloat16) {
+  const auto model =
+      TinyModel(family, {}, {.requires_grad = true, .placement = {.device = kGpu, .dtype = type}});
   std::vector<std::vector<int64_t>> tokens;
   for (const int64_t length : Lengths(count)) tokens.emplace_back(length, 7);
   return CostsOf([&] {
@@ -265,9 +267,13 @@ Costs TrainingPass(const std::string& family, int64_t count) {
   });
 }
 
-TEST(GpuPassesTest, TrainingWaitsForNothingButExperts) {
+TEST(GpuPassesTest, TrainingWaitsForNothing) {
   for (const std::string& family : EveryFamily()) {
+    // ATen's operations group the rows of experts on the host.
     EXPECT_EQ(TrainingPass(family, 20).synchronizations, ExpertLayers(family)) << family;
+    const simulated_gpu::WithKernels kernels;
+    EXPECT_EQ(TrainingPass(family, 20).synchronizations, 0) << family;
+    EXPECT_EQ(TrainingPass(family, 20, at::kFloat).synchronizations, 0) << family;
   }
 }
 
@@ -275,6 +281,41 @@ TEST(GpuPassesTest, TrainingLaunchesAsMuchForManySequencesAsForOne) {
   for (const std::string& family : EveryFamily()) {
     if (!AttendsTogether(family)) continue;
     EXPECT_NEAR(TrainingPass(family, 20).launches, TrainingPass(family, 1).launches, 4) << family;
+  }
+}
+
+// The gradients of the model's parameters, by name.
+std::map<std::string, at::Tensor> Gradients(const std::string& family) {
+  const auto model = TinyModel(
+      family, {}, {.requires_grad = true, .placement = {.device = kGpu, .dtype = at::kFloat}});
+  CausalContext context;
+  const at::Tensor states =
+      model->HiddenStates(MakeRaggedBatch({{5, 9, 3, 60, 7}, {4, 8, 15, 16, 23, 42}}, kGpu), context);
+  (states * at::linspace(-1, 1, states.numel(), kGpu).view_as(states)).sum().backward();
+  std::map<std::string, at::Tensor> gradients;
+  for (const Parameter& parameter : model->DeclaredParameters()) {
+    if (parameter.trainable && parameter.value.grad().defined()) {
+      gradients[parameter.spec.name] = parameter.value.grad().cpu();
+    }
+  }
+  return gradients;
+}
+
+TEST(GpuPassesTest, KernelsChangeRoundingAloneInTheGradientsOfExperts) {
+  for (const std::string& family : EveryFamily()) {
+    if (ExpertLayers(family) == 0) continue;
+    const std::map<std::string, at::Tensor> with_aten = Gradients(family);
+    const simulated_gpu::WithKernels kernels;
+    const std::map<std::string, at::Tensor> with_kernels = Gradients(family);
+    for (const auto& [name, gradient] : with_kernels) {
+      // With ATen's operations experts that no token chose have none.
+      const auto found = with_aten.find(name);
+      const at::Tensor expected =
+          found == with_aten.end() ? at::zeros_like(gradient) : found->second;
+      EXPECT_LE((gradient - expected).norm().item<double>(), 2e-6 * (1 + expected.norm().item<double>()))
+          << family << " " << name;
+    }
+    EXPECT_GE(with_kernels.size(), with_aten.size());
   }
 }
 
