@@ -146,7 +146,12 @@ struct Maps {
       for (const at::Tensor& half : moved[i].tensor_split(2)) {
         masters.push_back(half.detach().set_requires_grad(true));
       }
-      weights.push_back({moved[i], {}, masters, {}, type, /*rounds=*/false,
+      weights.push_back({moved[i],
+                         {},
+                         masters,
+                         {},
+                         type,
+                         /*rounds=*/false,
                          type == at::kFloat ? at::Tensor() : copies[i]});
     }
     Point();

@@ -255,8 +255,7 @@ TEST(GpuPassesTest, KernelsChangeLaunchesAndRoundingAlone) {
 }
 
 // The forward and backward pass of sequences of different lengths.
-Costs TrainingPass(const std::string& family, int64_t count,
-                   at::ScalarType type = at::kBFloat16) {
+Costs TrainingPass(const std::string& family, int64_t count, at::ScalarType type = at::kBFloat16) {
   const auto model =
       TinyModel(family, {}, {.requires_grad = true, .placement = {.device = kGpu, .dtype = type}});
   std::vector<std::vector<int64_t>> tokens;
@@ -289,8 +288,8 @@ std::map<std::string, at::Tensor> Gradients(const std::string& family) {
   const auto model = TinyModel(
       family, {}, {.requires_grad = true, .placement = {.device = kGpu, .dtype = at::kFloat}});
   CausalContext context;
-  const at::Tensor states =
-      model->HiddenStates(MakeRaggedBatch({{5, 9, 3, 60, 7}, {4, 8, 15, 16, 23, 42}}, kGpu), context);
+  const at::Tensor states = model->HiddenStates(
+      MakeRaggedBatch({{5, 9, 3, 60, 7}, {4, 8, 15, 16, 23, 42}}, kGpu), context);
   (states * at::linspace(-1, 1, states.numel(), kGpu).view_as(states)).sum().backward();
   std::map<std::string, at::Tensor> gradients;
   for (const Parameter& parameter : model->DeclaredParameters()) {
@@ -312,7 +311,8 @@ TEST(GpuPassesTest, KernelsChangeRoundingAloneInTheGradientsOfExperts) {
       const auto found = with_aten.find(name);
       const at::Tensor expected =
           found == with_aten.end() ? at::zeros_like(gradient) : found->second;
-      EXPECT_LE((gradient - expected).norm().item<double>(), 2e-6 * (1 + expected.norm().item<double>()))
+      EXPECT_LE((gradient - expected).norm().item<double>(),
+                2e-6 * (1 + expected.norm().item<double>()))
           << family << " " << name;
     }
     EXPECT_GE(with_kernels.size(), with_aten.size());

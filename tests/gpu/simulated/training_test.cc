@@ -60,8 +60,8 @@ TEST_F(SimulatedTrainerTest, AStepHasTheMetricsOfTheCpu) {
   }
 }
 
-// Once for the log-probs of each micro-batch, which decide the losses of its tokens; for the norm of
-// the gradient; for the digest of the new weights; with experts for the losses of their routers.
+// Once for the log-probs of each micro-batch, which decide the losses of its tokens; for the norm
+// of the gradient; for the digest of the new weights; with experts for the losses of their routers.
 TEST_F(SimulatedTrainerTest, TheHostWaitsOnceForAMicroBatch) {
   const auto expect_waits = [&](EngineOptions options, int64_t of_step) {
     for (const auto& [count, micro_batches] : {std::pair{4, 1}, {40, 1}, {40, 3}}) {
