@@ -84,8 +84,9 @@ struct DeviceGroupedGradientArgs {
   int64_t groups;
   int64_t in;
   int64_t out;
-  bool accumulate;  // adds to what `gradients` has; else overwrites it, for maps without rows with 0
-  bool bfloat16;    // dy and x; else float32
+  bool
+      accumulate;  // adds to what `gradients` has; else overwrites it, for maps without rows with 0
+  bool bfloat16;   // dy and x; else float32
 };
 
 // A paged cache of keys or values: [blocks, kv_heads, kPagedBlockTokens, head_dim], contiguous.

@@ -139,11 +139,10 @@ TEST_F(CudaKernelsTest, GroupedGradientMatchesDouble) {
       const float before = accumulate ? 0.5f : std::numeric_limits<float>::quiet_NaN();
       const DeviceFloats gradients(std::vector<float>(kGroups * stride, before));
       const DeviceArray<int32_t> offsets(kOffsets);
-      ASSERT_STREQ(
-          kCudaKernels.grouped_gradient({dy.get(), x.get(), offsets.get(), gradients.get(), stride,
-                                         kGroups, in, out, accumulate, bfloat16},
-                                        nullptr),
-          nullptr);
+      ASSERT_STREQ(kCudaKernels.grouped_gradient({dy.get(), x.get(), offsets.get(), gradients.get(),
+                                                  stride, kGroups, in, out, accumulate, bfloat16},
+                                                 nullptr),
+                   nullptr);
       const std::vector<float> actual = gradients.Read();
       for (int64_t i = 0; i < kGroups * stride; ++i) {
         const int64_t group = i / stride, at = i % stride;

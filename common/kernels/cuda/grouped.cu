@@ -47,8 +47,8 @@ __device__ void LoadRows(const Number* matrix, int64_t rows, int64_t width, int6
     const int row = i / kDepth, column = i % kDepth;
     FourInMemory<Number> four = {};
     if (row < rows && begin + column < width) {
-      four = CopyFour(matrix + row * width, static_cast<int>(begin) + column,
-                      static_cast<int>(width));
+      four =
+          CopyFour(matrix + row * width, static_cast<int>(begin) + column, static_cast<int>(width));
     }
     for (int j = 0; j < 4; ++j) tile[row][column + j] = four.x[j];
   }
@@ -62,15 +62,15 @@ __device__ void LoadColumns(const Number* matrix, int64_t rows, int64_t width, i
     const int row = i / kTile, column = i % kTile;
     FourInMemory<Number> four = {};
     if (row < rows && begin + column < width) {
-      four = CopyFour(matrix + row * width, static_cast<int>(begin) + column,
-                      static_cast<int>(width));
+      four =
+          CopyFour(matrix + row * width, static_cast<int>(begin) + column, static_cast<int>(width));
     }
     for (int j = 0; j < 4; ++j) tile[column + j][row] = four.x[j];
   }
 }
 
-// The outputs of a tile that a thread or a warp adds up. Lines of `a` from `lines` on are 0, and may
-// be left out.
+// The outputs of a tile that a thread or a warp adds up. Lines of `a` from `lines` on are 0, and
+// may be left out.
 template <typename Number>
 class Sums;
 

@@ -247,10 +247,10 @@ ops::LinearWeight& ParameterStore::TakeMaps(const std::vector<std::string>& name
                                         ComputeView(buffer, stacked),
                                         bias.defined() ? ComputeView(buffer, bias) : at::Tensor());
   }
-  return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
-                                      placement_.dtype, HasRoundedCopies() && first->rounded,
-                                      StacksCopies(buffer) ? ComputeView(buffer, stacked)
-                                                           : at::Tensor());
+  return linear_weights_.emplace_back(
+      stacked, bias, values(weight_names), values(bias_names), placement_.dtype,
+      HasRoundedCopies() && first->rounded,
+      StacksCopies(buffer) ? ComputeView(buffer, stacked) : at::Tensor());
 }
 
 ParameterSet ParameterStore::NewSet() const {

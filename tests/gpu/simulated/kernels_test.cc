@@ -2,6 +2,7 @@
 #include "tests/gpu/simulated/kernels.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
@@ -380,6 +381,84 @@ TEST_P(SimulatedKernelsTest, CachedAttentionOfALayerIsThreeLaunches) {
   EXPECT_EQ(launches({{5, 1}}), (std::vector<int64_t>{3, 2}));  // nothing to fold
   EXPECT_EQ(launches({{150, 1}}), (std::vector<int64_t>{4, 3}));
   EXPECT_EQ(launches({{150, 1}, {0, 30}, {7, 3}, {300, 2}}), (std::vector<int64_t>{4, 3}));
+}
+
+// Training attends to sequences of several classes of lengths, one of which stands alone, in an
+// order that mixes them; with windows, a soft cap and values of fewer columns.
+TEST(PaddedAttentionTest, OutputsAndGradientsAreThoseOfTheSequences) {
+  at::manual_seed(5);
+  const std::vector<int64_t> offsets = {0, 3, 70, 70, 71, 90, 1190, 1195, 1260};
+  const int64_t rows = offsets.back(), width = 12;
+  for (const int64_t value_width : {width, int64_t{8}}) {
+    const at::Tensor q = at::randn({rows, 4, width}), k = at::randn({rows, 2, width});
+    const at::Tensor v = at::randn({rows, 2, value_width}), dy = at::randn({rows, 4 * value_width});
+    for (const AttentionScores& scores : {AttentionScores{},
+                                          {.window = 5, .scale = 0.4},
+                                          {.soft_cap = 2.0},
+                                          {.window = 40, .soft_cap = 1.5}}) {
+      const auto attend = [&](at::Device device, bool one_by_one) {
+        std::vector<at::Tensor> leaves;
+        for (const at::Tensor& x : {q, k, v}) {
+          leaves.push_back(x.to(device).detach().requires_grad_());
+        }
+        at::Tensor y;
+        if (one_by_one) {
+          std::vector<at::Tensor> outputs;
+          for (size_t s = 0; s + 1 < offsets.size(); ++s) {
+            const auto of = [&](const at::Tensor& x) {
+              return x.slice(0, offsets[s], offsets[s + 1]);
+            };
+            const int64_t own = offsets[s + 1] - offsets[s];
+            if (own == 0) continue;
+            outputs.push_back(
+                CausalAttention(of(leaves[0]), of(leaves[1]), of(leaves[2]), {0, own}, scores));
+          }
+          y = at::cat(outputs);
+        } else {
+          y = CausalAttention(leaves[0], leaves[1], leaves[2], offsets, scores);
+        }
+        y.backward(dy.to(device));
+        std::vector<at::Tensor> all = {y.detach().cpu()};
+        for (const at::Tensor& leaf : leaves) all.push_back(leaf.grad().cpu());
+        return all;
+      };
+      const std::vector<at::Tensor> expected = attend(at::kCPU, /*one_by_one=*/true);
+      const std::vector<at::Tensor> actual = attend(kGpu, /*one_by_one=*/false);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_LE(((actual[i] - expected[i]).norm() / expected[i].norm()).item<double>(), 2e-6)
+            << i << " " << scores.window << " " << value_width;
+      }
+      const at::NoGradGuard no_grad;
+      const at::Tensor inferred =
+          CausalAttention(q.to(kGpu), k.to(kGpu), v.to(kGpu), offsets, scores);
+      EXPECT_TRUE(at::equal(inferred.cpu(), actual[0])) << scores.window;
+    }
+  }
+}
+
+// A cache of latent attention: one key, whose first columns are the value, of more columns than the
+// kernel takes. Prompts, drafts and single rows, behind others and at the beginning.
+TEST(PaddedAttentionTest, CachedRowsAreThoseOfTheCpu) {
+  const c10::InferenceMode inference_mode;
+  const simulated_gpu::WithKernels kernels;
+  at::manual_seed(6);
+  const Continued pass(
+      {{0, 1}, {30, 20}, {200, 1}, {126, 4}, {0, 17}, {60, 300}, {0, 1100}, {7, 2}});
+  const int64_t rows = pass.offsets.back(), width = 272, value_width = 40;
+  const at::Tensor q = at::randn({rows, 3, width}), k = at::randn({rows, 1, width});
+  const at::Tensor keys = at::randn({pass.table.numel(), 1, 64, width});
+  for (const AttentionScores& scores : {AttentionScores{}, {.window = 70, .scale = 0.1}}) {
+    const auto attend = [&](at::Device device) {
+      const at::Tensor cache = keys.to(device, /*non_blocking=*/false, /*copy=*/true);
+      const at::Tensor k_there = k.to(device);
+      return ops::CachedAttention(q.to(device), k_there, k_there.narrow(2, 0, value_width),
+                                  pass.offsets, pass.On(device), cache,
+                                  cache.narrow(3, 0, value_width), scores)
+          .cpu();
+    };
+    const at::Tensor expected = attend(at::kCPU), actual = attend(kGpu);
+    EXPECT_LE((actual - expected).abs().max().item<double>(), 2e-5) << scores.window;
+  }
 }
 
 }  // namespace
