@@ -57,8 +57,8 @@ struct DeviceGatedArgs {
 
 // Linear maps of one shape that have rows of their own, as the experts of a layer: the rows from
 // offsets[g] on to offsets[g + 1] are multiplied by map g. The host does not know the offsets. Sums
-// are float32 in ascending order of the columns: the bits of an output depend only on its row
-// and its map.
+// are float32 in ascending order of the columns, of bfloat16 on tensor cores: the bits of an output
+// depend only on its row and its map.
 struct DeviceGroupedLinearArgs {
   const void* x;           // [rows, in], contiguous
   const void* weights;     // map g [out, in] begins at weights + g map_stride, in numbers
@@ -69,7 +69,24 @@ struct DeviceGroupedLinearArgs {
   int64_t groups;
   int64_t in;
   int64_t out;
-  bool bfloat16;  // x, weights and y; else float32
+  bool transposed;  // maps lie as [in, out]
+  bool bfloat16;    // x, weights and y; else float32
+};
+
+// The gradients of such maps: that of map g is the sum over its rows of dy^T x, in float32 and in
+// ascending order of the rows.
+struct DeviceGroupedGradientArgs {
+  const void* dy;          // [rows, out], contiguous
+  const void* x;           // [rows, in], contiguous
+  const int32_t* offsets;  // [groups + 1], ascending
+  float* gradients;        // that of map g [out, in] begins at gradients + g map_stride
+  int64_t map_stride;
+  int64_t groups;
+  int64_t in;
+  int64_t out;
+  bool
+      accumulate;  // adds to what `gradients` has; else overwrites it, for maps without rows with 0
+  bool bfloat16;   // dy and x; else float32
 };
 
 // A paged cache of keys or values: [blocks, kv_heads, kPagedBlockTokens, head_dim], contiguous.
@@ -196,6 +213,7 @@ struct DeviceKernels {
   DeviceKernel<DeviceRotaryArgs> rotary = nullptr;
   DeviceKernel<DeviceGatedArgs> gated = nullptr;
   DeviceKernel<DeviceGroupedLinearArgs> grouped_linear = nullptr;
+  DeviceKernel<DeviceGroupedGradientArgs> grouped_gradient = nullptr;
   DeviceKernel<DeviceCacheWriteArgs> cache_write = nullptr;
   // The items, and then the fold of the partial results, which may be none.
   DeviceKernel<DevicePagedAttentionArgs> paged_attention = nullptr;

@@ -512,7 +512,7 @@ TEST_P(AtenPathTest, SingleRowsAttendInPartsAndByNumberOfBlocks) {
   const at::Tensor cache = Normal({next, 2, 64, 16});
   const at::Tensor q = Moved(Normal({count, 6, 16})), k = Moved(Normal({count, 2, 16}));
   const PagedSequences sequences = Planned(offsets, starts, BlockTable(blocks), q.device());
-  EXPECT_EQ(sequences.rows.singles.size(), 3);
+  EXPECT_EQ(sequences.rows.together.size(), 3);
   for (const int64_t window : kWindows) {
     const auto attend = [&](int64_t gathered) {
       const at::Tensor keys = Moved(cache), values = keys.clone();

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "common/base/errors/status_macros.h"
@@ -17,19 +18,36 @@ absl::Status SingleStrategy::LoadModel(const std::string& directory, const LoadO
   return absl::OkStatus();
 }
 
+void SingleStrategy::AllocateGradients() {
+  const std::vector<Parameter>& parameters = model_->DeclaredParameters();
+  for (const Parameter& parameter : parameters) {
+    if (!parameter.trainable || parameter.value.grad().defined()) continue;
+    const bool all_train = std::ranges::all_of(parameters, [&](const Parameter& other) {
+      return other.trainable || other.buffer != parameter.buffer;
+    });
+    if (all_train) {
+      const auto buffer = static_cast<size_t>(parameter.buffer);
+      gradients_.push_back(at::zeros_like(model_->BlockBuffers()[buffer]));
+      ViewGradients(*model_, parameter.buffer, gradients_.back());
+    } else {
+      gradients_.push_back(at::zeros_like(parameter.value.detach()));
+      parameter.value.mutable_grad() = gradients_.back();
+    }
+  }
+}
+
 absl::Status SingleStrategy::BuildOptimizer(const OptimizerOptions& options) {
   return CatchTorchErrors("cannot build the optimizer", [&]() -> absl::Status {
+    AllocateGradients();
     std::vector<OptimizerShard> shards;
     for (const Parameter& parameter : model_->DeclaredParameters()) {
       if (!parameter.trainable) continue;
       const at::Tensor values = parameter.value.detach();
-      gradients_.push_back(at::zeros_like(values));
-      parameter.value.mutable_grad() = gradients_.back();
       shards.push_back({.range = {.parameter = parameter.spec.name,
                                   .shape = parameter.spec.shape,
                                   .numel = values.numel()},
                         .values = values,
-                        .gradient = gradients_.back()});
+                        .gradient = parameter.value.grad()});
     }
     TANDEM_ASSIGN_OR_RETURN(optimizer_,
                             ShardedOptimizer::Create(std::move(shards), options, *model_, alone_));

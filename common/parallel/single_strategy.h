@@ -42,10 +42,14 @@ class SingleStrategy : public Strategy {
   ShardedOptimizer& optimizer() const override { return *optimizer_; }
 
  private:
+  // Gives every parameter that trains a gradient. Those of a buffer of which all train lie as its
+  // values do, so that one operation adds those of all experts of a layer.
+  void AllocateGradients();
+
   const std::shared_ptr<ranks::Communicator> alone_ = ranks::Communicator::Alone();
   const Recompute recompute_ = Recompute::kNone;
   std::unique_ptr<Model> model_;
-  std::vector<at::Tensor> gradients_;  // of the parameters that train
+  std::vector<at::Tensor> gradients_;  // the memory of those of the parameters that train
   std::unique_ptr<ShardedOptimizer> optimizer_;
 };
 

@@ -674,8 +674,9 @@ RouterSums TrainingCore::SumOfRouters(absl::Span<const std::shared_ptr<RouterLos
   const ExpertOptions& experts = config.decoder.experts;
   const int64_t layers = experts.LayersBefore(config.num_hidden_layers),
                 count = experts.routing.num_experts;
-  at::Tensor sums = at::zeros({layers, count + 2}, at::kDouble);
-  for (const std::shared_ptr<RouterLosses>& losses : recorded) sums += losses->sums().to(at::kCPU);
+  at::Tensor sums = at::zeros({layers, count + 2}, at::device(model().device()).dtype(at::kDouble));
+  for (const std::shared_ptr<RouterLosses>& losses : recorded) sums += losses->sums();
+  sums = sums.to(at::kCPU);  // the host waits once, whatever the micro-batches
   ranks::ReduceNumbers(strategy_->ranks(),
                        absl::MakeSpan(sums.data_ptr<double>(), static_cast<size_t>(sums.numel())),
                        ranks::Reduction::kSum);

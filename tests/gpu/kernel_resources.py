@@ -16,8 +16,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KERNELS = REPOSITORY / "common" / "kernels" / "cuda"
-# The size of a block, the same for every kernel of the folder.
-THREADS = 256
+# The size of a block: kThreads of every file.
+_THREADS = re.compile(r"constexpr int kThreads = (\d+);")
 # Registers come in units of this many for a warp of 32 threads.
 REGISTER_UNIT = 256
 REGISTERS = 65536
@@ -40,15 +40,15 @@ class Gpu:
     threads: int
     shared_bytes: int
 
-    def occupancy(self, registers: int, shared_bytes: int) -> float:
-        """The share of `threads` that blocks with these needs occupy."""
+    def occupancy(self, threads: int, registers: int, shared_bytes: int) -> float:
+        """The share of the threads that blocks of so many, with these needs, occupy."""
         of_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
         blocks = min(
-            self.threads // THREADS,
-            REGISTERS // (of_warp * THREADS // 32),
+            self.threads // threads,
+            REGISTERS // (of_warp * threads // 32),
             self.shared_bytes // max(shared_bytes, 1),
         )
-        return blocks * THREADS / self.threads
+        return blocks * threads / self.threads
 
 
 GPUS = [
@@ -63,6 +63,7 @@ def report(nvcc: str, source: Path, gpu: Gpu) -> list[tuple[str, str]]:
     flags = ["-std=c++17", "-O3", f"-arch={gpu.architecture}", f"-I{REPOSITORY}", "-Xptxas", "-v"]
     command = [nvcc, *flags, "-c", str(source), "-o", "/dev/null"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    [threads] = _THREADS.findall(source.read_text())
     kernels = []
     for part in said.split("ptxas info    : Compiling")[1:]:
         entry, spills, used = (
@@ -74,7 +75,8 @@ def report(nvcc: str, source: Path, gpu: Gpu) -> list[tuple[str, str]]:
         number = {None: "", "IfE": ", float32"}.get(entry[2], ", bfloat16")
         registers, shared = int(used[1]), int(used[2] or 0)
         spilled = int(spills[1]) + int(spills[2])
-        needs = f"{registers}, {shared}, {spilled}, {gpu.occupancy(registers, shared):.0%}"
+        occupied = gpu.occupancy(int(threads), registers, shared)
+        needs = f"{registers}, {shared}, {spilled}, {occupied:.0%}"
         kernels.append((name + number, needs))
     return kernels
 

@@ -31,6 +31,7 @@ PROFILES = {
     "ranks": {"rollout", "trainer-0", "trainer-1"},
     "gpu": {"rollout-gpu", "trainer-gpu"},
     "gpu-critic": {"rollout-gpu", "trainer-gpu-with-critic", "critic-gpu"},
+    "gpu-node": {*(f"rollout-node-{gpu}" for gpu in range(4)), "trainer-node"},
     "demo": {"demo-model", "demo-rollout", "demo-trainer", "demo"},
     "client": {"client"},
     "monitoring": {"prometheus", "alertmanager", "grafana"},
@@ -214,7 +215,7 @@ def test_every_server_takes_its_environment(project: Project):
     """Every setting that the compose files name is one of the server's."""
     assert project.container("demo-model").wait() == 0
     for name, service in project.services(*PROFILES).items():
-        if not is_server(service) or name.endswith("gpu") or "gpu-" in name:
+        if not is_server(service) or "cuda" in service["image"]:
             continue
         environment = [f"--env={key}={value}" for key, value in service["environment"].items()]
         config = service["volumes"][0].split(":")

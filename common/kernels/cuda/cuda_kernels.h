@@ -10,6 +10,7 @@ const char* RmsNormCuda(const DeviceRmsNormArgs& args, DeviceStream stream);
 const char* RotaryCuda(const DeviceRotaryArgs& args, DeviceStream stream);
 const char* GatedCuda(const DeviceGatedArgs& args, DeviceStream stream);
 const char* GroupedLinearCuda(const DeviceGroupedLinearArgs& args, DeviceStream stream);
+const char* GroupedGradientCuda(const DeviceGroupedGradientArgs& args, DeviceStream stream);
 const char* CacheWriteCuda(const DeviceCacheWriteArgs& args, DeviceStream stream);
 const char* PagedAttentionCuda(const DevicePagedAttentionArgs& args, DeviceStream stream);
 const char* FoldPartialsCuda(const DevicePagedAttentionArgs& args, DeviceStream stream);

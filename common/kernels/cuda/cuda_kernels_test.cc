@@ -74,46 +74,90 @@ TEST_F(CudaKernelsTest, RotaryMatchesDouble) {
 }
 
 // Maps without rows, with few rows, and with several tiles of them; a last row of no map.
+const std::vector<int32_t> kOffsets = {0, 0, 3, 140, 140, 141};
+constexpr int64_t kGroups = 5, kRows = 142;
+
+// Numbers of inputs and outputs of a map.
+const std::vector<std::pair<int64_t, int64_t>> kMapShapes = {{1, 1}, {34, 70}, {72, 64}};
+
+// A sum of products in float32, which may cancel, and its rounding.
+double ToleranceOfSum(double sum, double size, bool bfloat16) {
+  return 1e-6 * size + (bfloat16 ? std::abs(sum) / 250 : 0.0);
+}
+
 TEST_F(CudaKernelsTest, GroupedLinearMatchesDouble) {
   std::mt19937 generator(6);
-  const std::vector<int32_t> offsets = {0, 0, 3, 40, 40, 41};
-  const int64_t rows = 42, groups = 5;
-  for (const bool bfloat16 : {false, true}) {
-    for (const auto& [in, out] : {std::pair<int64_t, int64_t>{1, 1}, {34, 70}, {72, 64}}) {
+  for (const auto& [bfloat16, transposed] :
+       {std::pair{false, false}, {false, true}, {true, false}, {true, true}}) {
+    for (const auto& [in, out] : kMapShapes) {
       const int64_t stride = in * out + 4 - in * out % 4;
-      const Numbers x(rows * in, bfloat16, generator);
-      const Numbers weights(groups * stride, bfloat16, generator);
-      const std::vector<float> unwritten(rows * out, 7.0f);
-      const DeviceArray<int32_t> on_device(offsets);
+      const Numbers x(kRows * in, bfloat16, generator);
+      const Numbers weights(kGroups * stride, bfloat16, generator);
+      const std::vector<float> unwritten(kRows * out, 7.0f);
+      const DeviceArray<int32_t> on_device(kOffsets);
       const auto multiply = [&](const DeviceArray<int32_t>& begins, int64_t of) {
         const Numbers y(unwritten, bfloat16);
-        EXPECT_STREQ(kCudaKernels.grouped_linear({x.get(), weights.get(), stride, begins.get(),
-                                                  y.get(), rows, of, in, out, bfloat16},
-                                                 nullptr),
-                     nullptr);
+        EXPECT_STREQ(
+            kCudaKernels.grouped_linear({x.get(), weights.get(), stride, begins.get(), y.get(),
+                                         kRows, of, in, out, transposed, bfloat16},
+                                        nullptr),
+            nullptr);
         return y.Read();
       };
-      const std::vector<float> actual = multiply(on_device, groups);
-      for (int64_t group = 0; group < groups; ++group) {
-        for (int64_t row = offsets[group]; row < offsets[group + 1]; ++row) {
+      const std::vector<float> actual = multiply(on_device, kGroups);
+      for (int64_t group = 0; group < kGroups; ++group) {
+        for (int64_t row = kOffsets[group]; row < kOffsets[group + 1]; ++row) {
           for (int64_t o = 0; o < out; ++o) {
             double expected = 0, size = 0;
             for (int64_t j = 0; j < in; ++j) {
-              const double product = x[row * in + j] * weights[group * stride + o * in + j];
+              const int64_t at = transposed ? j * out + o : o * in + j;
+              const double product = x[row * in + j] * weights[group * stride + at];
               expected += product;
               size += std::abs(product);
             }
-            // The products may cancel.
-            ASSERT_NEAR(actual[row * out + o], expected,
-                        1e-6 * size + (bfloat16 ? std::abs(expected) / 250 : 0.0));
+            ASSERT_NEAR(actual[row * out + o], expected, ToleranceOfSum(expected, size, bfloat16));
           }
         }
       }
-      for (int64_t o = 0; o < out; ++o) ASSERT_EQ(actual[(rows - 1) * out + o], 7.0f);
+      for (int64_t o = 0; o < out; ++o) ASSERT_EQ(actual[(kRows - 1) * out + o], 7.0f);
       // The bits of a row do not depend on the others: map 0 with all rows, and with one.
-      const std::vector<float> all = multiply(DeviceArray<int32_t>({0, 42}), 1);
+      const std::vector<float> all = multiply(DeviceArray<int32_t>({0, kRows}), 1);
       const std::vector<float> one = multiply(DeviceArray<int32_t>({35, 36}), 1);
       for (int64_t o = 0; o < out; ++o) ASSERT_EQ(one[35 * out + o], all[35 * out + o]);
+    }
+  }
+}
+
+// Overwritten, where the memory has no number, and added to what is there.
+TEST_F(CudaKernelsTest, GroupedGradientMatchesDouble) {
+  std::mt19937 generator(7);
+  for (const auto& [bfloat16, accumulate] :
+       {std::pair{false, false}, {false, true}, {true, false}, {true, true}}) {
+    for (const auto& [in, out] : kMapShapes) {
+      const int64_t stride = in * out + 3;  // a number between two maps is of none
+      const Numbers x(kRows * in, bfloat16, generator), dy(kRows * out, bfloat16, generator);
+      const float before = accumulate ? 0.5f : std::numeric_limits<float>::quiet_NaN();
+      const DeviceFloats gradients(std::vector<float>(kGroups * stride, before));
+      const DeviceArray<int32_t> offsets(kOffsets);
+      ASSERT_STREQ(kCudaKernels.grouped_gradient({dy.get(), x.get(), offsets.get(), gradients.get(),
+                                                  stride, kGroups, in, out, accumulate, bfloat16},
+                                                 nullptr),
+                   nullptr);
+      const std::vector<float> actual = gradients.Read();
+      for (int64_t i = 0; i < kGroups * stride; ++i) {
+        const int64_t group = i / stride, at = i % stride;
+        if (at >= in * out) {
+          ASSERT_TRUE(accumulate ? actual[i] == before : std::isnan(actual[i]));
+          continue;
+        }
+        double expected = accumulate ? before : 0.0, size = std::abs(expected);
+        for (int64_t row = kOffsets[group]; row < kOffsets[group + 1]; ++row) {
+          const double product = dy[row * out + at / in] * x[row * in + at % in];
+          expected += product;
+          size += std::abs(product);
+        }
+        ASSERT_NEAR(actual[i], expected, ToleranceOfSum(expected, size, /*bfloat16=*/false));
+      }
     }
   }
 }

@@ -41,14 +41,25 @@ struct alignas(4 * sizeof(Number)) FourInMemory {
 // Returns x[i .. i + 3], of which those from `end` on are 0. An array whose `end` is a multiple of
 // four begins at a multiple of four numbers, and so does i.
 template <typename Number>
-__device__ inline Four ReadFour(const Number* x, int i, int end) {
-  Four four;
-  if (end % 4 == 0) {
-    const auto read = *reinterpret_cast<const FourInMemory<Number>*>(x + i);
-    for (int j = 0; j < 4; ++j) four.x[j] = Read(read.x, j);
-  } else {
-    for (int j = 0; j < 4; ++j) four.x[j] = i + j < end ? Read(x, i + j) : 0.0f;
+__device__ inline FourInMemory<Number> CopyFour(const Number* x, int i, int end) {
+  if (end % 4 == 0) return *reinterpret_cast<const FourInMemory<Number>*>(x + i);
+  FourInMemory<Number> four;
+  for (int j = 0; j < 4; ++j) {
+    if (i + j < end) {
+      four.x[j] = x[i + j];
+    } else {
+      Write(four.x, j, 0.0f);
+    }
   }
+  return four;
+}
+
+// The same, converted to float32.
+template <typename Number>
+__device__ inline Four ReadFour(const Number* x, int i, int end) {
+  const auto read = CopyFour(x, i, end);
+  Four four;
+  for (int j = 0; j < 4; ++j) four.x[j] = Read(read.x, j);
   return four;
 }
 

@@ -80,8 +80,21 @@ void ParameterStore::AllocateBlocks() {
     if (without_memory_ && options.dtype() != placement_.dtype) {
       compute_buffers_.push_back(EmptyWithoutMemory(numel, options.dtype(placement_.dtype)));
     }
+    const bool stacks = StacksCopies(std::ssize(copy_buffers_));
+    copy_buffers_.push_back(stacks ? at::empty({numel}, options.dtype(placement_.dtype))
+                                   : at::Tensor());
   }
   taken_.resize(sizes.size());
+}
+
+bool ParameterStore::StacksCopies(int64_t buffer) const {
+  if (!training_ || without_memory_ || placement_.dtype == at::kFloat ||
+      placement_.device.is_cpu()) {
+    return false;
+  }
+  return std::ranges::any_of(parameters_, [&](const Parameter& parameter) {
+    return parameter.buffer == buffer && parameter.spec.expert.has_value();
+  });
 }
 
 const Parameter* ParameterStore::Find(const std::string& name) const {
@@ -152,7 +165,9 @@ at::Tensor ParameterStore::Allocate(const std::vector<std::string>& names) {
 }
 
 at::Tensor ParameterStore::ComputeView(int64_t buffer, const at::Tensor& stacked) const {
-  return compute_buffers_[static_cast<size_t>(buffer)]
+  const std::vector<at::Tensor>& buffers =
+      compute_buffers_.empty() ? copy_buffers_ : compute_buffers_;
+  return buffers[static_cast<size_t>(buffer)]
       .narrow(0, stacked.storage_offset(), stacked.numel())
       .view(stacked.sizes())
       .detach();
@@ -226,14 +241,16 @@ ops::LinearWeight& ParameterStore::TakeMaps(const std::vector<std::string>& name
   const at::Tensor stacked = shared != nullptr && shared->value.defined() ? shared->value.detach()
                                                                           : Allocate(weight_names);
   const at::Tensor bias = take_bias();
+  const int64_t buffer = first->buffer;
   if (!compute_buffers_.empty()) {
-    const int64_t buffer = first->buffer;
     return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
                                         ComputeView(buffer, stacked),
                                         bias.defined() ? ComputeView(buffer, bias) : at::Tensor());
   }
-  return linear_weights_.emplace_back(stacked, bias, values(weight_names), values(bias_names),
-                                      placement_.dtype, HasRoundedCopies() && first->rounded);
+  return linear_weights_.emplace_back(
+      stacked, bias, values(weight_names), values(bias_names), placement_.dtype,
+      HasRoundedCopies() && first->rounded,
+      StacksCopies(buffer) ? ComputeView(buffer, stacked) : at::Tensor());
 }
 
 ParameterSet ParameterStore::NewSet() const {

@@ -82,6 +82,9 @@ class ParameterStore {
   Parameter* FindMutable(const std::string& name);
   // Returns the view of a compute buffer at the place of `stacked` in the buffer of that index.
   at::Tensor ComputeView(int64_t buffer, const at::Tensor& stacked) const;
+  // Whether linear maps have copies of the experts in `buffer`, on a GPU: there one operation
+  // multiplies by all of a layer, which must lie at equal distances (ops::AreStacked).
+  bool StacksCopies(int64_t buffer) const;
   // Whether a parameter is stored packed: the matrices of a model with a packed format are.
   bool IsPacked(const Parameter& parameter) const;
   // Whether linear maps and the embedding read rounded copies of their values. In a model that only
@@ -103,6 +106,7 @@ class ParameterStore {
   std::vector<Parameter> parameters_;
   std::unordered_map<std::string, size_t> indices_;  // of parameters_, by name
   std::vector<at::Tensor> block_buffers_, compute_buffers_;
+  std::vector<at::Tensor> copy_buffers_;  // those of StacksCopies, with the layout of the others
   std::vector<std::shared_ptr<ops::PackedWeight>> packed_;
   std::vector<int64_t> taken_;                    // of each buffer
   std::deque<ops::LinearWeight> linear_weights_;  // never moves what was handed out

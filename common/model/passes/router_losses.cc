@@ -49,6 +49,12 @@ SequenceTokens TokensOf(const RaggedBatch& batch) {
           .rows = batch.prefixes == nullptr ? at::Tensor() : CopyToDevice(rows, device)};
 }
 
+// Returns how often each number below `size` is among `values`, [size] int64. On a GPU the host
+// does not wait, as it does for at::bincount.
+at::Tensor Counts(const at::Tensor& values, int64_t size) {
+  return at::zeros({size}, values.options()).scatter_add_(0, values, at::ones_like(values));
+}
+
 at::Tensor Probabilities(const at::Tensor& logits, RouterScore score) {
   if (score == RouterScore::kSoftmax) return at::softmax(logits, -1);
   const at::Tensor scores = at::sigmoid(logits);
@@ -74,8 +80,7 @@ at::Tensor RouterLosses::Record(int64_t place, const at::Tensor& weights, const 
   {
     const at::NoGradGuard no_grad;
     const at::Tensor taken = shared ? experts.index_select(0, tokens.rows) : experts;
-    loads = at::bincount((tokens.sequences.unsqueeze(1) * count + taken).flatten(), /*weights=*/{},
-                         num_sequences * count)
+    loads = Counts((tokens.sequences.unsqueeze(1) * count + taken).flatten(), num_sequences * count)
                 .view({num_sequences, count})
                 .to(at::kDouble);
     const at::Tensor all = pass.context.SumOverRanks(loads);
@@ -84,7 +89,7 @@ at::Tensor RouterLosses::Record(int64_t place, const at::Tensor& weights, const 
     if (shared) {
       fractions = at::zeros({logits.size(0), count}, fractions.options())
                       .index_add_(0, tokens.rows, fractions);
-      counts = at::bincount(tokens.rows, /*weights=*/{}, logits.size(0)).to(at::kFloat);
+      counts = Counts(tokens.rows, logits.size(0)).to(at::kFloat);
     }
   }
   const at::Tensor balance = (Probabilities(logits, rule_.score) * fractions).sum() * count;

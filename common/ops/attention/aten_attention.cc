@@ -8,7 +8,9 @@
 #include <cstddef>
 #include <utility>
 
+#include "common/ops/attention/gathered_keys.h"
 #include "common/ops/attention/pad_columns.h"
+#include "common/ops/attention/padded_sequences.h"
 #include "common/ops/attention/shared_keys.h"
 #include "common/ops/attention/varlen_attention.h"
 #include "common/ops/linear/row_chunks.h"
@@ -68,36 +70,58 @@ void AttendSequence(const at::Tensor& q, int64_t start, const at::Tensor& block_
   }
 }
 
-// Attention of single rows to the cache, into their rows of out [T, heads * Dv]. Every query head
-// of a row sees the same keys, so that those that share a key/value head are the rows of a product.
-void AttendSingleRows(const at::Tensor& q, const SingleRows& singles, const at::Tensor& block_table,
-                      const at::Tensor& key_cache, const at::Tensor& value_cache,
-                      const AttentionScores& scores, int64_t max_gathered, const at::Tensor& out) {
+// Returns the blocks that hold the keys of `rows` consecutive rows.
+int64_t BlocksOfRows(int64_t rows, int64_t window, int64_t block_tokens) {
+  return WindowBlocks(window == kNoWindow ? window : window + rows - 1, block_tokens);
+}
+
+// Attention of the rows of some sequences to the cache, into their rows of out [T, heads * Dv].
+// Every query head of a row sees the same keys, so that those that share a key/value head are the
+// rows of a product, for all rows of a sequence.
+void AttendTogether(const at::Tensor& q, const RowsTogether& together,
+                    const at::Tensor& block_table, const at::Tensor& key_cache,
+                    const at::Tensor& value_cache, const AttentionScores& scores,
+                    int64_t max_gathered, const at::Tensor& out) {
   const int64_t key_value_heads = key_cache.size(1), block_tokens = key_cache.size(2);
-  const int64_t head_dim = q.size(2), value_dim = value_cache.size(3);
+  const int64_t heads = q.size(1), head_dim = q.size(2), value_dim = value_cache.size(3);
+  const int64_t rows_each = together.rows_each;
   const bool has_window = scores.window != kNoWindow;
-  const int64_t columns = std::min(singles.blocks, WindowBlocks(scores.window, block_tokens));
-  const int64_t keys = columns * block_tokens, total = singles.rows.size(0);
-  const int64_t step = std::max<int64_t>(max_gathered / (keys * key_value_heads * head_dim), 1);
+  const int64_t columns =
+      std::min(together.blocks, BlocksOfRows(rows_each, scores.window, block_tokens));
+  const int64_t keys = columns * block_tokens, total = together.rows.size(0);
+  // Scores fill memory where several rows attend.
+  const int64_t of_sequence =
+      std::max(keys * key_value_heads * head_dim, rows_each == 1 ? 0 : heads * rows_each * keys);
+  const int64_t step = std::max<int64_t>(max_gathered / of_sequence, 1);
   for (int64_t begin = 0; begin < total; begin += step) {
     const int64_t count = std::min(step, total - begin);
     const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, count); };
-    const at::Tensor positions = part(singles.positions).unsqueeze(1);  // [N, 1]
+    const at::Tensor first_positions = part(together.positions).unsqueeze(1);  // [N, 1]
+    at::Tensor rows = part(together.rows), positions = first_positions;
+    if (rows_each > 1) {  // a sequence with fewer rows repeats its last one
+      const at::Tensor others = at::minimum(at::arange(rows_each, rows.options()),
+                                            part(together.counts).unsqueeze(1) - 1);
+      rows = (rows.unsqueeze(1) + others).flatten();  // [N R]
+      positions = first_positions + others;           // [N, R]
+    }
     at::Tensor block_columns = at::arange(columns, positions.options()).unsqueeze(0);
     if (has_window) {
-      const at::Tensor first_keys = (positions - (scores.window - 1)).clamp_min(0);
+      const at::Tensor first_keys = (first_positions - (scores.window - 1)).clamp_min(0);
       block_columns = block_columns + first_keys.div(block_tokens, "floor");
     }
     const at::Tensor blocks =
-        block_table.index_select(0, part(singles.sequences))
+        block_table.index_select(0, part(together.sequences))
             .gather(1, block_columns.clamp_max(block_table.size(1) - 1).expand({count, columns}))
             .flatten();
     const at::Tensor key_positions =  // [N or 1, keys]
         (block_columns.unsqueeze(2) * block_tokens + at::arange(block_tokens, positions.options()))
             .flatten(1);
-    at::Tensor seen = key_positions <= positions;  // [N, keys]
-    if (has_window) seen = seen.logical_and_(key_positions > positions - scores.window);
-    const at::Tensor hidden = seen.logical_not().view({count, 1, keys, 1});
+    // [N, R, keys]
+    const at::Tensor of_keys = key_positions.unsqueeze(1), of_rows = positions.unsqueeze(2);
+    at::Tensor seen = of_keys <= of_rows;
+    if (has_window) seen = seen.logical_and_(of_keys > of_rows - scores.window);
+    const at::Tensor by_any = rows_each == 1 ? seen : seen.any(1);
+    const at::Tensor hidden = by_any.logical_not().view({count, 1, keys, 1});
     const auto gather = [&](const at::Tensor& cache) {  // [N, kv_heads, keys, D]
       return cache.transpose(0, 1)
           .index_select(1, blocks)
@@ -107,13 +131,74 @@ void AttendSingleRows(const at::Tensor& q, const SingleRows& singles, const at::
           .masked_fill_(hidden, 0)
           .to(q.scalar_type());
     };
-    const at::Tensor rows = part(singles.rows);
+    const int64_t group = heads / key_value_heads;
+    const at::Tensor queries = q.index_select(0, rows)
+                                   .view({count, rows_each, key_value_heads, group, head_dim})
+                                   .transpose(1, 2)
+                                   .reshape({count, key_value_heads, rows_each * group, head_dim});
+    at::Tensor mask = seen.unsqueeze(1);  // [N, 1, R, keys]
+    if (rows_each > 1) {
+      mask = mask.unsqueeze(3)
+                 .expand({count, 1, rows_each, group, keys})
+                 .reshape({count, 1, rows_each * group, keys});
+    }
     const at::Tensor result = at::scaled_dot_product_attention(
-        q.index_select(0, rows).view({count, key_value_heads, -1, head_dim}), gather(key_cache),
-        PadColumns(gather(value_cache), head_dim), seen.view({count, 1, 1, keys}),
+        queries, gather(key_cache), PadColumns(gather(value_cache), head_dim), mask,
         /*dropout_p=*/0.0, /*is_causal=*/false, scores.scale);
-    out.index_copy_(0, rows, result.narrow(3, 0, value_dim).reshape({count, out.size(1)}));
+    out.index_copy_(0, rows,
+                    result.narrow(3, 0, value_dim)
+                        .reshape({count, key_value_heads, rows_each, group * value_dim})
+                        .transpose(1, 2)
+                        .reshape({count * rows_each, out.size(1)}));
   }
+}
+
+// CausalAttention of sequences on a GPU, those of about one length together. Differentiable, but
+// with a soft cap.
+at::Tensor AttendPadded(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                        const std::vector<int64_t>& offsets, const AttentionScores& scores) {
+  const std::vector<PaddedSequences> parts =
+      PadByLength(offsets, q.size(1), kGatheredNumbers, q.device());
+  std::vector<at::Tensor> outputs;
+  for (const PaddedSequences& part : parts) {
+    const at::Tensor queries = part.Pad(q), keys = part.Pad(k), values = part.Pad(v);
+    std::vector<at::Tensor> chunks;
+    for (const RowChunk& chunk : RowChunks(0, part.rows, scores.window)) {
+      chunks.push_back(AtenAttention(queries.narrow(0, chunk.row, chunk.rows),
+                                     keys.narrow(0, chunk.key, chunk.keys),
+                                     values.narrow(0, chunk.key, chunk.keys), chunk, scores));
+    }
+    outputs.push_back(part.Rows(chunks.size() == 1 ? chunks[0] : at::cat(chunks)));
+  }
+  if (parts.size() == 1) return outputs[0];
+  // The place of each row of the batch among the outputs.
+  std::vector<int64_t> places(static_cast<size_t>(q.size(0)));
+  int64_t place = 0;
+  for (const PaddedSequences& part : parts) {
+    for (const auto& [begin, rows] : part.ranges) {
+      for (int64_t row = begin; row < begin + rows; ++row) places[row] = place++;
+    }
+  }
+  return at::cat(outputs).index_select(0, CopyToDevice(places, q.device()));
+}
+
+// The same backward, with a soft cap.
+AttentionGradients AttendPaddedBackward(const at::Tensor& dy, const at::Tensor& q,
+                                        const at::Tensor& k, const at::Tensor& v,
+                                        const std::vector<int64_t>& offsets,
+                                        const AttentionScores& scores) {
+  AttentionGradients gradients = {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
+  const at::Tensor by_head = dy.view({q.size(0), q.size(1), v.size(2)});
+  for (const PaddedSequences& part :
+       PadByLength(offsets, q.size(1), kGatheredNumbers, q.device())) {
+    const AttentionGradients padded =
+        CappedAttentionBackward(part.PadWithZeros(by_head), part.Pad(q), part.Pad(k), part.Pad(v),
+                                {0, part.rows}, scores, /*prefixes=*/nullptr);
+    part.CopyRows(padded.q, gradients.q);
+    part.CopyRows(padded.k, gradients.k);
+    part.CopyRows(padded.v, gradients.v);
+  }
+  return gradients;
 }
 
 // Returns the rows of all outputs [.., heads * value_dim] for queries like `q`.
@@ -184,6 +269,7 @@ at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const a
                             .longest_keys = longest},
                            scores);
   }
+  if (q.is_cuda() && prefixes == nullptr) return AttendPadded(q, k, v, offsets, scores);
   std::vector<at::Tensor> outputs;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     const SequenceRuns sequence(offsets, prefixes, s);
@@ -213,17 +299,17 @@ at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const a
     return AttendRuns(q, offsets, sequences, key_cache, value_cache, scores, max_gathered,
                       /*min_rows=*/1);
   }
-  const bool takes_singles = !scores.soft_cap.has_value();
+  const bool takes_together = !scores.soft_cap.has_value();
   at::Tensor out = at::empty({q.size(0), q.size(1) * v.size(2)}, q.options());
-  if (takes_singles) {
-    for (const SingleRows& singles : rows.singles) {
-      AttendSingleRows(q, singles, sequences.block_table, key_cache, value_cache, scores,
-                       max_gathered, out);
+  if (takes_together) {
+    for (const RowsTogether& together : rows.together) {
+      AttendTogether(q, together, sequences.block_table, key_cache, value_cache, scores,
+                     max_gathered, out);
     }
   }
   for (size_t s = 0; s < sequences.starts.size(); ++s) {
     const int64_t begin = offsets[s], count = offsets[s + 1] - begin;
-    if (count == 0 || (count == 1 && takes_singles)) continue;
+    if (count == 0 || (takes_together && count <= rows.most_together)) continue;
     AttendSequence(q.narrow(0, begin, count), sequences.starts[s],
                    sequences.block_table.select(0, static_cast<int64_t>(s)), key_cache, value_cache,
                    scores, out.narrow(0, begin, count));
@@ -240,6 +326,9 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
                                                const AttentionScores& scores,
                                                const SharedPrefixes* prefixes) {
   if (scores.soft_cap.has_value()) {
+    if (q.is_cuda() && prefixes == nullptr) {
+      return AttendPaddedBackward(dy_in, q, k, v, offsets, scores);
+    }
     return CappedAttentionBackward(dy_in, q, k, v, offsets, scores, prefixes);
   }
   // The query heads of an item repeat its keys that many times.

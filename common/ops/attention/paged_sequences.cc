@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "common/ops/attention/padded_sequences.h"
 #include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
@@ -16,12 +17,14 @@ namespace tandem::ops {
 PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<int64_t>& starts,
                         const at::Tensor& block_table, int64_t block_tokens, at::Device device) {
   struct Group {
-    std::vector<int64_t> rows, sequences, positions;
-    int64_t blocks = 0;
+    std::vector<int64_t> rows, sequences, positions, counts;
+    int64_t blocks = 0, rows_each = 1;
   };
-  // By the number of bits of their number of blocks: of what is read for a group, less than half
-  // belongs to no sequence.
-  std::map<int, Group> groups;
+  // A CPU reads one sequence after the other faster than padding.
+  const int64_t most = device.is_cpu() ? 1 : kMaxPaddedRows;
+  // By the class of their number of rows, single ones for themselves, and the number of bits of
+  // their number of blocks: of what is read for a group, less than half belongs to no sequence.
+  std::map<std::pair<int, int>, Group> groups;
   std::vector<int64_t> blocks, places;
   for (size_t s = 0; s < starts.size(); ++s) {
     const int64_t begin = offsets[s], end = offsets[s + 1], sequence = static_cast<int64_t>(s);
@@ -31,18 +34,22 @@ PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<i
       blocks.push_back(table[position / block_tokens]);
       places.push_back(position % block_tokens);
     }
-    if (end - begin != 1) continue;
-    const int64_t count = starts[s] / block_tokens + 1;
-    Group& group = groups[std::bit_width(static_cast<uint64_t>(count))];
+    const int64_t rows = end - begin;
+    if (rows < 1 || rows > most) continue;
+    const int64_t count = (starts[s] + rows - 1) / block_tokens + 1;
+    const int row_class = rows == 1 ? -1 : LengthClass(rows);
+    Group& group = groups[{row_class, std::bit_width(static_cast<uint64_t>(count))}];
     group.rows.push_back(begin);
     group.sequences.push_back(sequence);
     group.positions.push_back(starts[s]);
+    group.counts.push_back(rows);
     group.blocks = std::max(group.blocks, count);
+    group.rows_each = std::max(group.rows_each, rows);
   }
   std::vector<int64_t> all = blocks;
   all.insert(all.end(), places.begin(), places.end());
   for (const auto& [_, group] : groups) {
-    for (const auto* numbers : {&group.rows, &group.sequences, &group.positions}) {
+    for (const auto* numbers : {&group.rows, &group.sequences, &group.positions, &group.counts}) {
       all.insert(all.end(), numbers->begin(), numbers->end());
     }
   }
@@ -52,13 +59,18 @@ PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<i
     const auto size = static_cast<int64_t>(count);
     return uploaded.narrow(0, std::exchange(taken, taken + size), size);
   };
-  PagedRows result = {.blocks = take(blocks.size()), .places = take(places.size()), .singles = {}};
+  PagedRows result;
+  result.blocks = take(blocks.size());
+  result.places = take(places.size());
+  result.most_together = most;
   for (const auto& [_, group] : groups) {
     const size_t count = group.rows.size();
-    result.singles.push_back({.rows = take(count),
-                              .sequences = take(count),
-                              .positions = take(count),
-                              .blocks = group.blocks});
+    result.together.push_back({.rows = take(count),
+                               .sequences = take(count),
+                               .positions = take(count),
+                               .counts = take(count),
+                               .blocks = group.blocks,
+                               .rows_each = group.rows_each});
   }
   return result;
 }

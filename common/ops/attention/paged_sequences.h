@@ -13,12 +13,15 @@
 
 namespace tandem::ops {
 
-// Sequences with one new row each, which have about as many blocks: attention takes them together.
-struct SingleRows {
-  at::Tensor rows;       // [N] int64: their rows in the batch, ascending
-  at::Tensor sequences;  // [N] int64: their rows in the block table
-  at::Tensor positions;  // [N] int64: the positions of the rows
-  int64_t blocks = 0;    // the most that one of them has
+// Sequences with one new row each, or with about as many, which have about as many blocks:
+// attention takes them together.
+struct RowsTogether {
+  at::Tensor rows;        // [N] int64: their first rows in the batch, ascending
+  at::Tensor sequences;   // [N] int64: their rows in the block table
+  at::Tensor positions;   // [N] int64: the positions of the first rows
+  at::Tensor counts;      // [N] int64: how many rows each has
+  int64_t blocks = 0;     // the most that one of them has
+  int64_t rows_each = 1;  // the most rows that one of them has
 };
 
 // Sequences whose keys are read together.
@@ -30,11 +33,12 @@ struct KeyRun {
 };
 
 // The rows of a pass, for what writes into the cache, and as attention in ATen operations takes
-// them, so that no layer loops over sequences that continue by one token. Tensors are on the device
-// of the cache.
+// them, so that no layer loops over sequences that continue by one token, or on a GPU by at most
+// kMaxPaddedRows. Tensors are on the device of the cache.
 struct PagedRows {
   at::Tensor blocks, places;  // [T] int64: where each row's key and value go
-  std::vector<SingleRows> singles;
+  std::vector<RowsTogether> together;
+  int64_t most_together = 1;  // new rows of a sequence that is among them
 };
 
 // The rows that the kernel paged_attention takes (kernels/paged_plan.h).

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -154,32 +153,41 @@ class GroupedLinearFunction : public torch::autograd::Function<GroupedLinearFunc
   }
 };
 
+// Returns the masters of the maps, those of one map after the other.
+std::vector<at::Tensor> MastersOf(const std::vector<const LinearWeight*>& maps) {
+  std::vector<at::Tensor> masters;
+  for (const LinearWeight* map : maps) {
+    masters.insert(masters.end(), map->masters().begin(), map->masters().end());
+  }
+  return masters;
+}
+
 // Returns the products with the maps alone.
 at::Tensor BaseProducts(const at::Tensor& x, const std::vector<int64_t>& offsets,
                         const std::vector<const LinearWeight*>& maps) {
   const std::vector<Group> groups = GroupsWithRows(offsets, maps);
   if (groups.empty()) return at::empty({0, maps.front()->out()}, x.options());
   if (maps.front()->is_packed() || !at::GradMode::is_enabled()) return Multiply(x, groups);
-  std::vector<at::Tensor> masters;
-  for (const Group& group : groups) {
-    masters.insert(masters.end(), group.map->masters().begin(), group.map->masters().end());
-  }
+  std::vector<const LinearWeight*> with_rows;
+  for (const Group& group : groups) with_rows.push_back(group.map);
+  const std::vector<at::Tensor> masters = MastersOf(with_rows);
   return GroupedLinearFunction::apply(x, at::TensorList(masters), groups);
 }
 
-// Returns the products with maps that are stacked, whose offsets are on the device.
-at::Tensor DeviceProducts(const at::Tensor& x_in, const at::Tensor& offsets,
-                          const std::vector<const LinearWeight*>& maps) {
-  const at::Tensor x = x_in.contiguous(), stack = StackOf(maps);
+// Returns the products of rows x with the matrices of a stack [maps, out, in], or with their
+// transposes, where the rows of each begin at the offsets.
+at::Tensor StackProducts(const at::Tensor& x, const at::Tensor& stack, const at::Tensor& offsets,
+                         bool transposed) {
   TORCH_CHECK(x.scalar_type() == stack.scalar_type(), "grouped linear: x is of ", x.scalar_type(),
               ", the maps of ", stack.scalar_type());
   const kernels::DeviceKernels& table = DeviceKernelsOf(x.device());
   const bool bfloat16 = x.scalar_type() == at::kBFloat16;
-  const int64_t in = stack.size(2), out = stack.size(1);
+  const int64_t in = stack.size(transposed ? 1 : 2), out = stack.size(transposed ? 2 : 1);
   constexpr int64_t kAligned = 8;  // 16 bytes
   if (bfloat16 && in % kAligned == 0 && out % kAligned == 0 &&
       table.has_grouped_mm(x.device().index())) {
-    return at::_grouped_mm(x, stack.transpose(1, 2), offsets.narrow(0, 1, stack.size(0)));
+    return at::_grouped_mm(x, transposed ? stack : stack.transpose(1, 2),
+                           offsets.narrow(0, 1, stack.size(0)));
   }
   at::Tensor y = at::empty({x.size(0), out}, x.options());
   Launch("grouped linear map", x.device(), table.grouped_linear,
@@ -192,8 +200,113 @@ at::Tensor DeviceProducts(const at::Tensor& x_in, const at::Tensor& offsets,
           .groups = stack.size(0),
           .in = in,
           .out = out,
+          .transposed = transposed,
           .bfloat16 = bfloat16});
   return y;
+}
+
+// Returns the gradients that all masters have, as a stack [maps, out, in], if they lie as the
+// matrices of one do. `masters` are those of one map after the other.
+at::Tensor StackedGradients(at::TensorList masters, int64_t maps) {
+  const auto per_map = static_cast<int64_t>(masters.size()) / maps;
+  const auto gradient = [&](int64_t i) { return masters[static_cast<size_t>(i)].grad(); };
+  for (const at::Tensor& master : masters) {
+    if (!AddsInPlace(master)) return {};
+  }
+  const at::Tensor first = gradient(0);
+  const int64_t in = first.size(1);
+  const int64_t distance =
+      maps > 1 ? gradient(per_map).storage_offset() - first.storage_offset() : 0;
+  int64_t out = 0;
+  for (int64_t m = 0; m < per_map; ++m) {
+    for (int64_t map = 0; map < maps; ++map) {
+      const at::Tensor of = gradient(map * per_map + m);
+      if (!of.is_alias_of(first) ||
+          of.storage_offset() != first.storage_offset() + map * distance + out * in) {
+        return {};
+      }
+    }
+    out += gradient(m).size(0);
+  }
+  if (maps > 1 && distance < out * in) return {};
+  return first.as_strided({maps, out, in}, {distance, in, 1});
+}
+
+class StackedLinearFunction : public torch::autograd::Function<StackedLinearFunction> {
+ public:
+  // A struct is no input to autograd, so no gradient flows into the stack.
+  struct Maps {
+    const at::Tensor &stack, &offsets;
+    std::vector<int64_t> outs;  // of the masters of a map
+  };
+
+  // `masters` are those of one map after the other.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList masters,
+                            const Maps& maps) {
+    variable_list saved = {x, maps.stack, maps.offsets};
+    saved.insert(saved.end(), masters.begin(), masters.end());
+    context->save_for_backward(saved);
+    context->saved_data["outs"] = maps.outs;
+    return StackProducts(x, maps.stack, maps.offsets, /*transposed=*/false);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list dys) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &stack = saved[1], &offsets = saved[2];
+    const at::Tensor dy = dys[0].contiguous();
+    const at::TensorList masters = at::TensorList(saved).slice(3);
+    // One entry per argument: x, the masters, the maps.
+    variable_list gradients(1 + masters.size() + 1);
+    if (context->needs_input_grad(0)) {
+      gradients[0] = StackProducts(dy, stack, offsets, /*transposed=*/true);
+    }
+    bool any = false, all = true;
+    for (size_t i = 0; i < masters.size(); ++i) {
+      const bool trains = context->needs_input_grad(1 + i);
+      any = any || trains;
+      all = all && trains;
+    }
+    if (!any) return gradients;
+    // Gradients are added in place: autograd would hold those of all experts beside them.
+    const at::Tensor present = all ? StackedGradients(masters, stack.size(0)) : at::Tensor();
+    const at::Tensor result =
+        present.defined() ? present : at::empty(stack.sizes(), x.options().dtype(at::kFloat));
+    Launch("gradient of grouped linear maps", x.device(),
+           DeviceKernelsOf(x.device()).grouped_gradient,
+           {.dy = dy.const_data_ptr(),
+            .x = x.const_data_ptr(),
+            .offsets = offsets.const_data_ptr<int32_t>(),
+            .gradients = result.mutable_data_ptr<float>(),
+            .map_stride = result.stride(0),
+            .groups = stack.size(0),
+            .in = stack.size(2),
+            .out = stack.size(1),
+            .accumulate = present.defined(),
+            .bfloat16 = x.scalar_type() == at::kBFloat16});
+    if (present.defined()) return gradients;
+    const std::vector<int64_t> outs = context->saved_data["outs"].toIntVector();
+    size_t master = 1;
+    for (int64_t map = 0; map < stack.size(0); ++map) {
+      int64_t row = 0;
+      for (const int64_t out : outs) {
+        if (context->needs_input_grad(master)) gradients[master] = result[map].narrow(0, row, out);
+        row += out;
+        ++master;
+      }
+    }
+    return gradients;
+  }
+};
+
+// Returns the products with maps that are stacked, whose offsets are on the device.
+at::Tensor DeviceProducts(const at::Tensor& x_in, const at::Tensor& offsets,
+                          const std::vector<const LinearWeight*>& maps) {
+  const at::Tensor x = x_in.contiguous(), stack = StackOf(maps);
+  if (!at::GradMode::is_enabled()) return StackProducts(x, stack, offsets, /*transposed=*/false);
+  StackedLinearFunction::Maps of = {.stack = stack, .offsets = offsets, .outs = {}};
+  for (const at::Tensor& master : maps.front()->masters()) of.outs.push_back(master.size(0));
+  const std::vector<at::Tensor> masters = MastersOf(maps);
+  return StackedLinearFunction::apply(x, at::TensorList(masters), of);
 }
 
 // Returns multiply(x, maps), with the products of the maps' adapters added.
@@ -227,8 +340,7 @@ at::Tensor GroupedLinear(const at::Tensor& x, const std::vector<int64_t>& offset
 }
 
 bool CanGroupOnDevice(const at::Tensor& x) {
-  return c10::InferenceMode::is_enabled() &&
-         DeviceKernelsOf(x.device()).grouped_linear != nullptr &&
+  return DeviceKernelsOf(x.device()).grouped_linear != nullptr &&
          (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
 }
 

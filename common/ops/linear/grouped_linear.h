@@ -19,12 +19,14 @@ at::Tensor GroupedLinear(const at::Tensor& x, const std::vector<int64_t>& offset
                          const std::vector<const LinearWeight*>& maps);
 
 // Whether the products of rows like x [N, in] can be grouped by offsets that the host does not
-// read: there are kernels for their device, in c10::InferenceMode.
+// read: there are kernels for their device.
 bool CanGroupOnDevice(const at::Tensor& x);
 
 // Returns the same for maps for which AreStacked holds, with `offsets` [number of maps + 1] int32
-// on the device of x, for which CanGroupOnDevice holds: the host does not wait. A row's bits depend
-// only on itself and its map. Rows behind the last offset are not written.
+// on the device of x, for which CanGroupOnDevice holds: the host does not wait, nor does it in the
+// backward pass. A row's bits depend only on itself and its map, and are those without autograd.
+// Rows behind the last offset are not written, and have no gradient; with autograd there must be
+// none. Every master gets a gradient, one without rows 0.
 at::Tensor GroupedLinear(const at::Tensor& x, const at::Tensor& offsets,
                          const std::vector<const LinearWeight*>& maps);
 

@@ -18,15 +18,18 @@ namespace tandem::ops {
 
 LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                            std::vector<at::Tensor> biases, at::ScalarType compute_dtype,
-                           bool rounds)
+                           bool rounds, at::Tensor copy)
     : stacked_(std::move(stacked)),
       bias_(std::move(bias)),
       weights_(std::move(weights)),
       biases_(std::move(biases)),
+      compute_weight_(std::move(copy)),
       rounds_(rounds) {
   const at::NoGradGuard no_grad;
   // If the types are the same, these are the stack itself.
-  compute_weight_ = stacked_.detach().to(compute_dtype, /*non_blocking=*/false, /*copy=*/rounds);
+  if (!compute_weight_.defined()) {
+    compute_weight_ = stacked_.detach().to(compute_dtype, /*non_blocking=*/false, /*copy=*/rounds);
+  }
   if (bias_.defined()) compute_bias_ = bias_.detach().to(compute_dtype);
   has_copy_ = !compute_weight_.is_alias_of(stacked_);
   if (has_copy_) RefreshCopy();

@@ -34,9 +34,11 @@ class LinearWeight {
   // other. `weights` [outs[i], in] and `biases` (empty, or [outs[i]]) are views of them, the
   // parameters; they are leaves of autograd where they train. With `rounds` the products use a copy
   // of the matrix with the values of bfloat16 (CopyRounded); masters and computation must then be
-  // float32 on the CPU. The bias is not rounded.
+  // float32 on the CPU. The bias is not rounded. `copy` (or undefined) is memory for the matrix in
+  // a `compute_dtype` other than that of the masters.
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
-               std::vector<at::Tensor> biases, at::ScalarType compute_dtype, bool rounds = false);
+               std::vector<at::Tensor> biases, at::ScalarType compute_dtype, bool rounds = false,
+               at::Tensor copy = {});
   // The same with copies, like `stacked` and `bias`, that the caller keeps up to date.
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                std::vector<at::Tensor> biases, at::Tensor compute_weight, at::Tensor compute_bias);

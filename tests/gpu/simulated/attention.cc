@@ -9,8 +9,8 @@
 #include <optional>
 #include <tuple>
 
-#include "tests/gpu/simulated/counts.h"
 #include "tests/gpu/simulated/host_bytes.h"
+#include "tests/gpu/simulated/stream.h"
 
 namespace tandem::simulated_gpu {
 namespace {
@@ -99,12 +99,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> Forward(
     std::optional<int64_t> right, const std::optional<Tensor>& /*used_keys*/,
     const std::optional<Tensor>& /*slopes*/) {
   CheckOperands(q_in, k_in, v_in, *row_offsets, *key_offsets);
-  ++TheCounts().launches;
   const at::DisableRecordFunctionGuard unseen;
   const Tensor q = OnCpu(q_in), k = OnCpu(k_in), v = OnCpu(v_in);
   const int64_t heads = q.size(1);
   Tensor output = at::empty_like(q_in);
   Tensor log_sums = at::empty({heads, q.size(0)}, q_in.options().dtype(at::kFloat));
+  Launch({q_in, k_in, v_in, *row_offsets, *key_offsets}, {output, log_sums});
   ForEachSequence(*row_offsets, *key_offsets, longest_rows, longest_keys,
                   {.is_causal = is_causal, .left = left, .right = right}, [&](const Sequence& s) {
                     const Tensor scores = Scores(Heads(q, s.row, s.rows, heads),
@@ -126,12 +126,12 @@ std::tuple<Tensor, Tensor, Tensor> Backward(
     bool is_causal, const Tensor& /*random_state*/, const Tensor& /*unused*/,
     std::optional<double> scale, std::optional<int64_t> left, std::optional<int64_t> right) {
   CheckOperands(q_in, k_in, v_in, row_offsets, key_offsets);
-  ++TheCounts().launches;
   const at::DisableRecordFunctionGuard unseen;
   const Tensor q = OnCpu(q_in), k = OnCpu(k_in), v = OnCpu(v_in), dy = OnCpu(dy_in);
   const Tensor output = OnCpu(output_in), log_sums = OnCpu(log_sums_in);
   const int64_t heads = q.size(1);
   const Tensor dq = at::zeros_like(q_in), dk = at::zeros_like(k_in), dv = at::zeros_like(v_in);
+  Launch({dy_in, q_in, k_in, v_in, output_in, log_sums_in, row_offsets, key_offsets}, {dq, dk, dv});
   ForEachSequence(
       row_offsets, key_offsets, longest_rows, longest_keys,
       {.is_causal = is_causal, .left = left, .right = right}, [&](const Sequence& s) {

@@ -10,6 +10,9 @@ namespace tandem::simulated_gpu {
 struct Counts {
   std::atomic<int64_t> launches = 0;          // operations that are no views
   std::atomic<int64_t> synchronizations = 0;  // the host waited for a device
+  // Operations that began on one stream while another one had work for which the host had not
+  // waited. Default streams do not count.
+  std::atomic<int64_t> beside = 0;
 };
 
 Counts& TheCounts();

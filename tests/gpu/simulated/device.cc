@@ -3,6 +3,8 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 
 #include "tests/gpu/simulated/memory.h"
@@ -16,15 +18,19 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
 
-struct Event {
-  DeviceIndex device;
-  int64_t mark;
-};
+// Lets the host wait for all streams of a device.
+void SynchronizeAll(DeviceIndex device) {
+  const int first = StreamOf(device, 0);
+  for (int id = 1; id < kStreamsOfDevice; ++id) WaitForEvent(first, RecordEvent(first + id));
+  Synchronize(first);
+}
 
 Event& EventOf(void* event) { return *static_cast<Event*>(event); }
 
-// A device has one stream. Code that asks for another one is refused, so that the simulation is
-// extended before such code exists.
+int StreamOf(const Stream& stream) {
+  return simulated_gpu::StreamOf(stream.device_index(), stream.id());
+}
+
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   DeviceType type() const override { return DeviceType::CUDA; }
@@ -39,31 +45,43 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void uncheckedSetDevice(Device device) const noexcept override { setDevice(device); }
   Stream getStream(Device device) const override {
+    const Device with_index = WithIndex(device);
+    return Stream(Stream::UNSAFE, with_index, CurrentStream(with_index.index()) % kStreamsOfDevice);
+  }
+  Stream getDefaultStream(Device device) const override {
     return Stream(Stream::DEFAULT, WithIndex(device));
   }
-  Stream getDefaultStream(Device device) const override { return getStream(device); }
-  Stream exchangeStream(Stream stream) const override { return stream; }
+  Stream getStreamFromGlobalPool(Device device, bool /*is_high_priority*/) const override {
+    static std::atomic<int64_t> asked = 0;
+    return Stream(Stream::UNSAFE, WithIndex(device), 1 + asked++ % (kStreamsOfDevice - 1));
+  }
+  Stream exchangeStream(Stream stream) const override {
+    const Stream before = getStream(stream.device());
+    SetCurrentStream(StreamOf(stream));
+    return before;
+  }
   DeviceIndex deviceCount() const noexcept override { return kDevices; }
-  void* getStreamNativeHandle(const Stream /*stream*/) const override { return nullptr; }
+  // The number of the stream on its device, of which CUDA's default stream has 0, too.
+  void* getStreamNativeHandle(const Stream stream) const override {
+    return reinterpret_cast<void*>(static_cast<uintptr_t>(stream.id()));
+  }
   bool queryStream(const Stream& stream) const override {
-    return IsDone(stream.device_index(), Mark(stream.device_index()));
+    return IsDone(RecordEvent(StreamOf(stream)));
   }
-  void synchronizeStream(const Stream& stream) const override {
-    Synchronize(stream.device_index());
-  }
-  void synchronizeDevice(DeviceIndex device) const override { Synchronize(device); }
+  void synchronizeStream(const Stream& stream) const override { Synchronize(StreamOf(stream)); }
+  void synchronizeDevice(DeviceIndex device) const override { SynchronizeAll(device); }
 
   void record(void** event, const Stream& stream, DeviceIndex /*device*/,
               c10::EventFlag /*flag*/) const override {
     if (*event == nullptr) *event = new Event{};
-    EventOf(*event) = {.device = stream.device_index(), .mark = Mark(stream.device_index())};
+    EventOf(*event) = RecordEvent(StreamOf(stream));
   }
-  void block(void* /*event*/, const Stream& /*stream*/) const override {}
-  bool queryEvent(void* event) const override {
-    return event == nullptr || IsDone(EventOf(event).device, EventOf(event).mark);
+  void block(void* event, const Stream& stream) const override {
+    if (event != nullptr) WaitForEvent(StreamOf(stream), EventOf(event));
   }
+  bool queryEvent(void* event) const override { return event == nullptr || IsDone(EventOf(event)); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) Synchronize(EventOf(event).device, EventOf(event).mark);
+    if (event != nullptr) Synchronize(EventOf(event));
   }
   void destroyEvent(void* event, DeviceIndex /*device*/) const noexcept override {
     const std::unique_ptr<Event> owned(static_cast<Event*>(event));
@@ -93,7 +111,7 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isPinnedPtr(const void* address) const override { return IsPinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &PinnedMemory(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return &DeviceMemory(); }
-  void deviceSynchronize(DeviceIndex device) const override { Synchronize(device); }
+  void deviceSynchronize(DeviceIndex device) const override { SynchronizeAll(device); }
 };
 
 struct Registration {

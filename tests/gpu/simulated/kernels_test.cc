@@ -2,6 +2,7 @@
 #include "tests/gpu/simulated/kernels.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
@@ -124,10 +125,8 @@ struct Maps {
   Maps(const at::Tensor& stack, at::Device device, const at::Tensor& a = {},
        const at::Tensor& b = {}) {
     const at::Tensor moved = Spaced(stack.to(device), /*aligned=*/8);
-    for (int64_t i = 0; i < stack.size(0); ++i) {
-      weights.push_back(Weight(moved[i]));
-      pointers.push_back(&weights.back());
-    }
+    for (const at::Tensor& matrix : moved.unbind()) weights.push_back(Weight(matrix));
+    Point();
     if (!a.defined()) return;
     const Maps of_a(a, device), of_b(b, device);
     adapters = {of_a.weights, of_b.weights};
@@ -139,7 +138,30 @@ struct Maps {
     }
   }
 
+  // Maps of two masters each, in float32, that train; products are in another type.
+  Maps(const at::Tensor& stack, at::Device device, at::ScalarType type) {
+    const at::Tensor moved = Spaced(stack.to(device), /*aligned=*/8);
+    const at::Tensor copies = Spaced(moved.to(type), /*aligned=*/8);
+    for (int64_t i = 0; i < stack.size(0); ++i) {
+      std::vector<at::Tensor> masters;
+      for (const at::Tensor& half : moved[i].tensor_split(2)) {
+        masters.push_back(half.detach().set_requires_grad(true));
+      }
+      weights.push_back({moved[i],
+                         {},
+                         masters,
+                         {},
+                         type,
+                         /*rounds=*/false,
+                         type == at::kFloat ? at::Tensor() : copies[i]});
+    }
+    Point();
+  }
+
  private:
+  void Point() {
+    for (LinearWeight& weight : weights) pointers.push_back(&weight);
+  }
   static LinearWeight Weight(const at::Tensor& matrix) {
     return {matrix, {}, {matrix}, {}, matrix.scalar_type()};
   }
@@ -187,6 +209,77 @@ TEST_P(SimulatedKernelsTest, ExpertsWithoutAWait) {
         const double tolerance = GetParam() == at::kFloat ? 2e-6 : 0.02;
         EXPECT_LE((result.cpu().to(at::kFloat) - expected).abs().max().item<double>(), tolerance)
             << in << " " << adapts << " " << first;
+      }
+    }
+  }
+}
+
+// The gradients of a sum of some tokens' experts, in float64: of x, the weights of the choices and
+// each matrix.
+struct ExpertGradients {
+  at::Tensor x, weights, stack;
+
+  ExpertGradients(const at::Tensor& x_in, const at::Tensor& weights_in, const at::Tensor& stack_in,
+                  const at::Tensor& experts, const at::Tensor& dy) {
+    x = x_in.to(at::kDouble).requires_grad_();
+    weights = weights_in.to(at::kDouble).requires_grad_();
+    stack = stack_in.to(at::kDouble).requires_grad_();
+    const at::Tensor chosen = stack.index({experts});  // [T, k, out, in]
+    const at::Tensor outputs = at::einsum("tkoi,ti->tko", {chosen, x});
+    (outputs * weights.unsqueeze(-1)).sum(1).backward(dy.to(at::kDouble));
+    for (at::Tensor* leaf : {&x, &weights, &stack}) *leaf = leaf->grad();
+  }
+};
+
+// Of all experts, of which the last is never chosen. Twice: the second gradients are added to the
+// first ones, which lie as the masters do, or apart.
+TEST_P(SimulatedKernelsTest, ExpertsInTrainingWithoutAWait) {
+  const simulated_gpu::WithKernels kernels;
+  constexpr int64_t kTokens = 37, kExperts = 5, kChoices = 2;
+  const at::Tensor experts = std::get<1>(at::rand({kTokens, kExperts - 1}).topk(kChoices, 1));
+  const at::Tensor gpu_experts = experts.to(kGpu);
+  for (const auto& [in, out] : {std::pair<int64_t, int64_t>{24, 40}, {20, 34}}) {
+    const at::Tensor x = Normal({kTokens, in}), stack = Normal({kExperts, out, in}, 0.2);
+    const at::Tensor weights = at::rand({kTokens, kChoices}), dy = Normal({kTokens, out});
+    const ExpertGradients expected(x, weights, stack, experts, dy);
+    for (const bool together : {false, true}) {
+      const Maps maps(stack, kGpu, GetParam());
+      if (together) {
+        const at::Tensor zeros = Spaced(at::zeros(stack.sizes(), kGpu), 8);
+        for (int64_t i = 0; i < kExperts; ++i) {
+          const auto halves = zeros[i].tensor_split(2);
+          for (size_t m = 0; m < 2; ++m) {
+            at::Tensor(maps.pointers[i]->masters()[m]).mutable_grad() = halves[m].detach();
+          }
+        }
+      }
+      for (const int count : {1, 2}) {
+        at::Tensor gpu_x = x.to(kGpu, GetParam()).requires_grad_();
+        at::Tensor gpu_weights = weights.to(kGpu).requires_grad_();
+        const at::Tensor gpu_dy = dy.to(kGpu, GetParam());
+        const int64_t waits = simulated_gpu::TheCounts().synchronizations;
+        const ExpertRows order = ExpertRows::OnDevice(gpu_experts, kExperts, 0, kExperts);
+        const at::Tensor rows = GatherExpertRows(gpu_x, order);
+        const at::Tensor outputs = GroupedLinear(rows, order.device_offsets, maps.pointers);
+        const int64_t launches = simulated_gpu::TheCounts().launches;
+        CombineExpertRows(outputs, gpu_weights, order).backward(gpu_dy);
+        EXPECT_EQ(simulated_gpu::TheCounts().synchronizations, waits);
+        // Not one for each expert, but where gradients lie apart.
+        const int64_t of_backward = simulated_gpu::TheCounts().launches - launches;
+        EXPECT_TRUE(!together || of_backward < 30) << of_backward;
+        std::vector<at::Tensor> of_maps;
+        for (const LinearWeight* map : maps.pointers) {
+          of_maps.push_back(at::cat({map->masters()[0].grad(), map->masters()[1].grad()}));
+        }
+        const auto expect_near = [&](const at::Tensor& actual, const at::Tensor& gradient) {
+          const at::Tensor apart = (actual.cpu().to(at::kDouble) - gradient).norm();
+          EXPECT_LE((apart / gradient.norm()).item<double>(),
+                    GetParam() == at::kFloat ? 1e-6 : 4e-3)
+              << in << " " << together << " " << count;
+        };
+        expect_near(gpu_x.grad(), expected.x);
+        expect_near(gpu_weights.grad(), expected.weights);
+        expect_near(at::stack(of_maps), expected.stack * count);
       }
     }
   }
@@ -288,6 +381,84 @@ TEST_P(SimulatedKernelsTest, CachedAttentionOfALayerIsThreeLaunches) {
   EXPECT_EQ(launches({{5, 1}}), (std::vector<int64_t>{3, 2}));  // nothing to fold
   EXPECT_EQ(launches({{150, 1}}), (std::vector<int64_t>{4, 3}));
   EXPECT_EQ(launches({{150, 1}, {0, 30}, {7, 3}, {300, 2}}), (std::vector<int64_t>{4, 3}));
+}
+
+// Training attends to sequences of several classes of lengths, one of which stands alone, in an
+// order that mixes them; with windows, a soft cap and values of fewer columns.
+TEST(PaddedAttentionTest, OutputsAndGradientsAreThoseOfTheSequences) {
+  at::manual_seed(5);
+  const std::vector<int64_t> offsets = {0, 3, 70, 70, 71, 90, 1190, 1195, 1260};
+  const int64_t rows = offsets.back(), width = 12;
+  for (const int64_t value_width : {width, int64_t{8}}) {
+    const at::Tensor q = at::randn({rows, 4, width}), k = at::randn({rows, 2, width});
+    const at::Tensor v = at::randn({rows, 2, value_width}), dy = at::randn({rows, 4 * value_width});
+    for (const AttentionScores& scores : {AttentionScores{},
+                                          {.window = 5, .scale = 0.4},
+                                          {.soft_cap = 2.0},
+                                          {.window = 40, .soft_cap = 1.5}}) {
+      const auto attend = [&](at::Device device, bool one_by_one) {
+        std::vector<at::Tensor> leaves;
+        for (const at::Tensor& x : {q, k, v}) {
+          leaves.push_back(x.to(device).detach().requires_grad_());
+        }
+        at::Tensor y;
+        if (one_by_one) {
+          std::vector<at::Tensor> outputs;
+          for (size_t s = 0; s + 1 < offsets.size(); ++s) {
+            const auto of = [&](const at::Tensor& x) {
+              return x.slice(0, offsets[s], offsets[s + 1]);
+            };
+            const int64_t own = offsets[s + 1] - offsets[s];
+            if (own == 0) continue;
+            outputs.push_back(
+                CausalAttention(of(leaves[0]), of(leaves[1]), of(leaves[2]), {0, own}, scores));
+          }
+          y = at::cat(outputs);
+        } else {
+          y = CausalAttention(leaves[0], leaves[1], leaves[2], offsets, scores);
+        }
+        y.backward(dy.to(device));
+        std::vector<at::Tensor> all = {y.detach().cpu()};
+        for (const at::Tensor& leaf : leaves) all.push_back(leaf.grad().cpu());
+        return all;
+      };
+      const std::vector<at::Tensor> expected = attend(at::kCPU, /*one_by_one=*/true);
+      const std::vector<at::Tensor> actual = attend(kGpu, /*one_by_one=*/false);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_LE(((actual[i] - expected[i]).norm() / expected[i].norm()).item<double>(), 2e-6)
+            << i << " " << scores.window << " " << value_width;
+      }
+      const at::NoGradGuard no_grad;
+      const at::Tensor inferred =
+          CausalAttention(q.to(kGpu), k.to(kGpu), v.to(kGpu), offsets, scores);
+      EXPECT_TRUE(at::equal(inferred.cpu(), actual[0])) << scores.window;
+    }
+  }
+}
+
+// A cache of latent attention: one key, whose first columns are the value, of more columns than the
+// kernel takes. Prompts, drafts and single rows, behind others and at the beginning.
+TEST(PaddedAttentionTest, CachedRowsAreThoseOfTheCpu) {
+  const c10::InferenceMode inference_mode;
+  const simulated_gpu::WithKernels kernels;
+  at::manual_seed(6);
+  const Continued pass(
+      {{0, 1}, {30, 20}, {200, 1}, {126, 4}, {0, 17}, {60, 300}, {0, 1100}, {7, 2}});
+  const int64_t rows = pass.offsets.back(), width = 272, value_width = 40;
+  const at::Tensor q = at::randn({rows, 3, width}), k = at::randn({rows, 1, width});
+  const at::Tensor keys = at::randn({pass.table.numel(), 1, 64, width});
+  for (const AttentionScores& scores : {AttentionScores{}, {.window = 70, .scale = 0.1}}) {
+    const auto attend = [&](at::Device device) {
+      const at::Tensor cache = keys.to(device, /*non_blocking=*/false, /*copy=*/true);
+      const at::Tensor k_there = k.to(device);
+      return ops::CachedAttention(q.to(device), k_there, k_there.narrow(2, 0, value_width),
+                                  pass.offsets, pass.On(device), cache,
+                                  cache.narrow(3, 0, value_width), scores)
+          .cpu();
+    };
+    const at::Tensor expected = attend(at::kCPU), actual = attend(kGpu);
+    EXPECT_LE((actual - expected).abs().max().item<double>(), 2e-5) << scores.window;
+  }
 }
 
 }  // namespace

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <new>
 
+#include "tests/gpu/simulated/stream.h"
+
 namespace tandem::simulated_gpu {
 namespace {
 
@@ -109,10 +111,12 @@ class Memory final : public c10::DeviceAllocator {
     }
     std::memset(TheMappings().host + begin, kUnwritten, rounded);
     char* const address = TheMappings().device + begin;
+    OnAllocated(address, rounded, CurrentStream(index));
     return {address, address, &Free, device};
   }
 
   void GiveBack(void* address) {
+    OnFreed(address);
     const auto begin = static_cast<size_t>(static_cast<char*>(address) - TheMappings().device);
     const std::lock_guard lock(mutex_);
     const size_t bytes = ranges_[begin / kMemoryBytes].GiveBack(begin);
@@ -127,7 +131,10 @@ class Memory final : public c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t /*pool*/) override {}
-  void recordStream(const c10::DataPtr& /*memory*/, c10::Stream /*stream*/) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    if (memory.get() != nullptr)
+      OnRecorded(memory.get(), StreamOf(stream.device_index(), stream.id()));
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const std::lock_guard lock(mutex_);
     c10::CachingDeviceAllocator::DeviceStats stats;

@@ -78,6 +78,25 @@ class Operands {
     return argument;
   }
 
+  // Notes an argument, and whether the operation writes to it.
+  void Use(const IValue& argument, bool writes) {
+    if (argument.isTensor()) Use(argument.toTensor(), writes);
+    if (argument.isTensorList()) {
+      for (const Tensor& x : argument.toTensorVector()) Use(x, writes);
+    }
+    if (argument.isOptionalTensorList()) {
+      for (const auto& x : argument.toOptionalTensorVector()) {
+        if (x.has_value()) Use(*x, writes);
+      }
+    }
+  }
+
+  // Adds the operation to the current stream of its device.
+  void Enqueue() const {
+    ++TheCounts().launches;
+    simulated_gpu::Enqueue(CurrentStream(device().index()), uses_);
+  }
+
   // Gives operands that the operation wrote new sizes, or new memory if it made some.
   void TakeShapes() {
     for (const auto& [gpu, cpu] : pairs_) {
@@ -113,7 +132,9 @@ class Operands {
       is_view_ = true;
       return view;
     }
-    return OnGpu(result, *device_);
+    const Tensor made = OnGpu(result, *device_);
+    Use(made, /*writes=*/true);
+    return made;
   }
   IValue ToGpu(const IValue& result) {
     if (result.isTensor()) return ToGpu(result.toTensor());
@@ -127,6 +148,10 @@ class Operands {
   bool is_view() const { return is_view_; }
 
  private:
+  void Use(const Tensor& x, bool writes) {
+    if (x.defined() && x.is_cuda()) uses_.push_back({x.storage().data(), writes});
+  }
+
   Tensor ToCpu(const Tensor& x) {
     if (!x.defined()) return x;
     if (x.is_cpu()) {
@@ -149,6 +174,7 @@ class Operands {
   const c10::OperatorHandle& op_;
   std::vector<std::pair<Tensor, Tensor>> pairs_;  // of the device, and with its bytes on the CPU
   std::optional<c10::Device> device_;
+  std::vector<simulated_gpu::Use> uses_;
   bool is_view_ = false;
 };
 
@@ -173,8 +199,11 @@ void RunOnCpu(const c10::OperatorHandle& op, Stack* stack) {
   Operands operands(op);
   const at::DisableRecordFunctionGuard unseen;  // by those who count operations
   bool waits = HasShapeOfValues(op.schema().name(), torch::jit::last(*stack, num_arguments));
-  for (size_t i = stack->size() - num_arguments; i < stack->size(); ++i) {
-    (*stack)[i] = operands.ToCpu((*stack)[i]);
+  for (size_t i = 0; i < num_arguments; ++i) {
+    IValue& argument = (*stack)[stack->size() - num_arguments + i];
+    const c10::AliasInfo* const alias = op.schema().arguments()[i].alias_info();
+    operands.Use(argument, alias != nullptr && alias->isWrite());
+    argument = operands.ToCpu(argument);
   }
   op.redispatchBoxed(kCpu, stack);
   operands.TakeShapes();
@@ -183,8 +212,8 @@ void RunOnCpu(const c10::OperatorHandle& op, Stack* stack) {
     waits |= !result.isTensor() && !result.isTensorList();
     (*stack)[i] = operands.ToGpu(result);
   }
-  if (!operands.is_view()) ++TheCounts().launches;
-  if (waits) Synchronize(operands.device().index());
+  if (!operands.is_view()) operands.Enqueue();
+  if (waits) Synchronize(CurrentStream(operands.device().index()));
 }
 
 Tensor Empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type,
@@ -203,26 +232,36 @@ Tensor EmptyWithStrides(at::IntArrayRef sizes, at::IntArrayRef strides,
 }
 
 Tensor& Copy(Tensor& to, const Tensor& from, bool non_blocking) {
-  ++TheCounts().launches;
   if (to.is_cuda() && from.is_cuda()) {
+    const int reader = CurrentStream(from.device().index());
+    const int writer = CurrentStream(to.device().index());
+    // Between devices libtorch copies on the one's stream, and orders it with the other's.
+    if (reader != writer) WaitForEvent(reader, RecordEvent(writer));
+    ++TheCounts().launches;
+    Enqueue(reader, {{from.storage().data(), false}, {to.storage().data(), true}});
+    if (reader != writer) WaitForEvent(writer, RecordEvent(reader));
     OnCpu(to).copy_(OnCpu(from));
   } else if (to.is_cuda()) {
+    Launch({}, {to});
     OnCpu(to).copy_(from);
+    const int stream = CurrentStream(to.device().index());
     if (non_blocking && IsPinned(from.const_data_ptr())) {
-      ReadLater(to.device().index(), from);
+      ReadLater(stream, from);
     } else {
-      Synchronize(to.device().index());  // CUDA may wait before it stages pageable memory
+      Synchronize(stream);  // CUDA may wait before it stages pageable memory
     }
   } else {
-    DeliverLater(from.device().index(), to,
-                 OnCpu(from).to(to.scalar_type()).expand(to.sizes()).clone());
-    if (!non_blocking) Synchronize(from.device().index());
+    Launch({from}, {});
+    const int stream = CurrentStream(from.device().index());
+    DeliverLater(stream, to, OnCpu(from).to(to.scalar_type()).expand(to.sizes()).clone());
+    if (!non_blocking) Synchronize(stream);
   }
   return to;
 }
 
 at::Scalar Item(const Tensor& x) {
-  Synchronize(x.device().index());
+  Enqueue(CurrentStream(x.device().index()), {{x.storage().data(), false}});
+  Synchronize(CurrentStream(x.device().index()));
   return OnCpu(x).item();
 }
 
@@ -233,7 +272,9 @@ Tensor& SetStorage(Tensor& x, at::Storage source, int64_t offset, at::IntArrayRe
   return x;
 }
 
-void RecordStream(Tensor& /*x*/, at::Stream /*stream*/) {}
+void RecordStream(Tensor& x, at::Stream stream) {
+  DeviceMemory().recordStream(x.storage().data_ptr(), stream);
+}
 
 // Products of bfloat16 with a result of float32, which the CPU does not have.
 Tensor BatchedProduct(const Tensor& a, const Tensor& b, at::ScalarType type) {

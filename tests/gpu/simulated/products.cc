@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "tests/gpu/simulated/counts.h"
 #include "tests/gpu/simulated/host_bytes.h"
+#include "tests/gpu/simulated/stream.h"
 
 namespace tandem::simulated_gpu {
 namespace {
@@ -37,10 +37,10 @@ Tensor GroupedMm(const Tensor& a_in, const Tensor& b_in, const std::optional<Ten
   TORCH_CHECK(ends_in->is_cuda() && ends_in->dim() == 1 && ends_in->scalar_type() == at::kInt &&
                   ends_in->size(0) == b_in.size(0),
               "grouped mm: offsets must be int32 on the device");
-  ++TheCounts().launches;
   const at::DisableRecordFunctionGuard unseen;
   const Tensor a = OnCpu(a_in), b = OnCpu(b_in), ends = OnCpu(*ends_in);
   Tensor y = at::empty({a.size(0), b.size(2)}, a_in.options());
+  Launch({a_in, b_in, *ends_in}, {y});
   int64_t begin = 0;
   for (int64_t group = 0; group < b.size(0); ++group) {
     const int64_t end = ends.const_data_ptr<int32_t>()[group];

@@ -1,9 +1,11 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
 #include <vector>
 
@@ -133,6 +135,69 @@ TEST(SimulatedGpuTest, ViewsAreNoLaunches) {
   EXPECT_EQ(TheCounts().launches, before + 1);
 }
 
+// Another stream than the default one, on which operations run while it lives.
+class OnStream {
+ public:
+  OnStream() : stream_(Guard().getStreamFromGlobalPool(kGpu)), guard_(stream_) {}
+  const c10::Stream& stream() const { return stream_; }
+
+  static const c10::impl::VirtualGuardImpl& Guard() {
+    static const c10::impl::VirtualGuardImpl guard(at::kCUDA);
+    return guard;
+  }
+
+ private:
+  const c10::Stream stream_;
+  const c10::StreamGuard guard_;
+};
+
+c10::Stream DefaultStream() { return OnStream::Guard().getDefaultStream(kGpu); }
+
+TEST(SimulatedStreamsTest, AnEventOrdersStreams) {
+  const at::Tensor x = at::ones({3}, kGpu);
+  c10::Event written(at::kCUDA), read(at::kCUDA);
+  written.record(DefaultStream());
+  {
+    const OnStream on;
+    written.block(on.stream());
+    x.add_(1);
+    read.record(on.stream());
+  }
+  EXPECT_EQ(OnStream::Guard().getStream(kGpu), DefaultStream());
+  read.block(DefaultStream());
+  EXPECT_TRUE(at::equal(x.mul(2).cpu(), at::full({3}, 4.0)));
+}
+
+TEST(SimulatedStreamsTest, WhatTheHostWaitedForIsInOrder) {
+  const at::Tensor x = at::ones({3}, kGpu);
+  Wait();
+  const OnStream on;
+  EXPECT_EQ(x.sum().item<float>(), 3);
+}
+
+// A wait for one stream delivers no copy of another one.
+TEST(SimulatedStreamsTest, StreamsAreLateByThemselves) {
+  const at::Tensor x = at::ones({3}, kGpu), host = Pinned(at::zeros({3}));
+  Wait();
+  const OnStream on;
+  host.copy_(x, /*non_blocking=*/true);
+  Wait();
+  EXPECT_TRUE(at::equal(host, at::ones({3})));
+  host.copy_(x.add(1), /*non_blocking=*/true);
+  OnStream::Guard().synchronizeStream(DefaultStream());
+  EXPECT_TRUE(host.isnan().all().item<bool>());
+  Wait();
+  EXPECT_TRUE(at::equal(host, at::full({3}, 2.0)));
+}
+
+TEST(SimulatedStreamsTest, StreamsReadTheSameMemory) {
+  const at::Tensor x = at::ones({3}, kGpu);
+  Wait();
+  const at::Tensor sum = x.sum();
+  const OnStream on;
+  EXPECT_EQ(x.sum().item<float>(), 3);
+}
+
 using SimulatedGpuDeathTest = testing::Test;
 
 TEST(SimulatedGpuDeathTest, TheHostCannotReadMemoryOfTheDevice) {
@@ -149,6 +214,61 @@ TEST(SimulatedGpuDeathTest, TheHostMustNotWriteWhatACopyReads) {
     Wait();
   };
   EXPECT_DEATH(write_too_early(), "still reads");
+}
+
+TEST(SimulatedStreamsDeathTest, AReadMustWaitForAWrite) {
+  const auto read_too_early = [] {
+    const at::Tensor x = at::ones({3}, kGpu);
+    const OnStream on;
+    x.sum();
+  };
+  EXPECT_DEATH(read_too_early(), "reads memory, which stream 0 may still use");
+}
+
+TEST(SimulatedStreamsDeathTest, AWriteMustWaitForAReadAndAWrite) {
+  const auto write_too_early = [](bool writes) {
+    const at::Tensor x = at::ones({3}, kGpu);
+    Wait();
+    if (writes) {
+      x.zero_();
+    } else {
+      x.sum();
+    }
+    const OnStream on;
+    x.fill_(2);
+  };
+  EXPECT_DEATH(write_too_early(true), "writes to memory");
+  EXPECT_DEATH(write_too_early(false), "writes to memory");
+}
+
+// An event that was recorded before the work orders nothing.
+TEST(SimulatedStreamsDeathTest, AnEventMustBeRecordedBehindTheWork) {
+  const auto record_too_early = [] {
+    const at::Tensor x = at::ones({3}, kGpu);
+    Wait();
+    c10::Event event(at::kCUDA);
+    event.record(DefaultStream());
+    x.zero_();
+    const OnStream on;
+    event.block(on.stream());
+    x.sum();
+  };
+  EXPECT_DEATH(record_too_early(), "reads memory");
+}
+
+// The allocator would give it to later work of the stream for which it was allocated.
+TEST(SimulatedStreamsDeathTest, MemoryComesBackWhenOtherStreamsAreDone) {
+  const auto use = [](bool records) {
+    at::Tensor x = at::ones({3}, kGpu);
+    Wait();
+    const OnStream on;
+    x.sum();
+    if (records) x.record_stream(on.stream());
+    x.reset();
+    std::exit(0);
+  };
+  EXPECT_DEATH(use(false), "gets memory back");
+  EXPECT_EXIT(use(true), testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -1,31 +1,85 @@
-// The work of a simulated GPU. Operations run at once, which nothing outside of the device can see:
-// its memory is out of reach. Copies from and to the host are as late as they may be.
+// The streams of the simulated GPUs. Operations run at once, on whichever stream; what a late
+// stream would show is checked instead:
 //
-//   to the host: they arrive at the next synchronisation; until then all bits there are set
-//   from the host: they read pinned memory until the next synchronisation, and host code that
-//   writes there before it ends the process
+//   operations of two streams on the same memory, of which one writes: an event or a
+//   synchronisation must order them, or the process ends, whatever would have come first
+//   memory that comes back to the stream for which it was allocated: other streams must be done
+//   with it, or it must have been recorded for them
+//   copies to the host arrive when the host waits for their stream; until then all bits there are
+//   set
+//   copies from the host read pinned memory until then, and host code that writes there before it
+//   ends the process
+//
+// What one thread of the host has waited for counts for all of them.
 #ifndef TANDEM_TESTS_GPU_SIMULATED_STREAM_H_
 #define TANDEM_TESTS_GPU_SIMULATED_STREAM_H_
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "tests/gpu/simulated/memory.h"
 
 namespace tandem::simulated_gpu {
 
-// Delivers `values` to `to` with the next synchronisation of the device. Both are on the host, of
-// one type.
-void DeliverLater(c10::DeviceIndex device, const at::Tensor& to, const at::Tensor& values);
-// Expects that `from`, pinned memory of the host, does not change before the next synchronisation.
-void ReadLater(c10::DeviceIndex device, const at::Tensor& from);
+// Stream 0 of a device is its default one.
+inline constexpr int kStreamsOfDevice = 8, kStreams = kDevices * kStreamsOfDevice;
 
-// Returns a mark behind all work of the device.
-int64_t Mark(c10::DeviceIndex device);
-// Whether the work up to a mark is done.
-bool IsDone(c10::DeviceIndex device, int64_t mark);
-// Waits for the work up to a mark, or for all of it, and counts as a synchronisation.
-void Synchronize(c10::DeviceIndex device, int64_t mark = INT64_MAX);
+// The number of a stream among those of all devices.
+constexpr int StreamOf(c10::DeviceIndex device, int64_t id) {
+  return device * kStreamsOfDevice + static_cast<int>(id);
+}
+// The stream of a device on which operations of the calling thread run.
+int CurrentStream(c10::DeviceIndex device);
+void SetCurrentStream(int stream);
+
+// How many operations of each stream are done, or come before something.
+using Progress = std::array<int64_t, kStreams>;
+
+struct Event {
+  int stream = 0;
+  Progress before = {};
+};
+
+// Returns an event behind all that the stream has to do.
+Event RecordEvent(int stream);
+// Lets later operations of the stream wait for an event.
+void WaitForEvent(int stream, const Event& event);
+// Whether the host has waited for an event.
+bool IsDone(const Event& event);
+// Lets the host wait, and counts as a synchronisation.
+void Synchronize(const Event& event);
+inline void Synchronize(int stream) { Synchronize(RecordEvent(stream)); }
+
+// An address of a device, and whether an operation writes there.
+struct Use {
+  const void* address;
+  bool writes;
+};
+
+// Adds an operation that uses memory to a stream.
+void Enqueue(int stream, const std::vector<Use>& uses);
+// Adds an operation to the current stream of the tensors' device, and counts it as a launch.
+void Launch(std::initializer_list<at::Tensor> reads, std::initializer_list<at::Tensor> writes);
+
+// Tells of memory that is allocated for a stream, is used by another stream, and comes back.
+void OnAllocated(const void* address, size_t bytes, int stream);
+void OnRecorded(const void* address, int stream);
+void OnFreed(const void* address);
+// Returns the memory that has an address: its begin and bytes.
+std::pair<const void*, size_t> AllocationOf(const void* address);
+
+// Delivers `values` to `to` when the host waits for what the stream has to do now. Both are on the
+// host, of one type.
+void DeliverLater(int stream, const at::Tensor& to, const at::Tensor& values);
+// Expects that `from`, pinned memory of the host, does not change before.
+void ReadLater(int stream, const at::Tensor& from);
 
 }  // namespace tandem::simulated_gpu
 

@@ -60,16 +60,26 @@ TEST_F(SimulatedTrainerTest, AStepHasTheMetricsOfTheCpu) {
   }
 }
 
-// For the log-probs of a micro-batch, which decide the losses of its tokens; for the norm of the
-// gradient; for the digest of the new weights.
-TEST_F(SimulatedTrainerTest, AStepWaitsThreeTimesWhateverItsSequences) {
-  for (const int count : {4, 40}) {
-    const std::unique_ptr<Engine> engine = Make(OnGpu("bfloat16"));
-    const TrainStepRequest request = TestRequest(Samples(count));
-    const int64_t before = TheCounts().synchronizations;
-    EXPECT_EQ(Step(*engine, request).report.metrics.at("policy/micro_batches"), 1);
-    EXPECT_EQ(TheCounts().synchronizations - before, 3) << count;
-  }
+// Once for the log-probs of each micro-batch, which decide the losses of its tokens; for the norm
+// of the gradient; for the digest of the new weights; with experts for the losses of their routers.
+TEST_F(SimulatedTrainerTest, TheHostWaitsOnceForAMicroBatch) {
+  const auto expect_waits = [&](EngineOptions options, int64_t of_step) {
+    for (const auto& [count, micro_batches] : {std::pair{4, 1}, {40, 1}, {40, 3}}) {
+      options.micro_batch_tokens = micro_batches == 1 ? 1 << 20 : 140;
+      const std::unique_ptr<Engine> engine = Make(options);
+      const TrainStepRequest request = TestRequest(Samples(count));
+      const int64_t before = TheCounts().synchronizations;
+      EXPECT_EQ(Step(*engine, request).report.metrics.at("policy/micro_batches"), micro_batches);
+      EXPECT_EQ(TheCounts().synchronizations - before, micro_batches + of_step)
+          << options.model << " " << count;
+    }
+  };
+  expect_waits(OnGpu("bfloat16"), 2);
+  const simulated_gpu::WithKernels kernels;
+  EngineOptions experts = OnGpu("bfloat16");
+  experts.model = folder_ / "experts";
+  WriteTinyModel(experts.model, /*seed=*/3, nlohmann::json::object(), "qwen3_moe");
+  expect_waits(experts, 3);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "services/rollout/engine/models/device_sampler.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
@@ -144,10 +145,24 @@ void DeviceDraws::Draw(const at::Tensor& logits, std::span<const OutputRow> rows
   results_.push_back(results);
 }
 
-void DeviceDraws::Read() {
+void DeviceDraws::Send() {
   if (drawn_.empty()) return;
-  const at::Tensor on_host = at::cat(drawn_).to(at::kCPU);
-  const double* values = on_host.const_data_ptr<double>();
+  const at::Tensor drawn = at::cat(drawn_);
+  if (drawn.is_cpu()) {
+    on_host_ = drawn;
+    return;
+  }
+  on_host_ = at::empty(drawn.sizes(), at::dtype(at::kDouble).pinned_memory(true));
+  on_host_.copy_(drawn, /*non_blocking=*/true);
+  const at::Device device = drawn.device();
+  sent_.emplace(device.type());
+  sent_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+void DeviceDraws::Read() {
+  if (!on_host_.defined()) return;
+  if (sent_.has_value()) sent_->synchronize();
+  const double* values = on_host_.const_data_ptr<double>();
   for (const auto& results : results_) {
     for (absl::StatusOr<SampledToken>& result : results) {
       if (values[3] == 0) {

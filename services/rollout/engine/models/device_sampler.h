@@ -4,8 +4,10 @@
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_DEVICE_SAMPLER_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -28,13 +30,19 @@ class DeviceDraws {
   void Draw(const at::Tensor& logits, std::span<const OutputRow> rows,
             std::span<absl::StatusOr<SampledToken>> results);
 
-  // Waits for the device, once, and overwrites all results with those of TandemSampler. For equal
+  // Lets the device copy what it drew to the host, behind its work on the current stream, without a
+  // wait. No row is drawn after it.
+  void Send();
+
+  // Waits for that copy, and overwrites all results with those of TandemSampler. For equal
   // logits a token is the same, but where a number lies within rounding of the border between two
   // tokens, or of a cut; log-probs are the same up to rounding.
   void Read();
 
  private:
   std::vector<at::Tensor> drawn_;  // [N, 4] float64 each: token, two log-probs, whether it is sound
+  at::Tensor on_host_;             // all of them, in pinned memory; undefined if there is none
+  std::optional<c10::Event> sent_;
   std::vector<std::span<absl::StatusOr<SampledToken>>> results_;  // of the same rows
 };
 

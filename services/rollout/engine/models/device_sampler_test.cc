@@ -35,6 +35,7 @@ void DrawInTwoParts(const at::Tensor& logits, std::span<const OutputRow> rows,
   DeviceDraws draws;
   draws.Draw(logits.slice(0, 0, split), rows.first(half), results.first(half));
   draws.Draw(logits.slice(0, split), rows.subspan(half), results.subspan(half));
+  draws.Send();
   draws.Read();
 }
 

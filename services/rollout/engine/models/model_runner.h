@@ -78,6 +78,15 @@ class ModelRunner {
   // blocks that the pass writes hold nothing of use.
   virtual absl::Status Run(const Pass& pass, PassResults& results) = 0;
 
+  // Whether Start returns before the pass has been computed, as on a GPU.
+  virtual bool RunsBehindTheHost() const { return false; }
+  // The two halves of Run: Start begins a pass, and Finish waits for it and has the results, and
+  // the error of a pass that failed behind the host. Nothing else of the runner is called between
+  // the two, and `results` and what `pass` refers to stay. After an error of Start there is nothing
+  // to finish.
+  virtual absl::Status Start(const Pass& pass, PassResults& results) { return Run(pass, results); }
+  virtual absl::Status Finish() { return absl::OkStatus(); }
+
   // Overwrites `drafts` with the `count` tokens that the heads of a speculator propose behind each
   // request, one request after the other: [number of requests, count]. The rows are those of the
   // last Run, which succeeded. Hidden states do not leave the runner. INVALID_ARGUMENT for a row

@@ -71,7 +71,8 @@ absl::StatusOr<std::unique_ptr<const speculator::Speculator>> LoadSpeculatorOf(
 TandemModelManager::Lane MakeLane(Author author, const LaneRanks& ranks,
                                   std::shared_ptr<Model> model, const LaneBlocks& blocks,
                                   DType cache_dtype, ranks::ServerRanks* server,
-                                  std::unique_ptr<const speculator::Speculator> speculator) {
+                                  std::unique_ptr<const speculator::Speculator> speculator,
+                                  std::optional<c10::Stream> stream) {
   const bool adapts = author == Author::kSenior;
   TandemModelManager::Lane lane{.ranks = ranks,
                                 .shard = nullptr,
@@ -80,7 +81,9 @@ TandemModelManager::Lane MakeLane(Author author, const LaneRanks& ranks,
   if (!ranks.holds()) return lane;
   lane.shard = std::make_unique<TorchRunner>(
       std::move(model), blocks.total(), cache_dtype, std::move(speculator),
-      adapts ? TorchRunner::Adapters::kOn : TorchRunner::Adapters::kOff);
+      adapts ? TorchRunner::Adapters::kOn : TorchRunner::Adapters::kOff,
+      // The ranks of a sharded lane compute a pass together, on the streams of their collectives.
+      ranks.sharded() ? std::nullopt : stream);
   if (ranks.sharded() && server->leads()) {
     lane.ranked = std::make_unique<RankedRunner>(author, server, lane.shard.get());
   }
@@ -161,14 +164,17 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
          {"max_model_len", info.senior.max_model_len}});
   }
   ranks::ServerRanks* const server = ranks.server.get();
+  const std::optional<c10::Stream> stream = TorchRunner::NewStream(senior->model->device());
   if (junior_model != nullptr) {
-    manager->junior_ =
-        MakeLane(Author::kJunior, ranks.junior, std::move(junior_model), ranks.blocks.junior,
-                 StorageOf(options.junior, options).cache_dtype, server, /*speculator=*/nullptr);
+    const bool shares = junior_model == senior->model;
+    const auto own = shares ? stream : TorchRunner::NewStream(junior_model->device());
+    manager->junior_ = MakeLane(Author::kJunior, ranks.junior, std::move(junior_model),
+                                ranks.blocks.junior, StorageOf(options.junior, options).cache_dtype,
+                                server, /*speculator=*/nullptr, own);
   }
-  manager->senior_ =
-      MakeLane(Author::kSenior, ranks.senior, std::move(senior->model), ranks.blocks.senior,
-               StorageOf(options.senior, options).cache_dtype, server, std::move(speculator));
+  manager->senior_ = MakeLane(Author::kSenior, ranks.senior, std::move(senior->model),
+                              ranks.blocks.senior, StorageOf(options.senior, options).cache_dtype,
+                              server, std::move(speculator), stream);
   return manager;
 }
 

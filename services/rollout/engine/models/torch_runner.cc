@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <optional>
@@ -18,7 +19,6 @@
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/tensor/aten/catch_torch_errors.h"
 #include "common/tensor/aten/device_copies.h"
-#include "services/rollout/engine/models/device_sampler.h"
 #include "services/rollout/engine/rollout_memory.h"
 
 namespace tandem::rollout {
@@ -33,16 +33,43 @@ absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow
 
 TorchRunner::TorchRunner(std::shared_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
                          std::unique_ptr<const speculator::Speculator> speculator,
-                         Adapters adapters)
+                         Adapters adapters, std::optional<c10::Stream> stream)
     : model_(std::move(model)),
       adapters_(adapters),
+      stream_(stream),
       cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype),
              model_->config().RoutingLayout()),
       image_rows_(model_.get(), kImageRowBytes),
       speculator_(std::move(speculator)) {}
 
+std::optional<c10::Stream> TorchRunner::NewStream(at::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+void TorchRunner::EnterStream(std::optional<c10::StreamGuard>& guard) {
+  if (!stream_.has_value()) return;
+  const at::Device device = stream_->device();
+  if (!before_.has_value()) before_.emplace(device.type());
+  before_->record(c10::impl::VirtualGuardImpl(device.type()).getDefaultStream(device));
+  before_->block(*stream_);
+  guard.emplace(*stream_);
+}
+
 absl::Status TorchRunner::Run(const Pass& pass, PassResults& results) {
+  TANDEM_RETURN_IF_ERROR(Start(pass, results));
+  return Finish();
+}
+
+absl::Status TorchRunner::Start(const Pass& pass, PassResults& results) {
   return Compute(pass, &results);
+}
+
+absl::Status TorchRunner::Finish() {
+  return CatchTorchErrors("forward pass", [&] {
+    draws_.Read();
+    return absl::OkStatus();
+  });
 }
 
 absl::Status TorchRunner::Follow(std::span<const BlockCopy> copies,
@@ -64,6 +91,8 @@ absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t 
   }
   return CatchTorchErrors("drafts", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
+    std::optional<c10::StreamGuard> on_stream;
+    EnterStream(on_stream);
     TANDEM_ASSIGN_OR_RETURN(
         const at::Tensor proposed,
         speculator_->Draft(hidden_.index_select(0, CopyToDevice(rows, hidden_.device())),
@@ -117,8 +146,11 @@ at::Tensor TorchRunner::OnHost(const at::Tensor& logits) {
 absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   if (results != nullptr) results->assign(pass.rows.size(), SampledToken());
   hidden_.reset();
+  draws_ = DeviceDraws();
   const absl::Status computed = CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
+    std::optional<c10::StreamGuard> on_stream;
+    EnterStream(on_stream);
     std::optional<ops::WithoutAdapters> without_adapters;
     if (adapters_ == Adapters::kOff) without_adapters.emplace();
     ReadImageRows(pass.sequences);  // whose tensors outlive the pass
@@ -133,7 +165,6 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
     const int64_t width = model_->num_token_ids();
     const int64_t chunk =
         std::max<int64_t>(1, kLogitsBytes / (width * static_cast<int64_t>(sizeof(float))));
-    DeviceDraws draws;
     for (int64_t begin = 0; begin < total; begin += chunk) {
       const int64_t count = std::min(chunk, total - begin);
       const at::Tensor rows_of_chunk = model_->ForwardLogits(ops::Narrow(hidden, 0, begin, count));
@@ -142,7 +173,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
       if (rows_of_chunk.is_cuda() && std::ranges::all_of(chunk_rows, [&](const OutputRow& row) {
             return DrawsOnDevice(row, width);
           })) {
-        draws.Draw(rows_of_chunk, chunk_rows, std::span(*results).subspan(begin, count));
+        draws_.Draw(rows_of_chunk, chunk_rows, std::span(*results).subspan(begin, count));
         continue;
       }
       // The host waits for a GPU here, and where it reads the draws.
@@ -156,9 +187,14 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
         }
       });
     }
-    draws.Read();
+    draws_.Send();
     return absl::OkStatus();
   });
+  if (!computed.ok() && stream_.has_value()) {
+    // What the pass began must not meet what comes next.
+    draws_ = DeviceDraws();
+    c10::impl::VirtualGuardImpl(stream_->device_type()).synchronizeStream(*stream_);
+  }
   return NameMemorySettings(computed, kMemorySettings);
 }
 

@@ -3,8 +3,13 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_TORCH_RUNNER_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_TORCH_RUNNER_H_
 
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -16,6 +21,7 @@
 #include "common/speculator/speculator_update.h"
 #include "common/tensor/dtype.h"
 #include "services/rollout/engine/images/image_rows.h"
+#include "services/rollout/engine/models/device_sampler.h"
 #include "services/rollout/engine/models/model_runner.h"
 
 namespace tandem::rollout {
@@ -28,9 +34,14 @@ class TorchRunner : public ModelRunner {
 
   // Keys and values are stored in `cache_dtype`, float32 or bfloat16. `speculator` may be null; it
   // is on the model's device, reads its hidden states and drafts its token ids.
+  // Passes run on `stream`, behind what the default stream of its device had to do, and behind the
+  // host; lanes that share a model share it. Without one they run on the default stream, and Start
+  // is Run.
   TorchRunner(std::shared_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
               std::unique_ptr<const speculator::Speculator> speculator = nullptr,
-              Adapters adapters = Adapters::kOn);
+              Adapters adapters = Adapters::kOn, std::optional<c10::Stream> stream = std::nullopt);
+  // Returns another stream of a GPU; none for a CPU.
+  static std::optional<c10::Stream> NewStream(at::Device device);
 
   const Model& model() const { return *model_; }
   Model& model() { return *model_; }
@@ -38,6 +49,10 @@ class TorchRunner : public ModelRunner {
 
   // INTERNAL if libtorch throws; RESOURCE_EXHAUSTED if memory runs out; errors of Model::Decode.
   absl::Status Run(const Pass& pass, PassResults& results) override;
+  bool RunsBehindTheHost() const override { return stream_.has_value(); }
+  // Waits where a row is not drawn on the device (device_sampler.h), with a stream, too.
+  absl::Status Start(const Pass& pass, PassResults& results) override;
+  absl::Status Finish() override;
   // All ranks of a sharded model have the same hidden states, so one of them drafts alone. INTERNAL
   // if libtorch throws; RESOURCE_EXHAUSTED if memory runs out.
   absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
@@ -59,9 +74,14 @@ class TorchRunner : public ModelRunner {
   // Returns logits in float32 and contiguous, in memory that the next call may use again.
   at::Tensor OnHost(const at::Tensor& logits);
   absl::Status Compute(const Pass& pass, PassResults* results);
+  // Lets operations of this thread run on the runner's stream while `guard` lives.
+  void EnterStream(std::optional<c10::StreamGuard>& guard);
 
   std::shared_ptr<Model> model_;
   const Adapters adapters_;
+  const std::optional<c10::Stream> stream_;
+  std::optional<c10::Event> before_;  // behind the work of the default stream that a pass needs
+  DeviceDraws draws_;                 // of the pass that was started last
   KvCache cache_;
   ImageRows image_rows_;
   const std::unique_ptr<const speculator::Speculator> speculator_;

@@ -154,14 +154,31 @@ bool Generator::Step() {
   }
   scheduler_.AskForDrafts();
   bool computed = false;
-  for (const Author lane : scheduler_.LaneOrder()) {
-    const PassPlan& plan = scheduler_.Plan(lane);
-    if (plan.entries.empty()) continue;
-    computed |= RunPass(lane, plan);
-    if (!options_.eager_lanes) break;
-    scheduler_.AskForDrafts();  // again: the response has less room for them now
+  Failures failures;
+  const auto [first, second] = scheduler_.LaneOrder();
+  const bool has_first = Start(first);
+  const bool beside = has_first && !options_.eager_lanes && runners_[1] != nullptr &&
+                      runner(first).RunsBehindTheHost();
+  if (beside) {
+    const bool has_second = Start(second, /*beside=*/true);
+    computed = End(first, failures);
+    if (has_second) computed |= End(second, failures);
+  } else {
+    if (has_first) computed = End(first, failures);
+    if (has_first && options_.eager_lanes) {
+      scheduler_.AskForDrafts();  // again: the response has less room for them now
+    }
+    if ((!has_first || options_.eager_lanes) && Start(second)) computed |= End(second, failures);
   }
+  for (const auto& [id, failure] : failures) Fail(id, failure);
   return computed;
+}
+
+bool Generator::Start(Author lane, bool beside) {
+  const PassPlan& plan = scheduler_.Plan(lane, beside);
+  if (plan.entries.empty()) return false;
+  pass(lane).status = Begin(lane, plan);
+  return true;
 }
 
 void Generator::AskForRows(Author lane, const PassEntry& entry) {
@@ -178,8 +195,8 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
     } else {
       continue;
     }
-    rows_.push_back(row);
-    row_indices_.push_back(position - entry.begin);
+    pass(lane).rows.push_back(row);
+    pass(lane).row_indices.push_back(position - entry.begin);
   }
 }
 
@@ -203,52 +220,54 @@ void Generator::ProposeDraft(const PassEntry& entry, int64_t position, OutputRow
   row.proposal.residual_u = sequence.UniformAt(position, RandomPurpose::kResidual);
 }
 
-std::span<const int32_t> Generator::TokensOf(const PassEntry& entry) {
+std::span<const int32_t> Generator::TokensOf(const PassEntry& entry,
+                                             std::vector<int32_t>& with_drafts) {
   const Sequence& sequence = *entry.sequence;
   const int64_t confirmed = std::min(entry.end, sequence.length());
   if (confirmed == entry.end) {
     return std::span(sequence.tokens).subspan(entry.begin, entry.end - entry.begin);
   }
-  const size_t first = with_drafts_.size();
+  const size_t first = with_drafts.size();
   const auto append = [&](const std::vector<int32_t>& tokens, int64_t begin, int64_t end) {
-    with_drafts_.insert(with_drafts_.end(), tokens.begin() + begin, tokens.begin() + end);
+    with_drafts.insert(with_drafts.end(), tokens.begin() + begin, tokens.begin() + end);
   };
   if (entry.begin < confirmed) append(sequence.tokens, entry.begin, confirmed);
   append(sequence.drafts->tokens, std::max(entry.begin, confirmed) - confirmed,
          entry.end - confirmed);
-  return std::span(with_drafts_).subspan(first);
+  return std::span(with_drafts).subspan(first);
 }
 
-absl::Status Generator::Compute(Author lane, const PassPlan& plan) {
-  rows_.clear();
-  row_indices_.clear();
-  row_ends_.clear();
-  inputs_.clear();
-  with_drafts_.clear();
+absl::Status Generator::Begin(Author lane, const PassPlan& plan) {
+  LanePass& of = pass(lane);
+  of.plan = &plan;
+  of.rows.clear();
+  of.row_indices.clear();
+  of.row_ends.clear();
+  of.inputs.clear();
+  of.with_drafts.clear();
   size_t consumed = 0;
   for (const PassEntry& entry : plan.entries) {
     AskForRows(lane, entry);
-    row_ends_.push_back(rows_.size());
+    of.row_ends.push_back(of.rows.size());
     if (entry.end > entry.sequence->length()) consumed += entry.end - entry.begin;
   }
-  with_drafts_.reserve(consumed);  // spans of it stay valid
+  of.with_drafts.reserve(consumed);  // spans of it stay valid
   size_t row = 0;
   for (size_t i = 0; i < plan.entries.size(); ++i) {
     const PassEntry& entry = plan.entries[i];
     const Sequence& sequence = *entry.sequence;
-    inputs_.push_back({.blocks = sequence.lane(lane).table.blocks(),
-                       .start = entry.begin,
-                       .tokens = TokensOf(entry),
-                       .output_rows = std::span(row_indices_).subspan(row, row_ends_[i] - row),
-                       .records_routing = sequence.records_routing(lane),
-                       .images = sequence.prompt->images[LaneIndex(lane)].get()});
-    row = row_ends_[i];
+    of.inputs.push_back(
+        {.blocks = sequence.lane(lane).table.blocks(),
+         .start = entry.begin,
+         .tokens = TokensOf(entry, of.with_drafts),
+         .output_rows = std::span(of.row_indices).subspan(row, of.row_ends[i] - row),
+         .records_routing = sequence.records_routing(lane),
+         .images = sequence.prompt->images[LaneIndex(lane)].get()});
+    row = of.row_ends[i];
   }
   ++totals_.forward_passes_total;
-  TANDEM_RETURN_IF_ERROR(
-      runner(lane).Run({.copies = plan.copies, .sequences = inputs_, .rows = rows_}, results_));
-  if (results_.size() == rows_.size()) return absl::OkStatus();
-  return absl::InternalError("a pass returned a different number of rows than requested");
+  return runner(lane).Start({.copies = plan.copies, .sequences = of.inputs, .rows = of.rows},
+                            of.results);
 }
 
 absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const DecodeInput& input,
@@ -272,7 +291,7 @@ absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const Deco
                           TakeDraws(lane, entry, results.subspan(num_logprobs)));
   scheduler_.Advance(lane, entry, rejected);
   if (entry.draws > 0 && lane == Author::kSenior) {
-    AskHeads(sequence, (&results.back() - results_.data()) - rejected);
+    AskHeads(sequence, (&results.back() - pass(lane).results.data()) - rejected);
   }
   return absl::OkStatus();
 }
@@ -356,9 +375,14 @@ absl::Status Generator::DraftWithHeads() {
   return absl::OkStatus();
 }
 
-bool Generator::RunPass(Author lane, const PassPlan& plan) {
-  const absl::Status computed = Compute(lane, plan);
-  std::map<PromptId, absl::Status> failures;
+bool Generator::End(Author lane, Failures& failures) {
+  LanePass& of = pass(lane);
+  const PassPlan& plan = *of.plan;
+  absl::Status computed = of.status;
+  if (computed.ok()) computed = runner(lane).Finish();
+  if (computed.ok() && of.results.size() != of.rows.size()) {
+    computed = absl::InternalError("a pass returned a different number of rows than requested");
+  }
   head_drafts_.clear();
   draft_requests_.clear();
   size_t first_row = 0;
@@ -367,9 +391,10 @@ bool Generator::RunPass(Author lane, const PassPlan& plan) {
     const PromptId prompt = entry.sequence->prompt->id;
     absl::Status status = computed;
     if (status.ok()) {
-      const size_t count = inputs_[i].output_rows.size();
+      const size_t count = of.inputs[i].output_rows.size();
       if (!failures.contains(prompt)) {
-        status = TakeRows(lane, entry, inputs_[i], std::span(results_).subspan(first_row, count));
+        status =
+            TakeRows(lane, entry, of.inputs[i], std::span(of.results).subspan(first_row, count));
       }
       first_row += count;
     }
@@ -393,7 +418,6 @@ bool Generator::RunPass(Author lane, const PassPlan& plan) {
     const absl::Status finished = FinishIfComplete(sequence);
     if (!finished.ok()) failures[prompt] = finished;
   }
-  for (const auto& [id, failure] : failures) Fail(id, failure);
   return computed.ok();
 }
 

@@ -65,8 +65,9 @@ class Generator {
   bool HasWork() const { return !scheduler_.idle(); }
 
   // Admits the sequences that fit, then runs one pass of the model whose turn it is (eager: of
-  // both) over the sequences that wait for it. A model's error fails the prompts of its pass alone.
-  // Returns false if no pass was computed.
+  // both) over the sequences that wait for it. Where that model runs behind the host, a pass of the
+  // other one over other sequences is planned and started meanwhile. A model's error fails the
+  // prompts of its pass alone. Returns false if no pass was computed.
   bool Step();
 
   // Tells that the senior's weights were replaced: later tokens have the version `weights`.
@@ -77,14 +78,35 @@ class Generator {
   int64_t running() const { return static_cast<int64_t>(scheduler_.running().size()); }
 
  private:
-  bool RunPass(Author lane, const PassPlan& plan);
-  // Runs the lane's model; fills inputs_, rows_ and results_.
-  absl::Status Compute(Author lane, const PassPlan& plan);
+  // A pass of a lane, from its start to its end.
+  struct LanePass {
+    const PassPlan* plan = nullptr;
+    absl::Status status;
+    std::vector<OutputRow> rows;
+    std::vector<int64_t> row_indices;  // of each of the rows: DecodeInput::output_rows
+    std::vector<size_t> row_ends;      // per entry, in rows
+    std::vector<int32_t> with_drafts;  // the tokens of entries that consume drafts
+    std::vector<DecodeInput> inputs;
+    PassResults results;
+  };
+  using Failures = std::map<PromptId, absl::Status>;
+
+  LanePass& pass(Author lane) { return passes_[LaneIndex(lane)]; }
+  // Plans a pass of the lane and starts its model; `beside` as in Scheduler::Plan. Returns false if
+  // there is nothing to compute.
+  bool Start(Author lane, bool beside = false);
+  // Waits for the pass and takes its results, but those of prompts that have failed. Adds the
+  // prompts that fail, which live until the passes of the step have ended. Returns whether the pass
+  // was computed.
+  bool End(Author lane, Failures& failures);
+  // Starts the lane's model; fills the lane's pass.
+  absl::Status Begin(Author lane, const PassPlan& plan);
   // Adds to the row of `position`, from which a token is drawn, the draft of that token.
   static void ProposeDraft(const PassEntry& entry, int64_t position, OutputRow& row);
   // Returns the tokens that an entry consumes.
-  std::span<const int32_t> TokensOf(const PassEntry& entry);
-  // Adds the rows that are wanted of an entry to rows_ and row_indices_.
+  static std::span<const int32_t> TokensOf(const PassEntry& entry,
+                                           std::vector<int32_t>& with_drafts);
+  // Adds the rows that are wanted of an entry to those of the lane's pass.
   void AskForRows(Author lane, const PassEntry& entry);
   // Adds the results of an entry to its sequence, or returns the error of the first row that has
   // one. Rows after a rejected draft count for nothing.
@@ -130,13 +152,8 @@ class Generator {
   std::set<std::pair<SteadyTime, PromptId>> deadlines_;  // of the prompts that have one
   std::shared_ptr<const WeightsVersion> senior_weights_;
   EngineStats totals_;
-  // Belong to the pass that runs; kept so that their memory is.
-  std::vector<OutputRow> rows_;
-  std::vector<int64_t> row_indices_;  // of each of rows_: DecodeInput::output_rows
-  std::vector<size_t> row_ends_;      // per entry, in rows_
-  std::vector<int32_t> with_drafts_;  // the tokens of entries that consume drafts
-  std::vector<DecodeInput> inputs_;
-  PassResults results_;
+  // Belong to the passes that run; kept so that their memory is.
+  std::array<LanePass, 2> passes_;
   std::vector<HeadDrafts> head_drafts_;
   std::vector<DraftRequest> draft_requests_;  // of each of head_drafts_
   std::vector<int32_t> proposed_;

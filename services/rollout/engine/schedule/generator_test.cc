@@ -804,8 +804,8 @@ TEST(GeneratorTest, NewWeightsShareNothingWithOldOnes) {
 }
 
 // Random prompts of several streams and priorities that arrive, share prefixes, are cancelled,
-// preempted and late, under random limits.
-TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
+// preempted and late, under random limits. With `behind` models run behind the host, two at a time.
+void ExpectLaw3ForRandomWorkloads(bool behind) {
   for (uint32_t seed = 0; seed < 100; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
@@ -813,6 +813,7 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
     SchedulerLimits limits = Limits(1 + below(12), 1 + below(90), 2 + below(7));
     limits.num_blocks[1] = 2 + below(7);
     Harness harness(limits, 1, 2, /*eager_lanes=*/below(4) == 0);
+    harness.senior.late = harness.junior.late = behind;
     struct Submitted {
       PromptRequest request;
       std::shared_ptr<RecordingListener> listener;
@@ -876,6 +877,63 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) {
     EXPECT_LE(harness.senior.passes, harness.senior.consumed);
     EXPECT_LE(harness.junior.passes, harness.junior.consumed);
   }
+}
+
+TEST(GeneratorTest, Law3HoldsForRandomWorkloads) { ExpectLaw3ForRandomWorkloads(false); }
+
+TEST(GeneratorTest, Law3HoldsForRandomWorkloadsBehindTheHost) {
+  ExpectLaw3ForRandomWorkloads(true);
+}
+
+// Twelve prompts whose authors change, with models that run behind the host.
+TEST(GeneratorTest, BothModelsRunAtTheSameTime) {
+  for (const bool behind : {false, true}) {
+    Harness harness;
+    harness.senior.late = harness.junior.late = behind;
+    for (int i = 0; i < 12; ++i) {
+      harness.Submit(Request(Tandem(SelectionStrategy::kBernoulli), 5, 100 + i));
+    }
+    int64_t steps = 0, together = 0;
+    for (; harness.generator.HasWork(); ++steps) {
+      const int64_t senior = harness.senior.passes, junior = harness.junior.passes;
+      harness.generator.Step();
+      together += harness.senior.passes > senior && harness.junior.passes > junior;
+    }
+    EXPECT_EQ(together > steps / 2, behind) << together << " of " << steps;
+  }
+}
+
+// The samples of a prompt are in both passes: that of a model that fails, and that of the other.
+TEST(GeneratorTest, AFailedPassEndsNoPromptThatRunsBesideIt) {
+  int64_t failed = 0;
+  for (uint64_t seed = 0; seed < 30; ++seed) {
+    Harness harness;
+    harness.senior.late = harness.junior.late = true;
+    std::vector<PromptRequest> requests;
+    std::vector<std::shared_ptr<RecordingListener>> listeners;
+    for (uint64_t i = 0; i < 4; ++i) {
+      requests.push_back(Request(Tandem(SelectionStrategy::kBernoulli), 5, 100 * seed + i));
+      requests.back().num_samples = 4;
+      listeners.push_back(harness.Submit(requests.back()));
+    }
+    for (uint64_t i = 0; i < 3 + seed % 7; ++i) harness.generator.Step();
+    (seed % 2 == 0 ? harness.senior : harness.junior).fail_next = absl::InternalError("broken");
+    harness.Finish();
+    for (size_t i = 0; i < requests.size(); ++i) {
+      if (listeners[i]->failure().has_value()) {
+        ++failed;
+        EXPECT_EQ(listeners[i]->failure()->message(), "broken");
+        continue;
+      }
+      Harness alone;
+      const auto expected = alone.Submit(requests[i]);
+      alone.Finish();
+      for (const auto& [index, trajectory] : expected->finished()) {
+        ExpectSame(listeners[i]->finished().at(index), trajectory);
+      }
+    }
+  }
+  EXPECT_GT(failed, 0);
 }
 
 TEST(GeneratorTest, CountsWhatHappened) {

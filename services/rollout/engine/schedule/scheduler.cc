@@ -118,7 +118,7 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
   const int64_t tail = state.table.size();
   if (sibling != nullptr && state.cursor < shared && shared < state.cursor + kKvBlockTokens &&
       state.table.Grow(blocks)) {
-    plan_.copies.push_back(
+    plan(lane).copies.push_back(
         {.from = sibling->lane(lane).table.blocks()[tail], .to = state.table.blocks()[tail]});
     state.cursor = shared;
   } else if (sibling == nullptr) {
@@ -133,8 +133,7 @@ bool Scheduler::TakePrefix(Author lane, Sequence& sequence) {
 bool Scheduler::PreemptAfter(size_t index, Author lane) {
   for (size_t i = running_.size(); --i > index;) {
     Sequence* const victim = running_[i];
-    const bool planned = victim->last_pass == passes_ + 1;
-    if (planned || victim->lane(lane).table.empty()) continue;
+    if (IsPlanned(*victim) || victim->lane(lane).table.empty()) continue;
     for (const Author each : kAuthors) ReleaseBlocks(each, *victim);
     running_.erase(running_.begin() + static_cast<int64_t>(i));
     waiting_.Return(victim);
@@ -173,11 +172,11 @@ int64_t Scheduler::PlanEntry(Author lane, size_t index, int64_t budget) {
   }
   if (end <= begin) return 0;
   const bool writes = drafting || (!sequence.ended() && sequence.selector.NextAuthor() == lane);
-  plan_.entries.push_back({.sequence = &sequence,
-                           .begin = begin,
-                           .end = end,
-                           .draws = writes && end == target ? 1 : 0,
-                           .drafting = drafting});
+  plan(lane).entries.push_back({.sequence = &sequence,
+                                .begin = begin,
+                                .end = end,
+                                .draws = writes && end == target ? 1 : 0,
+                                .drafting = drafting});
   sequence.last_pass = passes_ + 1;
   if (state.cursor < sequence.given_length() - 1) {
     sequence.prompt->read_in_pass[LaneIndex(lane)] = passes_ + 1;
@@ -224,8 +223,8 @@ void Scheduler::PlanDrafts(Author lane, int64_t room) {
   const auto verifies = [](const PassEntry& entry) {
     return entry.draws > 0 && !entry.drafting && entry.sequence->drafts != nullptr;
   };
-  int64_t left = std::ranges::count_if(plan_.entries, verifies);
-  for (PassEntry& entry : plan_.entries) {
+  int64_t left = std::ranges::count_if(plan(lane).entries, verifies);
+  for (PassEntry& entry : plan(lane).entries) {
     if (!verifies(entry)) continue;
     const int64_t added = ProposeDrafts(lane, *entry.sequence, std::max<int64_t>(0, room) / left);
     entry.end += added;
@@ -235,26 +234,28 @@ void Scheduler::PlanDrafts(Author lane, int64_t room) {
   }
 }
 
-const PassPlan& Scheduler::Plan(Author lane) {
-  plan_.entries.clear();
-  plan_.copies.clear();
+const PassPlan& Scheduler::Plan(Author lane, bool beside) {
+  PassPlan& planned_pass = plan(lane);
+  planned_pass.entries.clear();
+  planned_pass.copies.clear();
+  beside_ = beside;
   int64_t budget = limits_.max_batched_tokens;
   for (const bool reads_prompt : {false, true}) {
     // Preemption shortens running_, behind `index`.
     for (size_t index = 0; index < running_.size() && budget > 0; ++index) {
       const Sequence& sequence = *running_[index];
       const bool reads = sequence.lane(lane).cursor < sequence.given_length() - 1;
-      if (reads == reads_prompt && Waits(lane, sequence)) {
+      if (reads == reads_prompt && Waits(lane, sequence) && !IsPlanned(sequence)) {
         budget -= PlanEntry(lane, index, budget);
       }
     }
   }
-  if (plan_.entries.empty()) return plan_;
+  if (planned_pass.entries.empty()) return planned_pass;
   const int64_t planned = limits_.max_batched_tokens - budget;
   PlanDrafts(lane, std::min(limits_.max_batched_tokens, kMaxTokensWithDrafts) - planned);
   ++passes_;
   last_lane_ = lane;
-  return plan_;
+  return planned_pass;
 }
 
 void Scheduler::DropUnread(Author lane, LaneState& state) {

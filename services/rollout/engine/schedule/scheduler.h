@@ -80,8 +80,9 @@ class Scheduler {
   // sequences their blocks. If there are none, the last of running() is preempted: it gives up its
   // blocks, waits, and consumes its tokens again when it is admitted. The first of running() is
   // never preempted, so something always ends. Drafts get the budget and the blocks that are left
-  // when all sequences are planned. The plan is valid until the next call.
-  const PassPlan& Plan(Author lane);
+  // when all sequences are planned. With `beside` the pass that was planned last is not recorded
+  // yet: its sequences are left as they are. The plan is valid until the next call for the lane.
+  const PassPlan& Plan(Author lane, bool beside = false);
 
   // Records that the entry has been computed, and that the sequence did not keep the last
   // `rejected` of the tokens that it consumed. Blocks of rejected drafts alone are given back.
@@ -104,6 +105,11 @@ class Scheduler {
 
  private:
   BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
+  PassPlan& plan(Author lane) { return plans_[LaneIndex(lane)]; }
+  // Whether the sequence is in the pass that is being planned, or in one that runs beside it.
+  bool IsPlanned(const Sequence& sequence) const {
+    return sequence.last_pass == passes_ + 1 || (beside_ && sequence.last_pass == passes_);
+  }
   // Plans running_[index] for at most `budget` tokens; returns the number of tokens planned.
   int64_t PlanEntry(Author lane, size_t index, int64_t budget);
   // Adds to the entries that write as many drafts as are proposed, `room` in all at most.
@@ -138,9 +144,10 @@ class Scheduler {
   std::vector<Sequence*> running_;
   std::array<BlockPool, 2> pools_;
   std::array<int64_t, 2> epochs_ = {0, 0};
-  PassPlan plan_;       // kept so that its memory is
-  int64_t passes_ = 0;  // planned so far
-  int64_t admits_ = 0;  // calls of Admit that counted blocks
+  std::array<PassPlan, 2> plans_;  // kept so that their memory is
+  bool beside_ = false;            // whether another pass runs beside the one that is being planned
+  int64_t passes_ = 0;             // planned so far
+  int64_t admits_ = 0;             // calls of Admit that counted blocks
   Author last_lane_ = Author::kJunior;
   int64_t preemptions_total_ = 0;
   int64_t shared_tokens_total_ = 0;

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <random>
 #include <span>
 #include <utility>
@@ -75,6 +76,21 @@ class FakeRunner : public ModelRunner {
     return absl::OkStatus();
   }
 
+  // With `late` a pass is computed when it is finished, from what its arguments have then.
+  bool RunsBehindTheHost() const override { return late; }
+  absl::Status Start(const Pass& pass, PassResults& results) override {
+    if (!late) return Run(pass, results);
+    started_ = pass;
+    late_results_ = &results;
+    results.clear();
+    return absl::OkStatus();
+  }
+  absl::Status Finish() override {
+    if (!late) return absl::OkStatus();
+    ++late_passes;
+    return Run(std::exchange(started_, std::nullopt).value(), *late_results_);
+  }
+
   // Drafts what follows greedily, each token wrong with the probability `wrong_drafts`.
   absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
                      std::vector<int32_t>& drafts) override {
@@ -121,8 +137,13 @@ class FakeRunner : public ModelRunner {
   double wrong_drafts = 0;
   int64_t draft_calls = 0;
   absl::Status fail_draft;
+  bool late = false;
+  int64_t late_passes = 0;
 
  private:
+  std::optional<Pass> started_;
+  PassResults* late_results_ = nullptr;
+
   int32_t& TokenAt(const DecodeInput& sequence, int64_t position) {
     return blocks_.at(sequence.blocks[position / kKvBlockTokens])[position % kKvBlockTokens];
   }

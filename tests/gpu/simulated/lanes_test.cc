@@ -1,0 +1,84 @@
+// Both lanes of an engine on one GPU: a stream for each.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "services/rollout/engine/engine.h"
+#include "services/rollout/engine/testing/engine_calls.h"
+#include "services/rollout/engine/testing/requests.h"
+#include "services/rollout/engine/testing/tiny_options.h"
+#include "services/rollout/engine/testing/tiny_tokenizer.h"
+#include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/kernels.h"
+
+namespace tandem::rollout {
+namespace {
+
+using simulated_gpu::TheCounts;
+
+class GpuLanesTest : public testing::Test {
+ protected:
+  GpuLanesTest() {
+    WriteTinyModelAndTokenizer(folder_.path() + "/senior", 1);
+    WriteTinyModelAndTokenizer(folder_.path() + "/junior", 2);
+  }
+
+  std::unique_ptr<Engine> Create(const std::string& device) {
+    EngineOptions options = TinyOptions(folder_.path());
+    options.compute.device = device;
+    auto engine = CreateEngine(options);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    return *std::move(engine);
+  }
+
+  // Returns responses to prompts whose authors change, one after the other.
+  static std::vector<Trajectory> Responses(Engine& engine) {
+    std::vector<PromptRequest> requests;
+    for (int i = 0; i < 12; ++i) {
+      requests.push_back(RequestOf({.prob_senior = 0.5}, /*seed=*/static_cast<uint64_t>(i)));
+      requests.back().return_other_logprobs = i % 2 == 0;
+    }
+    std::vector<Trajectory> responses;
+    for (const auto& listener : Submit(engine, requests)) {
+      listener->Wait();
+      EXPECT_EQ(listener->failure(), std::nullopt);
+      responses.push_back(listener->finished().at(0));
+    }
+    return responses;
+  }
+
+  TemporaryFolder folder_;
+};
+
+// With the emulated kernels and with ATen's operations. The simulation ends the process where the
+// streams of the lanes, the stream that loaded the models and the host are not ordered.
+TEST_F(GpuLanesTest, PassesOfBothModelsRunAtTheSameTime) {
+  const std::unique_ptr<Engine> cpu = Create("cpu");
+  const std::vector<Trajectory> expected = Responses(*cpu);
+  for (const bool with_kernels : {false, true}) {
+    std::optional<simulated_gpu::WithKernels> kernels;
+    if (with_kernels) kernels.emplace();
+    const std::unique_ptr<Engine> gpu = Create("cuda");
+    const std::vector<Trajectory> actual = Responses(*gpu);
+    // Again, with the tables that the first passes have made.
+    const int64_t waits = TheCounts().synchronizations, beside = TheCounts().beside;
+    const int64_t passes = gpu->Stats().forward_passes_total;
+    Responses(*gpu);
+    EXPECT_EQ(TheCounts().synchronizations - waits, gpu->Stats().forward_passes_total - passes);
+    EXPECT_GT(TheCounts().beside, beside);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_EQ(actual[i].response_token_ids, expected[i].response_token_ids) << i;
+      EXPECT_EQ(actual[i].authorship_mask, expected[i].authorship_mask) << i;
+      for (size_t t = 0; t < expected[i].author_logprobs.size(); ++t) {
+        EXPECT_NEAR(actual[i].author_logprobs[t], expected[i].author_logprobs[t], 1e-4);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tandem::rollout
