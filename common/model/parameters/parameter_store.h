@@ -82,7 +82,7 @@ class ParameterStore {
   Parameter* FindMutable(const std::string& name);
   // Returns the view of a compute buffer at the place of `stacked` in the buffer of that index.
   at::Tensor ComputeView(int64_t buffer, const at::Tensor& stacked) const;
-  // Whether a parameter is stored packed: the matrices of a model with a packed format are.
+  // Whether a parameter is stored packed: in a packed format the matrices that do not train are.
   bool IsPacked(const Parameter& parameter) const;
   // Whether linear maps and the embedding read rounded copies of their values. In a model that only
   // infers the values are rounded themselves, and the caller of a store without memory rounds what
