@@ -31,13 +31,10 @@ BARS = {"memory beyond the model": 0.1, "seconds of a step": 0.75, "bytes of an 
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has of its own, without mapped files."""
-    [line] = [
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("RssAnon:")
-    ]
-    return 1024 * int(line.split()[1])
+    """Bytes of memory that a process has of its own, swapped or not, without mapped files."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    parts = [line for line in lines if line.startswith(("RssAnon:", "VmSwap:"))]
+    return 1024 * sum(int(line.split()[1]) for line in parts)
 
 
 def stepper(trainer: TrainerClient, samples: list[SupervisedSample]) -> Callable[[], int]:
@@ -81,9 +78,21 @@ def compare_bases(options: argparse.Namespace, samples: list[SupervisedSample]) 
         }
         pids = {name: one.trainer.process.pid for name, one in servers.items()}
         loaded = {name: resident(pid) for name, pid in pids.items()}
+        most = dict(loaded)
+
+        def watched(name: str, step: Callable[[], int]) -> Callable[[], int]:
+            """Also notes the memory right after a step: what is free goes back later."""
+
+            def make() -> int:
+                tokens = step()
+                most[name] = max(most[name], resident(pids[name]))
+                return tokens
+
+            return make
+
         alternate(
             {
-                name: stepper(TrainerClient(one.trainer.address), samples)
+                name: watched(name, stepper(TrainerClient(one.trainer.address), samples))
                 for name, one in servers.items()
             },
             peer="float32",
@@ -91,10 +100,10 @@ def compare_bases(options: argparse.Namespace, samples: list[SupervisedSample]) 
             unit="tokens",
             pids=pids.values(),
         )
-        for name, pid in pids.items():
+        for name in pids:
             print(
                 f"  {name:9} resident {loaded[name] / 1e6:7.1f} MB once loaded, "
-                f"{resident(pid) / 1e6:7.1f} MB after the steps"
+                f"{most[name] / 1e6:7.1f} MB right after a step"
             )
 
 

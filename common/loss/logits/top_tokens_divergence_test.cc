@@ -332,7 +332,7 @@ TEST(TopTokensDivergenceTest, LogitsMayHaveTheMemoryOfAnotherLoss) {
   const at::TensorOptions doubles = at::TensorOptions().dtype(at::kDouble);
   const std::vector<double> before = policy->LogProbs(p.hidden, rows).value().logprobs;
   for (const Divergence& divergence : kDivergences) {
-    ExpectClose(Compute(p, divergence, *loss, at::kDouble), Compute(p, divergence), 0);
+    ExpectClose(Compute(p, divergence, *loss, at::kDouble), Compute(p, divergence), 1e-15);
     const at::Tensor memory = shared->AtLeast(0, doubles);
     EXPECT_EQ(policy->LogProbs(p.hidden, rows).value().logprobs, before);
     EXPECT_TRUE(shared->AtLeast(0, doubles).is_same(memory));
