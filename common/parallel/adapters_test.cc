@@ -103,6 +103,29 @@ TEST(Zero3AdaptersTest, PackedWeightsAreRefused) {
   });
 }
 
+// An export of a model in int8 has the values of the files.
+TEST(PackedAdaptersTest, WholeParametersAreThoseOfFilesThatHaveNotChanged) {
+  const TemporaryFolder folder;
+  WriteTinyModel(folder / "model", 3, {}, "llama");
+  SingleStrategy single;
+  Prepare(single, folder / "model", Adapted({}, WeightFormat::kInt8), SteadyOptimizer());
+  const auto dense = std::move(Model::Load(folder / "model")).value();
+  int64_t packed = 0;
+  for (const auto& [name, value] : WholeParameters(single)) {
+    const at::Tensor in_files = dense->Parameter(name);
+    if (!in_files.defined()) continue;  // an adapter
+    EXPECT_TRUE(at::equal(value, in_files)) << name;
+    packed += single.model().Parameter(name).defined() ? 0 : 1;
+  }
+  EXPECT_GT(packed, 8);
+  WriteTinyModel(folder / "model", 4, {}, "llama");
+  const auto status = single.VisitParameters(
+      [](const std::string&, const at::Tensor&) { return absl::OkStatus(); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  TensorSums none;
+  EXPECT_EQ(ParametersDigest(single, none).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, ZeroAdaptersTest, testing::Values(1, 2, 3));
 
 class MegatronAdaptersTest : public ::testing::TestWithParam<MegatronLayout> {};
