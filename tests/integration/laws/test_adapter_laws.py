@@ -14,9 +14,9 @@ from harness import TANDEM, assert_same_bits, logprobs, prompts
 from layouts import ranked, ranked_rollout
 from safetensors.numpy import load_file
 from tandem.errors import InvalidArgumentError
-from tandem.rpc.client import RolloutClient, TrainerClient
-from tandem.rpc.requests import PolicySample, SupervisedSample
-from tandem.rpc.wire import from_tensor
+from tandem.rpc.client import CriticClient, RolloutClient, TrainerClient
+from tandem.rpc.requests import PolicySample, SupervisedSample, ValueSample
+from tandem.rpc.wire import enum_name, from_tensor
 from tandem.run_directory.export import export_checkpoint
 
 LORA = {"rank": 4, "alpha": 8}
@@ -239,3 +239,39 @@ def test_servers_with_other_adapters_are_refused_by_name(models, tmp_path, lora)
         [result] = trainer.publish_weights([rollout.address]).results
         assert "manifest.adapter" in result.status.message
         assert rollout.info().server.weights.version == 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_critic_trains_adapters_and_its_head_beside_a_packed_base(models, tmp_path, quantization):
+    section = {"lora": LORA, "quantization": quantization}
+    rows = [SupervisedSample([5, 6, 7], [8, 9, 10]), SupervisedSample([4, 5], [30, 31])]
+
+    def values(critic: CriticClient) -> list[list[float]]:
+        return [list(from_tensor(reply.values)) for reply in critic.compute_values(rows)]
+
+    with (
+        harness.cluster(tmp_path / "first", models, critic=section) as running,
+        harness.critic_client(running) as critic,
+    ):
+        model = critic.info().server.model
+        assert enum_name(model, "quantization") == quantization
+        before = values(critic)
+        samples = [
+            ValueSample(row.prompt_token_ids, row.response_token_ids, weights)
+            for row, weights in zip(rows, ([1.0] * 4, [0.5, -0.5, 1.0]), strict=True)
+        ]
+        for step_number in (1, 2):
+            critic.train_step(
+                samples, run_id="r", step=step_number, expected_version=step_number - 1
+            )
+        learnt = values(critic)
+        assert learnt != before
+        saved = critic.save_checkpoint(str(tmp_path / "saved"), "c")
+        digest = critic.info().server.weights.digest
+    with (
+        harness.cluster(tmp_path / "second", models, critic=section) as running,
+        harness.critic_client(running) as critic,
+    ):
+        assert values(critic) == before
+        assert critic.load_checkpoint(str(saved)).digest == digest
+        assert values(critic) == learnt
