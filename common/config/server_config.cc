@@ -321,6 +321,39 @@ absl::Status ResolveLora(Config* config) {
   return absl::OkStatus();
 }
 
+// Resolves the storage of the matrices that the adapters of a configuration do not train.
+template <typename Config>
+absl::Status ResolveFrozenStorage(Config* config) {
+  if (config->dtype().empty()) config->set_dtype("float32");
+  TANDEM_RETURN_IF_ERROR(CheckOneOf("dtype", config->dtype(), {"float32", "bfloat16"}));
+  if (config->quantization() == types::v1::QUANTIZATION_UNSPECIFIED) {
+    config->set_quantization(types::v1::QUANTIZATION_NONE);
+  }
+  const bool quantised = config->quantization() != types::v1::QUANTIZATION_NONE;
+  if (!quantised && config->dtype() == "float32") return absl::OkStatus();
+  const std::string field = quantised ? "quantization" : "dtype";
+  if (!config->has_lora()) {
+    return InvalidField(field, "needs lora: matrices that train are float32");
+  }
+  const v1::ComputeOptions& compute = config->compute();
+  for (const auto& [name, value, needed] :
+       {std::tuple{"compute.device", compute.device(), "cpu"},
+        std::tuple{"compute.kernels", compute.kernels(), "auto"},
+        std::tuple{"compute.dtype", compute.dtype(), "float32"},
+        std::tuple{"compute.weight_dtype", compute.weight_dtype(), "float32"}}) {
+    if (value == needed) continue;
+    return FieldError(absl::StatusCode::kUnimplemented, field,
+                      absl::StrCat("stores frozen matrices packed, which needs ", name, " ", needed,
+                                   ", not ", value));
+  }
+  if (config->strategy().name() == "zero" && config->strategy().stage() == 3) {
+    return FieldError(absl::StatusCode::kUnimplemented, field,
+                      "stores frozen matrices packed, which strategy.stage 3 does not gather; "
+                      "stages 1 and 2 keep them whole on every rank");
+  }
+  return absl::OkStatus();
+}
+
 // Resolves the settings that trainer and critic have in common.
 template <typename Config>
 absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
@@ -339,6 +372,7 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   if (config->has_lora() && !config->freeze().empty()) {
     return InvalidField("freeze", "must be empty with lora: only its adapters train");
   }
+  TANDEM_RETURN_IF_ERROR(ResolveFrozenStorage(config));
   if (!config->shutdown_checkpoint_directory().empty()) {
     TANDEM_RETURN_IF_ERROR(
         CheckPath("shutdown_checkpoint_directory", config->shutdown_checkpoint_directory()));

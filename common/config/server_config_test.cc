@@ -342,6 +342,20 @@ TEST(ServerConfigTest, AdaptersHaveARankOrAFile) {
   EXPECT_EQ(path_of("lora: {path: '~/adapter'}"), "lora.path");
   EXPECT_EQ(path_of("lora: {rank: 2}\nfreeze: ['*']"), "freeze");
   EXPECT_EQ(path_of("lora: {path: /adapter}"), "");
+  EXPECT_EQ(path_of("dtype: bfloat16"), "dtype");
+  EXPECT_EQ(path_of("quantization: int8"), "quantization");
+  for (const char* const stored : {"dtype: bfloat16", "quantization: int8", "quantization: int4"}) {
+    const std::string with_lora = absl::StrCat("lora: {rank: 2}\n", stored, "\n");
+    const std::string field = std::string(stored).substr(0, std::string(stored).find(':'));
+    EXPECT_EQ(path_of(with_lora), "");
+    EXPECT_EQ(path_of(with_lora + "strategy: {name: zero, stage: 2}"), "");
+    for (const char* const other :
+         {"compute: {device: cuda}", "compute: {kernels: aten}", "compute: {dtype: bfloat16}",
+          "compute: {weight_dtype: bfloat16}", "strategy: {name: zero, stage: 3}"}) {
+      EXPECT_EQ(path_of(with_lora + other), field) << other;
+    }
+  }
+  EXPECT_EQ(path_of("lora: {rank: 2}\ndtype: float16"), "dtype");
 
   RolloutServerConfig rollout;
   ASSERT_TRUE(Check("senior: {model: s, lora: {rank: 4}}", &rollout).ok());

@@ -18,6 +18,7 @@
 #include "common/model/parameters/prepared_weights.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
+#include "common/model/testing/packed_model.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/ops/linear/low_rank_adapter.h"
 
@@ -134,6 +135,57 @@ TEST_P(LoraModelTest, DecodingHasTheBitsOfTraining) {
     rows.push_back(hidden->narrow(0, 0, 1));
   }
   EXPECT_TRUE(at::equal(at::cat(rows), whole));
+}
+
+// The base model packed: a rollout server that stores it so computes the trainer's bits, with
+// adapters and without, and gradients are those of a dense model of its values.
+TEST_P(LoraModelTest, AdaptersTrainBesidePackedWeights) {
+  for (const kernels::WeightFormat format :
+       {kernels::WeightFormat::kBfloat16, kernels::WeightFormat::kInt8,
+        kernels::WeightFormat::kInt4}) {
+    LoadOptions stored = Adapted();
+    stored.placement.weight_format = format;
+    const auto served = TinyModel(GetParam(), {}, stored);
+    stored.requires_grad = true;
+    const auto trained = TinyModel(GetParam(), {}, stored);
+    const auto dense = TinyModel(GetParam(), {}, Adapted(/*requires_grad=*/true));
+    CopyComputedValues(*trained, *dense);
+    for (const Model* model : {served.get(), trained.get(), dense.get()}) FillAdapters(*model);
+
+    CachedSequences sequences(*served, 2, 32);
+    const std::vector<CachedSequences::Input> inputs = {
+        {0, kTokens, static_cast<int64_t>(kTokens.size())}};
+    const auto decoded = sequences.Decode(inputs);
+    ASSERT_TRUE(decoded.ok()) << decoded.status();
+    CausalContext causal;
+    const at::Tensor hidden = trained->HiddenStates(MakeRaggedBatch({kTokens}), causal);
+    EXPECT_TRUE(at::equal(*decoded, hidden.detach()));
+    {
+      const ops::WithoutAdapters without;
+      LoadOptions alone;
+      alone.placement.weight_format = format;
+      const at::NoGradGuard no_grad;
+      EXPECT_TRUE(at::equal(Logits(*trained), Logits(*TinyModel(GetParam(), {}, alone))));
+    }
+
+    int64_t packed = 0, compared = 0;
+    for (const Model* each : {trained.get(), dense.get()}) {
+      Logits(*each).log_softmax(1).square().mean().backward();
+    }
+    for (const Parameter& parameter : trained->DeclaredParameters()) {
+      EXPECT_EQ(trained->IsPacked(parameter), parameter.packed != nullptr);
+      packed += parameter.packed != nullptr ? 1 : 0;
+      if (!parameter.trainable || !parameter.value.grad().defined()) continue;
+      const at::Tensor expected = dense->Parameter(parameter.spec.name).grad();
+      // Both in float32, added up in different orders.
+      EXPECT_TRUE(at::allclose(parameter.value.grad(), expected, 1e-4,
+                               2e-6 * expected.abs().max().item<double>() + 1e-9))
+          << parameter.spec.name;
+      ++compared;
+    }
+    EXPECT_GT(packed, 8);
+    EXPECT_GT(compared, 8);
+  }
 }
 
 TEST_P(LoraModelTest, AnUpdateBringsTheAdaptersAlone) {

@@ -79,7 +79,9 @@ absl::Status CheckWeightFormat(const LoadOptions& options) {
     return InvalidField("placement.weight_format", absl::StrCat("packed weights ", what));
   };
   if (placement.weight_format == kernels::WeightFormat::kDense) return absl::OkStatus();
-  if (options.requires_grad) return fail("cannot be trained");
+  if (options.requires_grad && !options.freeze_all && !options.lora.enabled()) {
+    return fail("cannot be trained: only the adapters of lora, beside them, can");
+  }
   if (options.without_memory) return fail("cannot be gathered block by block");
   if (!placement.device.is_cpu() || placement.dtype != at::kFloat) {
     return fail("are only multiplied on the CPU, in float32");
@@ -477,6 +479,7 @@ int64_t Model::num_trainable_parameters() const {
 }
 
 ModelSummary Model::Summary(int64_t max_model_len) const {
+  using kernels::WeightFormat;
   return {.path = source_directory_,
           .model_type = config_.model_type,
           .vocab_size = config_.vocab_size,
@@ -487,8 +490,12 @@ ModelSummary Model::Summary(int64_t max_model_len) const {
           .eos_token_ids = config_.eos_token_ids,
           .vision = config_.vision,
           .vocabulary_digest = {},
-          .dtype = dtype() == at::kBFloat16 ? DType::kBFloat16 : DType::kFloat32,
-          .quantization = Quantization::kNone,
+          .dtype = dtype() == at::kBFloat16 || weight_format() == WeightFormat::kBfloat16
+                       ? DType::kBFloat16
+                       : DType::kFloat32,
+          .quantization = weight_format() == WeightFormat::kInt8   ? Quantization::kInt8
+                          : weight_format() == WeightFormat::kInt4 ? Quantization::kInt4
+                                                                   : Quantization::kNone,
           .lora = lora_};
 }
 

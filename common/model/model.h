@@ -143,6 +143,11 @@ class Model {
   at::ScalarType dtype() const { return placement_.dtype; }
   // The type whose values the matrices have in passes (Placement::weight_dtype).
   at::ScalarType weight_dtype() const { return placement_.weight_dtype; }
+  kernels::WeightFormat weight_format() const { return placement_.weight_format; }
+  // Whether a parameter is stored packed, in this process or in another one.
+  bool IsPacked(const tandem::Parameter& parameter) const {
+    return parameter.IsPackedIn(weight_format());
+  }
   int64_t shard_count() const { return placement_.shard_count; }
   // WeightsDigest (common/weights/weights_digest.h) of the values in the files that were loaded,
   // whatever type and shard of them is stored here. Empty without LoadOptions::computes_digest.
@@ -175,9 +180,9 @@ class Model {
   // Needs kLm and the last block. [rows, H] in the type of the computation: the rows of the head
   // that this process holds, padding rows included. A fused output loss multiplies by those of
   // token ids and adds to the gradient of the parameter `lm_head_name()`, the embedding when tied.
-  const at::Tensor& head_rows() const { return head_weight_->compute_weight(); }
+  ops::MatrixRows head_rows() const { return head_weight_->rows(); }
   // Needs the whole head. [V, H]: the rows of token ids.
-  at::Tensor output_weight() const { return head_rows().narrow(0, 0, num_token_ids_); }
+  ops::MatrixRows output_weight() const { return head_rows().Narrow(0, num_token_ids_); }
   // The soft cap of the logits (ops::SoftCap), which a fused output loss must compute, too.
   std::optional<double> logit_soft_cap() const { return config_.decoder.logit_soft_cap; }
   std::string lm_head_name() const { return tied_ ? kEmbeddingName : kLmHeadName; }

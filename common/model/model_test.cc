@@ -351,7 +351,7 @@ TEST(ModelTest, TiedHeadIsListedOnceAndSharesMemory) {
   EXPECT_TRUE(model->tied());
   EXPECT_FALSE(model->Parameter("lm_head.weight").defined());
   EXPECT_EQ(model->lm_head_name(), kEmbeddingName);
-  EXPECT_TRUE(model->head_rows().is_alias_of(model->Parameter(kEmbeddingName)));
+  EXPECT_TRUE(model->head_rows().dense().is_alias_of(model->Parameter(kEmbeddingName)));
 }
 
 TEST(ModelTest, Bfloat16StaysCloseAndCachedEqualsWhole) {

@@ -11,6 +11,7 @@
 
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/file_descriptor.h"
+#include "common/parallel/source_values.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten/catch_torch_errors.h"
 
@@ -84,9 +85,18 @@ absl::Status VisitParametersOn(Strategy& strategy, absl::FunctionRef<int(const P
     ranks::Communicator& ranks = *strategy.ranks().patient();
     std::deque<std::pair<at::Tensor, ranks::CollectiveHandle>> sends;
     absl::Status status;
+    SourceValues source(strategy.model());
     for (const Parameter& parameter : strategy.model().DeclaredParameters()) {
       const int wanted_by = rank_of(parameter);
       if (wanted_by < 0) continue;
+      if (strategy.model().IsPacked(parameter)) {
+        if (wanted_by != ranks.rank() || !status.ok()) continue;
+        status = CatchTorchErrors("visit", [&]() -> absl::Status {
+          TANDEM_ASSIGN_OR_RETURN(const at::Tensor whole, source.Of(parameter));
+          return visit(parameter.spec.name, whole.to(at::kFloat));
+        });
+        continue;
+      }
       const std::vector<Holding> holdings = strategy.Holdings(parameter, wanted_by);
       const bool holds = std::any_of(holdings.begin(), holdings.end(), [&](const Holding& holding) {
         return holding.rank == ranks.rank();
@@ -128,6 +138,11 @@ absl::Status Strategy::LoadParameters(const NamedTensors& parameters) {
   return CatchTorchErrors("cannot replace parameters", [&]() -> absl::Status {
     TANDEM_ASSIGN_OR_RETURN(const auto matched, model().Match(parameters));
     for (const auto& [parameter, whole] : matched) {
+      if (parameter->packed != nullptr) {
+        parameter->CopyFrom(whole);
+        NoteTransfer(Transfer::kRead, whole.nbytes());
+        continue;
+      }
       const at::Tensor part = PartOf(whole, *parameter);
       if (part.defined()) CopyMapped(HeldValues(*parameter), part);
     }

@@ -64,7 +64,7 @@ using LossFunction = absl::FunctionRef<absl::StatusOr<at::Tensor>(
 // The rows of a language model's output layer that a rank computes: only those of token ids, not
 // the padding rows behind them.
 struct OutputShard {
-  at::Tensor weight;  // [rows, H], in the type of the computation
+  ops::MatrixRows weight;  // [rows, H], in the type of the computation or packed
   loss::VocabularyShard vocabulary;
   std::optional<double> soft_cap = std::nullopt;  // of the logits (LinearCrossEntropyOptions)
 };
@@ -156,7 +156,8 @@ class Strategy {
   // it holds any, and alone if it holds all.
   virtual std::vector<Holding> Holdings(const Parameter& parameter, int wanted_by) const = 0;
   // Returns this rank's values of a parameter, float32: its shard of it, or flat the range that
-  // Holdings says. Undefined if it holds none. They share memory with the model.
+  // Holdings says. Undefined if it holds none, and for a packed parameter (Model::IsPacked), whose
+  // values are those of the model's files. They share memory with the model.
   virtual at::Tensor HeldValues(const Parameter& parameter) const;
   // Returns the part of a whole parameter that has the values of HeldValues: a view of `whole`,
   // whose other values need not be read.

@@ -7,6 +7,7 @@
 
 #include "common/base/errors/status_macros.h"
 #include "common/parallel/held_values.h"
+#include "common/parallel/source_values.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten/catch_torch_errors.h"
 #include "common/weights/weights_digest.h"
@@ -71,14 +72,26 @@ absl::StatusOr<std::string> ParametersDigest(Strategy& strategy, TensorSums& fro
       if (parameter.trainable || frozen.empty()) parameters.push_back(&parameter);
     }
     WeightsHasher hasher;
+    SourceValues source(strategy.model());
+    absl::Status read;
+    bool reads_source = false;
     for (size_t i = 0; i < parameters.size(); ++i) {
       // Of ranks that hold the same values, each reads some of the parameters.
       const int reader = static_cast<int>(i % static_cast<size_t>(strategy.ranks().size()));
+      if (strategy.model().IsPacked(*parameters[i])) {
+        reads_source = true;
+        if (reader != strategy.ranks().rank() || !read.ok()) continue;
+        const absl::StatusOr<at::Tensor> whole = source.Of(*parameters[i]);
+        read = whole.status();
+        if (read.ok()) hasher.Add(parameters[i]->spec.name, *whole);
+        continue;
+      }
       for (const Holding& holding : strategy.Holdings(*parameters[i], reader)) {
         if (holding.rank != strategy.ranks().rank()) continue;
         AddRange(holding.range, strategy.HeldValues(*parameters[i]).detach().reshape(-1), hasher);
       }
     }
+    if (reads_source) TANDEM_RETURN_IF_ERROR(ranks::Agree(strategy.ranks(), read));
     const TensorSums& own = hasher.Sums();
     at::Tensor sums = at::empty({static_cast<int64_t>(parameters.size()), 2}, at::kLong);
     int64_t* number = sums.mutable_data_ptr<int64_t>();

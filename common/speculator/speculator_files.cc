@@ -115,23 +115,32 @@ absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& di
   return speculator;
 }
 
+SpeculatorFiles FilesOf(const Speculator& speculator) {
+  const std::string& prefix = speculator.kind().file_prefix;
+  SpeculatorFiles files = {.tensors = {}, .config = speculator.config()};
+  for (const SpeculatorParameter& parameter : speculator.parameters()) {
+    files.tensors.emplace_back(absl::StrCat(prefix, parameter.spec.name), parameter.value);
+    for (const std::string& name : parameter.repeats) {
+      files.tensors.emplace_back(absl::StrCat(prefix, name), parameter.value);
+    }
+  }
+  return files;
+}
+
 absl::Status SaveSpeculator(const Speculator& speculator, const std::string& directory,
+                            DType dtype) {
+  return SaveSpeculator(FilesOf(speculator), directory, dtype);
+}
+
+absl::Status SaveSpeculator(const SpeculatorFiles& files, const std::string& directory,
                             DType dtype) {
   std::error_code error;
   fs::create_directories(SystemPath(directory), error);
   if (error) return FileError(error.value(), "cannot create", directory);
-  const std::string& prefix = speculator.kind().file_prefix;
-  NamedTensors tensors;
-  for (const SpeculatorParameter& parameter : speculator.parameters()) {
-    tensors.emplace_back(absl::StrCat(prefix, parameter.spec.name), parameter.value);
-    for (const std::string& name : parameter.repeats) {
-      tensors.emplace_back(absl::StrCat(prefix, name), parameter.value);
-    }
-  }
   const fs::path target(directory);
   TANDEM_RETURN_IF_ERROR(
-      WriteNamedTensors(target / "model.safetensors", tensors, dtype, {{"format", "pt"}}));
-  json config = speculator.config();
+      WriteNamedTensors(target / "model.safetensors", files.tensors, dtype, {{"format", "pt"}}));
+  json config = files.config;
   const char* const dtype_key =
       config.contains("dtype") && !config.contains("torch_dtype") ? "dtype" : "torch_dtype";
   config[dtype_key] = std::string(TorchDTypeName(dtype));

@@ -4,11 +4,13 @@
 #define TANDEM_COMMON_SPECULATOR_SPECULATOR_FILES_H_
 
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/speculator/speculator.h"
+#include "common/tensor/aten/named_tensors.h"
 #include "common/tensor/dtype.h"
 
 namespace tandem::speculator {
@@ -27,10 +29,21 @@ absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& di
 absl::StatusOr<std::unique_ptr<Speculator>> DeclareSpeculator(const std::string& directory,
                                                               const SpeculatorOptions& options);
 
+// What such a directory holds: tensors that share memory with the speculator, unless they are
+// replaced, and the keys of config.json.
+struct SpeculatorFiles {
+  NamedTensors tensors;
+  nlohmann::json config;
+};
+SpeculatorFiles FilesOf(const Speculator& speculator);
+
 // Writes such a directory, with tied tensors under all of their names as the reference
 // implementations have them, and config.json with the keys that it was read with. Each file is
 // replaced atomically.
 absl::Status SaveSpeculator(const Speculator& speculator, const std::string& directory,
+                            DType dtype = DType::kFloat32);
+
+absl::Status SaveSpeculator(const SpeculatorFiles& files, const std::string& directory,
                             DType dtype = DType::kFloat32);
 
 }  // namespace tandem::speculator

@@ -5,12 +5,18 @@
 #define TANDEM_SERVICES_TRAINING_CORE_COMPANION_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "common/tensor/aten/tensor_copies.h"
 #include "services/training_core/engine.h"
 
 namespace tandem::training {
+
+// Writes a companion's state into the directory of a checkpoint.
+using CompanionWriter = std::function<absl::Status(const std::string& directory)>;
 
 // Called on the engine thread of every rank; every rank makes the same calls. Functions may throw
 // c10::Error.
@@ -26,6 +32,9 @@ class Companion {
 
   // Writes files into the directory of a checkpoint. Called on rank 0 alone.
   virtual absl::Status Save(const std::string& directory) = 0;
+  // Adds copies of what Save writes to `copies`. Returns what writes them, when they have their
+  // values: it may run on another thread, while the companion trains. Called on rank 0 alone.
+  virtual absl::StatusOr<CompanionWriter> Copy(TensorCopies& copies) = 0;
 
   // Read and check a state, and change nothing: the one in a checkpoint, or that of the start.
   // Where the checkpoint has none of the companion, it goes on with its present weights if they are

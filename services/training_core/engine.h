@@ -20,6 +20,7 @@
 #include "common/base/files/confined_folder.h"
 #include "common/base/machine/rank_environment.h"
 #include "common/checkpoint/checkpoint.h"
+#include "common/kernels/weight_format.h"
 #include "common/model/config/compute_options.h"
 #include "common/model/config/lora.h"
 #include "common/model/model_summary.h"
@@ -75,6 +76,9 @@ struct TrainingOptions {
   int64_t max_samples = 0;
   std::vector<std::string> freeze;  // common/model/config/freeze.h
   LoraOptions lora = {};
+  // The storage of the matrices that lora does not train, and of other frozen models beside the
+  // trained one.
+  kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
   RouterLossCoefficients router_losses = {};
   ComputeOptions compute = {};
   // Whether checkpoints are written beside the next calls, from a copy of the state.

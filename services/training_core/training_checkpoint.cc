@@ -307,7 +307,7 @@ int64_t OptimizerSteps(const SaveSource& source) {
   return source.companion != nullptr ? source.companion->updates() : 0;
 }
 
-// Copies all that this rank writes but the companion; returns what writes it.
+// Copies all that this rank writes; returns what writes it.
 absl::StatusOr<WriteFiles> CopyState(const SaveSource& source, TensorCopies& copies) {
   parallel::Strategy& strategy = source.strategy;
   ranks::Communicator& ranks = *strategy.ranks().patient();
@@ -326,11 +326,21 @@ absl::StatusOr<WriteFiles> CopyState(const SaveSource& source, TensorCopies& cop
     TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, status));
     optimizer = *std::move(copied);
   }
+  CompanionWriter companion;
+  if (source.companion != nullptr) {
+    const auto copy = [&]() -> absl::Status {
+      TANDEM_ASSIGN_OR_RETURN(companion, source.companion->Copy(copies));
+      return copies.Finish();
+    };
+    TANDEM_RETURN_IF_ERROR(
+        OnRankZero(ranks, [&] { return CatchTorchErrors("copy of the companion", copy); }));
+  }
   return [rank = ranks.rank(), steps = OptimizerSteps(source), state = source.state, files,
-          weights = std::move(weights),
-          optimizer = std::move(optimizer)](const std::string& directory) -> absl::Status {
+          weights = std::move(weights), optimizer = std::move(optimizer),
+          companion = std::move(companion)](const std::string& directory) -> absl::Status {
     TANDEM_RETURN_IF_ERROR(files.Write(directory, SourceOf(weights)));
     if (optimizer) TANDEM_RETURN_IF_ERROR(optimizer(directory));
+    if (companion) TANDEM_RETURN_IF_ERROR(companion(directory));
     return rank == 0 ? WriteState(directory, steps, state) : absl::OkStatus();
   };
 }
@@ -344,8 +354,11 @@ WriteFiles LiveState(const SaveSource& source) {
     if (strategy.model().num_trainable_parameters() > 0) {
       TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, strategy.SaveOptimizer(directory)));
     }
-    return ranks.rank() == 0 ? WriteState(directory, OptimizerSteps(source), source.state)
-                             : absl::OkStatus();
+    if (ranks.rank() != 0) return absl::OkStatus();
+    if (source.companion != nullptr) {
+      TANDEM_RETURN_IF_ERROR(source.companion->Save(directory));
+    }
+    return WriteState(directory, OptimizerSteps(source), source.state);
   };
 }
 
@@ -376,11 +389,6 @@ absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory, const std::
             checkpoint::PendingCheckpoint::Begin(directory.path, name, save.identity_));
         return save.pending_.emplace(std::move(begun)).directory();
       }));
-  WrittenFiles written;
-  if (source.companion != nullptr) {
-    TANDEM_RETURN_IF_ERROR(OnRankZero(ranks, [&] { return source.companion->Save(save.target_); }));
-  }
-  save.written_ = written.Take();
   if (copies != nullptr) {
     TANDEM_ASSIGN_OR_RETURN(save.write_, CopyState(source, *copies));
   } else {
@@ -399,8 +407,8 @@ absl::StatusOr<checkpoint::Saved> StartedSave::Finish(ranks::Communicator& ranks
   const absl::Status status = CatchTorchErrors("checkpoint", [&] { return write_(target_); });
   write_ = nullptr;  // with the copies
   TANDEM_RETURN_IF_ERROR(ranks::Agree(ranks, status));
-  for (WrittenFile& file : written.Take()) written_.push_back(std::move(file));
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<WrittenFile> files, FilesOfAllRanks(ranks, written_));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<WrittenFile> files,
+                          FilesOfAllRanks(ranks, written.Take()));
   return ranks::FromRankZero<checkpoint::Saved>(ranks, [&]() -> absl::StatusOr<checkpoint::Saved> {
     TANDEM_ASSIGN_OR_RETURN(const checkpoint::Saved committed, (*std::move(pending)).Commit(files));
     TANDEM_RETURN_IF_ERROR(checkpoint::Prune(committed.path, identity_, keep_, in_use_));

@@ -69,16 +69,15 @@ class StartedSave {
   ConfinedPath directory_;
   std::string target_;                                     // the directory under construction
   std::optional<checkpoint::PendingCheckpoint> pending_;   // on rank 0 alone
-  std::vector<WrittenFile> written_;                       // by StartSave
-  std::function<absl::Status(const std::string&)> write_;  // this rank's other files
+  std::function<absl::Status(const std::string&)> write_;  // this rank's files
   checkpoint::Identity identity_;
   int64_t keep_ = 0;
   std::vector<std::string> in_use_;
 };
 
 // Starts to save directory/name. With `copies` Finish may run on another thread, and with another
-// process group, while the model trains on: all but the files of the companion, which are written
-// here, is copied there, and Finish must return before they are used again. Without, nothing may
+// process group, while the model and the companion train on: all is copied there, and Finish must
+// return before they are used again. Without, nothing may
 // change until Finish returns, in which a rank holds one tensor of the model beside its shard.
 absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory, const std::string& name,
                                       int64_t keep, const SaveSource& source, TensorCopies* copies,

@@ -133,6 +133,7 @@ absl::Status TrainingCore::Load(LoadOptions load, std::unique_ptr<parallel::Stra
   TANDEM_ASSIGN_OR_RETURN(load.placement, SetUpCompute(options_.compute));
   load.freeze = options_.freeze;
   load.lora = options_.lora;
+  load.placement.weight_format = options_.weight_format;
   load.computes_digest = false;
   TANDEM_ASSIGN_OR_RETURN(ranks_,
                           ranks::ServerRanks::Connect({.environment = options_.environment,

@@ -75,9 +75,17 @@ class CountingCompanion final : public Companion {
     if (std::exchange(fail_update, false)) throw std::runtime_error("beside the model");
     return absl::OkStatus();
   }
-  absl::Status Save(const std::string& directory) override {
+  absl::Status Save(const std::string& directory) override { return Write(directory, count); }
+  absl::StatusOr<CompanionWriter> Copy(TensorCopies&) override {
+    if (std::exchange(fail_copy, false)) throw std::runtime_error("no memory");
+    return CompanionWriter([this, copied = count](const std::string& directory) {
+      if (before_write != nullptr) before_write();
+      return Write(directory, copied);
+    });
+  }
+  static absl::Status Write(const std::string& directory, int updates) {
     std::filesystem::create_directory(directory + "/companion");
-    return WriteFileDurably(directory + "/companion/updates.txt", absl::StrCat(count));
+    return WriteFileDurably(directory + "/companion/updates.txt", absl::StrCat(updates));
   }
   int64_t updates() const override { return count; }
   absl::Status ReadCheckpoint(const LoadRequest& request, bool intact) override {
@@ -100,7 +108,8 @@ class CountingCompanion final : public Companion {
   bool read_intact = true;
   OptimizerState read_optimizer = OptimizerState::kKeep;
   std::string initial;
-  bool fail_update = false, refuse_read = false, fail_adopt = false;
+  bool fail_update = false, refuse_read = false, fail_adopt = false, fail_copy = false;
+  std::function<void()> before_write;  // of a copy, on the writer's thread
 };
 
 class TrainingCoreTest : public ::testing::Test {
@@ -457,6 +466,23 @@ TEST_F(BackgroundSaveTest, StepsRunWhileACheckpointIsWritten) {
   EXPECT_EQ(core_->Info().weights.version, saved_weights.version);
   EXPECT_EQ(core_->Info().weights.digest, saved_weights.digest);
   EXPECT_FALSE(Step(Identity(1)).value().replayed);
+}
+
+TEST_F(BackgroundSaveTest, ACompanionIsCopiedWithTheModel) {
+  int updates_at_write = 0;
+  companion_.before_write = [&] { updates_at_write = companion_.count; };
+  ASSERT_TRUE(Step(Identity(0)).ok());
+  companion_.fail_copy = true;
+  EXPECT_FALSE(core_->SaveCheckpoint({}, Request(1, true)).ok());
+  ASSERT_TRUE(core_->SaveCheckpoint({}, Request(1, true)).ok());
+  ASSERT_TRUE(Step(Identity(1)).ok());
+  ASSERT_TRUE(Step(Identity(2)).ok());
+  Write();
+  const auto saved = core_->SaveCheckpoint({}, Request(1, false));
+  ASSERT_TRUE(saved.ok()) << saved.status();
+  EXPECT_EQ(updates_at_write, 3);
+  ASSERT_TRUE(core_->LoadCheckpoint({}, {saved->path}).ok());
+  EXPECT_EQ(companion_.count, 1);
 }
 
 TEST_F(BackgroundSaveTest, NothingIsUnsavedOnceTheLastStateIsWritten) {

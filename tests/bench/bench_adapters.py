@@ -1,15 +1,19 @@
 """Adapters (LoRA) beside full training: seconds of a step, memory, bytes of an update.
 
     .venv/bin/python tests/bench/bench_adapters.py [--model DIR] [--rank 16] [--rounds 5]
+    .venv/bin/python tests/bench/bench_adapters.py --base      # bases in float32, bfloat16 and int8
 
-Both trainers make supervised steps on the same sequences, in fp32, on the same cores in turn. The
+The trainers make supervised steps on the same sequences, in fp32, on the same cores in turn. The
 memory is what a trainer has resident of its own after the steps, less the bytes of the model: the
-program's own and those of a micro-batch's activations are a part of it on both sides.
+program's own and those of a micro-batch's activations are a part of it on both sides. With --base
+they are trainers of adapters alone, whose frozen model is stored in different ways, and the memory
+is all that they have resident.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import tempfile
 from collections.abc import Callable
@@ -27,13 +31,10 @@ BARS = {"memory beyond the model": 0.1, "seconds of a step": 0.75, "bytes of an 
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has of its own, without mapped files."""
-    [line] = [
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("RssAnon:")
-    ]
-    return 1024 * int(line.split()[1])
+    """Bytes of memory that a process has of its own, swapped or not, without mapped files."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    parts = [line for line in lines if line.startswith(("RssAnon:", "VmSwap:"))]
+    return 1024 * sum(int(line.split()[1]) for line in parts)
 
 
 def stepper(trainer: TrainerClient, samples: list[SupervisedSample]) -> Callable[[], int]:
@@ -48,6 +49,64 @@ def stepper(trainer: TrainerClient, samples: list[SupervisedSample]) -> Callable
     return step
 
 
+# How a trainer of adapters stores its frozen model.
+BASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+}
+
+
+def compare_bases(options: argparse.Namespace, samples: list[SupervisedSample]) -> None:
+    """Measures trainers whose base models are stored in different ways, and prints."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(
+                LocalCluster(
+                    ClusterSettings(
+                        directory=Path(directory) / name,
+                        trainer={
+                            "model": str(options.model),
+                            "batch": {"micro_batch_tokens": options.micro_batch_tokens},
+                            "lora": {"rank": options.rank},
+                        }
+                        | stored,
+                    )
+                )
+            )
+            for name, stored in BASES.items()
+        }
+        pids = {name: one.trainer.process.pid for name, one in servers.items()}
+        loaded = {name: resident(pid) for name, pid in pids.items()}
+        most = dict(loaded)
+
+        def watched(name: str, step: Callable[[], int]) -> Callable[[], int]:
+            """Also notes the memory right after a step: what is free goes back later."""
+
+            def make() -> int:
+                tokens = step()
+                most[name] = max(most[name], resident(pids[name]))
+                return tokens
+
+            return make
+
+        alternate(
+            {
+                name: watched(name, stepper(TrainerClient(one.trainer.address), samples))
+                for name, one in servers.items()
+            },
+            peer="float32",
+            rounds=options.rounds,
+            unit="tokens",
+            pids=pids.values(),
+        )
+        for name in pids:
+            print(
+                f"  {name:9} resident {loaded[name] / 1e6:7.1f} MB once loaded, "
+                f"{most[name] / 1e6:7.1f} MB right after a step"
+            )
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -57,11 +116,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--micro-batch-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--base", action="store_true", help="compare how the base is stored")
     options = parser.parse_args()
 
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(20_000, (options.sequences, options.tokens), generator=generator)
     samples = [SupervisedSample(row[:1].tolist(), row[1:].tolist()) for row in batch]
+    if options.base:
+        compare_bases(options, samples)
+        return
     trained: dict[str, dict[str, Any]] = {"full": {}, "adapters": {"lora": {"rank": options.rank}}}
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:

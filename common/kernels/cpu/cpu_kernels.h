@@ -65,6 +65,19 @@ struct PackedLinearArgs {
   bool accumulate;
 };
 
+// The values of the panels [panel_begin, panel_end) of a packed matrix (packed_weight.h), input by
+// input: that of input k and output o is written to to[k * to_stride + o - kPanelOuts *
+// panel_begin], padding rows included.
+struct UnpackArgs {
+  WeightFormat format;
+  const void* w;
+  int64_t in;
+  int64_t panel_begin;
+  int64_t panel_end;
+  float* to;
+  int64_t to_stride;
+};
+
 // Causal attention of the query heads that share one key/value head, for consecutive rows of one
 // sequence. Row r is at position first_position + r and attends to the keys at positions 0 to its
 // own, or to those of its window. Keys and values are never repeated; the softmax runs online over
@@ -282,6 +295,7 @@ struct CpuKernels {
   const char* name;  // "portable", "avx2" or "avx512", the instruction set; or "aten"
   void (*linear)(const LinearArgs&) = nullptr;
   void (*packed_linear)(const PackedLinearArgs&) = nullptr;
+  void (*unpack)(const UnpackArgs&) = nullptr;
   void (*transposed_linear)(const TransposedLinearArgs&) = nullptr;
   void (*attention)(const AttentionArgs<float>&) = nullptr;
   void (*bfloat16_attention)(const AttentionArgs<uint16_t>&) = nullptr;

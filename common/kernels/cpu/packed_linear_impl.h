@@ -433,6 +433,29 @@ struct StraightSource {
   }
 };
 
+// Widens the first `count` inputs of a panel, which begins at `record`: those of input k are
+// written to `to` + k * stride.
+template <typename Panel>
+TANDEM_INLINE void WidenInputs(const char* record, int64_t count, float* to, int64_t stride) {
+  const auto widen = [&](const auto& group, int64_t begin, int eight, int i) TANDEM_INLINE_LAMBDA {
+    float* const at = to + (begin + eight * 8 + i) * stride;
+    Vec w[kVectors];
+    Panel::Weights(group, eight, i, w);
+    TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) {
+      Store(at + v * kWidth, InOrder<Panel::kUnitOrder>(w[v]));
+    }
+  };
+  for (int64_t begin = 0; begin < count; begin += kGroupInputs, record += Panel::kGroupBytes) {
+    const auto group = Panel::Open(record);
+    const auto inputs = static_cast<int>(Min(kGroupInputs, count - begin));
+    int eight = 0;
+    for (; eight * 8 + 8 <= inputs; ++eight) {
+      TANDEM_UNROLL for (int i = 0; i < 8; ++i) widen(group, begin, eight, i);
+    }
+    for (int i = 0; eight * 8 + i < inputs; ++i) widen(group, begin, eight, i);
+  }
+}
+
 // Packed panels that are widened to float32.
 template <typename Panel>
 struct WidenedSource {
@@ -449,26 +472,7 @@ struct WidenedSource {
     const char* from = panels.At(panel, k);
     if constexpr (std::is_same_v<Panel, Float32Format>) return {from, panels.panel_bytes, count};
     for (int p = 0; p < P; ++p, from += panels.panel_bytes) {
-      float* const to = buffer + p * count * kPanel;
-      const auto widen = [&](const auto& group, int64_t begin, int eight, int i)
-                             TANDEM_INLINE_LAMBDA {
-                               float* const at = to + (begin + eight * 8 + i) * kPanel;
-                               Vec w[kVectors];
-                               Panel::Weights(group, eight, i, w);
-                               TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) {
-                                 Store(at + v * kWidth, InOrder<Panel::kUnitOrder>(w[v]));
-                               }
-                             };
-      const char* record = from;
-      for (int64_t begin = 0; begin < count; begin += kGroupInputs, record += Panel::kGroupBytes) {
-        const auto group = Panel::Open(record);
-        const auto inputs = static_cast<int>(Min(kGroupInputs, count - begin));
-        int eight = 0;
-        for (; eight * 8 + 8 <= inputs; ++eight) {
-          TANDEM_UNROLL for (int i = 0; i < 8; ++i) widen(group, begin, eight, i);
-        }
-        for (int i = 0; eight * 8 + i < inputs; ++i) widen(group, begin, eight, i);
-      }
+      WidenInputs<Panel>(from, count, buffer + p * count * kPanel, kPanel);
     }
     return {reinterpret_cast<const char*>(buffer), count * kPanel * 4, count};
   }
@@ -653,6 +657,31 @@ void PackedLinear(const PackedLinearArgs& args) {
   }
 }
 
+template <typename Format>
+void UnpackPanels(const UnpackArgs& args) {
+  const int64_t bytes = Format::BytesOf(args.in);
+  float* to = args.to;
+  for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel, to += kPanel) {
+    WidenInputs<Format>(static_cast<const char*>(args.w) + panel * bytes, args.in, to,
+                        args.to_stride);
+  }
+}
+
+void Unpack(const UnpackArgs& args) {
+  switch (args.format) {
+    case WeightFormat::kFloat32:
+      return UnpackPanels<Float32Format>(args);
+    case WeightFormat::kBfloat16:
+      return UnpackPanels<Bfloat16Format>(args);
+    case WeightFormat::kInt8:
+      return UnpackPanels<Int8Format>(args);
+    case WeightFormat::kInt4:
+      return UnpackPanels<Int4Format>(args);
+    case WeightFormat::kDense:
+      return;  // not packed: a caller's error
+  }
+}
+
 // Multiplies R = a.rows rows by the outputs [o, end) of a row-major matrix, without a copy.
 template <int R>
 void MultiplyFewDenseRows(const LinearProduct& a, const float* w, int64_t o) {
@@ -690,6 +719,7 @@ void Linear(const LinearArgs& args) {
 constexpr CpuKernels WithLinear(CpuKernels kernels) {
   kernels.linear = Linear;
   kernels.packed_linear = PackedLinear;
+  kernels.unpack = Unpack;
   return kernels;
 }
 

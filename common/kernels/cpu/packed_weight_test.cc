@@ -319,6 +319,26 @@ TEST_P(LinearKernelTest, RowsAndOutputsDoNotDependOnTheSplit) {
   }
 }
 
+TEST_P(LinearKernelTest, UnpackedPanelsHaveTheValuesOfTheirRowsInputByInput) {
+  constexpr int64_t kPanel = 1, kPanels = 2, kStride = kPanels * kPanelOuts + 3;
+  for (const WeightFormat format : kFormats) {
+    for (const int64_t in : {1, 7, 8, 40, 96}) {
+      const int64_t out = (kPanel + kPanels) * kPanelOuts;
+      const Packed packed(format, out, in, RandomFloats(out * in, 3));
+      const Floats values = packed.Unpacked();
+      Floats to(in * kStride, 0.5f), expected = to;
+      for (int64_t k = 0; k < in; ++k) {
+        for (int64_t o = 0; o < kPanels * kPanelOuts; ++o) {
+          expected[k * kStride + o] = values[(kPanel * kPanelOuts + o) * in + k];
+        }
+      }
+      kernels_.unpack(
+          {format, packed.matrix().data, in, kPanel, kPanel + kPanels, to.data(), kStride});
+      EXPECT_EQ(to, expected) << static_cast<int>(format) << " " << in;
+    }
+  }
+}
+
 TEST_P(LinearKernelTest, NoRowsAndNoOutputsWriteNothing) {
   const Problem problem(WeightFormat::kBfloat16, 2, 40, 20);
   Floats y(40, 0.25f);

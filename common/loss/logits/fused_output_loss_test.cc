@@ -251,6 +251,41 @@ TEST(FusedOutputLossTest, ASoftCapOfTheLogitsEqualsTheOracle) {
   }
 }
 
+// The rows begin within a panel.
+TEST(FusedOutputLossTest, PackedRowsHaveTheBitsAndTheGradientsOfTheirValues) {
+  if (!ops::PackedWeight::IsSupported()) GTEST_SKIP() << "no kernels for packed weights";
+  for (const auto format : {kernels::WeightFormat::kBfloat16, kernels::WeightFormat::kInt8}) {
+    Problem p;
+    const auto packed = std::make_shared<const ops::PackedWeight>(format, kVocabulary + 5, kHidden);
+    packed->SetRows(3, p.weight);
+    const ops::MatrixRows rows = ops::MatrixRows(packed).Narrow(3, kVocabulary);
+    const at::Tensor values = packed->Rows(at::arange(3, 3 + kVocabulary, at::kLong));
+    const at::Tensor hidden = p.hidden.to(at::kFloat);
+    p.weight = values.to(at::kDouble);
+    const PolicyLossOptions options = {.entropy_coefficient = 0.2};
+    const Gradients expected = Oracle(p, options, {});
+    p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
+    for (const Way& way : kWays) {
+      SCOPED_TRACE(testing::Message()
+                   << LossImplName(way.impl) << " " << static_cast<int>(way.mode));
+      auto loss = LinearCrossEntropyLoss::Create(rows, {.impl = way.impl, .chunk_size = 5}).value();
+      auto dense = LinearCrossEntropyLoss::Create(values, {.impl = way.impl}).value();
+      OutputGradients gradients = {.hidden = at::zeros_like(hidden)};
+      PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create(options, p.tokens).value();
+      ASSERT_TRUE(loss->ForwardBackward(
+                          hidden, p.rows,
+                          [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
+                          gradients, way.mode)
+                      .ok());
+      EXPECT_NEAR(evaluator.Metrics().loss_total, expected.loss, 3e-5);
+      EXPECT_LT(MaxDifference(gradients.hidden, expected.hidden), 3e-5);
+      if (way.impl != LossImpl::kTiles) continue;
+      EXPECT_EQ(loss->LogProbs(hidden, p.rows).value().logprobs,
+                dense->LogProbs(hidden, p.rows).value().logprobs);
+    }
+  }
+}
+
 TEST(FusedOutputLossTest, K3CutEqualsTheOracle) {
   const Problem problem;
   for (const KlEstimator estimator : {KlEstimator::kK3, KlEstimator::kK3GradientK2}) {

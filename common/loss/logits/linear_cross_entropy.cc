@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -43,7 +44,8 @@ constexpr std::pair<absl::string_view, LossImpl> kConfiguredImpls[] = {
 // them. That holds for kTiles alone: recomputed, the others have tiles of few rows and all columns.
 // Ranks of a group, which may have different CPUs, must agree, because they exchange statistics
 // once per chunk. Float32 needs no agreement: no float32 product prefers to recompute.
-bool PrefersRecompute(const at::Tensor& weight, LossImpl impl, ops::TensorParallelGroup* group) {
+bool PrefersRecompute(const ops::MatrixRows& weight, LossImpl impl,
+                      ops::TensorParallelGroup* group) {
   const bool bfloat16 = weight.scalar_type() == at::kBFloat16;
   if (!weight.is_cpu() || (!bfloat16 && weight.scalar_type() != at::kFloat)) return false;
   const kernels::CpuKernels& cpu = kernels::GetCpuKernels();
@@ -94,10 +96,7 @@ class LinearCrossEntropyLoss::Call {
       scales_ = CopyToDevice(rows.temperatures, options_.device()).to(options_).reciprocal_();
     }
     const int64_t needed = grid_rows_ * (keep_ ? loss.weight_.size(0) : loss.tile_columns_);
-    if (!loss.buffer_.defined() || loss.buffer_.numel() < needed) {
-      loss.buffer_.reset();  // before there is a larger one
-      loss.buffer_ = at::empty({needed}, options_);
-    }
+    buffer_ = loss.buffer_->AtLeast(needed, options_);
   }
 
   // The number of rows that Statistics and Backward work on together.
@@ -171,8 +170,8 @@ class LinearCrossEntropyLoss::Call {
   int64_t Columns(int64_t tile) const {
     return std::min(loss_.tile_columns_, loss_.weight_.size(0) - FirstColumn(tile));
   }
-  at::Tensor Weight(int64_t tile) const {
-    return loss_.weight_.narrow(0, FirstColumn(tile), Columns(tile));
+  ops::MatrixRows Weight(int64_t tile) const {
+    return loss_.weight_.Narrow(FirstColumn(tile), Columns(tile));
   }
 
   template <typename Work>
@@ -193,8 +192,7 @@ class LinearCrossEntropyLoss::Call {
   // [rows, columns], contiguous: the tiles of a grid lie one after the other.
   at::Tensor Logits(const Grid& grid, int64_t tile) const {
     const int64_t before = grid.rows * (FirstColumn(tile) - FirstColumn(grid.first_tile));
-    return loss_.buffer_.narrow(0, before, grid.rows * Columns(tile))
-        .view({grid.rows, Columns(tile)});
+    return buffer_.narrow(0, before, grid.rows * Columns(tile)).view({grid.rows, Columns(tile)});
   }
 
   // Calls work(i) for [0, count). With parallel tiles each thread runs whole products: waiting for
@@ -209,12 +207,6 @@ class LinearCrossEntropyLoss::Call {
       const at::NoGradGuard no_grad;  // a setting of this thread
       for (int64_t i = begin; i < end; ++i) work(i);
     });
-  }
-
-  void Product(const at::Tensor& product, const at::Tensor& a, const at::Tensor& b,
-               bool accumulate) const {
-    (loss_.parallel_tiles_ ? ops::MatrixProductOnThread : ops::MatrixProductInto)(product, a, b,
-                                                                                  accumulate);
   }
 
   template <typename Work>
@@ -240,9 +232,11 @@ class LinearCrossEntropyLoss::Call {
     const at::Tensor input = input_.narrow(0, cell.begin, cell.count);
     if (loss_.parallel_tiles_ && product_type() == at::kFloat) {
       // The bits of a rollout server's logits, at about the speed of Product.
-      ops::LinearOnThread(cell.logits, input, Weight(cell.tile));
+      Weight(cell.tile).LinearOnThread(cell.logits, input);
+    } else if (loss_.parallel_tiles_) {
+      ops::MatrixProductOnThread(cell.logits, input, Weight(cell.tile).dense().t());
     } else {
-      Product(cell.logits, input, Weight(cell.tile).t(), /*accumulate=*/false);
+      Weight(cell.tile).MultiplyInto(cell.logits, input);
     }
     if (loss_.soft_cap_.has_value()) ops::SoftCap(cell.logits, *loss_.soft_cap_);
   }
@@ -274,8 +268,9 @@ class LinearCrossEntropyLoss::Call {
       const int64_t first = Columns(tile) * slice / slices;
       const int64_t columns = Columns(tile) * (slice + 1) / slices - first;
       const at::Tensor dz = GradientOf(Logits(grid, tile), product_type());
-      Product(weight.narrow(0, FirstColumn(tile) + first, columns),
-              dz.narrow(1, first, columns).t(), input, /*accumulate=*/true);
+      (loss_.parallel_tiles_ ? ops::MatrixProductOnThread : ops::MatrixProductInto)(
+          weight.narrow(0, FirstColumn(tile) + first, columns), dz.narrow(1, first, columns).t(),
+          input, /*accumulate=*/true);
     });
   }
 
@@ -310,8 +305,11 @@ class LinearCrossEntropyLoss::Call {
       const int64_t columns = std::min(end - FirstColumn(tile), Columns(tile)) - from;
       if (columns <= 0) continue;
       const at::Tensor dz = GradientOf(Logits(grid, tile), product_type());
-      Product(hidden, dz.narrow(0, row, count).narrow(1, from, columns),
-              Weight(tile).narrow(0, from, columns), /*accumulate=*/true);
+      Weight(tile)
+          .Narrow(from, columns)
+          .InputGradientInto(
+              hidden, dz.narrow(0, row, count).narrow(1, from, columns), /*accumulate=*/true,
+              loss_.parallel_tiles_ ? ops::PackThreads::kOne : ops::PackThreads::kAll);
     }
   }
 
@@ -323,10 +321,11 @@ class LinearCrossEntropyLoss::Call {
   const at::TensorOptions options_;      // of the logits
   at::Tensor input_;                     // [N, H] in the type of the products
   at::Tensor scales_;                    // [N], 1 / temperature; undefined for 1
+  at::Tensor buffer_;                    // of logits
 };
 
 absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::Create(
-    at::Tensor weight, const LinearCrossEntropyOptions& options) {
+    const ops::MatrixRows& weight, const LinearCrossEntropyOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckOutputWeight("weight", weight));
   const at::ScalarType logits_type = at::toOpMathType(weight.scalar_type());
   TANDEM_RETURN_IF_ERROR(CheckVocabularyShard(options.vocabulary, weight));
@@ -342,9 +341,10 @@ absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> LinearCrossEntropyLoss::
   TANDEM_RETURN_IF_ERROR(CheckSoftCap("soft_cap", options.soft_cap));
 
   std::unique_ptr<LinearCrossEntropyLoss> loss(new LinearCrossEntropyLoss);
-  loss->weight_ = weight.detach();
+  loss->weight_ = weight;
   loss->vocabulary_ = vocabulary;
   loss->soft_cap_ = options.soft_cap;
+  loss->buffer_ = options.buffer != nullptr ? options.buffer : std::make_shared<LogitsBuffer>();
   loss->logits_type_ = logits_type;
   loss->ChooseImpl(options.impl);
   loss->PlanMemory(options);

@@ -28,7 +28,9 @@
 #include "common/kernels/logit_blocks.h"
 #include "common/loss/logits/fused_output_loss.h"
 #include "common/loss/logits/logit_kernels.h"
+#include "common/loss/logits/logits_buffer.h"
 #include "common/loss/logits/vocabulary_shard.h"
+#include "common/ops/products/matrix_rows.h"
 
 namespace tandem::loss {
 
@@ -63,6 +65,8 @@ struct LinearCrossEntropyOptions {
   VocabularyShard vocabulary = {};
   // The layer's logits x are soft_cap tanh(x / soft_cap); positive.
   std::optional<double> soft_cap = std::nullopt;
+  // Where the logits are; nullptr: in memory of the loss alone.
+  std::shared_ptr<LogitsBuffer> buffer = nullptr;
 };
 
 // Not thread-safe. Methods may throw c10::Error as libtorch does.
@@ -75,7 +79,7 @@ class LinearCrossEntropyLoss {
   // make this call, in which they agree on the mode. INVALID_ARGUMENT for shapes and options,
   // UNIMPLEMENTED for other types.
   static absl::StatusOr<std::unique_ptr<LinearCrossEntropyLoss>> Create(
-      at::Tensor weight, const LinearCrossEntropyOptions& options = {});
+      const ops::MatrixRows& weight, const LinearCrossEntropyOptions& options = {});
 
   // Computes the loss of `rows` of `hidden` [T, H] through `function`, and adds its gradients.
   // If `num_greatest` is not nullptr, it is set to the number of rows whose label has the greatest
@@ -105,7 +109,7 @@ class LinearCrossEntropyLoss {
   absl::Status CheckRows(const at::Tensor& hidden, const OutputRows& rows) const;
   LossMode ModeFor(LossMode asked_for, int64_t rows) const;
 
-  at::Tensor weight_;
+  ops::MatrixRows weight_;
   VocabularyShard vocabulary_;
   std::optional<double> soft_cap_;
   at::ScalarType logits_type_ = at::kFloat;
@@ -118,7 +122,7 @@ class LinearCrossEntropyLoss {
   int64_t tile_columns_ = 0;
   int64_t chunk_rows_ = 0;
   int64_t tile_rows_ = 0;  // rows of a tile in kRecompute
-  at::Tensor buffer_;      // of logits; kept, because fresh memory is slow
+  std::shared_ptr<LogitsBuffer> buffer_;
 };
 
 }  // namespace tandem::loss

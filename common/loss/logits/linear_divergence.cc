@@ -293,7 +293,8 @@ class MixtureDivergence {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> LinearDivergenceLoss::Create(
-    at::Tensor weight, at::Tensor teacher_weight, const LinearDivergenceOptions& options) {
+    const ops::MatrixRows& weight, const ops::MatrixRows& teacher_weight,
+    const LinearDivergenceOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckOutputWeight("weight", weight));
   TANDEM_RETURN_IF_ERROR(CheckOutputWeight("teacher_weight", teacher_weight));
   if (teacher_weight.size(0) != weight.size(0)) {
@@ -312,8 +313,8 @@ absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> LinearDivergenceLoss::Crea
   loss->vocabulary_ = options.vocabulary.WithRows(weight.size(0));
   loss->soft_cap_ = options.soft_cap;
   loss->teacher_soft_cap_ = options.teacher_soft_cap;
-  loss->weight_ = weight.detach();
-  loss->teacher_weight_ = teacher_weight.detach();
+  loss->weight_ = weight;
+  loss->teacher_weight_ = teacher_weight;
   loss->logits_type_ = at::toOpMathType(weight.scalar_type());
   loss->own_kernels_ = loss->logits_type_ == at::kFloat && weight.is_cpu() &&
                        ops::GetKernelPath() == ops::KernelPath::kAuto;
@@ -396,8 +397,8 @@ absl::StatusOr<std::vector<double>> LinearDivergenceLoss::ForwardBackward(
                            .scales = scales.defined() ? rows_of(scales) : scales,
                            .divergence = divergence,
                            .soft_cap = soft_cap_};
-    ops::MatrixProductInto(logits.student, rows_of(input), weight_.t());
-    ops::MatrixProductInto(logits.teacher, rows_of(teacher_input), teacher_weight_.t());
+    weight_.MultiplyInto(logits.student, rows_of(input));
+    teacher_weight_.MultiplyInto(logits.teacher, rows_of(teacher_input));
     if (soft_cap_.has_value()) ops::SoftCap(logits.student, *soft_cap_);
     if (teacher_soft_cap_.has_value()) ops::SoftCap(logits.teacher, *teacher_soft_cap_);
     Statistics statistics =

@@ -34,6 +34,7 @@
 #include "common/loss/divergence.h"
 #include "common/loss/logits/fused_output_loss.h"
 #include "common/loss/logits/vocabulary_shard.h"
+#include "common/ops/products/matrix_rows.h"
 
 namespace tandem::loss {
 
@@ -63,7 +64,8 @@ class LinearDivergenceLoss {
   // costs one wait for the device. INVALID_ARGUMENT for shapes, devices and options, UNIMPLEMENTED
   // for other types.
   static absl::StatusOr<std::unique_ptr<LinearDivergenceLoss>> Create(
-      at::Tensor weight, at::Tensor teacher_weight, const LinearDivergenceOptions& options = {});
+      const ops::MatrixRows& weight, const ops::MatrixRows& teacher_weight,
+      const LinearDivergenceOptions& options = {});
 
   // Returns the divergence (nats) of every row of `hidden` [T, H] and `teacher_hidden` [T, H'],
   // whose types are that of the weights, or bfloat16 where it is float32; adds the gradient of
@@ -83,7 +85,7 @@ class LinearDivergenceLoss {
   absl::Status Check(const at::Tensor& hidden, const at::Tensor& teacher_hidden,
                      const DivergenceRows& rows, absl::Span<const double> scales) const;
 
-  at::Tensor weight_, teacher_weight_;
+  ops::MatrixRows weight_, teacher_weight_;
   VocabularyShard vocabulary_;
   std::optional<double> soft_cap_, teacher_soft_cap_;
   at::ScalarType logits_type_ = at::kFloat;

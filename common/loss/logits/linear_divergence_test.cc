@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -472,6 +473,41 @@ TEST(LinearDivergenceTest, PeakStaysWithinTheBudget) {
   measure();
   const ops::AtenKernels aten;
   measure();
+}
+
+TEST(LinearDivergenceTest, PackedRowsHaveTheDivergencesOfTheirValues) {
+  if (!ops::PackedWeight::IsSupported()) GTEST_SKIP() << "no kernels for packed weights";
+  const auto pack = [](const at::Tensor& values) {
+    auto packed = std::make_shared<const ops::PackedWeight>(kernels::WeightFormat::kInt8,
+                                                            values.size(0), values.size(1));
+    packed->SetRows(0, values);
+    return packed;
+  };
+  Problem p = Problem().To(at::kFloat);
+  const auto student = pack(p.weight), teacher = pack(p.teacher_weight);
+  const at::Tensor all = at::arange(kVocabulary, at::kLong);
+  p.weight = student->Rows(all);
+  p.teacher_weight = teacher->Rows(all);
+  for (const Divergence& divergence : kDivergences) {
+    const Result expected =
+        Compute(p.To(at::kDouble), divergence, *Make(p.To(at::kDouble)), at::kDouble);
+    const auto loss =
+        LinearDivergenceLoss::Create(ops::MatrixRows(student), ops::MatrixRows(teacher)).value();
+    OutputGradients gradients = {.hidden = at::zeros_like(p.hidden)};
+    const auto found =
+        loss->ForwardBackward(p.hidden, p.teacher_hidden, p.rows, divergence, p.scales, gradients);
+    ASSERT_TRUE(found.ok()) << found.status();
+    for (size_t i = 0; i < found->size(); ++i) {
+      EXPECT_NEAR((*found)[i], expected.divergences[i], 2e-5);
+    }
+    EXPECT_LT((gradients.hidden - expected.hidden).abs().max().item<double>(), 2e-5);
+    // A model has no divergence from itself, stored in the same way.
+    const auto same =
+        LinearDivergenceLoss::Create(ops::MatrixRows(student), ops::MatrixRows(student)).value();
+    const auto none =
+        same->ForwardBackward(p.hidden, p.hidden, p.rows, divergence, p.scales, gradients);
+    for (const double value : none.value()) EXPECT_NEAR(value, 0, 1e-6);
+  }
 }
 
 }  // namespace

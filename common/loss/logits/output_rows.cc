@@ -13,7 +13,7 @@
 
 namespace tandem::loss {
 
-absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight) {
+absl::Status CheckOutputWeight(absl::string_view name, const ops::MatrixRows& weight) {
   if (!weight.defined() || weight.dim() != 2 || !weight.is_contiguous()) {
     return InvalidField(name, "must be a contiguous [V, H] matrix");
   }
@@ -26,7 +26,7 @@ absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight)
 }
 
 absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
-                         const at::Tensor& weight) {
+                         const ops::MatrixRows& weight) {
   if (hidden.dim() != 2 || hidden.size(1) != weight.size(1)) {
     return InvalidField(name, "must be [T, H] with the H of the output layer");
   }
@@ -96,15 +96,16 @@ absl::Status AppendDivergences(const at::Tensor& numbers, int64_t first,
   return absl::OkStatus();
 }
 
-void AddOutputGradients(const at::Tensor& dz, const at::Tensor& input, const at::Tensor& weight,
-                        const at::Tensor& positions, OutputGradients& gradients) {
+void AddOutputGradients(const at::Tensor& dz, const at::Tensor& input,
+                        const ops::MatrixRows& weight, const at::Tensor& positions,
+                        OutputGradients& gradients) {
   if (gradients.weight.defined()) {
     ops::MatrixProductInto(gradients.weight, dz.t(), input, /*accumulate=*/true);
   }
   if (gradients.hidden.defined()) {
     const at::Tensor of_hidden =
         at::empty(input.sizes(), input.options().dtype(at::toOpMathType(weight.scalar_type())));
-    ops::MatrixProductInto(of_hidden, dz, weight);
+    weight.InputGradientInto(of_hidden, dz, /*accumulate=*/false);
     gradients.hidden.index_add_(0, positions, of_hidden.to(gradients.hidden.scalar_type()));
   }
 }

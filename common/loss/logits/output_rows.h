@@ -15,18 +15,19 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "common/loss/logits/fused_output_loss.h"
+#include "common/ops/products/matrix_rows.h"
 
 namespace tandem::loss {
 
 // Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H];
 // UNIMPLEMENTED unless it is float32, float64 or bfloat16.
-absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight);
+absl::Status CheckOutputWeight(absl::string_view name, const ops::MatrixRows& weight);
 
 // The following five return INVALID_ARGUMENT.
 
 // Checks hidden states: [T, H], in the type of the weight, or bfloat16 if that is float32.
 absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
-                         const at::Tensor& weight);
+                         const ops::MatrixRows& weight);
 // Checks that the indices are in [0, end). The error says that an index is outside `outside`.
 absl::Status CheckIndices(absl::string_view name, absl::Span<const int64_t> indices, int64_t end,
                           absl::string_view outside);
@@ -51,8 +52,9 @@ absl::Status AppendDivergences(const at::Tensor& numbers, int64_t first,
 // Adds the gradients of the output layer `weight` [V, H] and of its input to `gradients`, where
 // they are wanted, from `dz` [n, V], the gradient of the logits, and `input` [n, H], both in the
 // type of the weight. `positions` [n] are the rows of gradients.hidden.
-void AddOutputGradients(const at::Tensor& dz, const at::Tensor& input, const at::Tensor& weight,
-                        const at::Tensor& positions, OutputGradients& gradients);
+void AddOutputGradients(const at::Tensor& dz, const at::Tensor& input,
+                        const ops::MatrixRows& weight, const at::Tensor& positions,
+                        OutputGradients& gradients);
 
 // Rows of each chunk when `count` rows are divided into equal chunks of at most `max_rows`.
 int64_t EqualChunkRows(int64_t count, int64_t max_rows);

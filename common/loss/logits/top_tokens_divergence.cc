@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -80,14 +81,15 @@ BucketGradients GradientsOf(const Buckets& buckets, const Divergence& divergence
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<TopTokensDivergenceLoss>> TopTokensDivergenceLoss::Create(
-    at::Tensor weight, const TopTokensDivergenceOptions& options) {
+    const ops::MatrixRows& weight, const TopTokensDivergenceOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckOutputWeight("weight", weight));
   TANDEM_RETURN_IF_ERROR(CheckVocabularyShard(options.vocabulary, weight));
   TANDEM_RETURN_IF_ERROR(CheckSoftCap("soft_cap", options.soft_cap));
   std::unique_ptr<TopTokensDivergenceLoss> loss(new TopTokensDivergenceLoss);
-  loss->weight_ = weight.detach();
+  loss->weight_ = weight;
   loss->vocabulary_ = options.vocabulary.WithRows(weight.size(0));
   loss->soft_cap_ = options.soft_cap;
+  loss->buffer_ = options.buffer != nullptr ? options.buffer : std::make_shared<LogitsBuffer>();
   loss->logits_type_ = at::toOpMathType(weight.scalar_type());
   const LogitKernels* const own = OwnLogitKernels(weight.device(), loss->logits_type_);
   loss->kernels_ = own == nullptr ? &kAtenLogitKernels : own;
@@ -159,19 +161,16 @@ absl::StatusOr<TopTokensDivergenceLoss::Result> TopTokensDivergenceLoss::Forward
   const at::Tensor teacher_logprobs = on_device(rows.logprobs, at::kFloat, at::kDouble);
 
   const int64_t chunk_rows = EqualChunkRows(count, chunk_rows_);
-  if (!buffer_.defined() || buffer_.numel() < chunk_rows * width) {
-    buffer_.reset();  // before there is a larger one
-    buffer_ = at::empty({chunk_rows * width}, options);
-  }
+  const at::Tensor& buffer = buffer_->AtLeast(chunk_rows * width, options);
   for (int64_t begin = 0; begin < count; begin += chunk_rows) {
     const int64_t size = std::min(chunk_rows, count - begin);
     const auto rows_of = [&](const at::Tensor& x) { return x.narrow(0, begin, size); };
-    LogitTile tile = {.logits = buffer_.narrow(0, 0, size * width).view({size, width}),
+    LogitTile tile = {.logits = buffer.narrow(0, 0, size * width).view({size, width}),
                       .first_label = 0,
                       .labels = at::full({size}, -1, ids.options()),  // none
                       .scales = {},
                       .soft_cap = soft_cap_};
-    ops::MatrixProductInto(tile.logits, rows_of(input), weight_.t());
+    weight_.MultiplyInto(tile.logits, rows_of(input));
     if (soft_cap_.has_value()) ops::SoftCap(tile.logits, *soft_cap_);
     const TopColumns top(rows_of(ids), vocabulary_.first, width);
     const at::Tensor own_logits = tile.logits.gather(1, top.columns);

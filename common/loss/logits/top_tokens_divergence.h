@@ -31,7 +31,9 @@
 #include "common/loss/divergence.h"
 #include "common/loss/logits/fused_output_loss.h"
 #include "common/loss/logits/logit_kernels.h"
+#include "common/loss/logits/logits_buffer.h"
 #include "common/loss/logits/vocabulary_shard.h"
+#include "common/ops/products/matrix_rows.h"
 
 namespace tandem::loss {
 
@@ -55,6 +57,8 @@ struct TopTokensDivergenceOptions {
   // As in LinearDivergenceOptions.
   VocabularyShard vocabulary = {};
   std::optional<double> soft_cap = std::nullopt;
+  // As in LinearCrossEntropyOptions.
+  std::shared_ptr<LogitsBuffer> buffer = nullptr;
 };
 
 // Not thread-safe. Methods may throw c10::Error as libtorch does.
@@ -62,7 +66,7 @@ class TopTokensDivergenceLoss {
  public:
   // `weight` [V, H] is as in LinearDivergenceLoss::Create, and so are the errors.
   static absl::StatusOr<std::unique_ptr<TopTokensDivergenceLoss>> Create(
-      at::Tensor weight, const TopTokensDivergenceOptions& options = {});
+      const ops::MatrixRows& weight, const TopTokensDivergenceOptions& options = {});
 
   // One number per row.
   struct Result {
@@ -84,13 +88,13 @@ class TopTokensDivergenceLoss {
   absl::Status Check(const at::Tensor& hidden, const TopTokenRows& rows,
                      absl::Span<const double> scales) const;
 
-  at::Tensor weight_;
+  ops::MatrixRows weight_;
   VocabularyShard vocabulary_;
   std::optional<double> soft_cap_;
   at::ScalarType logits_type_ = at::kFloat;
   const LogitKernels* kernels_ = nullptr;
   int64_t chunk_rows_ = 0;
-  at::Tensor buffer_;  // of logits; kept, because fresh memory is slow
+  std::shared_ptr<LogitsBuffer> buffer_;
 };
 
 }  // namespace tandem::loss

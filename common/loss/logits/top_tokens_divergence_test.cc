@@ -8,12 +8,15 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "common/base/errors/error.h"
 #include "common/base/errors/not_finite.h"
+#include "common/loss/logits/linear_cross_entropy.h"
 #include "common/loss/logits/linear_divergence.h"
 #include "common/loss/testing/float64.h"
 #include "common/loss/testing/metered_memory.h"
@@ -317,6 +320,26 @@ TEST(TopTokensDivergenceTest, ChunksDoNotChangeTheResult) {
   }
 }
 
+// The loss of a step and the divergence behind it take one buffer.
+TEST(TopTokensDivergenceTest, LogitsMayHaveTheMemoryOfAnotherLoss) {
+  const Problem p;
+  const auto shared = std::make_shared<LogitsBuffer>();
+  const auto policy =
+      LinearCrossEntropyLoss::Create(p.weight, {.impl = LossImpl::kAten, .buffer = shared}).value();
+  const auto loss = Make(p, {.buffer = shared});
+  const OutputRows rows = {.positions = p.positions,
+                           .labels = std::vector<int64_t>(p.positions.size(), 3)};
+  const at::TensorOptions doubles = at::TensorOptions().dtype(at::kDouble);
+  const std::vector<double> before = policy->LogProbs(p.hidden, rows).value().logprobs;
+  for (const Divergence& divergence : kDivergences) {
+    ExpectClose(Compute(p, divergence, *loss, at::kDouble), Compute(p, divergence), 1e-15);
+    const at::Tensor memory = shared->AtLeast(0, doubles);
+    EXPECT_EQ(policy->LogProbs(p.hidden, rows).value().logprobs, before);
+    EXPECT_TRUE(shared->AtLeast(0, doubles).is_same(memory));
+    EXPECT_EQ(memory.numel(), kRows * kVocabulary);
+  }
+}
+
 TEST(TopTokensDivergenceTest, UndefinedGradientsAreNotComputedAndOthersAreAddedTo) {
   const Problem p;
   const Result both = Compute(p, kReverse);
@@ -418,6 +441,26 @@ TEST(TopTokensDivergenceTest, PeakStaysWithinTheBudget) {
   measure();
   const ops::AtenKernels aten;
   measure();
+}
+
+TEST(TopTokensDivergenceTest, PackedRowsHaveTheDivergencesOfTheirValues) {
+  if (!ops::PackedWeight::IsSupported()) GTEST_SKIP() << "no kernels for packed weights";
+  Problem p = Problem().To(at::kFloat);
+  const auto packed = std::make_shared<const ops::PackedWeight>(kernels::WeightFormat::kBfloat16,
+                                                                kVocabulary, kHidden);
+  packed->SetRows(0, p.weight);
+  p.weight = packed->Rows(at::arange(kVocabulary, at::kLong));
+  for (const Divergence& divergence : kDivergences) {
+    const Result expected = Compute(p.To(at::kDouble), divergence);
+    const auto loss = TopTokensDivergenceLoss::Create(ops::MatrixRows(packed)).value();
+    OutputGradients gradients = {.hidden = at::zeros_like(p.hidden)};
+    const auto found =
+        loss->ForwardBackward(p.hidden, p.rows(), divergence, p.scales, gradients).value();
+    for (size_t i = 0; i < kRows; ++i) {
+      EXPECT_NEAR(found.divergences[i], expected.divergences[i], 2e-5);
+    }
+    EXPECT_LT((gradients.hidden - expected.hidden).abs().max().item<double>(), 2e-5);
+  }
 }
 
 }  // namespace

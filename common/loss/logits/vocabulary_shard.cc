@@ -5,7 +5,7 @@
 
 namespace tandem::loss {
 
-absl::Status CheckVocabularyShard(const VocabularyShard& shard, const at::Tensor& weight) {
+absl::Status CheckVocabularyShard(const VocabularyShard& shard, const ops::MatrixRows& weight) {
   const int64_t rows = weight.size(0);
   if (shard.is_whole()) return absl::OkStatus();
   if (rows < 1 || rows > shard.most_rows || shard.first < 0 || shard.first + rows > shard.size) {

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "absl/status/status.h"
+#include "common/ops/products/matrix_rows.h"
 #include "common/ops/shards/tensor_parallel_group.h"
 
 namespace tandem::loss {
@@ -33,7 +34,7 @@ struct VocabularyShard {
 };
 
 // Returns INVALID_ARGUMENT for "vocabulary" if `weight` [rows, H] cannot be this rank's rows.
-absl::Status CheckVocabularyShard(const VocabularyShard& shard, const at::Tensor& weight);
+absl::Status CheckVocabularyShard(const VocabularyShard& shard, const ops::MatrixRows& weight);
 
 }  // namespace tandem::loss
 

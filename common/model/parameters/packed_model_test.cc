@@ -233,7 +233,7 @@ TEST_F(PackedModelFilesTest, AreNotWritten) {
   const auto model = TinyModel("llama", {}, Options(WeightFormat::kInt8));
   EXPECT_EQ(model->Save(directory_).code(), absl::StatusCode::kUnimplemented);
   EXPECT_THROW(model->Parameters(), c10::Error);
-  EXPECT_THROW(model->head_rows(), c10::Error);
+  EXPECT_THROW(model->head_rows().dense(), c10::Error);
 }
 
 TEST(PackedModelTest, AnUpdateReplacesEveryValue) {
@@ -363,6 +363,10 @@ TEST(PackedModelTest, WhatCannotBePackedIsRefused) {
   const char* const field = "placement.weight_format";
   LoadOptions options = Options(WeightFormat::kInt8);
   options.requires_grad = true;
+  EXPECT_EQ(path(options), field);
+  options.lora = {.rank = 2, .alpha = 4, .target_modules = {kAllLinear}};
+  EXPECT_TRUE(Model::Random(TinyConfig(), 1, options).ok());
+  options.without_memory = true;
   EXPECT_EQ(path(options), field);
   options = Options(WeightFormat::kInt8);
   options.placement.dtype = at::kBFloat16;

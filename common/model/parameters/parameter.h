@@ -24,8 +24,9 @@ struct Placement {
   // The type of the computation, float32 or bfloat16. Parameters that do not train are stored in
   // it; those that train are stored in float32, and linear maps multiply a copy.
   at::ScalarType dtype = at::kFloat;
-  // The storage of the linear maps, the embedding and the head. A packed format is for a model that
-  // only infers, on the CPU in float32 (`dtype`); norms and biases are then float32.
+  // The storage of the linear maps, the embedding and the head, but for those that train. A packed
+  // format is for a model that only infers, that is frozen or whose adapters train, on the CPU in
+  // float32 (`dtype`); norms and biases are then float32.
   kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
   // The type whose values passes read of the same matrices: float32, or bfloat16 for the bits of a
   // model that packs them in bfloat16. A model that trains keeps float32 masters and reads rounded
@@ -79,6 +80,10 @@ struct Parameter {
   bool rounded = false;
 
   bool has_own_memory() const { return buffer == kOwnMemory; }
+  // Whether a model of that format has it packed, in this process or in another one.
+  bool IsPackedIn(kernels::WeightFormat format) const {
+    return !trainable && IsPacked(spec, format);
+  }
   // Whether this process holds a shard of it.
   bool held() const { return value.defined() || packed != nullptr; }
   // Copies this process's shard of `whole`, of any device and floating-point type, in. Needs

@@ -107,7 +107,7 @@ Parameter* ParameterStore::FindMutable(const std::string& name) {
 }
 
 bool ParameterStore::IsPacked(const Parameter& parameter) const {
-  return tandem::IsPacked(parameter.spec, placement_.weight_format);
+  return parameter.IsPackedIn(placement_.weight_format);
 }
 
 bool ParameterStore::HasRoundedCopies() const {

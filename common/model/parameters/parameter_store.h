@@ -85,7 +85,7 @@ class ParameterStore {
   // Whether linear maps have copies of the experts in `buffer`, on a GPU: there one operation
   // multiplies by all of a layer, which must lie at equal distances (ops::AreStacked).
   bool StacksCopies(int64_t buffer) const;
-  // Whether a parameter is stored packed: the matrices of a model with a packed format are.
+  // Whether a parameter is stored packed: in a packed format the matrices that do not train are.
   bool IsPacked(const Parameter& parameter) const;
   // Whether linear maps and the embedding read rounded copies of their values. In a model that only
   // infers the values are rounded themselves, and the caller of a store without memory rounds what

@@ -6,12 +6,15 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
+#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/device_kernels.h"
 #include "common/ops/linear/linear_stack.h"
 #include "common/ops/linear/low_rank_adapter.h"
+#include "common/ops/linear/saved_object.h"
 #include "common/ops/products/matrix_product.h"
 #include "common/ops/products/parallel_linear.h"
 
@@ -162,12 +165,46 @@ std::vector<at::Tensor> MastersOf(const std::vector<const LinearWeight*>& maps) 
   return masters;
 }
 
+// The products of maps that are packed, and do not train.
+class GroupedPackedFunction : public torch::autograd::Function<GroupedPackedFunction> {
+ public:
+  using Weights = std::vector<std::shared_ptr<const PackedWeight>>;
+
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const std::vector<Group>& groups) {
+    auto weights = std::make_shared<Weights>();
+    std::vector<int64_t> offsets;
+    for (const Group& group : groups) {
+      weights->push_back(group.map->packed());
+      offsets.push_back(group.begin);
+    }
+    offsets.push_back(groups.back().end);
+    context->saved_data["weights"] = SaveObject(std::move(weights));
+    context->saved_data["offsets"] = offsets;
+    return Multiply(x, groups);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list dys) {
+    const auto weights = SavedObject<Weights>(context->saved_data["weights"]);
+    const std::vector<int64_t> offsets = context->saved_data["offsets"].toIntVector();
+    const at::Tensor dy = dys[0].contiguous();
+    const at::Tensor dx = at::empty({dy.size(0), weights->front()->in()}, dy.options());
+    for (size_t i = 0; i < weights->size(); ++i) {
+      const int64_t begin = offsets[i], rows = offsets[i + 1] - begin;
+      (*weights)[i]->InputGradientInto(dx.narrow(0, begin, rows), dy.narrow(0, begin, rows),
+                                       /*first=*/0, /*accumulate=*/false);
+    }
+    return {dx, {}};
+  }
+};
+
 // Returns the products with the maps alone.
 at::Tensor BaseProducts(const at::Tensor& x, const std::vector<int64_t>& offsets,
                         const std::vector<const LinearWeight*>& maps) {
   const std::vector<Group> groups = GroupsWithRows(offsets, maps);
   if (groups.empty()) return at::empty({0, maps.front()->out()}, x.options());
-  if (maps.front()->is_packed() || !at::GradMode::is_enabled()) return Multiply(x, groups);
+  if (!at::GradMode::is_enabled()) return Multiply(x, groups);
+  if (maps.front()->is_packed()) return GroupedPackedFunction::apply(x, groups);
   std::vector<const LinearWeight*> with_rows;
   for (const Group& group : groups) with_rows.push_back(group.map);
   const std::vector<at::Tensor> masters = MastersOf(with_rows);

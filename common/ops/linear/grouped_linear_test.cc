@@ -74,6 +74,16 @@ TEST(GroupedLinearTest, PackedMapsHaveTheBitsOfALinearMap) {
       pointers.push_back(packed.back().get());
     }
     EXPECT_TRUE(at::equal(GroupedLinear(x, kOffsets, pointers), OneByOne(x, pointers)));
+
+    const at::AutoGradMode grad(true);
+    const at::Tensor leaf = x.detach().clone().requires_grad_(),
+                     each = x.detach().clone().requires_grad_();
+    const at::Tensor together = GroupedLinear(leaf, kOffsets, pointers);
+    const at::Tensor dy = at::randn(together.sizes());
+    together.backward(dy);
+    OneByOne(each, pointers).backward(dy);
+    EXPECT_TRUE(at::equal(together, OneByOne(x, pointers)));
+    EXPECT_TRUE(at::equal(leaf.grad(), each.grad()));
   }
 }
 

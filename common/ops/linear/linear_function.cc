@@ -3,6 +3,10 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <memory>
+#include <utility>
+
+#include "common/ops/linear/saved_object.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/matrix_product.h"
 
@@ -57,7 +61,36 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   }
 };
 
+class PackedLinearFunction : public torch::autograd::Function<PackedLinearFunction> {
+ public:
+  using Weight = std::shared_ptr<const PackedWeight>;
+  // A struct is no input to autograd, so no gradient flows into the bias.
+  struct Maps {
+    const Weight& weight;
+    const at::Tensor& bias;
+  };
+
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const Maps& maps) {
+    context->saved_data["weight"] = SaveObject(maps.weight);
+    return maps.weight->Linear(x, maps.bias, maps.weight->out());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list dys) {
+    const Weight weight = SavedObject<const PackedWeight>(context->saved_data["weight"]);
+    const at::Tensor dy = dys[0].contiguous();
+    const at::Tensor dx = at::empty({dy.size(0), weight->in()}, dy.options());
+    weight->InputGradientInto(dx, dy, /*first=*/0, /*accumulate=*/false);
+    return {dx, {}};
+  }
+};
+
 }  // namespace
+
+at::Tensor DifferentiableLinear(const at::Tensor& x,
+                                const std::shared_ptr<const PackedWeight>& weight,
+                                const at::Tensor& bias) {
+  return PackedLinearFunction::apply(x, PackedLinearFunction::Maps{weight, bias});
+}
 
 at::Tensor DifferentiableLinear(const at::Tensor& x, at::TensorList masters,
                                 at::TensorList bias_masters, const at::Tensor& weight,

@@ -4,6 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+
+#include "common/ops/products/packed_weight.h"
+
 namespace tandem::ops {
 
 // Returns x weight^T + bias [T, sum of outs] for several maps of one input x [T, in]. `weight`
@@ -13,6 +17,13 @@ namespace tandem::ops {
 // inference; gradients do not depend on the number of threads.
 at::Tensor DifferentiableLinear(const at::Tensor& x, at::TensorList masters,
                                 at::TensorList bias_masters, const at::Tensor& weight,
+                                const at::Tensor& bias);
+
+// Returns x weight^T + bias [T, out] for maps that do not train, x [T, in] float32 and bias [out]
+// or undefined. The gradient, that of x alone, is multiplied from the packed weights
+// (PackedWeight::InputGradientInto); nothing else is kept for it.
+at::Tensor DifferentiableLinear(const at::Tensor& x,
+                                const std::shared_ptr<const PackedWeight>& weight,
                                 const at::Tensor& bias);
 
 }  // namespace tandem::ops

@@ -109,11 +109,10 @@ at::Tensor LinearWeight::BaseFirst(const at::Tensor& x, int64_t outs) const {
 }
 
 at::Tensor LinearWeight::Base(const at::Tensor& x) const {
-  if (packed_ == nullptr && at::GradMode::is_enabled()) {
-    CheckFresh();
-    return DifferentiableLinear(x, weights_, biases_, compute_weight_, compute_bias_);
-  }
-  return Infer(x, compute_bias_);
+  if (!at::GradMode::is_enabled()) return Infer(x, compute_bias_);
+  if (packed_ != nullptr) return DifferentiableLinear(x, packed_, compute_bias_);
+  CheckFresh();
+  return DifferentiableLinear(x, weights_, biases_, compute_weight_, compute_bias_);
 }
 
 at::Tensor LinearWeight::Forward(const at::Tensor& x) const { return Adapted(Base(x), x); }
@@ -147,11 +146,13 @@ at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor
 
 at::Tensor LinearWeight::ForwardShard(const at::Tensor& x,
                                       const std::shared_ptr<TensorParallelGroup>& group) const {
-  CheckFresh();
-  const at::Tensor partial = packed_ == nullptr && at::GradMode::is_enabled()
-                                 ? DifferentiableLinear(x, weights_, {}, compute_weight_, {})
-                                 : Infer(x, /*bias=*/{});
-  return WithBias(ScatterSum(Adapted(partial, x), group));
+  const auto partial = [&] {
+    if (!at::GradMode::is_enabled()) return Infer(x, /*bias=*/{});
+    if (packed_ != nullptr) return DifferentiableLinear(x, packed_, /*bias=*/{});
+    CheckFresh();
+    return DifferentiableLinear(x, weights_, {}, compute_weight_, {});
+  };
+  return WithBias(ScatterSum(Adapted(partial(), x), group));
 }
 
 at::Tensor LinearWeight::ForwardSum(const at::Tensor& x,

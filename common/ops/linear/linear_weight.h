@@ -11,6 +11,7 @@
 
 #include "common/ops/linear/low_rank_adapter.h"
 #include "common/ops/products/linear_tile.h"
+#include "common/ops/products/matrix_rows.h"
 #include "common/ops/products/packed_weight.h"
 #include "common/ops/shards/tensor_parallel_group.h"
 
@@ -23,8 +24,8 @@ namespace tandem::ops {
 // respect to a copy are those of the masters. OnWeightsChanged() refreshes the copy; using a stale
 // copy throws c10::Error.
 //
-// The maps of a model that infers may be packed instead (packed_weight.h): then there are no
-// masters, x is float32, and a call with autograd throws c10::Error.
+// Maps that do not train may be packed instead (packed_weight.h): then there are no masters, x is
+// float32, and a gradient flows into x alone.
 //
 // Maps may have low-rank adapters. Their products are added to those of the maps in functions named
 // Forward…, and a row has the same bits with autograd and without.
@@ -86,12 +87,18 @@ class LinearWeight {
   int64_t in() const { return packed_ != nullptr ? packed_->in() : compute_weight_.size(1); }
   int64_t out() const { return packed_ != nullptr ? packed_->out() : compute_weight_.size(0); }
   bool is_packed() const { return packed_ != nullptr; }
+  // The packed maps; nullptr: they are dense.
+  const std::shared_ptr<const PackedWeight>& packed() const { return packed_; }
   // The parameters, one for each map; empty if the maps are packed.
   const std::vector<at::Tensor>& masters() const { return weights_; }
   // Returns the matrix that the products use: [sum of outs, in] in the type of the computation,
   // without autograd. Its storage stays the same for the life of the object. Throws c10::Error if
   // the maps are packed.
   const at::Tensor& compute_weight() const;
+  // Returns the same or the packed matrix.
+  MatrixRows rows() const {
+    return packed_ != nullptr ? MatrixRows(packed_) : MatrixRows(compute_weight());
+  }
 
  private:
   void RefreshCopy();

@@ -8,12 +8,37 @@
 #include <utility>
 
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/products/matrix_product.h"
 #include "common/ops/products/packed_memory.h"
 #include "common/ops/products/parallel_linear.h"
 #include "common/ops/threads/parallel_for.h"
 #include "common/ops/threads/pass_memory.h"
 
 namespace tandem::ops {
+namespace {
+
+// Returns the most panels of `in` inputs that are widened at a time: some MiB of float32, and on
+// one of several threads less.
+int64_t WidenedPanels(int64_t in, PackThreads threads) {
+  const int64_t values = threads == PackThreads::kOne ? 1 << 18 : 1 << 20;
+  constexpr int64_t kLeast = 4;  // fewer make products that are slow
+  return std::max(kLeast, values / (kernels::kPanelOuts * std::max<int64_t>(in, 1)));
+}
+
+void RunLinear(const kernels::PackedLinearArgs& whole, PackThreads threads) {
+  if (threads == PackThreads::kOne) return kernels::GetCpuKernels().packed_linear(whole);
+  ParallelLinear(whole.rows, whole.in, whole.out, [&](const LinearTile& tile) {
+    kernels::PackedLinearArgs args = whole;
+    args.x += tile.row_begin * whole.x_stride;
+    args.y += tile.row_begin * whole.y_stride;
+    args.rows = tile.row_end - tile.row_begin;
+    args.panel_begin = tile.panel_begin;
+    args.panel_end = tile.panel_end;
+    kernels::GetCpuKernels().packed_linear(args);
+  });
+}
+
+}  // namespace
 
 bool PackedWeight::IsSupported() { return kernels::GetCpuKernels().packed_linear != nullptr; }
 
@@ -88,6 +113,79 @@ void PackedWeight::MultiplyTile(const LinearTile& tile, const float* x, float* y
                                           .accumulate = false});
 }
 
+void PackedWeight::LinearInto(const at::Tensor& y, const at::Tensor& x, int64_t first,
+                              PackThreads threads) const {
+  const int64_t count = y.size(1);
+  TORCH_CHECK(!at::GradMode::is_enabled() && IsSupported() && y.is_contiguous() &&
+                  x.stride(1) == 1 && x.scalar_type() == at::kFloat && x.size(0) == y.size(0) &&
+                  x.size(1) == in() && first >= 0 && first + count <= out(),
+              "linear: x ", x.sizes(), ", y ", y.sizes(), ", outputs from ", first,
+              " on of a packed weight [", out(), ", ", in(), "]");
+  // The kernel begins with a panel.
+  const int64_t panel = first / kernels::kPanelOuts, before = first % kernels::kPanelOuts;
+  const at::Tensor whole = before == 0 ? y : at::empty({y.size(0), before + count}, y.options());
+  const auto* const panels =
+      static_cast<const char*>(matrix_.data) + panel * kernels::PanelBytes(matrix_.format, in());
+  RunLinear({.x = x.const_data_ptr<float>(),
+             .x_stride = x.stride(0),
+             .format = matrix_.format,
+             .w = panels,
+             .bias = nullptr,
+             .y = whole.mutable_data_ptr<float>(),
+             .y_stride = whole.size(1),
+             .rows = x.size(0),
+             .in = in(),
+             .out = whole.size(1),
+             .panel_begin = 0,
+             .panel_end = kernels::PanelCount(whole.size(1)),
+             .accumulate = false},
+            threads);
+  if (before > 0) y.copy_(whole.narrow(1, before, count));
+}
+
+void PackedWeight::InputGradientInto(const at::Tensor& dx, const at::Tensor& dy, int64_t first,
+                                     bool accumulate, PackThreads threads) const {
+  const int64_t end = first + dy.size(1);
+  TORCH_CHECK(!at::GradMode::is_enabled() && IsSupported() && dx.is_contiguous() &&
+                  dx.size(1) == in() && dx.size(0) == dy.size(0) && first >= 0 && end <= out() &&
+                  dx.scalar_type() == at::kFloat && dy.scalar_type() == at::kFloat,
+              "gradient dx ", dx.sizes(), " of dy ", dy.sizes(), ", outputs from ", first,
+              " on of a packed weight [", out(), ", ", in(), "]");
+  if (dy.size(1) == 0 && !accumulate) dx.zero_();
+  const int64_t begin_panel = first / kernels::kPanelOuts, end_panel = kernels::PanelCount(end);
+  const int64_t most = WidenedPanels(in(), threads);
+  at::Tensor widened;  // [in, outputs]
+  for (int64_t panel = begin_panel; panel < end_panel && dx.numel() > 0; panel += most) {
+    const int64_t panels = std::min(most, end_panel - panel), width = panels * kernels::kPanelOuts;
+    if (!widened.defined() || widened.size(1) != width) {
+      widened.reset();  // before there is another one
+      widened = at::empty({in(), width}, dx.options());
+    }
+    auto* const to = widened.mutable_data_ptr<float>();
+    const auto unpack = [&](int64_t begin, int64_t finish) {
+      kernels::GetCpuKernels().unpack({.format = matrix_.format,
+                                       .w = matrix_.data,
+                                       .in = in(),
+                                       .panel_begin = panel + begin,
+                                       .panel_end = panel + finish,
+                                       .to = to + begin * kernels::kPanelOuts,
+                                       .to_stride = width});
+    };
+    if (threads == PackThreads::kOne) {
+      unpack(0, panels);
+    } else {
+      ParallelFor(panels, kernels::kPanelOuts * in(), unpack);
+    }
+    // The outputs of the block that were asked for.
+    const int64_t block = panel * kernels::kPanelOuts;
+    const int64_t from = std::max(first, block), count = std::min(end, block + width) - from;
+    const at::Tensor columns = dy.narrow(1, from - first, count),
+                     weights = widened.narrow(1, from - block, count).t();
+    (threads == PackThreads::kOne ? MatrixProductOnThread : MatrixProductInto)(
+        dx, columns, weights, accumulate || from > first);
+  }
+}
+
 at::Tensor PackedWeight::LinearAdd(const at::Tensor& residual, const at::Tensor& x,
                                    const at::Tensor& bias) const {
   Multiply(x, bias, out(), residual, /*accumulate=*/true);
@@ -103,29 +201,20 @@ void PackedWeight::Multiply(const at::Tensor& x_in, const at::Tensor& bias, int6
               "linear: x ", x_in.sizes(), " against ", outs, " outputs of a packed weight [", out(),
               ", ", in(), "]");
   const at::Tensor x = x_in.stride(1) == 1 ? x_in : x_in.contiguous();
-  const kernels::PackedLinearArgs whole = {
-      .x = x.const_data_ptr<float>(),
-      .x_stride = x.stride(0),
-      .format = matrix_.format,
-      .w = matrix_.data,
-      .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
-      .y = y.mutable_data_ptr<float>(),
-      .y_stride = y.stride(0),
-      .rows = x.size(0),
-      .in = in(),
-      .out = outs,
-      .panel_begin = 0,
-      .panel_end = kernels::PanelCount(outs),
-      .accumulate = accumulate};
-  ParallelLinear(whole.rows, in(), outs, [&](const LinearTile& tile) {
-    kernels::PackedLinearArgs args = whole;
-    args.x += tile.row_begin * whole.x_stride;
-    args.y += tile.row_begin * whole.y_stride;
-    args.rows = tile.row_end - tile.row_begin;
-    args.panel_begin = tile.panel_begin;
-    args.panel_end = tile.panel_end;
-    kernels::GetCpuKernels().packed_linear(args);
-  });
+  RunLinear({.x = x.const_data_ptr<float>(),
+             .x_stride = x.stride(0),
+             .format = matrix_.format,
+             .w = matrix_.data,
+             .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
+             .y = y.mutable_data_ptr<float>(),
+             .y_stride = y.stride(0),
+             .rows = x.size(0),
+             .in = in(),
+             .out = outs,
+             .panel_begin = 0,
+             .panel_end = kernels::PanelCount(outs),
+             .accumulate = accumulate},
+            PackThreads::kAll);
 }
 
 }  // namespace tandem::ops

@@ -1,4 +1,4 @@
-// A matrix in a packed format: the weight of linear maps, or an embedding, of a model that infers.
+// A matrix in a packed format: the weight of linear maps, or an embedding, that does not train.
 #ifndef TANDEM_COMMON_OPS_PRODUCTS_PACKED_WEIGHT_H_
 #define TANDEM_COMMON_OPS_PRODUCTS_PACKED_WEIGHT_H_
 
@@ -12,10 +12,10 @@
 
 namespace tandem::ops {
 
-// The threads that pack rows.
+// The threads that pack rows or multiply.
 enum class PackThreads {
   kAll,  // as many as the caller computes with (at::get_num_threads)
-  kOne,  // the caller's alone, so that it can pack beside a thread that computes
+  kOne,  // the caller's alone, beside others that compute
 };
 
 class PackedWeight {
@@ -47,6 +47,15 @@ class PackedWeight {
   // Writes the tile's outputs of x weight^T to y, on the calling thread alone; row r is at
   // x + r * in() and y + r * out().
   void MultiplyTile(const LinearTile& tile, const float* x, float* y) const;
+  // Writes the outputs [first, first + n) of x weight^T to y [T, n], contiguous. The same bits.
+  void LinearInto(const at::Tensor& y, const at::Tensor& x, int64_t first,
+                  PackThreads threads = PackThreads::kAll) const;
+  // Writes the gradient by x of the outputs [first, first + n), dy W for dy [T, n] float32, to dx
+  // [T, in], contiguous, or adds it. The weights are widened to float32 some outputs at a time,
+  // whose products are added up in ascending order; the bits depend on the shapes, and not on the
+  // threads. No autograd. Throws std::bad_alloc.
+  void InputGradientInto(const at::Tensor& dx, const at::Tensor& dy, int64_t first, bool accumulate,
+                         PackThreads threads = PackThreads::kAll) const;
   // Adds all outputs to `residual` [T, out] in place, and returns that.
   at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x,
                        const at::Tensor& bias) const;

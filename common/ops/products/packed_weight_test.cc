@@ -2,10 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "common/ops/linear/embedding_weight.h"
 #include "common/ops/linear/linear_weight.h"
@@ -103,10 +106,75 @@ TEST_F(OpsPackedWeightTest, ALinearWeightMultipliesByItsPackedMaps) {
   EXPECT_THROW(linear.compute_weight(), c10::Error);
 }
 
-TEST(PackedWeightGradientTest, ThereIsNone) {
-  const auto packed = RandomWeight(WeightFormat::kFloat32, 21, 40);
-  const LinearWeight linear(packed, {}, {});
-  EXPECT_THROW(linear.Forward(at::ones({3, 40})), c10::Error);
+TEST_F(OpsPackedWeightTest, AnyOutputsHaveTheBitsOfTheWholeMap) {
+  for (const WeightFormat format : kFormats) {
+    const auto weight = RandomWeight(format, 150, 70);
+    const at::Tensor x = at::randn({30, 70}), whole = weight->Linear(x, {}, 150);
+    for (const auto& [first, count] : {std::pair{0, 150}, {16, 32}, {5, 40}, {149, 1}, {150, 0}}) {
+      const at::Tensor all = at::zeros({30, count}), one = at::zeros({30, count});
+      weight->LinearInto(all, x, first);
+      weight->LinearInto(one, x, first, PackThreads::kOne);
+      EXPECT_TRUE(at::equal(all, whole.narrow(1, first, count))) << first << " " << count;
+      EXPECT_TRUE(at::equal(one, all)) << first << " " << count;
+    }
+    EXPECT_THROW(weight->LinearInto(at::zeros({30, 41}), x, 110), c10::Error);
+  }
+}
+
+// The weights of 20,000 inputs are widened in several blocks.
+TEST(PackedWeightGradientTest, GradientsOfInputsAreThoseOfTheValuesInFloat64) {
+  const at::NoGradGuard no_grad;
+  for (const WeightFormat format : kFormats) {
+    for (const int64_t in : {70, 20000}) {
+      const auto weight = RandomWeight(format, 150, in);
+      const at::Tensor values = AllRows(*weight).to(at::kDouble);
+      for (const auto& [first, count] :
+           {std::pair{0, 150}, {16, 32}, {5, 140}, {149, 1}, {150, 0}}) {
+        for (const int64_t rows : {0, 1, 40}) {
+          const at::Tensor dy = at::randn({rows, count});
+          const at::Tensor exact = dy.to(at::kDouble).mm(values.narrow(0, first, count));
+          const at::Tensor dx = at::full({rows, in}, 3.0f), added = at::ones({rows, in});
+          weight->InputGradientInto(dx, dy, first, /*accumulate=*/false);
+          weight->InputGradientInto(added, dy, first, /*accumulate=*/true, PackThreads::kOne);
+          // Sums of at most 150 products of numbers near 1, of magnitudes up to 60.
+          EXPECT_TRUE(at::allclose(dx.to(at::kDouble), exact, 1e-6, 5e-5)) << first << " " << rows;
+          EXPECT_TRUE(at::allclose(added.to(at::kDouble), exact + 1, 1e-6, 5e-5)) << first;
+        }
+      }
+    }
+  }
+}
+
+TEST(PackedWeightGradientTest, GradientsOfInputsDoNotDependOnTheThreads) {
+  const at::NoGradGuard no_grad;
+  const int before = at::get_num_threads();
+  const auto weight = RandomWeight(WeightFormat::kInt8, 700, 5000);
+  const at::Tensor dy = at::randn({70, 700});
+  std::vector<at::Tensor> results;
+  for (const int threads : {1, 2, 3}) {
+    at::set_num_threads(threads);
+    weight->InputGradientInto(results.emplace_back(at::empty({70, 5000})), dy, 0, false);
+    EXPECT_TRUE(at::equal(results.back(), results.front()));
+  }
+  at::set_num_threads(before);
+}
+
+TEST(PackedWeightGradientTest, FlowsIntoTheInputAlone) {
+  const auto packed = RandomWeight(WeightFormat::kInt8, 21, 40);
+  const at::Tensor bias = at::randn({21});
+  const LinearWeight linear(packed, bias, {bias});
+  const at::Tensor x = at::randn({3, 40}).requires_grad_(), dy = at::randn({3, 21});
+  const at::Tensor y = linear.Forward(x), constant = linear.Forward(x.detach());
+  EXPECT_FALSE(constant.requires_grad());
+  y.backward(dy);
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(at::equal(y, linear.Forward(x)));
+  EXPECT_TRUE(at::allclose(x.grad().to(at::kDouble),
+                           dy.to(at::kDouble).mm(AllRows(*packed).to(at::kDouble)), 1e-6, 1e-5));
+}
+
+TEST(PackedWeightGradientTest, SomeColumnsHaveNone) {
+  const LinearWeight linear(RandomWeight(WeightFormat::kFloat32, 21, 40), {}, {});
   EXPECT_THROW(linear.BaseFirst(at::ones({3, 40}), 7), c10::Error);
 }
 

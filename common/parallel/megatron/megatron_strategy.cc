@@ -123,9 +123,9 @@ TokenRange MegatronStrategy::OutputTokensHere() const {
                       {.tensor = mesh_->at.tensor, .context = mesh_->at.context});
 }
 
-at::Tensor MegatronStrategy::OutputRowsOf(const at::Tensor& head) const {
+ops::MatrixRows MegatronStrategy::OutputRowsOf(const ops::MatrixRows& head) const {
   const Shard context = {.index = mesh_->at.context, .count = mesh_->shape.context};
-  return head.narrow(0, context.Begin(head.size(0)), OutputTokensHere().size);
+  return head.Narrow(context.Begin(head.size(0)), OutputTokensHere().size);
 }
 
 OutputShard MegatronStrategy::output_shard() {
@@ -142,7 +142,7 @@ OutputShard MegatronStrategy::output_shard() {
 
 at::Tensor MegatronStrategy::OutputGradient() {
   const at::Tensor gradient = Gradient(model_->lm_head_name());
-  return gradient.defined() ? OutputRowsOf(gradient) : gradient;
+  return gradient.defined() ? OutputRowsOf(gradient).dense() : gradient;
 }
 
 at::Tensor MegatronStrategy::Gradient(absl::string_view parameter) const {

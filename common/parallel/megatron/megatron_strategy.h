@@ -98,7 +98,7 @@ class MegatronStrategy : public Strategy {
   at::Tensor ShardOf(const at::Tensor& flat, const ranks::Communicator& holders) const;
   TokenRange OutputTokensHere() const;
   // Returns the rows of token ids that this rank computes: a view of the head's rows that it holds.
-  at::Tensor OutputRowsOf(const at::Tensor& head) const;
+  ops::MatrixRows OutputRowsOf(const ops::MatrixRows& head) const;
 
   // Returns this replica's micro-batches among 0 .. count-1, and with expert parallelism empty ones
   // up to the number of the first replica; or the first rank's error.

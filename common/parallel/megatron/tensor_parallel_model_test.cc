@@ -188,7 +188,7 @@ Result Train(const Model& model, const std::vector<int64_t>& lengths, const Grou
     gradients.hidden = hidden.grad();
   } else {
     // The rows of token ids; those behind them have no gradient.
-    const at::Tensor& rows_here = model.head_rows();
+    const at::Tensor rows_here = model.head_rows().dense();
     const Shard shard =
         group == nullptr ? Shard{} : Shard{.index = group->rank(), .count = group->size()};
     const int64_t first = shard.Begin(kVocabularyRows);

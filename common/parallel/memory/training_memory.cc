@@ -26,6 +26,8 @@ struct BlockSize {
   int64_t linear = 0;  // of linear maps, which are multiplied in the computation's type
   // Values of adapters, which the others count, too; they have gradients of their own.
   int64_t adapters = 0;
+  // Bytes of the matrices that are packed, and whose values the others do not count.
+  int64_t packed_bytes = 0;
   // Per token, what adapters keep for the backward pass.
   int64_t low_rank = 0;
 
@@ -78,6 +80,13 @@ absl::StatusOr<ShardedModel> Sharded(const TrainedModel& model, int64_t tensor_r
     sharded.experts.resize(count);
     const bool apart = spec.expert.has_value() && experts.count > 1;
     BlockSize& block = (apart ? sharded.experts : sharded.blocks)[static_cast<size_t>(spec.block)];
+    if (!trainable[i] && IsPacked(spec, model.weight_format)) {
+      if (!spec.IsIn(experts)) continue;
+      const std::vector<int64_t> shape =
+          spec.ShardOf(tensor_rank, tensor_ranks, experts).ShapeOf(spec.shape);
+      block.packed_bytes += kernels::PackedBytes(model.weight_format, shape[0], shape[1]);
+      continue;
+    }
     block.all += numel;
     if (trainable[i]) block.trained += numel;
     if (spec.adapts && trainable[i]) block.adapters += numel;
@@ -203,9 +212,11 @@ absl::StatusOr<MemoryPlan> SingleMemory(Recompute recompute, const TrainedModel&
     sum.all += block.all;
     sum.trained += block.trained;
     sum.linear += block.linear;
+    sum.packed_bytes += block.packed_bytes;
   }
   Items items(options);
   items.Add("weights", sum.all * kFloatBytes);
+  items.Add("packed_weights", sum.packed_bytes);
   items.AddComputeCopy(sum.linear * CopyBytes(options));
   items.Add("gradients", sum.trained * kFloatBytes);
   items.Add("optimizer", 2 * sum.trained * kFloatBytes);
@@ -231,10 +242,11 @@ absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompu
   TANDEM_ASSIGN_OR_RETURN(const ShardedModel model, Sharded(options, 0, 1));
   const auto shard = [&](int64_t numel) { return (numel + ranks - 1) / ranks; };
   const bool shards_parameters = zero.stage == 3, shards_gradients = zero.stage >= 2;
-  int64_t weights = 0, copies = 0, gradients = 0, optimized = 0;
+  int64_t weights = 0, packed_bytes = 0, copies = 0, gradients = 0, optimized = 0;
   for (int64_t index = 0; index <= model.last_block(); ++index) {
     const BlockSize& block = model.At(index);
     weights += shards_parameters ? shard(block.all) : block.all;
+    packed_bytes += block.packed_bytes;
     copies += shards_parameters ? shard(block.all) : block.linear;
     gradients += shards_gradients ? shard(model.Gradients(index)) : model.Gradients(index);
     // Where only some parameters train, a rank's shard may hold more of them than another's.
@@ -243,6 +255,7 @@ absl::StatusOr<MemoryPlan> ZeroMemory(const ZeroOptions& zero, Recompute recompu
   }
   Items items(options);
   items.Add("weights", weights * kFloatBytes);
+  items.Add("packed_weights", packed_bytes);
   if (shards_parameters) {
     const auto all = [&](int64_t block) { return model.At(block).all; };
     // A gathered copy in another type is there beside float32 memory for what is read as a master.
@@ -332,11 +345,12 @@ absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recom
     }
     return false;
   };
-  int64_t weights = 0, linear = 0, gradients = 0, optimized = 0;
+  int64_t weights = 0, packed_bytes = 0, linear = 0, gradients = 0, optimized = 0;
   // Adds values of which `holders` ranks hold the same.
   const auto add = [&](const BlockSize& block, int64_t holders) {
     const int64_t optimizer_ranks = megatron.use_distributed_optimizer ? holders : 1;
     weights += block.all;
+    packed_bytes += block.packed_bytes;
     linear += block.linear;
     gradients += block.gradients();
     optimized += std::min(block.trained, (block.all + optimizer_ranks - 1) / optimizer_ranks);
@@ -348,6 +362,7 @@ absl::StatusOr<MemoryPlan> MegatronMemory(const MegatronOptions& megatron, Recom
   }
   Items items(options);
   items.Add("weights", weights * kFloatBytes);
+  items.Add("packed_weights", packed_bytes);
   items.AddComputeCopy(linear * CopyBytes(options));
   items.Add("gradients", gradients * kFloatBytes);
   items.Add("optimizer", 2 * optimized * kFloatBytes);

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "common/base/machine/memory_plan.h"
+#include "common/kernels/weight_format.h"
 #include "common/model/config/lora.h"
 #include "common/model/config/model_config.h"
 #include "common/model/config/parameter_spec.h"
@@ -26,13 +27,16 @@ struct TrainedModel {
   bool freeze_all = false;               // LoadOptions::freeze_all: passes run without autograd
   DType dtype = DType::kFloat32;         // of the computation; weights are trained in float32
   DType weight_dtype = DType::kFloat32;  // whose values passes read (Placement::weight_dtype)
-  bool on_host = true;                   // whether the CPU computes
-  bool shared_prefixes = false;          // whether sequences of a micro-batch share prefixes
+  // Of the matrices that lora, or a frozen model, does not train (Placement::weight_format).
+  kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
+  bool on_host = true;           // whether the CPU computes
+  bool shared_prefixes = false;  // whether sequences of a micro-batch share prefixes
 };
 
 // Returns the items of one rank: "weights", "gradients", "optimizer", "activations" and
 // "rotary_tables", of a frozen model without the second and third; with a dtype or weight_dtype
-// other than float32 "compute_copy"; under `zero` what it gathers block by block. Weights,
+// other than float32 "compute_copy"; with a packed weight_format "packed_weights", which are not
+// among the weights; under `zero` what it gathers block by block. Weights,
 // gradients and optimizer state are those of the strategy, but for the rounding up of buffers;
 // activations are an upper estimate for micro-batches of `tokens` tokens in all, and as many of
 // them under way as a pipeline stage ever has. With expert parallelism they suppose that the

@@ -13,6 +13,7 @@
 #include "common/base/errors/error.h"
 #include "common/model/testing/image_batches.h"
 #include "common/model/testing/tiny_model_dir.h"
+#include "common/ops/products/packed_weight.h"
 #include "common/parallel/create_strategy.h"
 #include "common/parallel/testing/memory_meter.h"
 #include "common/parallel/testing/strategy_runs.h"
@@ -78,6 +79,7 @@ struct Case {
   bool freeze_all = false;
   LoraOptions lora = {};
   bool shared_prefixes = false;
+  kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
 };
 
 Case Adapted(const char* name, int ranks, const StrategyOptions& options,
@@ -87,6 +89,26 @@ Case Adapted(const char* name, int ranks, const StrategyOptions& options,
           .options = options,
           .family = family,
           .lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}}};
+}
+
+Case Packed(const char* name, int ranks, const StrategyOptions& options,
+            kernels::WeightFormat format, const char* family = "llama") {
+  Case packed = Adapted(name, ranks, options, family);
+  packed.weight_format = format;
+  return packed;
+}
+
+// The bytes of the packed matrices that a rank holds.
+int64_t PackedBytesOf(const Model& model) {
+  std::map<const ops::PackedWeight*, int64_t> bytes;
+  for (const Parameter& parameter : model.DeclaredParameters()) {
+    const ops::PackedWeight* const packed = parameter.packed.get();
+    if (packed == nullptr) continue;
+    bytes[packed] = kernels::PackedBytes(packed->format(), packed->out(), packed->in());
+  }
+  int64_t sum = 0;
+  for (const auto& [packed, of_one] : bytes) sum += of_one;
+  return sum;
 }
 
 Case Frozen(const char* name, int ranks, const StrategyOptions& options,
@@ -145,6 +167,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
                                        .freeze_all = c.freeze_all,
                                        .dtype = c.dtype,
                                        .weight_dtype = c.weight_dtype,
+                                       .weight_format = c.weight_format,
                                        .shared_prefixes = c.shared_prefixes},
                                       kTokens, ranks->rank(), ranks->size()));
 
@@ -155,6 +178,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
              .freeze_all = c.freeze_all,
              .lora = c.lora,
              .placement = {.dtype = ToScalarType(c.dtype),
+                           .weight_format = c.weight_format,
                            .weight_dtype = ToScalarType(c.weight_dtype)}});
     const auto input = [&](int64_t) {
       if (c.shared_prefixes) return SharedBatch();
@@ -181,6 +205,8 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
       ASSERT_TRUE(strategy->OptimizerStep({}).ok());
     };
     step();
+    EXPECT_EQ(PackedBytesOf(strategy->model()), items["packed_weights"]);
+    EXPECT_EQ(items["packed_weights"] > 0, c.weight_format != kernels::WeightFormat::kDense);
     const int64_t state = items["weights"] + items["compute_copy"] + items["gradients"] +
                           items["optimizer"] + items["rotary_tables"];
     // The rest that the plan leaves out weighs more beside a frozen model, a quarter of the state.
@@ -221,6 +247,12 @@ INSTANTIATE_TEST_SUITE_P(
         Adapted("Zero2Adapters", 2, Zero(ZeroOfStage(2))),
         Adapted("Zero3Adapters", 2, Zero(ZeroOfStage(3))),
         Adapted("Tp2Adapters", 2, Megatron({.tensor_model_parallel_size = 2})),
+        Packed("SinglePackedBfloat16", 1, Single(), kernels::WeightFormat::kBfloat16),
+        Packed("SinglePackedFull", 1, Single(Recompute::kFull), kernels::WeightFormat::kInt8),
+        Packed("SinglePackedInt8", 1, Single(), kernels::WeightFormat::kInt8, "qwen3_moe"),
+        Packed("Zero2PackedInt8", 2, Zero(ZeroOfStage(2)), kernels::WeightFormat::kInt8),
+        Packed("Tp2PackedInt4", 2, Megatron({.tensor_model_parallel_size = 2}),
+               kernels::WeightFormat::kInt4),
         Shared("SingleShared", 1, Single()),
         Shared("SingleSharedLatent", 1, Single(Recompute::kFull), "deepseek_v3"),
         Shared("Zero3Shared", 2, Zero(ZeroOfStage(3))),

@@ -8,6 +8,7 @@
 #include "absl/strings/string_view.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
+#include "common/kernels/weight_format.h"
 #include "common/model/config/compute_options.h"
 #include "common/model/config/lora.h"
 #include "common/model/config/model_config.h"
@@ -39,6 +40,20 @@ inline DType ComputeType(const config::v1::ComputeOptions& config) {
 
 inline DType WeightType(const config::v1::ComputeOptions& config) {
   return config.weight_dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+// Returns the format of the matrices that a trainer or critic does not train.
+template <typename Config>
+kernels::WeightFormat FrozenFormat(const Config& config) {
+  switch (config.quantization()) {
+    case types::v1::QUANTIZATION_INT8:
+      return kernels::WeightFormat::kInt8;
+    case types::v1::QUANTIZATION_INT4:
+      return kernels::WeightFormat::kInt4;
+    default:
+      return config.dtype() == "bfloat16" ? kernels::WeightFormat::kBfloat16
+                                          : kernels::WeightFormat::kDense;
+  }
 }
 
 // Returns the model config of the directory in the configuration's `field`, checked against its

@@ -162,6 +162,22 @@ absl::Status SpeculatorAdapter::SaveCheckpoint(const std::string& directory) con
   return SaveSpeculator(*speculator_, FolderIn(directory));
 }
 
+absl::StatusOr<std::function<absl::Status(const std::string& directory)>>
+SpeculatorAdapter::CopyCheckpoint(TensorCopies& copies) const {
+  SpeculatorFiles files = FilesOf(*speculator_);
+  at::Tensor last, copy;  // the names of a tied tensor follow each other
+  for (auto& [name, tensor] : files.tensors) {
+    if (!tensor.is_same(last)) {
+      last = tensor;
+      TANDEM_ASSIGN_OR_RETURN(copy, copies.Add(tensor));
+    }
+    tensor = copy;
+  }
+  return [files = std::move(files)](const std::string& directory) {
+    return SaveSpeculator(files, FolderIn(directory));
+  };
+}
+
 absl::StatusOr<std::unique_ptr<Speculator>> SpeculatorAdapter::ReadCheckpoint(
     const std::string& directory) const {
   const std::string folder = FolderIn(directory);

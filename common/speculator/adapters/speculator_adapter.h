@@ -14,6 +14,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -25,6 +26,7 @@
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_kind.h"
 #include "common/speculator/speculator_settings.h"
+#include "common/tensor/aten/tensor_copies.h"
 
 namespace tandem::speculator {
 
@@ -50,6 +52,10 @@ class SpeculatorAdapter {
 
   // Writes `directory`/speculator, which LoadSpeculator reads.
   absl::Status SaveCheckpoint(const std::string& directory) const;
+  // Adds copies of what SaveCheckpoint writes to `copies`, and returns what writes them once they
+  // have their values; it may run on another thread, while the speculator trains.
+  absl::StatusOr<std::function<absl::Status(const std::string& directory)>> CopyCheckpoint(
+      TensorCopies& copies) const;
 
   // Reads `directory`/speculator, which must have the attached speculator's kind, settings and
   // shapes, into memory of its own. NOT_FOUND where the checkpoint has no speculator;

@@ -12,10 +12,13 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "common/base/errors/error.h"
+#include "common/base/files/atomic_file.h"
 #include "common/speculator/speculator_files.h"
+#include "common/tensor/aten/tensor_copies.h"
 
 namespace tandem::speculator {
 namespace {
@@ -95,6 +98,27 @@ TEST_P(SpeculatorAdapterTest, TheLossFallsAndNoGradientReachesTheBaseModel) {
 TEST_P(SpeculatorAdapterTest, ACheckpointIsLoadedAloneAndByTheAdapter) {
   const auto adapter = Attached(Settings());
   ASSERT_TRUE(adapter->SaveCheckpoint(directory_).ok());
+  // A copy writes the same files, whatever the speculator has become.
+  TensorCopies copies;
+  copies.Begin();
+  const auto write = adapter->CopyCheckpoint(copies);
+  ASSERT_TRUE(write.ok() && copies.Finish().ok()) << write.status();
+  const std::vector<at::Tensor> values = [&] {
+    std::vector<at::Tensor> clones;
+    for (const SpeculatorParameter& parameter : adapter->speculator().parameters()) {
+      clones.push_back(parameter.value.detach().clone());
+      parameter.value.detach().zero_();
+    }
+    return clones;
+  }();
+  ASSERT_TRUE((*write)(directory_ / "copy").ok());
+  for (const char* const file : {"config.json", "model.safetensors"}) {
+    EXPECT_EQ(*ReadFile(directory_ / kCheckpointFolder / file),
+              *ReadFile(directory_ / "copy" / kCheckpointFolder / file));
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    adapter->speculator().parameters()[i].value.detach().copy_(values[i]);
+  }
   const auto alone = LoadSpeculator(directory_ / kCheckpointFolder, {.num_token_ids = 13});
   ASSERT_TRUE(alone.ok()) << alone.status();
   SpeculatorSettings other_seed = Settings();

@@ -1,7 +1,11 @@
 // Steps of several updates, with a reference or a junior model.
 #include <gmock/gmock.h>
 
+#include <filesystem>
 #include <iterator>
+#include <map>
+#include <string>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "common/base/errors/error.h"
@@ -456,6 +460,35 @@ TEST_F(EngineUpdatesTest, WithTheSameModelTheJuniorKlIsNothing) {
     auto metrics = Step(*other, TestRequest(batch)).report.metrics;
     EXPECT_LT(std::abs(metrics["policy/junior_kl"]), 1e-6);
     EXPECT_NEAR(metrics["policy/grad_norm"], plain["policy/grad_norm"], 1e-5);
+  }
+}
+
+// The base model is the junior of its adapters without a copy of its own, to the bit.
+TEST_F(EngineUpdatesTest, AJuniorThatIsTheBaseModelHasTheMetricsOfACopy) {
+  const std::string copy = folder_ / "copy";
+  std::filesystem::copy(Options().model, copy);
+  for (const auto format : {kernels::WeightFormat::kDense, kernels::WeightFormat::kInt8}) {
+    std::vector<std::map<std::string, double>> reports;
+    for (const std::string& junior : {Options().model, copy}) {
+      EngineOptions options = Options();
+      options.lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}, .seed = 4};
+      options.weight_format = format;
+      options.junior_model = junior;
+      auto engine = Make(options);
+      PolicyBatch batch = TestBatch();
+      batch.objective.junior_kl_coefficient = 1;
+      RecordLogProbs(*engine, batch);
+      for (int64_t step = 0; step < 3; ++step) {
+        TrainStepRequest request = TestRequest(batch);
+        request.request_id = request.payload_digest = std::to_string(step);
+        request.step = step + 1;
+        request.expected_version = step;
+        reports.push_back(Step(*engine, request).report.metrics);
+      }
+    }
+    EXPECT_LT(std::abs(reports[0]["policy/junior_kl"]), 1e-6);
+    EXPECT_GT(reports[2]["policy/junior_kl"], 1e-6);
+    for (size_t i = 0; i < 3; ++i) EXPECT_EQ(reports[i], reports[i + 3]);
   }
 }
 

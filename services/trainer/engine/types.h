@@ -10,8 +10,10 @@
 #include <variant>
 #include <vector>
 
+#include "common/base/files/same_place.h"
 #include "common/coauthoring/trajectory.h"
 #include "common/optim/optimizer_options.h"
+#include "common/parallel/strategy_options.h"
 #include "common/speculator/speculator_settings.h"
 #include "common/tensor/vision_reference.h"
 #include "common/weights/weights_version.h"
@@ -43,6 +45,15 @@ constexpr int64_t LogitsChunkBytes(int64_t configured, int64_t vocab_size) {
   constexpr int64_t kRows = 256, kMinBytes = 48 << 20;
   if (configured > 0) return configured;
   return std::max(kMinBytes, kRows * vocab_size * static_cast<int64_t>(sizeof(float)));
+}
+
+// Whether a frozen model of the trainer is the one that its adapters adapt: it then computes with
+// the same weights, without adapters. Ranks that hold only parts of the model load another one.
+inline bool IsBaseModel(const std::string& directory, const std::string& model, bool adapts,
+                        const parallel::StrategyOptions& strategy) {
+  const bool whole =
+      strategy.name == "single" || (strategy.name == "zero" && strategy.zero.stage < 3);
+  return adapts && whole && !directory.empty() && SamePlace(directory, model);
 }
 
 // A teacher's distributions over the tokens of a response.

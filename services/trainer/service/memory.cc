@@ -17,20 +17,29 @@
 namespace tandem::trainer {
 namespace {
 
-// Adds a model that does not train: its weights, whole and in the type of the computation, and its
+// Adds a model that does not train, unless it computes with the weights in training: its weights,
+// whole, in the type of the computation or packed as the trained model's frozen ones are, and its
 // tables of rotations.
 absl::Status AddFrozenModel(const std::string& name, const std::string& field,
                             const std::string& directory,
                             const config::v1::TrainerServerConfig& config, MemoryPlan& plan) {
-  if (directory.empty()) return absl::OkStatus();
+  if (directory.empty() ||
+      (name != "reference" && IsBaseModel(directory, config.model(), config.has_lora(),
+                                          training::ToStrategyOptions(config.strategy())))) {
+    return absl::OkStatus();
+  }
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel(field, directory));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
                           ModelParameters(model, {.tied = model.tie_word_embeddings}));
-  int64_t numel = 0;
-  for (const ParameterSpec& spec : specs) numel += spec.numel();
+  const kernels::WeightFormat format = rpc::FrozenFormat(config);
   const auto item = static_cast<int64_t>(ItemSizeBytes(rpc::ComputeType(config.compute())));
+  int64_t bytes = 0;
+  for (const ParameterSpec& spec : specs) {
+    bytes += IsPacked(spec, format) ? kernels::PackedBytes(format, spec.shape[0], spec.shape[1])
+                                    : spec.numel() * item;
+  }
   const bool on_host = config.compute().device() == "cpu";
-  plan.items.push_back({name + "_weights", numel * item, on_host});
+  plan.items.push_back({name + "_weights", bytes, on_host});
   plan.items.push_back(
       {name + "_rotary_tables", RotaryTableBytes(model, config.max_model_len()), on_host});
   return absl::OkStatus();
@@ -54,6 +63,10 @@ absl::Status AddSpeculator(const config::v1::TrainerServerConfig& config, const 
   plan.items.push_back({"speculator_logits", logits_chunk_bytes, on_host});
   plan.items.push_back({"speculator_staging", 3 * bytes, /*on_host=*/true,
                         "weights and moments of a checkpoint, while it is loaded"});
+  if (config.checkpoint_snapshot()) {
+    plan.items.push_back({"speculator_snapshot", 3 * bytes, /*on_host=*/true,
+                          "for checkpoints that are written beside the next steps"});
+  }
   return absl::OkStatus();
 }
 
@@ -74,6 +87,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                               .freeze_all = config.speculator().freeze_base_model(),
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),
+                              .weight_format = rpc::FrozenFormat(config),
                               .on_host = on_host,
                               .shared_prefixes = config.batch().shared_prefixes()},
                              config.batch().micro_batch_tokens(), config.max_model_len(),

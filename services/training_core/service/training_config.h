@@ -26,6 +26,7 @@ void SetTrainingOptions(const Config& config, const RankEnvironment& environment
   options->max_samples = config.max_samples();
   options->freeze.assign(config.freeze().begin(), config.freeze().end());
   options->lora = rpc::ToLoraOptions(config.lora());
+  options->weight_format = rpc::FrozenFormat(config);
   options->router_losses = {.load_balancing = config.router_aux_loss_coef(),
                             .z = config.router_z_loss_coef()};
   options->checkpoint_snapshot = config.checkpoint_snapshot();

@@ -148,6 +148,7 @@ def test_a_speculator_is_in_the_plan_of_every_rank(directories):
     assert planned["optimizer"] == pytest.approx(8 * values / 1e9, abs=0.001)
     assert planned["logits"] == plan["logits"] > 0
     assert planned["staging"] == pytest.approx(12 * values / 1e9, abs=0.001)
+    assert planned["snapshot"] == planned["staging"]
 
 
 def test_a_frozen_base_has_neither_gradients_nor_moments_in_the_plan(directories):

@@ -2,13 +2,11 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_
 
-#include <filesystem>
-#include <string>
-#include <system_error>
-
+#include "common/base/files/same_place.h"
 #include "common/kernels/weight_format.h"
 #include "common/model/config/compute_options.h"
 #include "common/model/config/parameter_spec.h"
+#include "common/model/config/quantization.h"
 #include "common/tensor/dtype.h"
 #include "services/rollout/engine/types.h"
 
@@ -46,12 +44,8 @@ inline LaneStorage StorageOf(const LaneOptions& lane, const EngineOptions& optio
             .weight_format = WeightFormat::kDense,
             .cache_dtype = options.kv_cache_dtype.value_or(lane.dtype)};
   }
-  WeightFormat format =
-      lane.dtype == DType::kBFloat16 ? WeightFormat::kBfloat16 : WeightFormat::kFloat32;
-  if (lane.quantization == Quantization::kInt8) format = WeightFormat::kInt8;
-  if (lane.quantization == Quantization::kInt4) format = WeightFormat::kInt4;
   return {.dtype = DType::kFloat32,
-          .weight_format = format,
+          .weight_format = PackedFormat(lane.dtype, lane.quantization),
           .cache_dtype = options.kv_cache_dtype.value_or(DType::kFloat32)};
 }
 
@@ -60,12 +54,8 @@ inline LaneStorage StorageOf(const LaneOptions& lane, const EngineOptions& optio
 inline bool SharesBaseModel(const EngineOptions& options) {
   const LaneOptions &senior = options.senior, &junior = options.junior;
   const RankLayout& layout = options.layout;
-  const auto place = [](const std::string& path) {
-    std::error_code error;
-    return std::filesystem::weakly_canonical(path, error);
-  };
   return senior.lora != LoraOptions() && !junior.model.empty() &&
-         place(senior.model) == place(junior.model) && senior.dtype == junior.dtype &&
+         SamePlace(senior.model, junior.model) && senior.dtype == junior.dtype &&
          senior.quantization == junior.quantization && layout.junior_gpu_devices.empty() &&
          layout.tensor_parallel_size == layout.junior_tensor_parallel_size &&
          layout.enable_expert_parallel == layout.junior_enable_expert_parallel;

@@ -35,10 +35,9 @@ double TeacherRest(absl::Span<const float> logprobs, int64_t k) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Distiller>> Distiller::Create(const parallel::OutputShard& student,
-                                                             bool computes_output,
-                                                             const Model* teacher,
-                                                             int64_t logits_chunk_bytes) {
+absl::StatusOr<std::unique_ptr<Distiller>> Distiller::Create(
+    const parallel::OutputShard& student, bool computes_output, const Model* teacher,
+    int64_t logits_chunk_bytes, std::shared_ptr<loss::LogitsBuffer> own) {
   std::unique_ptr<Distiller> distiller(new Distiller);
   if (!computes_output) return distiller;
   if (teacher != nullptr) {
@@ -49,7 +48,8 @@ absl::StatusOr<std::unique_ptr<Distiller>> Distiller::Create(const parallel::Out
                           loss::TopTokensDivergenceLoss::Create(
                               student.weight, {.logits_chunk_bytes = logits_chunk_bytes,
                                                .vocabulary = student.vocabulary,
-                                               .soft_cap = student.soft_cap}));
+                                               .soft_cap = student.soft_cap,
+                                               .buffer = std::move(own)}));
   return distiller;
 }
 

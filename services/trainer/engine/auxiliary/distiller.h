@@ -27,11 +27,13 @@ class Distiller {
  public:
   // `student` is this rank's shard of the output layer of the model in training, undefined on a
   // rank that computes no output, and so adds no gradients. With a null `teacher`, which must
-  // outlive this, only a distillation from tokens of the samples is possible.
+  // outlive this, only a distillation from tokens of the samples is possible, whose logits are in
+  // `own`, the memory of the model's own loss.
   static absl::StatusOr<std::unique_ptr<Distiller>> Create(const parallel::OutputShard& student,
                                                            bool computes_output,
                                                            const Model* teacher,
-                                                           int64_t logits_chunk_bytes);
+                                                           int64_t logits_chunk_bytes,
+                                                           std::shared_ptr<loss::LogitsBuffer> own);
 
   // Adds the term of the rows `input.rows` of `rows` to the gradients and to `sums`, which has the
   // teachers of `rows`. `input` is what the student has read, and `hidden` its hidden states,

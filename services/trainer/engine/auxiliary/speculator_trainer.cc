@@ -211,6 +211,19 @@ absl::Status SpeculatorTrainer::Save(const std::string& directory) {
   return WriteNamedTensors(OptimizerFile(directory), optimizer_->State());
 }
 
+absl::StatusOr<training::CompanionWriter> SpeculatorTrainer::Copy(TensorCopies& copies) {
+  TANDEM_ASSIGN_OR_RETURN(auto write_values, adapter_->CopyCheckpoint(copies));
+  NamedTensors moments = optimizer_->State();
+  for (auto& [name, tensor] : moments) {
+    TANDEM_ASSIGN_OR_RETURN(tensor, copies.Add(tensor));
+  }
+  return [write_values = std::move(write_values),
+          moments = std::move(moments)](const std::string& directory) -> absl::Status {
+    TANDEM_RETURN_IF_ERROR(write_values(directory));
+    return WriteNamedTensors(OptimizerFile(directory), moments);
+  };
+}
+
 absl::Status SpeculatorTrainer::ReadCheckpoint(const training::LoadRequest& request, bool intact) {
   const std::string& directory = request.path;
   staged_ = {};

@@ -56,6 +56,7 @@ class SpeculatorTrainer final : public training::Companion {
   absl::Status Update() override;
   int64_t updates() const override { return optimizer_->steps(); }
   absl::Status Save(const std::string& directory) override;
+  absl::StatusOr<training::CompanionWriter> Copy(TensorCopies& copies) override;
   absl::Status ReadCheckpoint(const training::LoadRequest& request, bool intact) override;
   absl::Status ReadInitial() override;
   std::string initial_directory() const override { return path_; }

@@ -3,14 +3,15 @@
 #include <ATen/core/grad_mode.h>
 
 #include "common/base/errors/status_macros.h"
+#include "common/ops/linear/low_rank_adapter.h"
 
 namespace tandem::trainer {
 
 absl::StatusOr<std::unique_ptr<TeacherDivergence>> TeacherDivergence::Create(
     const parallel::OutputShard& student, const Model& teacher, int64_t logits_chunk_bytes) {
-  at::Tensor teacher_weight = teacher.output_weight();
+  ops::MatrixRows teacher_weight = teacher.output_weight();
   if (!student.vocabulary.is_whole()) {
-    teacher_weight = teacher_weight.narrow(0, student.vocabulary.first, student.weight.size(0));
+    teacher_weight = teacher_weight.Narrow(student.vocabulary.first, student.weight.size(0));
   }
   TANDEM_ASSIGN_OR_RETURN(
       std::unique_ptr<loss::LinearDivergenceLoss> loss,
@@ -27,6 +28,7 @@ absl::StatusOr<std::vector<double>> TeacherDivergence::AddGradients(
     const loss::Divergence& divergence, absl::Span<const double> temperatures,
     absl::Span<const double> scales, loss::OutputGradients& gradients) {
   const at::NoGradGuard no_grad;
+  const ops::WithoutAdapters base;  // the teacher may be what the student's adapters adapt
   CausalContext context;
   RaggedBatch batch = input.batch;
   batch.routing = {};  // is the student's

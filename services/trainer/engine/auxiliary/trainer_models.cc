@@ -23,6 +23,7 @@ absl::StatusOr<std::unique_ptr<Model>> LoadSharingVocabulary(const std::string& 
   // The same values for the same weights: a KL between equal models is 0.
   LoadOptions load = {.placement = {.device = model.device(),
                                     .dtype = model.dtype(),
+                                    .weight_format = model.weight_format(),
                                     .weight_dtype = model.weight_dtype()}};
   const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(path);
   if (vocabulary.ok()) {
@@ -53,8 +54,22 @@ absl::StatusOr<std::unique_ptr<Model>> LoadFrozen(absl::string_view field, absl:
   return loaded;
 }
 
+// The same, or the model in training where that is what its adapters adapt (IsBaseModel).
+absl::StatusOr<std::shared_ptr<const Model>> LoadTeacher(absl::string_view field,
+                                                         absl::string_view name,
+                                                         const std::string& path,
+                                                         const EngineOptions& options,
+                                                         training::TrainingCore& core) {
+  if (IsBaseModel(path, options.model, core.model().lora().enabled(), options.strategy)) {
+    return std::shared_ptr<const Model>(std::shared_ptr<void>(), &core.model());  // of the core
+  }
+  TANDEM_ASSIGN_OR_RETURN(std::shared_ptr<const Model> loaded, LoadFrozen(field, name, path, core));
+  return loaded;
+}
+
 absl::StatusOr<std::unique_ptr<loss::LinearCrossEntropyLoss>> MakeLoss(
-    const EngineOptions& options, const parallel::OutputShard& output) {
+    const EngineOptions& options, const parallel::OutputShard& output,
+    std::shared_ptr<loss::LogitsBuffer> buffer = nullptr) {
   absl::StatusOr<loss::LossImpl> impl = loss::ParseLossImpl(options.loss_impl);
   if (!impl.ok()) return PrependFieldPath("batch.loss_impl", impl.status());
   const int64_t most_rows = output.vocabulary.WithRows(output.weight.size(0)).most_rows;
@@ -64,7 +79,8 @@ absl::StatusOr<std::unique_ptr<loss::LinearCrossEntropyLoss>> MakeLoss(
                                               .logits_chunk_bytes = LogitsChunkBytes(
                                                   options.logits_chunk_bytes, most_rows),
                                               .vocabulary = output.vocabulary,
-                                              .soft_cap = output.soft_cap}));
+                                              .soft_cap = output.soft_cap,
+                                              .buffer = std::move(buffer)}));
   Log(made->is_fallback() ? LogLevel::kWarning : LogLevel::kInfo, "fused_output_loss",
       {{"impl", loss::LossImplName(made->impl())}, {"reason", made->reason()}});
   return made;
@@ -77,8 +93,9 @@ absl::StatusOr<TrainerModels> LoadTrainerModels(const EngineOptions& options,
   TrainerModels models{.core = core};
   const Model& model = core.model();
   const parallel::OutputShard output = core.strategy().output_shard();
+  const auto buffer = std::make_shared<loss::LogitsBuffer>();
   if (core.strategy().computes_output()) {
-    TANDEM_ASSIGN_OR_RETURN(models.loss, MakeLoss(options, output));
+    TANDEM_ASSIGN_OR_RETURN(models.loss, MakeLoss(options, output, buffer));
   }
   TANDEM_ASSIGN_OR_RETURN(
       models.reference, LoadFrozen("reference_model", "reference", options.reference_model, core));
@@ -88,18 +105,19 @@ absl::StatusOr<TrainerModels> LoadTrainerModels(const EngineOptions& options,
                                                .vocabulary = {},
                                                .soft_cap = models.reference->logit_soft_cap()}));
   }
-  TANDEM_ASSIGN_OR_RETURN(models.junior,
-                          LoadFrozen("junior_model", "junior", options.junior_model, core));
+  TANDEM_ASSIGN_OR_RETURN(
+      models.junior, LoadTeacher("junior_model", "junior", options.junior_model, options, core));
   TANDEM_ASSIGN_OR_RETURN(
       models.teacher_kl,
       TeacherKl::Create(output, models.junior.get(), models.loss.get(),
                         LogitsChunkBytes(options.logits_chunk_bytes, model.num_token_ids())));
-  TANDEM_ASSIGN_OR_RETURN(models.teacher,
-                          LoadFrozen("teacher_model", "teacher", options.teacher_model, core));
+  TANDEM_ASSIGN_OR_RETURN(models.teacher, LoadTeacher("teacher_model", "teacher",
+                                                      options.teacher_model, options, core));
   TANDEM_ASSIGN_OR_RETURN(
       models.distiller,
       Distiller::Create(output, core.strategy().computes_output(), models.teacher.get(),
-                        LogitsChunkBytes(options.logits_chunk_bytes, model.num_token_ids())));
+                        LogitsChunkBytes(options.logits_chunk_bytes, model.num_token_ids()),
+                        buffer));
   if (!options.speculator.adapter.empty()) {
     auto speculator = SpeculatorTrainer::Create(options, core);
     if (!speculator.ok()) return PrependFieldPath("speculator", speculator.status());

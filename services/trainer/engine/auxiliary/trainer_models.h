@@ -29,10 +29,11 @@ struct TrainerModels {
   // Frozen. Null where none is configured.
   std::unique_ptr<Model> reference = nullptr;
   std::unique_ptr<loss::LinearCrossEntropyLoss> reference_loss = nullptr;
-  std::unique_ptr<Model> junior = nullptr;
+  // These two may be the model in training, whose adapters are off in their passes.
+  std::shared_ptr<const Model> junior = nullptr;
   // The KL towards the junior, as a teacher.
   std::unique_ptr<TeacherKl> teacher_kl = nullptr;
-  std::unique_ptr<Model> teacher = nullptr;  // null where none is configured
+  std::shared_ptr<const Model> teacher = nullptr;  // null where none is configured
   std::unique_ptr<Distiller> distiller = nullptr;
   // Trains beside the model. Null where none is configured.
   std::unique_ptr<SpeculatorTrainer> speculator = nullptr;
