@@ -103,7 +103,7 @@ void PackedWeight::Multiply(const at::Tensor& x_in, const at::Tensor& bias, int6
               "linear: x ", x_in.sizes(), " against ", outs, " outputs of a packed weight [", out(),
               ", ", in(), "]");
   const at::Tensor x = x_in.stride(1) == 1 ? x_in : x_in.contiguous();
-  const kernels::PackedLinearArgs whole = {
+  const kernels::PackedLinearArgs<float> whole = {
       .x = x.const_data_ptr<float>(),
       .x_stride = x.stride(0),
       .format = matrix_.format,
@@ -118,7 +118,7 @@ void PackedWeight::Multiply(const at::Tensor& x_in, const at::Tensor& bias, int6
       .panel_end = kernels::PanelCount(outs),
       .accumulate = accumulate};
   ParallelLinear(whole.rows, in(), outs, [&](const LinearTile& tile) {
-    kernels::PackedLinearArgs args = whole;
+    kernels::PackedLinearArgs<float> args = whole;
     args.x += tile.row_begin * whole.x_stride;
     args.y += tile.row_begin * whole.y_stride;
     args.rows = tile.row_end - tile.row_begin;
