@@ -108,10 +108,12 @@ TANDEM_INLINE Vec InOrder(Vec v) {
 // The words of inputs and weights: Broadcast fills a vector with a word of x, and MultiplyAdd adds
 // its products with the weights of as many outputs.
 struct FloatWords {
+  static constexpr int64_t kStraightRows = 32;
   static TANDEM_INLINE Vec Broadcast(const float* p) { return kernels::Broadcast(p); }
   static TANDEM_INLINE void MultiplyAdd(Vec x, Vec w, Vec& sum) { sum += x * w; }
 };
 struct PairWords {
+  static constexpr int64_t kStraightRows = 12;
   static TANDEM_INLINE Vec Broadcast(const float* p) {
     typedef int32_t Word __attribute__((may_alias));
     return AsFloats(*reinterpret_cast<const Word*>(p) - IVec{});
@@ -144,7 +146,7 @@ struct WordFormat {
   using Words = WordsOfInputs;
   static constexpr bool kIsWords = true;
   static constexpr bool kUnitOrder = false;
-  static constexpr int64_t kStraightRows = 32;
+  static constexpr int64_t kStraightRows = Words::kStraightRows;
   static constexpr int kRows = kTileRows;
   static constexpr int kFetchRows = 4;
   static constexpr int64_t kTiledInputs = kStraightInputs;
