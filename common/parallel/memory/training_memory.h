@@ -26,8 +26,10 @@ struct TrainedModel {
   bool freeze_all = false;               // LoadOptions::freeze_all: passes run without autograd
   DType dtype = DType::kFloat32;         // of the computation; weights are trained in float32
   DType weight_dtype = DType::kFloat32;  // whose values passes read (Placement::weight_dtype)
-  bool on_host = true;                   // whether the CPU computes
-  bool shared_prefixes = false;          // whether sequences of a micro-batch share prefixes
+  // That linear maps round their inputs to (Placement::activation_dtype).
+  DType activation_dtype = DType::kFloat32;
+  bool on_host = true;           // whether the CPU computes
+  bool shared_prefixes = false;  // whether sequences of a micro-batch share prefixes
 };
 
 // Returns the items of one rank: "weights", "gradients", "optimizer", "activations" and

@@ -22,6 +22,7 @@ inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config)
           .dtype = config.dtype(),
           .kernels = config.kernels(),
           .weight_dtype = config.weight_dtype(),
+          .activation_dtype = config.activation_dtype(),
           .num_threads = config.num_threads()};
 }
 
@@ -39,6 +40,10 @@ inline DType ComputeType(const config::v1::ComputeOptions& config) {
 
 inline DType WeightType(const config::v1::ComputeOptions& config) {
   return config.weight_dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+inline DType ActivationType(const config::v1::ComputeOptions& config) {
+  return config.activation_dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
 // Returns the model config of the directory in the configuration's `field`, checked against its

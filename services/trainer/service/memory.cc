@@ -17,8 +17,8 @@
 namespace tandem::trainer {
 namespace {
 
-// Adds a model that does not train: its weights, whole and in the type of the computation, and its
-// tables of rotations.
+// Adds a model that does not train: its weights, whole and in the type of the computation, copies
+// of what linear maps multiply rounded inputs by, and its tables of rotations.
 absl::Status AddFrozenModel(const std::string& name, const std::string& field,
                             const std::string& directory,
                             const config::v1::TrainerServerConfig& config, MemoryPlan& plan) {
@@ -26,11 +26,19 @@ absl::Status AddFrozenModel(const std::string& name, const std::string& field,
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel(field, directory));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
                           ModelParameters(model, {.tied = model.tie_word_embeddings}));
-  int64_t numel = 0;
-  for (const ParameterSpec& spec : specs) numel += spec.numel();
+  int64_t numel = 0, copied = 0;
+  for (const ParameterSpec& spec : specs) {
+    numel += spec.numel();
+    const bool multiplies = model.tie_word_embeddings || spec.name != kEmbeddingName;
+    if (spec.packs() && multiplies) copied += spec.numel();
+  }
   const auto item = static_cast<int64_t>(ItemSizeBytes(rpc::ComputeType(config.compute())));
   const bool on_host = config.compute().device() == "cpu";
   plan.items.push_back({name + "_weights", numel * item, on_host});
+  if (const DType type = rpc::ActivationType(config.compute()); type != DType::kFloat32) {
+    plan.items.push_back(
+        {name + "_compute_copy", copied * static_cast<int64_t>(ItemSizeBytes(type)), on_host});
+  }
   plan.items.push_back(
       {name + "_rotary_tables", RotaryTableBytes(model, config.max_model_len()), on_host});
   return absl::OkStatus();
@@ -74,6 +82,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                               .freeze_all = config.speculator().freeze_base_model(),
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),
+                              .activation_dtype = rpc::ActivationType(config.compute()),
                               .on_host = on_host,
                               .shared_prefixes = config.batch().shared_prefixes()},
                              config.batch().micro_batch_tokens(), config.max_model_len(),
