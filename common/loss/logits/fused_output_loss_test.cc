@@ -16,6 +16,7 @@
 #include "common/loss/policy_loss.h"
 #include "common/loss/supervised_loss.h"
 #include "common/loss/testing/float64.h"
+#include "common/ops/linear/bfloat16_linear.h"
 
 namespace tandem::loss {
 namespace {
@@ -481,7 +482,8 @@ TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
 // A head that rounds float32 hidden states, beside the same with the rounded values in float64.
 TEST(FusedOutputLossTest, ABfloat16HeadRoundsFloat32HiddenStates) {
   Problem p;
-  const at::Tensor hidden = p.hidden.to(at::kFloat), weight = p.weight.to(at::kBFloat16);
+  const at::Tensor hidden = p.hidden.to(at::kFloat);
+  const at::Tensor weight = ops::Bfloat16Rows(kVocabulary, kHidden).copy_(p.weight);
   p.hidden = p.hidden.to(at::kBFloat16).to(at::kDouble);
   p.weight = weight.to(at::kDouble);
   const at::Tensor logprobs = p.LogProbs();

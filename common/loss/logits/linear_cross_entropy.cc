@@ -91,7 +91,8 @@ class LinearCrossEntropyLoss::Call {
         positions_(CopyToDevice(rows.positions, loss.weight_.device())),
         labels_(CopyToDevice(rows.labels, loss.weight_.device())),
         options_(loss.weight_.options().dtype(loss.logits_type_).requires_grad(false)) {
-    input_ = SelectRows(hidden, rows.positions, positions_).to(loss.weight_.scalar_type());
+    const at::Tensor selected = SelectRows(hidden, rows.positions, positions_);
+    input_ = rounds_hidden_ ? ops::RoundedRows(selected) : selected.to(product_type());
     if (!rows.temperatures.empty()) {
       scales_ = CopyToDevice(rows.temperatures, options_.device()).to(options_).reciprocal_();
     }

@@ -14,7 +14,11 @@
 namespace tandem::loss {
 
 absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight) {
-  if (!weight.defined() || weight.dim() != 2 || !weight.is_contiguous()) {
+  const bool is_matrix = weight.defined() && weight.dim() == 2;
+  // Rows of ops::Bfloat16Rows begin at even distances.
+  const bool is_padded = is_matrix && weight.scalar_type() == at::kBFloat16 && weight.is_cpu() &&
+                         weight.stride(1) == 1 && weight.stride(0) == weight.size(1) + 1;
+  if (!is_matrix || !(weight.is_contiguous() || is_padded)) {
     return InvalidField(name, "must be a contiguous [V, H] matrix");
   }
   const at::ScalarType type = weight.scalar_type();

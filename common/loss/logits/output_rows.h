@@ -18,7 +18,8 @@
 
 namespace tandem::loss {
 
-// Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H];
+// Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H], or such
+// rows as ops::Bfloat16Rows;
 // UNIMPLEMENTED unless it is float32, float64 or bfloat16.
 absl::Status CheckOutputWeight(absl::string_view name, const at::Tensor& weight);
 
