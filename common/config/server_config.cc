@@ -304,6 +304,24 @@ absl::Status ResolveWeightDtype(v1::ComputeOptions* compute) {
   return absl::OkStatus();
 }
 
+absl::Status ResolveActivationDtype(v1::ComputeOptions* compute,
+                                    const v1::StrategyOptions& strategy) {
+  const std::string field = "compute.activation_dtype";
+  if (compute->activation_dtype().empty()) compute->set_activation_dtype("float32");
+  TANDEM_RETURN_IF_ERROR(CheckOneOf(field, compute->activation_dtype(), {"float32", "bfloat16"}));
+  if (compute->activation_dtype() == "float32") return absl::OkStatus();
+  for (const auto& [name, value, needed] :
+       {std::tuple{"weight_dtype", compute->weight_dtype(), "bfloat16"},
+        std::tuple{"kernels", compute->kernels(), "auto"}}) {
+    if (value == needed) continue;
+    return InvalidField(field, absl::StrCat(compute->activation_dtype(), " needs compute.", name,
+                                            " ", needed, ", not ", value));
+  }
+  if (strategy.name() != "zero" || strategy.stage() != 3) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kUnimplemented, field,
+                    "bfloat16 is not supported with strategy.stage 3 yet");
+}
+
 // Resolves the adapters of a configuration that has some; without settings it has none.
 template <typename Config>
 absl::Status ResolveLora(Config* config) {
@@ -364,6 +382,7 @@ absl::Status ResolveTraining(Config* config, const DefaultPorts& ports) {
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_optimizer()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_batch()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_strategy()));
+  TANDEM_RETURN_IF_ERROR(ResolveActivationDtype(config->mutable_compute(), config->strategy()));
   if (config->batch().shared_prefixes()) {
     TANDEM_RETURN_IF_ERROR(CheckSharedPrefixes(config->strategy(), config->compute()));
   }
@@ -457,6 +476,26 @@ absl::Status CheckRevision(const std::string& field, const std::string& revision
                                    " lower-case hexadecimal digits, got \"", revision, "\""));
 }
 
+// Needs the lane's other settings resolved.
+absl::Status ResolveActivationDtype(v1::LaneConfig* lane, const v1::ComputeOptions& compute) {
+  const std::string field = "activation_dtype";
+  if (lane->activation_dtype().empty()) lane->set_activation_dtype("float32");
+  TANDEM_RETURN_IF_ERROR(CheckOneOf(field, lane->activation_dtype(), {"float32", "bfloat16"}));
+  if (lane->activation_dtype() == "float32") return absl::OkStatus();
+  if (compute.device() != "cpu" || compute.kernels() != "auto") {
+    return InvalidField(field,
+                        absl::StrCat("bfloat16 needs compute.device cpu and compute.kernels auto, "
+                                     "not ",
+                                     compute.device(), " and ", compute.kernels()));
+  }
+  if (lane->dtype() != "bfloat16") {
+    return InvalidField(field, absl::StrCat("bfloat16 needs dtype bfloat16, not ", lane->dtype()));
+  }
+  if (lane->quantization() == types::v1::QUANTIZATION_NONE) return absl::OkStatus();
+  return FieldError(absl::StatusCode::kUnimplemented, field,
+                    "bfloat16 is not supported with quantised linear maps yet");
+}
+
 // Resolves the settings that both lanes have. Errors name the field within the lane.
 absl::Status Resolve(v1::LaneConfig* lane, int32_t max_model_len,
                      const v1::ComputeOptions& compute) {
@@ -470,6 +509,7 @@ absl::Status Resolve(v1::LaneConfig* lane, int32_t max_model_len,
   TANDEM_RETURN_IF_ERROR(CheckRevision("model_revision", lane->model_revision()));
   TANDEM_RETURN_IF_ERROR(CheckOneOf("dtype", lane->dtype(), {"float32", "bfloat16"}));
   TANDEM_RETURN_IF_ERROR(CheckQuantization("quantization", lane->quantization(), compute));
+  TANDEM_RETURN_IF_ERROR(ResolveActivationDtype(lane, compute));
   TANDEM_RETURN_IF_ERROR(CheckAtLeast("max_model_len", lane->max_model_len(), 2));
   TANDEM_RETURN_IF_ERROR(
       CheckInRange("tensor_parallel_size", lane->tensor_parallel_size(), 1, 1 << 16));
@@ -526,6 +566,11 @@ absl::Status Resolve(RolloutServerConfig* config) {
   if (!config->compute().weight_dtype().empty()) {
     return InvalidField("compute.weight_dtype",
                         "a rollout server has senior.dtype and junior.dtype instead");
+  }
+  if (!config->compute().activation_dtype().empty()) {
+    return InvalidField(
+        "compute.activation_dtype",
+        "a rollout server has senior.activation_dtype and junior.activation_dtype instead");
   }
   TANDEM_RETURN_IF_ERROR(CheckGiven("senior.model", config->senior().model()));
   TANDEM_RETURN_IF_ERROR(Resolve(config->mutable_tandem(), !config->junior().model().empty()));

@@ -63,6 +63,7 @@ TEST(ServerConfigTest, DefaultsAreThoseOfTheSchema) {
   EXPECT_EQ(trainer.strategy().heartbeat_timeout_seconds(), 15);
   EXPECT_FALSE(trainer.strategy().has_stage());
   EXPECT_EQ(trainer.compute().weight_dtype(), "float32");
+  EXPECT_EQ(trainer.compute().activation_dtype(), "float32");
   EXPECT_EQ(trainer.max_samples(), 4096);
 
   CriticServerConfig critic;
@@ -109,6 +110,15 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"senior_model: s\ncompute: {kernels: own}", "compute.kernels"},
         Bad{"senior_model: s\ncompute: {num_threads: -1}", "compute.num_threads"},
         Bad{"senior_model: s\ncompute: {weight_dtype: float32}", "compute.weight_dtype"},
+        Bad{"senior_model: s\ncompute: {activation_dtype: float32}", "compute.activation_dtype"},
+        Bad{"senior_model: s\nsenior_activation_dtype: float16", "senior.activation_dtype"},
+        Bad{"senior_model: s\nsenior_activation_dtype: bfloat16", "senior.activation_dtype"},
+        Bad{"senior_model: s\nsenior_dtype: bfloat16\nsenior_activation_dtype: bfloat16\n"
+            "compute: {kernels: aten}",
+            "senior.activation_dtype"},
+        Bad{"senior_model: s\njunior_model: j\njunior_dtype: bfloat16\n"
+            "junior_activation_dtype: bfloat16\ncompute: {device: cuda}",
+            "junior.activation_dtype"},
         Bad{"senior_model: s\ntandem: {enabled: true}", "tandem.enabled"},
         Bad{"senior_model: s\ntandem: {prob_senior: 1.5}", "tandem.prob_senior"},
         Bad{"senior_model: s\ntandem: {selection_strategy: chunk}", "tandem.chunk_size"},
@@ -132,6 +142,8 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"senior_model: s\njunior: {model: j, quantization: int8}\n"
             "compute: {device: cuda}",
             "junior.quantization", absl::StatusCode::kUnimplemented},
+        Bad{"senior: {model: s, dtype: bfloat16, quantization: int8, activation_dtype: bfloat16}",
+            "senior.activation_dtype", absl::StatusCode::kUnimplemented},
         Bad{"senior: {model: s, gpu_memory_utilization: 0.5}", "senior.gpu_memory_utilization"},
         Bad{"senior_model: s\ncompute: {device: cuda}\nsenior_gpu_memory_utilization: 0",
             "senior.gpu_memory_utilization"},
@@ -270,6 +282,14 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"model: m\ncompute: {weight_dtype: int8}", "compute.weight_dtype"},
         Bad{"model: m\ncompute: {weight_dtype: bfloat16, dtype: bfloat16}", "compute.weight_dtype"},
         Bad{"model: m\ncompute: {weight_dtype: bfloat16, device: cuda}", "compute.weight_dtype"},
+        Bad{"model: m\ncompute: {activation_dtype: int8}", "compute.activation_dtype"},
+        Bad{"model: m\ncompute: {activation_dtype: bfloat16}", "compute.activation_dtype"},
+        Bad{"model: m\ncompute: {activation_dtype: bfloat16, weight_dtype: bfloat16}\n"
+            "strategy: {name: zero, stage: 3}",
+            "compute.activation_dtype", absl::StatusCode::kUnimplemented},
+        Bad{"model: m\ncompute: {activation_dtype: bfloat16, weight_dtype: bfloat16, kernels: "
+            "aten}",
+            "compute.activation_dtype"},
         Bad{"model: m\nstrategy: {heartbeat_timeout_seconds: 0}",
             "strategy.heartbeat_timeout_seconds"},
         Bad{"model: m\nstrategy: {name: many}", "strategy.name"},

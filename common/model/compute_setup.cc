@@ -51,7 +51,8 @@ absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
   };
   return Placement{.device = DeviceOf(options),
                    .dtype = type(options.dtype),
-                   .weight_dtype = type(options.weight_dtype)};
+                   .weight_dtype = type(options.weight_dtype),
+                   .activation_dtype = type(options.activation_dtype)};
 }
 
 }  // namespace tandem

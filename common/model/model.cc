@@ -12,6 +12,7 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/logging.h"
+#include "common/kernels/cpu/cpu_kernels.h"
 #include "common/model/families/blocks/decoder.h"
 #include "common/model/family.h"
 #include "common/model/loading/parameter_intake.h"
@@ -111,6 +112,24 @@ absl::Status CheckWeightDtype(const LoadOptions& options) {
   return absl::OkStatus();
 }
 
+absl::Status CheckActivationDtype(const LoadOptions& options) {
+  const Placement& placement = options.placement;
+  const auto fail = [](absl::string_view what) {
+    return InvalidField("placement.activation_dtype", what);
+  };
+  if (placement.activation_dtype == at::kFloat) return absl::OkStatus();
+  if (placement.activation_dtype != at::kBFloat16) return fail("must be float32 or bfloat16");
+  if (placement.weight_format != kernels::WeightFormat::kBfloat16 &&
+      placement.weight_dtype != at::kBFloat16) {
+    return fail("needs weights in bfloat16");
+  }
+  if (kernels::GetCpuKernels().bfloat16_linear == nullptr) {
+    return fail("needs the CPU's own kernels, but kernels is aten");
+  }
+  if (options.without_memory) return fail("weights in bfloat16 are not gathered block by block");
+  return absl::OkStatus();
+}
+
 absl::Status CheckFreezeAll(const LoadOptions& options) {
   if (!options.requires_grad) return InvalidField("freeze_all", "needs requires_grad");
   if (options.freeze.empty()) return absl::OkStatus();
@@ -129,6 +148,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Build(const ModelConfig& config,
   }
   TANDEM_RETURN_IF_ERROR(CheckWeightFormat(options));
   TANDEM_RETURN_IF_ERROR(CheckWeightDtype(options));
+  TANDEM_RETURN_IF_ERROR(CheckActivationDtype(options));
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   TANDEM_RETURN_IF_ERROR(CheckShards(*family, config, options));
   std::unique_ptr<Model> model(new Model);

@@ -148,6 +148,8 @@ class Model {
   bool IsPacked(const tandem::Parameter& parameter) const {
     return parameter.IsPackedIn(weight_format());
   }
+  // The type that linear maps round their inputs to (Placement::activation_dtype).
+  at::ScalarType activation_dtype() const { return placement_.activation_dtype; }
   int64_t shard_count() const { return placement_.shard_count; }
   // WeightsDigest (common/weights/weights_digest.h) of the values in the files that were loaded,
   // whatever type and shard of them is stored here. Empty without LoadOptions::computes_digest.
@@ -177,7 +179,8 @@ class Model {
   at::Tensor ForwardLogits(const at::Tensor& hidden) const;
   // [N, H] -> [N]. Needs kValue and the last block.
   at::Tensor Values(const at::Tensor& hidden) const;
-  // Needs kLm and the last block. [rows, H] in the type of the computation: the rows of the head
+  // Needs kLm and the last block. [rows, H] in the type of the computation, or in bf16 for hidden
+  // states that the head rounds: the rows of the head
   // that this process holds, padding rows included. A fused output loss multiplies by those of
   // token ids and adds to the gradient of the parameter `lm_head_name()`, the embedding when tied.
   ops::MatrixRows head_rows() const { return head_weight_->rows(); }

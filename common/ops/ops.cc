@@ -34,8 +34,9 @@ const float* Data(const at::Tensor& x) { return x.const_data_ptr<float>(); }
 float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
 
 // The whole map; x [T, in] and weight [out, in] have contiguous rows.
-kernels::LinearArgs WholeLinear(const at::Tensor& x, const at::Tensor& weight,
-                                const at::Tensor& bias, const at::Tensor& y, bool accumulate) {
+kernels::LinearArgs<float> WholeLinear(const at::Tensor& x, const at::Tensor& weight,
+                                       const at::Tensor& bias, const at::Tensor& y,
+                                       bool accumulate) {
   return {Data(x),         x.stride(0),    Data(weight), bias.defined() ? Data(bias) : nullptr,
           MutableData(y),  y.stride(0),    x.size(0),    x.size(1),
           /*out_begin=*/0, weight.size(0), accumulate};
@@ -51,16 +52,7 @@ void LinearKernel(const at::Tensor& x_in, const at::Tensor& weight, const at::Te
   CheckLinear(x_in, weight);
   const at::Tensor x = Packed(x_in);
   const at::Tensor w = weight.contiguous();
-  const kernels::LinearArgs whole = WholeLinear(x, w, bias, y, accumulate);
-  ParallelLinear(whole.rows, whole.in, whole.out_end, [&](const LinearTile& tile) {
-    kernels::LinearArgs args = whole;
-    args.x += tile.row_begin * whole.x_stride;
-    args.y += tile.row_begin * whole.y_stride;
-    args.rows = tile.row_end - tile.row_begin;
-    args.out_begin = tile.panel_begin * kernels::kPanelOuts;
-    args.out_end = std::min(tile.panel_end * kernels::kPanelOuts, whole.out_end);
-    kernels::GetCpuKernels().linear(args);
-  });
+  ParallelLinear(WholeLinear(x, w, bias, y, accumulate), kernels::GetCpuKernels().linear);
 }
 
 // Where one sequence of a ragged batch has its keys and values.

@@ -1,11 +1,13 @@
 """One GRPO step through rollout and trainer servers, beside Hugging Face TRL's GRPOTrainer.
 
-    .venv-peers/bin/python tests/bench/bench_grpo.py [--model DIR] [--samples 8] [--rounds 3]
+    .venv-peers/bin/python tests/bench/bench_grpo.py [--model DIR] [--samples 8] [--dtype bfloat16]
 
 A step generates, rewards, trains and, in tandem, publishes the weights. Both sides have the same
 model, prompt length, samples and response length, fp32, AdamW and no KL, and run on the same cores
 in turn: TRL's own train() runs, and tandem's step takes its turn in a callback between two of TRL's
 steps. Every response has its full length, so both sides make and learn the same number of tokens.
+With `--dtype bfloat16` tandem's lanes and trainer multiply rounded weights by rounded activations;
+TRL stays in fp32.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import precision
 import torch
 from alternate import Comparison
 from datasets import Dataset
@@ -102,6 +105,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=precision.DTYPES, default="float32")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -114,12 +118,15 @@ def main() -> None:
                     "senior_model": str(options.model),
                     "junior_model": str(options.model),
                     "max_model_len": 256,
+                    **precision.lane("senior", options.dtype),
+                    **precision.lane("junior", options.dtype),
                 }
             ],
             trainer={
                 "model": str(options.model),
                 "optimizer": {"learning_rate": 1e-6},
                 "batch": {"micro_batch_tokens": 1024},
+                "compute": precision.learner(options.dtype),
             },
         )
         with LocalCluster(settings) as cluster:
@@ -159,7 +166,10 @@ def main() -> None:
                 callbacks=[Turns(comparison, sides, tokens)],
             )
             trainer.train()
-            print(f"GRPO step: 1 x {options.samples} samples x {options.tokens} tokens, fp32")
+            print(
+                f"GRPO step: 1 x {options.samples} samples x {options.tokens} tokens, "
+                f"{options.dtype} beside float32"
+            )
             comparison.report()
 
 

@@ -1,8 +1,10 @@
 """Tokens and values per second through the trainer and the critic, beside `transformers`.
 
-    .venv/bin/python tests/bench/bench_training.py [--model DIR] [--sequences 8] [--rounds 5]
+    .venv/bin/python tests/bench/bench_training.py [--model DIR] [--sequences 8] [--dtype bfloat16]
 
-The sides work on the same sequences, in fp32, on the same cores in turn (learning.py).
+The sides work on the same sequences, on the same cores in turn (learning.py). In bfloat16 the
+servers multiply rounded weights by rounded activations (compute.activation_dtype), over float32
+masters; the model of `transformers` is bfloat16, its optimizer's state, too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import precision
 import torch
 from learning import compare
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -23,18 +26,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=precision.DTYPES, default="float32")
     options = parser.parse_args()
 
-    peer = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    dtype = getattr(torch, options.dtype)
+    peer = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     batch = torch.randint(
         peer.config.vocab_size // 2,
         (options.sequences, options.tokens),
         generator=torch.Generator().manual_seed(0),
     )
     critic = AutoModelForTokenClassification.from_pretrained(
-        options.model, dtype=torch.float32, num_labels=1
+        options.model, dtype=dtype, num_labels=1
     )
-    print(f"{options.sequences} x {options.tokens} tokens, fp32")
+    print(f"{options.sequences} x {options.tokens} tokens, {options.dtype}")
     compare(
         options.model,
         peer,
@@ -43,6 +48,7 @@ def main() -> None:
         micro_batch_tokens=options.micro_batch_tokens,
         rounds=options.rounds,
         bar=1.3,
+        dtype=options.dtype,
     )
 
 

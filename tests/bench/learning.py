@@ -10,6 +10,7 @@ import itertools
 import tempfile
 from pathlib import Path
 
+import precision
 import torch
 from alternate import alternate
 from tandem.cluster.local import LocalCluster
@@ -27,10 +28,11 @@ def compare(
     micro_batch_tokens: int,
     rounds: int,
     bar: float,
+    dtype: str = "float32",
 ) -> None:
     """Measures and prints, with whether the ratios reach `bar`.
 
-    `peer` and `peer_critic` are the model in the directory `model`, in float32, with its own head
+    `peer` and `peer_critic` are the model in the directory `model`, in `dtype`, with its own head
     and with one output per token; `batch` [S, T] are token ids.
     """
     peer.train()
@@ -51,7 +53,11 @@ def compare(
 
     samples = [SupervisedSample(row[:1].tolist(), row[1:].tolist()) for row in batch]
     steps = itertools.count(1)
-    learner = {"model": str(model), "batch": {"micro_batch_tokens": micro_batch_tokens}}
+    learner = {
+        "model": str(model),
+        "batch": {"micro_batch_tokens": micro_batch_tokens},
+        "compute": precision.learner(dtype),
+    }
     with tempfile.TemporaryDirectory() as directory:
         settings = ClusterSettings(
             directory=Path(directory),

@@ -12,6 +12,12 @@ LANES: dict[str, dict[str, Any]] = {
     "float32": {},
     "two-threads": {"compute": {"num_threads": 2}},
     "bfloat16-int8": {"senior_dtype": "bfloat16", "junior_quantization": "int8"},
+    "bfloat16-inputs": {
+        "senior_dtype": "bfloat16",
+        "senior_activation_dtype": "bfloat16",
+        "junior_dtype": "bfloat16",
+        "junior_activation_dtype": "bfloat16",
+    },
     "int4": {"junior_quantization": "int4"},
     "bfloat16-cache": {"kv_cache_dtype": "bfloat16"},
     "two-ranks": {"ranks": 2, "tensor_parallel_size": 2, "junior_tensor_parallel_size": 2},

@@ -82,7 +82,7 @@ def test_the_page_of_kernels_names_every_entry_and_every_kernel():
     folder = REPOSITORY / "common/kernels/cpu"
     header = (folder / "cpu_kernels.h").read_text()
     table = re.search(r"struct CpuKernels \{(.*?)\n\};", header, re.S)[1]
-    entries = re.findall(r"(\w+)(?:\)\(const \w+&\))? = (?:nullptr|\{\})", table)
+    entries = re.findall(r"(\w+)(?:\)\(const [\w<>]+&\))? = (?:nullptr|\{\})", table)
     sources = "".join(file.read_text() for file in folder.glob("*.cc") if "_test" not in file.name)
     kernels = re.findall(r'(?:\.name = |SimdKernels\()"(\w+)"', header + sources)
     assert {"linear", "bfloat16_product"} <= set(entries)

@@ -1,7 +1,8 @@
 // Runs a model on token ids and writes its outputs, for comparison with `transformers`.
 //
 //   tandem-model-probe --model DIR --request request.json --output out.safetensors
-//                      [--device cpu|cuda] [--dtype float32|bfloat16] [--kernels auto|aten]
+//                      [--device cpu|cuda] [--dtype float32|bfloat16|bfloat16-inputs]
+//                      [--kernels auto|aten]
 //
 // A request, or an array of requests, each with a "name" that prefixes its outputs:
 //          {"sequences": [[ids...]...], "head": "lm" | "value", "untie_embeddings": bool,
@@ -231,14 +232,18 @@ int main(int argc, char** argv) {
   app.add_option("--request", request, "JSON file")->required();
   app.add_option("--output", output, "safetensors file")->required();
   app.add_option("--device", device)->check(CLI::IsMember({"cpu", "cuda"}));
-  app.add_option("--dtype", dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_option("--dtype", dtype)
+      ->check(CLI::IsMember({"float32", "bfloat16", "bfloat16-inputs"}));
   app.add_option("--kernels", kernels)->check(CLI::IsMember({"auto", "aten"}));
   CLI11_PARSE(app, argc, argv);
   try {
     tandem::ops::SetKernelPath(kernels == "aten" ? tandem::ops::KernelPath::kAten
                                                  : tandem::ops::KernelPath::kAuto);
-    const tandem::Placement placement = {.device = at::Device(device),
-                                         .dtype = dtype == "float32" ? at::kFloat : at::kBFloat16};
+    tandem::Placement placement = {.device = at::Device(device),
+                                   .dtype = dtype == "bfloat16" ? at::kBFloat16 : at::kFloat};
+    if (dtype == "bfloat16-inputs") {
+      placement.weight_dtype = placement.activation_dtype = at::kBFloat16;
+    }
     const absl::Status status =
         tandem::RunAll(model, nlohmann::json::parse(std::ifstream(request)), placement, output);
     if (status.ok()) return 0;

@@ -557,6 +557,35 @@ def assert_outputs_close(
             assert torch.equal(cached[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    "case",
+    cases("llama-biases", "qwen2-tied", "olmo2", "gemma2", "phi3", "deepseek_v3"),
+    ids=lambda case: case.name,
+)
+def test_linear_maps_of_rounded_inputs_stay_close_to_transformers(
+    case: Case, tmp_path: pathlib.Path, subtests: pytest.Subtests
+) -> None:
+    """Beside float32, as other computations in bfloat16; training has the bits of inference."""
+    rounding = dataclasses.replace(FLOAT32, device="cpu", kernels="auto", dtype="bfloat16-inputs")
+    in_bfloat16 = dataclasses.replace(FLOAT32, dtype="bfloat16")
+    for head in ("lm", "value"):
+        folder = tmp_path / head
+        model = build(case, head)
+        model.save_pretrained(folder / "model")
+        tokens = sequences(model.config.vocab_size)
+        expected = reference(model, tokens, head)
+        loss = reference_loss(expected, tokens, head)
+        loss.backward()
+        with subtests.test(head=head):
+            outputs = probe_three_ways(folder, {"sequences": tokens, "head": head}, rounding)
+            assert_outputs_close(outputs, expected, loss.item(), in_bfloat16)
+            for name, tensor in outputs["inferred"].items():
+                assert torch.equal(outputs["trained"][name], tensor), name
+                assert torch.equal(outputs["cached"][name], tensor), name
+            values = expected["values"].detach() if head == "value" else None
+            assert_gradients_close(outputs["trained"], model, in_bfloat16, values)
+
+
 @pytest.mark.parametrize("case", cases("llama", "qwen3-tied-bias"), ids=lambda case: case.name)
 def test_padding_rows_have_no_probability(case: Case, tmp_path: pathlib.Path) -> None:
     """With 97 rows for 90 token ids, logits, loss and gradients are those of the 90 alone."""

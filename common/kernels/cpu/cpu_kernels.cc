@@ -59,6 +59,10 @@ CpuKernels ChooseCpuKernels(const CpuFeatures& cpu) {
 #ifdef TANDEM_X86_KERNELS
   if (!cpu.avx512) return cpu.avx2 ? kAvx2Kernels : kPortableKernels;
   CpuKernels kernels = kAvx512Kernels;
+  if (cpu.avx512_bf16) {
+    kernels.bfloat16_linear = Avx512Bfloat16Linear;
+    kernels.bfloat16_packed_linear = Avx512Bfloat16PackedLinear;
+  }
   if (!cpu.intel) {
     kernels.float_product = {
         .name = "avx512", .multiply = Avx512Product, .min_size = kMinAvx512Size};

@@ -17,12 +17,19 @@
 namespace tandem::kernels {
 
 // y[r, o] (+)= sum_k x[r, k] w[o, k] + bias[o] for r in [0, rows), o in [out_begin, out_end). The
-// sum is one chain of fused multiply-adds over k in ascending order, on every instruction set that
-// has them.
+// sum is one chain of fused multiply-adds, on every instruction set that has them.
+//
+// `Number` is float, and k goes in ascending order; or uint16_t for bf16, and k goes through pairs
+// in ascending order, the second of a pair first: 1, 0, 3, 2, and so on. That is what the
+// instruction VDPBF16PS computes (Intel's manual; measured with random bits on an EPYC of family
+// 26), and instruction sets without it do the same with two multiply-adds. As in that instruction
+// numbers below 2^-126, given or computed, count as 0: in factors and sums, and in bias and y, too.
+// Rows of bf16 begin at even distances, and a 0 follows an odd row of x; those of w are even.
+template <typename Number>
 struct LinearArgs {
-  const float* x;
+  const Number* x;
   int64_t x_stride;   // elements between rows
-  const float* w;     // [out, in], contiguous
+  const Number* w;    // [out, in], contiguous
   const float* bias;  // [out] or nullptr
   float* y;
   int64_t y_stride;
@@ -49,10 +56,11 @@ struct TransposedLinearArgs {
 
 // LinearArgs with a packed matrix (packed_weight.h), for the outputs of its panels [panel_begin,
 // panel_end). The result has the bits of LinearArgs with the values of the packed weights.
+template <typename Number>
 struct PackedLinearArgs {
-  const float* x;
+  const Number* x;
   int64_t x_stride;
-  WeightFormat format;  // packed
+  WeightFormat format;  // packed; kBfloat16 with x in bf16
   const void* w;        // PackedBytes(format, out, in), at a multiple of 64 bytes
   const float* bias;    // [out] or nullptr
   float* y;
@@ -76,6 +84,16 @@ struct UnpackArgs {
   int64_t panel_end;
   float* to;
   int64_t to_stride;
+};
+
+// Rounds rows to bf16: to the nearest, ties to even; NaN stays NaN. A 0 follows an odd row.
+struct RoundedRowsArgs {
+  const float* x;
+  int64_t x_stride;  // elements between rows
+  uint16_t* y;
+  int64_t y_stride;  // even
+  int64_t rows;
+  int64_t width;
 };
 
 // Causal attention of the query heads that share one key/value head, for consecutive rows of one
@@ -293,8 +311,11 @@ struct ProductKernel {
 // The table of kernels. ATen computes where an entry is nullptr.
 struct CpuKernels {
   const char* name;  // "portable", "avx2" or "avx512", the instruction set; or "aten"
-  void (*linear)(const LinearArgs&) = nullptr;
-  void (*packed_linear)(const PackedLinearArgs&) = nullptr;
+  void (*linear)(const LinearArgs<float>&) = nullptr;
+  void (*packed_linear)(const PackedLinearArgs<float>&) = nullptr;
+  void (*bfloat16_linear)(const LinearArgs<uint16_t>&) = nullptr;
+  void (*bfloat16_packed_linear)(const PackedLinearArgs<uint16_t>&) = nullptr;
+  void (*rounded_rows)(const RoundedRowsArgs&) = nullptr;
   void (*unpack)(const UnpackArgs&) = nullptr;
   void (*transposed_linear)(const TransposedLinearArgs&) = nullptr;
   void (*attention)(const AttentionArgs<float>&) = nullptr;

@@ -11,6 +11,9 @@
 // first-level cache, as in GotoBLAS (https://doi.org/10.1145/1356052.1356053). Each tile fetches
 // its part of the next block into the second-level cache, so that memory works while all of them
 // are multiplied.
+//
+// Two consecutive bf16 take the place of a float32: a word. A map of bf16 is the same work on half
+// as many inputs, with a multiplication of its own.
 #include <type_traits>  // types only, no code
 
 #include "common/kernels/cpu/packed_weight.h"
@@ -59,6 +62,7 @@ TANDEM_INLINE Vec Broadcast(const float* p) { return *p - Vec{}; }
 TANDEM_INLINE IVec LoadWords(const char* p) { return *reinterpret_cast<const IVec*>(p); }
 TANDEM_INLINE UnitVec LoadUnits(const char* p) { return *reinterpret_cast<const UnitVec*>(p); }
 TANDEM_INLINE Vec AsFloats(IVec bits) { return reinterpret_cast<const Vec&>(bits); }
+TANDEM_INLINE IVec AsBits(Vec words) { return reinterpret_cast<const IVec&>(words); }
 
 // Source of 16-bit unit i in the interleaving of the first halves of each eight units.
 constexpr int InterleaveLow(int i) { return (i & ~7) + (i & 7) / 2 + ((i & 1) ? kUnits : 0); }
@@ -101,16 +105,48 @@ TANDEM_INLINE Vec InOrder(Vec v) {
   }
 }
 
+// The words of inputs and weights: Broadcast fills a vector with a word of x, and MultiplyAdd adds
+// its products with the weights of as many outputs.
+struct FloatWords {
+  static constexpr int64_t kStraightRows = 32;
+  static TANDEM_INLINE Vec Broadcast(const float* p) { return kernels::Broadcast(p); }
+  static TANDEM_INLINE void MultiplyAdd(Vec x, Vec w, Vec& sum) { sum += x * w; }
+};
+struct PairWords {
+  static constexpr int64_t kStraightRows = 12;
+  static TANDEM_INLINE Vec Broadcast(const float* p) {
+    typedef int32_t Word __attribute__((may_alias));
+    return AsFloats(*reinterpret_cast<const Word*>(p) - IVec{});
+  }
+  static TANDEM_INLINE void MultiplyAdd(Vec x, Vec w, Vec& sum) {
+#ifdef __AVX512BF16__
+    sum = _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(x),
+                           reinterpret_cast<__m512bh>(w));
+#else
+    sum += Second(x) * Second(w);
+    sum += First(x) * First(w);
+#endif
+  }
+  static TANDEM_INLINE Vec First(Vec words) { return AsFloats(AsBits(words) << 16); }
+  static TANDEM_INLINE Vec Second(Vec words) {
+    return AsFloats(AsBits(words) & static_cast<int32_t>(0xffff0000u));
+  }
+};
+
 // The formats. BytesOf returns the size of a panel, as PanelBytes does, whose code must not come
 // from here. Open returns a group of inputs of a panel; Weights returns the weights of all outputs
 // for input 8 * eight + i of the group, in the order of units if kUnitOrder. Up to kStraightRows
 // rows are multiplied straight from the panels: every tile of rows widens the weights again, which
 // takes longer than a copy in the first-level cache if the weights are scaled. A tile has at most
 // kRows of them; from kFetchRows on it fetches weights. Several tiles share blocks of kTiledInputs.
+// With kIsWords the panels are what tiles read. The inputs are words, and multiplied as Words says.
 
-struct Float32Format {
+template <typename WordsOfInputs>
+struct WordFormat {
+  using Words = WordsOfInputs;
+  static constexpr bool kIsWords = true;
   static constexpr bool kUnitOrder = false;
-  static constexpr int64_t kStraightRows = 32;
+  static constexpr int64_t kStraightRows = Words::kStraightRows;
   static constexpr int kRows = kTileRows;
   static constexpr int kFetchRows = 4;
   static constexpr int64_t kTiledInputs = kStraightInputs;
@@ -126,8 +162,14 @@ struct Float32Format {
     }
   }
 };
+using Float32Format = WordFormat<FloatWords>;
+// Weights in kBfloat16 for inputs in bf16.
+using PairFormat = WordFormat<PairWords>;
 
+// Weights in kBfloat16 for inputs in float32.
 struct Bfloat16Format {
+  using Words = FloatWords;
+  static constexpr bool kIsWords = false;
   static constexpr bool kUnitOrder = false;
   static constexpr int64_t kStraightRows = 32;
   static constexpr int kRows = kTileRows;
@@ -153,6 +195,8 @@ struct Bfloat16Format {
 // Then q scale = value * scale - (power + kBias) * scale, and all of these are exact.
 template <int kBits>
 struct ScaledFormat {
+  using Words = FloatWords;
+  static constexpr bool kIsWords = false;
   // Where a vector has all outputs of a panel, units become words in their own order: interleaving
   // takes two or three instructions there, widening one.
   static constexpr bool kUnitOrder = kWidth == kPanel;
@@ -216,16 +260,16 @@ struct ScaledFormat {
 using Int8Format = ScaledFormat<8>;
 using Int4Format = ScaledFormat<4>;
 
-// Panels of float32 in a tile that the processor follows as streams better than it fetches them.
+// Panels of words in a tile that the processor follows as streams better than it fetches them.
 constexpr int kStreamedPanels = 4;
 
-// Panels of a tile that reads them as they are. Fetched panels of float32 are read one by one: two
+// Panels of a tile that reads them as they are. Fetched panels of words are read one by one: two
 // streams have half the rate of one.
 template <typename Format>
 constexpr int StraightPanels(int rows) {
   const int panels = TilePanels(rows);
   const bool fetched = rows >= Format::kFetchRows && panels < kStreamedPanels;
-  return std::is_same_v<Format, Float32Format> && fetched ? 1 : panels;
+  return Format::kIsWords && fetched ? 1 : panels;
 }
 
 // Weights to be fetched into the second-level cache while a tile is multiplied: with each group of
@@ -298,9 +342,11 @@ TANDEM_INLINE void AddProducts(const float* x, int64_t x_stride, const Block& bl
     Vec w[C][kVectors];
     TANDEM_UNROLL for (int c = 0; c < C; ++c) Format::Weights(groups[p + c], eight, i, w[c]);
     TANDEM_UNROLL for (int r = 0; r < R; ++r) {
-      const Vec xk = Broadcast(x + r * x_stride + k);
+      const Vec xk = Format::Words::Broadcast(x + r * x_stride + k);
       TANDEM_UNROLL for (int c = 0; c < C; ++c) {
-        TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][p + c][v] += xk * w[c][v];
+        TANDEM_UNROLL for (int v = 0; v < kVectors; ++v) {
+          Format::Words::MultiplyAdd(xk, w[c][v], sums[r][p + c][v]);
+        }
       }
     }
   };
@@ -333,7 +379,7 @@ TANDEM_INLINE void AddProducts(const float* x, int64_t x_stride, const Block& bl
   }
 }
 
-// A product without its weights.
+// A product without its weights. Inputs are words.
 struct LinearProduct {
   const float* x;
   int64_t x_stride;
@@ -392,8 +438,9 @@ TANDEM_NOINLINE void AddTile(int64_t rows, const float* x, int64_t x_stride, con
 // block before it is read.
 
 // Blocks that are widened or transposed.
+template <typename WordsOfInputs>
 struct CopiedBlocks {
-  using Format = Float32Format;
+  using Format = WordFormat<WordsOfInputs>;
   template <int P>
   static constexpr int64_t kInputs = kBlockInputs / P;
   static constexpr int64_t kRows = kBlockRows;
@@ -419,10 +466,10 @@ struct StraightSource {
     return data + panel * panel_bytes + k / kGroupInputs * PanelFormat::kGroupBytes;
   }
   // Fetching costs an instruction for each cache line, and where little else is done with a line
-  // the processor alone is faster; so it is with many panels of float32, each a stream of its own.
+  // the processor alone is faster; so it is with many panels of words, each a stream of its own.
   template <int P>
   TANDEM_INLINE Ahead Fetch(int64_t panel, int64_t k) const {
-    constexpr bool kStreams = std::is_same_v<PanelFormat, Float32Format> && P >= kStreamedPanels;
+    constexpr bool kStreams = PanelFormat::kIsWords && P >= kStreamedPanels;
     constexpr bool kFetches = R >= PanelFormat::kFetchRows && !kStreams;
     return {At(panel, k), kFetches ? P : 0, panel_bytes, PanelFormat::kGroupBytes,
             kFetches && !Blocks::kTiles};
@@ -456,10 +503,10 @@ TANDEM_INLINE void WidenInputs(const char* record, int64_t count, float* to, int
   }
 }
 
-// Packed panels that are widened to float32.
+// Packed panels that are widened to words.
 template <typename Panel>
 struct WidenedSource {
-  using Blocks = CopiedBlocks;
+  using Blocks = CopiedBlocks<typename Panel::Words>;
 
   StraightSource<Panel, kTileRows> panels;
 
@@ -470,7 +517,7 @@ struct WidenedSource {
   template <int P>
   TANDEM_INLINE Block Read(int64_t panel, int64_t k, int64_t count, float* buffer) const {
     const char* from = panels.At(panel, k);
-    if constexpr (std::is_same_v<Panel, Float32Format>) return {from, panels.panel_bytes, count};
+    if constexpr (Panel::kIsWords) return {from, panels.panel_bytes, count};
     for (int p = 0; p < P; ++p, from += panels.panel_bytes) {
       WidenInputs<Panel>(from, count, buffer + p * count * kPanel, kPanel);
     }
@@ -539,8 +586,9 @@ TANDEM_INLINE void ReadDense(const float* w, int64_t in, int64_t rows, int64_t c
 }
 
 // A row-major matrix, from output `first` on, that is transposed.
+template <typename Words>
 struct DenseSource {
-  using Blocks = CopiedBlocks;
+  using Blocks = CopiedBlocks<Words>;
 
   const float* w;
   int64_t in, first, end;
@@ -618,40 +666,46 @@ void MultiplyRows(const LinearProduct& a, const Source& source, int64_t panel, i
   }
 }
 
+// The panels of a packed matrix by which rows are multiplied.
+struct PackedPanels {
+  const void* w;
+  int64_t panel_begin, panel_end;
+};
+
 // Multiplies a few rows without a copy of the panels, in the tiles that suit their number.
 template <typename Format, int R>
-void MultiplyFewRows(const LinearProduct& a, const PackedLinearArgs& args) {
+void MultiplyFewRows(const LinearProduct& a, const PackedPanels& args) {
   if constexpr (R > 1) {
     if (a.rows < R) return MultiplyFewRows<Format, R - 1>(a, args);
   }
   const StraightSource<Format, R> source = {static_cast<const char*>(args.w),
-                                            Format::BytesOf(args.in)};
+                                            Format::BytesOf(a.in)};
   MultiplyPanels<R, StraightPanels<Format>(R)>(a, source, 0, a.rows, args.panel_begin,
                                                args.panel_end - args.panel_begin,
                                                args.panel_begin * kPanel);
 }
 
 template <typename Format>
-void MultiplyPacked(const PackedLinearArgs& args, const LinearProduct& a) {
+void MultiplyPacked(const PackedPanels& args, const LinearProduct& a) {
   if (a.rows <= Format::kStraightRows) return MultiplyFewRows<Format, Format::kRows>(a, args);
-  const WidenedSource<Format> source = {
-      {static_cast<const char*>(args.w), Format::BytesOf(args.in)}};
+  const WidenedSource<Format> source = {{static_cast<const char*>(args.w), Format::BytesOf(a.in)}};
   MultiplyRows(a, source, args.panel_begin, args.panel_end - args.panel_begin,
                args.panel_begin * kPanel);
 }
 
-void PackedLinear(const PackedLinearArgs& args) {
+void PackedLinear(const PackedLinearArgs<float>& args) {
   const LinearProduct a = {args.x,    args.x_stride, args.bias, args.y,         args.y_stride,
                            args.rows, args.in,       args.out,  args.accumulate};
+  const PackedPanels panels = {args.w, args.panel_begin, args.panel_end};
   switch (args.format) {
     case WeightFormat::kFloat32:
-      return MultiplyPacked<Float32Format>(args, a);
+      return MultiplyPacked<Float32Format>(panels, a);
     case WeightFormat::kBfloat16:
-      return MultiplyPacked<Bfloat16Format>(args, a);
+      return MultiplyPacked<Bfloat16Format>(panels, a);
     case WeightFormat::kInt8:
-      return MultiplyPacked<Int8Format>(args, a);
+      return MultiplyPacked<Int8Format>(panels, a);
     case WeightFormat::kInt4:
-      return MultiplyPacked<Int4Format>(args, a);
+      return MultiplyPacked<Int4Format>(panels, a);
     case WeightFormat::kDense:
       return;  // not packed: a caller's error
   }
@@ -683,16 +737,17 @@ void Unpack(const UnpackArgs& args) {
 }
 
 // Multiplies R = a.rows rows by the outputs [o, end) of a row-major matrix, without a copy.
-template <int R>
+template <typename Words, int R>
 void MultiplyFewDenseRows(const LinearProduct& a, const float* w, int64_t o) {
   if constexpr (R > 0) {
-    if (a.rows < R) return MultiplyFewDenseRows<R - 1>(a, w, o);
+    if (a.rows < R) return MultiplyFewDenseRows<Words, R - 1>(a, w, o);
     for (; o < a.out; o += kPanel) {
       Vec sums[R][kVectors] = {};
       ReadDense(w + o * a.in, a.in, a.out - o, a.in,
                 [&](int64_t k, int v, Vec weights) TANDEM_INLINE_LAMBDA {
                   TANDEM_UNROLL for (int r = 0; r < R; ++r) {
-                    sums[r][v] += Broadcast(a.x + r * a.x_stride + k) * weights;
+                    Words::MultiplyAdd(Words::Broadcast(a.x + r * a.x_stride + k), weights,
+                                       sums[r][v]);
                   }
                 });
       for (int r = 0; r < R; ++r) {
@@ -704,15 +759,89 @@ void MultiplyFewDenseRows(const LinearProduct& a, const float* w, int64_t o) {
   }
 }
 
-void Linear(const LinearArgs& args) {
-  const LinearProduct a = {args.x,    args.x_stride, args.bias,    args.y,         args.y_stride,
-                           args.rows, args.in,       args.out_end, args.accumulate};
+// Multiplies by the outputs [out_begin, a.out) of a row-major matrix.
+template <typename Words>
+TANDEM_NOINLINE void MultiplyDense(const LinearProduct& a, const float* w, int64_t out_begin) {
   constexpr int kFewDenseRows = 3;
-  if (a.rows <= kFewDenseRows)
-    return MultiplyFewDenseRows<kFewDenseRows>(a, args.w, args.out_begin);
-  const DenseSource source = {args.w, args.in, args.out_begin, args.out_end};
-  const int64_t panels = (args.out_end - args.out_begin + kPanel - 1) / kPanel;
-  MultiplyRows(a, source, 0, panels, args.out_begin);
+  if (a.rows <= kFewDenseRows) return MultiplyFewDenseRows<Words, kFewDenseRows>(a, w, out_begin);
+  const DenseSource<Words> source = {w, a.in, out_begin, a.out};
+  const int64_t panels = (a.out - out_begin + kPanel - 1) / kPanel;
+  MultiplyRows(a, source, 0, panels, out_begin);
+}
+
+void Linear(const LinearArgs<float>& args) {
+  MultiplyDense<FloatWords>({args.x, args.x_stride, args.bias, args.y, args.y_stride, args.rows,
+                             args.in, args.out_end, args.accumulate},
+                            args.w, args.out_begin);
+}
+
+// While one lives, this thread's operations take numbers below 2^-126 for 0, as the instruction for
+// pairs of bf16 does whatever the thread's settings. Operations must be in functions that are
+// called meanwhile and not inlined.
+class SubnormalsAreZero {
+ public:
+#ifdef __SSE__
+  SubnormalsAreZero() : before_(__builtin_ia32_stmxcsr()) {
+    constexpr unsigned int kInputs = 0x40, kResults = 0x8000;
+    __builtin_ia32_ldmxcsr(before_ | kInputs | kResults);
+  }
+  ~SubnormalsAreZero() { __builtin_ia32_ldmxcsr(before_); }
+
+ private:
+  const unsigned int before_;
+#endif
+};
+
+// Words of a row of bf16.
+const float* PairsOf(const uint16_t* p) { return reinterpret_cast<const float*>(p); }
+
+template <typename Args>
+TANDEM_INLINE LinearProduct ProductOfPairs(const Args& args, int64_t out) {
+  return {PairsOf(args.x), args.x_stride / 2, args.bias, args.y,         args.y_stride,
+          args.rows,       (args.in + 1) / 2, out,       args.accumulate};
+}
+
+TANDEM_NOINLINE void MultiplyPackedPairs(const PackedPanels& panels, const LinearProduct& a) {
+  MultiplyPacked<PairFormat>(panels, a);
+}
+
+void Bfloat16PackedLinear(const PackedLinearArgs<uint16_t>& args) {
+  const SubnormalsAreZero as_the_instruction;
+  MultiplyPackedPairs({args.w, args.panel_begin, args.panel_end}, ProductOfPairs(args, args.out));
+}
+
+void Bfloat16Linear(const LinearArgs<uint16_t>& args) {
+  const SubnormalsAreZero as_the_instruction;
+  MultiplyDense<PairWords>(ProductOfPairs(args, args.out_end), PairsOf(args.w), args.out_begin);
+}
+
+TANDEM_INLINE UIntVec RoundedBits(UIntVec bits) {
+  const UIntVec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? UIntVec{} + 0x7fc0u : rounded;
+}
+
+void RoundedRows(const RoundedRowsArgs& args) {
+  for (int64_t r = 0; r < args.rows; ++r) {
+    const float* const x = args.x + r * args.x_stride;
+    uint16_t* const y = args.y + r * args.y_stride;
+    int64_t i = 0;
+    for (; i + kWidth <= args.width; i += kWidth) {
+      const UIntVec bits = RoundedBits(*reinterpret_cast<const UIntVec*>(x + i));
+#if TANDEM_SIMD_WIDTH == 16 && defined(__AVX512F__)
+      // GCC 12 warns of the form without a mask.
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(y + i),
+                          _mm512_maskz_cvtepi32_epi16(0xffff, reinterpret_cast<__m512i>(bits)));
+#else
+      *reinterpret_cast<UShortVec*>(y + i) = __builtin_convertvector(bits, UShortVec);
+#endif
+    }
+    for (; i < args.width; ++i) {
+      UIntVec bits = {};
+      __builtin_memcpy(&bits, x + i, sizeof(float));
+      y[i] = static_cast<uint16_t>(RoundedBits(bits)[0]);
+    }
+    if (args.width % 2 != 0) y[args.width] = 0;
+  }
 }
 
 // Adds the entries that this file defines to a table.
@@ -720,6 +849,9 @@ constexpr CpuKernels WithLinear(CpuKernels kernels) {
   kernels.linear = Linear;
   kernels.packed_linear = PackedLinear;
   kernels.unpack = Unpack;
+  kernels.bfloat16_linear = Bfloat16Linear;
+  kernels.bfloat16_packed_linear = Bfloat16PackedLinear;
+  kernels.rounded_rows = RoundedRows;
   return kernels;
 }
 

@@ -16,6 +16,7 @@
 #include "common/loss/policy_loss.h"
 #include "common/loss/supervised_loss.h"
 #include "common/loss/testing/float64.h"
+#include "common/ops/linear/bfloat16_linear.h"
 
 namespace tandem::loss {
 namespace {
@@ -508,6 +509,37 @@ TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
     const auto close = [](const at::Tensor& actual, const at::Tensor& wanted) {
       return MaxDifference(actual, wanted) / wanted.abs().max().item<double>();
     };
+    EXPECT_LT(close(gradients.hidden, expected.hidden), 1e-2);
+    EXPECT_LT(close(gradients.weight, expected.weight), 1e-2);
+  }
+}
+
+// A head that rounds float32 hidden states, beside the same with the rounded values in float64.
+TEST(FusedOutputLossTest, ABfloat16HeadRoundsFloat32HiddenStates) {
+  Problem p;
+  const at::Tensor hidden = p.hidden.to(at::kFloat);
+  const at::Tensor weight = ops::Bfloat16Rows(kVocabulary, kHidden).copy_(p.weight);
+  p.hidden = p.hidden.to(at::kBFloat16).to(at::kDouble);
+  p.weight = weight.to(at::kDouble);
+  const at::Tensor logprobs = p.LogProbs();
+  p.tokens.scales = ComputeLossScales({}, p.weights, p.lengths).value().scales;
+  const Gradients expected = Fused(p, {}, {}, at::kDouble);
+  for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
+    auto loss = LinearCrossEntropyLoss::Create(weight).value();
+    EXPECT_LT(MaxDifference(Vector(loss->LogProbs(hidden, p.rows)->logprobs), logprobs), 1e-5);
+    PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, p.tokens).value();
+    OutputGradients gradients = {.hidden = at::zeros_like(hidden),
+                                 .weight = at::zeros({kVocabulary, kHidden})};
+    ASSERT_TRUE(loss->ForwardBackward(
+                        hidden, p.rows,
+                        [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
+                        gradients, mode)
+                    .ok());
+    EXPECT_NEAR(evaluator.Metrics().loss_total, expected.loss, 1e-5);
+    const auto close = [](const at::Tensor& actual, const at::Tensor& wanted) {
+      return MaxDifference(actual, wanted) / wanted.abs().max().item<double>();
+    };
+    // The gradients of the logits are rounded to bf16.
     EXPECT_LT(close(gradients.hidden, expected.hidden), 1e-2);
     EXPECT_LT(close(gradients.weight, expected.weight), 1e-2);
   }

@@ -16,6 +16,7 @@
 #include "common/base/errors/status_macros.h"
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/loss/logits/output_rows.h"
+#include "common/ops/linear/bfloat16_linear.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/matrix_product.h"
 #include "common/tensor/aten/device_copies.h"
@@ -88,10 +89,12 @@ class LinearCrossEntropyLoss::Call {
         count_(static_cast<int64_t>(rows.positions.size())),
         keep_(mode == LossMode::kGradientInForward),
         grid_rows_(EqualChunkRows(count_, keep_ ? loss.chunk_rows_ : loss.tile_rows_)),
+        rounds_hidden_(RoundsHidden(hidden, loss.weight_)),
         positions_(CopyToDevice(rows.positions, loss.weight_.device())),
         labels_(CopyToDevice(rows.labels, loss.weight_.device())),
         options_(loss.weight_.options().dtype(loss.logits_type_).requires_grad(false)) {
-    input_ = SelectRows(hidden, rows.positions, positions_).to(loss.weight_.scalar_type());
+    const at::Tensor selected = SelectRows(hidden, rows.positions, positions_);
+    input_ = rounds_hidden_ ? ops::RoundedRows(selected) : selected.to(product_type());
     if (!rows.temperatures.empty()) {
       scales_ = CopyToDevice(rows.temperatures, options_.device()).to(options_).reciprocal_();
     }
@@ -230,9 +233,11 @@ class LinearCrossEntropyLoss::Call {
 
   void ComputeLogits(const Cell& cell) const {
     const at::Tensor input = input_.narrow(0, cell.begin, cell.count);
+    // The bits of a rollout server's logits, at about the speed of Product.
     if (loss_.parallel_tiles_ && product_type() == at::kFloat) {
-      // The bits of a rollout server's logits, at about the speed of Product.
       Weight(cell.tile).LinearOnThread(cell.logits, input);
+    } else if (loss_.parallel_tiles_ && rounds_hidden_) {
+      ops::Bfloat16LinearOnThread(cell.logits, input, Weight(cell.tile).dense());
     } else if (loss_.parallel_tiles_) {
       ops::MatrixProductOnThread(cell.logits, input, Weight(cell.tile).dense().t());
     } else {
@@ -316,7 +321,8 @@ class LinearCrossEntropyLoss::Call {
   LinearCrossEntropyLoss& loss_;
   const int64_t count_;
   const bool keep_;
-  const int64_t grid_rows_;              // at most
+  const int64_t grid_rows_;  // at most
+  const bool rounds_hidden_;
   const at::Tensor positions_, labels_;  // [N]
   const at::TensorOptions options_;      // of the logits
   at::Tensor input_;                     // [N, H] in the type of the products

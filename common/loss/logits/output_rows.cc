@@ -14,7 +14,13 @@
 namespace tandem::loss {
 
 absl::Status CheckOutputWeight(absl::string_view name, const ops::MatrixRows& weight) {
-  if (!weight.defined() || weight.dim() != 2 || !weight.is_contiguous()) {
+  const bool is_matrix = weight.defined() && weight.dim() == 2;
+  // Rows of ops::Bfloat16Rows begin at even distances.
+  const auto is_padded = [&] {
+    return weight.scalar_type() == at::kBFloat16 && weight.is_cpu() &&
+           weight.dense().stride(1) == 1 && weight.dense().stride(0) == weight.size(1) + 1;
+  };
+  if (!is_matrix || !(weight.is_contiguous() || is_padded())) {
     return InvalidField(name, "must be a contiguous [V, H] matrix");
   }
   const at::ScalarType type = weight.scalar_type();
@@ -30,11 +36,17 @@ absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
   if (hidden.dim() != 2 || hidden.size(1) != weight.size(1)) {
     return InvalidField(name, "must be [T, H] with the H of the output layer");
   }
-  if (hidden.scalar_type() != weight.scalar_type() &&
-      !(hidden.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kFloat)) {
+  const at::ScalarType type = hidden.scalar_type(), of_weight = weight.scalar_type();
+  if (type != of_weight && !(type == at::kBFloat16 && of_weight == at::kFloat) &&
+      !RoundsHidden(hidden, weight)) {
     return InvalidField(name, "must have the type of the output layer, or bfloat16");
   }
   return absl::OkStatus();
+}
+
+bool RoundsHidden(const at::Tensor& hidden, const ops::MatrixRows& weight) {
+  return weight.is_cpu() && weight.scalar_type() == at::kBFloat16 &&
+         hidden.scalar_type() == at::kFloat;
 }
 
 absl::Status CheckIndices(absl::string_view name, absl::Span<const int64_t> indices, int64_t end,

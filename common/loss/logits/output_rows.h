@@ -19,13 +19,15 @@
 
 namespace tandem::loss {
 
-// Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H];
+// Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H], or such
+// rows as ops::Bfloat16Rows;
 // UNIMPLEMENTED unless it is float32, float64 or bfloat16.
 absl::Status CheckOutputWeight(absl::string_view name, const ops::MatrixRows& weight);
 
 // The following five return INVALID_ARGUMENT.
 
-// Checks hidden states: [T, H], in the type of the weight, or bfloat16 if that is float32.
+// Checks hidden states: [T, H], in the type of the weight, or bfloat16 if that is float32, or
+// float32 for a weight that rounds them.
 absl::Status CheckHidden(absl::string_view name, const at::Tensor& hidden,
                          const ops::MatrixRows& weight);
 // Checks that the indices are in [0, end). The error says that an index is outside `outside`.
@@ -37,6 +39,10 @@ absl::Status CheckSoftCap(absl::string_view name, std::optional<double> soft_cap
 absl::Status CheckTemperatures(absl::Span<const double> temperatures, size_t rows);
 // Checks that there is a finite number for each of `rows`.
 absl::Status CheckScales(absl::Span<const double> scales, size_t rows);
+
+// Whether the output layer is a map that rounds its inputs (ops::LinearWeight): bf16 on the CPU,
+// with hidden states of float32.
+bool RoundsHidden(const at::Tensor& hidden, const ops::MatrixRows& weight);
 
 // Returns the rows `positions` of `hidden` [T, H] as [N, H]; `hidden` itself if the positions are
 // 0 to T - 1. `indices` are the positions on its device.

@@ -13,6 +13,8 @@ struct ComputeOptions {
   std::string kernels;  // "auto" or "aten"
   // "float32" or "bfloat16" for trainer and critic (Placement::weight_dtype); empty: float32.
   std::string weight_dtype;
+  // "float32" or "bfloat16" for trainer and critic (Placement::activation_dtype); empty: float32.
+  std::string activation_dtype;
   int num_threads;  // 0: the physical cores, divided by local_world_size
   // The rank of this process on its machine, which selects its device, and the number of ranks
   // there.

@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <filesystem>
 #include <numeric>
 #include <vector>
@@ -190,6 +191,83 @@ TEST(RoundedModelTest, WhatCannotBeRoundedIsRefused) {
   options.without_memory = true;
   EXPECT_EQ(path(options), field);
   EXPECT_THROW(TinyModel("llama", {}, Rounded(/*trains=*/false))->PrepareWeights(), c10::Error);
+}
+
+// Passes in which linear maps round their inputs (Placement::activation_dtype): the same model of a
+// rollout server, a trainer, and a frozen one of the trainer.
+TEST(RoundedInputsTest, TrainingHasTheBitsOfInference) {
+  for (const std::string& family : EveryFamily()) {
+    for (const bool tied : {false, true}) {
+      LoadOptions packed_options = Options(WeightFormat::kBfloat16),
+                  trained_options = Rounded(true), frozen_options = Rounded(false);
+      const auto wide = MakeModel(family, tied, WeightFormat::kBfloat16);
+      for (LoadOptions* options : {&packed_options, &trained_options, &frozen_options}) {
+        options->placement.activation_dtype = at::kBFloat16;
+      }
+      const auto packed = TinyModel(family, Biased(tied), packed_options),
+                 trained = TinyModel(family, Biased(tied), trained_options),
+                 frozen = TinyModel(family, Biased(tied), frozen_options);
+      const NamedTensors start = RandomParameters(*packed, 7);
+      for (Model* model : {packed.get(), trained.get(), frozen.get()}) {
+        ASSERT_TRUE(model->LoadParameters(start).ok());
+      }
+      const at::Tensor training = TrainingLogits(*trained), logits = Logits(*packed);
+      EXPECT_EQ(logits.scalar_type(), at::kFloat);
+      EXPECT_TRUE(at::equal(training, logits)) << family << tied;
+      EXPECT_TRUE(at::equal(Logits(*trained), logits)) << family << tied;
+      EXPECT_TRUE(at::equal(Logits(*frozen), logits)) << family << tied;
+      // Rounding changes the logits, by about its 2^-9.
+      const at::Tensor exact = Logits(*wide);
+      EXPECT_FALSE(at::equal(logits, exact)) << family << tied;
+      EXPECT_LE(((logits - exact).norm() / exact.norm()).item<double>(), 0.1) << family << tied;
+    }
+  }
+}
+
+// The gradient is that of float64 but for the rounding of factors, as in other computations in
+// bfloat16.
+TEST(RoundedInputsTest, GradientsAreCloseToThoseOfExactInputs) {
+  for (const std::string& family : EveryFamily()) {
+    LoadOptions options = Rounded(/*trains=*/true);
+    options.placement.activation_dtype = at::kBFloat16;
+    const auto rounding = TinyModel(family, Biased(false), options),
+               exact = TinyModel(family, Biased(false), Rounded(/*trains=*/true));
+    const NamedTensors start = RandomParameters(*exact, 7);
+    for (Model* model : {rounding.get(), exact.get()}) {
+      ASSERT_TRUE(model->LoadParameters(start).ok());
+      TrainingLogits(*model).pow(2).mean().backward();
+    }
+    double error = 0, size = 0;
+    for (const auto& [name, parameter] : rounding->Parameters()) {
+      const at::Tensor expected = exact->Parameter(name).grad();
+      ASSERT_EQ(parameter.grad().defined(), expected.defined()) << name;
+      if (!expected.defined()) continue;
+      ASSERT_EQ(parameter.grad().scalar_type(), at::kFloat) << name;
+      error += (parameter.grad() - expected).pow(2).sum().item<double>();
+      size += expected.pow(2).sum().item<double>();
+    }
+    EXPECT_LE(std::sqrt(error / size), 0.1) << family;
+    EXPECT_GT(error, 0) << family;
+  }
+}
+
+TEST(RoundedInputsTest, WhatCannotRoundItsInputsIsRefused) {
+  const auto path = [](LoadOptions options) {
+    options.placement.activation_dtype = at::kBFloat16;
+    const absl::Status status = Model::Random(TinyConfig(), 1, options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    return FieldPath(status);
+  };
+  const char* const field = "placement.activation_dtype";
+  EXPECT_EQ(path({}), field);
+  EXPECT_EQ(path(Options(WeightFormat::kFloat32)), field);
+  EXPECT_EQ(path(Options(WeightFormat::kInt8)), field);
+  LoadOptions options = Rounded(/*trains=*/true);
+  options.without_memory = true;
+  EXPECT_EQ(path(options), field);
+  ops::SetKernelPath(ops::KernelPath::kAten);
+  EXPECT_EQ(path(Rounded(/*trains=*/true)), field);
+  ops::SetKernelPath(ops::KernelPath::kAuto);
 }
 
 TEST(PackedModelTest, QuantisedLogitsStayClose) {

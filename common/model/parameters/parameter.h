@@ -33,6 +33,10 @@ struct Placement {
   // copies; one that only infers is rounded itself. bfloat16 needs dense matrices on the CPU and
   // `dtype` float32; norms and biases are not rounded.
   at::ScalarType weight_dtype = at::kFloat;
+  // bfloat16: linear maps and the head round their inputs (ops::LinearWeight), but for those that
+  // `weight_dtype` does not round. Needs weights in bfloat16 (`weight_format`, `weight_dtype`) and
+  // the CPU's own kernels.
+  at::ScalarType activation_dtype = at::kFloat;
   // The tensor-parallel shard that this process holds of every parameter with a shard axis.
   int64_t shard_index = 0;
   int64_t shard_count = 1;

@@ -232,11 +232,12 @@ ops::LinearWeight& ParameterStore::TakeMaps(const std::vector<std::string>& name
   const auto take_bias = [&] { return bias_names.empty() ? at::Tensor() : Allocate(bias_names); };
   const Parameter* const first = Find(weight_names[0]);
   TORCH_CHECK(first != nullptr, "parameter ", weight_names[0], " is not declared");
+  const bool rounds_inputs = placement_.activation_dtype == at::kBFloat16 && first->spec.packs();
   if (IsPacked(*first)) {
     const bool taken = shared != nullptr && shared->packed != nullptr;
     const auto packed = taken ? shared->packed : AllocatePacked(weight_names);
     const at::Tensor bias = take_bias();
-    return linear_weights_.emplace_back(packed, bias, values(bias_names));
+    return linear_weights_.emplace_back(packed, bias, values(bias_names), rounds_inputs);
   }
   const at::Tensor stacked = shared != nullptr && shared->value.defined() ? shared->value.detach()
                                                                           : Allocate(weight_names);
@@ -247,9 +248,11 @@ ops::LinearWeight& ParameterStore::TakeMaps(const std::vector<std::string>& name
                                         ComputeView(buffer, stacked),
                                         bias.defined() ? ComputeView(buffer, bias) : at::Tensor());
   }
+  // Frozen maps, whose values are rounded themselves, have a copy in bf16, too.
   return linear_weights_.emplace_back(
-      stacked, bias, values(weight_names), values(bias_names), placement_.dtype,
-      HasRoundedCopies() && first->rounded,
+      stacked, bias, values(weight_names), values(bias_names),
+      rounds_inputs ? at::kBFloat16 : placement_.dtype,
+      rounds_inputs || (HasRoundedCopies() && first->rounded),
       StacksCopies(buffer) ? ComputeView(buffer, stacked) : at::Tensor());
 }
 

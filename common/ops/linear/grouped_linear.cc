@@ -57,11 +57,19 @@ std::vector<Group> Divided(const std::vector<Group>& groups, int64_t panels) {
   return divided;
 }
 
-at::Tensor Multiply(const at::Tensor& x_in, const std::vector<Group>& all) {
+// Returns the rows that maps like `map` multiply.
+at::Tensor InputOf(const at::Tensor& x, const LinearWeight& map) {
+  return map.rounds_inputs() ? map.Input(x) : x.contiguous();
+}
+
+// `x` is of InputOf.
+at::Tensor Multiply(const at::Tensor& x, const std::vector<Group>& all) {
   const LinearWeight& first = *all.front().map;
-  const at::Tensor x = x_in.contiguous();
-  at::Tensor y = at::empty({x.size(0), first.out()}, x.options());
-  if (!x.is_cpu() || x.scalar_type() != at::kFloat || kernels::GetCpuKernels().linear == nullptr) {
+  const bool rounds = first.rounds_inputs();
+  at::Tensor y =
+      at::empty({x.size(0), first.out()}, rounds ? x.options().dtype(at::kFloat) : x.options());
+  if (!rounds && (!x.is_cpu() || x.scalar_type() != at::kFloat ||
+                  kernels::GetCpuKernels().linear == nullptr)) {
     for (const Group& group : all) {
       const at::Tensor rows = x.narrow(0, group.begin, group.rows());
       y.narrow(0, group.begin, group.rows()).copy_(group.map->Base(rows));
@@ -78,7 +86,7 @@ at::Tensor Multiply(const at::Tensor& x_in, const std::vector<Group>& all) {
                                             .row_end = group.end,
                                             .panel_begin = panel_begin,
                                             .panel_end = panel_end},
-                                           x.const_data_ptr<float>(), y.mutable_data_ptr<float>());
+                                           x, y);
                  });
   return y;
 }
@@ -102,7 +110,8 @@ class GroupedLinearFunction : public torch::autograd::Function<GroupedLinearFunc
   // `masters` are those of the groups, one group after the other.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList masters,
                             const std::vector<Group>& groups) {
-    variable_list saved = {x};
+    const at::Tensor input = InputOf(x, *groups.front().map);
+    variable_list saved = {input};
     std::vector<int64_t> offsets;
     for (const Group& group : groups) {
       saved.push_back(group.map->compute_weight());
@@ -116,12 +125,12 @@ class GroupedLinearFunction : public torch::autograd::Function<GroupedLinearFunc
     for (const at::Tensor& master : groups.front().map->masters()) outs.push_back(master.size(0));
     context->saved_data["outs"] = outs;
     context->saved_data["masters"] = static_cast<int64_t>(masters.size());
-    return Multiply(x, groups);
+    return Multiply(input, groups);
   }
 
   static variable_list backward(AutogradContext* context, variable_list dys) {
     const variable_list saved = context->get_saved_variables();
-    const at::Tensor &x = saved[0], dy = dys[0].contiguous();
+    const at::Tensor &x = saved[0], dy = dys[0].to(saved[1].scalar_type()).contiguous();
     const std::vector<int64_t> offsets = context->saved_data["offsets"].toIntVector();
     const std::vector<int64_t> outs = context->saved_data["outs"].toIntVector();
     // One entry per argument: x, the masters, the groups.
@@ -151,7 +160,7 @@ class GroupedLinearFunction : public torch::autograd::Function<GroupedLinearFunc
       }
     }
     if (!products.empty()) MultiplyAll(products);
-    if (dx.defined()) gradients[0] = dx.to(x.scalar_type());
+    if (dx.defined()) gradients[0] = dx.to(dys[0].scalar_type());
     return gradients;
   }
 };
@@ -181,7 +190,7 @@ class GroupedPackedFunction : public torch::autograd::Function<GroupedPackedFunc
     offsets.push_back(groups.back().end);
     context->saved_data["weights"] = SaveObject(std::move(weights));
     context->saved_data["offsets"] = offsets;
-    return Multiply(x, groups);
+    return Multiply(InputOf(x, *groups.front().map), groups);
   }
 
   static variable_list backward(AutogradContext* context, variable_list dys) {
@@ -203,7 +212,7 @@ at::Tensor BaseProducts(const at::Tensor& x, const std::vector<int64_t>& offsets
                         const std::vector<const LinearWeight*>& maps) {
   const std::vector<Group> groups = GroupsWithRows(offsets, maps);
   if (groups.empty()) return at::empty({0, maps.front()->out()}, x.options());
-  if (!at::GradMode::is_enabled()) return Multiply(x, groups);
+  if (!at::GradMode::is_enabled()) return Multiply(InputOf(x, *maps.front()), groups);
   if (maps.front()->is_packed()) return GroupedPackedFunction::apply(x, groups);
   std::vector<const LinearWeight*> with_rows;
   for (const Group& group : groups) with_rows.push_back(group.map);

@@ -18,15 +18,17 @@ constexpr int64_t kIn = 37, kOut = 21;  // a stack of two maps, of 8 and 13 outp
 const std::vector<int64_t> kOffsets = {0, 0, 1, 131, 131, 138};
 
 struct Maps {
-  explicit Maps(bool trains = false) {
+  // With `rounds` maps that round their inputs.
+  explicit Maps(bool trains = false, bool rounds = false) {
     at::manual_seed(5);
     for (int i = 0; i < 5; ++i) {
       const at::Tensor stack = at::randn({kOut, kIn});
       std::vector<at::Tensor> masters = {stack.narrow(0, 0, 8).detach(),
                                          stack.narrow(0, 8, 13).detach()};
       for (at::Tensor& master : masters) master.set_requires_grad(trains);
-      weights.push_back(std::make_unique<LinearWeight>(stack, at::Tensor(), masters,
-                                                       std::vector<at::Tensor>(), at::kFloat));
+      weights.push_back(
+          std::make_unique<LinearWeight>(stack, at::Tensor(), masters, std::vector<at::Tensor>(),
+                                         rounds ? at::kBFloat16 : at::kFloat, rounds));
       pointers.push_back(weights.back().get());
     }
   }
@@ -87,19 +89,27 @@ TEST(GroupedLinearTest, PackedMapsHaveTheBitsOfALinearMap) {
   }
 }
 
-TEST(GroupedLinearTest, WeightsOfMapsWithoutRowsAreNotRead) {
+TEST(GroupedLinearTest, MapsThatRoundInputsHaveTheBitsOfALinearMap) {
+  if (!PackedWeight::IsSupported()) GTEST_SKIP();
   const at::NoGradGuard no_grad;
-  const Maps maps;
+  const Maps dense(/*trains=*/false, /*rounds=*/true);
   const at::Tensor x = at::randn({kOffsets.back(), kIn});
-  const at::Tensor before = GroupedLinear(x, kOffsets, maps.pointers);
-  for (const size_t unused : {0, 3}) {
-    maps.pointers[unused]->compute_weight().fill_(std::numeric_limits<float>::quiet_NaN());
+  std::vector<std::unique_ptr<LinearWeight>> packed;
+  std::vector<const LinearWeight*> pointers;
+  for (const LinearWeight* map : dense.pointers) {
+    auto weight = std::make_shared<PackedWeight>(kernels::WeightFormat::kBfloat16, kOut, kIn);
+    weight->SetRows(0, map->compute_weight());
+    packed.push_back(std::make_unique<LinearWeight>(
+        std::move(weight), at::Tensor(), std::vector<at::Tensor>(), /*rounds_inputs=*/true));
+    pointers.push_back(packed.back().get());
   }
-  EXPECT_TRUE(at::equal(GroupedLinear(x, kOffsets, maps.pointers), before));
+  const at::Tensor y = GroupedLinear(x, kOffsets, pointers);
+  EXPECT_TRUE(at::equal(y, OneByOne(x, pointers)));
+  EXPECT_TRUE(at::equal(y, GroupedLinear(x, kOffsets, dense.pointers)));
 }
 
-TEST(GroupedLinearTest, GradientsAreThoseOfTheSingleMaps) {
-  const Maps maps(/*trains=*/true), single(/*trains=*/true);
+void ExpectGradientsOfTheSingleMaps(bool rounds) {
+  const Maps maps(/*trains=*/true, rounds), single(/*trains=*/true, rounds);
   // One master has a gradient from before, to which is added in place.
   const at::Tensor before = at::randn({8, kIn});
   for (const Maps* both : {&maps, &single}) {
@@ -125,6 +135,14 @@ TEST(GroupedLinearTest, GradientsAreThoseOfTheSingleMaps) {
       EXPECT_TRUE(at::allclose(gradient, single.weights[i]->masters()[m].grad(), 1e-5, 1e-5));
     }
   }
+}
+
+TEST(GroupedLinearTest, GradientsAreThoseOfTheSingleMaps) {
+  ExpectGradientsOfTheSingleMaps(/*rounds=*/false);
+}
+
+TEST(GroupedLinearTest, GradientsOfMapsThatRoundInputsAreThoseOfTheSingleMaps) {
+  ExpectGradientsOfTheSingleMaps(/*rounds=*/true);
 }
 
 }  // namespace

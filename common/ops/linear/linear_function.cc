@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "common/ops/linear/bfloat16_linear.h"
 #include "common/ops/linear/saved_object.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/matrix_product.h"
@@ -32,29 +33,33 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   // Autograd is off here, so Linear calls the kernel.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, at::TensorList masters,
                             at::TensorList bias_masters, const Stack& stack) {
-    context->save_for_backward({x, stack.weight});
+    const bool rounds =
+        x.scalar_type() == at::kFloat && stack.weight.scalar_type() == at::kBFloat16;
+    const at::Tensor input = rounds ? RoundedRows(x) : x;
+    context->save_for_backward({input, stack.weight});
     std::vector<int64_t> outs;
     for (const at::Tensor& master : masters) outs.push_back(master.size(0));
     context->saved_data["outs"] = outs;
     context->saved_data["has_bias"] = !bias_masters.empty();
-    return Linear(x, stack.weight, stack.bias);
+    return rounds ? Bfloat16Linear(input, stack.weight, stack.bias)
+                  : Linear(x, stack.weight, stack.bias);
   }
 
   static variable_list backward(AutogradContext* context, variable_list dys) {
     const variable_list saved = context->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1], &dy = dys[0];
+    const at::Tensor &x = saved[0], &weight = saved[1], dy = dys[0].to(weight.scalar_type());
     const std::vector<int64_t> outs = context->saved_data["outs"].toIntVector();
     const bool has_bias = context->saved_data["has_bias"].toBool();
     // One entry per argument: x, the masters, the masters of the biases, the stack.
     variable_list gradients(1 + outs.size() * (has_bias ? 2 : 1) + 1);
-    if (context->needs_input_grad(0)) gradients[0] = Product(dy, weight, x.scalar_type());
+    if (context->needs_input_grad(0)) gradients[0] = Product(dy, weight, dys[0].scalar_type());
     int64_t begin = 0;
     for (size_t i = 0; i < outs.size(); begin += outs[i++]) {
       const at::Tensor columns = dy.narrow(1, begin, outs[i]);
       const size_t w = 1 + i, b = w + outs.size();
       if (context->needs_input_grad(w)) gradients[w] = Product(columns.t(), x, at::kFloat);
       if (has_bias && context->needs_input_grad(b)) {
-        gradients[b] = columns.sum(0, /*keepdim=*/false, at::kFloat);
+        gradients[b] = dys[0].narrow(1, begin, outs[i]).sum(0, /*keepdim=*/false, at::kFloat);
       }
     }
     return gradients;

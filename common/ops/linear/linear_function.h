@@ -11,7 +11,8 @@
 namespace tandem::ops {
 
 // Returns x weight^T + bias [T, sum of outs] for several maps of one input x [T, in]. `weight`
-// [sum of outs, in] and `bias` [sum of outs] (or undefined) are the stacked maps in x's type.
+// [sum of outs, in] and `bias` [sum of outs] (or undefined) are the stacked maps in x's type; or x
+// and bias are float32 and the weight bf16, for maps that round their inputs (LinearWeight).
 // Gradients, in float32, flow into the `masters` [outs[i], in] and `bias_masters` (empty, or
 // [outs[i]]), the parameters that were stacked or copied. The forward pass has the bits of
 // inference; gradients do not depend on the number of threads.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/kernels/cpu/cpu_kernels.h"
+#include "common/ops/linear/bfloat16_linear.h"
 #include "common/ops/linear/linear_function.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/bfloat16_rounding.h"
@@ -24,13 +25,16 @@ LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::
       weights_(std::move(weights)),
       biases_(std::move(biases)),
       compute_weight_(std::move(copy)),
-      rounds_(rounds) {
+      rounds_(rounds),
+      rounds_inputs_(rounds && compute_dtype == at::kBFloat16) {
   const at::NoGradGuard no_grad;
   // If the types are the same, these are the stack itself.
-  if (!compute_weight_.defined()) {
+  if (rounds_inputs_) {
+    compute_weight_ = Bfloat16Rows(stacked_.size(0), stacked_.size(1));
+  } else if (!compute_weight_.defined()) {
     compute_weight_ = stacked_.detach().to(compute_dtype, /*non_blocking=*/false, /*copy=*/rounds);
   }
-  if (bias_.defined()) compute_bias_ = bias_.detach().to(compute_dtype);
+  if (bias_.defined()) compute_bias_ = rounds ? bias_.detach() : bias_.detach().to(compute_dtype);
   has_copy_ = !compute_weight_.is_alias_of(stacked_);
   if (has_copy_) RefreshCopy();
 }
@@ -46,11 +50,12 @@ LinearWeight::LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::
       compute_bias_(std::move(compute_bias)) {}
 
 LinearWeight::LinearWeight(std::shared_ptr<const PackedWeight> packed, at::Tensor bias,
-                           std::vector<at::Tensor> biases)
+                           std::vector<at::Tensor> biases, bool rounds_inputs)
     : bias_(std::move(bias)),
       biases_(std::move(biases)),
       packed_(std::move(packed)),
-      compute_bias_(bias_) {}
+      compute_bias_(bias_),
+      rounds_inputs_(rounds_inputs) {}
 
 void LinearWeight::OnWeightsChanged() {
   if (has_copy_) RefreshCopy();
@@ -58,11 +63,11 @@ void LinearWeight::OnWeightsChanged() {
 
 void LinearWeight::RefreshCopy() {
   const at::NoGradGuard no_grad;
-  if (rounds_) {
+  if (rounds_ && !rounds_inputs_) {
     CopyRounded(stacked_, compute_weight_);
   } else {
     compute_weight_.copy_(stacked_);
-    if (bias_.defined()) compute_bias_.copy_(bias_);
+    if (bias_.defined() && !rounds_) compute_bias_.copy_(bias_);
   }
   copied_version_ = stacked_._version();
 }
@@ -80,32 +85,47 @@ const at::Tensor& LinearWeight::compute_weight() const {
 
 at::Tensor LinearWeight::Infer(const at::Tensor& x, const at::Tensor& bias) const {
   CheckFresh();
-  if (packed_ != nullptr) return packed_->Linear(x, bias, packed_->out());
+  if (packed_ != nullptr) return packed_->Linear(Input(x), bias, packed_->out());
+  if (rounds_inputs_) return Bfloat16Linear(Input(x), compute_weight_, bias);
   return Linear(x, compute_weight_, bias);
 }
 
-void LinearWeight::MultiplyTile(const LinearTile& tile, const float* x, float* y) const {
-  if (packed_ != nullptr) return packed_->MultiplyTile(tile, x, y);
-  kernels::GetCpuKernels().linear({.x = x + tile.row_begin * in(),
-                                   .x_stride = in(),
-                                   .w = compute_weight().const_data_ptr<float>(),
-                                   .bias = nullptr,
-                                   .y = y + tile.row_begin * out(),
-                                   .y_stride = out(),
-                                   .rows = tile.row_end - tile.row_begin,
-                                   .in = in(),
-                                   .out_begin = tile.panel_begin * kernels::kPanelOuts,
-                                   .out_end = std::min(tile.panel_end * kernels::kPanelOuts, out()),
-                                   .accumulate = false});
+at::Tensor LinearWeight::Input(const at::Tensor& x) const {
+  return rounds_inputs_ ? RoundedRows(x) : x;
+}
+
+void LinearWeight::MultiplyTile(const LinearTile& tile, const at::Tensor& input,
+                                const at::Tensor& y) const {
+  if (packed_ != nullptr) return packed_->MultiplyTile(tile, input, y);
+  const auto multiply = [&]<typename Number>(void (*kernel)(const kernels::LinearArgs<Number>&)) {
+    const auto data = [](const at::Tensor& of) {
+      return static_cast<const Number*>(of.const_data_ptr());
+    };
+    kernel({.x = data(input) + tile.row_begin * input.stride(0),
+            .x_stride = input.stride(0),
+            .w = data(compute_weight()),
+            .bias = nullptr,
+            .y = y.mutable_data_ptr<float>() + tile.row_begin * out(),
+            .y_stride = out(),
+            .rows = tile.row_end - tile.row_begin,
+            .in = compute_weight_.stride(0),  // with the padding of bf16
+            .out_begin = tile.panel_begin * kernels::kPanelOuts,
+            .out_end = std::min(tile.panel_end * kernels::kPanelOuts, out()),
+            .accumulate = false});
+  };
+  const kernels::CpuKernels& cpu = kernels::GetCpuKernels();
+  if (rounds_inputs_) return multiply(cpu.bfloat16_linear);
+  multiply(cpu.linear);
 }
 
 at::Tensor LinearWeight::BaseFirst(const at::Tensor& x, int64_t outs) const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "some columns of a map have no gradient");
   CheckFresh();
-  if (packed_ != nullptr) return packed_->Linear(x, compute_bias_, outs);
-  if (outs == compute_weight_.size(0)) return Linear(x, compute_weight_, compute_bias_);
+  if (packed_ != nullptr) return packed_->Linear(Input(x), compute_bias_, outs);
+  if (outs == compute_weight_.size(0)) return Infer(x, compute_bias_);
   const at::Tensor bias = bias_.defined() ? compute_bias_.narrow(0, 0, outs) : at::Tensor();
-  return Linear(x, compute_weight_.narrow(0, 0, outs), bias);
+  const at::Tensor weight = compute_weight_.narrow(0, 0, outs);
+  return rounds_inputs_ ? Bfloat16Linear(Input(x), weight, bias) : Linear(x, weight, bias);
 }
 
 at::Tensor LinearWeight::Base(const at::Tensor& x) const {
@@ -128,6 +148,7 @@ at::Tensor LinearWeight::Adapted(const at::Tensor& y, const at::Tensor& x) const
 }
 
 at::Tensor LinearWeight::BaseFloat32(const at::Tensor& x) const {
+  if (packed_ != nullptr && rounds_inputs_) return packed_->Linear(x, compute_bias_, out());
   if (packed_ != nullptr || compute_weight_.scalar_type() == at::kFloat) return Base(x);
   CheckFresh();
   const at::Tensor wide = x.to(at::kFloat), weight = compute_weight_.to(at::kFloat);
@@ -140,7 +161,8 @@ at::Tensor LinearWeight::ForwardAdd(const at::Tensor& residual, const at::Tensor
   if (at::GradMode::is_enabled()) return residual + Forward(x);
   if (adapter() != nullptr) return residual.add_(Forward(x));
   CheckFresh();
-  if (packed_ != nullptr) return packed_->LinearAdd(residual, x, compute_bias_);
+  if (packed_ != nullptr) return packed_->LinearAdd(residual, Input(x), compute_bias_);
+  if (rounds_inputs_) return Bfloat16LinearAdd(residual, Input(x), compute_weight_, compute_bias_);
   return LinearAdd(residual, x, compute_weight_, compute_bias_);
 }
 

@@ -27,6 +27,10 @@ namespace tandem::ops {
 // Maps that do not train may be packed instead (packed_weight.h): then there are no masters, x is
 // float32, and a gradient flows into x alone.
 //
+// Maps may round their inputs: float32 x is rounded to bf16 and multiplied by weights in bf16, with
+// float32 sums (bfloat16_linear.h). Gradients are products of the rounded x, the weights, and
+// rounded gradients of the results, summed in float32: the straight-through estimator.
+//
 // Maps may have low-rank adapters. Their products are added to those of the maps in functions named
 // Forward…, and a row has the same bits with autograd and without.
 class LinearWeight {
@@ -34,8 +38,9 @@ class LinearWeight {
   // `stacked` [sum of outs, in] and `bias` [sum of outs] (or undefined) hold the maps one after the
   // other. `weights` [outs[i], in] and `biases` (empty, or [outs[i]]) are views of them, the
   // parameters; they are leaves of autograd where they train. With `rounds` the products use a copy
-  // of the matrix with the values of bfloat16 (CopyRounded); masters and computation must then be
-  // float32 on the CPU. The bias is not rounded. `copy` (or undefined) is memory for the matrix in
+  // of the matrix with the values of bfloat16; masters must then be float32 on the CPU. With a
+  // computation in float32 the copy is of that type (CopyRounded), with one in bfloat16 the maps
+  // round their inputs. The bias is not rounded. `copy` (or undefined) is memory for the matrix in
   // a `compute_dtype` other than that of the masters.
   LinearWeight(at::Tensor stacked, at::Tensor bias, std::vector<at::Tensor> weights,
                std::vector<at::Tensor> biases, at::ScalarType compute_dtype, bool rounds = false,
@@ -45,8 +50,9 @@ class LinearWeight {
                std::vector<at::Tensor> biases, at::Tensor compute_weight, at::Tensor compute_bias);
 
   // Maps that are packed one after the other in `packed`. `bias` and `biases` as above, in float32.
+  // Maps that round their inputs are packed in bfloat16.
   LinearWeight(std::shared_ptr<const PackedWeight> packed, at::Tensor bias,
-               std::vector<at::Tensor> biases);
+               std::vector<at::Tensor> biases, bool rounds_inputs = false);
 
   // Gives the maps adapters, which outlive the object.
   void SetAdapter(LowRankAdapter adapter) { adapter_ = std::move(adapter); }
@@ -61,7 +67,7 @@ class LinearWeight {
   // Returns the same without adapters.
   at::Tensor Base(const at::Tensor& x) const;
   // Returns Base in float32, from float32 products of the values of x and of the matrix, where the
-  // type of the computation is narrower.
+  // type of the computation is narrower. x is not rounded.
   at::Tensor BaseFloat32(const at::Tensor& x) const;
   // Returns the first `outs` columns of Base(x), without the work of the others. No autograd.
   at::Tensor BaseFirst(const at::Tensor& x, int64_t outs) const;
@@ -76,10 +82,12 @@ class LinearWeight {
   at::Tensor ForwardSum(const at::Tensor& x,
                         const std::shared_ptr<TensorParallelGroup>& group) const;
 
+  // Returns what the products multiply x by: x itself, or its rounded rows.
+  at::Tensor Input(const at::Tensor& x) const;
   // Writes the tile's outputs of x weight^T, without adapters, to y [T, sum of outs], on the
-  // calling thread alone. x [T, in] and y are contiguous, in float32 on the CPU. Needs the CPU's
-  // own kernels and maps without bias. No autograd.
-  void MultiplyTile(const LinearTile& tile, const float* x, float* y) const;
+  // calling thread alone, for the Input of contiguous rows; y is contiguous, in float32 on the CPU.
+  // Needs the CPU's own kernels and maps without bias. No autograd.
+  void MultiplyTile(const LinearTile& tile, const at::Tensor& input, const at::Tensor& y) const;
 
   // Must be called after the values of the masters have changed.
   void OnWeightsChanged();
@@ -89,6 +97,7 @@ class LinearWeight {
   bool is_packed() const { return packed_ != nullptr; }
   // The packed maps; nullptr: they are dense.
   const std::shared_ptr<const PackedWeight>& packed() const { return packed_; }
+  bool rounds_inputs() const { return rounds_inputs_; }
   // The parameters, one for each map; empty if the maps are packed.
   const std::vector<at::Tensor>& masters() const { return weights_; }
   // Returns the matrix that the products use: [sum of outs, in] in the type of the computation,
@@ -118,7 +127,8 @@ class LinearWeight {
   at::Tensor compute_weight_, compute_bias_;
   LowRankAdapter adapter_;
   bool has_copy_ = false;
-  bool rounds_ = false;         // the copy of the matrix; there is no copy of the bias then
+  bool rounds_ = false;  // the copy of the matrix; there is no copy of the bias then
+  bool rounds_inputs_ = false;
   int64_t copied_version_ = 0;  // autograd's count of changes to the stack
 };
 

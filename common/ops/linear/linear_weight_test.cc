@@ -147,6 +147,62 @@ TEST(LinearWeightTest, RoundedMapsHaveTheGradientsOfTheirRoundedValues) {
   EXPECT_LE(error(maps.biases[1].grad(), exact.sum(0).narrow(0, 5, 3)), 1e-5);
 }
 
+// Maps that round their inputs.
+Maps RoundingMaps() { return Maps(at::kBFloat16, /*second_trains=*/true, /*rounds=*/true); }
+
+TEST(LinearWeightTest, MapsThatRoundInputsHaveTheBitsOfPackedOnes) {
+  Maps maps = RoundingMaps();
+  if (!PackedWeight::IsSupported()) GTEST_SKIP() << "no kernels for packed weights";
+  const at::Tensor x = at::randn({7, 12}), residual = at::randn({7, 8});
+  for (int update = 0; update < 2; ++update) {
+    const auto packed =
+        std::make_shared<const PackedWeight>(kernels::WeightFormat::kBfloat16, 8, 12);
+    packed->SetRows(0, maps.stacked);
+    const LinearWeight inferring(packed, maps.bias, {maps.bias}, /*rounds_inputs=*/true);
+    const at::Tensor training = maps.linear->Forward(x),
+                     added = maps.linear->ForwardAdd(residual, x);
+    EXPECT_EQ(training.scalar_type(), at::kFloat);
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(at::equal(training, inferring.Forward(x)));
+    EXPECT_FALSE(at::equal(training, LinearWeight(packed, maps.bias, {maps.bias}).Forward(x)));
+    EXPECT_TRUE(at::equal(training, inferring.Forward(x.to(at::kBFloat16).to(at::kFloat))));
+    EXPECT_TRUE(at::equal(maps.linear->Forward(x), training));
+    EXPECT_TRUE(at::equal(added, inferring.ForwardAdd(residual.clone(), x)));
+    EXPECT_TRUE(at::equal(maps.linear->BaseFirst(x, 5), training.narrow(1, 0, 5)));
+    EXPECT_TRUE(at::equal(inferring.BaseFirst(x, 5), training.narrow(1, 0, 5)));
+    EXPECT_TRUE(at::equal(maps.linear->BaseFloat32(x), inferring.BaseFloat32(x)));
+    for (int64_t row = 0; row < x.size(0); ++row) {
+      EXPECT_TRUE(at::equal(inferring.Forward(x.narrow(0, row, 1)), training.narrow(0, row, 1)));
+    }
+    for (const at::Tensor& weight : maps.weights) weight.add_(0.3);
+    EXPECT_THROW(maps.linear->Forward(x), c10::Error) << "stale";
+    maps.linear->OnWeightsChanged();
+  }
+}
+
+// Products of rounded factors, not rounded themselves: sums of at most 12 numbers near 1.
+TEST(LinearWeightTest, MapsThatRoundInputsHaveTheGradientsOfRoundedProducts) {
+  const Maps maps = RoundingMaps();
+  const at::Tensor x = at::randn({7, 12}).requires_grad_(), dy = at::randn({7, 8});
+  const at::Tensor y = maps.linear->Forward(x);
+  y.backward(dy);
+  const auto rounded = [](const at::Tensor& of) {
+    return of.detach().to(at::kBFloat16).to(at::kDouble);
+  };
+  const auto error = [](const at::Tensor& a, const at::Tensor& b) {
+    return (a.to(at::kDouble) - b).abs().max().item<double>();
+  };
+  const at::Tensor w = rounded(maps.stacked), narrow_dy = rounded(dy);
+  EXPECT_LE(error(y.detach(), rounded(x).mm(w.t()) + maps.bias.to(at::kDouble)), 1e-5);
+  EXPECT_EQ(x.grad().scalar_type(), at::kFloat);
+  EXPECT_LE(error(x.grad(), narrow_dy.mm(w)), 1e-5);
+  const at::Tensor of_weights = narrow_dy.t().mm(rounded(x));
+  EXPECT_LE(error(maps.weights[0].grad(), of_weights.narrow(0, 0, 5)), 1e-5);
+  EXPECT_LE(error(maps.weights[1].grad(), of_weights.narrow(0, 5, 3)), 1e-5);
+  EXPECT_EQ(maps.weights[0].grad().scalar_type(), at::kFloat);
+  EXPECT_LE(error(maps.biases[1].grad(), dy.to(at::kDouble).sum(0).narrow(0, 5, 3)), 1e-5);
+}
+
 TEST(LinearWeightTest, ForwardAddAddsToTheResidual) {
   at::manual_seed(4);
   const at::Tensor weight = at::randn({6, 12}), x = at::randn({3, 12}),

@@ -25,19 +25,6 @@ int64_t WidenedPanels(int64_t in, PackThreads threads) {
   return std::max(kLeast, values / (kernels::kPanelOuts * std::max<int64_t>(in, 1)));
 }
 
-void RunLinear(const kernels::PackedLinearArgs& whole, PackThreads threads) {
-  if (threads == PackThreads::kOne) return kernels::GetCpuKernels().packed_linear(whole);
-  ParallelLinear(whole.rows, whole.in, whole.out, [&](const LinearTile& tile) {
-    kernels::PackedLinearArgs args = whole;
-    args.x += tile.row_begin * whole.x_stride;
-    args.y += tile.row_begin * whole.y_stride;
-    args.rows = tile.row_end - tile.row_begin;
-    args.panel_begin = tile.panel_begin;
-    args.panel_end = tile.panel_end;
-    kernels::GetCpuKernels().packed_linear(args);
-  });
-}
-
 }  // namespace
 
 bool PackedWeight::IsSupported() { return kernels::GetCpuKernels().packed_linear != nullptr; }
@@ -97,20 +84,41 @@ at::Tensor PackedWeight::Linear(const at::Tensor& x, const at::Tensor& bias, int
   return y;
 }
 
-void PackedWeight::MultiplyTile(const LinearTile& tile, const float* x, float* y) const {
-  kernels::GetCpuKernels().packed_linear({.x = x + tile.row_begin * in(),
-                                          .x_stride = in(),
-                                          .format = matrix_.format,
-                                          .w = matrix_.data,
-                                          .bias = nullptr,
-                                          .y = y + tile.row_begin * out(),
-                                          .y_stride = out(),
-                                          .rows = tile.row_end - tile.row_begin,
-                                          .in = in(),
-                                          .out = out(),
-                                          .panel_begin = tile.panel_begin,
-                                          .panel_end = tile.panel_end,
-                                          .accumulate = false});
+template <typename Number>
+kernels::PackedLinearArgs<Number> PackedWeight::Whole(const at::Tensor& x, const at::Tensor& bias,
+                                                      int64_t outs, const at::Tensor& y,
+                                                      bool accumulate) const {
+  return {.x = static_cast<const Number*>(x.const_data_ptr()),
+          .x_stride = x.stride(0),
+          .format = matrix_.format,
+          .w = matrix_.data,
+          .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
+          .y = y.mutable_data_ptr<float>(),
+          .y_stride = y.stride(0),
+          .rows = x.size(0),
+          .in = in(),
+          .out = outs,
+          .panel_begin = 0,
+          .panel_end = kernels::PanelCount(outs),
+          .accumulate = accumulate};
+}
+
+void PackedWeight::MultiplyTile(const LinearTile& tile, const at::Tensor& x,
+                                const at::Tensor& y) const {
+  const auto multiply = [&](auto args, auto* kernel) {
+    args.x += tile.row_begin * args.x_stride;
+    args.y += tile.row_begin * args.y_stride;
+    args.rows = tile.row_end - tile.row_begin;
+    args.panel_begin = tile.panel_begin;
+    args.panel_end = tile.panel_end;
+    kernel(args);
+  };
+  const kernels::CpuKernels& cpu = kernels::GetCpuKernels();
+  if (x.scalar_type() == at::kBFloat16) {
+    return multiply(Whole<uint16_t>(x, {}, out(), y, /*accumulate=*/false),
+                    cpu.bfloat16_packed_linear);
+  }
+  multiply(Whole<float>(x, {}, out(), y, /*accumulate=*/false), cpu.packed_linear);
 }
 
 void PackedWeight::LinearInto(const at::Tensor& y, const at::Tensor& x, int64_t first,
@@ -126,20 +134,14 @@ void PackedWeight::LinearInto(const at::Tensor& y, const at::Tensor& x, int64_t 
   const at::Tensor whole = before == 0 ? y : at::empty({y.size(0), before + count}, y.options());
   const auto* const panels =
       static_cast<const char*>(matrix_.data) + panel * kernels::PanelBytes(matrix_.format, in());
-  RunLinear({.x = x.const_data_ptr<float>(),
-             .x_stride = x.stride(0),
-             .format = matrix_.format,
-             .w = panels,
-             .bias = nullptr,
-             .y = whole.mutable_data_ptr<float>(),
-             .y_stride = whole.size(1),
-             .rows = x.size(0),
-             .in = in(),
-             .out = whole.size(1),
-             .panel_begin = 0,
-             .panel_end = kernels::PanelCount(whole.size(1)),
-             .accumulate = false},
-            threads);
+  auto args = Whole<float>(x, /*bias=*/{}, whole.size(1), whole, /*accumulate=*/false);
+  args.w = panels;
+  auto* const kernel = kernels::GetCpuKernels().packed_linear;
+  if (threads == PackThreads::kOne) {
+    kernel(args);
+  } else {
+    ParallelLinear(args, kernel);
+  }
   if (before > 0) y.copy_(whole.narrow(1, before, count));
 }
 
@@ -196,25 +198,20 @@ void PackedWeight::Multiply(const at::Tensor& x_in, const at::Tensor& bias, int6
                             const at::Tensor& y, bool accumulate) const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "a packed weight has no gradient");
   TORCH_CHECK(IsSupported(), "packed weights need the CPU's own kernels");
+  const bool rounded = x_in.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(!rounded || format() == kernels::WeightFormat::kBfloat16,
+              "inputs in bfloat16 need weights packed in bfloat16");
   TORCH_CHECK(x_in.dim() == 2 && x_in.size(1) == in() && x_in.is_cpu() &&
-                  x_in.scalar_type() == at::kFloat && outs >= 0 && outs <= out(),
+                  (rounded || x_in.scalar_type() == at::kFloat) && outs >= 0 && outs <= out(),
               "linear: x ", x_in.sizes(), " against ", outs, " outputs of a packed weight [", out(),
               ", ", in(), "]");
+  const kernels::CpuKernels& cpu = kernels::GetCpuKernels();
+  if (rounded) {
+    return ParallelLinear(Whole<uint16_t>(x_in, bias, outs, y, accumulate),
+                          cpu.bfloat16_packed_linear);
+  }
   const at::Tensor x = x_in.stride(1) == 1 ? x_in : x_in.contiguous();
-  RunLinear({.x = x.const_data_ptr<float>(),
-             .x_stride = x.stride(0),
-             .format = matrix_.format,
-             .w = matrix_.data,
-             .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
-             .y = y.mutable_data_ptr<float>(),
-             .y_stride = y.stride(0),
-             .rows = x.size(0),
-             .in = in(),
-             .out = outs,
-             .panel_begin = 0,
-             .panel_end = kernels::PanelCount(outs),
-             .accumulate = accumulate},
-            PackThreads::kAll);
+  ParallelLinear(Whole<float>(x, bias, outs, y, accumulate), cpu.packed_linear);
 }
 
 }  // namespace tandem::ops

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "common/kernels/cpu/cpu_kernels.h"
 #include "common/kernels/cpu/packed_weight.h"
 #include "common/ops/products/linear_tile.h"
 
@@ -41,12 +42,13 @@ class PackedWeight {
   // that is no row.
   at::Tensor Rows(const at::Tensor& rows) const;
 
-  // Returns the first `outs` outputs of x weight^T + bias, [T, outs], for x [T, in] float32 and
-  // bias [outs] or undefined. Has the bits of ops::Linear with the values of Rows(). No autograd.
+  // Returns the first `outs` outputs of x weight^T + bias, [T, outs] float32, for x [T, in] and
+  // bias [outs] or undefined. x is float32, and the result has the bits of ops::Linear with the
+  // values of Rows(); or x is of RoundedRows (bfloat16_linear.h) and the matrix of kBfloat16. No
+  // autograd.
   at::Tensor Linear(const at::Tensor& x, const at::Tensor& bias, int64_t outs) const;
-  // Writes the tile's outputs of x weight^T to y, on the calling thread alone; row r is at
-  // x + r * in() and y + r * out().
-  void MultiplyTile(const LinearTile& tile, const float* x, float* y) const;
+  // Writes the tile's outputs of x weight^T to y [T, out], contiguous, on the calling thread alone.
+  void MultiplyTile(const LinearTile& tile, const at::Tensor& x, const at::Tensor& y) const;
   // Writes the outputs [first, first + n) of x weight^T to y [T, n], contiguous. The same bits.
   void LinearInto(const at::Tensor& y, const at::Tensor& x, int64_t first,
                   PackThreads threads = PackThreads::kAll) const;
@@ -63,6 +65,9 @@ class PackedWeight {
  private:
   void Multiply(const at::Tensor& x, const at::Tensor& bias, int64_t outs, const at::Tensor& y,
                 bool accumulate) const;
+  template <typename Number>
+  kernels::PackedLinearArgs<Number> Whole(const at::Tensor& x, const at::Tensor& bias, int64_t outs,
+                                          const at::Tensor& y, bool accumulate) const;
 
   std::shared_ptr<void> memory_;
   kernels::PackedMatrix matrix_;

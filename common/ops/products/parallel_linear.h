@@ -10,6 +10,7 @@
 #include <iterator>
 
 #include "absl/container/inlined_vector.h"
+#include "common/kernels/cpu/cpu_kernels.h"
 #include "common/kernels/weight_format.h"
 #include "common/ops/products/linear_tile.h"
 #include "common/ops/threads/parallel_for.h"
@@ -71,6 +72,34 @@ void ParallelLinear(int64_t rows, int64_t in, int64_t out, const Function& multi
                                        .panel_begin = panel_begin,
                                        .panel_end = panel_end});
                  });
+}
+
+// Computes a whole map with a kernel, tile by tile.
+template <typename Number>
+void ParallelLinear(const kernels::LinearArgs<Number>& whole,
+                    void (*kernel)(const kernels::LinearArgs<Number>&)) {
+  ParallelLinear(whole.rows, whole.in, whole.out_end, [&](const LinearTile& tile) {
+    kernels::LinearArgs<Number> args = whole;
+    args.x += tile.row_begin * whole.x_stride;
+    args.y += tile.row_begin * whole.y_stride;
+    args.rows = tile.row_end - tile.row_begin;
+    args.out_begin = tile.panel_begin * kernels::kPanelOuts;
+    args.out_end = std::min(tile.panel_end * kernels::kPanelOuts, whole.out_end);
+    kernel(args);
+  });
+}
+template <typename Number>
+void ParallelLinear(const kernels::PackedLinearArgs<Number>& whole,
+                    void (*kernel)(const kernels::PackedLinearArgs<Number>&)) {
+  ParallelLinear(whole.rows, whole.in, whole.out, [&](const LinearTile& tile) {
+    kernels::PackedLinearArgs<Number> args = whole;
+    args.x += tile.row_begin * whole.x_stride;
+    args.y += tile.row_begin * whole.y_stride;
+    args.rows = tile.row_end - tile.row_begin;
+    args.panel_begin = tile.panel_begin;
+    args.panel_end = tile.panel_end;
+    kernel(args);
+  });
 }
 
 }  // namespace tandem::ops

@@ -108,9 +108,11 @@ int64_t TypedCopyBytes(const TrainedModel& model) {
   return model.dtype == DType::kFloat32 ? 0 : static_cast<int64_t>(ItemSizeBytes(model.dtype));
 }
 
-// Returns the same with rounded copies, which are float32.
+// Returns the same with rounded copies, which have the type of the inputs of linear maps.
 int64_t CopyBytes(const TrainedModel& model) {
-  return model.weight_dtype == DType::kFloat32 ? TypedCopyBytes(model) : kFloatBytes;
+  return model.weight_dtype == DType::kFloat32
+             ? TypedCopyBytes(model)
+             : static_cast<int64_t>(ItemSizeBytes(model.activation_dtype));
 }
 
 // Collects the items of a plan, each in the memory of the host or of the device that computes.

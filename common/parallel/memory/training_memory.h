@@ -29,6 +29,8 @@ struct TrainedModel {
   DType weight_dtype = DType::kFloat32;  // whose values passes read (Placement::weight_dtype)
   // Of the matrices that lora, or a frozen model, does not train (Placement::weight_format).
   kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
+  // That linear maps round their inputs to (Placement::activation_dtype).
+  DType activation_dtype = DType::kFloat32;
   bool on_host = true;           // whether the CPU computes
   bool shared_prefixes = false;  // whether sequences of a micro-batch share prefixes
 };

@@ -80,6 +80,7 @@ struct Case {
   LoraOptions lora = {};
   bool shared_prefixes = false;
   kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
+  DType activation_dtype = DType::kFloat32;
 };
 
 Case Adapted(const char* name, int ranks, const StrategyOptions& options,
@@ -125,6 +126,13 @@ Case Rounded(const char* name, int ranks, const StrategyOptions& options, bool t
           .weight_dtype = DType::kBFloat16};
 }
 
+// With inputs of linear maps rounded to bfloat16, too.
+Case RoundedInputs(const char* name, int ranks, const StrategyOptions& options) {
+  Case rounded = Rounded(name, ranks, options);
+  rounded.activation_dtype = DType::kBFloat16;
+  return rounded;
+}
+
 Case Shared(const char* name, int ranks, const StrategyOptions& options,
             const char* family = "llama") {
   return {
@@ -168,6 +176,7 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
                                        .dtype = c.dtype,
                                        .weight_dtype = c.weight_dtype,
                                        .weight_format = c.weight_format,
+                                       .activation_dtype = c.activation_dtype,
                                        .shared_prefixes = c.shared_prefixes},
                                       kTokens, ranks->rank(), ranks->size()));
 
@@ -179,7 +188,8 @@ TEST_P(TrainingMemoryTest, IsTheMemoryThatARankTakes) {
              .lora = c.lora,
              .placement = {.dtype = ToScalarType(c.dtype),
                            .weight_format = c.weight_format,
-                           .weight_dtype = ToScalarType(c.weight_dtype)}});
+                           .weight_dtype = ToScalarType(c.weight_dtype),
+                           .activation_dtype = ToScalarType(c.activation_dtype)}});
     const auto input = [&](int64_t) {
       if (c.shared_prefixes) return SharedBatch();
       std::vector<int64_t> half;  // of tokens that choose different experts
@@ -265,6 +275,9 @@ INSTANTIATE_TEST_SUITE_P(
         Frozen("PipelineFrozenWhole", 2, Megatron({.pipeline_model_parallel_size = 2})),
         Rounded("SingleRounded", 1, Single()), Rounded("SingleRoundedTied", 1, Single(), true),
         Rounded("Zero2Rounded", 2, Zero(ZeroOfStage(2))),
+        RoundedInputs("SingleRoundedInputs", 1, Single()),
+        RoundedInputs("Zero2RoundedInputs", 2, Zero(ZeroOfStage(2))),
+        RoundedInputs("Tp2RoundedInputs", 2, Megatron({.tensor_model_parallel_size = 2})),
         Rounded("Zero3Rounded", 2, Zero(ZeroOfStage(3))),
         Rounded("Zero3RoundedTied", 2, Zero(ZeroOfStage(3)), true),
         Rounded("Tp2Rounded", 2, Megatron({.tensor_model_parallel_size = 2})),
@@ -409,6 +422,11 @@ TEST(TrainingMemoryPlanTest, Bfloat16HasACopyOfWhatIsMultiplied) {
   items = Items(
       TrainingMemory(Single(), {.config = config, .weight_dtype = DType::kBFloat16}, 1, 0, 1));
   EXPECT_EQ(items["compute_copy"], 4 * multiplied);
+  items = Items(TrainingMemory(
+      Single(),
+      {.config = config, .weight_dtype = DType::kBFloat16, .activation_dtype = DType::kBFloat16}, 1,
+      0, 1));
+  EXPECT_EQ(items["compute_copy"], 2 * multiplied);
 }
 
 TEST(TrainingMemoryPlanTest, AnOffloadedOptimizerIsOnTheHost) {

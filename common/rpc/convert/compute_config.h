@@ -23,6 +23,7 @@ inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config)
           .dtype = config.dtype(),
           .kernels = config.kernels(),
           .weight_dtype = config.weight_dtype(),
+          .activation_dtype = config.activation_dtype(),
           .num_threads = config.num_threads()};
 }
 
@@ -40,6 +41,10 @@ inline DType ComputeType(const config::v1::ComputeOptions& config) {
 
 inline DType WeightType(const config::v1::ComputeOptions& config) {
   return config.weight_dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+}
+
+inline DType ActivationType(const config::v1::ComputeOptions& config) {
+  return config.activation_dtype() == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
 }
 
 // Returns the format of the matrices that a trainer or critic does not train.

@@ -22,6 +22,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& conf
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),
                               .weight_format = rpc::FrozenFormat(config),
+                              .activation_dtype = rpc::ActivationType(config.compute()),
                               .on_host = config.compute().device() == "cpu",
                               .shared_prefixes = config.batch().shared_prefixes()},
                              config.batch().micro_batch_tokens(), config.max_model_len(),

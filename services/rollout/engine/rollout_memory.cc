@@ -243,6 +243,19 @@ int64_t PartialBytes(const LayerCache& layer, int64_t heads, int64_t rows, int64
   return kFloatBytes * std::min(kernels::kPartialNumbers, rows * splits * numbers);
 }
 
+// Returns the bytes of a row's inputs of the widest map, rounded; 0 if the lane rounds none.
+int64_t RoundedInputBytes(const Lane& lane, const std::vector<ParameterSpec>& specs) {
+  if (lane.options.storage.activation_dtype == DType::kFloat32) return 0;
+  int64_t widest = 0;
+  for (const ParameterSpec& spec : specs) {
+    if (!spec.packs()) continue;
+    const int64_t experts =
+        spec.expert.has_value() ? lane.config.decoder.experts.routing.num_experts_per_tok : 1;
+    widest = std::max(widest, experts * (spec.shape[1] + 1));
+  }
+  return widest * static_cast<int64_t>(ItemSizeBytes(lane.options.storage.activation_dtype));
+}
+
 absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, MemoryPlan& plan,
                      PassBytes& pass) {
   if (options.rank >= lane.ranks) return absl::OkStatus();
@@ -287,7 +300,8 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
   const int64_t rows =
       (options.max_batched_tokens + product_rows - 1) / product_rows * product_rows;
   const int64_t activations =
-      rows * lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
+      rows * (lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
+              RoundedInputBytes(lane, specs)) +
       gathered + (options.on_host ? 0 : partials);
   pass.activations = std::max(pass.activations, activations);
   // The columns that all ranks bring are gathered and then put side by side. Where a device draws,

@@ -45,6 +45,7 @@ struct LaneOptions {
   LoraOptions lora = {};            // of the senior
   // Fraction of its GPU's memory that the lane may take; nullopt: what is free.
   std::optional<double> gpu_memory_utilization = std::nullopt;
+  DType activation_dtype = DType::kFloat32;  // that linear maps round their inputs to
 };
 
 // From the resolved configuration (services/rollout/service/convert.h).

@@ -83,7 +83,8 @@ LaneOptions ToLaneOptions(const config::v1::LaneConfig& lane) {
           .lora = rpc::ToLoraOptions(lane.lora()),
           .gpu_memory_utilization = lane.has_gpu_memory_utilization()
                                         ? std::optional(lane.gpu_memory_utilization())
-                                        : std::nullopt};
+                                        : std::nullopt,
+          .activation_dtype = DTypeOf(lane.activation_dtype())};
 }
 
 }  // namespace

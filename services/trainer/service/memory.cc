@@ -18,8 +18,8 @@ namespace tandem::trainer {
 namespace {
 
 // Adds a model that does not train, unless it computes with the weights in training: its weights,
-// whole, in the type of the computation or packed as the trained model's frozen ones are, and its
-// tables of rotations.
+// whole, in the type of the computation or packed as the trained model's frozen ones are, copies of
+// those that linear maps multiply rounded inputs by, and its tables of rotations.
 absl::Status AddFrozenModel(const std::string& name, const std::string& field,
                             const std::string& directory,
                             const config::v1::TrainerServerConfig& config, MemoryPlan& plan) {
@@ -33,13 +33,19 @@ absl::Status AddFrozenModel(const std::string& name, const std::string& field,
                           ModelParameters(model, {.tied = model.tie_word_embeddings}));
   const kernels::WeightFormat format = rpc::FrozenFormat(config);
   const auto item = static_cast<int64_t>(ItemSizeBytes(rpc::ComputeType(config.compute())));
-  int64_t bytes = 0;
+  int64_t bytes = 0, copied = 0;
   for (const ParameterSpec& spec : specs) {
+    const bool multiplies = model.tie_word_embeddings || spec.name != kEmbeddingName;
+    if (spec.packs() && multiplies) copied += spec.numel();
     bytes += IsPacked(spec, format) ? kernels::PackedBytes(format, spec.shape[0], spec.shape[1])
                                     : spec.numel() * item;
   }
   const bool on_host = config.compute().device() == "cpu";
   plan.items.push_back({name + "_weights", bytes, on_host});
+  if (const DType type = rpc::ActivationType(config.compute()); type != DType::kFloat32) {
+    plan.items.push_back(
+        {name + "_compute_copy", copied * static_cast<int64_t>(ItemSizeBytes(type)), on_host});
+  }
   plan.items.push_back(
       {name + "_rotary_tables", RotaryTableBytes(model, config.max_model_len()), on_host});
   return absl::OkStatus();
@@ -88,6 +94,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                               .dtype = rpc::ComputeType(config.compute()),
                               .weight_dtype = rpc::WeightType(config.compute()),
                               .weight_format = rpc::FrozenFormat(config),
+                              .activation_dtype = rpc::ActivationType(config.compute()),
                               .on_host = on_host,
                               .shared_prefixes = config.batch().shared_prefixes()},
                              config.batch().micro_batch_tokens(), config.max_model_len(),

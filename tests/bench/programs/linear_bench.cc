@@ -6,8 +6,10 @@
 // weights in the caches. "FLOPS" is floating-point operations per second of CPU time.
 //
 // Weights in main memory: "Packed" is ops::PackedWeight and "Dense" ops::Linear, each on so many
-// copies of a map that no cache holds them; "Mkl" is at::mm. "Weights" is bytes of weights per
-// second of time on the clock, to be compared with that of "ReadMemory", which only reads.
+// copies of a map that no cache holds them; "Mkl" is at::mm. "RoundedInputs" is ops::PackedWeight
+// in bfloat16 with inputs that it rounds, and "OneDnnBfloat16" at::linear of bfloat16. "Weights" is
+// bytes of weights per second of time on the clock, to be compared with that of "ReadMemory", which
+// only reads.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>
@@ -19,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/ops/linear/bfloat16_linear.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/matrix_product.h"
 #include "common/ops/products/packed_weight.h"
@@ -116,7 +119,7 @@ void RunFromMemory(benchmark::State& state, const Shape& shape, int64_t bytes, i
 
 int64_t Copies(int64_t bytes) { return std::max<int64_t>(1, kMemoryBytes / bytes); }
 
-void Packed(benchmark::State& state, const Shape& shape, WeightFormat format) {
+void Packed(benchmark::State& state, const Shape& shape, WeightFormat format, bool rounds = false) {
   const int64_t bytes = tandem::kernels::PackedBytes(format, shape.out, shape.in);
   // Packing takes longer than a measurement: the weights are kept for all numbers of rows.
   static std::pair<std::string, WeightFormat> packed;
@@ -130,14 +133,15 @@ void Packed(benchmark::State& state, const Shape& shape, WeightFormat format) {
     weights.back()->SetRows(0, values);
   }
   RunFromMemory(state, shape, bytes, Copies(bytes), [&](const at::Tensor& x, size_t i) {
-    return weights[i]->Linear(x, /*bias=*/{}, shape.out);
+    return weights[i]->Linear(rounds ? tandem::ops::RoundedRows(x) : x, /*bias=*/{}, shape.out);
   });
 }
 
 template <typename Function>
-void FromDense(benchmark::State& state, const Shape& shape, const Function& product) {
-  const int64_t bytes = 4 * shape.out * shape.in;
-  const at::Tensor weights = at::full({Copies(bytes), shape.out, shape.in}, 0.01);
+void FromDense(benchmark::State& state, const Shape& shape, const Function& product,
+               at::ScalarType type = at::kFloat) {
+  const auto bytes = static_cast<int64_t>(c10::elementSize(type)) * shape.out * shape.in;
+  const at::Tensor weights = at::full({Copies(bytes), shape.out, shape.in}, 0.01, type);
   RunFromMemory(state, shape, bytes, Copies(bytes), [&](const at::Tensor& x, size_t i) {
     return product(x, weights[static_cast<int64_t>(i)]);
   });
@@ -149,6 +153,13 @@ void Dense(benchmark::State& state, const Shape& shape) {
 void Mkl(benchmark::State& state, const Shape& shape) {
   FromDense(state, shape,
             [](const at::Tensor& x, const at::Tensor& w) { return at::mm(x, w.t()); });
+}
+
+void OneDnnBfloat16(benchmark::State& state, const Shape& shape) {
+  FromDense(
+      state, shape,
+      [](const at::Tensor& x, const at::Tensor& w) { return at::linear(x.to(at::kBFloat16), w); },
+      at::kBFloat16);
 }
 
 void FromMemory(benchmark::internal::Benchmark* benchmark) {
@@ -172,6 +183,13 @@ void RegisterFromMemory() {
           ("Packed/" + std::string(name) + suffix).c_str(),
           [shape, format = format](benchmark::State& state) { Packed(state, shape, format); }));
     }
+    FromMemory(benchmark::RegisterBenchmark(
+        ("RoundedInputs" + suffix).c_str(), [shape](benchmark::State& state) {
+          Packed(state, shape, WeightFormat::kBfloat16, /*rounds=*/true);
+        }));
+    FromMemory(benchmark::RegisterBenchmark(
+        ("OneDnnBfloat16" + suffix).c_str(),
+        [shape](benchmark::State& state) { OneDnnBfloat16(state, shape); }));
     FromMemory(benchmark::RegisterBenchmark(
         ("Dense" + suffix).c_str(), [shape](benchmark::State& state) { Dense(state, shape); }));
     FromMemory(benchmark::RegisterBenchmark(

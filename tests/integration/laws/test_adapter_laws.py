@@ -34,6 +34,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"senior_quantization": "int8"},
         ranked("pipeline") | {"quantization": "int8"},
     ),
+    "rounded-inputs": (
+        {"senior_dtype": "bfloat16", "senior_activation_dtype": "bfloat16"},
+        {
+            "compute": {
+                "weight_dtype": "bfloat16",
+                "activation_dtype": "bfloat16",
+                "num_threads": 1,
+            }
+        },
+    ),
     "zero": ({}, ranked("zero")),
     "pipeline": ({}, ranked("pipeline")),
     "tensor": (ranked_rollout(), ranked("tensor")),

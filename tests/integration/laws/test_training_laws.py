@@ -75,15 +75,18 @@ def test_the_trainer_reports_the_batch_as_documented(fresh_pair):
         assert reported[name] == pytest.approx(value, rel=1e-6), name
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-def test_the_trainer_computes_with_the_weights_that_the_senior_has(models, tmp_path, weights):
+@pytest.mark.parametrize(
+    ("weights", "activations"),
+    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
+)
+def test_the_trainer_computes_what_the_senior_computes(models, tmp_path, weights, activations):
     """Before and after updates, of which bfloat16 weights show only the larger ones."""
-    compute = {"num_threads": 1, "weight_dtype": weights}
+    compute = {"num_threads": 1, "weight_dtype": weights, "activation_dtype": activations}
     with (
         harness.cluster(
             tmp_path,
             models,
-            rollout={"senior_dtype": weights},
+            rollout={"senior_dtype": weights, "senior_activation_dtype": activations},
             trainer={"compute": compute, "reference_model": str(models.senior)},
         ) as running,
         harness.rollout_client(running) as rollout,
@@ -116,6 +119,21 @@ def test_a_bfloat16_senior_differs_from_a_trainer_with_float32_weights(models, t
     ):
         metrics = step(trainer, policy_samples(rollout, TANDEM["word"])).metrics
         assert metrics["mismatch/max_abs_logprob_diff"] > 2e-3
+
+
+def test_a_senior_that_rounds_inputs_differs_from_a_trainer_that_does_not(models, tmp_path):
+    with (
+        harness.cluster(
+            tmp_path,
+            models,
+            rollout={"senior_dtype": "bfloat16", "senior_activation_dtype": "bfloat16"},
+            trainer={"compute": {"num_threads": 1, "weight_dtype": "bfloat16"}},
+        ) as running,
+        harness.rollout_client(running) as rollout,
+        harness.trainer_client(running) as trainer,
+    ):
+        metrics = step(trainer, policy_samples(rollout, TANDEM["word"])).metrics
+        assert metrics["mismatch/max_abs_logprob_diff"] > 1e-3
 
 
 def test_recomputed_old_log_probs_make_the_ratio_exactly_one(numerics, models, tmp_path):

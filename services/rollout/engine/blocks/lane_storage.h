@@ -17,6 +17,8 @@ struct LaneStorage {
   DType dtype;
   kernels::WeightFormat weight_format;
   DType cache_dtype;  // of keys and values
+  // That linear maps round their inputs to (Placement::activation_dtype).
+  DType activation_dtype = DType::kFloat32;
 };
 
 // Returns the type of the values that a lane keeps of a parameter, as far as a sender can round
@@ -46,7 +48,8 @@ inline LaneStorage StorageOf(const LaneOptions& lane, const EngineOptions& optio
   }
   return {.dtype = DType::kFloat32,
           .weight_format = PackedFormat(lane.dtype, lane.quantization),
-          .cache_dtype = options.kv_cache_dtype.value_or(DType::kFloat32)};
+          .cache_dtype = options.kv_cache_dtype.value_or(DType::kFloat32),
+          .activation_dtype = lane.activation_dtype};
 }
 
 // Whether the lanes compute with one copy of the weights: the junior is the model that the senior's
@@ -56,7 +59,8 @@ inline bool SharesBaseModel(const EngineOptions& options) {
   const RankLayout& layout = options.layout;
   return senior.lora != LoraOptions() && !junior.model.empty() &&
          SamePlace(senior.model, junior.model) && senior.dtype == junior.dtype &&
-         senior.quantization == junior.quantization && layout.junior_gpu_devices.empty() &&
+         senior.quantization == junior.quantization &&
+         senior.activation_dtype == junior.activation_dtype && layout.junior_gpu_devices.empty() &&
          layout.tensor_parallel_size == layout.junior_tensor_parallel_size &&
          layout.enable_expert_parallel == layout.junior_enable_expert_parallel;
 }

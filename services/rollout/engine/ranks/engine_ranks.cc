@@ -92,6 +92,7 @@ Placement PlacementOf(const LaneOptions& lane, const EngineOptions& options, at:
   base.device = device;
   base.dtype = ToScalarType(storage.dtype);
   base.weight_format = storage.weight_format;
+  base.activation_dtype = ToScalarType(storage.activation_dtype);
   return base;
 }
 

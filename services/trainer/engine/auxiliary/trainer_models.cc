@@ -24,7 +24,8 @@ absl::StatusOr<std::unique_ptr<Model>> LoadSharingVocabulary(const std::string& 
   LoadOptions load = {.placement = {.device = model.device(),
                                     .dtype = model.dtype(),
                                     .weight_format = model.weight_format(),
-                                    .weight_dtype = model.weight_dtype()}};
+                                    .weight_dtype = model.weight_dtype(),
+                                    .activation_dtype = model.activation_dtype()}};
   const absl::StatusOr<Vocabulary> vocabulary = Vocabulary::Load(path);
   if (vocabulary.ok()) {
     load.num_token_ids = vocabulary->size();
