@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/requests.h"
@@ -38,9 +40,10 @@ class GpuLanesTest : public testing::Test {
   // Returns responses to prompts whose authors change, one after the other.
   static std::vector<Trajectory> Responses(Engine& engine) {
     std::vector<PromptRequest> requests;
-    for (int i = 0; i < 12; ++i) {
+    for (int i = 0; i < 8; ++i) {
       requests.push_back(RequestOf({.prob_senior = 0.5}, /*seed=*/static_cast<uint64_t>(i)));
       requests.back().return_other_logprobs = i % 2 == 0;
+      requests.back().sampling.max_tokens = 10;
     }
     std::vector<Trajectory> responses;
     for (const auto& listener : Submit(engine, requests)) {
@@ -48,6 +51,8 @@ class GpuLanesTest : public testing::Test {
       EXPECT_EQ(listener->failure(), std::nullopt);
       responses.push_back(listener->finished().at(0));
     }
+    // Those of the last pass are counted when it has ended.
+    while (engine.Stats().sequences_running > 0) absl::SleepFor(absl::Milliseconds(1));
     return responses;
   }
 
