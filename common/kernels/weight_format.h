@@ -7,8 +7,9 @@
 namespace tandem::kernels {
 
 // All but kDense are packed: panels of kPanelOuts outputs with the input index outside, in the same
-// bytes for every instruction set, multiplied by float32 inputs and summed in float32
-// (common/kernels/cpu/packed_weight.h). They are for matrices that do not train, on a CPU.
+// bytes for every instruction set, multiplied by float32 inputs (kBfloat16 by bf16 ones, too) and
+// summed in float32 (common/kernels/cpu/packed_weight.h). They are for matrices that do not train,
+// on a CPU.
 enum class WeightFormat {
   kDense,     // a row-major matrix [out, in] in the type of the computation
   kFloat32,   // the float32 values
