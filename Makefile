@@ -205,6 +205,10 @@ gpu-pack: ## Builds PRESET=cuda and packs what tests/gpu/check.sh runs on a mach
 	@cmake --build build/cuda -j $(JOBS) --target $(GPU_PROGRAMS)
 	@tests/gpu/pack.sh build/cuda .gpu/pack.tar.xz
 
+.PHONY: gpu-mutations
+gpu-mutations: build ## Puts faults into the GPU's path, one at a time: a test without a GPU must fail of each (an hour)
+	@$(PYTHON) tests/gpu/mutations.py --build $(BUILD)
+
 # Images are IMAGES-rollout:TAG and so on; the targets with -cuda are built with `docker/build.sh`.
 .PHONY: images
 images: ## Builds the container images for the CPU with docker, buildah or podman (IMAGES=tandem TAG=the version)

@@ -19,9 +19,8 @@
 
 namespace tandem::loss {
 
-// Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H], or such
-// rows as ops::Bfloat16Rows;
-// UNIMPLEMENTED unless it is float32, float64 or bfloat16.
+// Checks the weight of an output layer. INVALID_ARGUMENT unless it is contiguous [V, H], or of
+// ops::Bfloat16Rows; UNIMPLEMENTED unless it is float32, float64 or bfloat16.
 absl::Status CheckOutputWeight(absl::string_view name, const ops::MatrixRows& weight);
 
 // The following five return INVALID_ARGUMENT.

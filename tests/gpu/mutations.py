@@ -1,0 +1,170 @@
+"""Faults of the GPU's path, each put into the sources in turn: a test must fail of every one.
+
+    .venv/bin/python tests/gpu/mutations.py [--build BUILD_DIR] [name ...]
+
+A fault is a wait, a copy or a barrier that is missing, or a place that is off by one. The tests
+run on simulated GPUs (tests/gpu/simulated) and emulated kernels (tests/gpu/emulated). A fault takes
+some minutes, because it is built; its file is as before then, also after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+KERNELS = "common/kernels/cuda"
+_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault: in `file`, `old` (once there) becomes `new`; `test` of ctest must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    target: str = ""  # that is built; the test's name if empty
+
+    def put(self, text: str) -> str:
+        """Returns the text of the file with the fault."""
+        if text.count(self.old) != 1:
+            raise SystemExit(f"{self.name}: {self.file} has its text {text.count(self.old)} times")
+        return text.replace(self.old, self.new)
+
+
+_EMULATED = {"test": "emulated_kernels_test_with_20_seeds", "target": "emulated_kernels_test"}
+MUTATIONS = [
+    Mutation(
+        "attention: no barrier behind the scores",
+        f"{KERNELS}/attention.cu",
+        "    tile.Score(a, start, begin, end, shared);\n    __syncthreads();\n",
+        "    tile.Score(a, start, begin, end, shared);\n",
+        **_EMULATED,
+    ),
+    Mutation(
+        "attention: sums are exchanged into memory that is still read",
+        f"{KERNELS}/attention.cu",
+        "        results[round].Fold(partial);\n      }\n      __syncthreads();\n",
+        "        results[round].Fold(partial);\n      }\n",
+        **_EMULATED,
+    ),
+    Mutation(
+        "attention: the last key of a split is left out",
+        f"{KERNELS}/attention.cu",
+        "end = min(end_key - start, kSplit);",
+        "end = min(end_key - start, kSplit) - 1;",
+        **_EMULATED,
+    ),
+    Mutation(
+        "RMSNorm: no barrier before the warps' sums are read",
+        f"{KERNELS}/layers.cu",
+        "partial[threadIdx.x / 32] = squares;\n  __syncthreads();\n",
+        "partial[threadIdx.x / 32] = squares;\n",
+        **_EMULATED,
+    ),
+    Mutation(
+        "rotation: the pair of a column is off by one",
+        f"{KERNELS}/layers.cu",
+        "Read(x, i + half) * sin[d]",
+        "Read(x, i + half - 1) * sin[d]",
+        **_EMULATED,
+    ),
+    Mutation(
+        "gradient of logits: bfloat16 overwrites logits that are not read yet",
+        f"{KERNELS}/logits.cu",
+        "    if (a.bfloat16) {\n      __syncthreads();\n",
+        "    if (a.bfloat16) {\n",
+        **_EMULATED,
+    ),
+    Mutation(
+        "experts: a tile's operands are overwritten while they are read",
+        f"{KERNELS}/grouped.cu",
+        "    sums.Add(memory.lines, lines);\n    __syncthreads();\n",
+        "    sums.Add(memory.lines, lines);\n",
+        **_EMULATED,
+    ),
+    Mutation(
+        "draws: the host reads them before they have arrived",
+        "services/rollout/engine/models/device_sampler.cc",
+        "  if (sent_.has_value()) sent_->synchronize();\n",
+        "",
+        test="rollout_engine_test_on_simulated_gpu",
+        target="rollout_engine_test",
+    ),
+    Mutation(
+        "a lane's stream: it does not wait for the work of the default stream",
+        "services/rollout/engine/models/torch_runner.cc",
+        "  before_->block(*stream_);\n",
+        "",
+        test="gpu_passes_test",
+    ),
+    Mutation(
+        "weights to the host: a buffer is read before its copies have arrived",
+        "common/tensor/aten/host_copies.cc",
+        "buffer.copied->synchronize();",
+        "(void)buffer;",
+        test="host_copies_test_on_simulated_gpu",
+        target="host_copies_test",
+    ),
+    Mutation(
+        "logits: the host waits once more in every pass",
+        "services/rollout/engine/models/torch_runner.cc",
+        "    draws_.Send();\n",
+        "    draws_.Send();\n    draws_.Read();\n",
+        test="gpu_passes_test",
+    ),
+]
+
+
+def try_one(mutation: Mutation, build: Path) -> str:
+    """Returns what became of a fault: "caught", "NOT CAUGHT" or "DOES NOT BUILD"."""
+    path = REPOSITORY / mutation.file
+    before = path.read_text()
+    path.write_text(mutation.put(before))
+    try:
+        target = mutation.target or mutation.test
+        built = subprocess.run(
+            ["cmake", "--build", str(build), "--target", target], capture_output=True
+        )
+        if built.returncode:
+            return "DOES NOT BUILD"
+        tested = subprocess.run(
+            ["ctest", "--test-dir", str(build), "-R", f"^{mutation.test}$", "--timeout", "600"],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+        if "No tests were found" in tested.stdout + tested.stderr:
+            raise SystemExit(f"{mutation.name}: ctest has no test {mutation.test}")
+        return "caught" if tested.returncode else "NOT CAUGHT"
+    finally:
+        path.write_text(before)
+
+
+def main() -> int:
+    """Tries the faults; returns the number of those that no test noticed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--build", type=Path, default=REPOSITORY / "build/release")
+    parser.add_argument("names", nargs="*", help="parts of the names of faults (default: all)")
+    arguments = parser.parse_args()
+    chosen = [
+        m for m in MUTATIONS if not arguments.names or any(n in m.name for n in arguments.names)
+    ]
+    for mutation in chosen:  # before the first minute
+        mutation.put((REPOSITORY / mutation.file).read_text())
+    missed = 0
+    for mutation in chosen:
+        result = try_one(mutation, arguments.build)
+        missed += result != "caught"
+        print(f"{result:>14}  {mutation.name}", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
