@@ -21,6 +21,7 @@ namespace {
 template <typename Args, typename Seen>
 Args OnHostOf(const Args& args, const Seen& seen) {
   Args moved = args;
+  __builtin_clear_padding(&moved);  // which may hold an address that the stack had
   auto* const bytes = reinterpret_cast<char*>(&moved);
   for (size_t at = 0; at + sizeof(void*) <= sizeof(Args); at += alignof(void*)) {
     void* address = nullptr;
