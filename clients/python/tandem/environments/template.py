@@ -6,6 +6,7 @@ behind the token that ends a turn. So nothing that a model wrote is decoded and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,8 @@ from tandem.environments.tool_calls import ToolCall
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import NoChatTemplateError, TextCodec
 
-# Mistral's templates want ids of nine letters and digits.
+# Mistral's templates raise for ids that are not nine letters and digits, whatever a model wrote.
+_ID = re.compile(r"[A-Za-z0-9]{9}")
 _NO_ID = "call00000"
 
 
@@ -146,9 +148,5 @@ class Turns:
 
 def _message(call: ToolCall, said: Content) -> dict[str, Any]:
     """Returns an environment's answer to a call as a message of the conversation."""
-    return {
-        "role": "tool",
-        "name": call.name,
-        "content": said,
-        "tool_call_id": call.id or _NO_ID,
-    }
+    call_id = call.id if _ID.fullmatch(call.id) else _NO_ID
+    return {"role": "tool", "name": call.name, "content": said, "tool_call_id": call_id}
