@@ -47,7 +47,7 @@ class Turns:
 
     def _use(self, words: str) -> None:
         """Takes the differences from a conversation in which the model says these words."""
-        call = ToolCall(next(iter(self._tool_names()), "tool"))
+        call = ToolCall(next(iter(self._tool_names()), "tool"), {"what": "this"})
         self._before = self._conversation(words, call)
         asked = self._render(self._before[:1], prompt=True)
         base = self._render(self._before, prompt=False)
@@ -131,6 +131,11 @@ class Turns:
         if "answer" not in answered[self._cut :]:
             raise self._unusable(f"it does not show messages of the role `{answer['role']}`")
         self.after([answer])
+        # Behind a second turn, as behind the first.
+        twice = self._render([*self._before, answer, *self._before[1:], answer], prompt=True)
+        turn = again[: again.rindex(self._end) + len(self._end)]
+        if twice != turn + answered[self._cut :]:
+            raise self._unusable("an answer to a second turn is rendered otherwise")
 
     def _require_begins(self, what: str, one: str, following: str) -> None:
         """Raises ConfigError unless a rendering is the beginning of the one that follows it."""

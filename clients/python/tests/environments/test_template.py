@@ -82,6 +82,11 @@ def test_an_id_that_a_template_would_refuse_does_not_reach_it(tmp_path, written)
             "{% if add_generation_prompt %}{{ messages | length }}{% endif %}" + TEMPLATE,
             "a prompt is rendered otherwise",
         ),
+        # The first answer has a headline.
+        (
+            TEMPLATE.replace("<tool_response>", "{% if loop.index < 4 %}Said:{% endif %}"),
+            "an answer to a second turn is rendered otherwise",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_continued_is_refused(tmp_path, template, why):
