@@ -143,6 +143,56 @@ def page(url: str, name: str) -> Any:
         raise OSError(f"{place}: HTTP status {error.code}") from error
 
 
+def require_room(url: str, sessions: int) -> None:
+    """Raises ConfigError for a server that has fewer sessions at once than a run needs."""
+    try:
+        answers = _waited(_asked_at_once(url, sessions))
+    except (EnvironmentFailedError, OSError) as error:
+        raise ConfigError(f"environment.openenv.url: no session at {url}: {error}") from error
+    for most in filter(None, map(_most_sessions, answers)):
+        if most < sessions:
+            raise ConfigError(
+                f"environment.concurrent_episodes: {url} has {most} sessions at once, and "
+                f"{sessions} episodes would be under way",
+                hint=f"environment.concurrent_episodes: {most}, or more sessions of the server",
+            )
+
+
+async def _asked_at_once(url: str, sessions: int) -> list[str | bytes]:
+    """Returns what a server says in each of so many sessions, all of which are open at once.
+
+    They ask for the state, so that no episode begins; "" where a session ends without an answer.
+    """
+    from websockets.exceptions import ConnectionClosed
+
+    opened: list[ClientConnection] = []
+
+    async def ask() -> str | bytes:
+        connection = await _connected(url)
+        opened.append(connection)
+        with suppress(ConnectionClosed):
+            await connection.send(json.dumps({"type": "state"}))
+        with suppress(ConnectionClosed):
+            return await connection.recv()
+        return ""
+
+    try:
+        return await asyncio.gather(*(ask() for _ in range(sessions)))
+    finally:
+        await asyncio.gather(*(connection.close() for connection in opened))
+
+
+def _most_sessions(answer: str | bytes) -> int | None:
+    """Returns how many sessions a server has at once, if it says so because it is full."""
+    try:
+        message = json.loads(answer)
+        full = message["type"] == "error" and message["data"]["code"] == "CAPACITY_REACHED"
+        most = message["data"].get("max_sessions") if full else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return most if isinstance(most, int) else None
+
+
 def require_websockets() -> None:
     """Raises ConfigError unless the package of the extra is installed."""
     try:

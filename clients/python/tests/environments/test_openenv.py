@@ -69,8 +69,9 @@ class Server:
         answers: gets a session's number and a message; returns the answer, or raises to end the
             connection.
         most: most sessions at once.
-        sessions: those that are open; `ended` those that were closed.
-        heard: every message, with the number of its session.
+        sessions: those that are open.
+        number: those in which something began; `ended` those of them that were closed.
+        heard: every message but questions for the state, with the number of its session.
     """
 
     def __init__(self, action=GUESS):
@@ -102,15 +103,20 @@ class Server:
     async def _session(self, socket):
         await socket.accept()
         if self.sessions >= self.most:
-            await socket.send_json(error("CAPACITY_REACHED", "the server is full"))
+            most = {"active_sessions": self.sessions, "max_sessions": self.most}
+            await socket.send_json(error("CAPACITY_REACHED", "the server is full", **most))
             await socket.close()
             return
         self.sessions += 1
-        self.number += 1
-        number = self.number
+        number = 0
         try:
             while True:
                 message = json.loads(await socket.receive_text())
+                if message["type"] == "state":
+                    await socket.send_json({"type": "state", "data": {}})
+                    continue
+                if not number:
+                    self.number = number = self.number + 1
                 self.heard.append((number, message))
                 answer = await asyncio.to_thread(self.answers, number, message)
                 if answer is None:
@@ -122,7 +128,7 @@ class Server:
             pass
         finally:
             self.sessions -= 1
-            self.ended += 1
+            self.ended += number > 0
 
 
 def guessed(number, message):
@@ -334,6 +340,33 @@ def test_a_run_trains_on_episodes_with_a_server(world, codec, run, server, tmp_p
     # All samples of a prompt begin with one seed.
     seeds = [message["data"]["seed"] for _, message in server.heard if message["type"] == "reset"]
     assert sorted(seeds.count(one) for one in set(seeds)) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_server_with_too_few_sessions_is_said_before_the_first_second(
+    world, run, server, tmp_path, most
+):
+    server.most = most
+    printed = train(run, check=2).stderr
+    assert f"environment.concurrent_episodes: {server.url} has {most} sessions at once" in printed
+    assert not (tmp_path / "run").exists()
+    assert not world.batches
+    assert server.heard == []
+
+
+def test_a_server_that_is_full_for_a_moment_is_waited_for(world, codec, run, server, tmp_path):
+    """Others have all sessions but one; there are enough."""
+    server.most = 7
+    let_write(world, codec, lambda *asked: called("step", number=3))
+    others = [load(server).make() for _ in range(6)]
+    for one in others:
+        one.reset(seed=1)
+    timers = [threading.Timer(1.0, one.close) for one in others]
+    for timer in timers:
+        timer.start()
+    train(run, "steps=1", "environment.openenv.retry_seconds=60")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert (line["environment/failures"], line["environment/stop_environment"]) == (0, 6)
 
 
 def test_the_text_of_a_turn_may_be_the_action(world, codec, run, server, tmp_path):
