@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 MOST_BYTES = 64 << 20
 # Most seconds of a handshake, and of a page of the server.
 _OPEN_SECONDS = 10.0
+# Most seconds of an answer where no call of a run bounds it.
+ANSWER_SECONDS = 60.0
 # Seconds between two attempts to begin a session, doubled from the first up to the last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
 # Codes of errors that the action caused: the model is told of them. After any other error the
@@ -59,10 +61,14 @@ class Observed:
 class OpenEnvSession:
     """A session with a server, which has an environment of its own for it."""
 
-    def __init__(self, url: str, retry_seconds: float) -> None:
-        """`retry_seconds` is how long reset() asks for a session again."""
+    def __init__(self, url: str, retry_seconds: float, answer_seconds: float | None = None) -> None:
+        """`retry_seconds` is how long reset() asks for a session again.
+
+        An answer may take `answer_seconds`; None where the caller has a limit of its own.
+        """
         self._url = url
         self._retry_seconds = retry_seconds
+        self._answer_seconds = answer_seconds
         self._connection: ClientConnection | None = None
 
     def reset(self, data: Mapping[str, Any]) -> Observed:
@@ -116,7 +122,10 @@ class OpenEnvSession:
             # A server that refuses a session says why, and may close it before this message.
             with suppress(ConnectionClosed):
                 await self._connection.send(json.dumps(message, default=str))
-            answer = await self._connection.recv()
+            async with asyncio.timeout(self._answer_seconds):
+                answer = await self._connection.recv()
+        except TimeoutError as error:
+            raise EnvironmentFailedError(f"no answer in {self._answer_seconds:g} s") from error
         except ConnectionClosed as error:
             raise EnvironmentFailedError(f"the connection has ended: {error}") from error
         except asyncio.CancelledError:
@@ -161,7 +170,7 @@ def require_room(url: str, sessions: int) -> None:
 async def _asked_at_once(url: str, sessions: int) -> list[str | bytes]:
     """Returns what a server says in each of so many sessions, all of which are open at once.
 
-    They ask for the state, so that no episode begins; "" where a session ends without an answer.
+    They ask for the state, so that no episode begins; "" where one does not come.
     """
     from websockets.exceptions import ConnectionClosed
 
@@ -172,8 +181,9 @@ async def _asked_at_once(url: str, sessions: int) -> list[str | bytes]:
         opened.append(connection)
         with suppress(ConnectionClosed):
             await connection.send(json.dumps({"type": "state"}))
-        with suppress(ConnectionClosed):
-            return await connection.recv()
+        with suppress(ConnectionClosed, TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await connection.recv()
         return ""
 
     try:

@@ -314,6 +314,25 @@ def test_what_does_not_fit_is_named(server):
         load(server)
 
 
+@pytest.mark.parametrize("silent", ["reset", "step"])
+def test_a_server_that_does_not_list_its_tools_is_given_up(monkeypatch, silent):
+    monkeypatch.setattr(openenv_session, "ANSWER_SECONDS", 0.5)
+    answer = threading.Event()
+
+    def answers(number, message):
+        if message["type"] == silent:
+            answer.wait(30)
+        return observation()
+
+    with Server(CALL) as server:
+        server.answers = answers
+        try:
+            with pytest.raises(ConfigError, match=r"cannot be listed: .*no answer in 0\.5 s"):
+                load(server)
+        finally:
+            answer.set()
+
+
 @pytest.fixture
 def run(run_file, server):
     """A run whose environment is the server."""
