@@ -4,7 +4,10 @@ tests/peers/test_openenv_servers.py has the servers of OpenEnv itself.
 """
 
 import asyncio
+import collections
 import json
+import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +16,7 @@ import fakes
 import pytest
 import uvicorn
 import yaml
-from commands import lines, records
+from commands import contents, lines, records
 from guess_game import train
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -443,6 +446,69 @@ def test_a_call_that_takes_too_long_ends_its_session(world, codec, run, server, 
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
     assert line["environment/timeouts"] == line["environment/failures"] == 1
     fakes.wait_until(lambda: server.ended == server.number == 6)
+
+
+@pytest.fixture
+def crashed(world, codec, run, server, tmp_path):
+    """A run of two steps on a random server, of which only the first one is saved."""
+
+    def answers(number, message):
+        said = os.urandom(8).hex()
+        if message["type"] == "reset":
+            return observation(said=said)
+        return observation(said=said, reward=os.urandom(1)[0] / 256, done=os.urandom(1)[0] < 64)
+
+    server.answers = answers
+    let_write(world, codec, lambda *asked: called("step", number=1))
+    train(run, "steps=1")
+    directory = tmp_path / "run"
+    state = (directory / "state.json").read_bytes()
+    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
+    (directory / "state.json").write_bytes(state)
+    return directory
+
+
+def said_in(record):
+    """What the server said in each episode of a record, one text for each call."""
+    said = collections.defaultdict(list)
+    for one in lines(record):
+        if "text" in one:
+            said[one["prompt"], one["sample"]].append(one["text"])
+    return said
+
+
+def test_a_resumed_run_gets_the_answers_of_a_random_server_from_the_record(crashed, run, server):
+    before, heard = contents(crashed), list(server.heard)
+    said = said_in(crashed / "episodes" / "step_2.jsonl")
+    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
+    name = "trajectories/step_2.parquet"
+    assert contents(crashed)[name] == before[name]
+    # No session began.
+    assert server.heard == heard
+    for index, one in enumerate(records(crashed, 2)):
+        answers = said[index // 2, index % 2][1:]
+        used = re.findall("<tool_response>(.*?)</tool_response>", one["text"])
+        # What ended the episode is not part of the response.
+        assert used == answers[: len(used)]
+        assert len(used) >= len(answers) - 1
+        assert one["reward"] is not None
+    assert len({text for texts in said.values() for text in texts}) == sum(map(len, said.values()))
+
+
+def test_an_episode_that_a_crash_cut_off_begins_a_new_session(crashed, run, server):
+    record = crashed / "episodes" / "step_2.jsonl"
+    # Of one episode the end is lost, and what the server said last.
+    cut = [one for one in lines(record) if (one["prompt"], one["sample"]) == (1, 0)][:-2]
+    others = [one for one in lines(record) if (one["prompt"], one["sample"]) != (1, 0)]
+    record.write_text("".join(json.dumps(one) + "\n" for one in [*others, *cut]))
+    before, heard = records(crashed, 2), len(server.heard)
+    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
+    again = records(crashed, 2)
+    same = [one == two for one, two in zip(before, again, strict=True)]
+    assert same == [index != 2 for index in range(6)]
+    begun = [message["type"] for _, message in server.heard[heard:]]
+    assert begun[0] == "reset"
+    assert begun.count("reset") == 1
 
 
 def test_sessions_that_begin_at_once_share_one_thread(server, monkeypatch):
