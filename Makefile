@@ -178,7 +178,7 @@ test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face 
 # reasoning_gym and open_spiel are installed by hand; cases that need them are left out otherwise.
 .PHONY: test-catalogue
 test-catalogue: $(PEERS) ## Trains on servers of OpenEnv's catalogue; OPENENV_CHECKOUT=DIR is a checkout of its repository
-	@PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers/test_openenv_catalogue.py
+	@PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers/test_openenv_catalogue.py tests/peers/test_trl_examples.py
 
 .PHONY: bench
 bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)

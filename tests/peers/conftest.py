@@ -66,3 +66,9 @@ def run_on(world, codec, tmp_path, monkeypatch):
             return json.loads(printed.stdout.splitlines()[-1])
 
         yield run_on
+
+
+@pytest.fixture
+def roomy(world, run_on):
+    """Room for observations of many bytes, each of which is a token."""
+    world.max_model_len = world.junior_max_model_len = 1 << 15

@@ -6,60 +6,18 @@ OPENENV_CHECKOUT names a checkout of https://github.com/huggingface/OpenEnv (`ma
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import socket
-import subprocess
-import sys
-import urllib.request
-from contextlib import contextmanager
-from pathlib import Path
 
 import fakes
 import pytest
 from commands import records
+from openenv_catalogue import CHECKOUT, served
 from openenv_servers import answering
 from talking import called, let_write
 
-CHECKOUT = os.environ.get("OPENENV_CHECKOUT", "")
 pytestmark = pytest.mark.skipif(
     not CHECKOUT, reason="OPENENV_CHECKOUT names no checkout of OpenEnv's repository"
 )
-# Most seconds until a server answers.
-START_SECONDS = 120
-
-
-@contextmanager
-def served(name, folder):
-    """Serves an environment of the catalogue in a process of its own; yields its URL."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    paths = [f"{CHECKOUT}/envs", *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "uvicorn", f"{name}.server.app:app", "--port", str(port)]
-    log = (folder / f"{name}.log").open("w+")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))}
-    with log, subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log) as ran:
-        try:
-            fakes.wait_until(lambda: ran.poll() is not None or answers(port), seconds=START_SECONDS)
-            assert ran.poll() is None, Path(log.name).read_text()
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            ran.kill()
-
-
-def answers(port):
-    """Whether a server answers."""
-    try:
-        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).status == 200
-    except OSError:
-        return False
-
-
-@pytest.fixture
-def roomy(world, run_on):
-    """Room for observations of many bytes, each of which is a token."""
-    world.max_model_len = world.junior_max_model_len = 1 << 15
 
 
 def prompt_of(one, codec):
