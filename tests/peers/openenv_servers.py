@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,6 +154,11 @@ def calculator_app() -> FastAPI:
     return create_fastapi_app(
         CalculatorEnvironment, CallToolAction, CallToolObservation, max_concurrent_envs=100
     )
+
+
+def answering(texts: Sequence[str]) -> Callable[[int, int, str], str]:
+    """The models say one text after the other."""
+    return lambda seed, index, before: texts[min(before.count("<|im_start|>user"), len(texts) - 1)]
 
 
 @contextmanager

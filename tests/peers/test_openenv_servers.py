@@ -5,54 +5,11 @@ clients/python/tests/environments/test_openenv.py has what no proper server does
 
 from __future__ import annotations
 
-import json
-
-import fakes
-import guess_game
-import pytest
-import yaml
-from commands import lines, records, tandem
-from openenv_servers import calculator_app, echo_app, guess_app, served
-from talking import called, chat_codec, let_write
+from commands import records
+from openenv_servers import answering, calculator_app, echo_app, guess_app, served
+from talking import called, let_write
 from tandem.environments.openenv import load_openenv
 from tandem.settings.environment import OpenEnvSettings
-
-
-@pytest.fixture
-def world():
-    """The fake servers' state."""
-    return fakes.FakeWorld()
-
-
-@pytest.fixture
-def codec(tmp_path):
-    """A tokenizer that writes conversations."""
-    return chat_codec(tmp_path / "talker")
-
-
-@pytest.fixture
-def run_on(world, codec, tmp_path, monkeypatch):
-    """Trains one step on the environment at a URL; returns the line of its metrics."""
-    monkeypatch.setattr(fakes, "VOCABULARY", codec.vocabulary_size)
-    world.max_model_len = world.junior_max_model_len = 2048
-    with fakes.serve(world, str(tmp_path / "model")) as address:
-        run_file = guess_game.write_run(tmp_path, address, codec.directory)
-
-        def run_on(url, *overrides, command="train", **settings):
-            config = yaml.safe_load(run_file.read_text())
-            config["environment"] = {"openenv": {"url": url, **settings}}
-            run_file.write_text(yaml.safe_dump(config))
-            printed = tandem(command, run_file, "steps=1", *overrides)
-            if command == "train":
-                return lines(tmp_path / "run" / "metrics.jsonl")[0]
-            return json.loads(printed.stdout.splitlines()[-1])
-
-        yield run_on
-
-
-def answering(texts):
-    """The models say one text after the other."""
-    return lambda seed, index, before: texts[min(before.count("<|im_start|>user"), len(texts) - 1)]
 
 
 def test_a_typed_environment_is_a_tool(world, codec, run_on, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import fakes
@@ -35,15 +36,17 @@ def image_template(pad: str) -> str:
     )
 
 
-def write_chat_tokenizer(directory: Path, template: str = TEMPLATE) -> Path:
-    """Writes a tokenizer of bytes and SPECIAL tokens, with a chat template."""
+def write_chat_tokenizer(
+    directory: Path, template: str = TEMPLATE, special: Sequence[str] = SPECIAL
+) -> Path:
+    """Writes a tokenizer of bytes and `special` tokens, with a chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({one: i for i, one in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in special])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')

@@ -20,9 +20,10 @@ from harness import (
     prompts,
     tokens,
 )
+from page_blocks import blocks_of
 from tandem.errors import InvalidArgumentError
 from tandem.pool.rollout_pool import response_to_score
-from tandem.rpc.requests import PolicySample, ResponseSoFar, ScoredTokens
+from tandem.rpc.requests import PolicySample, Prompt, ResponseSoFar, ScoredTokens
 from tandem.rpc.wire import from_tensor
 
 # Ids that an environment says; one begins a word, where the strategies have boundaries.
@@ -157,6 +158,23 @@ def test_a_turn_reuses_what_the_server_has_read(models, tmp_path):
         after = harness.gauge(running.rollouts[0], "tandem_prefix_cache_hit_tokens_total")
         # All but the last token: nothing has read that one.
         assert after - before == 60 + 24 - 1
+
+
+def test_the_own_loop_of_the_page_joins_two_turns_in_at_most_five_lines(rollout):
+    page = "docs/guides/environments.md"
+    text = (harness.REPOSITORY / page).read_text()
+    *_, block = [one for one in blocks_of(page, text) if one.language == "python"]
+    assert block.what == "tests/integration/laws/test_turn_laws.py"
+    assert len(block.text.splitlines()) <= 5
+    assert all(len(line) <= 100 and ";" not in line for line in block.text.splitlines())
+    given = {"client": rollout, "ids": [5, 6, 7], "k": 2, "said": SAID[0]}
+    given |= {"Prompt": Prompt, "ResponseSoFar": ResponseSoFar, "join": tandem.join}
+    exec(block.text, given)
+    first, second, whole = (given[name] for name in ("first", "second", "whole"))
+    assert (first.sample_index, second.sample_index, whole.sample_index) == (2, 2, 2)
+    assert tokens(whole) == [*tokens(first), *SAID[0], *tokens(second)]
+    assert mask(whole)[len(tokens(first)) :][: len(SAID[0])] == [2, 2, 2]
+    assert second.response_offset == len(tokens(first)) + 3
 
 
 def test_bad_responses_so_far_are_refused(rollout):

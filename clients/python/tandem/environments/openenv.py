@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from tandem.environments import openenv_session
 from tandem.environments.contract import EnvironmentClass, signature_without_self
 from tandem.environments.openenv_session import (
     ActionError,
@@ -159,7 +160,7 @@ def _tool_result(observation: Mapping[str, Any]) -> str:
 
 def _mcp_tools(settings: OpenEnvSettings) -> dict[str, dict[str, Any]]:
     """Returns the schemas of the tools of an MCP environment."""
-    session = OpenEnvSession(settings.url, settings.retry_seconds)
+    session = OpenEnvSession(settings.url, settings.retry_seconds, openenv_session.ANSWER_SECONDS)
     try:
         session.reset({})
         listed = session.step({"type": "list_tools"}).observation.get("tools") or []

@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 MOST_BYTES = 64 << 20
 # Most seconds of a handshake, and of a page of the server.
 _OPEN_SECONDS = 10.0
+# Most seconds of an answer where no call of a run bounds it.
+ANSWER_SECONDS = 60.0
 # Seconds between two attempts to begin a session, doubled from the first up to the last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
 # Codes of errors that the action caused: the model is told of them. After any other error the
@@ -59,10 +61,14 @@ class Observed:
 class OpenEnvSession:
     """A session with a server, which has an environment of its own for it."""
 
-    def __init__(self, url: str, retry_seconds: float) -> None:
-        """`retry_seconds` is how long reset() asks for a session again."""
+    def __init__(self, url: str, retry_seconds: float, answer_seconds: float | None = None) -> None:
+        """`retry_seconds` is how long reset() asks for a session again.
+
+        An answer may take `answer_seconds`; None where the caller has a limit of its own.
+        """
         self._url = url
         self._retry_seconds = retry_seconds
+        self._answer_seconds = answer_seconds
         self._connection: ClientConnection | None = None
 
     def reset(self, data: Mapping[str, Any]) -> Observed:
@@ -116,7 +122,10 @@ class OpenEnvSession:
             # A server that refuses a session says why, and may close it before this message.
             with suppress(ConnectionClosed):
                 await self._connection.send(json.dumps(message, default=str))
-            answer = await self._connection.recv()
+            async with asyncio.timeout(self._answer_seconds):
+                answer = await self._connection.recv()
+        except TimeoutError as error:
+            raise EnvironmentFailedError(f"no answer in {self._answer_seconds:g} s") from error
         except ConnectionClosed as error:
             raise EnvironmentFailedError(f"the connection has ended: {error}") from error
         except asyncio.CancelledError:
@@ -141,6 +150,57 @@ def page(url: str, name: str) -> Any:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise OSError(f"{place}: HTTP status {error.code}") from error
+
+
+def require_room(url: str, sessions: int) -> None:
+    """Raises ConfigError for a server that has fewer sessions at once than a run needs."""
+    try:
+        answers = _waited(_asked_at_once(url, sessions))
+    except (EnvironmentFailedError, OSError) as error:
+        raise ConfigError(f"environment.openenv.url: no session at {url}: {error}") from error
+    for most in filter(None, map(_most_sessions, answers)):
+        if most < sessions:
+            raise ConfigError(
+                f"environment.concurrent_episodes: {url} has {most} sessions at once, and "
+                f"{sessions} episodes would be under way",
+                hint=f"environment.concurrent_episodes: {most}, or more sessions of the server",
+            )
+
+
+async def _asked_at_once(url: str, sessions: int) -> list[str | bytes]:
+    """Returns what a server says in each of so many sessions, all of which are open at once.
+
+    They ask for the state, so that no episode begins; "" where one does not come.
+    """
+    from websockets.exceptions import ConnectionClosed
+
+    opened: list[ClientConnection] = []
+
+    async def ask() -> str | bytes:
+        connection = await _connected(url)
+        opened.append(connection)
+        with suppress(ConnectionClosed):
+            await connection.send(json.dumps({"type": "state"}))
+        with suppress(ConnectionClosed, TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await connection.recv()
+        return ""
+
+    try:
+        return await asyncio.gather(*(ask() for _ in range(sessions)))
+    finally:
+        await asyncio.gather(*(connection.close() for connection in opened))
+
+
+def _most_sessions(answer: str | bytes) -> int | None:
+    """Returns how many sessions a server has at once, if it says so because it is full."""
+    try:
+        message = json.loads(answer)
+        full = message["type"] == "error" and message["data"]["code"] == "CAPACITY_REACHED"
+        most = message["data"].get("max_sessions") if full else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return most if isinstance(most, int) else None
 
 
 def require_websockets() -> None:

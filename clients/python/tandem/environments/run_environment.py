@@ -13,6 +13,7 @@ from tandem.environments.contract import EnvironmentClass
 from tandem.environments.driver import Driver, Generate
 from tandem.environments.episode import Episode, Rules
 from tandem.environments.openenv import load_openenv
+from tandem.environments.openenv_session import require_room
 from tandem.environments.processes import MEMORY_BYTES, CallsInProcesses, Loads
 from tandem.environments.template import Turns
 from tandem.environments.tool_calls import PARSERS, Found, ToolCall, format_of
@@ -46,6 +47,8 @@ class RunEnvironment:
     ) -> None:
         """Raises ConfigError for rows, a chat template or a format of calls that do not fit.
 
+        Also for an OpenEnv server that has too few sessions.
+
         `data` are the rows of all episodes, at least one set.
         """
         assert settings.environment is not None
@@ -65,7 +68,11 @@ class RunEnvironment:
                 "environment: the chat template shows no tools: data.system, or the prompts, "
                 "should say which there are and how to call them"
             )
-        self._calls = _calls(self._settings, environment, settings.batch.samples_per_step)
+        episodes = settings.batch.samples_per_step
+        if self._settings.openenv is not None:
+            at_once = min(self._settings.concurrent_episodes or episodes, episodes)
+            require_room(self._settings.openenv.url, at_once)
+        self._calls = _calls(self._settings, environment, episodes)
 
     def rules(self, longest: int) -> Rules:
         """Returns the rules of episodes whose prompt and response have at most `longest` tokens."""

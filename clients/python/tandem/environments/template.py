@@ -6,6 +6,7 @@ behind the token that ends a turn. So nothing that a model wrote is decoded and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,8 @@ from tandem.environments.tool_calls import ToolCall
 from tandem.errors import ConfigError
 from tandem.models.tokenizer import NoChatTemplateError, TextCodec
 
-# Mistral's templates want ids of nine letters and digits.
+# Mistral's templates raise for ids that are not nine letters and digits, whatever a model wrote.
+_ID = re.compile(r"[A-Za-z0-9]{9}")
 _NO_ID = "call00000"
 
 
@@ -45,7 +47,7 @@ class Turns:
 
     def _use(self, words: str) -> None:
         """Takes the differences from a conversation in which the model says these words."""
-        call = ToolCall(next(iter(self._tool_names()), "tool"))
+        call = ToolCall(next(iter(self._tool_names()), "tool"), {"what": "this"})
         self._before = self._conversation(words, call)
         asked = self._render(self._before[:1], prompt=True)
         base = self._render(self._before, prompt=False)
@@ -129,6 +131,11 @@ class Turns:
         if "answer" not in answered[self._cut :]:
             raise self._unusable(f"it does not show messages of the role `{answer['role']}`")
         self.after([answer])
+        # Behind a second turn, as behind the first.
+        twice = self._render([*self._before, answer, *self._before[1:], answer], prompt=True)
+        turn = again[: again.rindex(self._end) + len(self._end)]
+        if twice != turn + answered[self._cut :]:
+            raise self._unusable("an answer to a second turn is rendered otherwise")
 
     def _require_begins(self, what: str, one: str, following: str) -> None:
         """Raises ConfigError unless a rendering is the beginning of the one that follows it."""
@@ -146,9 +153,5 @@ class Turns:
 
 def _message(call: ToolCall, said: Content) -> dict[str, Any]:
     """Returns an environment's answer to a call as a message of the conversation."""
-    return {
-        "role": "tool",
-        "name": call.name,
-        "content": said,
-        "tool_call_id": call.id or _NO_ID,
-    }
+    call_id = call.id if _ID.fullmatch(call.id) else _NO_ID
+    return {"role": "tool", "name": call.name, "content": said, "tool_call_id": call_id}

@@ -43,6 +43,8 @@ _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _LLAMA3 = "<|python_tag|>"
 _MISTRAL = "[TOOL_CALLS]"
+# A call of Mistral's newer models, behind the mark.
+_NAMED = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\](\w+))?\[ARGS\](.*)", re.DOTALL)
 
 
 def hermes(text: str) -> list[Found]:
@@ -81,10 +83,15 @@ def llama3(text: str) -> list[Found]:
 
 
 def mistral(text: str) -> list[Found]:
-    """Returns the calls of Mistral: [TOOL_CALLS] [{"name", "arguments", "id"}, …]."""
+    """Returns the calls of Mistral: [TOOL_CALLS] [{"name", "arguments", "id"}, …].
+
+    Its newer models write [TOOL_CALLS]NAME[ARGS]{…}, each, or NAME[CALL_ID]ID[ARGS]{…}.
+    """
     _, tag, body = text.partition(_MISTRAL)
     if not tag:
         return []
+    if not body.lstrip().startswith(("[", "{")):
+        return [_named(one) for one in body.split(_MISTRAL)]
     try:
         calls = json.loads(body)
     except ValueError as error:
@@ -92,6 +99,19 @@ def mistral(text: str) -> list[Found]:
     if not isinstance(calls, list):
         return [BadCall(f"what follows {_MISTRAL} is not a list")]
     return [_read(one, ("arguments",)) for one in calls]
+
+
+def _named(text: str) -> Found:
+    """Returns the call of a name and arguments."""
+    found = _NAMED.fullmatch(text)
+    if found is None:
+        return BadCall(f"what follows {_MISTRAL} is neither a list nor NAME[ARGS]{{…}}")
+    name, call_id, arguments = found.groups()
+    try:
+        given = json.loads(arguments)
+    except ValueError as error:
+        return BadCall(f"the arguments of {name} are not JSON: {error}")
+    return _read({"name": name, "arguments": given, "id": call_id}, ("arguments",))
 
 
 PARSERS: Mapping[ToolCallFormat, Callable[[str], list[Found]]] = {

@@ -46,8 +46,8 @@ class EnvironmentSettings(Settings):
     python_path: NonEmptyPath = Field(default_factory=Path.cwd)
     # How the model writes calls of tools: hermes (<tool_call>{…}</tool_call>, as Qwen2.5 and Qwen3
     # do), qwen_xml (<function=…> inside of that, as Qwen3.5 and Nemotron 3 do), llama3
-    # (<|python_tag|> or bare JSON), mistral ([TOOL_CALLS] […]). Not set: the one that the chat
-    # template names.
+    # (<|python_tag|> or bare JSON), mistral ([TOOL_CALLS] […], or NAME[ARGS]{…} behind each
+    # [TOOL_CALLS]). Not set: the one that the chat template names.
     tool_calls: ToolCallFormat | None = None
     # Whether reset() gets the function `junior`, by which an environment asks the frozen junior of
     # the rollout servers: for an opponent's move, for example.

@@ -15,7 +15,7 @@ from guess_game import ENVIRONMENT, guessing, train
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from talking import called, let_write
+from talking import TEMPLATE, called, let_write
 
 from tandem import tracing
 from tandem.metrics import CLOCK_KEYS, ENVIRONMENT_KEYS, KEYS
@@ -381,6 +381,35 @@ def test_what_does_not_fit_is_said_before_the_first_second(
 ):
     printed = train(run_file, *overrides, check=2)
     assert says in (printed.stderr + printed.stdout).replace(f"{tmp_path}/", "")
+    assert not world.batches
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        # A turn loses a mark once another one follows.
+        (
+            "{{ m.content }}{% for",
+            "{% if loop.last and m.role == 'assistant' %}…{% endif %}{{ m.content }}{% for",
+            "cannot be continued turn by turn: a turn of the model is rendered otherwise",
+        ),
+        ("<tool_call>", "<call>", "environment.tool_calls: the chat template names no format"),
+        (
+            "<tool_call>",
+            "<tool_call><arg_key>",
+            "environment.tool_calls: the chat template has calls as GLM writes them",
+        ),
+    ],
+)
+def test_a_chat_template_that_does_not_fit_is_said_before_the_first_second(
+    world, codec, run_file, tmp_path, old, new, says
+):
+    template = codec.directory / "chat_template.jinja"
+    template.write_text(TEMPLATE.replace(old, new))
+    for option in ([], ["--dry-run"]):
+        printed = train(run_file, *option, check=2)
+        assert says in " ".join((printed.stderr + printed.stdout).split())
     assert not world.batches
     assert not (tmp_path / "run").exists()
 

@@ -4,7 +4,10 @@ tests/peers/test_openenv_servers.py has the servers of OpenEnv itself.
 """
 
 import asyncio
+import collections
 import json
+import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +16,7 @@ import fakes
 import pytest
 import uvicorn
 import yaml
-from commands import lines, records
+from commands import contents, lines, records
 from guess_game import train
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -69,8 +72,9 @@ class Server:
         answers: gets a session's number and a message; returns the answer, or raises to end the
             connection.
         most: most sessions at once.
-        sessions: those that are open; `ended` those that were closed.
-        heard: every message, with the number of its session.
+        sessions: those that are open.
+        number: those in which something began; `ended` those of them that were closed.
+        heard: every message but questions for the state, with the number of its session.
     """
 
     def __init__(self, action=GUESS):
@@ -102,15 +106,20 @@ class Server:
     async def _session(self, socket):
         await socket.accept()
         if self.sessions >= self.most:
-            await socket.send_json(error("CAPACITY_REACHED", "the server is full"))
+            most = {"active_sessions": self.sessions, "max_sessions": self.most}
+            await socket.send_json(error("CAPACITY_REACHED", "the server is full", **most))
             await socket.close()
             return
         self.sessions += 1
-        self.number += 1
-        number = self.number
+        number = 0
         try:
             while True:
                 message = json.loads(await socket.receive_text())
+                if message["type"] == "state":
+                    await socket.send_json({"type": "state", "data": {}})
+                    continue
+                if not number:
+                    self.number = number = self.number + 1
                 self.heard.append((number, message))
                 answer = await asyncio.to_thread(self.answers, number, message)
                 if answer is None:
@@ -122,7 +131,7 @@ class Server:
             pass
         finally:
             self.sessions -= 1
-            self.ended += 1
+            self.ended += number > 0
 
 
 def guessed(number, message):
@@ -308,6 +317,25 @@ def test_what_does_not_fit_is_named(server):
         load(server)
 
 
+@pytest.mark.parametrize("silent", ["reset", "step"])
+def test_a_server_that_does_not_list_its_tools_is_given_up(monkeypatch, silent):
+    monkeypatch.setattr(openenv_session, "ANSWER_SECONDS", 0.5)
+    answer = threading.Event()
+
+    def answers(number, message):
+        if message["type"] == silent:
+            answer.wait(30)
+        return observation()
+
+    with Server(CALL) as server:
+        server.answers = answers
+        try:
+            with pytest.raises(ConfigError, match=r"cannot be listed: .*no answer in 0\.5 s"):
+                load(server)
+        finally:
+            answer.set()
+
+
 @pytest.fixture
 def run(run_file, server):
     """A run whose environment is the server."""
@@ -334,6 +362,33 @@ def test_a_run_trains_on_episodes_with_a_server(world, codec, run, server, tmp_p
     # All samples of a prompt begin with one seed.
     seeds = [message["data"]["seed"] for _, message in server.heard if message["type"] == "reset"]
     assert sorted(seeds.count(one) for one in set(seeds)) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_server_with_too_few_sessions_is_said_before_the_first_second(
+    world, run, server, tmp_path, most
+):
+    server.most = most
+    printed = train(run, check=2).stderr
+    assert f"environment.concurrent_episodes: {server.url} has {most} sessions at once" in printed
+    assert not (tmp_path / "run").exists()
+    assert not world.batches
+    assert server.heard == []
+
+
+def test_a_server_that_is_full_for_a_moment_is_waited_for(world, codec, run, server, tmp_path):
+    """Others have all sessions but one; there are enough."""
+    server.most = 7
+    let_write(world, codec, lambda *asked: called("step", number=3))
+    others = [load(server).make() for _ in range(6)]
+    for one in others:
+        one.reset(seed=1)
+    timers = [threading.Timer(1.0, one.close) for one in others]
+    for timer in timers:
+        timer.start()
+    train(run, "steps=1", "environment.openenv.retry_seconds=60")
+    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    assert (line["environment/failures"], line["environment/stop_environment"]) == (0, 6)
 
 
 def test_the_text_of_a_turn_may_be_the_action(world, codec, run, server, tmp_path):
@@ -391,6 +446,69 @@ def test_a_call_that_takes_too_long_ends_its_session(world, codec, run, server, 
     [line] = lines(tmp_path / "run" / "metrics.jsonl")
     assert line["environment/timeouts"] == line["environment/failures"] == 1
     fakes.wait_until(lambda: server.ended == server.number == 6)
+
+
+@pytest.fixture
+def crashed(world, codec, run, server, tmp_path):
+    """A run of two steps on a random server, of which only the first one is saved."""
+
+    def answers(number, message):
+        said = os.urandom(8).hex()
+        if message["type"] == "reset":
+            return observation(said=said)
+        return observation(said=said, reward=os.urandom(1)[0] / 256, done=os.urandom(1)[0] < 64)
+
+    server.answers = answers
+    let_write(world, codec, lambda *asked: called("step", number=1))
+    train(run, "steps=1")
+    directory = tmp_path / "run"
+    state = (directory / "state.json").read_bytes()
+    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
+    (directory / "state.json").write_bytes(state)
+    return directory
+
+
+def said_in(record):
+    """What the server said in each episode of a record, one text for each call."""
+    said = collections.defaultdict(list)
+    for one in lines(record):
+        if "text" in one:
+            said[one["prompt"], one["sample"]].append(one["text"])
+    return said
+
+
+def test_a_resumed_run_gets_the_answers_of_a_random_server_from_the_record(crashed, run, server):
+    before, heard = contents(crashed), list(server.heard)
+    said = said_in(crashed / "episodes" / "step_2.jsonl")
+    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
+    name = "trajectories/step_2.parquet"
+    assert contents(crashed)[name] == before[name]
+    # No session began.
+    assert server.heard == heard
+    for index, one in enumerate(records(crashed, 2)):
+        answers = said[index // 2, index % 2][1:]
+        used = re.findall("<tool_response>(.*?)</tool_response>", one["text"])
+        # What ended the episode is not part of the response.
+        assert used == answers[: len(used)]
+        assert len(used) >= len(answers) - 1
+        assert one["reward"] is not None
+    assert len({text for texts in said.values() for text in texts}) == sum(map(len, said.values()))
+
+
+def test_an_episode_that_a_crash_cut_off_begins_a_new_session(crashed, run, server):
+    record = crashed / "episodes" / "step_2.jsonl"
+    # Of one episode the end is lost, and what the server said last.
+    cut = [one for one in lines(record) if (one["prompt"], one["sample"]) == (1, 0)][:-2]
+    others = [one for one in lines(record) if (one["prompt"], one["sample"]) != (1, 0)]
+    record.write_text("".join(json.dumps(one) + "\n" for one in [*others, *cut]))
+    before, heard = records(crashed, 2), len(server.heard)
+    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
+    again = records(crashed, 2)
+    same = [one == two for one, two in zip(before, again, strict=True)]
+    assert same == [index != 2 for index in range(6)]
+    begun = [message["type"] for _, message in server.heard[heard:]]
+    assert begun[0] == "reset"
+    assert begun.count("reset") == 1
 
 
 def test_sessions_that_begin_at_once_share_one_thread(server, monkeypatch):

@@ -8,9 +8,12 @@ from tandem.environments.tool_calls import ToolCall
 from tandem.errors import ConfigError
 
 LOOK = ToolCall("look", {"x": 1})
+# It raises for other ids than Mistral's own, as Mistral's does.
 MISTRAL = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'tool' %}[RESULTS] {{ m.tool_call_id }}: {{ m.content }} [/RESULTS]"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('ids have nine characters') }}{% endif %}"
+    "[RESULTS] {{ m.tool_call_id }}: {{ m.content }} [/RESULTS]"
     "{% else %}{% if m.tool_calls %}[TOOL_CALLS] {{ m.tool_calls | map(attribute='function') | list"
     " | tojson }}{% else %}{{ m.content }}{% endif %}<|end|>{% endif %}{% endfor %}"
 )
@@ -45,6 +48,13 @@ def test_ids_of_calls_reach_a_template_that_wants_them(tmp_path):
     assert codec.decode(said) == "[RESULTS] abcdefghi: a wall [/RESULTS]"
 
 
+@pytest.mark.parametrize("written", ["", "1", "abcdefghij", "abcdefgh\n", "abcdéfghi"])
+def test_an_id_that_a_template_would_refuse_does_not_reach_it(tmp_path, written):
+    codec = chat_codec(tmp_path, MISTRAL)
+    said = Turns(codec, {}).between([(ToolCall("look", {}, written), "a wall")])
+    assert codec.decode(said) == "[RESULTS] call00000: a wall [/RESULTS]"
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [
@@ -71,6 +81,11 @@ def test_ids_of_calls_reach_a_template_that_wants_them(tmp_path):
         (
             "{% if add_generation_prompt %}{{ messages | length }}{% endif %}" + TEMPLATE,
             "a prompt is rendered otherwise",
+        ),
+        # The first answer has a headline.
+        (
+            TEMPLATE.replace("<tool_response>", "{% if loop.index < 4 %}Said:{% endif %}"),
+            "an answer to a second turn is rendered otherwise",
         ),
     ],
 )

@@ -51,6 +51,17 @@ LOOK = ToolCall("look", {"x": 1})
             '[TOOL_CALLS] [{"name": "look", "arguments": {"x": 1}, "id": "abcdefghi"}]',
             [ToolCall("look", {"x": 1}, "abcdefghi")],
         ),
+        (mistral, '[TOOL_CALLS]look[ARGS]{"x": 1}', [LOOK]),
+        (
+            mistral,
+            'I look.[TOOL_CALLS]look[ARGS]{"x": 1}\n[TOOL_CALLS]go[ARGS]{}',
+            [LOOK, ToolCall("go")],
+        ),
+        (
+            mistral,
+            '[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS] {"x": 1}',
+            [ToolCall("look", {"x": 1}, "abcdefghi")],
+        ),
     ],
 )
 def test_calls_are_found_in_each_format(parse, text, found):
@@ -68,8 +79,12 @@ def test_calls_are_found_in_each_format(parse, text, found):
         (qwen_xml, "<tool_call><function=look></function>", "is not closed"),
         (llama3, '{"name": "look", "parameters": {', "is not JSON"),
         (llama3, "<|python_tag|>look(1)", "is not JSON"),
-        (mistral, "[TOOL_CALLS] look", "is not JSON"),
+        (mistral, "[TOOL_CALLS] [look]", "is not JSON"),
         (mistral, "[TOOL_CALLS] {}", "is not a list"),
+        (mistral, "[TOOL_CALLS] look", "neither a list nor NAME[ARGS]"),
+        (mistral, "[TOOL_CALLS]look[ARGS]", "the arguments of look are not JSON"),
+        (mistral, '[TOOL_CALLS]look[ARGS]{"x": 1} more', "the arguments of look are not JSON"),
+        (mistral, "[TOOL_CALLS]look[ARGS][1]", '"arguments" is not an object'),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(parse, text, why):
@@ -78,9 +93,16 @@ def test_a_call_that_cannot_be_read_says_why(parse, text, why):
     assert why in found.why
 
 
+def test_one_bad_call_of_mistral_leaves_the_others():
+    found = mistral('[TOOL_CALLS]look[ARGS]{"x": [TOOL_CALLS]look[ARGS]{"x": 1}')
+    assert isinstance(found[0], BadCall)
+    assert found[1:] == [LOOK]
+
+
 def test_the_format_follows_from_the_chat_template():
     assert format_of("… <tool_call> …") == "hermes"
     assert format_of("… [TOOL_CALLS] …") == "mistral"
+    assert format_of("{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}") == "mistral"
     assert format_of('Environment: ipython {"name": …, "parameters": …}') == "llama3"
     with pytest.raises(ConfigError, match=r"^environment\.tool_calls: .* names no format"):
         format_of("{{ messages }}")
