@@ -113,7 +113,9 @@ def test_a_loss_and_its_log_probs_are_those_of_the_weights(url):
         weights = [0.5] * 3 + [-1.0] * 4
         output = model.forward([datum(TEXT, weights=weights)], "cross_entropy").result(timeout=60)
         logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
-        assert output.metrics["loss:sum"] == pytest.approx(-np.dot(weights, logprobs), rel=1e-6)
+        losses = output.loss_fn_outputs[0]["elementwise_loss"].to_numpy()
+        assert losses == pytest.approx(-np.array(weights) * logprobs, rel=1e-6)
+        assert output.metrics["loss:sum"] == pytest.approx(losses.sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
