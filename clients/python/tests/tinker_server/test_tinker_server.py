@@ -378,9 +378,21 @@ async def test_clients_that_ask_for_the_output_layer_can_get_the_other_adapters(
             lambda m: (
                 m.data[0]
                 .model_input.add()
-                .encoded_text.CopyFrom(wire.EncodedTextChunk(tokens=b"\0\0\0\0"))
+                .encoded_text.CopyFrom(wire.EncodedTextChunk(tokens=bytes(8)))
             ),
-            "data[0].loss_fn_inputs.target_tokens: must have 4 numbers",
+            "data[0].loss_fn_inputs.target_tokens: must have 5 or 4 numbers",
+        ),
+        (
+            lambda m: (
+                m.data[0]
+                .loss_fn_inputs["weights"]
+                .CopyFrom(wire.Tensor(dense=bytes(8), dtype=wire.DTYPE_FLOAT32))
+            ),
+            "data[0].loss_fn_inputs.weights: must have 3 numbers, one for each target",
+        ),
+        (
+            lambda m: m.data[0].loss_fn_inputs["target_tokens"].ClearField("dense"),
+            "data[0].loss_fn_inputs.target_tokens: must have 3 or 2 numbers",
         ),
     ],
 )
@@ -392,6 +404,31 @@ async def test_a_datum_at_fault_is_named(world, tmp_path, spoil, says):
         body = message.SerializeToString()
         failed = await client.answer(await client.accepted("forward_backward", body, headers=PROTO))
     assert failed["error"].startswith(says)
+
+
+async def test_the_last_token_needs_no_target(world, tmp_path):
+    """A whole text, of which all tokens but the first are targets."""
+    steps = []
+    world.on_samples = steps.append
+    async with serving(world, tmp_path) as client:
+        await client.begin()
+        for number, targets in ((1, [4, 5, 6]), (3, [4, 5, 7])):
+            message = wire.ForwardBackwardRequest.FromString(client.losses(number))
+            chunk = message.data[0].model_input[0].encoded_text
+            chunk.tokens = np.array([3, 4, 5, 6], dtype="<i4").tobytes()
+            message.data[0].loss_fn_inputs["target_tokens"].dense = np.array(
+                targets, dtype="<i8"
+            ).tobytes()
+            body = message.SerializeToString()
+            answer = await client.answer(
+                await client.accepted("forward_backward", body, headers=PROTO)
+            )
+            if number == 1:
+                assert len(answer["loss_fn_outputs"][0]["logprobs"]["data"]) == 3
+                await client.answer(await client.accepted("optim_step", client.step(2)))
+    assert answer["error"].startswith("data[0].loss_fn_inputs.target_tokens[2]: is 7")
+    [[sample]] = steps
+    assert (list(sample.prompt_token_ids), list(sample.response_token_ids)) == ([3], [4, 5, 6])
 
 
 async def test_targets_that_are_not_the_next_token_are_refused(world, tmp_path):
