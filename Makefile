@@ -172,7 +172,7 @@ $(VERIFIERS): setup/verifiers-requirements.txt | setup
 	@touch $@
 
 .PHONY: test-peers
-test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face TRL and verl, runs lm-eval and OpenEnv's servers; a part of `make test`
+test-peers: servers $(PEERS) ## Compares losses and gradients with Hugging Face TRL and verl, runs lm-eval, OpenEnv's servers and recipes of tinker-cookbook; a part of `make test`
 	@TANDEM_BUILD_DIR=$(BUILD) PYTHONPATH=clients/python $(PEERS_PYTHON) -m pytest -q tests/peers
 
 # reasoning_gym and open_spiel are installed by hand; cases that need them are left out otherwise.

@@ -99,6 +99,7 @@ class FakeWorld:
             "reference": lambda token: -1.5,
         }
         self.on_save = lambda context: None  # called by every SaveCheckpoint of the trainer
+        self.on_load = lambda context: None  # called by every LoadCheckpoint of the trainer
         self.writes_beside = False  # whether the trainer writes checkpoints beside other calls
         self.being_written = {}  # versions by path
         self.on_write = lambda context: None  # called before such a checkpoint is on disk
@@ -371,6 +372,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.SaveCheckpointResponse(path=path)
 
     def LoadCheckpoint(self, request, context):
+        self.world.on_load(context)
         self.world.loads.append(request.path)
         if request.optimizer == optimizer_pb2.OPTIMIZER_STATE_FRESH:
             self.world.fresh_loads.append(request.path)

@@ -113,7 +113,9 @@ def test_a_loss_and_its_log_probs_are_those_of_the_weights(url):
         weights = [0.5] * 3 + [-1.0] * 4
         output = model.forward([datum(TEXT, weights=weights)], "cross_entropy").result(timeout=60)
         logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
-        assert output.metrics["loss:sum"] == pytest.approx(-np.dot(weights, logprobs), rel=1e-6)
+        losses = output.loss_fn_outputs[0]["elementwise_loss"].to_numpy()
+        assert losses == pytest.approx(-np.array(weights) * logprobs, rel=1e-6)
+        assert output.metrics["loss:sum"] == pytest.approx(losses.sum(), rel=1e-6)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -160,6 +162,88 @@ def test_other_losses_raise_what_has_an_advantage(url, loss, config):
         before = sum(step(model, data, loss, config).loss_fn_outputs[0]["logprobs"].data[2:])
         after = step(model, data, loss, config).loss_fn_outputs[0]["logprobs"].data[2:]
         assert sum(after) > before
+
+
+CLIP = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
+
+
+def own_loss(name, config):
+    """Returns the loss of Tinker's documentation, for autograd, in the form of the SDK."""
+    import torch
+
+    def of_datum(given, logprobs):
+        old, advantages = given["logprobs"], given["advantages"]
+        ratio = (logprobs - old).exp()
+        if name == "importance_sampling":
+            return -(ratio * advantages).sum()
+        if name == "dro":
+            quadratic = 0.5 * config["beta"] * (logprobs - old).square()
+            return (quadratic - logprobs * advantages).sum()
+        if name == "gspo":
+            counted = given["sequence_ratio_mask"] > 0
+            mean = (logprobs.detach() - old)[counted].mean()
+            ratio = mean.exp() * (logprobs - logprobs.detach()).exp()
+        cut = ratio.clamp(*config.values())
+        if name == "cispo":
+            return -(cut.detach() * advantages * logprobs).sum()
+        return torch.maximum(-ratio * advantages, -cut * advantages).sum()
+
+    def loss(data, logprobs):
+        given = [
+            {key: one.to_torch() for key, one in datum.loss_fn_inputs.items()} for datum in data
+        ]
+        return sum(map(of_datum, given, logprobs)), {}
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("importance_sampling", {}),
+        ("ppo", CLIP),
+        ("cispo", CLIP),
+        ("gspo", {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}),
+        ("dro", {"beta": 0.3}),
+    ],
+)
+def test_a_loss_is_that_which_the_sdk_computes_itself(url, loss, config):
+    """Its value, and what the weights learn from it: forward_backward_custom is the reference."""
+    draws = np.random.default_rng(4)
+    # A step that follows the gradient's size, in which rounding moves nothing by a whole step.
+    smooth = types.AdamParams(learning_rate=5e-2, eps=1.0)
+    with training(url) as (_, model):
+        texts = [TEXT, TEXT[::-1] + TEXT]
+        plain = [datum(text) for text in texts]
+        output = model.forward(plain, "cross_entropy").result(timeout=60)
+        before = [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
+        data = []
+        for text, logprobs in zip(texts, before, strict=True):
+            given = {
+                # The ratios are on both sides of the bounds, the advantages on both sides of 0.
+                "logprobs": logprobs + draws.normal(scale=0.6, size=len(logprobs)),
+                "advantages": draws.normal(size=len(logprobs)),
+            }
+            if loss == "gspo":
+                given["sequence_ratio_mask"] = np.arange(len(logprobs)) > 1
+            data.append(datum(text, **{key: list(map(float, one)) for key, one in given.items()}))
+    results = []
+    for custom in (False, True):
+        with training(url) as (_, model):
+            if custom:
+                asked = model.forward_backward_custom(data, own_loss(loss, config))
+            else:
+                asked = model.forward_backward(data, loss, config)
+            value = asked.result(timeout=60).metrics["loss:sum"]
+            model.optim_step(smooth).result(timeout=60)
+            output = model.forward(plain, "cross_entropy").result(timeout=60)
+            after = [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
+            results.append((value, np.concatenate(after)))
+    (value, learnt), (expected, reference) = results
+    assert value == pytest.approx(expected, rel=1e-5)
+    moved = float(np.abs(reference - np.concatenate(before)).max())
+    assert moved > 0.05
+    assert learnt == pytest.approx(reference, abs=1e-3 * moved)
 
 
 def test_a_custom_loss_runs_in_the_sdk(url):

@@ -34,20 +34,16 @@ class Plain:
 
 @dataclass(frozen=True)
 class Losses:
-    """The answer of forward and forward_backward: log-probabilities of the targets, by datum."""
+    """The answer of forward and forward_backward: numbers of the targets by field, and by datum."""
 
-    logprobs: Sequence[Floats]
+    fields: Mapping[str, Sequence[Floats]]
     metrics: Mapping[str, float]
 
     def proto(self) -> bytes:
         """Returns a ForwardBackwardOutput with one record of all data."""
-        ends = list(itertools.accumulate((one.nbytes for one in self.logprobs), initial=0))
-        field = wire.BatchedTensor(
-            data=b"".join(one.astype("<f4").tobytes() for one in self.logprobs),
-            offsets=np.array(ends, dtype="<i8").tobytes(),
-            dtype=wire.DTYPE_FLOAT32,
-        )
-        record = wire.ArrayRecord(num_datums=len(self.logprobs), fields={"logprobs": field})
+        fields = {name: _batched(data) for name, data in self.fields.items()}
+        count = len(next(iter(self.fields.values())))
+        record = wire.ArrayRecord(num_datums=count, fields=fields)
         return wire.ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=self.metrics
         ).SerializeToString()
@@ -57,15 +53,27 @@ class Losses:
         return {
             "loss_fn_output_type": "ArrayRecord",
             "loss_fn_outputs": [
-                {"logprobs": {"data": one.tolist(), "dtype": "float32", "shape": [len(one)]}}
-                for one in self.logprobs
+                {
+                    name: {"data": one.tolist(), "dtype": "float32", "shape": [len(one)]}
+                    for name, one in zip(self.fields, datum, strict=True)
+                }
+                for datum in zip(*self.fields.values(), strict=True)
             ],
             "metrics": dict(self.metrics),
         }
 
     def num_bytes(self) -> int:
         """Returns about how much memory it takes."""
-        return 1024 + sum(one.nbytes for one in self.logprobs)
+        return 1024 + sum(one.nbytes for data in self.fields.values() for one in data)
+
+
+def _batched(data: Sequence[Floats]) -> wire.BatchedTensor:
+    ends = list(itertools.accumulate((one.nbytes for one in data), initial=0))
+    return wire.BatchedTensor(
+        data=b"".join(one.astype("<f4").tobytes() for one in data),
+        offsets=np.array(ends, dtype="<i8").tobytes(),
+        dtype=wire.DTYPE_FLOAT32,
+    )
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from tandem.openai_server.fields import json_of
 from tandem.openai_server.pages import HANDLERS, Endpoint, Json, check_key, guarded
 from tandem.rpc.aio import AsyncRolloutClient, AsyncTrainerClient
 from tandem.rpc.credentials import Credentials, WatchedFiles
-from tandem.tinker_server import limits, runs
+from tandem.tinker_server import limits, refused, runs
 from tandem.tinker_server.adapters import check_adapter, described, trained_parts
 from tandem.tinker_server.answers import Plain
 from tandem.tinker_server.authors import Authors
 from tandem.tinker_server.bodies import Asked, decompressed, digest, parsed
+from tandem.tinker_server.checkpoints import Checkpoints
 from tandem.tinker_server.datums import request_of_bytes, request_of_json
 from tandem.tinker_server.errors import failure_object, status_of
 from tandem.tinker_server.futures import Answer, Futures
@@ -81,13 +82,21 @@ def application(settings: Settings) -> Starlette:
 
         return guarded(run, status_of)
 
+    def page(method: str, path: str, endpoint: Endpoint) -> Route:
+        return Route(f"/api/v1/{path}", keyed(endpoint), methods=[method])
+
     def get(path: str, endpoint: Endpoint) -> Route:
-        return Route(f"/api/v1/{path}", keyed(endpoint), methods=["GET"])
+        return page("GET", path, endpoint)
 
     def post(path: str, endpoint: Endpoint) -> Route:
-        return Route(f"/api/v1/{path}", keyed(endpoint), methods=["POST"])
+        return page("POST", path, endpoint)
 
+    checkpoint = "training_runs/{run}/checkpoints/{checkpoint:path}"
     routes = [
+        *(
+            page(method, path, refused.refusal(path, why))
+            for (method, path), why in refused.PAGES.items()
+        ),
         Route("/api/v1/healthz", guarded(server.health, status_of), methods=["GET"]),
         post("client/config", server.client_config),
         post("client/dynamic_config", server.dynamic_config),
@@ -112,6 +121,8 @@ def application(settings: Settings) -> Starlette:
         get("training_runs", server.list_runs),
         get("training_runs/{run}", server.get_run),
         get("training_runs/{run}/checkpoints", server.list_checkpoints),
+        page("PUT", f"{checkpoint}/ttl", server.set_ttl),
+        page("DELETE", checkpoint, server.delete_checkpoint),
         get("checkpoints", server.list_all_checkpoints),
         post("create_sampling_session", server.create_sampling_session),
         get("samplers/{sampler}", server.get_sampler),
@@ -134,6 +145,7 @@ class _Server:
         self._settings = settings
         self.admission = Admission()
         self._sessions = ClientSessions()
+        self._checkpoints = Checkpoints(settings.checkpoints)
         self._authors = Authors() if settings.tandem else None
         self._model: TrainedModel | None = None
         self._creating = asyncio.Lock()
@@ -219,7 +231,7 @@ class _Server:
 
     async def list_sessions(self, request: Request) -> Response:
         """Lists the sessions."""
-        return Json({"sessions": self._sessions.names()})
+        return Json(runs.page("sessions", self._sessions.names(), request.query_params))
 
     async def get_session(self, request: Request) -> Response:
         """Describes a session."""
@@ -387,24 +399,44 @@ class _Server:
 
     async def list_runs(self, request: Request) -> Response:
         """Lists the one run."""
-        name = await self._sampler.model_name()
-        found = [] if self._model is None else [runs.run(self._model, name)]
-        return Json({"training_runs": found, "cursor": runs.cursor(found)})
+        found = [] if self._model is None else [await self._run(self._model)]
+        return Json(runs.page("training_runs", found, request.query_params))
 
     async def get_run(self, request: Request) -> Response:
         """Describes the run."""
-        model = self._find_model(request.path_params["run"])
-        return Json(runs.run(model, await self._sampler.model_name()))
+        return Json(await self._run(self._find_model(request.path_params["run"])))
 
     async def list_checkpoints(self, request: Request) -> Response:
-        """Lists the checkpoints of the run."""
-        model = self._find_model(request.path_params["run"])
-        return Json({"checkpoints": runs.checkpoints(model)})
+        """Lists the checkpoints of a run, which may have ended."""
+        run = request.path_params["run"]
+        saved = self._checkpoints.of(run)
+        if not saved:
+            self._find_model(run)
+        return Json({"checkpoints": runs.checkpoints(saved)})
 
     async def list_all_checkpoints(self, request: Request) -> Response:
-        """Lists the checkpoints of the one run."""
-        found = [] if self._model is None else runs.checkpoints(self._model)
-        return Json({"checkpoints": found, "cursor": runs.cursor(found)})
+        """Lists the checkpoints of all runs."""
+        found = runs.checkpoints(self._checkpoints.all())
+        return Json(runs.page("checkpoints", found, request.query_params))
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        """Deletes a checkpoint; sampling clients that have its weights go on."""
+        deleted = await self._checkpoints.delete(_checkpoint(request))
+        self._sampler.forget_checkpoint(str(deleted))
+        return Response(status_code=HTTPStatus.NO_CONTENT)
+
+    async def set_ttl(self, request: Request) -> Response:
+        """Checkpoints never expire, which is all that a client may ask for."""
+        _checkpoint(request)
+        async with self.admission.body(request) as body:
+            given = json_of(body)
+        if not isinstance(given, dict) or given.get("ttl_seconds") is not None:
+            raise RequestError(
+                "ttl_seconds: must be null: checkpoints do not expire; delete them",
+                "ttl_seconds",
+                code="unsupported_parameter",
+            )
+        return Response(status_code=HTTPStatus.NO_CONTENT)
 
     async def weights_info(self, request: Request) -> Response:
         """Describes a checkpoint: every one has what the trainer trains."""
@@ -561,7 +593,7 @@ class _Server:
         return TrainedModel(
             self._trainer,
             self._authors,
-            self._settings.checkpoints,
+            self._checkpoints,
             self._settings.junior_token_loss_weight,
             name=name,
             session=session,
@@ -569,6 +601,9 @@ class _Server:
             adapter=described(info.server.model),
             max_samples=info.max_samples,
         )
+
+    async def _run(self, model: TrainedModel) -> dict[str, Any]:
+        return runs.run(model, await self._sampler.model_name(), self._checkpoints.of(model.id))
 
     async def _trained(self) -> server_pb2.ModelInfo:
         return (await self._trainer.info()).server.model
@@ -601,6 +636,12 @@ class _Server:
         name = f"{session}:sample:{number}"
         self._sessions.find(session).samplers.append(name)
         return name
+
+
+def _checkpoint(request: Request) -> CheckpointPath:
+    """Returns the checkpoint that a page is about."""
+    run, name = request.path_params["run"], request.path_params["checkpoint"]
+    return CheckpointPath.parse(f"tinker://{run}/{name}")
 
 
 def _check_optimizer(config: types.OptimizerConfig) -> None:

@@ -29,8 +29,8 @@ class Example:
 
     Attributes:
         tokens: [N], what the model reads.
-        targets: [N]; targets[i] is the token behind tokens[i].
-        inputs: the other numbers of the loss, [N] each.
+        targets: [T], T being N or N - 1; targets[i] is the token behind tokens[i].
+        inputs: the other numbers of the loss, [T] each.
         spans: the provenance of the targets; empty without one.
     """
 
@@ -47,22 +47,26 @@ class Example:
 def example(datum: wire.Datum, place: str) -> Example:
     """Returns a datum; raises RequestError, whose field begins with `place`, for one at fault."""
     tokens = ids_of_chunks(datum.model_input, f"{place}.model_input")
-    inputs = {
-        name: _numbers(tensor, len(tokens), f"{place}.loss_fn_inputs.{name}")
-        for name, tensor in datum.loss_fn_inputs.items()
-    }
     field = f"{place}.loss_fn_inputs.target_tokens"
-    if "target_tokens" not in inputs:
+    if "target_tokens" not in datum.loss_fn_inputs:
         raise RequestError(f"{field}: is required", field)
-    if any(name != "target_tokens" and not np.isfinite(one).all() for name, one in inputs.items()):
+    lengths = (len(tokens), len(tokens) - 1)
+    given = _numbers(datum.loss_fn_inputs["target_tokens"], lengths, field)
+    targets = array("q", given.astype("<i8").tobytes())
+    inputs = {
+        name: _numbers(tensor, (len(targets),), f"{place}.loss_fn_inputs.{name}")
+        for name, tensor in datum.loss_fn_inputs.items()
+        if name != "target_tokens"
+    }
+    if not all(np.isfinite(one).all() for one in inputs.values()):
         raise RequestError(f"{place}.loss_fn_inputs: holds a number that is not finite", place)
-    targets = array("q", inputs.pop("target_tokens").astype("<i8").tobytes())
     # The trainer reads a text and predicts its own tokens.
-    if tokens[1:] != targets[:-1]:
-        at = next(i for i in range(len(tokens) - 1) if tokens[i + 1] != targets[i])
+    behind = tokens[1 : len(targets) + 1]
+    if behind != targets[: len(behind)]:
+        at = next(i for i, token in enumerate(behind) if token != targets[i])
         raise RequestError(
-            f"{field}[{at}]: is {targets[at]}, but the next token of model_input is "
-            f"{tokens[at + 1]}; other targets are not supported",
+            f"{field}[{at}]: is {targets[at]}, but the next token of model_input is {behind[at]}; "
+            "other targets are not supported",
             field,
             code="unsupported_parameter",
         )
@@ -86,25 +90,26 @@ def ids_of_chunks(chunks: Iterable[wire.Chunk], place: str) -> array[int]:
     return ids
 
 
-def _numbers(tensor: wire.Tensor, length: int, place: str) -> Numbers:
+def _numbers(tensor: wire.Tensor, lengths: Sequence[int], place: str) -> Numbers:
+    """Returns the numbers of a tensor, of which there must be one of `lengths`, and not none."""
     if tensor.WhichOneof("encoding") == "sparse_csr":
         raise RequestError(
             f"{place}: sparse tensors are not supported", place, code="unsupported_parameter"
         )
     if tensor.dtype not in _TYPES:
         raise RequestError(f"{place}.dtype: must be float32 or int64", place)
-    shape = list(tensor.shape) or [length]
-    if len(shape) != 1:
+    if len(tensor.shape) > 1:
         raise RequestError(
-            f"{place}: has {len(shape)} dimensions; several targets of one place are not supported",
+            f"{place}: has {len(tensor.shape)} dimensions; several targets of one place are not "
+            "supported",
             place,
             code="unsupported_parameter",
         )
     kind = np.dtype(_TYPES[tensor.dtype])
-    if shape != [length] or len(tensor.dense) != length * kind.itemsize:
-        raise RequestError(
-            f"{place}: must have {length} numbers, one for each token of model_input", place
-        )
+    count, rest = divmod(len(tensor.dense), kind.itemsize)
+    if rest or count not in lengths or not count or list(tensor.shape) not in ([], [count]):
+        wanted = " or ".join(str(one) for one in lengths if one)
+        raise RequestError(f"{place}: must have {wanted} numbers, one for each target", place)
     return np.frombuffer(tensor.dense, dtype=kind).astype(np.float64)
 
 

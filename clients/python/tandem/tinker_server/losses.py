@@ -27,12 +27,17 @@ class Loss:
     """The loss of one datum.
 
     Attributes:
-        value: the loss, in nats.
+        terms: [N], in nats; their sum is the loss.
         weights: [N], -dL/dlogp of each target.
     """
 
-    value: float
+    terms: Numbers
     weights: Numbers
+
+    @property
+    def value(self) -> float:
+        """The loss, in nats."""
+        return float(np.sum(self.terms))
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,10 @@ def loss_of(
             raise RequestError(f"loss_fn_config.{field}: is required by {name}", field)
     with np.errstate(over="ignore", invalid="ignore"):
         loss = kind.compute(logprobs, settings | dict(inputs))
-    # Weights travel as float32.
-    most = np.finfo(np.float32).max
-    if not np.isfinite(loss.value) or not np.all(np.abs(loss.weights) <= most):
+        # Weights travel as float32.
+        weighs = np.all(np.abs(loss.weights) <= np.finfo(np.float32).max)
+        finite = weighs and np.isfinite(loss.value)
+    if not finite:
         raise RequestError(f"loss_fn: {name} is not finite")
     return loss
 
@@ -98,20 +104,20 @@ def kind_of(name: str) -> _Kind:
 
 def _cross_entropy(logprobs: Numbers, given: Mapping[str, Any]) -> Loss:
     weights = given.get("weights", np.ones_like(logprobs))
-    return Loss(float(-np.sum(weights * logprobs)), weights)
+    return Loss(-weights * logprobs, weights)
 
 
 def _importance_sampling(logprobs: Numbers, given: Mapping[str, Any]) -> Loss:
     """REINFORCE with the ratio to the sampler: -r A, whose derivative is -r A again."""
     weights = np.exp(logprobs - given["logprobs"]) * given["advantages"]
-    return Loss(float(-np.sum(weights)), weights)
+    return Loss(-weights, weights)
 
 
 def _clipped(ratio: Numbers, given: Mapping[str, Any]) -> Loss:
     """-min(r A, clip(r) A), with a derivative where the ratio itself is the smaller one."""
     whole = ratio * given["advantages"]
     cut = np.clip(ratio, *(given[field] for field in _CLIP_FIELDS)) * given["advantages"]
-    return Loss(float(-np.sum(np.minimum(whole, cut))), np.where(whole <= cut, whole, 0.0))
+    return Loss(-np.minimum(whole, cut), np.where(whole <= cut, whole, 0.0))
 
 
 def _ppo(logprobs: Numbers, given: Mapping[str, Any]) -> Loss:
@@ -123,7 +129,7 @@ def _cispo(logprobs: Numbers, given: Mapping[str, Any]) -> Loss:
     """CISPO (arXiv 2506.13585): -clip(r) A logp, without a derivative of the ratio."""
     ratio = np.exp(logprobs - given["logprobs"])
     weights = np.clip(ratio, *(given[field] for field in _CLIP_FIELDS)) * given["advantages"]
-    return Loss(float(-np.sum(weights * logprobs)), weights)
+    return Loss(-weights * logprobs, weights)
 
 
 def _gspo(logprobs: Numbers, given: Mapping[str, Any]) -> Loss:
@@ -141,7 +147,7 @@ def _dro(logprobs: Numbers, given: Mapping[str, Any]) -> Loss:
     """DRO (arXiv 2405.19107): -(logp A - beta / 2 (logp - q)^2)."""
     away = logprobs - given["logprobs"]
     value = logprobs * given["advantages"] - 0.5 * given["beta"] * away**2
-    return Loss(float(-np.sum(value)), given["advantages"] - given["beta"] * away)
+    return Loss(-value, given["advantages"] - given["beta"] * away)
 
 
 _POLICY = ("logprobs", "advantages")

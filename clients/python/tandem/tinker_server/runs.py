@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from tandem.openai_server.errors import RequestError
+from tandem.tinker_server.checkpoints import Saved
 from tandem.tinker_server.paths import TRAINING
-from tandem.tinker_server.trained_model import Saved, TrainedModel
+from tandem.tinker_server.trained_model import TrainedModel
 
 
-def checkpoints(model: TrainedModel) -> list[dict[str, Any]]:
-    """Returns the checkpoints of a model, in their order."""
-    return [_checkpoint(saved) for saved in model.saved.values()]
+def checkpoints(saved: Sequence[Saved]) -> list[dict[str, Any]]:
+    """Returns checkpoints as lists show them."""
+    return [_checkpoint(one) for one in saved]
 
 
-def run(model: TrainedModel, base_model: str) -> dict[str, Any]:
-    """Returns the run of a model."""
-    saved = checkpoints(model)
+def run(model: TrainedModel, base_model: str, written: Sequence[Saved]) -> dict[str, Any]:
+    """Returns the run of a model, which has written these checkpoints."""
+    saved = checkpoints(written)
 
     def last(kind: str) -> dict[str, Any] | None:
         return next((one for one in reversed(saved) if one["checkpoint_type"] == kind), None)
@@ -34,9 +36,26 @@ def run(model: TrainedModel, base_model: str) -> dict[str, Any]:
     }
 
 
-def cursor(found: Sequence[Any]) -> dict[str, int]:
-    """Returns the place of an answer in its list: it has the whole list."""
-    return {"offset": 0, "limit": len(found), "total_count": len(found)}
+def page(
+    name: str, found: Sequence[Any], query: Mapping[str, str]
+) -> dict[str, list[Any] | dict[str, int]]:
+    """Returns the part of a list that a query asks for, and its place in the list.
+
+    A query without a limit asks for the whole list. Raises RequestError, which names the field.
+    """
+    offset, limit = _number("offset", query, 0), _number("limit", query, len(found))
+    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+    return {name: list(found[offset : offset + limit]), "cursor": cursor}
+
+
+def _number(field: str, query: Mapping[str, str], otherwise: int) -> int:
+    text = query.get(field)
+    if text is None:
+        return otherwise
+    # isdecimal is also true for digits of other scripts, and int() reads no long ones.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+        raise RequestError(f"{field}: {text[:50]!r} is not a number from 0", field)
+    return int(text)
 
 
 def _checkpoint(saved: Saved) -> dict[str, Any]:

@@ -127,6 +127,10 @@ class Sampler:
         """Remembers the weights of a checkpoint for sampling."""
         self._checkpoints[path] = weights.digest
 
+    def forget_checkpoint(self, path: str) -> None:
+        """Forgets a checkpoint for sampling: no new session can name it."""
+        self._checkpoints.pop(path, None)
+
     def add_session(self, name: str, weights: server_pb2.WeightsVersion, kind: str) -> None:
         """Begins a session of the weights that were published."""
         self._add(SamplingSession(name, weights.digest if kind == "snapshot" else None, None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +20,7 @@ from tandem.rpc.wire import from_tensor
 from tandem.tinker_server import limits
 from tandem.tinker_server.answers import Losses, Plain
 from tandem.tinker_server.authors import Authors
+from tandem.tinker_server.checkpoints import Checkpoints, Saved
 from tandem.tinker_server.datums import Example, example
 from tandem.tinker_server.futures import Answer
 from tandem.tinker_server.losses import kind_of, loss_of
@@ -28,15 +28,6 @@ from tandem.tinker_server.paths import TRAINING, CheckpointPath
 
 # Losses of responses that a policy drew: their authors must be known.
 _POLICY_LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "gspo", "dro"})
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was written, at a time (seconds of the epoch), with its client's notes."""
-
-    path: CheckpointPath
-    seconds: float
-    metadata: Mapping[str, str]
 
 
 class TrainedModel:
@@ -53,7 +44,6 @@ class TrainedModel:
         adapter: fields of answers that say whether it is an adapter, and of which rank.
         version: that of the trainer's weights after its last step.
         publishes_back: whether its next publication may go to an older version.
-        saved: its checkpoints, in their order.
         last_request: when it was last asked for something (seconds of the epoch).
     """
 
@@ -61,7 +51,7 @@ class TrainedModel:
         self,
         trainer: AsyncTrainerClient,
         authors: Authors | None,
-        checkpoints: str,
+        checkpoints: Checkpoints,
         junior_token_loss_weight: float,
         *,
         name: str,
@@ -82,7 +72,6 @@ class TrainedModel:
         self.adapter = adapter
         self.version = 0
         self.publishes_back = True
-        self.saved: dict[CheckpointPath, Saved] = {}
         self.last_request = time.time()
         self._steps = 0
         self._samples: list[SupervisedSample] = []
@@ -146,7 +135,7 @@ class TrainedModel:
             self._check_room(len(examples), tokens)
         juniors = [self._junior(one, i, request.loss_fn) for i, one in enumerate(examples)]
         replies = await self._trainer.compute_log_probs([one.sample() for one in examples])
-        value, logprobs, samples = 0.0, [], []
+        value, logprobs, terms, samples = 0.0, [], [], []
         for i, (one, junior, reply) in enumerate(zip(examples, juniors, replies, strict=True)):
             self._check_version(reply.weights.version)
             own = from_tensor(reply.logprobs)
@@ -156,11 +145,12 @@ class TrainedModel:
                 raise RequestError(f"data[{i}]: {error.message}", error.param) from None
             value += loss.value
             logprobs.append(own)
+            terms.append(loss.terms.astype(np.float32))
             samples.append(one.sample(np.where(junior, self._junior_weight, 1.0) * loss.weights))
         if not request.forward_only:
             self._samples += samples
             self._tokens += tokens
-        return Losses(logprobs, {"loss:sum": value})
+        return Losses({"logprobs": logprobs, "elementwise_loss": terms}, {"loss:sum": value})
 
     async def step(self, seq_id: int, params: types.OptimParams) -> Plain:
         """Makes the optimizer's step on all data since the last one."""
@@ -199,13 +189,13 @@ class TrainedModel:
     ) -> CheckpointPath:
         """Writes a checkpoint of weights and optimizer; returns its path."""
         path = CheckpointPath(self.id, folder, name)
-        if path in self.saved and not overwrite:
+        if path in self._checkpoints and not overwrite:
             raise RequestError(f"path: {path} exists; overwrite replaces it", "path")
-        await self._trainer.save_checkpoint(
-            path.directory(self._checkpoints), name, expected_version=self.version
-        )
-        self.saved.pop(path, None)
-        self.saved[path] = Saved(path, time.time(), metadata)
+        with self._checkpoints.using(path):
+            await self._trainer.save_checkpoint(
+                self._checkpoints.folder(path), name, expected_version=self.version
+            )
+            self._checkpoints.add(Saved(path, time.time(), metadata))
         return path
 
     async def load(self, path: str, *, optimizer: bool) -> CheckpointPath:
@@ -215,8 +205,10 @@ class TrainedModel:
             raise RequestError(
                 f"path: {place} is for sampling; {TRAINING} are for training", "path"
             )
-        directory = f"{place.directory(self._checkpoints)}/{place.name}"
-        weights = await self._trainer.load_checkpoint(directory, fresh_optimizer=not optimizer)
+        with self._checkpoints.using(place):
+            weights = await self._trainer.load_checkpoint(
+                self._checkpoints.directory(place), fresh_optimizer=not optimizer
+            )
         self._begin(weights.version)
         return place
 

@@ -24,7 +24,7 @@ def numbers(seed=0):
 
 
 def reference(name, logprobs, given, config):
-    """The loss as the documentation of Tinker defines it."""
+    """The loss of each token, as the documentation of Tinker defines it."""
     advantages, old = given.get("advantages"), given.get("logprobs")
     ratio = None if old is None else torch.exp(logprobs - old)
     low, high = (
@@ -32,20 +32,20 @@ def reference(name, logprobs, given, config):
         for bound, default in (("clip_low_threshold", 0.8), ("clip_high_threshold", 1.2))
     )
     if name == "cross_entropy":
-        return -(logprobs * given["weights"]).sum()
+        return -(logprobs * given["weights"])
     if name == "importance_sampling":
-        return -(ratio * advantages).sum()
+        return -(ratio * advantages)
     if name == "cispo":
-        return -(torch.clamp(ratio, low, high).detach() * logprobs * advantages).sum()
+        return -(torch.clamp(ratio, low, high).detach() * logprobs * advantages)
     if name == "dro":
         penalty = (logprobs - old) ** 2
-        return -(logprobs * advantages - 0.5 * config["beta"] * penalty).sum()
+        return -(logprobs * advantages - 0.5 * config["beta"] * penalty)
     if name == "gspo":
         counted = given["sequence_ratio_mask"] != 0
         mean = (logprobs.detach() - old)[counted].mean()
         ratio = torch.exp(mean + logprobs - logprobs.detach())
     clipped = torch.clamp(ratio, low, high)
-    return -torch.min(ratio * advantages, clipped * advantages).sum()
+    return -torch.min(ratio * advantages, clipped * advantages)
 
 
 CASES = [
@@ -74,8 +74,9 @@ def test_value_and_derivatives_are_those_of_autograd(name, config, more, seed):
     loss = loss_of(name, config, logprobs, given)
     x = torch.tensor(logprobs, requires_grad=True)
     expected = reference(name, x, {key: torch.tensor(one) for key, one in given.items()}, config)
-    expected.backward()
-    np.testing.assert_allclose(loss.value, expected.item(), rtol=1e-13)
+    expected.sum().backward()
+    np.testing.assert_allclose(loss.terms, expected.detach().numpy(), rtol=1e-13)
+    np.testing.assert_allclose(loss.value, expected.sum().item(), rtol=1e-12)
     np.testing.assert_allclose(-loss.weights, x.grad.numpy(), rtol=1e-13, atol=1e-15)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from contextlib import asynccontextmanager
 
 import fakes
@@ -17,13 +19,14 @@ from tandem.openai_server import limits as body_limits
 from tandem.openai_server.errors import RequestError
 from tandem.rpc.credentials import watched_tokens
 from tandem.rpc.wire import from_tensor
-from tandem.tinker_server import limits
+from tandem.tinker_server import limits, refused
 from tandem.tinker_server.app import Settings, application
 from tandem.tinker_server.authors import Authors
 from tandem.tinker_server.paths import CheckpointPath
 
 TOKENS = [3, 4, 5, 6]
 PROTO = {"content-type": "application/x-protobuf"}
+ACCEPTS = {"accept": "application/x-protobuf"}
 
 
 class Client:
@@ -140,6 +143,39 @@ async def test_a_step_has_the_data_since_the_last_one_and_its_own_optimizer(worl
     # The SDK's defaults.
     assert [second.optimizer.learning_rate, second.optimizer.beta2] == [1e-4, 0.95]
     assert [second.optimizer.epsilon, second.optimizer.max_grad_norm] == [1e-12, 0]
+
+
+async def test_outputs_have_numbers_of_each_target_in_both_forms(world, tmp_path):
+    async with serving(world, tmp_path) as client:
+        await client.begin()
+        message = wire.ForwardBackwardRequest.FromString(client.losses(1, weights=[1, -2, 0.5]))
+        short = wire.ForwardBackwardRequest.FromString(client.losses(1, tokens=[7, 8]))
+        message.data.append(short.data[0])
+        body = {
+            "request_id": await client.accepted(
+                "forward", message.SerializeToString(), headers=PROTO
+            )
+        }
+        plain = (await client.post("retrieve_future", body))[1]
+        answer = await client.http.post("/api/v1/retrieve_future", json=body, headers=ACCEPTS)
+    # The fake's log-probability of every token is -1.
+    expected = [
+        {"logprobs": [-1, -1, -1], "elementwise_loss": [1, -2, 0.5]},
+        {"logprobs": [-1], "elementwise_loss": [1]},
+    ]
+    assert plain["metrics"] == {"loss:sum": 0.5}
+    assert [
+        {name: one["data"] for name, one in datum.items()} for datum in plain["loss_fn_outputs"]
+    ] == expected
+    [record] = wire.ForwardBackwardOutput.FromString(answer.content).loss_fn_outputs
+    assert record.num_datums == 2
+    for name, field in record.fields.items():
+        ends = np.frombuffer(field.offsets, "<i8")
+        numbers = [
+            np.frombuffer(field.data[begin:end], "<f4").tolist()
+            for begin, end in itertools.pairwise(ends)
+        ]
+        assert numbers == [datum[name] for datum in expected]
 
 
 async def test_requests_run_in_the_order_of_their_numbers_and_once(world, tmp_path):
@@ -342,9 +378,21 @@ async def test_clients_that_ask_for_the_output_layer_can_get_the_other_adapters(
             lambda m: (
                 m.data[0]
                 .model_input.add()
-                .encoded_text.CopyFrom(wire.EncodedTextChunk(tokens=b"\0\0\0\0"))
+                .encoded_text.CopyFrom(wire.EncodedTextChunk(tokens=bytes(8)))
             ),
-            "data[0].loss_fn_inputs.target_tokens: must have 4 numbers",
+            "data[0].loss_fn_inputs.target_tokens: must have 5 or 4 numbers",
+        ),
+        (
+            lambda m: (
+                m.data[0]
+                .loss_fn_inputs["weights"]
+                .CopyFrom(wire.Tensor(dense=bytes(8), dtype=wire.DTYPE_FLOAT32))
+            ),
+            "data[0].loss_fn_inputs.weights: must have 3 numbers, one for each target",
+        ),
+        (
+            lambda m: m.data[0].loss_fn_inputs["target_tokens"].ClearField("dense"),
+            "data[0].loss_fn_inputs.target_tokens: must have 3 or 2 numbers",
         ),
     ],
 )
@@ -356,6 +404,31 @@ async def test_a_datum_at_fault_is_named(world, tmp_path, spoil, says):
         body = message.SerializeToString()
         failed = await client.answer(await client.accepted("forward_backward", body, headers=PROTO))
     assert failed["error"].startswith(says)
+
+
+async def test_the_last_token_needs_no_target(world, tmp_path):
+    """A whole text, of which all tokens but the first are targets."""
+    steps = []
+    world.on_samples = steps.append
+    async with serving(world, tmp_path) as client:
+        await client.begin()
+        for number, targets in ((1, [4, 5, 6]), (3, [4, 5, 7])):
+            message = wire.ForwardBackwardRequest.FromString(client.losses(number))
+            chunk = message.data[0].model_input[0].encoded_text
+            chunk.tokens = np.array([3, 4, 5, 6], dtype="<i4").tobytes()
+            message.data[0].loss_fn_inputs["target_tokens"].dense = np.array(
+                targets, dtype="<i8"
+            ).tobytes()
+            body = message.SerializeToString()
+            answer = await client.answer(
+                await client.accepted("forward_backward", body, headers=PROTO)
+            )
+            if number == 1:
+                assert len(answer["loss_fn_outputs"][0]["logprobs"]["data"]) == 3
+                await client.answer(await client.accepted("optim_step", client.step(2)))
+    assert answer["error"].startswith("data[0].loss_fn_inputs.target_tokens[2]: is 7")
+    [[sample]] = steps
+    assert (list(sample.prompt_token_ids), list(sample.response_token_ids)) == ([3], [4, 5, 6])
 
 
 async def test_targets_that_are_not_the_next_token_are_refused(world, tmp_path):
@@ -502,6 +575,17 @@ async def test_a_sample_that_nobody_waits_for_is_cancelled(world, tmp_path):
         assert "was cancelled" in (await client.answer(name))["error"]
         go_on.set()
         await asyncio.to_thread(fakes.wait_until, lambda: not world.open_streams)
+
+
+async def test_pages_without_a_meaning_say_so(world, tmp_path):
+    names = {"run": "a:train:0", "checkpoint": "weights/b", "session": "c"}
+    async with serving(world, tmp_path) as client:
+        for (method, page), why in refused.PAGES.items():
+            path = re.sub(r"\{(\w+)(:path)?\}", lambda match: names[match[1]], page)
+            answer = await client.http.request(method, f"/api/v1/{path}")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "unsupported_parameter"), path
+            assert error["message"].endswith(f": is not served: {why}")
 
 
 async def test_keys_are_checked(world, tmp_path):
