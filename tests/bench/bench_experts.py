@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from learning import compare
+from learning import Peer, compare
 from mixture import VOCABULARY, add_sizes, config_of
 from transformers import Qwen3MoeForCausalLM, Qwen3MoeForTokenClassification
 
@@ -42,12 +42,10 @@ def main() -> None:
         peer.save_pretrained(directory)
         compare(
             Path(directory),
-            peer,
-            critic,
+            {"float32": Peer(peer, critic, bars=(2.0, 2.0))},
             batch,
             micro_batch_tokens=batch.numel(),
             rounds=options.rounds,
-            bar=2.0,
         )
 
 

@@ -1,36 +1,44 @@
 """One GRPO step through rollout and trainer servers, beside Hugging Face TRL's GRPOTrainer.
 
-    .venv-peers/bin/python tests/bench/bench_grpo.py [--model DIR] [--samples 8] [--dtype bfloat16]
+    .venv-peers/bin/python tests/bench/bench_grpo.py [--model DIR] [--samples 8] [--dtypes float32]
 
-A step generates, rewards, trains and, in tandem, publishes the weights. Both sides have the same
-model, prompt length, samples and response length, fp32, AdamW and no KL, and run on the same cores
-in turn: TRL's own train() runs, and tandem's step takes its turn in a callback between two of TRL's
-steps. Every response has its full length, so both sides make and learn the same number of tokens.
-With `--dtype bfloat16` tandem's lanes and trainer multiply rounded weights by rounded activations;
-TRL stays in fp32.
+A step generates, rewards, trains and, in tandem, publishes the weights. All sides have the same
+model, prompt, samples and response length, AdamW and no KL, and run on the same cores in turn.
+Every response has its full length, so all sides make and learn the same number of tokens.
+
+The sides are in float32 and, where the CPU has instructions for it, in bfloat16. There tandem's
+lanes and trainer multiply rounded weights by rounded activations, over float32 masters; TRL's model
+is bfloat16 in one side (trl_steps.py), and in another one float32 under autocast, its default.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import precision
-import torch
 from alternate import Comparison
-from datasets import Dataset
+from rollout.driven import DrivenProgram
 from tandem.cluster.local import LocalCluster
 from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.requests import PolicySample, Prompt
 from tandem.settings.cluster import ClusterSettings
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoTokenizer
 
 PROMPT = "Write one sentence about the sea, the wind and an old lighthouse keeper."
+# Of the senior alone, in its better type, by TRL's better type; and by TRL in float32 where tandem
+# computes in bfloat16.
+_BAR_BETTER, _BAR_FLOAT32 = 2.5, 5.0
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    "off": {"enabled": False},
+    "word": {"enabled": True, "selection_strategy": "word", "prob_senior": 0.5},
+}
 
 
 def reward(token_ids: Sequence[int]) -> float:
@@ -39,20 +47,19 @@ def reward(token_ids: Sequence[int]) -> float:
 
 
 class TandemStep:
-    """Generates, trains and publishes through the servers."""
+    """The steps of a run: generates, trains and publishes through the servers."""
 
-    def __init__(
-        self, cluster: LocalCluster, prompt: list[int], tandem: dict[str, Any], options: Any
-    ) -> None:
+    def __init__(self, cluster: LocalCluster, prompt: list[int], options: Any) -> None:
         self._rollout = RolloutClient(cluster.rollouts[0].address)
         self._trainer = TrainerClient(cluster.trainer.address)
         self._targets = [cluster.rollouts[0].address]
         self._prompt = prompt
-        self._tandem = tandem
         self._options = options
+        self._steps = itertools.count(1)
 
-    def run(self, step: int) -> int:
-        """Makes step `step` of the run; returns the number of response tokens."""
+    def run(self, tandem: dict[str, Any]) -> int:
+        """Makes the next step; returns the number of response tokens."""
+        step = next(self._steps)
         [samples] = self._rollout.generate(
             [
                 Prompt(
@@ -60,7 +67,7 @@ class TandemStep:
                     seed=step,
                     num_samples=self._options.samples,
                     sampling={"max_tokens": self._options.tokens, "ignore_eos": True},
-                    tandem=self._tandem,
+                    tandem=tandem,
                 )
             ]
         )
@@ -77,25 +84,23 @@ class TandemStep:
         return sum(len(t.response_token_ids) for t in samples)
 
 
-class Turns(TrainerCallback):
-    """Times TRL's steps and lets the other sides have their turns in between."""
-
-    def __init__(self, comparison: Comparison, sides: dict[str, TandemStep], tokens: int) -> None:
-        self._comparison = comparison
-        self._sides = sides
-        self._tokens = tokens
-        self._steps = itertools.count(1)
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Called before TRL generates and trains."""
-        self._comparison.start()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Called after TRL has updated its weights."""
-        self._comparison.stop("Hugging Face TRL", self._tokens)
-        for name, side in self._sides.items():
-            self._comparison.start()
-            self._comparison.stop(name, side.run(next(self._steps)))
+def _cluster(directory: Path, model: Path, dtype: str) -> LocalCluster:
+    lanes = precision.lane("senior", dtype) | precision.lane("junior", dtype)
+    return LocalCluster(
+        ClusterSettings(
+            directory=directory,
+            rollout=[
+                {"senior_model": str(model), "junior_model": str(model), "max_model_len": 256}
+                | lanes
+            ],
+            trainer={
+                "model": str(model),
+                "optimizer": {"learning_rate": 1e-6},
+                "batch": {"micro_batch_tokens": 1024},
+                "compute": precision.learner(dtype),
+            },
+        )
+    )
 
 
 def main() -> None:
@@ -105,72 +110,57 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", choices=precision.DTYPES, default="float32")
+    precision.add_dtypes(parser)
     options = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    prompt = tokenizer(PROMPT)["input_ids"]
-    with tempfile.TemporaryDirectory() as directory:
-        settings = ClusterSettings(
-            directory=Path(directory) / "cluster",
-            rollout=[
-                {
-                    "senior_model": str(options.model),
-                    "junior_model": str(options.model),
-                    "max_model_len": 256,
-                    **precision.lane("senior", options.dtype),
-                    **precision.lane("junior", options.dtype),
-                }
-            ],
-            trainer={
-                "model": str(options.model),
-                "optimizer": {"learning_rate": 1e-6},
-                "batch": {"micro_batch_tokens": 1024},
-                "compute": precision.learner(options.dtype),
-            },
+    prompt = AutoTokenizer.from_pretrained(options.model)(PROMPT)["input_ids"]
+    sides: dict[str, Callable[[], int]] = {}
+    ours, theirs, pids = [], [], []
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def add_peer(dtype: str) -> None:
+            shape = [str(options.samples), str(options.tokens)]
+            program = Path(__file__).parent / "trl_steps.py"
+            peer = stack.enter_context(
+                DrivenProgram(
+                    [sys.executable, program, options.model, directory / dtype, dtype, *shape]
+                )
+            )
+
+            def step() -> int:
+                peer.ask("step")
+                return options.samples * options.tokens
+
+            pids.append(peer.pid)
+            theirs.append(f"TRL {dtype}")
+            sides[f"TRL {dtype}"] = step
+
+        def add_tandem(dtype: str) -> None:
+            cluster = stack.enter_context(
+                _cluster(directory / f"cluster-{dtype}", options.model, dtype)
+            )
+            pids.extend(server.process.pid for server in cluster.servers)
+            run = TandemStep(cluster, prompt, options).run
+            ours.append(f"off {dtype}")
+            for name, strategy in _STRATEGIES.items():
+                sides[f"{name} {dtype}"] = lambda strategy=strategy: run(strategy)
+
+        for dtype in options.dtypes:
+            add_peer(dtype)
+            add_tandem(dtype)
+        if "bfloat16" in options.dtypes:
+            add_peer("autocast")
+        comparison = Comparison(peer="TRL float32", unit="response tokens", pids=pids)
+        print(
+            f"GRPO step: 1 x {options.samples} samples x {options.tokens} tokens; "
+            "off: the senior alone, word: p = 0.5"
         )
-        with LocalCluster(settings) as cluster:
-            comparison = Comparison(
-                peer="Hugging Face TRL",
-                unit="response tokens",
-                pids=[server.process.pid for server in cluster.servers],
-            )
-            word = {"enabled": True, "selection_strategy": "word", "prob_senior": 0.5}
-            sides = {
-                "tandem off": TandemStep(cluster, prompt, {"enabled": False}, options),
-                "tandem word, p = 0.5": TandemStep(cluster, prompt, word, options),
-            }
-            tokens = options.samples * options.tokens
-            trainer = GRPOTrainer(
-                model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
-                processing_class=tokenizer,
-                reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
-                train_dataset=Dataset.from_dict({"prompt": [PROMPT] * (options.rounds + 1)}),
-                args=GRPOConfig(
-                    output_dir=f"{directory}/trl",
-                    max_steps=options.rounds + 1,
-                    per_device_train_batch_size=options.samples,
-                    num_generations=options.samples,
-                    max_completion_length=options.tokens,
-                    generation_kwargs={"min_new_tokens": options.tokens},
-                    learning_rate=1e-6,
-                    beta=0.0,
-                    bf16=False,
-                    gradient_checkpointing=False,
-                    use_cpu=True,
-                    save_strategy="no",
-                    logging_strategy="no",
-                    report_to="none",
-                    disable_tqdm=True,
-                ),
-                callbacks=[Turns(comparison, sides, tokens)],
-            )
-            trainer.train()
-            print(
-                f"GRPO step: 1 x {options.samples} samples x {options.tokens} tokens, "
-                f"{options.dtype} beside float32"
-            )
-            comparison.report()
+        comparison.take_turns(sides, options.rounds)
+    comparison.report()
+    comparison.report_bar(comparison.fastest(ours), comparison.fastest(theirs), _BAR_BETTER)
+    if "bfloat16" in options.dtypes:
+        comparison.report_bar("off bfloat16", "TRL float32", _BAR_FLOAT32)
 
 
 if __name__ == "__main__":

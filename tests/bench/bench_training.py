@@ -1,10 +1,11 @@
 """Tokens and values per second through the trainer and the critic, beside `transformers`.
 
-    .venv/bin/python tests/bench/bench_training.py [--model DIR] [--sequences 8] [--dtype bfloat16]
+    .venv/bin/python tests/bench/bench_training.py [--model DIR] [--sequences 8] [--dtypes float32]
 
-The sides work on the same sequences, on the same cores in turn (learning.py). In bfloat16 the
-servers multiply rounded weights by rounded activations (compute.activation_dtype), over float32
-masters; the model of `transformers` is bfloat16, its optimizer's state, too.
+The sides work on the same sequences, on the same cores in turn (learning.py), in float32 and, where
+the CPU has instructions for it, in bfloat16. In bfloat16 the servers multiply rounded weights by
+rounded activations (compute.activation_dtype), over float32 masters; the model of `transformers` is
+bfloat16, its optimizer's state, too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from pathlib import Path
 
 import precision
 import torch
-from learning import compare
+from learning import Peer, compare
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+# Of trained tokens and of values, by the same type of `transformers`.
+_BARS = {"float32": (1.15, 1.3), "bfloat16": (1.3, 1.3)}
 
 
 def main() -> None:
@@ -26,29 +30,32 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", choices=precision.DTYPES, default="float32")
+    precision.add_dtypes(parser)
     options = parser.parse_args()
 
-    dtype = getattr(torch, options.dtype)
-    peer = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    peers = {
+        dtype: Peer(
+            AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, dtype)),
+            AutoModelForTokenClassification.from_pretrained(
+                options.model, dtype=getattr(torch, dtype), num_labels=1
+            ),
+            _BARS[dtype],
+        )
+        for dtype in options.dtypes
+    }
+    vocabulary = peers["float32"].model.config.vocab_size
     batch = torch.randint(
-        peer.config.vocab_size // 2,
+        vocabulary // 2,
         (options.sequences, options.tokens),
         generator=torch.Generator().manual_seed(0),
     )
-    critic = AutoModelForTokenClassification.from_pretrained(
-        options.model, dtype=dtype, num_labels=1
-    )
-    print(f"{options.sequences} x {options.tokens} tokens, {options.dtype}")
+    print(f"{options.sequences} x {options.tokens} tokens, {' and '.join(options.dtypes)}")
     compare(
         options.model,
-        peer,
-        critic,
+        peers,
         batch,
         micro_batch_tokens=options.micro_batch_tokens,
         rounds=options.rounds,
-        bar=1.3,
-        dtype=options.dtype,
     )
 
 

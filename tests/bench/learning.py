@@ -6,88 +6,133 @@ of a sequence is learnt, so neither side can skip work. Values: the critic's, of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import precision
 import torch
-from alternate import alternate
+from alternate import Comparison
 from tandem.cluster.local import LocalCluster
 from tandem.rpc.client import CriticClient, TrainerClient
 from tandem.rpc.requests import SupervisedSample
 from tandem.settings.cluster import ClusterSettings
 
+_FLOAT32 = "transformers float32"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The peer's models in one type, and what ours in this type must reach beside them.
+
+    Attributes:
+        model: with its own head.
+        critic: the same with one output per token.
+        bars: ratio of trained tokens per second, and of values per second.
+    """
+
+    model: torch.nn.Module
+    critic: torch.nn.Module
+    bars: tuple[float, float]
+
 
 def compare(
     model: Path,
-    peer: torch.nn.Module,
-    peer_critic: torch.nn.Module,
+    peers: Mapping[str, Peer],
     batch: torch.Tensor,
     *,
     micro_batch_tokens: int,
     rounds: int,
-    bar: float,
-    dtype: str = "float32",
 ) -> None:
-    """Measures and prints, with whether the ratios reach `bar`.
+    """Measures and prints, with whether the ratios reach the bars.
 
-    `peer` and `peer_critic` are the model in the directory `model`, in `dtype`, with its own head
-    and with one output per token; `batch` [S, T] are token ids.
+    `peers` are the model in the directory `model` by type, float32 first; our servers run in the
+    same types. All sides take turns. `batch` [S, T] are token ids.
     """
-    peer.train()
-    peer_critic.eval()
-    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-6, fused=True)
+    samples = [SupervisedSample(row[:1].tolist(), row[1:].tolist()) for row in batch]
+    tokens: dict[str, Callable[[], int]] = {}
+    values: dict[str, Callable[[], int]] = {}
+    pids = []
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for dtype, peer in peers.items():
+            learner: dict[str, Any] = {
+                "model": str(model),
+                "batch": {"micro_batch_tokens": micro_batch_tokens},
+                "compute": precision.learner(dtype),
+            }
+            settings = ClusterSettings(
+                directory=directory / dtype,
+                trainer=learner,
+                critic=learner | {"untie_embeddings": True},
+            )
+            cluster = stack.enter_context(LocalCluster(settings))
+            pids += [server.process.pid for server in cluster.servers]
+            trainer = stack.enter_context(TrainerClient(cluster.trainer.address))
+            critic = stack.enter_context(CriticClient(cluster.critic.address))
+            tokens[f"transformers {dtype}"] = _peer_step(peer.model, batch)
+            tokens[f"trainer {dtype}"] = _trainer_step(trainer, samples, batch.numel())
+            values[f"transformers {dtype}"] = _peer_values(peer.critic, batch)
+            values[f"critic {dtype}"] = _critic_values(critic, samples, batch.numel())
+        for unit, sides, name, index in (
+            ("tokens", tokens, "trainer", 0),
+            ("values", values, "critic", 1),
+        ):
+            comparison = Comparison(peer=_FLOAT32, unit=unit, pids=pids)
+            comparison.take_turns(sides, rounds)
+            comparison.report()
+            for dtype, peer in peers.items():
+                bar = peer.bars[index]
+                comparison.report_bar(f"{name} {dtype}", f"transformers {dtype}", bar)
 
-    def transformers_step() -> int:
+
+def _peer_step(model: torch.nn.Module, batch: torch.Tensor) -> Callable[[], int]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def step() -> int:
         optimizer.zero_grad(set_to_none=False)
-        peer(batch, labels=batch).loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        model(batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return batch.numel()
 
-    def transformers_values() -> int:
+    return step
+
+
+def _peer_values(critic: torch.nn.Module, batch: torch.Tensor) -> Callable[[], int]:
+    critic.eval()
+
+    def values() -> int:
         with torch.inference_mode():
-            peer_critic(batch, use_cache=False)
+            critic(batch, use_cache=False)
         return batch.numel()
 
-    samples = [SupervisedSample(row[:1].tolist(), row[1:].tolist()) for row in batch]
+    return values
+
+
+def _trainer_step(
+    trainer: TrainerClient, samples: list[SupervisedSample], tokens: int
+) -> Callable[[], int]:
     steps = itertools.count(1)
-    learner = {
-        "model": str(model),
-        "batch": {"micro_batch_tokens": micro_batch_tokens},
-        "compute": precision.learner(dtype),
-    }
-    with tempfile.TemporaryDirectory() as directory:
-        settings = ClusterSettings(
-            directory=Path(directory),
-            trainer=learner,
-            critic=learner | {"untie_embeddings": True},
-        )
-        with (
-            LocalCluster(settings) as cluster,
-            TrainerClient(cluster.trainer.address) as trainer,
-            CriticClient(cluster.critic.address) as critic,
-        ):
 
-            def trainer_step() -> int:
-                step = next(steps)
-                trainer.train_step(samples, run_id="bench", step=step, expected_version=step - 1)
-                return batch.numel()
+    def step() -> int:
+        number = next(steps)
+        trainer.train_step(samples, run_id="bench", step=number, expected_version=number - 1)
+        return tokens
 
-            def critic_values() -> int:
-                critic.compute_values(samples)
-                return batch.numel()
+    return step
 
-            for unit, theirs, name, ours in (
-                ("tokens", transformers_step, "trainer", trainer_step),
-                ("values", transformers_values, "critic", critic_values),
-            ):
-                ratios = alternate(
-                    {"transformers": theirs, name: ours},
-                    peer="transformers",
-                    rounds=rounds,
-                    unit=unit,
-                    pids=[server.process.pid for server in cluster.servers],
-                )
-                print(f"  bar {bar} x: {'met' if ratios[name] >= bar else 'missed'}", flush=True)
+
+def _critic_values(
+    critic: CriticClient, samples: list[SupervisedSample], tokens: int
+) -> Callable[[], int]:
+    def values() -> int:
+        critic.compute_values(samples)
+        return tokens
+
+    return values

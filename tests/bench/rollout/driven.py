@@ -12,11 +12,19 @@ from rollout.turns import Job, Moment, Turn
 
 
 class DrivenProgram:
-    """A program of its own: stream_bench.cc, or as a Side llama_driver.cc or engine_bench.cc."""
+    """A program of its own, for example stream_bench.cc.
+
+    llama_driver.cc and engine_bench.cc are Sides, too. It has a session of its own, as our servers
+    have: where other work uses the cores, Linux divides them among sessions (autogroup).
+    """
 
     def __init__(self, command: Sequence[str | Path]) -> None:
         self._process = subprocess.Popen(
-            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Self:
@@ -27,6 +35,11 @@ class DrivenProgram:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """The program's process."""
+        return self._process.pid
 
     def ask(self, command: str) -> dict[str, Any]:
         """Sends a command; returns the answer. Raises RuntimeError if the program has ended."""

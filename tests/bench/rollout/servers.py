@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +24,9 @@ OFF: Mapping[str, Any] = MappingProxyType({"enabled": False})
 WORD: Mapping[str, Any] = MappingProxyType(
     {"enabled": True, "selection_strategy": "word", "prob_senior": 0.5}
 )
+
+
+_RECEIVED = "tandem_weight_bytes_received_total"
 
 
 class NotSupportedError(Exception):
@@ -75,6 +80,14 @@ class RolloutServer:
     def process(self) -> Server:
         """The server."""
         return self.cluster.rollouts[0]
+
+    def received_by_transport(self) -> dict[str, float]:
+        """Returns the bytes of weight updates that the server has accepted, by transport."""
+        url = f"http://{self.process.metrics_address}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as page:
+            text = page.read().decode()
+        found = re.findall(rf'^{_RECEIVED}{{transport="(\w+)"}} (\S+)$', text, re.MULTILINE)
+        return {transport: float(value) for transport, value in found}
 
 
 def prompts_of(

@@ -1,4 +1,8 @@
-"""Publications of weights over loopback: their rate, and how long they hold up generation."""
+"""Publications of weights on one machine: their rate, and how long they hold up generation.
+
+The receiver reads the weights in the trainer's file (ADR 118); the metric
+tandem_weight_bytes_received_total says so.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from tandem.rpc.client import TrainerClient
@@ -19,12 +24,14 @@ from rollout.driven import DrivenProgram
 from rollout.servers import OFF, RolloutServer, prompts_of
 from rollout.turns import Job, Moment
 
-_BAR_RATE, _BAR_GAP = 0.7, 1.5
+_BAR_RATE, _BAR_GAP = 0.7, 2.0
 # Tokens of the response that is written meanwhile; it is cancelled at the end.
 _LONG = 1500
 _TOKENS_BEFORE = 8
 # Settings of the senior; the gaps are those of the first.
-_LANES = {"bfloat16": {"senior_dtype": "bfloat16"}, "float32": {}}
+_LANES = {"bfloat16": {"dtype": "bfloat16"}, "float32": {}}
+# Settings of trainer and senior for an update of adapters alone.
+_LORA = {"lora": {"rank": 16}}
 
 
 def run(bench: Bench) -> None:
@@ -43,22 +50,38 @@ def run(bench: Bench) -> None:
             {name: _Receiver(bench, lane, "keep", stack) for name, lane in lanes.items()},
             plain,
         )
-    for policy in ("keep", "recompute"):
-        with ExitStack() as stack:
-            _gap(bench, _Receiver(bench, next(iter(lanes.values())), policy, stack), policy)
+    lane = next(iter(lanes.values()))
+    with ExitStack() as stack:
+        sides = {
+            "keep": _Gaps(_Receiver(bench, lane, "keep", stack)),
+            "adapters, keep": _Gaps(_Receiver(bench, lane, "keep", stack, adapters=_LORA)),
+        }
+        for name, value, detail in _gaps(bench, sides):
+            bench.table.at_most(name, value, _BAR_GAP, detail)
+    with ExitStack() as stack:
+        sides = {"recompute": _Gaps(_Receiver(bench, lane, "recompute", stack))}
+        for name, value, detail in _gaps(bench, sides):
+            bench.table.note(name, value, detail)
 
 
 class _Receiver:
     """A rollout server whose senior is stored so, and a trainer that publishes to it."""
 
-    def __init__(self, bench: Bench, lane: dict[str, str], policy: str, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        lane: dict[str, str],
+        policy: str,
+        stack: ExitStack,
+        adapters: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         model = str(bench.options.model)
-        settings = {"senior_model": model, "on_weight_update": policy, **lane}
+        settings = {"on_weight_update": policy, "senior": {"model": model, **lane, **adapters}}
         self.server = stack.enter_context(
             bench.server(
                 settings,
                 longest=bench.options.prompt_tokens + _LONG,
-                trainer={"model": model, "optimizer": {"learning_rate": 1e-6}},
+                trainer={"model": model, "optimizer": {"learning_rate": 1e-6}, **adapters},
             )
         )
         self.publisher = stack.enter_context(_Publisher(self.server))
@@ -159,23 +182,40 @@ def _gigabytes(rates: list[float]) -> str:
     return f"{statistics.median(rates) / 1e9:.2f} GB/s ({low:.2f} to {high:.2f})"
 
 
-def _gap(bench: Bench, side: _Receiver, policy: str) -> None:
-    """Compares the longest time between two tokens during an update with the usual one."""
-    server, publisher = side.server, side.publisher
-    ratios = []
-    for _ in range(bench.options.rounds):
+def _gaps(bench: Bench, sides: dict[str, _Gaps]) -> Iterator[tuple[str, float, str]]:
+    """Publishes to the receivers by turns; gives figure, median and details of each."""
+    for _ in range(bench.options.rounds + 1):
+        for side in sides.values():
+            side.measure(bench.options.prompt_tokens)
+    for name, side in sides.items():
+        figure = f"weight update ({name}), longest decode gap by a pass"
+        yield figure, statistics.median(side.ratios[1:]), side.detail()
+
+
+@dataclass
+class _Gaps:
+    """The longest time between two tokens during an update, by the usual one."""
+
+    side: _Receiver
+    ratios: list[float] = field(default_factory=list)
+    passes: list[float] = field(default_factory=list)  # seconds of a usual one
+    size: int = 0
+
+    def measure(self, prompt_tokens: int) -> None:
+        """Publishes once while a response is written."""
+        server, publisher = self.side.server, self.side.publisher
         publisher.prepare()
         arrivals: list[float] = []
         enough = threading.Event()
         with server.client.open_stream() as stream:
-            [prompt] = prompts_of(Job(1, bench.options.prompt_tokens, _LONG), OFF, streamed=1)
+            [prompt] = prompts_of(Job(1, prompt_tokens, _LONG), OFF, streamed=1)
             stream.submit([prompt.named(0)])
             reader = threading.Thread(target=_read, args=(stream, arrivals, enough))
             reader.start()
             _wait(enough, reader)
             usual = statistics.median(b - a for a, b in itertools.pairwise(arrivals))
             begin = time.perf_counter()
-            publisher.publish()
+            self.size = publisher.publish()
             end = time.perf_counter()
             # A token behind the update ends the last gap.
             while arrivals[-1] < end:
@@ -186,13 +226,21 @@ def _gap(bench: Bench, side: _Receiver, policy: str) -> None:
             stream.half_close()
             reader.join()
         gaps = [b - a for a, b in itertools.pairwise(arrivals) if b > begin and a < end]
-        ratios.append(max(gaps) / usual)
-    figure = f"weight update ({policy}), longest decode gap by a pass"
-    value, spread = statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
-    if policy == "keep":
-        bench.table.at_most(figure, value, _BAR_GAP, spread)
-    else:
-        bench.table.note(figure, value, spread)
+        self.ratios.append(max(gaps) / usual)
+        self.passes.append(usual)
+
+    def detail(self) -> str:
+        """Describes the figures."""
+        counted = self.ratios[1:]
+        return (
+            f"{min(counted):.2f} to {max(counted):.2f}; "
+            f"a pass {1e3 * statistics.median(self.passes[1:]):.1f} ms; {self.size / 1e6:.1f} MB, "
+            f"{100 * self._read_share():.0f} % of them read in the sender's file"
+        )
+
+    def _read_share(self) -> float:
+        moved = self.side.server.received_by_transport()
+        return moved.get("file", 0.0) / sum(moved.values())
 
 
 def _read(stream: Any, arrivals: list[float], enough: threading.Event) -> None:
