@@ -95,8 +95,8 @@ soak-rollout: servers ## Soaks the rollout server in several configurations (MIN
 	@$(SERVER_TOOL) tests/soak/rollout_soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: chaos
-chaos: servers ## Kills servers and clients of runs at random (KILLS=100 SEED=…); the runs must end as undisturbed ones
-	@$(SERVER_TOOL) tests/chaos/kills.py --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED)) --first $(or $(FIRST),0)
+chaos: servers ## Kills servers and clients of runs at random (KILLS=100 SEED=… KINDS='grpo async-lora'); the runs must end as undisturbed ones
+	@$(SERVER_TOOL) tests/chaos/kills.py --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED)) --first $(or $(FIRST),0) $(if $(KINDS),--kinds $(KINDS)) $(if $(LIMIT),--limit $(LIMIT))
 	@$(SERVER_TOOL) -m pytest -q tests/chaos/test_environment_kills.py
 
 .PHONY: fuzz

@@ -4,6 +4,7 @@
 its place that can be told a base URL and a header, whatever it is written in.
 """
 
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -14,9 +15,9 @@ from tandem import SessionsClient
 TASKS, EPISODES = 4, 8
 
 
-def agent(served: dict[str, str], session_id: str, seed: int) -> float:
+def agent(served: dict[str, str], session_id: str, task: int, seed: int) -> float:
     """Solves a task, and returns how well: the black box."""
-    a, b = seed % 10, seed // 10 % 10
+    a, b = task % 10, task // 10 % 10
     messages: list = [{"role": "user", "content": f"What is {a} + {b}? One number."}]
     headers = {"X-Session-Id": session_id}
     with openai.OpenAI(
@@ -28,7 +29,7 @@ def agent(served: dict[str, str], session_id: str, seed: int) -> float:
                 messages=messages,
                 max_completion_tokens=12,
                 temperature=0.7,
-                seed=int(session_id.replace("-", "")),
+                seed=seed,
                 extra_body={"tandem": WORDS_IN_TURN},
             )
             message = answer.choices[0].message
@@ -39,19 +40,18 @@ def agent(served: dict[str, str], session_id: str, seed: int) -> float:
     return reward
 
 
-def draw(served: dict[str, str], sessions: SessionsClient, step: int) -> list[str]:
-    """Lets the agent work on the tasks of a step, several times on each; returns its sessions."""
+def draw(served: dict[str, str], sessions: SessionsClient, step: int) -> None:
+    """Lets the agent work on the tasks of a step, several times on each."""
 
-    def episode(index: int) -> str:
+    def episode(index: int) -> None:
+        name, task = uuid.uuid4().hex, index // EPISODES
+        reward = agent(served, name, task=37 * step + 11 * task, seed=1000 * step + index)
         # Episodes of one task are compared with each other.
-        name, task = f"{step}-{index}", index // EPISODES
-        reward = agent(served, name, seed=37 * step + 11 * task)
         sessions.reward(name, reward, group_id=f"{step}/{task}")
-        return name
 
     with ThreadPoolExecutor(16) as threads:
-        return sorted(threads.map(episode, range(TASKS * EPISODES)))
+        list(threads.map(episode, range(TASKS * EPISODES)))
 
 
 if __name__ == "__main__":
-    train_on_sessions("black_box_agent", draw)
+    train_on_sessions("black_box_agent", draw, TASKS * EPISODES)

@@ -87,8 +87,13 @@ def train(
 
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
+    return command_line().parse_args()
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Returns the parser of the options that all loops have."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rollout", default="127.0.0.1:7701", metavar="HOST:PORT")
     parser.add_argument("--trainer", default="127.0.0.1:7702", metavar="HOST:PORT")
     parser.add_argument("--steps", type=int, default=20)
-    return parser.parse_args()
+    return parser

@@ -20,8 +20,8 @@ SAMPLING = {"temperature": 0.7, "max_tokens": 12, "tandem": WORDS_IN_TURN}
 
 async def episode(
     served: dict[str, str], sessions: SessionsClient, task: vf.Task, seed: int
-) -> str:
-    """Lets the agent work on a task; returns the id of its session, whose reward is posted."""
+) -> None:
+    """Lets the agent work on a task, and posts the reward of its session."""
     config = vf.AgentConfig(
         harness=vf.HarnessConfig(id="verifiers_sums"),
         runtime=vf.SubprocessConfig(),
@@ -35,15 +35,14 @@ async def episode(
         raise RuntimeError(f"an episode failed: {trace.last_error}")
     # Episodes of one task are compared with each other.
     await asyncio.to_thread(sessions.reward, trace.id, trace.reward, group_id=task.key)
-    return trace.id
 
 
 async def episodes(
     served: dict[str, str], sessions: SessionsClient, tasks: list[vf.Task], step: int
-) -> list[str]:
-    """Draws the episodes of a step; returns the ids of their sessions."""
+) -> None:
+    """Draws the episodes of a step."""
     pairs = itertools.product(tasks, range(EPISODES))
-    return await asyncio.gather(
+    await asyncio.gather(
         *(
             episode(served, sessions, task, seed=1000 * step + index)
             for index, (task, _) in enumerate(pairs)
@@ -51,11 +50,11 @@ async def episodes(
     )
 
 
-def draw(served: dict[str, str], sessions: SessionsClient, step: int) -> list[str]:
-    """Draws the episodes of a step, of the next tasks; returns their sessions."""
+def draw(served: dict[str, str], sessions: SessionsClient, step: int) -> None:
+    """Draws the episodes of a step, of the next tasks."""
     tasks = list(TASKSET.skip(TASKS * (step - 1)).take(TASKS))
-    return asyncio.run(episodes(served, sessions, tasks, step))
+    asyncio.run(episodes(served, sessions, tasks, step))
 
 
 if __name__ == "__main__":
-    train_on_sessions("verifiers_agent", draw)
+    train_on_sessions("verifiers_agent", draw, TASKS * EPISODES)

@@ -1,15 +1,16 @@
 """Kills servers and clients of training runs at random; resumed runs end as undisturbed ones do.
 
-    kills.py [--kills N] [--seed S] [--first I]
+    kills.py [--kills N] [--seed S] [--first I] [--kinds NAME …] [--limit SECONDS]
 
 A run is started, one of its processes gets SIGKILL at a random moment, and the run is resumed,
 until it is done. Its weights, optimizer states, metrics, trajectories, evaluations and their
 answers must then be those of an undisturbed run, bit for bit. Run I of seed S always has the same
-victims and moments, as far as clocks allow. GRPO, PPO and an asynchronous run take turns, and so do
-two ways to run servers: started by the run, which starts its rollout server again and ends with the
-others; and kept by a supervisor, which restarts what was killed. In every run the judge takes its
-process down for some responses and changes its rows, a tracker fails every other time, and the
-servers' disk is slow, so that kills fall into saves and loads. `make chaos` runs this.
+victims and moments, as far as clocks allow. The KINDS of runs take turns, or those of `--kinds`,
+and so do two ways to run servers: started by the run, which starts its rollout server again and
+ends with the others; and kept by a supervisor, which restarts what was killed. In every run the
+judge takes its process down for some responses and changes its rows, a tracker fails every other
+time, and the servers' disk is slow, so that kills fall into saves and loads. `make chaos` runs
+this.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,16 +43,48 @@ TRAIN = [sys.executable, "-m", "tandem", "train"]
 STEPS = 5
 # Most kills of one run; then it is left alone.
 MAX_KILLS_PER_RUN = 6
-# Time limit of one attempt, killed or not.
+# Time limit of one attempt, killed or not; a machine that other programs use needs more.
 ATTEMPT_SECONDS = 120.0
 SLOW_DISK = {"TANDEM_TEST_DISK_BYTES_PER_SECOND": "4000000"}
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "grpo": {"junior_token_loss_weight": 0.5},
-    "ppo": {"advantage_estimator": "gae", "gae_lambda": 0.95, "whiten_advantages": True},
-    "async": {},
+# The steps between two checkpoints are not a multiple of max_staleness.
+ASYNC = {"async": {"max_staleness": 3}}
+LORA = {"rank": 4, "alpha": 8}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run: changes to the settings of the run, and to the sections of the servers.
+
+    `senior_as_junior`: the junior is the base model of the senior, whose weights it shares.
+    """
+
+    run: dict[str, Any]
+    rollout: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    critic: dict[str, Any] | None = None
+    senior_as_junior: bool = False
+
+
+KINDS = {
+    "grpo": Kind({"objective": {"junior_token_loss_weight": 0.5}}),
+    "ppo": Kind(
+        {
+            "objective": {
+                "advantage_estimator": "gae",
+                "gae_lambda": 0.95,
+                "whiten_advantages": True,
+            }
+        },
+        critic={},
+    ),
+    "async": Kind(ASYNC),
+    "async-lora": Kind(
+        ASYNC,
+        rollout={"senior": {"lora": LORA}},
+        trainer={"lora": LORA},
+        senior_as_junior=True,
+    ),
 }
-# max_staleness of the kind "async"; the steps between two checkpoints are not a multiple of it.
-STALENESS = 3
 JUDGE = """
 import os, signal
 
@@ -176,8 +209,12 @@ class Scenario:
     @classmethod
     def write(cls, directory: Path, models: harness.Models, kind: str) -> Scenario:
         """Writes both files."""
-        critic = {"critic": {}} if kind == "ppo" else {}
-        sections = harness.sections(models, trainer={}, **critic)
+        chosen = KINDS[kind]
+        if chosen.senior_as_junior:
+            models = replace(models, junior=models.senior)
+        sections = harness.sections(
+            models, rollout=chosen.rollout, trainer=chosen.trainer, critic=chosen.critic
+        )
         scenario = cls(directory / kind, kind, sections)
         scenario.directory.mkdir()
         scenario.cluster_file.write_text(
@@ -189,11 +226,10 @@ class Scenario:
             None,
             steps=STEPS,
             cluster=str(scenario.cluster_file),
-            objective=OBJECTIVES[kind],
-            **({"async": {"max_staleness": STALENESS}} if kind == "async" else {}),
             checkpoint={"every": 2},
             eval={"every": 3, "modes": ["solo", "legibility"], "max_tokens": 8},
             trackers=["tensorboard", "mlflow"],
+            **chosen.run,
         )
         (scenario.directory / "reward.py").write_text(JUDGE)
         (scenario.directory / "mlflow.py").write_text(TRACKER)
@@ -217,12 +253,18 @@ class Run:
     """One run, from its first start to its end."""
 
     def __init__(
-        self, scenario: Scenario, name: str, random: Random, supervisor: Supervisor | None
+        self,
+        scenario: Scenario,
+        name: str,
+        random: Random,
+        supervisor: Supervisor | None,
+        limit: float,
     ) -> None:
         self.kills: list[str] = []
         self._scenario = scenario
         self._random = random
         self._supervisor = supervisor
+        self._limit = limit
         # Servers started by a run that was killed, or that lost one of them: they must end too.
         self._orphans: list[int] = []
         self._path = scenario.directory / name
@@ -232,7 +274,7 @@ class Run:
         """Runs to the end; returns what the run left, and how many seconds it took."""
         started = time.monotonic()
         client = self._start()
-        self._wait(client, ATTEMPT_SECONDS)
+        self._wait(client, self._limit)
         if client.returncode != 0:
             raise BrokenRunError(f"the undisturbed run failed:\n{self._tail()}")
         return fingerprint(self._path), time.monotonic() - started
@@ -243,7 +285,7 @@ class Run:
             moment = self._random.uniform(0.2, 0.9) * seconds
             client = self._start()
             killed = len(self.kills) < kills and self._kill(client, moment)
-            self._wait(client, ATTEMPT_SECONDS)
+            self._wait(client, self._limit)
             if client.returncode == 0:
                 return fingerprint(self._path)
             if not killed:
@@ -350,13 +392,22 @@ class Chaos:
         runs: number of runs that ended as an undisturbed one.
     """
 
-    def __init__(self, directory: Path, seed: int, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        seed: int,
+        kinds: Sequence[str] = tuple(KINDS),
+        say: Callable[[str], None] = print,
+        limit: float = ATTEMPT_SECONDS,
+    ) -> None:
+        """Writes the files of the runs; `kinds` take turns."""
         self.kills = 0
         self.runs = 0
         self._seed = seed
         self._say = say
+        self._limit = limit
         models = harness.make_models(directory / "models")
-        self._scenarios = [Scenario.write(directory, models, kind) for kind in OBJECTIVES]
+        self._scenarios = [Scenario.write(directory, models, kind) for kind in kinds]
         self._expected: dict[tuple[str, bool], tuple[Fingerprint, float]] = {}
 
     def go(self, kills: int, first: int = 0) -> None:
@@ -366,8 +417,11 @@ class Chaos:
             try:
                 self._run(number, min(kills - self.kills, MAX_KILLS_PER_RUN))
             except BrokenRunError as error:
-                command = f"make chaos SEED={self._seed} FIRST={number} KILLS={MAX_KILLS_PER_RUN}"
-                raise BrokenRunError(f"{error}\n  {command}") from None
+                kinds = " ".join(scenario.kind for scenario in self._scenarios)
+                raise BrokenRunError(
+                    f"{error}\n  make chaos SEED={self._seed} FIRST={number} "
+                    f"KILLS={MAX_KILLS_PER_RUN} KINDS='{kinds}'"
+                ) from None
             number += 1
 
     def _run(self, number: int, most: int) -> None:
@@ -377,7 +431,7 @@ class Chaos:
         expected, seconds = self._undisturbed(scenario, supervised)
         count = min(most, random.randint(1, MAX_KILLS_PER_RUN))
         with self._servers(scenario, supervised) as supervisor:
-            run = Run(scenario, f"run-{number}", random, supervisor)
+            run = Run(scenario, f"run-{number}", random, supervisor, self._limit)
             started = time.monotonic()
             try:
                 left = run.disturbed(count, seconds)
@@ -399,7 +453,8 @@ class Chaos:
         if key not in self._expected:
             with self._servers(scenario, supervised) as supervisor:
                 name = "undisturbed-supervised" if supervised else "undisturbed"
-                self._expected[key] = Run(scenario, name, Random(0), supervisor).undisturbed()
+                run = Run(scenario, name, Random(0), supervisor, self._limit)
+                self._expected[key] = run.undisturbed()
         return self._expected[key]
 
     @contextlib.contextmanager
@@ -437,12 +492,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
+    parser.add_argument("--limit", type=float, default=ATTEMPT_SECONDS)
     options = parser.parse_args()
     seed = Random().randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}")
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        chaos = Chaos(Path(directory), seed)
+        chaos = Chaos(Path(directory), seed, options.kinds, limit=options.limit)
         try:
             chaos.go(options.kills, options.first)
         except BrokenRunError as error:

@@ -17,12 +17,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tandem._proto.types.v1 import trajectory_pb2
-from tandem.errors import SessionsError
+from tandem.errors import RewardError, SessionsError
 from tandem.rpc.requests import PolicySample
 
 # Seconds between two looks for finished sessions.
@@ -31,30 +31,57 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class FinishedSession:
-    """An agent's episode that has its reward.
+    """An agent's episode that has ended.
 
     Attributes:
         id: the name that the agent gave it.
         cursor: the place behind it among the finished sessions of its server.
         group_id: sessions with the same one are compared with each other.
         trajectories: the agent's calls, joined where they continue each other.
-        rewards: the reward of each trajectory.
+        rewards: the reward of each trajectory; None if the session ended without one.
     """
 
     id: str
     cursor: str
     group_id: str
     trajectories: Sequence[trajectory_pb2.Trajectory]
-    rewards: Sequence[float]
+    rewards: Sequence[float] | None
 
 
-def policy_samples(sessions: Iterable[FinishedSession]) -> list[PolicySample]:
-    """Returns a sample of each trajectory, for TrainerClient.train_step()."""
+# The reward of a session, or one for each of its trajectories.
+SessionReward = Callable[[FinishedSession], float | Iterable[float]]
+
+
+def policy_samples(
+    sessions: Iterable[FinishedSession], reward: SessionReward | None = None
+) -> list[PolicySample]:
+    """Returns a sample of each trajectory, for TrainerClient.train_step().
+
+    `reward` judges every session, in place of the reward that it ended with, if any.
+
+    Raises RewardError for a session without a reward, and for rewards that are not one for each
+    trajectory.
+    """
     return [
-        PolicySample(trajectory, session.group_id, reward)
+        PolicySample(trajectory, session.group_id, value)
         for session in sessions
-        for trajectory, reward in zip(session.trajectories, session.rewards, strict=True)
+        for trajectory, value in zip(session.trajectories, _rewards(session, reward), strict=True)
     ]
+
+
+def _rewards(session: FinishedSession, reward: SessionReward | None) -> Sequence[float]:
+    given = session.rewards if reward is None else reward(session)
+    if given is None:
+        raise RewardError(
+            f"session {session.id}: ended without a reward, which policy_samples(reward=) can give"
+        )
+    count = len(session.trajectories)
+    rewards = list(given) if isinstance(given, Iterable) else [given] * count
+    if len(rewards) != count:
+        raise RewardError(
+            f"session {session.id}: reward gave {len(rewards)} numbers for {count} trajectories"
+        )
+    return rewards
 
 
 class SessionsClient:
@@ -107,14 +134,20 @@ class SessionsClient:
         state: dict[str, Any] = self._call("POST", f"{_session(session_id)}/reward", body)
         return state
 
+    def finish(self, session_id: str, *, group_id: str | None = None) -> dict[str, Any]:
+        """Ends a session without a reward, which policy_samples(reward=) gives it; as reward()."""
+        body = {"group_id": group_id}
+        state: dict[str, Any] = self._call("POST", f"{_session(session_id)}/finish", body)
+        return state
+
     def discard(self, session_id: str) -> None:
-        """Ends a session without a reward: nothing is learnt from it."""
+        """Ends a session from which nothing is learnt."""
         self._call("DELETE", _session(session_id))
 
     def finished(
         self, after: str | None = None, *, count: int = 1, wait_seconds: float = 0.0
     ) -> list[FinishedSession]:
-        """Returns up to `count` finished sessions, in the order in which their rewards came.
+        """Returns up to `count` finished sessions, in the order in which they ended.
 
         Waits until there are as many, but no longer than `wait_seconds`. `after` is the cursor of
         the last session that was trained on; without it they are the first that the server holds.
@@ -169,7 +202,11 @@ def _finished(record: Mapping[str, Any]) -> FinishedSession:
     ]
     rewards = [one["reward"] for one in record["trajectories"]]
     return FinishedSession(
-        record["id"], record["cursor"], record["group_id"], trajectories, rewards
+        record["id"],
+        record["cursor"],
+        record["group_id"],
+        trajectories,
+        None if None in rewards else rewards,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import harness
@@ -59,10 +61,14 @@ def run(*command, cwd):
     return done.stdout
 
 
+def addresses(servers):
+    """The options that name the servers."""
+    return ["--rollout", servers.rollouts[0].address, "--trainer", servers.trainer.address]
+
+
 def train(script, servers, cwd, steps, python=sys.executable):
     """Runs a training script; returns the numbers that it printed, by name, one for each step."""
-    addresses = ["--rollout", servers.rollouts[0].address, "--trainer", servers.trainer.address]
-    printed = run(python, SCRIPTS / script, *addresses, "--steps", steps, cwd=cwd)
+    printed = run(python, SCRIPTS / script, *addresses(servers), "--steps", steps, cwd=cwd)
     lines, (saved, *_) = printed.splitlines()[:steps], printed.splitlines()[steps:]
     assert [line.split(" ")[1].strip() for line in lines] == [str(n + 1) for n in range(steps)]
     assert saved == str(cwd / "runs" / script.removesuffix(".py") / f"step_{steps:06d}")
@@ -88,6 +94,69 @@ def test_a_black_box_agent_is_learnt_from(servers, tmp_path):
     assert min(numbers["policy/grad_norm"]) > 0
     # Two tries of up to 12 tokens each, in 32 episodes.
     assert min(numbers["tokens/response"]) > 32 * 12
+
+
+# Runs a script that is killed when it calls METHOD of a client for the NUMBERth time.
+KILLED = """
+import itertools, os, runpy, signal, sys
+from pathlib import Path
+from tandem import SessionsClient, TrainerClient
+
+method, number, script = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+client = {"save_checkpoint": TrainerClient, "reward": SessionsClient}[method]
+plain, calls = getattr(client, method), itertools.count(1)
+
+
+def call(*arguments, **options):
+    if next(calls) == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(*arguments, **options)
+
+
+setattr(client, method, call)
+sys.argv = sys.argv[3:]
+sys.path.insert(0, str(Path(script).parent))
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("method", "number"), [("save_checkpoint", 2), ("reward", 74)])
+def test_each_episode_is_learnt_from_once_whenever_the_loop_is_killed(
+    servers, tmp_path, method, number
+):
+    """Between step 4 and its checkpoint, and while the agent is at work in step 3."""
+    script, folder = SCRIPTS / "black_box_agent.py", tmp_path / "killed"
+    folder.mkdir()
+    options = [*addresses(servers), "--steps", "4", "--save-every", "2"]
+    whole = run(sys.executable, script, *options, cwd=tmp_path).splitlines()
+    with harness.trainer_client(servers) as trainer:
+        learnt = trainer.info().server.weights
+    (tmp_path / "killed.py").write_text(KILLED)
+    with harness.openai_server(servers.rollouts[0].address) as url:
+        options += ["--sessions", url]
+        command = [sys.executable, tmp_path / "killed.py", method, number, script, *options]
+        with pytest.raises(AssertionError, match="step 2"):
+            run(*command, cwd=folder)
+        assert json.loads((folder / "runs/black_box_agent/state.json").read_text())["step"] == 2
+        held = totals(url)["finished"]
+        assert held == 64 if method == "save_checkpoint" else held <= 9
+        resumed = run(sys.executable, script, *options, "--resume", cwd=folder).splitlines()
+        assert resumed[:2] == whole[2:4]
+        with harness.trainer_client(servers) as trainer:
+            assert trainer.info().server.weights == learnt
+        after = totals(url)
+        assert after["finished"] == 0
+        # 32 episodes a step: those that were held are not drawn again; the others are.
+        if method == "save_checkpoint":
+            assert after["begun"]["first"] == 4 * 32
+        else:
+            assert after["begun"]["first"] > 4 * 32
+
+
+def totals(url):
+    """The counts of a server's sessions."""
+    with urllib.request.urlopen(f"{url}/sessions") as answer:
+        return json.load(answer)
 
 
 @pytest.mark.skipif(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import Field
@@ -23,14 +23,22 @@ from tandem.utils.authors import written
 _Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 
 
-class Reward(Fields):
+class End(Fields):
+    """A request to /v1/sessions/ID/finish."""
+
+    # Sessions with the same one are compared with each other. Default: the session's id.
+    group_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class Reward(End):
     """A request to /v1/sessions/ID/reward."""
 
     reward: _Number
     # One for each trajectory of the session, in the place of `reward`.
     trajectory_rewards: list[_Number] | None = None
-    # Sessions with the same one are compared with each other. Default: the session's id.
-    group_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+_Body = TypeVar("_Body", bound=Fields)
 
 
 class SessionPages:
@@ -50,19 +58,27 @@ class SessionPages:
 
     async def reward(self, request: Request) -> Response:
         """Ends a session with its reward."""
-        with self._admission.request():
-            async with self._admission.body(request) as body:
-                given = _reward(body)
+        given = await self._read(request, Reward)
+        name = request.path_params["session"]
         session = self._sessions.finish(
-            request.path_params["session"],
-            given.reward,
-            given.trajectory_rewards,
-            given.group_id,
+            name, given.reward, given.trajectory_rewards, given.group_id
         )
         return JSONResponse(_state(session))
 
+    async def finish(self, request: Request) -> Response:
+        """Ends a session whose reward the training loop gives."""
+        given = await self._read(request, End)
+        session = self._sessions.finish(request.path_params["session"], None, None, given.group_id)
+        return JSONResponse(_state(session))
+
+    async def _read(self, request: Request, kind: type[_Body]) -> _Body:
+        """Returns the body of a request; raises RequestError for one that does not fit."""
+        with self._admission.request():
+            async with self._admission.body(request) as body:
+                return _read(body, kind)
+
     async def discard(self, request: Request) -> Response:
-        """Ends a session without a reward."""
+        """Ends a session from which nothing is learnt."""
         self._sessions.discard(request.path_params["session"])
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
@@ -109,6 +125,7 @@ def session_routes(pages: SessionPages, wrapped: Any) -> list[Route]:
         Route(one, wrapped(pages.state), methods=["GET"]),
         Route(one, wrapped(pages.discard), methods=["DELETE"]),
         Route(f"{one}/reward", wrapped(pages.reward), methods=["POST"]),
+        Route(f"{one}/finish", wrapped(pages.finish), methods=["POST"]),
         Route("/v1/trajectories", wrapped(pages.finished), methods=["GET"]),
         Route("/v1/trajectories", wrapped(pages.drop), methods=["DELETE"]),
     ]
@@ -135,9 +152,9 @@ def _state(session: Session) -> dict[str, Any]:
     }
 
 
-def _reward(body: bytes) -> Reward:
+def _read(body: bytes, kind: type[_Body]) -> _Body:
     try:
-        return Reward.model_validate(json_of(body))
+        return kind.model_validate(json_of(body))
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "the body"

@@ -87,8 +87,8 @@ class Session:
     Attributes:
         trajectories: in the order in which they began.
         begun: how many trajectories began, by why.
-        reward: None while the session is open.
-        rewards: the reward of each trajectory; empty while the session is open.
+        reward: None while the session is open, and where it ended without one.
+        rewards: the reward of each trajectory, or None; empty while the session is open.
         group_id: sessions with the same one are compared with each other.
         number: its place among the finished sessions, from 1; 0 while it is open.
         size: about how many bytes its trajectories take.
@@ -98,7 +98,7 @@ class Session:
     trajectories: list[SessionTrajectory] = field(default_factory=list)
     begun: Counter[Begun] = field(default_factory=Counter)
     reward: float | None = None
-    rewards: Sequence[float] = ()
+    rewards: Sequence[float | None] = ()
     group_id: str = ""
     number: int = 0
     size: int = 0
@@ -262,9 +262,13 @@ class Sessions:
     # Ends.
 
     def finish(
-        self, name: str, reward: float, rewards: Sequence[float] | None, group_id: str | None
+        self,
+        name: str,
+        reward: float | None,
+        rewards: Sequence[float] | None,
+        group_id: str | None,
     ) -> Session:
-        """Ends a session with its reward; the same end again changes nothing.
+        """Ends a session with its reward, or None; the same end again changes nothing.
 
         `rewards` are those of its trajectories, by default the session's. Raises RequestError for
         a session that is not open, or at work.
@@ -281,7 +285,7 @@ class Sessions:
         end = (reward, list(rewards or [reward] * count), group_id or name)
         if session.number:
             if end != (session.reward, session.rewards, session.group_id):
-                raise _conflict(f"session {name} has ended with another reward", "session_ended")
+                raise _conflict(f"session {name} has ended in another way", "session_ended")
             return session
         session.reward, session.rewards, session.group_id = end
         session.number = self._last = next(self._numbers)
@@ -290,10 +294,10 @@ class Sessions:
         return session
 
     def discard(self, name: str) -> None:
-        """Ends a session without a reward: its trajectories are forgotten."""
+        """Ends a session for no training: its trajectories are forgotten."""
         session = self.find(name)
         if session.number:
-            raise _conflict(f"session {name} has ended with a reward", "session_ended")
+            raise _conflict(f"session {name} has ended for training", "session_ended")
         _require_idle(session)
         self._forget(session, "was discarded")
 
@@ -324,7 +328,7 @@ class Sessions:
 
     def _require_not_ended(self, name: str) -> None:
         if name in self._finished:
-            raise _conflict(f"session {name} has ended with a reward", "session_ended")
+            raise _conflict(f"session {name} has ended", "session_ended")
         if name in self._ended:
             raise _conflict(f"session {name} {self._ended[name]}", "session_ended")
 

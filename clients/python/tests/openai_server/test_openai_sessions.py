@@ -18,7 +18,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from tandem._proto.types.v1 import trajectory_pb2
-from tandem.errors import SessionsError
+from tandem.errors import RewardError, SessionsError
 from tandem.openai_server import limits
 from tandem.openai_server.app import Settings, application
 from tandem.openai_server.conversation import Conversation
@@ -389,6 +389,22 @@ def test_a_reward_ends_a_session_and_a_repeat_changes_nothing(http, world):
     assert session["group_id"] == "task"
 
 
+def test_a_session_may_end_without_a_reward(http):
+    episode(http, "a")
+    wrong = http.post("/v1/sessions/a/finish", json={"reward": 1.0})
+    assert wrong.json()["error"]["param"] == "reward"
+    for _ in range(2):
+        ended = http.post("/v1/sessions/a/finish", json={"group_id": "task"}).json()
+        assert (ended["state"], ended["reward"], ended["group_id"]) == ("finished", None, "task")
+    assert reward(http, 1.0, "a").json()["error"]["code"] == "session_ended"
+    assert chat(http, session="a").json()["error"]["code"] == "session_ended"
+    episode(http, "b")
+    reward(http, 0.5, "b")
+    assert http.post("/v1/sessions/b/finish", json={}).status_code == 409
+    values = [[one["reward"] for one in session["trajectories"]] for session in fetched(http)]
+    assert values == [[None], [0.5]]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -646,3 +662,33 @@ def test_the_client_gives_each_finished_session_once(address, codec, prompts, mo
     with pytest.raises(SessionsError) as caught:
         sessions.state("d")
     assert caught.value.status is None
+
+
+def test_a_function_gives_sessions_their_rewards(address, codec, prompts):
+    with served(application(Settings(address, codec, "senior"))) as url:
+        with httpx2.Client(base_url=url.removesuffix("/v1"), timeout=60, trust_env=False) as http:
+            for name in "ab":
+                episode(http, name)
+            chat(http, [{"role": "user", "content": "a branch"}], "a")
+        sessions = SessionsClient(url)
+        assert sessions.finish("a", group_id="task")["state"] == "finished"
+        sessions.reward("b", 0.5)
+        a, b = sessions.finished(count=2)
+    assert (a.rewards, b.rewards) == (None, [0.5])
+    with pytest.raises(RewardError, match="session a: ended without a reward"):
+        policy_samples([b, a])
+    judged = []
+
+    def lengths(session):
+        judged.append(session.id)
+        return [len(one.response_token_ids) for one in session.trajectories]
+
+    samples = policy_samples([b, a], reward=lengths)
+    assert judged == ["b", "a"]
+    written = [len(one.response_token_ids) for one in (*b.trajectories, *a.trajectories)]
+    assert [one.reward for one in samples] == written
+    assert [one.group_id for one in samples] == ["b", "task", "task"]
+    samples = policy_samples([a, b], reward=lambda session: 0.25)
+    assert [one.reward for one in samples] == [0.25] * 3
+    with pytest.raises(RewardError, match="session b: reward gave 2 numbers for 1 trajectories"):
+        policy_samples([b], reward=lambda session: [1.0, 2.0])

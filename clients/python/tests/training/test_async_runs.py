@@ -1,7 +1,9 @@
 """Asynchronous runs against fake servers: what is drawn when, saved, and refused."""
 
 import json
+import sys
 import threading
+from types import SimpleNamespace
 
 import fakes
 import pytest
@@ -104,6 +106,34 @@ def test_generation_runs_ahead_of_the_training_and_never_further_than_the_bound(
     assert len(set(seeds)) == 24
     assert max(ahead) == staleness
     assert min(ahead[: 8 - staleness]) >= 1
+
+
+def test_rewards_come_while_the_step_before_trains(world, run_file, tmp_path, monkeypatch):
+    """The judge of a step and the training of the step before it wait for each other."""
+    meetings = [threading.Barrier(2, timeout=30) for _ in range(5)]
+    judged, trained = set(), []
+    first = threading.Lock()
+
+    def reward(prompt, response, step, **row):
+        with first:
+            meets = step not in judged
+            judged.add(step)
+        if meets and step > 1:
+            meetings[step - 2].wait()
+        return float(len(response))
+
+    def on_samples(samples):
+        trained.append(len(samples))
+        if len(trained) < 6:
+            meetings[len(trained) - 1].wait()
+
+    monkeypatch.setitem(sys.modules, "meeting", SimpleNamespace(reward=reward))
+    (tmp_path / "judge.py").write_text("from meeting import reward\n")
+    world.on_samples = on_samples
+    judge = f"reward.function={tmp_path}/judge.py:reward"
+    tandem("train", run_file, judge, "steps=6", "async.max_staleness=1")
+    assert judged == {1, 2, 3, 4, 5, 6}
+    assert len(trained) == 6
 
 
 def test_several_weights_are_published_for_one_another_only_when_they_are_needed(world, run_file):
