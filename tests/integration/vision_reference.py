@@ -11,18 +11,21 @@ from tandem.rpc.images import VisionInput
 
 
 class VisionReference:
-    """A vision-language model of `transformers` in float32, one sequence at a time."""
+    """A vision-language model of `transformers`, by default in float32, one sequence at a time."""
 
-    def __init__(self, directory: Path, family: str) -> None:
-        import torch
+    def __init__(self, directory: Path, family: str, dtype: str = "float32") -> None:
         import transformers
 
         kind = getattr(transformers, f"{family}ForConditionalGeneration")
-        self.model = kind.from_pretrained(directory, dtype=torch.float32).eval()
+        self.model = kind.from_pretrained(directory, dtype=dtype).eval()
         self._has_seconds = family == "Qwen2_5_VL"
 
     def logits(self, tokens: Sequence[int], images: Sequence[VisionInput]) -> Any:
         """Returns the logits of every token, [T, V]."""
+        return self.model.lm_head(self.hidden(tokens, images))
+
+    def hidden(self, tokens: Sequence[int], images: Sequence[VisionInput]) -> Any:
+        """Returns what the head reads of every token, [T, H]."""
         import torch
 
         arguments: dict[str, Any] = {}
@@ -42,7 +45,7 @@ class VisionReference:
         config = self.model.config
         is_image, is_video = ids == config.image_token_id, ids == config.video_token_id
         arguments["mm_token_type_ids"] = is_image.int() + 2 * is_video.int()
-        return self.model(ids, use_cache=False, **arguments).logits[0]
+        return self.model.model(ids, use_cache=False, **arguments).last_hidden_state[0]
 
     def logprobs(
         self, prompt: Sequence[int], response: Sequence[int], images: Sequence[VisionInput]

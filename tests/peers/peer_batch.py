@@ -7,7 +7,7 @@ from the same files, in float32 on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from gradients import gradients_of, norm_of
 
 # Largest difference of two losses, relative to max(1, |loss|), and norm of the difference of two
 # gradients, relative to the gradient's norm. The weight of a sequence is the exponential of a sum
@@ -28,6 +29,8 @@ TEMPERATURE = 0.8
 MAX_COMPLETION_LENGTH = 24
 GROUPS, GROUP_SIZE = 3, 4
 
+# The linear maps of a layer of these families.
+MAPS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FAMILIES = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
@@ -201,21 +204,11 @@ class Outcome:
         return norm_of(self.gradients.values())
 
 
-def norm_of(tensors: Iterable[torch.Tensor]) -> float:
-    """Norm of all tensors together."""
-    return sum(tensor.double().square().sum().item() for tensor in tensors) ** 0.5
-
-
 def outcome_of(loss: torch.Tensor, model: torch.nn.Module) -> Outcome:
     """Runs the backward pass of a peer's loss; returns the loss and the gradients."""
     model.zero_grad()
     loss.backward()
     return Outcome(loss.item(), gradients_of(model))
-
-
-def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The gradient of every parameter by name; a tied head counts as its embedding."""
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def assert_same(ours: Outcome, peer: Outcome, tolerance: float = GRADIENT_TOLERANCE) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import peer_batch
 import torch
 from datasets import Dataset
+from gradients import gradients_of
 from peer_batch import EOS, Response
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -32,7 +33,7 @@ class Gradients(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: torch.nn.Module, **_: Any
     ) -> None:
         """Copies the gradients before the optimizer uses them."""
-        self.found = peer_batch.gradients_of(model)
+        self.found = gradients_of(model)
 
 
 class RecordsPairs:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gradients import BARE_GRADIENT, gradients_in
 from peer_batch import MAX_COMPLETION_LENGTH, TEMPERATURE, Models, Outcome, Response
 from safetensors.torch import load_file
 from tandem._proto.critic.v1 import critic_pb2
@@ -21,9 +22,6 @@ from tandem.rpc.wire import from_tensor, to_message, to_tensor
 from tandem.settings.cluster import ClusterSettings
 from tandem.settings.run import DpoSettings
 from tandem.training.preferences import log_prob_sums, step_of_pairs
-
-# With beta1 0, AdamW's first moment is the gradient of the step, and a checkpoint holds it.
-BARE_GRADIENT = {"learning_rate": 1e-6, "beta1": 0.0, "max_grad_norm": 0.0}
 
 
 class Tandem:
@@ -155,15 +153,6 @@ class Tandem:
         return Outcome(metrics[loss], gradients_in(path), metrics)
 
 
-def gradients_in(checkpoint: str) -> dict[str, torch.Tensor]:
-    """The gradients of the last step of a server with BARE_GRADIENT."""
-    state = load_file(Path(checkpoint) / "optimizer.safetensors")
-    moment = ".exp_avg"
-    return {
-        name.removesuffix(moment): tensor for name, tensor in state.items() if name.endswith(moment)
-    }
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Models of one family, a batch for both sides, and Tandem's servers of the models."""
@@ -175,17 +164,20 @@ class Comparison:
 
 @contextmanager
 def serve(
-    models: Models, directory: Path, optimizer: Mapping[str, float] = BARE_GRADIENT
+    models: Models,
+    directory: Path,
+    optimizer: Mapping[str, float] = BARE_GRADIENT,
+    lora: Mapping[str, Any] | None = None,
 ) -> Iterator[Tandem]:
-    """Starts the servers of `models`."""
+    """Starts the servers of `models`; with `lora`, the reference is the model without adapters."""
     common = {"compute": {"num_threads": 1}, "max_model_len": 64, "optimizer": dict(optimizer)}
     settings = ClusterSettings(
         directory=directory / "cluster",
         trainer=common
         | {
             "model": str(models.policy),
-            "reference_model": str(models.reference),
             "teacher_model": str(models.reference),
+            **({"lora": lora} if lora else {"reference_model": str(models.reference)}),
         },
         critic=common | {"model": str(models.critic)},
     )

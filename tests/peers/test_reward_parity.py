@@ -15,13 +15,14 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from gradients import BARE_GRADIENT, gradients_in
 from peer_batch import Outcome
 from tandem.cluster.local import LocalCluster
 from tandem.rpc.client import CriticClient
 from tandem.rpc.requests import SupervisedSample
 from tandem.settings.cluster import ClusterSettings
 from tandem.training.reward_models import step_of_scores
-from tandem_side import BARE_GRADIENT, Comparison, gradients_in
+from tandem_side import Comparison
 from trl import RewardConfig, RewardTrainer
 
 CASES = {

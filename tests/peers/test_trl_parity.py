@@ -18,8 +18,10 @@ import pytest
 import tandem_side
 import torch
 from datasets import Dataset
+from gradients import norm_of
 from peer_batch import MAX_COMPLETION_LENGTH, Models, Outcome, Response
 from peer_code import attributes_read, compared_with
+from peft import LoraConfig, get_peft_model
 from tandem_side import Comparison
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -278,13 +280,18 @@ def trl_trainer(
     directory: Path,
     callbacks: list[TrainerCallback],
     iterations: int,
+    adapters: LoraConfig | None = None,
 ) -> GivenBatch:
-    """A trainer that makes `iterations` steps on the batch, from the reference's weights."""
+    """A trainer that makes `iterations` steps on the batch, from the reference's weights.
+
+    With `adapters` it trains those of the policy, which is the reference without them.
+    """
     settings = SETTINGS | case.trl
     use_vllm = settings.pop("use_vllm", False)
     trainer = GivenBatch(
         # TRL loads its reference model from the directory of this model.
-        model=models.load("reference"),
+        model=models.load("policy" if adapters else "reference"),
+        peft_config=adapters,
         args=GRPOConfig(
             output_dir=str(directory),
             num_iterations=iterations,
@@ -346,6 +353,57 @@ def test_loss_and_gradient_are_those_of_trl(
         assert 0 < ours.metrics["mismatch/masked_fraction"] < 0.3
 
 
+def random_adapters() -> LoraConfig:
+    """Adapters of every map, whose matrices B are not 0."""
+    return LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=peer_batch.MAPS,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+
+
+ADAPTER_CASES = [
+    Case("KL", GRPO | UNCORRECTED_KL, GRPO_MEAN | KL),
+    Case("KL of sequences", DAPO | SEQUENCE | UNCORRECTED_KL, DAPO_MEAN | GSPO | KL),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTER_CASES, ids=lambda case: case.name)
+def test_adapters_learn_as_those_of_peft(
+    comparison: Comparison, case: Case, tmp_path: Path
+) -> None:
+    """The reference of both sides is the model without its adapters."""
+    torch.manual_seed(5)
+    policy = get_peft_model(comparison.models.load("policy"), random_adapters())
+    policy.save_pretrained(tmp_path / "adapter")
+    now = {name: value.clone() for name, value in policy.state_dict().items()}
+    with torch.no_grad():
+        for name, value in policy.named_parameters():
+            if "lora_" in name:
+                value.add_(0.1 * value.std() * torch.randn_like(value))
+        old = peer_batch.logprobs(policy, comparison.batch)
+    batch = [
+        replace(one, old=values.tolist(), behaviour=values.tolist())
+        for one, values in zip(comparison.batch, old, strict=True)
+    ]
+    weights = Weights([policy.state_dict(), now])
+    trainer = trl_trainer(comparison.models, batch, case, tmp_path, [weights], 2, random_adapters())
+    trainer.train()
+    gradients = {
+        name.removeprefix("base_model.model.").replace(".default", ""): gradient
+        for name, gradient in weights.found.items()
+    }
+    lora = {"path": str(tmp_path / "adapter")}
+    with tandem_side.serve(comparison.models, tmp_path / "tandem", lora=lora) as tandem:
+        ours = tandem.step(batch, TRL_STD | case.objective)
+    assert len(gradients) == 2 * 2 * len(peer_batch.MAPS)
+    peer_batch.assert_same(ours, Outcome(trainer.losses[-1], gradients))
+    assert ours.metrics["policy/clip_fraction"] > 0.1
+    assert ours.metrics["loss/kl"] > 1e-3
+
+
 def test_iterations_end_at_the_same_weights(comparison: Comparison, tmp_path: Path) -> None:
     """There are three iterations, with clipped gradients, AdamW, and ratios that move from 1."""
     optimizer = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
@@ -362,8 +420,8 @@ def test_iterations_end_at_the_same_weights(comparison: Comparison, tmp_path: Pa
     start = dict(policy.named_parameters())
     theirs = dict(trainer.model.named_parameters())
     assert ours.keys() == theirs.keys()
-    moved = peer_batch.norm_of(theirs[name] - start[name] for name in start)
-    apart = peer_batch.norm_of(theirs[name] - ours[name] for name in start)
+    moved = norm_of(theirs[name] - start[name] for name in start)
+    apart = norm_of(theirs[name] - ours[name] for name in start)
     print(f"moved {moved:.4f}, apart {apart / moved:.1e} of that")
     assert apart < 1e-4 * moved
 

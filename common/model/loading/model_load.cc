@@ -159,6 +159,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(const std::string& directory,
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(config.model_type));
   LoadOptions options = given;
   TANDEM_ASSIGN_OR_RETURN(options.lora, ResolveLora(given.lora));
+  if (options.requires_grad) TANDEM_RETURN_IF_ERROR(NoteDropout(options.lora));
   TANDEM_ASSIGN_OR_RETURN(ModelFiles files,
                           ModelFiles::Open(directory, options.lora.path, options.head, *family));
   TANDEM_RETURN_IF_ERROR(CheckSizes(config, *files.directory));

@@ -9,6 +9,7 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/atomic_file.h"
+#include "common/base/logging.h"
 #include "common/model/config/config_fields.h"
 
 namespace tandem {
@@ -16,22 +17,35 @@ namespace {
 
 using nlohmann::json;
 
+// Initial values of the adapters that leave the base model as its files have it. Others (PiSSA,
+// OLoRA, CorDA, LoftQ, LoRA-GA) subtract them from its weights, or train one of the two matrices.
+absl::Status CheckInitialValues(const ConfigFields& fields) {
+  const json* const value = fields.Find("init_lora_weights");
+  if (value == nullptr || value->is_null() || value->is_boolean()) return absl::OkStatus();
+  for (const char* name : {"gaussian", "orthogonal", "eva"}) {
+    if (*value == name) return absl::OkStatus();
+  }
+  return fields.NotSupported("init_lora_weights", value->dump());
+}
+
 // Refuses what changes the formula of the adapters, or trains more than them.
 absl::Status CheckPlainLora(const ConfigFields& fields) {
   TANDEM_ASSIGN_OR_RETURN(const std::string type, fields.String("peft_type", ""));
   if (type != "LORA") return fields.NotSupported("peft_type", absl::StrCat("\"", type, "\""));
   TANDEM_ASSIGN_OR_RETURN(const std::string bias, fields.String("bias", "none"));
   if (bias != "none") return fields.NotSupported("bias", absl::StrCat("\"", bias, "\""));
-  for (const char* key : {"use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"}) {
+  for (const char* key : {"use_rslora", "use_dora", "use_qalora", "fan_in_fan_out", "lora_bias"}) {
     TANDEM_ASSIGN_OR_RETURN(const bool on, fields.Bool(key, false));
     if (on) return fields.NotSupported(key, key);
   }
   for (const char* key : {"rank_pattern", "alpha_pattern", "layers_to_transform",
-                          "target_parameters", "exclude_modules"}) {
+                          "layer_replication", "target_parameters", "exclude_modules",
+                          "trainable_token_indices", "alora_invocation_tokens", "arrow_config",
+                          "kasa_config", "monteclora_config", "use_bdlora"}) {
     const json* const value = fields.Find(key);
     if (value != nullptr && !value->empty()) return fields.NotSupported(key, key);
   }
-  return absl::OkStatus();
+  return CheckInitialValues(fields);
 }
 
 absl::StatusOr<std::vector<std::string>> TargetModules(const ConfigFields& fields) {
@@ -51,16 +65,21 @@ absl::StatusOr<std::vector<std::string>> TargetModules(const ConfigFields& field
   return modules;
 }
 
+absl::StatusOr<json> ReadAdapterConfig(const std::string& directory) {
+  const std::string file = absl::StrCat(directory, "/", kAdapterConfigFile);
+  const absl::StatusOr<std::string> text = ReadFile(file);
+  if (!text.ok()) return PrependFieldPath("lora.path", text.status());
+  absl::StatusOr<json> parsed = ParseBoundedJson(*text, file);
+  if (!parsed.ok()) return PrependFieldPath("lora.path", parsed.status());
+  return parsed;
+}
+
 }  // namespace
 
 absl::StatusOr<LoraOptions> ResolveLora(const LoraOptions& options) {
   if (options.path.empty()) return options;
-  const std::string file = absl::StrCat(options.path, "/", kAdapterConfigFile);
-  const absl::StatusOr<std::string> text = ReadFile(file);
-  if (!text.ok()) return PrependFieldPath("lora.path", text.status());
-  const absl::StatusOr<json> parsed = ParseBoundedJson(*text, file);
-  if (!parsed.ok()) return PrependFieldPath("lora.path", parsed.status());
-  const ConfigFields fields(*parsed, kAdapterConfigFile);
+  TANDEM_ASSIGN_OR_RETURN(const json config, ReadAdapterConfig(options.path));
+  const ConfigFields fields(config, kAdapterConfigFile);
   TANDEM_RETURN_IF_ERROR(CheckPlainLora(fields));
   LoraOptions resolved = options;
   TANDEM_ASSIGN_OR_RETURN(resolved.rank, fields.Size("r"));
@@ -75,6 +94,18 @@ absl::StatusOr<LoraOptions> ResolveLora(const LoraOptions& options) {
                                                    options.path, " has ", resolved.alpha));
   }
   return resolved;
+}
+
+absl::Status NoteDropout(const LoraOptions& options) {
+  if (options.path.empty()) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const json config, ReadAdapterConfig(options.path));
+  const ConfigFields fields(config, kAdapterConfigFile);
+  const json* const dropout = fields.Find("lora_dropout");
+  if (dropout == nullptr || *dropout == 0) return absl::OkStatus();
+  if (!dropout->is_number()) return InvalidField(fields.Path("lora_dropout"), "must be a number");
+  Log(LogLevel::kWarning, "lora_dropout_not_applied",
+      {{"path", options.path}, {"lora_dropout", dropout->get<double>()}});
+  return absl::OkStatus();
 }
 
 absl::Status WriteAdapterConfig(const std::string& directory, const LoraOptions& options,

@@ -23,6 +23,11 @@ inline constexpr char kPeftPrefix[] = "base_model.model.";
 // is broken; UNIMPLEMENTED for "adapter_config.json.<key>" of another method than plain LoRA.
 absl::StatusOr<LoraOptions> ResolveLora(const LoraOptions& options);
 
+// Warns in the log of a file whose adapters were trained with lora_dropout, which no training here
+// applies. INVALID_ARGUMENT for "adapter_config.json.lora_dropout" that is no number; errors of
+// ResolveLora for a file that is broken.
+absl::Status NoteDropout(const LoraOptions& options);
+
 // Writes adapter_config.json for a model with these parameters, of which the directory has those
 // that train.
 absl::Status WriteAdapterConfig(const std::string& directory, const LoraOptions& options,

@@ -25,35 +25,7 @@ from tandem.errors import InvalidArgumentError
 from tandem.pool.rollout_pool import response_to_score
 from tandem.rpc.requests import PolicySample, Prompt, ResponseSoFar, ScoredTokens
 from tandem.rpc.wire import from_tensor
-
-# Ids that an environment says; one begins a word, where the strategies have boundaries.
-SAID = ([7, 31, 200], [5], [44, 45, 46, 47, 48, 49])
-
-
-def continued(prompt, response, *, said=(), **changes):
-    """The prompt that continues `response`, a whole one, behind what an environment said."""
-    return dataclasses.replace(
-        prompt,
-        request_id="",
-        num_samples=1,
-        first_sample_index=response.sample_index,
-        response=ResponseSoFar.after(response, said),
-        **changes,
-    )
-
-
-def episodes(client, batch):
-    """Draws the samples of prompts with three turns each; returns them joined, by prompt."""
-    groups = client.generate(batch)
-    for said in SAID[:2]:
-        asked = [
-            continued(prompt, one, said=said)
-            for prompt, group in zip(batch, groups, strict=True)
-            for one in group
-        ]
-        turns = iter(flat(client.generate(asked)))
-        groups = [[tandem.join(one, said, next(turns)) for one in group] for group in groups]
-    return groups
+from turns import SAID, continued, episodes
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -190,67 +162,6 @@ def test_bad_responses_so_far_are_refused(rollout):
     refused([5, 6], [1, 3], "response.authorship_mask[1]")
     refused([5, 6], [1], "response.authorship_mask")
     refused([5, 300], [1, 0], "response.token_ids[1]")
-
-
-def oracle(model_directory, samples, advantages, junior_weight):
-    """Loss and gradient norm of a first GRPO step, by transformers in float64."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float64)
-    weight_of = {0: junior_weight, 1: 1.0, 2: 0.0}
-    terms, weights = [], []
-    for one, advantage in zip(samples, advantages, strict=True):
-        prompt = len(one.prompt_token_ids)
-        ids = torch.tensor([[*one.prompt_token_ids, *one.response_token_ids]])
-        rows = torch.log_softmax(model(ids).logits[0, prompt - 1 : -1], -1)
-        chosen = rows[torch.arange(len(tokens(one))), ids[0, prompt:]]
-        own = torch.tensor([weight_of[author] for author in mask(one)], dtype=torch.float64)
-        # The ratio to the old log-probabilities is 1 in the first step.
-        terms.append((own * torch.exp(chosen - chosen.detach()) * advantage).sum())
-        weights.append((own > 0).sum())
-    loss = -sum(terms) / sum(weights)
-    loss.backward()
-    squares = sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None)
-    return loss.item(), squares.sqrt().item()
-
-
-@pytest.mark.parametrize("junior_weight", [0.0, 0.5])
-def test_a_step_on_episodes_is_that_of_a_float64_oracle(models, fresh_pair, junior_weight):
-    with (
-        harness.rollout_client(fresh_pair) as rollout,
-        harness.trainer_client(fresh_pair) as trainer,
-    ):
-        batch = prompts(3, TANDEM["word"], num_samples=3, return_other_logprobs=True)
-        groups = episodes(rollout, batch)
-        samples = [
-            PolicySample(one, f"g{g}", reward=float(i * (g + 1)))
-            for g, group in enumerate(groups)
-            for i, one in enumerate(group)
-        ]
-        report = trainer.train_step(
-            samples,
-            run_id="r",
-            step=1,
-            expected_version=0,
-            objective={
-                "advantage_estimator": "leave_one_out",
-                "junior_token_loss_weight": junior_weight,
-            },
-        ).report
-    # Rewards of a group: 0, r, 2 r; its advantages: -1.5 r, 0, 1.5 r.
-    advantages = [1.5 * (g + 1) * (i - 1) for g in range(3) for i in range(3)]
-    loss, norm = oracle(models.senior, flat(groups), advantages, junior_weight)
-    assert report.metrics["loss/policy"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
-    assert report.metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    authors = [author for one in flat(groups) for author in mask(one)]
-    drawn = authors.count(0) + authors.count(1)
-    assert report.metrics["tokens/response"] == drawn
-    weighted = drawn if junior_weight else authors.count(1)
-    assert report.metrics["policy/weighted_tokens"] == weighted
-    # The two servers compute the same after an environment's tokens.
-    assert report.metrics["mismatch/max_abs_logprob_diff"] == pytest.approx(0, abs=1e-4)
-    assert report.metrics["tandem/senior_token_fraction"] == pytest.approx(authors.count(1) / drawn)
 
 
 def test_a_step_takes_whole_responses_alone(fresh_pair):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -13,8 +12,8 @@ import pytest
 import torch
 import yaml
 from commands import tandem
+from gradients import adapter_gradients, gradients_of, norm_of
 from layouts import ranked
-from safetensors.torch import load_file
 from tandem.rpc.requests import SupervisedSample
 from tandem.settings.run import DpoSettings
 from tandem.training.preferences import log_prob_sums, step_of_pairs
@@ -70,20 +69,6 @@ def oracle(model: torch.nn.Module, reference: torch.Tensor, name: str) -> torch.
     return smoothed.mean() - 0.5 * logps[::2].sum() / tokens[::2].sum()
 
 
-def gradient_norm(model: torch.nn.Module, adapter: dict[str, torch.Tensor] | None) -> float:
-    """The norm of the gradient: of all parameters, or of adapters whose matrices B are 0."""
-    if adapter is None:
-        return float(sum(p.grad.square().sum() for p in model.parameters()).sqrt())
-    scale, squares = LORA["alpha"] / LORA["rank"], torch.zeros((), dtype=torch.float64)
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    matrices = {name: a for name, a in adapter.items() if name.endswith("lora_A.weight")}
-    for name, a in matrices.items():
-        weight = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
-        squares += (scale * gradients[weight] @ a.double().T).square().sum()
-    assert len(matrices) == 14  # seven maps in each of two layers
-    return float(squares.sqrt())
-
-
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_on_pairs_is_that_of_float64(models, tmp_path, layout, adapters, subtests):
@@ -103,7 +88,6 @@ def test_a_step_on_pairs_is_that_of_float64(models, tmp_path, layout, adapters, 
             with subtests.test(name):
                 trainer.load_base_model()
                 saved = trainer.save_checkpoint(str(tmp_path / "saved"), f"{name}-base")
-                adapter = load_file(Path(saved) / "adapter_model.safetensors") if adapters else None
                 loss, reply = step_of_pairs(
                     trainer,
                     PAIRS,
@@ -117,9 +101,9 @@ def test_a_step_on_pairs_is_that_of_float64(models, tmp_path, layout, adapters, 
                 expected = oracle(model, reference, name)
                 expected.backward()
                 assert loss.value == pytest.approx(expected.item(), rel=1e-5)
-                assert reply.report.metrics["policy/grad_norm"] == pytest.approx(
-                    gradient_norm(model, adapter), rel=1e-4
-                )
+                gradients = adapter_gradients(model, saved) if adapters else gradients_of(model)
+                norm = norm_of(gradients.values())
+                assert reply.report.metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
                 assert reply.report.metrics["policy/micro_batches"] >= 4
 
 

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import shutil
 import threading
+from pathlib import Path
 from typing import get_args
 
 import fakes
@@ -29,6 +31,9 @@ from tandem.run_directory.trajectories.files import (
 from tandem.run_directory.trajectories.record import Response, trajectory_record
 from tandem.run_directory.trajectories.writer import TrajectoryWriter, write_parquet
 from tandem.settings.run import EvalMode, TrajectorySettings
+
+# Files that the writers of two earlier releases made of variety().
+EARLIER_RELEASES = Path(__file__).parent / "earlier_releases"
 
 
 def sample(index=0, seed=1, **changes):
@@ -209,6 +214,36 @@ def test_a_folder_is_listed_by_step_and_mode_whoever_wrote_it(tmp_path):
         (10, "", "step_10.parquet"),
     ]
     assert TrajectoryFile.of(evaluation_file(tmp_path, 3, "handoff")).mode == "handoff"
+
+
+def without_places(record):
+    """The record without what files of earlier releases lack: where an image stands."""
+    images = [
+        {key: value for key, value in image.items() if key != "first_token"}
+        for image in record["vision_inputs"]
+    ]
+    return record | {"vision_inputs": images}
+
+
+def test_files_of_earlier_releases_are_read_and_viewed(run_file, tmp_path):
+    """JSON lines, and Parquet of before an environment could speak: variety() without its turn."""
+    responses = variety()
+    plain = responses[0].trajectory
+    plain.authorship_mask = sample(0).authorship_mask
+    expected = [without_places(json.loads(json.dumps(trajectory_record(r)))) for r in responses]
+    tandem("train", run_file, "steps=2")
+    run = tmp_path / "run"
+    for step, name in ((1, "step_1.jsonl"), (2, "step_2.parquet")):
+        assert read_records(EARLIER_RELEASES / name) == expected
+        step_file(run, step).unlink()
+        shutil.copy(EARLIER_RELEASES / name, run / "trajectories")
+    shown = tandem("view", run, "--step", ":", "--json").stdout.splitlines()
+    assert [json.loads(line) for line in shown] == [*expected, *expected]
+    assert tandem("view", run, "--step", "1", "--gap").stdout.startswith("Step 1, 5 of 5 ")
+    assert tandem("view", run, "--gap", "--drafts").stdout.startswith("Step 2, 5 of 5 ")
+    page = tmp_path / "page.html"
+    tandem("view", run, "--step", ":", "--output", page)
+    assert page.stat().st_size > 1000
 
 
 def names(folder):

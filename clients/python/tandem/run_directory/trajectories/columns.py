@@ -27,6 +27,8 @@ _VISION = pa.struct(
         "first_token": pa.int32(),
     }
 )
+# In files written before images could stand in an environment's turn.
+_VISION_OF_PROMPTS = pa.struct([field for field in _VISION if field.name != "first_token"])
 _VERSION = pa.struct({"version": pa.int64(), "count": pa.int32(), "digest": pa.string()})
 _SAMPLING = pa.struct(
     {
@@ -75,6 +77,8 @@ SCHEMA = pa.schema(
         "tandem": _TANDEM,
     }
 )
+# Other types that a column has in files of earlier releases.
+EARLIER_TYPES = {"vision_inputs": pa.list_(_VISION_OF_PROMPTS)}
 # Floats of a token: their bytes are stored by place, because no two are alike but their exponents.
 _FLOATS = ("senior_logprobs", "junior_logprobs", "log_keep_mass")
 # Marks and texts that repeat, which a dictionary stores once.

@@ -148,7 +148,7 @@ class _Parquet(Records):
         import pyarrow
         from pyarrow import parquet
 
-        from tandem.run_directory.trajectories.columns import SCHEMA
+        from tandem.run_directory.trajectories.columns import EARLIER_TYPES, SCHEMA
 
         self._path = path
         self._errors = (pyarrow.ArrowException, OSError)
@@ -159,7 +159,7 @@ class _Parquet(Records):
                 index = schema.get_field_index(field.name)
                 if index < 0:
                     raise RunDirectoryError(f"{path}: {field.name}: the column is missing")
-                if schema.field(index).type != field.type:
+                if schema.field(index).type not in (field.type, EARLIER_TYPES.get(field.name)):
                     raise RunDirectoryError(
                         f"{path}: {field.name}: has type {schema.field(index).type}, not "
                         f"{field.type}"
