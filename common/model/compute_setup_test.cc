@@ -31,6 +31,7 @@ ComputeOptions OnDevice(const std::string& device, int local_rank) {
           .dtype = "float32",
           .kernels = "auto",
           .weight_dtype = "",
+          .activation_dtype = "",
           .num_threads = 1,
           .local_rank = local_rank,
           .local_world_size = 8};
@@ -88,6 +89,7 @@ TEST(ComputeSetupTest, AttentionNeverGoesThroughCudnn) {
                                        .dtype = "bfloat16",
                                        .kernels = "auto",
                                        .weight_dtype = "",
+                                       .activation_dtype = "",
                                        .num_threads = 1});
   ASSERT_TRUE(placement.ok()) << placement.status();
   EXPECT_FALSE(at::globalContext().userEnabledCuDNNSDP());

@@ -52,6 +52,9 @@ std::vector<Author> DeriveMask(const Trajectory& t) {
           mask.push_back(mask.back());
         }
         break;
+      case SelectionStrategy::kTurn:  // no environment speaks: one turn, the senior's
+        mask.push_back(1);
+        break;
     }
   }
   std::vector<Author> authors;
