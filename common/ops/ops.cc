@@ -238,7 +238,15 @@ at::Tensor LinearOfFixedRows(const at::Tensor& x_in, const at::Tensor& weight,
 
 }  // namespace
 
-void SetProductRows(int64_t rows) { product_rows = rows; }
+void SetProductRows(int64_t rows) {
+  product_rows = rows;
+  if (!at::Context::hasCuBLASLt()) return;
+  // Of cuBLAS's two libraries cuBLASLt alone can be told not to divide sums.
+  const bool divides_sums = rows == 0;
+  at::globalContext().setBlasPreferredBackend(divides_sums ? at::BlasBackend::Default
+                                                           : at::BlasBackend::Cublaslt);
+  at::globalContext().setAllowBF16ReductionCuBLAS(divides_sums, divides_sums);
+}
 
 void SetKernelPath(KernelPath path) {
   static std::once_flag chosen;

@@ -34,8 +34,9 @@ void SetKernelPath(KernelPath path);
 KernelPath GetKernelPath();
 
 // Sets the number of rows of every product of Linear that ATen computes without autograd: other
-// numbers of rows are divided and padded. 0, as at first: one product of all rows. As SetKernelPath
-// it is a setting of the process.
+// numbers of rows are divided and padded. 0, as at first: one product of all rows. Other numbers
+// also keep cuBLAS from dividing the sums of bfloat16 products (split-K), by which their bits would
+// depend on the shape. As SetKernelPath it is a setting of the process.
 void SetProductRows(int64_t rows);
 
 // tokens [T] int64, weight [V, H] -> [T, H] in the weight's type.

@@ -3,7 +3,8 @@
 It compares responses that a rollout server draws alone and together, their scores alone and
 together, the scores with what was drawn, and the trainer's log-probabilities with what was drawn.
 It fails where nothing can be compared, and not where bits differ: how many are the same is what it
-measures.
+measures. It also counts how many different bits a row of one product has by the number of rows,
+where cuBLAS may divide sums (split-K) and where it may not.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import ceilings
 import harness
 import numpy as np
+import torch
 from rows import Rows
 from tandem.rpc.requests import SupervisedSample
 from tandem.rpc.wire import from_tensor
 
 SAMPLES = 16
+PRODUCT = (4864, 896)  # inputs and outputs of a map of Qwen2.5-0.5B, with few outputs for long sums
+COMPANY = (1, 2, 4, 8, 16, 17, 64, 256, 1000, 4096)  # numbers of rows of a product
 SAMPLING = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
 
 
@@ -74,6 +79,19 @@ def measure(models: harness.Models, compute: dict, product_rows: int) -> dict[st
     return found
 
 
+def product(device: str, dtype: torch.dtype, splits: bool) -> dict[str, float]:
+    """Returns into how many classes of bits one row of a long product falls by its company, and the
+    milliseconds of the product of 16 rows; `splits`: whether cuBLAS may divide sums (split-K)."""
+    if device == "cuda":
+        torch.backends.cuda.preferred_blas_library("default" if splits else "cublaslt")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (splits, splits)
+    weight = torch.randn(PRODUCT[1], PRODUCT[0], device=device, dtype=dtype)
+    x = torch.randn(max(COMPANY), PRODUCT[0], device=device, dtype=dtype)
+    found = {bytes((x[:n] @ weight.T)[0].float().cpu().numpy()) for n in COMPANY}
+    took = ceilings.seconds(device, lambda: x[:16] @ weight.T, 20)
+    return {"classes": len(found), "ms": round(1000 * took, 4)}
+
+
 def main() -> None:
     """Measures with products of any number of rows, and on a GPU with products of fixed rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -90,6 +108,9 @@ def main() -> None:
     for product_rows in (0, 256) if args.device == "cuda" else (0,):
         found = measure(harness.Models(senior, junior, senior), compute, product_rows)
         rows.add(dtype=args.dtype, product_rows=product_rows, **found)
+    for splits in (True, False) if args.device == "cuda" else (True,):
+        found = product(args.device, getattr(torch, args.dtype), splits)
+        rows.add(dtype=args.dtype, splits=splits, **found)
 
 
 if __name__ == "__main__":

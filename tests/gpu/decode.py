@@ -1,7 +1,8 @@
 """Decode and prefill of the engine beside transformers: decode.py BENCH MODELS ROWS.jsonl [--help]
 
-Sides: solo; tandem (word, half of the words each, a second model of the same shape); transformers
-(generate, sampling); transformers-graph (static cache, a captured decode step, sampling outside).
+Sides: solo; rows (solo with product_rows 256); tandem (word, half of the words each, a second model
+of the same shape); transformers (generate, sampling); transformers-graph (static cache, a captured
+decode step, sampling outside).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import work
 from rows import Rows
 
 
@@ -58,9 +61,11 @@ class Decode:
         suffix = "" if dtype == "bfloat16" else "-fp32"
         self.senior = f"{args.models}/{args.shape}{suffix}"
         self.junior = f"{args.models}/{args.shape}-junior{suffix}"
+        self.config = json.loads((Path(self.senior) / "config.json").read_text())
+        self.number = 2 if dtype == "bfloat16" else 4
 
     def row(self, side: str, job: tuple[int, ...], prefill: float, decode: float) -> None:
-        """Adds the rates of a job of (sequences, prompt tokens, new tokens)."""
+        """Adds the rates of a job of (sequences, prompt tokens, new tokens) that has just ended."""
         n, p, t = job
         self.rows.add(
             side=side,
@@ -74,12 +79,15 @@ class Decode:
             prefill_tok_s=round(n * p / prefill),
             decode_tok_s=round(n * (t - 1) / decode, 1),
             ms_per_step=round(1000 * decode / (t - 1), 3),
+            step_bytes=work.decode_bytes(self.config, self.number, n, p + t / 2),
+            prefill_operations=work.prefill_operations(self.config, n, p),
+            ended=round(time.time(), 3),
         )
 
-    def attempt(self, side: str, work: Callable[[], None]) -> None:
-        """Runs the work of a side; an error becomes its row."""
+    def attempt(self, side: str, measure: Callable[[], None]) -> None:
+        """Measures a side; an error becomes its row."""
         try:
-            work()
+            measure()
         except Exception as error:  # the other sides are measured all the same
             self.rows.add(side=side, dtype=self.dtype, error=repr(error)[:600])
 
@@ -96,6 +104,8 @@ class Decode:
         }
         if side == "tandem":
             settings["junior_model"] = self.junior
+        if side == "rows":
+            settings["product_rows"] = 256
         if self.args.device == "cpu":
             settings["compute__kernels"] = "aten"
         begin = time.time()
@@ -202,7 +212,7 @@ def main() -> None:
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--jobs", default="1x128x64,16x128x64,64x128x32,256x128x16")
-    parser.add_argument("--sides", default="solo,tandem,transformers,graph")
+    parser.add_argument("--sides", default="solo,rows,tandem,transformers,graph")
     args = parser.parse_args()
     rows = Rows(args.rows)
     for dtype in args.dtypes.split(","):
@@ -210,6 +220,8 @@ def main() -> None:
         sides = args.sides.split(",")
         if "solo" in sides:
             decode.attempt("solo", lambda decode=decode: decode.engine("solo"))
+        if "rows" in sides and args.device == "cuda":
+            decode.attempt("rows", lambda decode=decode: decode.engine("rows"))
         if {"transformers", "graph"} & set(sides):
             decode.attempt("transformers", decode.transformers)
             if args.device == "cuda":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import work
 from rows import Rows
 from tandem.cluster.local import LocalCluster
 from tandem.rpc.client import TrainerClient
@@ -128,6 +129,8 @@ def main() -> None:
     config = json.loads((Path(args.models) / args.shape / "config.json").read_text())
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(100, config["vocab_size"], shape, generator=generator)
+    operations = work.training_operations(config, *shape) / batch.numel()
+    rows.add(name="operations", of_token=operations)
     for side, names in ((ours, args.configurations), (peer, args.peers)):
         for configuration in filter(None, names.split(",")):
             try:

@@ -104,7 +104,9 @@ def stages(machine: Machine) -> list[list[Part]]:
     """Returns the parts: those of a stage run side by side, so timings have stages of their own."""
     device, big = machine.device, machine.folder / "big"
     shape = "0.5b" if device == "cuda" else "tiny"
+    larger = "1.5b" if device == "cuda" else "tiny"
     names = [shape, f"{shape}-junior", f"{shape}-fp32", f"{shape}-junior-fp32"]
+    names += [larger] if larger != shape else []
     gtests = [
         Part(test.name, 100, [str(test), "--gtest_brief=1"], {}, gtest_summary, False)
         for test in sorted((machine.folder / "gtest").glob("*_test"))
@@ -128,9 +130,17 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
 '; ldd {server} | grep -i "not found"; {server} --version"""
     decode = [machine.program("tandem-engine-bench"), big]
     jobs = "1x128x64,16x128x64,64x128x32,256x128x16" if device == "cuda" else "1x16x4,4x16x4"
+    some_jobs = "1x128x64,64x128x32" if device == "cuda" else "2x16x4"
     batch = "16x512" if device == "cuda" else "2x16"
     loss_shape = "8192x896x151936" if device == "cuda" else "64x32x512"
     common = ["--device", device, "--shape", shape]
+
+    def decoding(name: str, limit: float, *options: str) -> Part:
+        command = machine.python(
+            "decode.py", *decode, machine.rows("decode"), "--device", device, *options
+        )
+        return Part(f"decode {name}", limit, command, finding=last_row, needs_device=False)
+
     profile = {"CUDA_INJECTION64_PATH": str(machine.folder / "gpuprof.so")}
 
     def profiled(name: str, command: list[str]) -> Part:
@@ -139,6 +149,15 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
 
     return [
         [Part("facts", 60, ["bash", "-c", facts], {}, last_line, False)],
+        [
+            Part(
+                "ceilings",
+                30,
+                machine.python("ceilings.py", device, machine.rows("ceilings")),
+                finding=last_row,
+                needs_device=False,
+            )
+        ],
         [
             Part("models", 90, machine.python("make_models.py", big, *names), needs_device=False),
             *gtests,
@@ -178,21 +197,12 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
             ),
         ],
         *(
-            [
-                Part(
-                    f"decode {dtype}",
-                    limit,
-                    machine.python(
-                        "decode.py", *decode, machine.rows("decode"), *common,
-                        "--dtypes", dtype, "--jobs", jobs, "--sides", sides,
-                    ),
-                    finding=last_row,
-                    needs_device=False,
-                )
-            ]
-            for dtype, limit, sides in (
-                ("bfloat16", 125, "solo,tandem,transformers,graph"),
-                ("float32", 60, "solo,graph"),
+            [decoding(name, limit, "--shape", of, "--dtypes", dtype, "--jobs", job, "--sides", on)]
+            for name, limit, of, dtype, job, on in (
+                ("bfloat16", 125, shape, "bfloat16", jobs, "solo,tandem,transformers,graph"),
+                ("larger", 45, larger, "bfloat16", some_jobs, "solo,graph"),
+                ("rows", 30, shape, "bfloat16", some_jobs, "rows"),
+                ("float32", 45, shape, "float32", some_jobs, "solo,graph"),
             )
         ),
         [
@@ -222,11 +232,11 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                     f"decode-{n}",
                     machine.python(
                         "decode.py", *decode, machine.logs / f"profiled-{n}.jsonl", *common,
-                        "--dtypes", "bfloat16", "--jobs", f"{n}x128x16", "--sides", "solo",
+                        "--dtypes", "bfloat16", "--jobs", f"{n}x128x{tokens}", "--sides", "solo",
                     ),
                 )
             ]
-            for n in (1, 64)
+            for n, tokens in ((1, 256), (64, 128))  # longer than the profile's quarters of a second
         ),
         [
             profiled(

@@ -1,5 +1,6 @@
 """The checks for a machine with a GPU, up to the device's first call."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,10 +9,16 @@ import tarfile
 import time
 from pathlib import Path
 
+import make_models
 import pytest
 import runner
+import tables
+import torch
+import transformers
+import work
 from harness import REPOSITORY
 from runner import Part, Runner
+from torch.utils.flop_counter import FlopCounterMode
 
 PYTHON = sys.executable
 BUILD = Path(os.environ.get("TANDEM_BUILD_DIR", REPOSITORY / "build/release"))
@@ -137,6 +144,81 @@ def test_summaries_of_test_programs():
     assert runner.gtest_summary("no kernel image\n") == "no kernel image"
 
 
+@pytest.mark.parametrize("name", ["tiny", "0.5b", "1.5b"])
+def test_work_counts_the_parameters_of_the_models(name):
+    config = transformers.Qwen2Config(**make_models.SHAPES[name], tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(config)
+    assert work.parameters(config.to_dict()) == sum(p.numel() for p in model.parameters())
+
+
+def test_work_counts_the_operations_of_prompts():
+    config = transformers.Qwen2Config(
+        **make_models.SHAPES["tiny"], tie_word_embeddings=True, attn_implementation="eager"
+    )
+    model = transformers.Qwen2ForCausalLM(config)
+    sequences, tokens = 3, 20
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(torch.ones((sequences, tokens), dtype=torch.long), logits_to_keep=1)
+    # Counted is attention to all tokens, of which a causal pass needs half.
+    half = 2 * 4 * 16 * 4 * tokens * tokens * sequences / 2
+    ours = work.prefill_operations(config.to_dict(), sequences, tokens)
+    assert ours == counted.get_total_flops() - half
+
+
+def test_the_tables_have_shares_of_the_devices_most(tmp_path):
+    write_rows(
+        tmp_path / "ceilings.jsonl",
+        {"name": "copy", "rate": 1e12},
+        {"name": "bfloat16", "rate": 1e14},
+    )
+    decode = {
+        "shape": "0.5b", "dtype": "bfloat16", "n": 4, "ms_per_step": 2.0, "step_bytes": 1e9,
+        "prefill_s": 0.5, "prefill_tok_s": 1000, "prefill_operations": 1e13,
+    }  # fmt: skip
+    write_rows(tmp_path / "decode.jsonl", decode | {"side": "solo"}, decode | {"side": "tandem"})
+    write_rows(
+        tmp_path / "train.jsonl",
+        {"name": "operations", "of_token": 3e9},
+        {"side": "tandem", "dtype": "bfloat16", "tok_s": 10000, "seconds": [1]},
+    )
+    write_rows(
+        tmp_path / "loss.jsonl",
+        {"side": "torch", "dtype": "bfloat16", "ms": 31.0, "extra_mb": 14200},
+    )
+    text = tables.tables(tmp_path)
+    assert "| 0.5b | bfloat16 | solo | 50 % |" in text  # of the bandwidth
+    assert "| 0.5b | bfloat16 | solo | 20 % |" in text  # of the products
+    assert "| 0.5b | bfloat16 | tandem |  |" in text
+    assert "| tandem | bfloat16 | 10000 | 30 % | [1] |" in text
+    assert "| torch | bfloat16 | 31.0 |  | 14200 |" in text
+
+
+def test_the_profile_says_what_a_decode_step_asks_of_the_gpu(tmp_path):
+    write_rows(
+        tmp_path / "profiled-64.jsonl",
+        {"side": "solo", "dtype": "bfloat16", "start_s": 3.0},
+        {"n": 64, "ms_per_step": 10.0, "decode_s": 2.0, "ended": 102.0},
+    )
+    names = ("launches", "graphs", "kernels", "syncs", "h2d", "d2h")
+    write_rows(
+        tmp_path / "decode-64.counts.17",
+        # Before the steps, two counts of them, and after.
+        *(
+            {"t": t, "kernel_s": 0.75 * (t - 100), **dict.fromkeys(names, 3000 * (t - 100))}
+            for t in (99.0, 100.5, 101.5, 103.0)
+        ),
+        {"kernel": "attention", "count": 3, "seconds": 0.1},
+    )
+    write_rows(tmp_path / "decode-64.counts.18", {"t": 101.0})  # of a process that ended
+    text = tables.tables(tmp_path)
+    assert f"| 64 |{' 30.0 |' * 6} 25 % |" in text
+
+
+def write_rows(path: Path, *rows: dict) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def check(tmp_path: Path, *parts: str, **variables: object) -> subprocess.CompletedProcess[str]:
     """Runs check.sh as on the device, but for the device."""
     environment = os.environ | {
@@ -156,7 +238,9 @@ def test_the_pack_of_this_build_runs_a_step_on_the_cpu(tmp_path):
         env=os.environ | {"XZ_LEVEL": "-0"},
         check=True,
     )
-    done = check(tmp_path, "facts", "models", "grpo step bfloat16", "bits float32", PACK=pack)
+    done = check(
+        tmp_path, "facts", "ceilings", "models", "grpo step bfloat16", "bits float32", PACK=pack
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     table = (tmp_path / "out/table.md").read_text()
     assert "| unpack | passed |" in table

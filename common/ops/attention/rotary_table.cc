@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <utility>
 
 #include "common/ops/attention/rotary_growth.h"
 #include "common/ops/ops.h"
@@ -23,8 +24,10 @@ void RotaryTable::Grow(int64_t length) {
       *sin_row++ = static_cast<float>(std::sin(static_cast<double>(angle)) * scaling_);
     }
   }
-  cos_ = CopyToDevice(cos, device_);
+  // Both or none: a device may have no memory for the second.
+  at::Tensor device_cos = CopyToDevice(cos, device_);
   sin_ = CopyToDevice(sin, device_);
+  cos_ = std::move(device_cos);
 }
 
 std::pair<at::Tensor, at::Tensor> RotaryTable::Rows(const at::Tensor& positions, int64_t end) {

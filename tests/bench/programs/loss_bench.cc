@@ -5,9 +5,10 @@
 //     tandem-loss-bench --loss cross_entropy --rows 2048 --hidden 576 --vocabulary 49152
 //     loss         forward and backward of all rows
 //     peak         matrix products with as many operations, in the fastest shapes
-//     extra_bytes  peak of resident memory during `loss`, beyond that before it
+//     extra_bytes  peak of memory during `loss`, beyond that before it: resident, or of the GPU
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/CachingDeviceAllocator.h>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
@@ -109,6 +110,7 @@ class Bench {
   }
 
   int64_t ExtraBytes() {
+    if (hidden_.is_cuda()) return ExtraBytesOfGpu();
     const int64_t before = tandem::StatusBytes("VmRSS");
     std::ofstream("/proc/self/clear_refs") << "5";  // restarts VmHWM
     Loss();
@@ -120,6 +122,16 @@ class Bench {
   }
 
  private:
+  int64_t ExtraBytesOfGpu() {
+    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    c10::DeviceAllocator& memory = *at::getDeviceAllocator(at::kCUDA);
+    const at::DeviceIndex device = hidden_.device().index();
+    const int64_t before = memory.getDeviceStats(device).allocated_bytes[kAll].current;
+    memory.resetPeakStats(device);
+    Loss();
+    return memory.getDeviceStats(device).allocated_bytes[kAll].peak - before;
+  }
+
   void MakeCrossEntropy() {
     loss_ = LinearCrossEntropyLoss::Create(
                 weight_, {.impl = tandem::loss::ParseLossImpl(options_.impl).value(),

@@ -1,7 +1,9 @@
 // The threads of a block as fibers: each runs until it waits at a barrier or ends, and then another
 // one is chosen at random.
 #include <sys/mman.h>
+#ifndef __x86_64__
 #include <ucontext.h>
+#endif
 
 #include <algorithm>
 #include <cstdio>
@@ -16,16 +18,77 @@
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
 
+#ifdef __x86_64__
+// Puts the registers that a call must not change on the stack, of which *from gets the place, and
+// takes those of another stack. glibc's swapcontext would call the kernel twice.
+extern "C" void tandem_emulated_switch(void** from, void* to);
+asm(R"(
+.text
+.type tandem_emulated_switch, @function
+tandem_emulated_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size tandem_emulated_switch, .-tandem_emulated_switch
+)");
+#endif
+
 namespace tandem::emulated {
 namespace {
 
 constexpr unsigned kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10, kPage = 4096;
 
+#ifdef __x86_64__
+class Context {
+ public:
+  // The first switch here calls `run`, which does not return, on the stack.
+  void Start(char* stack, void (*run)()) {
+    auto** const top =
+        reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack + kStackBytes) & ~uintptr_t{15});
+    constexpr int kRegisters = 6;
+    top[-1] = nullptr;  // nobody to return to
+    top[-2] = reinterpret_cast<void*>(run);
+    std::fill_n(top - 2 - kRegisters, kRegisters, nullptr);
+    place_ = top - 2 - kRegisters;
+  }
+  void SwitchTo(const Context& other) { tandem_emulated_switch(&place_, other.place_); }
+
+ private:
+  void* place_ = nullptr;
+};
+#else
+class Context {
+ public:
+  void Start(char* stack, void (*run)()) {
+    getcontext(&context_);
+    context_.uc_stack = {.ss_sp = stack, .ss_flags = 0, .ss_size = kStackBytes};
+    context_.uc_link = nullptr;
+    makecontext(&context_, run, 0);
+  }
+  void SwitchTo(const Context& other) { swapcontext(&context_, &other.context_); }
+
+ private:
+  ucontext_t context_;
+};
+#endif
+
 enum class State { kReady, kAtWarpBarrier, kAtBlockBarrier, kEnded };
 
 struct Fiber {
-  ucontext_t context;
+  Context context;
   std::unique_ptr<char[]> stack = std::make_unique<char[]>(kStackBytes);
   State state = State::kReady;
   uint64_t value = 0;  // that the warp exchanges
@@ -33,20 +96,21 @@ struct Fiber {
 
 std::mutex one_launch;
 std::mt19937_64 random_order;
+bool at_end = true;
 std::vector<Fiber> fibers;
-ucontext_t scheduler;
+Context scheduler;
 unsigned running;
 const std::function<void()>* thread_body;
-
-void Run() {
-  (*thread_body)();
-  fibers[running].state = State::kEnded;
-}
 
 void WaitAt(State barrier) {
   Fiber& self = fibers[running];
   self.state = barrier;
-  swapcontext(&self.context, &scheduler);
+  self.context.SwitchTo(scheduler);
+}
+
+void Run() {
+  (*thread_body)();
+  WaitAt(State::kEnded);
 }
 
 // Releases the fibers [begin, end) if all that have not ended wait at `barrier`.
@@ -76,10 +140,7 @@ void RunBlock(unsigned threads) {
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
     fiber.state = State::kReady;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {.ss_sp = fiber.stack.get(), .ss_flags = 0, .ss_size = kStackBytes};
-    fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, &Run, 0);
+    fiber.context.Start(fiber.stack.get(), &Run);
   }
   std::vector<unsigned> ready;
   while (true) {
@@ -101,7 +162,7 @@ void RunBlock(unsigned threads) {
     for (const unsigned next : ready) {
       running = next;
       threadIdx.x = next;
-      swapcontext(&scheduler, &fibers[next].context);
+      scheduler.SwitchTo(fibers[next].context);
     }
   }
 }
@@ -111,6 +172,7 @@ void RunBlock(unsigned threads) {
 void SetSeed(uint64_t seed) {
   const std::lock_guard lock(one_launch);
   random_order.seed(seed);
+  at_end = seed % 2 == 0;
 }
 
 void RunBlocks(unsigned blocks, unsigned threads, const std::function<void()>& thread) {
@@ -143,9 +205,10 @@ uint64_t Exchange(uint64_t value, unsigned lane) {
 // NOLINTNEXTLINE(bugprone-reserved-identifier)
 void __syncthreads() { tandem::emulated::WaitAt(tandem::emulated::State::kAtBlockBarrier); }
 
+namespace tandem::emulated {
 namespace {
 
-// The whole mapping of what cudaMalloc returned.
+// The whole mapping of what AllocateFenced returned.
 std::map<void*, std::pair<void*, size_t>>& Mappings() {
   static auto& mappings = *new std::map<void*, std::pair<void*, size_t>>;
   return mappings;
@@ -154,25 +217,35 @@ std::mutex mappings_mutex;
 
 }  // namespace
 
-cudaError_t cudaMalloc(void** data, size_t bytes) {
-  using tandem::emulated::kPage;
-  const size_t held = (bytes + kPage - 1) / kPage * kPage, mapped = held + kPage;
-  void* const begin =
-      mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (begin == MAP_FAILED) return cudaErrorMemoryAllocation;
-  mprotect(static_cast<char*>(begin) + held, kPage, PROT_NONE);
-  std::memset(begin, 0xFF, held);
-  *data = static_cast<char*>(begin) + (held - bytes);
+void* AllocateFenced(size_t bytes, bool at_end) {
+  const size_t held = (bytes + kPage - 1) / kPage * kPage, mapped = held + 2 * kPage;
+  void* const begin = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (begin == MAP_FAILED) return nullptr;
+  char* const first = static_cast<char*>(begin) + kPage;
+  if (held > 0 && mprotect(first, held, PROT_READ | PROT_WRITE) != 0) std::abort();
+  std::memset(first, 0xFF, held);
+  char* const memory = at_end ? first + (held - bytes) : first;
   const std::lock_guard lock(mappings_mutex);
-  Mappings()[*data] = {begin, mapped};
-  return cudaSuccess;
+  Mappings()[memory] = {begin, mapped};
+  return memory;
+}
+
+void FreeFenced(void* memory) {
+  const std::lock_guard lock(mappings_mutex);
+  const auto found = Mappings().find(memory);
+  if (found == Mappings().end()) return;
+  munmap(found->second.first, found->second.second);
+  Mappings().erase(found);
+}
+
+}  // namespace tandem::emulated
+
+cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = tandem::emulated::AllocateFenced(bytes, tandem::emulated::at_end);
+  return *data == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 
 cudaError_t cudaFree(void* data) {
-  const std::lock_guard lock(mappings_mutex);
-  const auto found = Mappings().find(data);
-  if (found == Mappings().end()) return cudaSuccess;
-  munmap(found->second.first, found->second.second);
-  Mappings().erase(found);
+  tandem::emulated::FreeFenced(data);
   return cudaSuccess;
 }

@@ -39,7 +39,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr /*attribute
   return cudaSuccess;
 }
 
-// Memory whose end is that of a page, before a page that nobody may touch.
+// Memory between two pages that nobody may touch; the seed decides at which of them it lies.
 cudaError_t cudaMalloc(void** data, size_t bytes);
 cudaError_t cudaFree(void* data);
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind /*kind*/) {
@@ -49,8 +49,14 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
 
 namespace tandem::emulated {
 
-// The order in which the threads of a block run between two barriers follows from the seed.
+// The order in which the threads of a block run between two barriers follows from the seed, and
+// whether memory of cudaMalloc ends where a page does (even seeds) or begins there.
 void SetSeed(uint64_t seed);
+
+// Returns memory between two pages that nobody may touch, with all bits set: it ends where the
+// second of them begins, or begins where the first one ends. nullptr where there is none.
+void* AllocateFenced(size_t bytes, bool at_end);
+void FreeFenced(void* memory);
 
 // Runs the threads of all blocks. Ends the process where some threads of a block or a warp wait at
 // a barrier that others do not reach.

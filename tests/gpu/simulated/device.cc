@@ -99,6 +99,7 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
+  bool hasCuBLASLt() const override { return true; }
   const at::Generator& getDefaultGenerator(DeviceIndex /*device*/) const override {
     return at::detail::getDefaultCPUGenerator();
   }

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -9,6 +11,7 @@
 
 #include "common/kernels/device_kernels.h"
 #include "common/ops/device_kernels.h"
+#include "tests/gpu/emulated/cuda_runtime.h"
 #include "tests/gpu/simulated/counts.h"
 #include "tests/gpu/simulated/memory.h"
 #include "tests/gpu/simulated/stream.h"
@@ -16,10 +19,58 @@
 namespace tandem::simulated_gpu {
 namespace {
 
-// Returns the arguments with the addresses at which the simulation has the bytes of a device, after
-// seen(address) for each of them.
-template <typename Args, typename Seen>
-Args OnHostOf(const Args& args, const Seen& seen) {
+// The memory that a kernel gets: a copy of each allocation that its arguments point into, between
+// pages that nobody may touch. What it reads or writes elsewhere on the device ends the process.
+class Fenced {
+ public:
+  Fenced() = default;
+  ~Fenced() {
+    for (const auto& [begin, memory] : memory_) emulated::FreeFenced(memory.copy);
+  }
+  Fenced(const Fenced&) = delete;
+  Fenced& operator=(const Fenced&) = delete;
+
+  // Returns the address in a copy for one of the device.
+  void* Copy(const void* address) {
+    const auto [begin, bytes] = AllocationOf(address);
+    const auto [found, is_new] = memory_.try_emplace(begin);
+    Memory& memory = found->second;
+    if (is_new) {
+      // Every second copy ends before its page, the others begin behind it.
+      static std::atomic<unsigned> count = 0;
+      const size_t aligned = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+      memory = {.copy = static_cast<char*>(emulated::AllocateFenced(aligned, count++ % 2 == 0)),
+                .bytes = bytes};
+      TORCH_CHECK(memory.copy != nullptr, "the simulated GPU cannot copy memory for a kernel");
+      std::memcpy(memory.copy, OnHost(begin), bytes);
+    }
+    return memory.copy + (static_cast<const char*>(address) - static_cast<const char*>(begin));
+  }
+
+  // Takes over what the kernel has written; returns which memory it has read, and where it wrote.
+  std::vector<Use> Return() const {
+    std::vector<Use> uses;
+    for (const auto& [begin, memory] : memory_) {
+      void* const host = OnHost(begin);
+      const bool writes = std::memcmp(host, memory.copy, memory.bytes) != 0;
+      if (writes) std::memcpy(host, memory.copy, memory.bytes);
+      uses.push_back({begin, writes});
+    }
+    return uses;
+  }
+
+ private:
+  static constexpr size_t kAlignment = 16;  // of the widest access of a kernel
+  struct Memory {
+    char* copy = nullptr;
+    size_t bytes = 0;
+  };
+  std::map<const void*, Memory> memory_;  // by where an allocation begins
+};
+
+// Returns the arguments with the addresses of copies in place of those of a device.
+template <typename Args>
+Args WithCopies(const Args& args, Fenced& memory) {
   Args moved = args;
   __builtin_clear_padding(&moved);  // which may hold an address that the stack had
   auto* const bytes = reinterpret_cast<char*>(&moved);
@@ -30,8 +81,7 @@ Args OnHostOf(const Args& args, const Seen& seen) {
     TORCH_CHECK(DeviceOf(address) == CurrentDevice(), "a kernel on GPU ",
                 static_cast<int>(CurrentDevice()), " gets memory of GPU ",
                 static_cast<int>(DeviceOf(address)));
-    seen(address);
-    address = OnHost(address);
+    address = memory.Copy(address);
     std::memcpy(bytes + at, &address, sizeof(address));
   }
   return moved;
@@ -41,18 +91,9 @@ Args OnHostOf(const Args& args, const Seen& seen) {
 template <auto Entry, typename Args>
 const char* Run(const Args& args, kernels::DeviceStream stream) {
   ++TheCounts().launches;
-  std::map<const void*, std::vector<char>> memory;  // as it was before, by its begin
-  const Args moved = OnHostOf(args, [&](const void* address) {
-    const auto [begin, bytes] = AllocationOf(address);
-    const auto* const host = static_cast<const char*>(OnHost(begin));
-    memory.try_emplace(begin, host, host + bytes);
-  });
-  const char* const error = (kernels::kCudaKernels.*Entry)(moved, stream);
-  std::vector<Use> uses;
-  for (const auto& [begin, before] : memory) {
-    uses.push_back({begin, std::memcmp(OnHost(begin), before.data(), before.size()) != 0});
-  }
-  Enqueue(StreamOf(CurrentDevice(), reinterpret_cast<intptr_t>(stream)), uses);
+  Fenced memory;
+  const char* const error = (kernels::kCudaKernels.*Entry)(WithCopies(args, memory), stream);
+  Enqueue(StreamOf(CurrentDevice(), reinterpret_cast<intptr_t>(stream)), memory.Return());
   return error;
 }
 

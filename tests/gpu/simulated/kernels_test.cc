@@ -74,6 +74,33 @@ TEST_P(SimulatedKernelsTest, RmsNorm) {
   });
 }
 
+// What lies beside it on the device are other allocations.
+TEST(KernelMemoryTest, AKernelReachesOnlyTheMemoryOfItsArguments) {
+  constexpr int64_t kWidth = 4096;  // a row is more than a page
+  const at::Tensor before = at::ones({2, kWidth}, kGpu), x = at::ones({2, kWidth}, kGpu),
+                   after = at::ones({2, kWidth}, kGpu), weight = at::ones({kWidth}, kGpu),
+                   y = at::empty({3, kWidth}, kGpu);
+  const auto norm = [&](int64_t rows, int64_t stride) {
+    const simulated_gpu::WithKernels kernels;
+    Launch("RMSNorm", kGpu, DeviceKernelsOf(kGpu).rms_norm,
+           {.x = x.const_data_ptr(),
+            .row_stride = stride,
+            .head_stride = kWidth,
+            .weight = weight.const_data_ptr(),
+            .y = y.mutable_data_ptr(),
+            .rows = rows,
+            .heads = 1,
+            .width = kWidth,
+            .eps = 1e-5f,
+            .offset = 0,
+            .bfloat16 = false});
+  };
+  norm(2, kWidth);
+  EXPECT_TRUE(y.narrow(0, 0, 2).isfinite().all().item<bool>());
+  EXPECT_DEATH(norm(3, kWidth), "");   // the row behind
+  EXPECT_DEATH(norm(2, -kWidth), "");  // the row before
+}
+
 // As a junior that has a GPU of its own, computed by the senior's thread.
 TEST_P(SimulatedKernelsTest, AnotherDeviceThanTheSelectedOne) {
   const c10::InferenceMode inference_mode;

@@ -1,6 +1,7 @@
 // Both lanes of an engine on one GPU: a stream for each.
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,11 +17,17 @@
 #include "services/rollout/engine/testing/tiny_tokenizer.h"
 #include "tests/gpu/simulated/counts.h"
 #include "tests/gpu/simulated/kernels.h"
+#include "tests/gpu/simulated/memory.h"
 
 namespace tandem::rollout {
 namespace {
 
 using simulated_gpu::TheCounts;
+
+int64_t TakenBytes(c10::DeviceIndex device) {
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return simulated_gpu::DeviceMemory().getDeviceStats(device).allocated_bytes[kAll].current;
+}
 
 class GpuLanesTest : public testing::Test {
  protected:
@@ -29,9 +36,11 @@ class GpuLanesTest : public testing::Test {
     WriteTinyModelAndTokenizer(folder_.path() + "/junior", 2);
   }
 
-  std::unique_ptr<Engine> Create(const std::string& device) {
+  std::unique_ptr<Engine> Create(const std::string& device,
+                                 const std::vector<int32_t>& junior_devices = {}) {
     EngineOptions options = TinyOptions(folder_.path());
     options.compute.device = device;
+    options.layout.junior_gpu_devices = junior_devices;
     auto engine = CreateEngine(options);
     EXPECT_TRUE(engine.ok()) << engine.status();
     return *std::move(engine);
@@ -56,6 +65,17 @@ class GpuLanesTest : public testing::Test {
     return responses;
   }
 
+  static void ExpectSame(const std::vector<Trajectory>& actual,
+                         const std::vector<Trajectory>& expected) {
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_EQ(actual[i].response_token_ids, expected[i].response_token_ids) << i;
+      EXPECT_EQ(actual[i].authorship_mask, expected[i].authorship_mask) << i;
+      for (size_t t = 0; t < expected[i].author_logprobs.size(); ++t) {
+        EXPECT_NEAR(actual[i].author_logprobs[t], expected[i].author_logprobs[t], 1e-4);
+      }
+    }
+  }
+
   TemporaryFolder folder_;
 };
 
@@ -75,13 +95,30 @@ TEST_F(GpuLanesTest, PassesOfBothModelsRunAtTheSameTime) {
     Responses(*gpu);
     EXPECT_EQ(TheCounts().synchronizations - waits, gpu->Stats().forward_passes_total - passes);
     EXPECT_GT(TheCounts().beside, beside);
-    for (size_t i = 0; i < expected.size(); ++i) {
-      EXPECT_EQ(actual[i].response_token_ids, expected[i].response_token_ids) << i;
-      EXPECT_EQ(actual[i].authorship_mask, expected[i].authorship_mask) << i;
-      for (size_t t = 0; t < expected[i].author_logprobs.size(); ++t) {
-        EXPECT_NEAR(actual[i].author_logprobs[t], expected[i].author_logprobs[t], 1e-4);
-      }
+    ExpectSame(actual, expected);
+  }
+}
+
+// The simulation refuses operations and kernels on tensors of two devices. What the senior's device
+// has is the senior's alone: the junior takes memory of its own device, and no more there than
+// both.
+TEST_F(GpuLanesTest, AJuniorOnADeviceOfItsOwnWritesTheSameTokens) {
+  const std::unique_ptr<Engine> cpu = Create("cpu");
+  const std::vector<Trajectory> expected = Responses(*cpu);
+  for (const bool with_kernels : {false, true}) {
+    std::optional<simulated_gpu::WithKernels> kernels;
+    if (with_kernels) kernels.emplace();
+    int64_t taken[2][2];  // by whether the junior has its own device, by device
+    for (const bool apart : {false, true}) {
+      const int64_t before[2] = {TakenBytes(0), TakenBytes(1)};
+      const std::unique_ptr<Engine> gpu =
+          Create("cuda", apart ? std::vector<int32_t>{1} : std::vector<int32_t>{});
+      for (const int device : {0, 1}) taken[apart][device] = TakenBytes(device) - before[device];
+      ExpectSame(Responses(*gpu), expected);
     }
+    EXPECT_EQ(taken[false][1], 0);
+    EXPECT_GT(taken[true][1], 0);
+    EXPECT_EQ(taken[true][0] + taken[true][1], taken[false][0]);
   }
 }
 

@@ -46,6 +46,7 @@ class Ranges {
 
   // Returns the begin of a range, or SIZE_MAX.
   size_t Take(size_t bytes) {
+    if (bytes > free()) return SIZE_MAX;
     for (auto range = free_.begin(); range != free_.end(); ++range) {
       if (range->second < bytes) continue;
       const auto [begin, length] = *range;
@@ -83,12 +84,14 @@ class Ranges {
   }
 
   size_t used() const { return used_; }
+  size_t free() const { return std::max(limit_, used_) - used_; }
+  void SetLimit(size_t bytes) { limit_ = bytes; }
   size_t peak() const { return peak_; }
   void ResetPeak() { peak_ = used_; }
 
  private:
   std::map<size_t, size_t> free_, taken_;  // the length of a range, by its begin
-  size_t used_ = 0, peak_ = 0;
+  size_t used_ = 0, peak_ = 0, limit_ = kMemoryBytes;
 };
 
 void Free(void* address);
@@ -106,12 +109,12 @@ class Memory final : public c10::DeviceAllocator {
       begin = ranges_[index].Take(rounded);
       TORCH_CHECK_WITH(OutOfMemoryError, begin != SIZE_MAX,
                        "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ",
-                       static_cast<int>(index), " has ", kMemoryBytes - ranges_[index].used(),
-                       " bytes free.");
+                       static_cast<int>(index), " has a total capacity of ", kMemoryBytes,
+                       " bytes of which ", ranges_[index].free(), " bytes is free.");
     }
     std::memset(TheMappings().host + begin, kUnwritten, rounded);
     char* const address = TheMappings().device + begin;
-    OnAllocated(address, rounded, CurrentStream(index));
+    OnAllocated(address, bytes, CurrentStream(index));
     return {address, address, &Free, device};
   }
 
@@ -150,7 +153,11 @@ class Memory final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const std::lock_guard lock(mutex_);
-    return {kMemoryBytes - ranges_[device].used(), kMemoryBytes};
+    return {ranges_[device].free(), kMemoryBytes};
+  }
+  void SetLimit(c10::DeviceIndex device, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    ranges_[device].SetLimit(bytes);
   }
 
  private:
@@ -239,6 +246,10 @@ void* OnHost(const void* device_address) {
   if (device_address == nullptr) return nullptr;
   TORCH_CHECK(IsOfDevice(device_address), "a tensor of a GPU has memory of the host");
   return TheMappings().host + (static_cast<const char*>(device_address) - TheMappings().device);
+}
+
+void SetMemoryLimit(c10::DeviceIndex device, size_t bytes) {
+  TheMemory().SetLimit(device, bytes == 0 ? kMemoryBytes : bytes);
 }
 
 bool IsPinned(const void* address) { return ThePinned().Has(address); }

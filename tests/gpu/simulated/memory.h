@@ -30,6 +30,10 @@ c10::DeviceIndex DeviceOf(const void* device_address);
 // Whether the host pinned the memory at an address.
 bool IsPinned(const void* address);
 
+// Lets a device have so many bytes for this process, as if another one had taken the rest; what it
+// has beyond them stays. 0: all of kMemoryBytes.
+void SetMemoryLimit(c10::DeviceIndex device, size_t bytes);
+
 // Memory of the current device, filled with kUnwritten. Throws
 // c10::OutOfMemoryError.
 c10::DeviceAllocator& DeviceMemory();

@@ -210,6 +210,20 @@ TEST(GpuPassesTest, EveryProductHasTheRowsOfTheSetting) {
   }
 }
 
+// The simulated GPUs have no cuBLAS: this is what libtorch would tell it.
+TEST(GpuPassesTest, ProductsOfFixedRowsDoNotDivideTheirSums) {
+  const absl::Cleanup reset = [] { ops::SetProductRows(0); };
+  at::Context& context = at::globalContext();
+  ops::SetProductRows(256);
+  EXPECT_EQ(context.allowBF16ReductionCuBLAS(),
+            at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK);
+  EXPECT_EQ(context.blasPreferredBackend(), at::BlasBackend::Cublaslt);
+  ops::SetProductRows(0);
+  EXPECT_EQ(context.allowBF16ReductionCuBLAS(),
+            at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK);
+  EXPECT_EQ(context.blasPreferredBackend(), at::BlasBackend::Cublas);
+}
+
 // The states are those of whole products but for their rounding.
 TEST(GpuPassesTest, ProductsOfFixedRowsChangeRoundingAlone) {
   const absl::Cleanup reset = [] { ops::SetProductRows(0); };

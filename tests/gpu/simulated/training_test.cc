@@ -1,17 +1,21 @@
 // Steps of the trainer on a simulated GPU: the numbers of the CPU, and how often the host waits.
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "services/trainer/engine/testing/engine_fixture.h"
 #include "tests/gpu/simulated/counts.h"
 #include "tests/gpu/simulated/kernels.h"
+#include "tests/gpu/simulated/memory.h"
 
 namespace tandem::trainer {
 namespace {
@@ -80,6 +84,41 @@ TEST_F(SimulatedTrainerTest, TheHostWaitsOnceForAMicroBatch) {
   experts.model = folder_ / "experts";
   WriteTinyModel(experts.model, /*seed=*/3, nlohmann::json::object(), "qwen3_moe");
   expect_waits(experts, 3);
+}
+
+// The limit rises until a step has what it needs, so that one allocation after another fails. A
+// step that has failed changes nothing, and is done when it is asked for again.
+TEST_F(SimulatedTrainerTest, AStepWithoutMemoryFailsAndTheNextOneHasItsBits) {
+  const simulated_gpu::WithKernels kernels;
+  const absl::Cleanup all_of_it = [] { simulated_gpu::SetMemoryLimit(0, 0); };
+  const std::unique_ptr<Engine> undisturbed = Make(OnGpu("bfloat16"));
+  const std::unique_ptr<Engine> engine = Make(OnGpu("bfloat16"));
+  const std::string before = Digest(*engine);
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  const auto taken = [] {
+    return static_cast<size_t>(
+        simulated_gpu::DeviceMemory().getDeviceStats(0).allocated_bytes[kAll].current);
+  };
+  const size_t at_first = taken();
+  int failures = 0;
+  for (size_t more = 512; more < (size_t{1} << 24); more *= 2) {
+    simulated_gpu::SetMemoryLimit(0, at_first + more);
+    const auto result = engine->TrainStep({}, Stamped(*engine, TestRequest()));
+    simulated_gpu::SetMemoryLimit(0, 0);
+    if (result.ok()) break;
+    ++failures;
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kResourceExhausted) << result.status();
+    EXPECT_THAT(std::string(result.status().message()),
+                testing::AllOf(testing::HasSubstr("the GPU's memory"),
+                               testing::HasSubstr("batch.micro_batch_tokens")));
+    EXPECT_EQ(Digest(*engine), before) << more;
+  }
+  EXPECT_GE(failures, 3);
+  EXPECT_NE(Digest(*engine), before);
+  const size_t own = taken() - at_first;  // tables and the like
+  Step(*undisturbed, TestRequest());
+  EXPECT_EQ(Digest(*engine), Digest(*undisturbed));
+  EXPECT_EQ(taken() - at_first, 2 * own);
 }
 
 }  // namespace
