@@ -29,6 +29,7 @@ inline EngineOptions TinyOptions(const std::string& folder) {
                                        .dtype = "float32",
                                        .kernels = "auto",
                                        .weight_dtype = "",
+                                       .activation_dtype = "",
                                        .num_threads = 1},
                            .rank_timeouts = kTestTimeouts};
   options.senior.model = folder + "/senior";
