@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the parity and law tests, those of two ranks too, with compute.device cuda on simulated GPUs (tests/gpu/simulated), in
-# float32 and bfloat16.
+# float32 and bfloat16; then some of them in float32 with the project's kernels in place of ATen's operations.
 #   tests/run_simulated_gpu.sh BUILD_DIR
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,3 +10,6 @@ for dtype in float32 bfloat16; do
     tests/parity/test_{transformers,vision,speculator}_parity.py \
     tests/integration/laws/test_{rank,tandem,training}_laws.py
 done
+TANDEM_BUILD_DIR=$TANDEM_BUILD_DIR/kernels TANDEM_TEST_DTYPE=float32 tests/run_pytest.sh \
+  tests/parity/test_transformers_parity.py::test_outputs_and_gradients_are_those_of_transformers \
+  tests/integration/laws/test_tandem_laws.py

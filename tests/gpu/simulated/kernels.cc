@@ -72,7 +72,7 @@ class Fenced {
 template <typename Args>
 Args WithCopies(const Args& args, Fenced& memory) {
   Args moved = args;
-  __builtin_clear_padding(&moved);  // which may hold an address that the stack had
+  __builtin_clear_padding(&moved);  // which may look like an address
   auto* const bytes = reinterpret_cast<char*>(&moved);
   for (size_t at = 0; at + sizeof(void*) <= sizeof(Args); at += alignof(void*)) {
     void* address = nullptr;

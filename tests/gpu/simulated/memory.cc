@@ -114,7 +114,7 @@ class Memory final : public c10::DeviceAllocator {
     }
     std::memset(TheMappings().host + begin, kUnwritten, rounded);
     char* const address = TheMappings().device + begin;
-    OnAllocated(address, bytes, CurrentStream(index));
+    OnAllocated(address, rounded, CurrentStream(index));
     return {address, address, &Free, device};
   }
 
