@@ -115,7 +115,7 @@ class LinearWeight {
   // Multiplies by all maps, without autograd.
   at::Tensor Infer(const at::Tensor& x, const at::Tensor& bias) const;
   // Returns y, the product of the maps with x or a rank's part of it, and that of their adapters.
-  // y is overwritten without autograd.
+  // y is overwritten.
   at::Tensor Adapted(const at::Tensor& y, const at::Tensor& x) const;
   // Adds the bias of a single map.
   at::Tensor WithBias(const at::Tensor& sum) const;

@@ -37,7 +37,7 @@ std::vector<const LinearWeight*> OfAdapters(
     absl::FunctionRef<const LinearWeight*(const LowRankAdapter&)> part);
 
 // Adds the product of the adapter of each map, product(i) [T, width] of maps[i], to the columns of
-// the map in y [T, sum of outs], and returns the sum. y is overwritten without autograd.
+// the map in y [T, sum of outs], which is overwritten and no leaf of autograd, and returns the sum.
 at::Tensor AddAdapters(const at::Tensor& y, const LowRankAdapter& adapter,
                        absl::FunctionRef<at::Tensor(size_t map)> product);
 

@@ -1,5 +1,8 @@
 #include "services/trainer/engine/engine.h"
 
+#include <ATen/Parallel.h>
+
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,6 +25,20 @@
 
 namespace tandem::trainer {
 namespace {
+
+// While one lives, its thread computes with half of its threads. A copy of the weights is bound by
+// the memory's bandwidth; with all threads it would hold up a rollout server on the same cores for
+// a dozen decode passes (ADR 126).
+class HalfOfThreads {
+ public:
+  HalfOfThreads() { at::set_num_threads(std::max(threads_ / 2, 1)); }
+  ~HalfOfThreads() { at::set_num_threads(threads_); }
+  HalfOfThreads(const HalfOfThreads&) = delete;
+  HalfOfThreads& operator=(const HalfOfThreads&) = delete;
+
+ private:
+  const int threads_ = at::get_num_threads();
+};
 
 class TorchEngine final : public training::CoreEngine<Engine> {
  public:
@@ -152,6 +169,7 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& req
       }));
   if (held) return snapshot;
   snapshot = nullptr;  // releases its file for the next one
+  const HalfOfThreads half;
   TANDEM_RETURN_IF_ERROR(
       parallel::UseWholeParameters(strategy, is_sent, [&](TensorSource parameters) -> absl::Status {
         const auto all = [&](TensorVisitor visit) -> absl::Status {
