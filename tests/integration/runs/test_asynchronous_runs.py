@@ -127,10 +127,26 @@ def reward(prompt, response, **row):
 """
 
 
-@pytest.mark.parametrize(("staleness", "every"), [(1, 1), (3, 2)])
+LORA = {"rank": 4, "alpha": 8}
+
+
+@pytest.mark.parametrize(
+    ("staleness", "every", "adapted"),
+    [(1, 1, {}), (3, 2, {}), (3, 2, {"lora": LORA})],
+    ids=["1", "3", "3-lora"],
+)
 def test_a_run_that_is_killed_anywhere_resumes_to_the_same_bits(
-    fresh_pair, models, tmp_path, staleness, every
+    models, tmp_path, staleness, every, adapted
 ):
+    with harness.cluster(
+        tmp_path / "cluster", models, rollout={"senior": adapted}, trainer=adapted
+    ) as running:
+        _kill_and_resume(running, models, tmp_path, staleness, every)
+        saved = tmp_path / "whole" / "run" / "checkpoints" / f"step_{STEPS:06d}"
+        assert (saved / "adapter_model.safetensors").exists() == bool(adapted)
+
+
+def _kill_and_resume(running, models, tmp_path, staleness, every):
     judge = tmp_path / "judge.py"
     judge.write_text(DYING_REWARD)
     changes = {
@@ -139,10 +155,10 @@ def test_a_run_that_is_killed_anywhere_resumes_to_the_same_bits(
         "reward": {"function": f"{judge}:reward", "workers": 1},
         **ahead(staleness),
     }
-    whole = run_on(fresh_pair, models, tmp_path / "whole", **changes)
+    whole = run_on(running, models, tmp_path / "whole", **changes)
     for die_at in (30, 50, 61, 80):
         directory = tmp_path / str(die_at)
-        config = harness.run_settings(directory, models, fresh_pair, **changes)
+        config = harness.run_settings(directory, models, running, **changes)
         file = directory / "run.yaml"
         file.write_text(loading.dump(config))
         killed = subprocess.run(
