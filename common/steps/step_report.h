@@ -25,6 +25,8 @@ struct StepResult {
   StepReport report;
   bool replayed = false;    // the report is from the table of done steps
   bool not_finite = false;  // skipped in this call for a loss or gradient that is not finite
+  // Of a trainer: how long this call waited for the critic; 0 without one.
+  double critic_seconds = 0;
 };
 
 }  // namespace tandem::training

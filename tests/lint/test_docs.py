@@ -19,7 +19,8 @@ def test_every_key_of_metrics_jsonl_is_documented():
 
     section = DOCUMENT.split("## `evals.jsonl`")[0]
     keys = metrics.KEYS + metrics.CRITIC_KEYS + metrics.ENVIRONMENT_KEYS
-    keys += metrics.ASYNC_KEYS + metrics.PAIR_KEYS + metrics.UPLOAD_KEYS
+    keys += metrics.ASYNC_KEYS + metrics.ASYNC_CRITIC_KEYS
+    keys += metrics.PAIR_KEYS + metrics.UPLOAD_KEYS
     assert set(keys) == set(
         re.findall(
             r"`([a-z_0-9]+(?:/[a-z_0-9]+)*)`", "".join(re.findall(r"^\| (.*?) \|", section, re.M))

@@ -102,6 +102,7 @@ CRITIC_KEYS = (
     "critic/learning_rate",
     "critic/updates",
     "critic/updates_not_finite",
+    "time/critic_seconds",
 )
 # The keys that an environment adds.
 ENVIRONMENT_KEYS = (
@@ -131,6 +132,8 @@ ASYNC_KEYS = (
     "idle/trainer",
     "time/wait_seconds",
 )
+# The key that an asynchronous run with a critic adds to them.
+ASYNC_CRITIC_KEYS = ("idle/critic",)
 # The keys that pairs of responses add.
 PAIR_KEYS = (
     "rewards/chosen",
@@ -177,6 +180,8 @@ CLOCK_KEYS = frozenset(
         "trajectories/lost",
         "idle/rollout",
         "idle/trainer",
+        "idle/critic",
+        "time/critic_seconds",
         "time/wait_seconds",
         *UPLOAD_KEYS,
     }
@@ -192,7 +197,14 @@ def step_line(values: Mapping[str, float | int | None]) -> dict[str, Any]:
     distillation/divergence/<name>.
     """
     keys = KEYS
-    for further in (CRITIC_KEYS, ENVIRONMENT_KEYS, ASYNC_KEYS, PAIR_KEYS, UPLOAD_KEYS):
+    for further in (
+        CRITIC_KEYS,
+        ENVIRONMENT_KEYS,
+        ASYNC_KEYS,
+        ASYNC_CRITIC_KEYS,
+        PAIR_KEYS,
+        UPLOAD_KEYS,
+    ):
         keys += further if any(key in values for key in further) else ()
     added = ("reward/", "router/", "critic/router_", "speculator/", "distillation/divergence/")
     # In alphabetical order: a report is a map, whose order no two processes share.
@@ -318,20 +330,26 @@ class IdleShares:
         self._clock = clock
         self._since, self._drawing = clock(), drawing
 
-    def metrics(self, drawing: float, training: float, evaluating: float) -> dict[str, float]:
+    def metrics(
+        self, drawing: float, training: float, evaluating: float, valuing: float | None = None
+    ) -> dict[str, float]:
         """Returns the shares since the last call.
 
-        `drawing` is the time in which responses were drawn until now, `training` and `evaluating`
-        are the times of the two since the last call.
+        `drawing` is the time in which responses were drawn until now. `training` and `evaluating`
+        are the times of the two since the last call, and `valuing` is that part of `training` in
+        which the critic worked and the trainer waited for it; None in a run without a critic.
         """
         now = self._clock()
         seconds = max(now - self._since, 1e-9)
         drawn = drawing - self._drawing
         self._since, self._drawing = now, drawing
-        return {
+        shares = {
             "idle/rollout": max(0.0, 1 - (drawn + evaluating) / seconds),
-            "idle/trainer": max(0.0, 1 - training / seconds),
+            "idle/trainer": max(0.0, 1 - (training - (valuing or 0.0)) / seconds),
         }
+        if valuing is not None:
+            shares["idle/critic"] = max(0.0, 1 - valuing / seconds)
+        return shares
 
 
 class StepClock:

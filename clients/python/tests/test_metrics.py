@@ -11,6 +11,7 @@ from tandem._proto.types.v1.trajectory_pb2 import (
     Trajectory,
 )
 from tandem.metrics import (
+    ASYNC_CRITIC_KEYS,
     ASYNC_KEYS,
     CRITIC_KEYS,
     KEYS,
@@ -58,6 +59,19 @@ def test_staleness_is_of_tokens_and_idle_shares_of_the_time_since_the_last_line(
     assert shares == {"idle/rollout": 0.75, "idle/trainer": 0.75}
     line = step_line({"staleness/mean": 1.0})
     assert tuple(line) == KEYS + ASYNC_KEYS
+
+
+def test_the_trainer_is_idle_while_the_critic_works():
+    now = [10.0]
+    idle = IdleShares(0.0, lambda: now[0])
+    now[0] += 8
+    shares = idle.metrics(drawing=2.0, training=4.0, evaluating=0.0, valuing=1.0)
+    assert shares == {"idle/rollout": 0.75, "idle/trainer": 0.625, "idle/critic": 0.875}
+    now[0] += 4
+    shares = idle.metrics(drawing=2.0, training=0.0, evaluating=0.0, valuing=0.0)
+    assert shares == {"idle/rollout": 1.0, "idle/trainer": 1.0, "idle/critic": 1.0}
+    line = step_line({"critic/loss": 0.5} | shares)
+    assert tuple(line) == KEYS + CRITIC_KEYS + ASYNC_KEYS + ASYNC_CRITIC_KEYS
 
 
 def test_tokens_are_whole_numbers():

@@ -138,8 +138,13 @@ absl::StatusOr<StepResult> TorchEngine::DoStep(const CallScope& call,
         request, [&](StepReport& report) { return step.Prepare(report); }, request.optimizer);
   }
   PolicyStep step(*models_, critic_.get(), Limits(), request, std::get<PolicyBatch>(request.batch));
-  return core_->Step(
-      request, [&](StepReport& report) { return step.Prepare(call, report); }, request.optimizer);
+  TANDEM_ASSIGN_OR_RETURN(
+      StepResult result,
+      core_->Step(
+          request, [&](StepReport& report) { return step.Prepare(call, report); },
+          request.optimizer));
+  result.critic_seconds = step.critic_seconds();
+  return result;
 }
 
 TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& request) {

@@ -15,6 +15,7 @@
 
 #include "common/base/errors/error.h"
 #include "common/base/errors/not_finite.h"
+#include "common/base/steady_time.h"
 #include "common/model/testing/padded_model.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "common/weights/testing/stream_digest.h"
@@ -739,6 +740,25 @@ TEST_F(TrainerEngineTest, GaeTrainsTheCriticOnTheReturns) {
   EXPECT_EQ(critic->last.old_values[1], std::vector<float>(6, 0.25f));
   EXPECT_EQ(critic->last.returns[0], std::vector<float>(5, 0.0f));
   EXPECT_EQ(critic->last.returns[1], std::vector<float>(6, 1.5f));  // cut by length: + 0.5
+}
+
+TEST_F(TrainerEngineTest, AStepTellsHowLongItWaitedForTheCritic) {
+  auto critic = std::make_shared<FakeCritic>();
+  critic->delay = absl::Milliseconds(200);
+  auto engine = Make(Options(), critic);
+  PolicyBatch batch = TestBatch();
+  EXPECT_EQ(Step(*engine, TestRequest(batch)).critic_seconds, 0);
+  batch.objective.advantage_estimator = AdvantageEstimator::kGae;
+  TrainStepRequest request = TestRequest(batch);
+  request.request_id = "second";
+  request.expected_version = 1;
+  const SteadyTime begun = SteadyTime::Now();
+  const double seconds = Step(*engine, request).critic_seconds;
+  EXPECT_GE(seconds, 0.4);  // values, and what it learns
+  EXPECT_LT(seconds, absl::ToDoubleSeconds(SteadyTime::Now() - begun));
+  const StepResult repeat = Step(*engine, request);
+  EXPECT_TRUE(repeat.replayed);
+  EXPECT_EQ(repeat.critic_seconds, 0);
 }
 
 TEST_F(TrainerEngineTest, TheCriticDoesNotLearnOnJuniorTokensThatGaeSkips) {

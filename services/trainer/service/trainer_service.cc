@@ -170,6 +170,7 @@ absl::StatusOr<v1::TrainStepResponse> TrainerService::RunTrainStep(const TrainSt
   v1::TrainStepResponse response;
   *response.mutable_report() = ToProto(result->report);
   response.set_replayed(result->replayed);
+  response.set_critic_seconds(result->critic_seconds);
   if (!result->replayed) {
     metrics_.Counter(rpc::metric::kDroppedSamples)
         .Increment(Reported(result->report, "policy/dropped_samples"));

@@ -44,10 +44,14 @@ TEST_F(TrainerServerTest, ASupervisedStepReachesTheEngine) {
 }
 
 TEST_F(TrainerServerTest, ARepeatedRequestIsMarkedAsReplayed) {
-  ASSERT_TRUE(TrainStep({Message(PolicyHeader(1)), Message(Sample())}).ok());
+  engine_->critic_seconds = 1.5;
+  const auto first = TrainStep({Message(PolicyHeader(1)), Message(Sample())});
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(first->critic_seconds(), 1.5);
   const auto repeat = TrainStep({Message(PolicyHeader(1)), Message(Sample())});
   ASSERT_TRUE(repeat.ok()) << repeat.status();
   EXPECT_TRUE(repeat->replayed());
+  EXPECT_EQ(repeat->critic_seconds(), 0);
   EXPECT_EQ(repeat->report().weights().version(), 1);
   EXPECT_EQ(engine_->steps().size(), 1u);
 }

@@ -284,6 +284,9 @@ def test_ppo_with_evaluations_is_the_same_bit_for_bit_when_it_is_resumed(models,
         assert "saved after step 5" in caught.value.__notes__[0]
         assert run_on(running, models, tmp_path / "run", resume=True, **changes) == whole
     assert whole[-1]["critic/updates"] > 0
+    for line in harness.json_lines(tmp_path / "whole" / "run" / "metrics.jsonl"):
+        assert 0 < line["time/critic_seconds"] < line["time/train_seconds"]
+        assert 0 < line["idle/critic"] < 1
     assert responses(tmp_path / "run") == responses(tmp_path / "whole")
     lines = harness.json_lines(tmp_path / "run" / "run" / "evals.jsonl")
     evaluated = [(line["step"], line["version/senior"]) for line in lines]

@@ -22,6 +22,7 @@ NOT_COMPARED = frozenset(
         # The clock decides.
         "tandem.types.v1.ServerInfo.uptime_seconds",
         "google.rpc.RetryInfo.retry_delay",
+        "tandem.trainer.v1.TrainStepResponse.critic_seconds",
         # The build, the machine and the cluster decide.
         "tandem.types.v1.ServerInfo.software_version",
         "tandem.types.v1.ServerInfo.advertised_address",

@@ -129,7 +129,10 @@ _COLUMNS = (
     _Column(
         "r.idle", "share of the time with nothing to draw", "{:.0%}", 3, _value("idle/rollout")
     ),
-    _Column("t.idle", "share of the time without a step", "{:.0%}", 3, _value("idle/trainer")),
+    _Column(
+        "t.idle", "share of the time with nothing to train", "{:.0%}", 3, _value("idle/trainer")
+    ),
+    _Column("c.idle", "the same of the critic", "{:.0%}", 3, _value("idle/critic")),
     _Column("generate", "seconds for generation", "{:.1f}s", 4, _value("time/generate_seconds")),
     _Column("judge", "seconds for the rewards", "{:.1f}s", 12, _value("time/reward_seconds")),
     _Column("train", "seconds for the update", "{:.1f}s", 4, _value("time/train_seconds")),
@@ -254,7 +257,7 @@ class StepDisplay:
             self._phases = _ASYNC_PHASES
         seconds = line["time_seconds"] - self._last_seconds
         self._last_seconds = line["time_seconds"]
-        for server in ("rollout", "trainer"):
+        for server in ("rollout", "trainer", "critic"):
             if (share := line.get(f"idle/{server}")) is not None:
                 self._idle[server] = self._idle.get(server, 0.0) + share * seconds
         for phase in self._phases:

@@ -152,8 +152,9 @@ class RolloutsAhead:
     def idle_metrics(self, clock: StepClock) -> dict[str, float]:
         """Returns the idle shares of the servers since the last call, at the end of a step."""
         seconds = clock.seconds
+        valuing = seconds.get("critic", 0.0) if self._session.uses_critic else None
         return self._idle.metrics(
-            self._work.seconds, seconds.get("train", 0.0), seconds.get("eval", 0.0)
+            self._work.seconds, seconds.get("train", 0.0), seconds.get("eval", 0.0), valuing
         )
 
     def _last_before(self, step: int) -> int:

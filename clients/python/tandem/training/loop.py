@@ -90,6 +90,7 @@ def train(
                     samples,
                     loop.weights,
                     kl_coefficient,
+                    clock,
                     all_failed=drawn.all_failed,
                 )
             loop.require_critic(report)
@@ -128,10 +129,14 @@ def _train_step(
     samples: Sequence[PolicySample],
     weights: server_pb2.WeightsVersion,
     kl_coefficient: float | None,
+    clock: StepClock,
     *,
     all_failed: bool,
 ) -> trainer_pb2.StepReport:
-    """Makes a step of the senior. Returns the report of a skipped step if there is no sample."""
+    """Makes a step of the senior, and tells `clock` how long the critic worked.
+
+    Returns the report of a skipped step if there is no sample.
+    """
     if not samples:
         reason = "no response has a reward" if all_failed else "no group has rewards that differ"
         return trainer_pb2.StepReport(step=step, weights=weights, skipped=True, skip_reason=reason)
@@ -143,6 +148,8 @@ def _train_step(
         objective=session.settings.policy_objective() | {"kl_coefficient": kl_coefficient},
         request_id=f"{run.run_id}/{step}",
     )
+    if session.uses_critic:
+        clock.seconds["critic"] = reply.critic_seconds
     return reply.report
 
 

@@ -306,11 +306,23 @@ def test_steps_of_an_asynchronous_run_show_staleness_and_idle_shares():
     header, values = file.getvalue().splitlines()[1:3]
     shown = dict(zip(header.split(), values.split(), strict=True))
     assert (shown["stale"], shown["r.idle"], shown["t.idle"]) == ("1.0", "50%", "0%")
+    assert "c.idle" not in shown
     # Rollouts that are drawn while a step trains do not count as its own.
     assert display.waiting() == (
         "wait 25% (the trainer waits for rollouts), train 75%, publish 0% (both wait); "
         "idle: rollout 50%, trainer 20%"
     )
+
+
+def test_steps_of_an_asynchronous_run_with_a_critic_show_its_idle_share_too():
+    file = io.StringIO()
+    line = {"step": 1, "time_seconds": 2.0, "time/wait_seconds": 1.0, "time/train_seconds": 1.0}
+    idle = {"idle/rollout": 0.5, "idle/trainer": 0.25, "idle/critic": 0.75}
+    with StepDisplay(Output(console=Console(file=file, width=300)), 1, 4) as display:
+        display.step(line | idle)
+    header, values = file.getvalue().splitlines()[1:3]
+    assert dict(zip(header.split(), values.split(), strict=True))["c.idle"] == "75%"
+    assert display.waiting().endswith("idle: rollout 50%, trainer 25%, critic 75%")
 
 
 def test_the_rate_of_a_resumed_run_is_of_its_own_steps():

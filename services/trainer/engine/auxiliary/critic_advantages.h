@@ -13,12 +13,12 @@
 namespace tandem::trainer {
 
 // Asks the critic for the values of `batch`, has it learn the returns, and returns the advantages;
-// adds the critic's metrics to `metrics`. Every rank calls this; rank 0 alone talks to the critic.
-// Errors are the critic's.
+// adds the critic's metrics to `metrics`, and the seconds of its calls to `seconds`. Every rank
+// calls this; rank 0 alone talks to the critic. Errors are the critic's.
 absl::StatusOr<Advantages> CriticAdvantages(training::TrainingCore& core, CriticConnection& critic,
                                             const CallScope& call, const TrainStepRequest& request,
                                             const PolicyBatch& batch, const TokenNumbers& penalties,
-                                            Metrics& metrics);
+                                            Metrics& metrics, double& seconds);
 
 }  // namespace tandem::trainer
 

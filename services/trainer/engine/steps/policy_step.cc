@@ -128,11 +128,11 @@ absl::Status PolicyStep::AddAdvantages(const CallScope& call, Metrics& metrics) 
     for (double& x : kl) x *= objective().loss.kl_coefficient;
     penalties = OfTokens(kl, *batch_, rows_);
   }
-  TANDEM_ASSIGN_OR_RETURN(
-      const Advantages advantages,
-      objective().advantage_estimator == AdvantageEstimator::kGae
-          ? CriticAdvantages(models_.core, *critic_, call, request_, *batch_, penalties, metrics)
-          : PolicyAdvantages(*batch_, nullptr, penalties));
+  TANDEM_ASSIGN_OR_RETURN(const Advantages advantages,
+                          objective().advantage_estimator == AdvantageEstimator::kGae
+                              ? CriticAdvantages(models_.core, *critic_, call, request_, *batch_,
+                                                 penalties, metrics, critic_seconds_)
+                              : PolicyAdvantages(*batch_, nullptr, penalties));
   rows_.tokens.advantages = OfRows(advantages.advantages, *batch_, rows_);
   return absl::OkStatus();
 }

@@ -58,6 +58,8 @@ class PolicyStep {
   // Checks the batch, computes all that must precede the first update, and returns the updates: the
   // `prepare` of TrainingCore::Step. Marks the step as skipped if nothing is left to learn.
   absl::StatusOr<Updates> Prepare(const CallScope& call, StepReport& report);
+  // Seconds in which Prepare waited for the critic; 0 without one.
+  double critic_seconds() const { return critic_seconds_; }
 
  private:
   // Checks the images of all samples, and that the models beside the senior read them, too.
@@ -89,6 +91,7 @@ class PolicyStep {
   training::RouterSums routers_;
   double router_loss_ = 0;
   int64_t updates_ = 0;
+  double critic_seconds_ = 0;
   // The mismatch that the first update saw, with the weights that the step began with.
   std::optional<StepMismatch> initial_mismatch_;
 };

@@ -19,6 +19,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "common/model/testing/tiny_model_dir.h"
 #include "services/trainer/engine/engine.h"
 #include "services/trainer/engine/testing/batches.h"
@@ -41,6 +43,7 @@ class FakeCritic : public CriticConnection {
  public:
   absl::StatusOr<Values> ComputeValues(const Call&, const Step&,
                                        const std::vector<Sequence>& sequences) override {
+    absl::SleepFor(delay);
     Values values;
     for (const Sequence& sequence : sequences) {
       values.values.emplace_back(sequence.response_token_ids.size(), 0.25f);
@@ -52,12 +55,14 @@ class FakeCritic : public CriticConnection {
   absl::StatusOr<std::map<std::string, double>> TrainStep(const Call&,
                                                           const TrainRequest& request) override {
     last = request;
+    absl::SleepFor(delay);
     if (!fail.ok()) return fail;
     ++version;
     return std::map<std::string, double>{{"critic/loss", 1.5}};
   }
   int64_t version = 0;
   absl::Status fail;
+  absl::Duration delay;  // of each call
   TrainRequest last;
 };
 

@@ -218,6 +218,7 @@ class FakeEngine final : public Engine {
     std::lock_guard lock(mutex_);
     return asked_types_;
   }
+  double critic_seconds = 0;  // of every step from now on
   // The last checkpoint that was loaded.
   training::LoadRequest loaded() const {
     std::lock_guard lock(mutex_);
@@ -244,7 +245,8 @@ class FakeEngine final : public Engine {
     report.metrics = metrics_;
     done_[request.request_id] = report;
     unsaved_ = true;
-    return StepResult{.report = report, .not_finite = report.skipped};
+    return StepResult{
+        .report = report, .not_finite = report.skipped, .critic_seconds = critic_seconds};
   }
 
   absl::Status TakeError() { return std::exchange(next_error_, absl::OkStatus()); }
