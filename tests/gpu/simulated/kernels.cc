@@ -10,6 +10,7 @@
 #include "common/kernels/device_kernels.h"
 #include "common/ops/device_kernels.h"
 #include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/graph.h"
 #include "tests/gpu/simulated/memory.h"
 #include "tests/gpu/simulated/stream.h"
 
@@ -42,6 +43,7 @@ const char* Run(const Args& args, kernels::DeviceStream stream) {
   ++TheCounts().launches;
   std::map<const void*, std::vector<char>> memory;  // as it was before, by its begin
   const Args moved = OnHostOf(args, [&](const void* address) {
+    KeepForCapture(address);
     const auto [begin, bytes] = AllocationOf(address);
     const auto* const host = static_cast<const char*>(OnHost(begin));
     memory.try_emplace(begin, host, host + bytes);
@@ -52,6 +54,7 @@ const char* Run(const Args& args, kernels::DeviceStream stream) {
     uses.push_back({begin, std::memcmp(OnHost(begin), before.data(), before.size()) != 0});
   }
   Enqueue(StreamOf(CurrentDevice(), reinterpret_cast<intptr_t>(stream)), uses);
+  Record([moved, stream] { (kernels::kCudaKernels.*Entry)(moved, stream); });
   return error;
 }
 
