@@ -128,6 +128,7 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
 '; ldd {server} | grep -i "not found"; {server} --version"""
     decode = [machine.program("tandem-engine-bench"), big]
     jobs = "1x128x64,16x128x64,64x128x32,256x128x16" if device == "cuda" else "1x16x4,4x16x4"
+    graphs = "solo-graphs,tandem-graphs," if device == "cuda" else ""
     batch = "16x512" if device == "cuda" else "2x16"
     loss_shape = "8192x896x151936" if device == "cuda" else "64x32x512"
     common = ["--device", device, "--shape", shape]
@@ -191,7 +192,7 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                 )
             ]
             for dtype, limit, sides in (
-                ("bfloat16", 125, "solo,tandem,transformers,graph"),
+                ("bfloat16", 155, f"solo,tandem,{graphs}transformers,graph"),
                 ("float32", 60, "solo,graph"),
             )
         ),

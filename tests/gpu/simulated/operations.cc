@@ -113,12 +113,12 @@ class Operands {
       const c10::Storage& bytes = cpu.storage();
       c10::StorageImpl* const storage = gpu.storage().unsafeGetStorageImpl();
       if (bytes.data() != OnHost(storage->data())) {
-        RefuseInCapture("an operation that gives its result new memory");
         const c10::DeviceGuard guard(gpu.device());
         c10::DataPtr memory = DeviceMemory().allocate(bytes.nbytes());
         if (bytes.nbytes() > 0) std::memcpy(OnHost(memory.get()), bytes.data(), bytes.nbytes());
         storage->set_data_ptr_noswap(std::move(memory));
         storage->set_nbytes(bytes.nbytes());
+        copied_.emplace_back(cpu, OnCpu(gpu));
       }
       if (gpu.sizes() != cpu.sizes() || gpu.strides() != cpu.strides()) {
         to->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
@@ -161,6 +161,8 @@ class Operands {
   // For each tensor of the results: the bytes of the new tensor that ToGpu made, on the CPU;
   // undefined: none.
   const std::vector<Tensor>& made() const { return made_; }
+  // Operands that got new memory: as the CPU has them, and the bytes of that memory.
+  const std::vector<std::pair<Tensor, Tensor>>& copied() const { return copied_; }
 
  private:
   void Use(const Tensor& x, bool writes) {
@@ -197,6 +199,7 @@ class Operands {
   std::optional<c10::Device> device_;
   std::vector<simulated_gpu::Use> uses_;
   std::vector<Tensor> made_;
+  std::vector<std::pair<Tensor, Tensor>> copied_;
   bool is_view_ = false;
 };
 
@@ -216,8 +219,12 @@ bool HasShapeOfValues(std::string_view name, at::ArrayRef<IValue> arguments) {
 }
 
 // Runs a captured operation again, and gives its results to the tensors of the capture.
-void Repeat(const c10::OperatorHandle& op, Stack stack, const std::vector<Tensor>& made) {
+void Repeat(const c10::OperatorHandle& op, Stack stack, const std::vector<Tensor>& made,
+            const std::vector<std::pair<Tensor, Tensor>>& copied) {
   op.redispatchBoxed(kCpu, &stack);
+  for (const auto& [cpu, to] : copied) {
+    std::memcpy(to.storage().mutable_data(), cpu.storage().data(), to.storage().nbytes());
+  }
   auto to = made.begin();
   const auto give = [&](const Tensor& result) {
     if (to->defined()) {
@@ -261,7 +268,9 @@ void RunOnCpu(const c10::OperatorHandle& op, Stack* stack) {
   if (!operands.is_view()) {
     operands.Enqueue();
     if (IsCapturing()) {
-      Record([op, arguments, made = operands.made()] { Repeat(op, arguments, made); });
+      Record([op, arguments, made = operands.made(), copied = operands.copied()] {
+        Repeat(op, arguments, made, copied);
+      });
     }
   }
   if (waits) Synchronize(CurrentStream(operands.device().index()));
