@@ -496,6 +496,29 @@ absl::Status ResolveActivationDtype(v1::LaneConfig* lane, const v1::ComputeOptio
                     "bfloat16 is not supported with quantised linear maps yet");
 }
 
+absl::Status CheckGraphs(const v1::LaneConfig& lane, const v1::ComputeOptions& compute) {
+  if (lane.enforce_eager()) return absl::OkStatus();
+  constexpr char kField[] = "enforce_eager";
+  if (compute.device() != "cuda") {
+    return InvalidField(kField, absl::StrCat("false asks for captured CUDA graphs, which need "
+                                             "compute.device cuda, not ",
+                                             compute.device()));
+  }
+  if (compute.kernels() == "aten") {
+    return FieldError(absl::StatusCode::kUnimplemented, kField,
+                      "false is not supported with compute.kernels aten");
+  }
+  if (lane.tensor_parallel_size() > 1) {
+    return FieldError(absl::StatusCode::kUnimplemented, kField,
+                      "false is not supported with a tensor_parallel_size above 1 yet");
+  }
+  if (!lane.speculator().empty()) {
+    return FieldError(absl::StatusCode::kUnimplemented, kField,
+                      "false is not supported with a speculator yet");
+  }
+  return absl::OkStatus();
+}
+
 // Resolves the settings that both lanes have. Errors name the field within the lane.
 absl::Status Resolve(v1::LaneConfig* lane, int32_t max_model_len,
                      const v1::ComputeOptions& compute) {
@@ -518,11 +541,7 @@ absl::Status Resolve(v1::LaneConfig* lane, int32_t max_model_len,
     TANDEM_RETURN_IF_ERROR(
         CheckMemoryUtilization("gpu_memory_utilization", lane->gpu_memory_utilization(), compute));
   }
-  if (!lane->enforce_eager()) {
-    return FieldError(absl::StatusCode::kUnimplemented, "enforce_eager",
-                      "false asks for captured CUDA graphs, which are not supported yet");
-  }
-  return absl::OkStatus();
+  return CheckGraphs(*lane, compute);
 }
 
 // Leaves the junior's settings as they are where there is no junior.

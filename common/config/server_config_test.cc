@@ -155,10 +155,15 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"senior_model: s\njunior: {model: j}\ncompute: {device: cuda}\n"
             "junior_gpu_memory_utilization: 0.4\nkv_cache_bytes: 1000000",
             "kv_cache_bytes"},
-        Bad{"senior: {model: s, enforce_eager: false}", "senior.enforce_eager",
-            absl::StatusCode::kUnimplemented},
-        Bad{"senior_model: s\njunior: {model: j, enforce_eager: false}", "junior.enforce_eager",
-            absl::StatusCode::kUnimplemented},
+        Bad{"senior: {model: s, enforce_eager: false}", "senior.enforce_eager"},
+        Bad{"senior_model: s\njunior: {model: j, enforce_eager: false}", "junior.enforce_eager"},
+        Bad{"senior: {model: s, enforce_eager: false}\ncompute: {device: cuda, kernels: aten}",
+            "senior.enforce_eager", absl::StatusCode::kUnimplemented},
+        Bad{"senior: {model: s, enforce_eager: false, tensor_parallel_size: 2}\n"
+            "compute: {device: cuda}",
+            "senior.enforce_eager", absl::StatusCode::kUnimplemented},
+        Bad{"senior: {model: s, enforce_eager: false, speculator: d}\ncompute: {device: cuda}",
+            "senior.enforce_eager", absl::StatusCode::kUnimplemented},
         Bad{"senior: {model: s, model_revision: main}", "senior.model_revision"},
         Bad{"senior_model: s\njunior: {model: j, model_revision: 0123456789ABCDEF}",
             "junior.model_revision"},
@@ -224,6 +229,16 @@ TEST(ServerConfigTest, TheLanesOfOneServerDiffer) {
   EXPECT_EQ(config.senior().max_model_len(), 64);
   EXPECT_EQ(config.junior().max_model_len(), 32);
   EXPECT_TRUE(Resolve(&config).ok()) << "resolved settings are accepted again";
+}
+
+TEST(ServerConfigTest, LanesOfAGpuMayHaveGraphs) {
+  RolloutServerConfig config;
+  const absl::Status status = Check(
+      "senior: {model: s, enforce_eager: false}\njunior: {model: j, enforce_eager: false}\n"
+      "compute: {device: cuda}",
+      &config);
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_FALSE(config.senior().enforce_eager());
 }
 
 TEST(ServerConfigTest, EveryDeviceTypeAndKernelPathIsAccepted) {

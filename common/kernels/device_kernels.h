@@ -92,7 +92,8 @@ struct DeviceGroupedGradientArgs {
 // A paged cache of keys or values: [blocks, kv_heads, kPagedBlockTokens, head_dim], contiguous.
 inline constexpr int64_t kPagedBlockTokens = 64;
 
-// Writes keys and values of rows into the blocks of a cache, rounded to its type.
+// Writes keys and values of rows into the blocks of a cache, rounded to its type. A row whose block
+// is negative is left out.
 struct DeviceCacheWriteArgs {
   const void* keys;  // row r begins at keys + r key_row_stride, in numbers; heads are contiguous
   int64_t key_row_stride;
@@ -155,6 +156,9 @@ struct DevicePagedAttentionArgs {
   int64_t num_items;
   const DevicePartialRow* partial_rows;
   int64_t num_partial_rows;
+  // [2] on the device: how many of num_items and of num_partial_rows there are, for a launch that a
+  // graph repeats with other rows; nullptr: all.
+  const int32_t* counts = nullptr;
   int64_t rows_per_item;  // PagedRowsPerItem
   // For each partial item, each of rows_per_item rows and each head: the highest score, the sum
   // of exp(score - highest), and the weighted sum of the values, padded to a multiple of four.

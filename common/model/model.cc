@@ -19,6 +19,7 @@
 #include "common/model/parameters/initial_value.h"
 #include "common/model/parameters/parameter_store.h"
 #include "common/model/parameters/prepared_weights.h"
+#include "common/ops/attention/device_attention.h"
 #include "common/ops/ops.h"
 #include "common/ops/shards/token_shards.h"
 #include "common/ops/threads/pass_memory.h"
@@ -346,6 +347,29 @@ BatchImages Model::ImagesOf(std::span<const DecodeInput> inputs,
   return images.Take(device());
 }
 
+absl::Status Model::CheckInputs(const KvCache& cache, std::span<const DecodeInput> inputs) const {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const absl::Status status = CheckInput(cache, inputs[i], num_token_ids_);
+    if (!status.ok()) return PrependFieldPath(absl::StrCat("inputs[", i, "]"), status);
+  }
+  return absl::OkStatus();
+}
+
+bool Model::AttendsInKernel(at::ScalarType cache_type) const {
+  return std::ranges::all_of(CacheLayout(), [&](const LayerCache& layer) {
+    return layer.value_dim == 0 &&
+           ops::HasDeviceAttention(device(), dtype(), cache_type, layer.head_dim);
+  });
+}
+
+at::Tensor Model::DecodeBatched(KvCache& cache, const DecodeBatch& batch) const {
+  const at::NoGradGuard no_grad;
+  CachedContext context(cache, batch.sequences);
+  ModelPass pass = backbone_->StartPass(batch.batch, context, batch.wanted);
+  pass.shards_tokens = false;
+  return backbone_->Run(pass);
+}
+
 absl::StatusOr<at::Tensor> Model::Decode(
     KvCache& cache, std::span<const DecodeInput> inputs,
     std::span<const std::vector<at::Tensor>> image_rows) const {
@@ -353,13 +377,12 @@ absl::StatusOr<at::Tensor> Model::Decode(
   if (placement_.shard_count != 1 && placement_.shard_group == nullptr) {
     return absl::UnimplementedError("a shard cannot compute without the others");
   }
+  TANDEM_RETURN_IF_ERROR(CheckInputs(cache, inputs));
   int64_t count = 0, num_rows = 0, longest_table = 0;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const absl::Status status = CheckInput(cache, inputs[i], num_token_ids_);
-    if (!status.ok()) return PrependFieldPath(absl::StrCat("inputs[", i, "]"), status);
-    count += static_cast<int64_t>(inputs[i].tokens.size());
-    num_rows += static_cast<int64_t>(inputs[i].output_rows.size());
-    longest_table = std::max(longest_table, static_cast<int64_t>(inputs[i].blocks.size()));
+  for (const DecodeInput& input : inputs) {
+    count += static_cast<int64_t>(input.tokens.size());
+    num_rows += static_cast<int64_t>(input.output_rows.size());
+    longest_table = std::max(longest_table, static_cast<int64_t>(input.blocks.size()));
   }
   if (count == 0) {
     return at::empty({0, config_.hidden_size}, at::device(device()).dtype(dtype()));

@@ -48,6 +48,7 @@
 #include "common/model/parameters/parameter.h"
 #include "common/model/passes/attention_context.h"
 #include "common/model/passes/backbone.h"
+#include "common/model/passes/decode_buffers.h"
 #include "common/model/passes/decode_input.h"
 #include "common/model/passes/kv_cache.h"
 #include "common/model/passes/layer_cache.h"
@@ -201,6 +202,15 @@ class Model {
   // On an error the cache has not changed.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, std::span<const DecodeInput> inputs,
                                     std::span<const std::vector<at::Tensor>> image_rows = {}) const;
+  // The errors of Decode for its inputs.
+  absl::Status CheckInputs(const KvCache& cache, std::span<const DecodeInput> inputs) const;
+  // Decode of a batch that lies on the device: the wanted rows [R, H]. All layers attend in the
+  // kernel (AttendsInKernel), and no rank has a shard.
+  at::Tensor DecodeBatched(KvCache& cache, const DecodeBatch& batch) const;
+  // Whether the model's layers attend to a cache of this type in the project's kernel.
+  bool AttendsInKernel(at::ScalarType cache_type) const;
+  // Makes what the backbone keeps of positions for all below `end`, so that it stays where it is.
+  void ReservePositions(int64_t end) const { backbone_->ReservePositions(end); }
 
   // Returns the hidden states [rows, H] that the vision tower gives the tokens of an image. They
   // depend on the weights. Throws c10::Error if the model has no tower.

@@ -1,8 +1,8 @@
 """Decode and prefill of the engine beside transformers: decode.py BENCH MODELS ROWS.jsonl [--help]
 
 Sides: solo; rows (solo with product_rows 256); tandem (word, half of the words each, a second model
-of the same shape); transformers (generate, sampling); transformers-graph (static cache, a captured
-decode step, sampling outside).
+of the same shape); solo and tandem with captured graphs (solo-graphs, tandem-graphs); transformers
+(generate, sampling); transformers-graph (static cache, a captured decode step, sampling outside).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Decode:
             self.rows.add(side=side, dtype=self.dtype, error=repr(error)[:600])
 
     def engine(self, side: str) -> None:
-        """Measures the engine with one model or two."""
+        """Measures the engine with one model or two, eager or with captured graphs."""
         settings: dict[str, Any] = {
             "senior_model": self.senior,
             "max_num_seqs": max(job[0] for job in self.jobs),
@@ -102,8 +102,13 @@ class Decode:
             "compute__dtype": self.dtype,
             "compute__num_threads": 1,
         }
-        if side == "tandem":
+        has_junior, has_graphs = side.startswith("tandem"), side.endswith("-graphs")
+        if has_graphs:
+            settings["senior__enforce_eager"] = "false"
+        if has_junior:
             settings["junior_model"] = self.junior
+            if has_graphs:
+                settings["junior__enforce_eager"] = "false"
         if side == "rows":
             settings["product_rows"] = 256
         if self.args.device == "cpu":
@@ -111,9 +116,11 @@ class Decode:
         begin = time.time()
         engine = Engine(self.args.program, **settings)
         self.rows.add(side=side, dtype=self.dtype, start_s=round(time.time() - begin, 2))
-        command = "tandem" if side == "tandem" else "time"
+        command = "tandem" if has_junior else "time"
         engine.ask(command, 1, 16, 8)  # warms up
         for job in self.jobs:
+            if has_graphs:
+                engine.ask(command, job[0], 16, 8)  # captures its shapes
             got = engine.ask(command, *job)
             self.row(side, job, got["prefill"]["seconds"], got["decode"]["seconds"])
         engine.close()
@@ -212,22 +219,26 @@ def main() -> None:
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--jobs", default="1x128x64,16x128x64,64x128x32,256x128x16")
-    parser.add_argument("--sides", default="solo,rows,tandem,transformers,graph")
+    parser.add_argument(
+        "--sides", default="solo,solo-graphs,rows,tandem,tandem-graphs,transformers,graph"
+    )
     args = parser.parse_args()
     rows = Rows(args.rows)
     for dtype in args.dtypes.split(","):
         decode = Decode(args, dtype, rows)
         sides = args.sides.split(",")
-        if "solo" in sides:
-            decode.attempt("solo", lambda decode=decode: decode.engine("solo"))
+        for side in ("solo", "solo-graphs"):
+            if side in sides:
+                decode.attempt(side, lambda decode=decode, side=side: decode.engine(side))
         if "rows" in sides and args.device == "cuda":
             decode.attempt("rows", lambda decode=decode: decode.engine("rows"))
         if {"transformers", "graph"} & set(sides):
             decode.attempt("transformers", decode.transformers)
             if args.device == "cuda":
                 torch.cuda.empty_cache()
-        if "tandem" in sides:
-            decode.attempt("tandem", lambda decode=decode: decode.engine("tandem"))
+        for side in ("tandem", "tandem-graphs"):
+            if side in sides:
+                decode.attempt(side, lambda decode=decode, side=side: decode.engine(side))
     sys.exit(rows.errors > 0)
 
 

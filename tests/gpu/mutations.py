@@ -115,9 +115,37 @@ MUTATIONS = [
     Mutation(
         "logits: the host waits once more in every pass",
         "services/rollout/engine/models/torch_runner.cc",
-        "    draws_.Send();\n",
-        "    draws_.Send();\n    draws_.Read();\n",
+        "    draws_.Send();\n    return absl::OkStatus();\n  });\n",
+        "    draws_.Send();\n    draws_.Read();\n    return absl::OkStatus();\n  });\n",
         test="gpu_passes_test",
+    ),
+    Mutation(
+        "graphs: a replay attends to as many items as the captured pass had room for",
+        "common/ops/attention/device_attention.cc",
+        "plan.counts.defined() ? plan.counts.const_data_ptr<int32_t>() : nullptr",
+        "nullptr",
+        test="gpu_passes_test",
+    ),
+    Mutation(
+        "graphs: they outlive the weights that they read",
+        "services/rollout/engine/models/torch_runner.h",
+        "    if (graphs_.has_value()) graphs_->Forget();\n",
+        "",
+        test="gpu_passes_test",
+    ),
+    Mutation(
+        "graphs: rows of another pass stay in the padding",
+        "common/model/passes/decode_buffers.cc",
+        "  std::fill(block, longs(layout.blocks) + shape.rows, -1);\n",
+        "",
+        test="gpu_passes_test",
+    ),
+    Mutation(
+        "graphs: blocks step over items without a barrier between them",
+        f"{KERNELS}/attention.cu",
+        "    __syncthreads();  // before the next unit's queries\n",
+        "",
+        **_EMULATED,
     ),
 ]
 

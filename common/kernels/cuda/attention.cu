@@ -56,10 +56,16 @@ __device__ int FirstKeyOf(int position, int64_t window) {
 
 __device__ int FoursOf(int64_t head_dim) { return (static_cast<int>(head_dim) + 3) / 4; }
 
+// Returns the units of work of an item for a key/value head.
+__host__ __device__ int HeadTiles(const DevicePagedAttentionArgs& a) {
+  return static_cast<int>((a.heads / a.kv_heads + kQueries - 1) / kQueries);
+}
+
 // Runs one block per row.
 template <typename Number>
 __global__ void CacheWriteKernel(DeviceCacheWriteArgs a) {
   const int64_t row = blockIdx.x, width = a.kv_heads * a.head_dim;
+  if (a.blocks[row] < 0) return;
   for (int64_t i = threadIdx.x; i < width; i += kThreads) {
     const int64_t head = i / a.head_dim, d = i % a.head_dim;
     const int64_t to =
@@ -81,8 +87,8 @@ struct Shared {
   __device__ float& score(int key, int query) { return scores[key][query / 4].x[query % 4]; }
 };
 
-// The work of a block: the queries of an item's rows and of up to kQueries heads, one after the
-// other. Keys are counted from the first of a split.
+// A unit of work of a block: the queries of an item's rows and of up to kQueries heads, one after
+// the other. Keys are counted from the first of a split.
 template <typename Number>
 struct Tile {
   DevicePagedItem item;
@@ -91,14 +97,14 @@ struct Tile {
   int count;  // queries
   int dim, fours;
 
-  __device__ explicit Tile(const DevicePagedAttentionArgs& a)
+  __device__ Tile(const DevicePagedAttentionArgs& a, int unit)
       : kv_heads(static_cast<int>(a.kv_heads)),
         dim(static_cast<int>(a.head_dim)),
         fours(FoursOf(a.head_dim)) {
     const int group = static_cast<int>(a.heads) / kv_heads;
-    const int tiles = (group + kQueries - 1) / kQueries, tile = blockIdx.x % tiles;
-    kv_head = static_cast<int>(blockIdx.x) / tiles % kv_heads;
-    item = a.items[blockIdx.x / tiles / kv_heads];
+    const int tiles = HeadTiles(a), tile = unit % tiles;
+    kv_head = unit / tiles % kv_heads;
+    item = a.items[unit / tiles / kv_heads];
     first_head = kv_head * group + tile * kQueries;
     heads = min(group - tile * kQueries, kQueries);
     count = item.rows * heads;
@@ -205,14 +211,11 @@ struct Tile {
   }
 };
 
-// Runs one block per item, key/value head and kQueries of the query heads that share it: its
-// threads read every key and value once for all queries. Groups of threads take the values in turn,
-// a Four of columns a thread, and exchange their sums.
+// Attends for one unit: the threads of the block read every key and value once for all queries.
+// Groups of threads take the values in turn, a Four of columns a thread, and exchange their sums.
 template <typename Number>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    PagedAttentionKernel(DevicePagedAttentionArgs a) {
-  __shared__ Shared shared;
-  const Tile<Number> tile(a);
+__device__ void Attend(const DevicePagedAttentionArgs& a, const Tile<Number>& tile,
+                       Shared& shared) {
   const DevicePagedItem& item = tile.item;
   const int count = tile.count, fours = tile.fours;
   const int first_key = FirstKeyOf(item.position, a.window), end_key = item.position + item.rows;
@@ -268,22 +271,54 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// Runs as many blocks per row as its Fours of columns fill.
-__global__ void FoldPartialsKernel(DevicePagedAttentionArgs a) {
-  const int fours = FoursOf(a.head_dim);
-  const int64_t width = a.heads * fours, blocks = (width + kThreads - 1) / kThreads;
-  const DevicePartialRow row = a.partial_rows[blockIdx.x / blocks];
-  const int64_t column = blockIdx.x % blocks * kThreads + threadIdx.x;
-  if (column >= width) return;
-  const int64_t head = column / fours;
-  Partial result = {};
-  const int end = row.position / kSplit + 1;
-  for (int split = FirstKeyOf(row.position, a.window) / kSplit; split < end; ++split) {
-    const int64_t from = ((row.base + split) * a.rows_per_item + row.place) * a.heads + head;
-    const auto* const outputs = reinterpret_cast<const Four*>(a.partial_outputs) + from * fours;
-    result.Fold({a.highest[from], a.sums[from], outputs[column % fours]});
+// A block takes the units blockIdx.x, blockIdx.x + gridDim.x, … of an item, a key/value head and
+// kQueries of the query heads that share it.
+template <typename Number>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    PagedAttentionKernel(DevicePagedAttentionArgs a) {
+  __shared__ Shared shared;
+  const int items = a.counts == nullptr ? static_cast<int>(a.num_items) : a.counts[0];
+  const int units = items * static_cast<int>(a.kv_heads) * HeadTiles(a);
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    Attend(a, Tile<Number>(a, unit), shared);
+    __syncthreads();  // before the next unit's queries
   }
-  result.WriteOutput(a, row.row, head, static_cast<int>(column % fours * 4));
+}
+
+// Returns the blocks that the Fours of columns of a row fill.
+__host__ __device__ int FoldBlocks(const DevicePagedAttentionArgs& a) {
+  return static_cast<int>((a.heads * ((a.head_dim + 3) / 4) + kThreads - 1) / kThreads);
+}
+
+// A block takes the units blockIdx.x, blockIdx.x + gridDim.x, … of a row and kThreads of its Fours.
+__global__ void FoldPartialsKernel(DevicePagedAttentionArgs a) {
+  const int fours = FoursOf(a.head_dim), blocks = FoldBlocks(a);
+  const int rows = a.counts == nullptr ? static_cast<int>(a.num_partial_rows) : a.counts[1];
+  for (int unit = blockIdx.x; unit < rows * blocks; unit += gridDim.x) {
+    const DevicePartialRow row = a.partial_rows[unit / blocks];
+    const int column = unit % blocks * kThreads + threadIdx.x;
+    if (column >= static_cast<int>(a.heads) * fours) continue;
+    const int64_t head = column / fours;
+    Partial result = {};
+    const int end = row.position / kSplit + 1;
+    for (int split = FirstKeyOf(row.position, a.window) / kSplit; split < end; ++split) {
+      const int64_t from = ((row.base + split) * a.rows_per_item + row.place) * a.heads + head;
+      const auto* const outputs = reinterpret_cast<const Four*>(a.partial_outputs) + from * fours;
+      result.Fold({a.highest[from], a.sums[from], outputs[column % fours]});
+    }
+    result.WriteOutput(a, row.row, head, column % fours * 4);
+  }
+}
+
+// Returns the blocks of a launch for at most `units`: one for each, or where the device alone knows
+// how many there are, as `counts` says, at most those that it runs at a time, and as many again.
+int64_t BlocksFor(int64_t units, const int32_t* counts) {
+  if (counts == nullptr) return units;
+  int device = 0, multiprocessors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t most = int64_t{2} * kBlocks * multiprocessors;
+  return units < most ? units : most;
 }
 
 }  // namespace
@@ -295,17 +330,17 @@ const char* CacheWriteCuda(const DeviceCacheWriteArgs& args, DeviceStream stream
 }
 
 const char* PagedAttentionCuda(const DevicePagedAttentionArgs& args, DeviceStream stream) {
-  const int64_t head_tiles = (args.heads / args.kv_heads + kQueries - 1) / kQueries;
+  const int64_t units = args.num_items * args.kv_heads * HeadTiles(args);
+  if (units > INT32_MAX) return "it has too many rows";
   return LaunchKernel(
       args.cache_bfloat16 ? PagedAttentionKernel<__nv_bfloat16> : PagedAttentionKernel<float>,
-      args.num_items * args.kv_heads * head_tiles, kThreads, args, stream);
+      BlocksFor(units, args.counts), kThreads, args, stream);
 }
 
 const char* FoldPartialsCuda(const DevicePagedAttentionArgs& args, DeviceStream stream) {
-  const int64_t width = args.heads * ((args.head_dim + 3) / 4);
   return LaunchKernel(FoldPartialsKernel,
-                      args.num_partial_rows * ((width + kThreads - 1) / kThreads), kThreads, args,
-                      stream);
+                      BlocksFor(args.num_partial_rows * FoldBlocks(args), args.counts), kThreads,
+                      args, stream);
 }
 
 }  // namespace tandem::kernels

@@ -122,8 +122,9 @@ class Pass {
     }
   }
 
-  // Returns [T, heads, D].
-  std::vector<float> Attend(int64_t max_partials = 1000) const {
+  // Returns [T, heads, D]. With `spare`, that many items and rows more are announced than there
+  // are, and the device gets the counts.
+  std::vector<float> Attend(int64_t max_partials = 1000, int64_t spare = 0) const {
     const PagedPlan plan = PlanPagedAttention(offsets_, starts_,
                                               {.group = shape_.group(),
                                                .window = shape_.window,
@@ -134,35 +135,39 @@ class Pass {
     const DeviceArray<int32_t> table(table_);
     const DeviceArray<DevicePagedItem> items(plan.items);
     const DeviceArray<DevicePartialRow> partial_rows(plan.partial_rows);
+    const DeviceArray<int32_t> counts(
+        {static_cast<int32_t>(plan.items.size()), static_cast<int32_t>(plan.partial_rows.size())});
     const std::vector<float> no_number(1, std::numeric_limits<float>::quiet_NaN());
     const DeviceFloats highest(std::vector<float>(partials, no_number[0]));
     const DeviceFloats sums(std::vector<float>(partials, no_number[0]));
     const DeviceFloats outputs(
         std::vector<float>(partials * ((shape_.head_dim + 3) / 4 * 4), no_number[0]));
     const Numbers result(std::vector<float>(queries_.size(), no_number[0]), shape_.bfloat16);
-    const DevicePagedAttentionArgs args = {.queries = d_queries_->get(),
-                                           .row_stride = shape_.heads * shape_.head_dim,
-                                           .key_cache = key_cache_->get(),
-                                           .value_cache = value_cache_->get(),
-                                           .block_table = table.get(),
-                                           .table_width = table_width_,
-                                           .items = items.get(),
-                                           .num_items = std::ssize(plan.items),
-                                           .partial_rows = partial_rows.get(),
-                                           .num_partial_rows = std::ssize(plan.partial_rows),
-                                           .rows_per_item = rows_per_item,
-                                           .highest = highest.get(),
-                                           .sums = sums.get(),
-                                           .partial_outputs = outputs.get(),
-                                           .outputs = result.get(),
-                                           .heads = shape_.heads,
-                                           .kv_heads = shape_.kv_heads,
-                                           .head_dim = shape_.head_dim,
-                                           .window = shape_.window,
-                                           .scale = shape_.scale,
-                                           .soft_cap = shape_.soft_cap,
-                                           .bfloat16 = shape_.bfloat16,
-                                           .cache_bfloat16 = shape_.cache_bfloat16};
+    const DevicePagedAttentionArgs args = {
+        .queries = d_queries_->get(),
+        .row_stride = shape_.heads * shape_.head_dim,
+        .key_cache = key_cache_->get(),
+        .value_cache = value_cache_->get(),
+        .block_table = table.get(),
+        .table_width = table_width_,
+        .items = items.get(),
+        .num_items = std::ssize(plan.items) + spare,
+        .partial_rows = partial_rows.get(),
+        .num_partial_rows = std::ssize(plan.partial_rows) + spare,
+        .counts = spare > 0 ? counts.get() : nullptr,
+        .rows_per_item = rows_per_item,
+        .highest = highest.get(),
+        .sums = sums.get(),
+        .partial_outputs = outputs.get(),
+        .outputs = result.get(),
+        .heads = shape_.heads,
+        .kv_heads = shape_.kv_heads,
+        .head_dim = shape_.head_dim,
+        .window = shape_.window,
+        .scale = shape_.scale,
+        .soft_cap = shape_.soft_cap,
+        .bfloat16 = shape_.bfloat16,
+        .cache_bfloat16 = shape_.cache_bfloat16};
     EXPECT_STREQ(kCudaKernels.paged_attention(args, nullptr), nullptr);
     EXPECT_STREQ(kCudaKernels.fold_partials(args, nullptr), nullptr);
     return result.Read();
@@ -326,9 +331,50 @@ TEST_F(CudaAttentionTest, ARowHasItsBitsInAnyPass) {
       const Sequence some = {first, rows, 5};
       expect_rows(Pass(shape, {some}).Attend(), 0, first, rows);
       const Pass among(shape, {{200, 3, 1}, some, {0, 2, 2}});
-      for (const int64_t partials : {3, 1000}) expect_rows(among.Attend(partials), 3, first, rows);
+      for (const int64_t partials : {3, 1000}) {
+        expect_rows(among.Attend(partials), 3, first, rows);
+        expect_rows(among.Attend(partials, /*spare=*/50), 3, first, rows);
+      }
     }
   }
+}
+
+// More units than the blocks of a launch with counts, which step over them; also none.
+TEST_F(CudaAttentionTest, BlocksStepOverTheItemsThatThereAre) {
+  const Shape shape = {.heads = 4, .kv_heads = 2, .head_dim = 8};
+  std::vector<Sequence> sequences;
+  for (uint32_t i = 0; i < 20; ++i) sequences.push_back({i % 2 == 0 ? 300 : 5, 1, i});
+  const Pass pass(shape, sequences);
+  EXPECT_EQ(pass.Attend(1000, /*spare=*/3), pass.Attend());
+  EXPECT_EQ(pass.Attend(0, /*spare=*/1), pass.Attend());
+}
+
+TEST_F(CudaAttentionTest, ARowOfNoBlockIsNotWritten) {
+  const std::vector<float> values = {1, 2, 3, 4};
+  const Numbers rows(values, /*bfloat16=*/false);
+  const DeviceArray<int64_t> blocks({-1, 0}), places({0, 5});
+  const DeviceFloats keys(std::vector<float>(kPagedBlockTokens * 2, 0));
+  const DeviceFloats cached_values(std::vector<float>(kPagedBlockTokens * 2, 0));
+  EXPECT_STREQ(kCudaKernels.cache_write({.keys = rows.get(),
+                                         .key_row_stride = 2,
+                                         .values = rows.get(),
+                                         .value_row_stride = 2,
+                                         .blocks = blocks.get(),
+                                         .places = places.get(),
+                                         .key_cache = keys.get(),
+                                         .value_cache = cached_values.get(),
+                                         .rows = 2,
+                                         .kv_heads = 1,
+                                         .head_dim = 2,
+                                         .bfloat16 = false,
+                                         .cache_bfloat16 = false},
+                                        nullptr),
+               nullptr);
+  std::vector<float> expected(kPagedBlockTokens * 2, 0);
+  expected[10] = 3;
+  expected[11] = 4;
+  EXPECT_EQ(keys.Read(), expected);
+  EXPECT_EQ(cached_values.Read(), expected);
 }
 
 }  // namespace

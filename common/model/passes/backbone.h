@@ -36,6 +36,9 @@ class Backbone {
   virtual ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
                               const at::Tensor& rows) const = 0;
 
+  // Makes the tables of positions for all below `end`.
+  virtual void ReservePositions(int64_t end) const = 0;
+
   // Runs one block on `hidden` [T, H] and returns its output. Block 0 is the embedding, which reads
   // the tokens of the pass instead; the last block is the final norm, whose output is [T, H] on
   // every rank; those in between are the layers. Where the pass shards tokens, hidden states

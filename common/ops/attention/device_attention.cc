@@ -23,9 +23,7 @@ using kernels::DevicePagedItem;
 using kernels::DevicePartialRow;
 
 bool IsBfloat16(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16; }
-bool IsFloatOrBfloat16(const at::Tensor& x) {
-  return IsBfloat16(x) || x.scalar_type() == at::kFloat;
-}
+bool IsFloatOrBfloat16(at::ScalarType type) { return type == at::kBFloat16 || type == at::kFloat; }
 
 // Returns the plan of the rows of sequences with at most `max_rows` of them, uploaded in one copy.
 const PagedKernelPlan& PlanOf(const std::vector<int64_t>& offsets, const PagedSequences& sequences,
@@ -54,11 +52,16 @@ const PagedKernelPlan& PlanOf(const std::vector<int64_t>& offsets, const PagedSe
 
 bool HasDeviceAttention(const at::Tensor& q, const at::Tensor& key_cache,
                         const at::Tensor& value_cache) {
-  const kernels::DeviceKernels& table = DeviceKernelsOf(q.device());
-  return table.paged_attention != nullptr && IsFloatOrBfloat16(q) && IsFloatOrBfloat16(key_cache) &&
-         q.size(2) <= kernels::kPagedMaxHeadDim && key_cache.sizes() == value_cache.sizes() &&
+  return HasDeviceAttention(q.device(), q.scalar_type(), key_cache.scalar_type(), q.size(2)) &&
+         key_cache.sizes() == value_cache.sizes() &&
          key_cache.size(2) == kernels::kPagedBlockTokens && key_cache.is_contiguous() &&
          value_cache.is_contiguous();
+}
+
+bool HasDeviceAttention(at::Device device, at::ScalarType type, at::ScalarType cache_type,
+                        int64_t head_dim) {
+  return DeviceKernelsOf(device).paged_attention != nullptr && IsFloatOrBfloat16(type) &&
+         IsFloatOrBfloat16(cache_type) && head_dim <= kernels::kPagedMaxHeadDim;
 }
 
 at::Tensor DeviceCachedAttention(const at::Tensor& q_in, const at::Tensor& k_in,
@@ -116,6 +119,7 @@ at::Tensor DeviceCachedAttention(const at::Tensor& q_in, const at::Tensor& k_in,
       .num_items = plan.items,
       .partial_rows = reinterpret_cast<const DevicePartialRow*>(items + plan.items),
       .num_partial_rows = plan.partial_rows,
+      .counts = plan.counts.defined() ? plan.counts.const_data_ptr<int32_t>() : nullptr,
       .rows_per_item = kernels::PagedRowsPerItem(heads / kv_heads),
       .highest = highest,
       .sums = highest + partials,

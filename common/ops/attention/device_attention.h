@@ -21,9 +21,13 @@ inline constexpr int64_t kFewRows = 16;
 // bfloat16, at most 256 columns, and values that lie as the keys do (not latent attention).
 bool HasDeviceAttention(const at::Tensor& q, const at::Tensor& key_cache,
                         const at::Tensor& value_cache);
+// The same of queries and keys of these types and columns, whose values lie as the keys do.
+bool HasDeviceAttention(at::Device device, at::ScalarType type, at::ScalarType cache_type,
+                        int64_t head_dim);
 
 // CachedAttention of ops.h. The bits of a row in the kernel depend on its query, keys and values
-// alone. Its launches are three, whatever the sequences.
+// alone. Its launches are three, whatever the sequences. A plan that the sequences bring
+// (PagedSequences::kernel_plans) is taken as it is.
 at::Tensor DeviceCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const std::vector<int64_t>& offsets,
                                  const PagedSequences& sequences, const at::Tensor& key_cache,

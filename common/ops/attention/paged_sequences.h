@@ -44,6 +44,9 @@ struct PagedRows {
 // The rows that the kernel paged_attention takes (kernels/paged_plan.h).
 struct PagedKernelPlan {
   at::Tensor numbers;  // int32: the items, and behind them the rows with partial results
+  // [2] int32: how many of the items and of those rows there are, where the device alone knows;
+  // the numbers below are the most then. Undefined: all.
+  at::Tensor counts = {};
   int64_t items = 0, partial_rows = 0, partials = 0;
 };
 

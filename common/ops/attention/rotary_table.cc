@@ -30,15 +30,17 @@ void RotaryTable::Grow(int64_t length) {
   cos_ = std::move(device_cos);
 }
 
+std::pair<at::Tensor, at::Tensor> RotaryTable::Tables(int64_t end) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t have = cos_.defined() ? cos_.size(0) : 0;
+  if (end > have || have == 0) Grow(RotaryTableLength(have, end, longest_sequence_));
+  return {cos_, sin_};
+}
+
+void RotaryTable::Reserve(int64_t end) { Tables(end); }
+
 std::pair<at::Tensor, at::Tensor> RotaryTable::Rows(const at::Tensor& positions, int64_t end) {
-  at::Tensor cos, sin;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const int64_t have = cos_.defined() ? cos_.size(0) : 0;
-    if (end > have || have == 0) Grow(RotaryTableLength(have, end, longest_sequence_));
-    cos = cos_;
-    sin = sin_;
-  }
+  const auto [cos, sin] = Tables(end);
   return {SelectRows(cos, positions), SelectRows(sin, positions)};
 }
 

@@ -28,7 +28,12 @@ class RotaryTable {
   // device.
   std::pair<at::Tensor, at::Tensor> Rows(const at::Tensor& positions, int64_t end);
 
+  // Grows the table to the positions below `end`, so that Rows finds it where it is.
+  void Reserve(int64_t end);
+
  private:
+  // Returns {cos_, sin_} with the positions below `end`.
+  std::pair<at::Tensor, at::Tensor> Tables(int64_t end);
   void Grow(int64_t length);
 
   const std::vector<float> inverse_frequencies_;

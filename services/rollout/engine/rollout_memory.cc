@@ -19,9 +19,11 @@
 #include "common/model/loading/peft_files.h"
 #include "common/model/parameters/shard.h"
 #include "common/model/parameters/shard_numel.h"
+#include "common/model/passes/decode_shape.h"
 #include "common/model/passes/layer_cache.h"
 #include "common/model/vision/vision_activations.h"
 #include "common/ops/attention/gathered_keys.h"
+#include "services/rollout/engine/models/model_runner.h"
 
 namespace tandem::rollout {
 namespace {
@@ -256,6 +258,15 @@ int64_t RoundedInputBytes(const Lane& lane, const std::vector<ParameterSpec>& sp
   return widest * static_cast<int64_t>(ItemSizeBytes(lane.options.storage.activation_dtype));
 }
 
+// Returns the bytes of the numbers of a pass that is padded (decode_shape.h).
+int64_t DecodeBufferBytes(const Lane& lane) {
+  return DecodeLayout({.rows = kMaxDecodeRows, .wanted = kMaxDecodeRows},
+                      AttentionPlans(lane.family->CacheLayout(lane.config, /*shard_count=*/1),
+                                     lane.config.num_attention_heads),
+                      lane.longest_sequence(), kDrawNumbers)
+      .bytes;
+}
+
 absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, MemoryPlan& plan,
                      PassBytes& pass) {
   if (options.rank >= lane.ranks) return absl::OkStatus();
@@ -285,12 +296,18 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
   // Attention on a GPU copies the keys and values of a layer side by side where FlashAttention or
   // ATen takes them, those of one sequence at least, and of all sequences if they are few. The
   // kernel for the others has partial results.
-  int64_t widest = 0, partials = 0;
-  for (const LayerCache& layer : lane.family->CacheLayout(config, lane.ranks)) {
+  int64_t widest = 0;
+  const std::vector<LayerCache> layers = lane.family->CacheLayout(config, lane.ranks);
+  for (const LayerCache& layer : layers)
     widest = std::max(widest, 2 * layer.heads * layer.head_dim);
-    partials = std::max(partials, PartialBytes(layer, config.num_attention_heads / lane.ranks,
-                                               options.max_batched_tokens, tokens));
-  }
+  const auto partials_of = [&](int64_t rows) {
+    int64_t most = 0;
+    for (const LayerCache& layer : layers) {
+      most = std::max(most,
+                      PartialBytes(layer, config.num_attention_heads / lane.ranks, rows, tokens));
+    }
+    return most;
+  };
   const int64_t of_sequence = tokens * widest * item;
   const int64_t gathered = options.on_host
                                ? 0
@@ -299,10 +316,11 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
   const int64_t product_rows = std::max<int64_t>(options.product_rows, 1);
   const int64_t rows =
       (options.max_batched_tokens + product_rows - 1) / product_rows * product_rows;
-  const int64_t activations =
-      rows * (lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
-              RoundedInputBytes(lane, specs)) +
-      gathered + (options.on_host ? 0 : partials);
+  const int64_t row_activations =
+      lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
+      RoundedInputBytes(lane, specs);
+  const int64_t activations = rows * row_activations + gathered +
+                              (options.on_host ? 0 : partials_of(options.max_batched_tokens));
   pass.activations = std::max(pass.activations, activations);
   // The columns that all ranks bring are gathered and then put side by side. Where a device draws,
   // it has scaled logits, weights in two layouts, and what a cut sorts, beside them.
@@ -311,6 +329,16 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
   const int64_t logits =
       copies * (std::max(kLogitsBytes, row_bytes) + options.product_rows * row_bytes);
   pass.logits = std::max(pass.logits, logits);
+  if (!lane.options.enforce_eager) {
+    // What a captured pass of the most rows has beside that of other passes.
+    const int64_t padded = (kMaxDecodeRows + product_rows - 1) / product_rows * product_rows;
+    plan.items.push_back({.name = lane.name + "_graphs",
+                          .bytes = DecodeBufferBytes(lane) + padded * row_activations +
+                                   partials_of(kMaxDecodeRows) +
+                                   std::min(logits, copies * padded * row_bytes),
+                          .on_host = options.on_host,
+                          .device = device});
+  }
   pass.rotary_tables += RotaryTableBytes(config, tokens);
   if (config.vision.has_value()) {
     pass.images = std::max(pass.images, ImageBytes(config, lane.longest_sequence()));
@@ -434,7 +462,8 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
     return LaneMemoryOptions{.max_model_len = one.max_model_len,
                              .storage = StorageOf(one, options),
                              .lora = one.lora,
-                             .gpu_memory_utilization = one.gpu_memory_utilization};
+                             .gpu_memory_utilization = one.gpu_memory_utilization,
+                             .enforce_eager = one.enforce_eager};
   };
   const std::vector<int32_t>& junior_devices = options.layout.junior_gpu_devices;
   const bool has_own_device =

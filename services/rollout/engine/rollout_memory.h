@@ -2,6 +2,7 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_ROLLOUT_MEMORY_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_ROLLOUT_MEMORY_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -23,6 +24,11 @@ inline constexpr char kMemorySettings[] =
 
 // Bytes of logits that a lane computes at a time, if that is a row or more.
 inline constexpr int64_t kLogitsBytes = 64 << 20;
+
+// Returns the rows of `width` logits that a lane computes at a time.
+inline int64_t LogitsRows(int64_t width) {
+  return std::max<int64_t>(1, kLogitsBytes / (width * static_cast<int64_t>(sizeof(float))));
+}
 
 // Bytes of the rows of images that a lane keeps from one pass to the next.
 inline constexpr int64_t kImageRowBytes = 64 << 20;
@@ -48,6 +54,7 @@ struct LaneMemoryOptions {
   LoraOptions lora = {};
   // Fraction of the memory of the lane's GPU; see PlanCacheBlocks.
   std::optional<double> gpu_memory_utilization = std::nullopt;
+  bool enforce_eager = true;
 };
 
 struct RolloutMemoryOptions {
@@ -92,11 +99,12 @@ absl::StatusOr<CacheBlocks> PlanCacheBlocks(const ModelConfig& senior, const Mod
                                             const RolloutMemoryOptions& options);
 
 // Returns the items of one rank: weights and KV cache of the lanes that it holds, the tensors of an
-// update and the weights that are made of them, activations and logits of a pass, tables of
-// rotations. Caches and dense weights are exact; activations and tables are upper estimates, and so
-// are packed weights by the padding of single maps, which are stored in stacks. The cache is that
-// of PlanCacheBlocks. `junior` is nullptr without one. UNIMPLEMENTED for a model_type that no
-// family has; errors of PlanCacheBlocks.
+// update and the weights that are made of them, activations and logits of a pass, the buffers of
+// lanes with graphs and what captured passes keep, tables of rotations. Caches and dense weights
+// are exact; activations and tables are upper estimates, and so are packed weights by the padding
+// of single maps, which are stored in stacks. The cache is that of PlanCacheBlocks. `junior` is
+// nullptr without one. UNIMPLEMENTED for a model_type that no family has; errors of
+// PlanCacheBlocks.
 absl::StatusOr<MemoryPlan> RolloutMemory(const ModelConfig& senior, const ModelConfig* junior,
                                          const RolloutMemoryOptions& options);
 

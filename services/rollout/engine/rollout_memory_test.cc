@@ -11,7 +11,9 @@
 #include "common/base/errors/error.h"
 #include "common/kernels/paged_plan.h"
 #include "common/model/config/rope_config.h"
+#include "common/model/passes/decode_shape.h"
 #include "common/model/testing/models.h"
+#include "services/rollout/engine/models/model_runner.h"
 
 namespace tandem::rollout {
 namespace {
@@ -151,6 +153,29 @@ TEST(RolloutMemoryTest, EveryLaneKeepsTheTablesOfItsRotation) {
   options.layout.tensor_parallel_size = 2;
   options.rank = 1;  // holds the senior alone
   EXPECT_EQ(bytes(&junior), RotaryTableBytes(senior, 200));
+}
+
+TEST(RolloutMemoryTest, GraphsAreCountedWhereALaneHasThem) {
+  const ModelConfig config = TinyConfig();
+  RolloutMemoryOptions options = {
+      .senior = Lane(200), .junior = Lane(100), .max_num_seqs = 5, .max_batched_tokens = 64};
+  options.on_host = false;
+  auto eager = Items(RolloutMemory(config, &config, options).value());
+  EXPECT_FALSE(eager.contains("senior_graphs"));
+  options.senior.enforce_eager = false;
+  auto items = Items(RolloutMemory(config, &config, options).value());
+  EXPECT_FALSE(items.contains("junior_graphs"));
+  // The buffers of a pass of the most rows, and more than four times what 64 rows compute.
+  const int64_t buffers =
+      DecodeLayout({.rows = kMaxDecodeRows, .wanted = kMaxDecodeRows},
+                   AttentionPlans(TinyModel()->CacheLayout(), config.num_attention_heads),
+                   /*max_tokens=*/200, kDrawNumbers)
+          .bytes;
+  EXPECT_GT(
+      items["senior_graphs"],
+      buffers + 4 * 64 * FindFamily("llama").value()->InferenceActivations(config, 1, false) * 4);
+  items.erase("senior_graphs");
+  EXPECT_EQ(items, eager) << "the rest is as it was";
 }
 
 TEST(RolloutMemoryTest, KeysAndValuesHaveATypeOfTheirOwn) {

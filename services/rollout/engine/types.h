@@ -46,6 +46,7 @@ struct LaneOptions {
   // Fraction of its GPU's memory that the lane may take; nullopt: what is free.
   std::optional<double> gpu_memory_utilization = std::nullopt;
   DType activation_dtype = DType::kFloat32;  // that linear maps round their inputs to
+  bool enforce_eager = true;                 // without captured graphs (models/decode_graphs.h)
 };
 
 // From the resolved configuration (services/rollout/service/convert.h).

@@ -84,7 +84,8 @@ LaneOptions ToLaneOptions(const config::v1::LaneConfig& lane) {
           .gpu_memory_utilization = lane.has_gpu_memory_utilization()
                                         ? std::optional(lane.gpu_memory_utilization())
                                         : std::nullopt,
-          .activation_dtype = DTypeOf(lane.activation_dtype())};
+          .activation_dtype = DTypeOf(lane.activation_dtype()),
+          .enforce_eager = lane.enforce_eager()};
 }
 
 }  // namespace

@@ -31,11 +31,15 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 
-// A Hopper.
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor };
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr /*attribute*/,
-                                          int /*device*/) {
-  *value = 9;
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+// A small Hopper.
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrMultiProcessorCount };
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 2;
   return cudaSuccess;
 }
 

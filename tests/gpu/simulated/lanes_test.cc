@@ -10,6 +10,7 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "common/base/errors/error.h"
 #include "services/rollout/engine/engine.h"
 #include "services/rollout/engine/testing/engine_calls.h"
 #include "services/rollout/engine/testing/requests.h"
@@ -36,11 +37,13 @@ class GpuLanesTest : public testing::Test {
     WriteTinyModelAndTokenizer(folder_.path() + "/junior", 2);
   }
 
-  std::unique_ptr<Engine> Create(const std::string& device,
-                                 const std::vector<int32_t>& junior_devices = {}) {
+  EngineOptions Options(const std::string& device) {
     EngineOptions options = TinyOptions(folder_.path());
     options.compute.device = device;
-    options.layout.junior_gpu_devices = junior_devices;
+    return options;
+  }
+
+  static std::unique_ptr<Engine> Create(const EngineOptions& options) {
     auto engine = CreateEngine(options);
     EXPECT_TRUE(engine.ok()) << engine.status();
     return *std::move(engine);
@@ -82,12 +85,12 @@ class GpuLanesTest : public testing::Test {
 // With the emulated kernels and with ATen's operations. The simulation ends the process where the
 // streams of the lanes, the stream that loaded the models and the host are not ordered.
 TEST_F(GpuLanesTest, PassesOfBothModelsRunAtTheSameTime) {
-  const std::unique_ptr<Engine> cpu = Create("cpu");
+  const std::unique_ptr<Engine> cpu = Create(Options("cpu"));
   const std::vector<Trajectory> expected = Responses(*cpu);
   for (const bool with_kernels : {false, true}) {
     std::optional<simulated_gpu::WithKernels> kernels;
     if (with_kernels) kernels.emplace();
-    const std::unique_ptr<Engine> gpu = Create("cuda");
+    const std::unique_ptr<Engine> gpu = Create(Options("cuda"));
     const std::vector<Trajectory> actual = Responses(*gpu);
     // Again, with the tables that the first passes have made.
     const int64_t waits = TheCounts().synchronizations, beside = TheCounts().beside;
@@ -103,7 +106,7 @@ TEST_F(GpuLanesTest, PassesOfBothModelsRunAtTheSameTime) {
 // has is the senior's alone: the junior takes memory of its own device, and no more there than
 // both.
 TEST_F(GpuLanesTest, AJuniorOnADeviceOfItsOwnWritesTheSameTokens) {
-  const std::unique_ptr<Engine> cpu = Create("cpu");
+  const std::unique_ptr<Engine> cpu = Create(Options("cpu"));
   const std::vector<Trajectory> expected = Responses(*cpu);
   for (const bool with_kernels : {false, true}) {
     std::optional<simulated_gpu::WithKernels> kernels;
@@ -111,8 +114,9 @@ TEST_F(GpuLanesTest, AJuniorOnADeviceOfItsOwnWritesTheSameTokens) {
     int64_t taken[2][2];  // by whether the junior has its own device, by device
     for (const bool apart : {false, true}) {
       const int64_t before[2] = {TakenBytes(0), TakenBytes(1)};
-      const std::unique_ptr<Engine> gpu =
-          Create("cuda", apart ? std::vector<int32_t>{1} : std::vector<int32_t>{});
+      EngineOptions options = Options("cuda");
+      if (apart) options.layout.junior_gpu_devices = {1};
+      const std::unique_ptr<Engine> gpu = Create(options);
       for (const int device : {0, 1}) taken[apart][device] = TakenBytes(device) - before[device];
       ExpectSame(Responses(*gpu), expected);
     }
@@ -120,6 +124,45 @@ TEST_F(GpuLanesTest, AJuniorOnADeviceOfItsOwnWritesTheSameTokens) {
     EXPECT_GT(taken[true][1], 0);
     EXPECT_EQ(taken[true][0] + taken[true][1], taken[false][0]);
   }
+}
+
+// A graph of a lane is replayed while the other lane computes.
+TEST_F(GpuLanesTest, PassesOfBothModelsRunAsGraphs) {
+  const simulated_gpu::WithKernels kernels;
+  const std::vector<Trajectory> expected = Responses(*Create(Options("cuda")));
+  for (const bool both : {false, true}) {
+    EngineOptions options = Options("cuda");
+    options.senior.enforce_eager = false;
+    options.junior.enforce_eager = !both;
+    const std::unique_ptr<Engine> gpu = Create(options);
+    const int64_t before = TheCounts().replays;
+    Responses(*gpu);
+    const int64_t replays = TheCounts().replays, waits = TheCounts().synchronizations;
+    const int64_t beside = TheCounts().beside, passes = gpu->Stats().forward_passes_total;
+    EXPECT_GT(replays, before);
+    const std::vector<Trajectory> actual = Responses(*gpu);
+    EXPECT_GT(TheCounts().replays, replays);
+    EXPECT_EQ(TheCounts().synchronizations - waits, gpu->Stats().forward_passes_total - passes);
+    EXPECT_GT(TheCounts().beside, beside);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_EQ(actual[i].response_token_ids, expected[i].response_token_ids) << i;
+      EXPECT_EQ(actual[i].authorship_mask, expected[i].authorship_mask) << i;
+    }
+  }
+}
+
+TEST_F(GpuLanesTest, GraphsThatCannotBeAreRefusedByTheirField) {
+  const auto refused = [](const EngineOptions& options) {
+    const absl::Status status = CreateEngine(options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
+    return FieldPath(status);
+  };
+  EngineOptions options = Options("cuda");  // without kernels
+  options.junior.enforce_eager = false;
+  EXPECT_EQ(refused(options), "junior.enforce_eager");
+  options = Options("cpu");
+  options.senior.enforce_eager = false;
+  EXPECT_EQ(refused(options), "senior.enforce_eager");
 }
 
 }  // namespace

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <new>
 
+#include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/graph.h"
 #include "tests/gpu/simulated/stream.h"
 
 namespace tandem::simulated_gpu {
@@ -115,10 +117,13 @@ class Memory final : public c10::DeviceAllocator {
     std::memset(TheMappings().host + begin, kUnwritten, rounded);
     char* const address = TheMappings().device + begin;
     OnAllocated(address, rounded, CurrentStream(index));
+    AllocatedInCapture(address);
+    ++TheCounts().allocations;
     return {address, address, &Free, device};
   }
 
   void GiveBack(void* address) {
+    if (IsKeptByGraph(address)) return;
     OnFreed(address);
     const auto begin = static_cast<size_t>(static_cast<char*>(address) - TheMappings().device);
     const std::lock_guard lock(mutex_);
@@ -171,6 +176,7 @@ class Pinned final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
+    ++TheCounts().allocations;
     void* const address = ::operator new (bytes, std::align_val_t{kAlignment});
     const std::lock_guard lock(mutex_);
     bytes_[static_cast<char*>(address)] = bytes;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstring>
 #include <optional>
 #include <string_view>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/graph.h"
 #include "tests/gpu/simulated/host_bytes.h"
 #include "tests/gpu/simulated/memory.h"
 #include "tests/gpu/simulated/stream.h"
@@ -91,6 +93,13 @@ class Operands {
     }
   }
 
+  // Keeps what the operation is about to write, if it is captured.
+  void Keep() const {
+    for (const simulated_gpu::Use& use : uses_) {
+      if (use.writes) KeepForCapture(use.address);
+    }
+  }
+
   // Adds the operation to the current stream of its device.
   void Enqueue() const {
     ++TheCounts().launches;
@@ -109,6 +118,7 @@ class Operands {
         if (bytes.nbytes() > 0) std::memcpy(OnHost(memory.get()), bytes.data(), bytes.nbytes());
         storage->set_data_ptr_noswap(std::move(memory));
         storage->set_nbytes(bytes.nbytes());
+        copied_.emplace_back(cpu, OnCpu(gpu));
       }
       if (gpu.sizes() != cpu.sizes() || gpu.strides() != cpu.strides()) {
         to->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
@@ -119,6 +129,7 @@ class Operands {
   // Returns the tensor of the device for a result of the operation: the operand itself, a view of
   // its memory, or a new tensor.
   Tensor ToGpu(const Tensor& result) {
+    made_.emplace_back();
     if (!result.defined() || !device_.has_value()) return result;
     for (const auto& [gpu, cpu] : pairs_) {
       if (result.is_same(cpu)) return gpu;
@@ -134,6 +145,7 @@ class Operands {
     }
     const Tensor made = OnGpu(result, *device_);
     Use(made, /*writes=*/true);
+    made_.back() = OnCpu(made);
     return made;
   }
   IValue ToGpu(const IValue& result) {
@@ -146,10 +158,21 @@ class Operands {
 
   c10::Device device() const { return device_.value_or(c10::Device(at::kCUDA, CurrentDevice())); }
   bool is_view() const { return is_view_; }
+  // For each tensor of the results: the bytes of the new tensor that ToGpu made, on the CPU;
+  // undefined: none.
+  const std::vector<Tensor>& made() const { return made_; }
+  // Operands that got new memory: as the CPU has them, and the bytes of that memory.
+  const std::vector<std::pair<Tensor, Tensor>>& copied() const { return copied_; }
 
  private:
   void Use(const Tensor& x, bool writes) {
     if (x.defined() && x.is_cuda()) uses_.push_back({x.storage().data(), writes});
+  }
+
+  static Tensor CopyOfNumber(const Tensor& x) {
+    Tensor copy = x.clone();
+    copy.unsafeGetTensorImpl()->set_wrapped_number(x.unsafeGetTensorImpl()->is_wrapped_number());
+    return copy;
   }
 
   Tensor ToCpu(const Tensor& x) {
@@ -157,7 +180,7 @@ class Operands {
     if (x.is_cpu()) {
       TORCH_CHECK(x.dim() == 0, op_.schema().operator_name(), ": a tensor of shape ", x.sizes(),
                   " is on the CPU, others are on ", device());
-      return x;
+      return IsCapturing() ? CopyOfNumber(x) : x;
     }
     SetDevice(x.device());
     pairs_.emplace_back(x, OnCpu(x));
@@ -175,6 +198,8 @@ class Operands {
   std::vector<std::pair<Tensor, Tensor>> pairs_;  // of the device, and with its bytes on the CPU
   std::optional<c10::Device> device_;
   std::vector<simulated_gpu::Use> uses_;
+  std::vector<Tensor> made_;
+  std::vector<std::pair<Tensor, Tensor>> copied_;
   bool is_view_ = false;
 };
 
@@ -193,6 +218,29 @@ bool HasShapeOfValues(std::string_view name, at::ArrayRef<IValue> arguments) {
   return std::ranges::find(kNames, name) != kNames.end();
 }
 
+// Runs a captured operation again, and gives its results to the tensors of the capture.
+void Repeat(const c10::OperatorHandle& op, Stack stack, const std::vector<Tensor>& made,
+            const std::vector<std::pair<Tensor, Tensor>>& copied) {
+  op.redispatchBoxed(kCpu, &stack);
+  for (const auto& [cpu, to] : copied) {
+    std::memcpy(to.storage().mutable_data(), cpu.storage().data(), to.storage().nbytes());
+  }
+  auto to = made.begin();
+  const auto give = [&](const Tensor& result) {
+    if (to->defined()) {
+      TORCH_CHECK(result.sizes() == to->sizes() && result.strides() == to->strides(),
+                  op.schema().operator_name(), ": a replay has another shape");
+      std::memcpy(to->storage().mutable_data(), result.const_data_ptr(), to->storage().nbytes());
+    }
+    ++to;
+  };
+  for (const IValue& result : stack) {
+    if (result.isTensor()) give(result.toTensor());
+    if (!result.isTensorList()) continue;
+    for (const Tensor& x : result.toTensorVector()) give(x);
+  }
+}
+
 void RunOnCpu(const c10::OperatorHandle& op, Stack* stack) {
   const size_t num_arguments = op.schema().arguments().size();
   const size_t num_returns = op.schema().returns().size();
@@ -205,6 +253,11 @@ void RunOnCpu(const c10::OperatorHandle& op, Stack* stack) {
     operands.Use(argument, alias != nullptr && alias->isWrite());
     argument = operands.ToCpu(argument);
   }
+  operands.Keep();
+  Stack arguments;
+  if (IsCapturing()) {
+    arguments.assign(stack->end() - static_cast<std::ptrdiff_t>(num_arguments), stack->end());
+  }
   op.redispatchBoxed(kCpu, stack);
   operands.TakeShapes();
   for (size_t i = stack->size() - num_returns; i < stack->size(); ++i) {
@@ -212,7 +265,14 @@ void RunOnCpu(const c10::OperatorHandle& op, Stack* stack) {
     waits |= !result.isTensor() && !result.isTensorList();
     (*stack)[i] = operands.ToGpu(result);
   }
-  if (!operands.is_view()) operands.Enqueue();
+  if (!operands.is_view()) {
+    operands.Enqueue();
+    if (IsCapturing()) {
+      Record([op, arguments, made = operands.made(), copied = operands.copied()] {
+        Repeat(op, arguments, made, copied);
+      });
+    }
+  }
   if (waits) Synchronize(CurrentStream(operands.device().index()));
 }
 
@@ -238,10 +298,16 @@ Tensor& Copy(Tensor& to, const Tensor& from, bool non_blocking) {
     // Between devices libtorch copies on the one's stream, and orders it with the other's.
     if (reader != writer) WaitForEvent(reader, RecordEvent(writer));
     ++TheCounts().launches;
+    KeepForCapture(to.storage().data());
     Enqueue(reader, {{from.storage().data(), false}, {to.storage().data(), true}});
     if (reader != writer) WaitForEvent(writer, RecordEvent(reader));
-    OnCpu(to).copy_(OnCpu(from));
-  } else if (to.is_cuda()) {
+    const auto copy = [to = OnCpu(to), from = OnCpu(from)] { to.copy_(from); };
+    copy();
+    Record(copy);
+    return to;
+  }
+  RefuseInCapture("a copy between host and device");
+  if (to.is_cuda()) {
     Launch({}, {to});
     OnCpu(to).copy_(from);
     const int stream = CurrentStream(to.device().index());

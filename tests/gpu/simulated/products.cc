@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "tests/gpu/simulated/graph.h"
 #include "tests/gpu/simulated/host_bytes.h"
 #include "tests/gpu/simulated/stream.h"
 
@@ -41,14 +42,17 @@ Tensor GroupedMm(const Tensor& a_in, const Tensor& b_in, const std::optional<Ten
   const Tensor a = OnCpu(a_in), b = OnCpu(b_in), ends = OnCpu(*ends_in);
   Tensor y = at::empty({a.size(0), b.size(2)}, a_in.options());
   Launch({a_in, b_in, *ends_in}, {y});
-  int64_t begin = 0;
-  for (int64_t group = 0; group < b.size(0); ++group) {
-    const int64_t end = ends.const_data_ptr<int32_t>()[group];
-    OnCpu(y)
-        .narrow(0, begin, end - begin)
-        .copy_(at::mm(a.narrow(0, begin, end - begin).to(at::kFloat), b[group].to(at::kFloat)));
-    begin = end;
-  }
+  const auto multiply = [a, b, ends, result = OnCpu(y)] {
+    int64_t begin = 0;
+    for (int64_t group = 0; group < b.size(0); ++group) {
+      const int64_t end = ends.const_data_ptr<int32_t>()[group];
+      result.narrow(0, begin, end - begin)
+          .copy_(at::mm(a.narrow(0, begin, end - begin).to(at::kFloat), b[group].to(at::kFloat)));
+      begin = end;
+    }
+  };
+  multiply();
+  Record(multiply);
   return y;
 }
 

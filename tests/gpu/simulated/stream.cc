@@ -13,6 +13,7 @@
 #include <mutex>
 
 #include "tests/gpu/simulated/counts.h"
+#include "tests/gpu/simulated/graph.h"
 
 namespace tandem::simulated_gpu {
 namespace {
@@ -31,6 +32,7 @@ struct Stream {
 
 struct Allocation {
   size_t bytes = 0;
+  int64_t generation = 0;
   int stream = 0;
   int writer = 0;       // the stream that wrote last
   int64_t written = 0;  // the number of that operation
@@ -43,6 +45,7 @@ struct State {
   std::array<Stream, kStreams> streams;
   Progress host = {};  // what the host has waited for
   std::map<const char*, Allocation> allocations;
+  int64_t generations = 0;
 };
 
 // Leaked, as all that libtorch may call while the process ends.
@@ -143,10 +146,15 @@ void SetCurrentStream(int stream) {
 Event RecordEvent(int stream) {
   State& state = TheState();
   const std::lock_guard lock(state.mutex);
-  return {.stream = stream, .before = Before(state, stream)};
+  return {.stream = stream, .before = Before(state, stream), .graph = CapturedGraph()};
 }
 
 void WaitForEvent(int stream, const Event& event) {
+  if (event.graph != CapturedGraph()) {
+    std::fputs("simulated GPU: a wait for an event of a capture, or in one for one of none\n",
+               stderr);
+    std::abort();
+  }
   State& state = TheState();
   const std::lock_guard lock(state.mutex);
   Join(state.streams[stream].before, event.before);
@@ -159,6 +167,7 @@ bool IsDone(const Event& event) {
 }
 
 void Synchronize(const Event& event) {
+  RefuseInCapture("a wait of the host");
   ++TheCounts().synchronizations;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   State& state = TheState();
@@ -178,6 +187,8 @@ void Synchronize(const Event& event) {
 }
 
 void Enqueue(int stream, const std::vector<Use>& uses) {
+  UseInCapture(stream, uses);
+  if (IsCapturing()) return;
   State& state = TheState();
   const std::lock_guard lock(state.mutex);
   Before(state, stream);
@@ -198,7 +209,8 @@ void Launch(std::initializer_list<at::Tensor> reads, std::initializer_list<at::T
 void OnAllocated(const void* address, size_t bytes, int stream) {
   State& state = TheState();
   const std::lock_guard lock(state.mutex);
-  state.allocations[static_cast<const char*>(address)] = {.bytes = bytes, .stream = stream};
+  state.allocations[static_cast<const char*>(address)] = {
+      .bytes = bytes, .generation = ++state.generations, .stream = stream};
 }
 
 void OnRecorded(const void* address, int stream) {
@@ -221,6 +233,13 @@ void OnFreed(const void* address) {
     }
   }
   state.allocations.erase(found);
+}
+
+int64_t GenerationOf(const void* address) {
+  State& state = TheState();
+  const std::lock_guard lock(state.mutex);
+  const auto found = state.allocations.find(static_cast<const char*>(address));
+  return found == state.allocations.end() ? 0 : found->second.generation;
 }
 
 std::pair<const void*, size_t> AllocationOf(const void* address) {

@@ -45,6 +45,7 @@ using Progress = std::array<int64_t, kStreams>;
 struct Event {
   int stream = 0;
   Progress before = {};
+  const void* graph = nullptr;  // that was captured (graph.h); nullptr: none
 };
 
 // Returns an event behind all that the stream has to do.
@@ -72,6 +73,9 @@ void Launch(std::initializer_list<at::Tensor> reads, std::initializer_list<at::T
 void OnAllocated(const void* address, size_t bytes, int stream);
 void OnRecorded(const void* address, int stream);
 void OnFreed(const void* address);
+// Returns a number of the memory at an address that no other memory has, before or after; 0: there
+// is none.
+int64_t GenerationOf(const void* address);
 // Returns the memory that has an address: its begin and bytes.
 std::pair<const void*, size_t> AllocationOf(const void* address);
 

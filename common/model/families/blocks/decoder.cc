@@ -86,6 +86,11 @@ ModelPass Decoder::StartPass(const RaggedBatch& batch, AttentionContext& context
           .window_rotation = window_rotary_ == nullptr ? Rotation{} : rotation(*window_rotary_)};
 }
 
+void Decoder::ReservePositions(int64_t end) const {
+  rotary_->Reserve(end);
+  if (window_rotary_ != nullptr) window_rotary_->Reserve(end);
+}
+
 at::Tensor Decoder::RunBlock(int64_t block, const at::Tensor& hidden, const ModelPass& pass) const {
   if (block == 0) return Embed(pass);
   if (block == num_blocks() - 1) {

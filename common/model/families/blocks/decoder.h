@@ -46,6 +46,7 @@ class Decoder : public Backbone {
 
   ModelPass StartPass(const RaggedBatch& batch, AttentionContext& context,
                       const at::Tensor& rows) const override;
+  void ReservePositions(int64_t end) const override;
   int64_t num_blocks() const override { return config_.LastBlock() + 1; }
   at::Tensor RunBlock(int64_t block, const at::Tensor& hidden,
                       const ModelPass& pass) const override;

@@ -4,6 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -94,32 +95,39 @@ bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids) {
   return row.proposal.token == DraftProposal::kNone && row.distribution == nullptr;
 }
 
-void DeviceDraws::Draw(const at::Tensor& logits, std::span<const OutputRow> rows,
-                       std::span<absl::StatusOr<SampledToken>> results) {
+DrawKinds WriteDrawNumbers(std::span<const OutputRow> rows, int64_t width, int64_t padded,
+                           double* numbers) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  const int64_t count = logits.size(0), width = logits.size(1);
-  std::vector<double> temperatures, numbers, tokens, top_k, top_p, log_min_p;
-  bool has_greedy = false, has_given = false, has_cuts = false;
-  for (const OutputRow& row : rows) {
+  DrawKinds kinds;
+  for (int64_t i = 0; i < padded; ++i, ++numbers) {
+    const auto write = [&](const std::array<double, kDrawNumbers>& of_row) {
+      for (size_t k = 0; k < of_row.size(); ++k)
+        numbers[static_cast<int64_t>(k) * padded] = of_row[k];
+    };
+    if (i >= std::ssize(rows)) {
+      write({1, 0, OutputRow::kDraw, kInfinity, kInfinity, -kInfinity});
+      continue;
+    }
+    const OutputRow& row = rows[static_cast<size_t>(i)];
     const SamplingParams& sampling = *row.sampling;
     const bool draws = row.token == OutputRow::kDraw;
     const bool is_greedy = draws && sampling.temperature == 0;
     const bool cuts = draws && !is_greedy && Cuts(sampling, width);
-    has_greedy |= is_greedy;
-    has_given |= !draws;
-    has_cuts |= cuts;
-    temperatures.push_back(sampling.temperature == 0 ? 1.0 : sampling.temperature);
-    numbers.push_back(is_greedy ? kGreedy : row.u);
-    tokens.push_back(row.token);
-    top_k.push_back(cuts && sampling.top_k > 0 ? sampling.top_k : kInfinity);
-    top_p.push_back(cuts && sampling.top_p < 1 ? sampling.top_p : kInfinity);
-    log_min_p.push_back(cuts && sampling.min_p > 0 ? std::log(sampling.min_p) : -kInfinity);
+    kinds.has_greedy |= is_greedy;
+    kinds.has_given |= !draws;
+    kinds.has_cuts |= cuts;
+    write({sampling.temperature == 0 ? 1.0 : sampling.temperature, is_greedy ? kGreedy : row.u,
+           static_cast<double>(row.token),
+           cuts && sampling.top_k > 0 ? static_cast<double>(sampling.top_k) : kInfinity,
+           cuts && sampling.top_p < 1 ? sampling.top_p : kInfinity,
+           cuts && sampling.min_p > 0 ? std::log(sampling.min_p) : -kInfinity});
   }
-  std::vector<double> all;
-  for (const auto* values : {&temperatures, &numbers, &tokens, &top_k, &top_p, &log_min_p}) {
-    all.insert(all.end(), values->begin(), values->end());
-  }
-  const at::Tensor given = CopyToDevice(all, logits.device()).view({6, count, 1});
+  return kinds;
+}
+
+at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const DrawKinds& kinds) {
+  const int64_t width = logits.size(1);
+  const at::Tensor given = numbers.unsqueeze(2);  // [kDrawNumbers, N, 1]
   const at::Tensor scaled = logits.to(at::kFloat) * given[0].to(at::kFloat).reciprocal();
   const at::Tensor max = scaled.amax(1, /*keepdim=*/true), below = scaled - max;
   const int64_t blocks = (width + kBlock - 1) / kBlock;
@@ -127,40 +135,63 @@ void DeviceDraws::Draw(const at::Tensor& logits, std::span<const OutputRow> rows
   at::Tensor sums = SumBlocks(weights);
   const at::Tensor total = sums.sum(1, /*keepdim=*/true);
   at::Tensor kept = total;
-  if (has_cuts) {
+  if (kinds.has_cuts) {
     Cut(below, weights.narrow(1, 0, width),
         {.top_k = given[3], .top_p = given[4], .log_min_p = given[5]});
     sums = SumBlocks(weights);
     kept = sums.sum(1, /*keepdim=*/true);
   }
   at::Tensor token = Invert(weights, sums, given[1].clamp_min(0), kept);
-  if (has_greedy) token = at::where(given[1].eq(kGreedy), Largest(scaled, max), token);
-  if (has_given) token = at::where(given[2].ge(0), given[2].to(at::kLong), token);
+  if (kinds.has_greedy) token = at::where(given[1].eq(kGreedy), Largest(scaled, max), token);
+  if (kinds.has_given) token = at::where(given[2].ge(0), given[2].to(at::kLong), token);
   // A row with NaN or infinity has no token.
   const at::Tensor within = token.clamp(0, width - 1);
   const at::Tensor logprob = scaled.gather(1, within).to(at::kDouble) - max - total.log();
   const at::Tensor is_sound = max.isfinite().logical_and_(total.isfinite());
-  drawn_.push_back(at::cat(
-      {within.to(at::kDouble), logprob, (kept / total).log(), is_sound.to(at::kDouble)}, 1));
+  return at::cat({within.to(at::kDouble), logprob, (kept / total).log(), is_sound.to(at::kDouble)},
+                 1);
+}
+
+void DeviceDraws::Clear() {
+  drawn_.clear();
+  results_.clear();
+  was_sent_ = false;
+}
+
+void DeviceDraws::Draw(const at::Tensor& logits, std::span<const OutputRow> rows,
+                       std::span<absl::StatusOr<SampledToken>> results) {
+  const int64_t count = logits.size(0);
+  std::vector<double> numbers(static_cast<size_t>(kDrawNumbers * count));
+  const DrawKinds kinds = WriteDrawNumbers(rows, logits.size(1), count, numbers.data());
+  const at::Tensor on_device = CopyToDevice(numbers, logits.device()).view({kDrawNumbers, count});
+  Add(DrawTokens(logits, on_device, kinds), results);
+}
+
+void DeviceDraws::Add(const at::Tensor& drawn, std::span<absl::StatusOr<SampledToken>> results) {
+  drawn_.push_back(drawn);
   results_.push_back(results);
 }
 
 void DeviceDraws::Send() {
   if (drawn_.empty()) return;
-  const at::Tensor drawn = at::cat(drawn_);
+  const at::Tensor drawn = drawn_.size() == 1 ? drawn_.front() : at::cat(drawn_);
+  was_sent_ = true;
   if (drawn.is_cpu()) {
     on_host_ = drawn;
     return;
   }
-  on_host_ = at::empty(drawn.sizes(), at::dtype(at::kDouble).pinned_memory(true));
-  on_host_.copy_(drawn, /*non_blocking=*/true);
+  const int64_t rows = drawn.size(0);
+  if (!on_host_.defined() || on_host_.size(0) < rows) {
+    on_host_ = at::empty(drawn.sizes(), at::dtype(at::kDouble).pinned_memory(true));
+  }
+  on_host_.narrow(0, 0, rows).copy_(drawn, /*non_blocking=*/true);
   const at::Device device = drawn.device();
-  sent_.emplace(device.type());
+  if (!sent_.has_value()) sent_.emplace(device.type());
   sent_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 void DeviceDraws::Read() {
-  if (!on_host_.defined()) return;
+  if (!was_sent_) return;
   if (sent_.has_value()) sent_->synchronize();
   const double* values = on_host_.const_data_ptr<double>();
   for (const auto& results : results_) {

@@ -21,14 +21,36 @@ namespace tandem::rollout {
 // distribution. The log-prob of a token of the vocabulary can always be computed there.
 bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids);
 
+// What some of the rows need: a choice of the largest logit, the log-prob of a given token, or a
+// cut. A device computes it for all rows, or for none.
+struct DrawKinds {
+  bool has_greedy = false, has_given = false, has_cuts = false;
+};
+
+// Writes the numbers [kDrawNumbers][padded] of rows of logits of `width` columns; those behind the
+// rows draw from all columns. Returns what the rows need.
+DrawKinds WriteDrawNumbers(std::span<const OutputRow> rows, int64_t width, int64_t padded,
+                           double* numbers);
+
+// Returns the tokens that a device draws from logits [N, V] of any floating-point type, without a
+// wait: [N, 4] float64 of token, two log-probs, whether they are sound. `numbers` [kDrawNumbers, N]
+// float64 are on the device.
+at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const DrawKinds& kinds);
+
 // Tokens that a device draws, from some rows of logits after the other.
 class DeviceDraws {
  public:
+  // Forgets what was drawn, and keeps the memory for it.
+  void Clear();
+
   // Draws a token from each row of logits [N, V] on a device, of any floating-point type, without a
   // wait for the device. `results`, one for each row, outlives Read. Every row must satisfy
   // DrawsOnDevice.
   void Draw(const at::Tensor& logits, std::span<const OutputRow> rows,
             std::span<absl::StatusOr<SampledToken>> results);
+
+  // Takes what DrawTokens returned for rows that begin with those of `results`.
+  void Add(const at::Tensor& drawn, std::span<absl::StatusOr<SampledToken>> results);
 
   // Lets the device copy what it drew to the host, behind its work on the current stream, without a
   // wait. No row is drawn after it.
@@ -41,8 +63,9 @@ class DeviceDraws {
 
  private:
   std::vector<at::Tensor> drawn_;  // [N, 4] float64 each: token, two log-probs, whether it is sound
-  at::Tensor on_host_;             // all of them, in pinned memory; undefined if there is none
+  at::Tensor on_host_;             // all of them, in pinned memory of as many rows or more
   std::optional<c10::Event> sent_;
+  bool was_sent_ = false;
   std::vector<std::span<absl::StatusOr<SampledToken>>> results_;  // of the same rows
 };
 

@@ -31,6 +31,9 @@ struct OutputRow {
   std::vector<float>* distribution = nullptr;
 };
 
+// The numbers of an output row that a device reads beside its logits (device_sampler.h).
+inline constexpr int64_t kDrawNumbers = 6;
+
 // Returns what a row wants of its logits.
 inline absl::StatusOr<SampledToken> ReadRow(TandemSampler& sampler, std::span<const float> logits,
                                             const OutputRow& row) {

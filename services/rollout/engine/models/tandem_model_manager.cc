@@ -68,22 +68,32 @@ absl::StatusOr<std::unique_ptr<const speculator::Speculator>> LoadSpeculatorOf(
   return loaded;
 }
 
-TandemModelManager::Lane MakeLane(Author author, const LaneRanks& ranks,
-                                  std::shared_ptr<Model> model, const LaneBlocks& blocks,
-                                  DType cache_dtype, ranks::ServerRanks* server,
-                                  std::unique_ptr<const speculator::Speculator> speculator,
-                                  std::optional<c10::Stream> stream) {
+// Errors name the field of the lane.
+absl::StatusOr<TandemModelManager::Lane> MakeLane(
+    Author author, const LaneRanks& ranks, std::shared_ptr<Model> model, const LaneBlocks& blocks,
+    const LaneOptions& options, DType cache_dtype, ranks::ServerRanks* server,
+    std::unique_ptr<const speculator::Speculator> speculator, std::optional<c10::Stream> stream) {
   const bool adapts = author == Author::kSenior;
   TandemModelManager::Lane lane{.ranks = ranks,
                                 .shard = nullptr,
                                 .ranked = nullptr,
                                 .digest = adapts ? model->weights_digest() : model->base_digest()};
   if (!ranks.holds()) return lane;
+  std::optional<int64_t> graph_tokens;
+  if (!options.enforce_eager) {
+    absl::Status supported = DecodeGraphs::CheckSupported(*model, cache_dtype);
+    if (supported.ok() && speculator != nullptr) {
+      supported = absl::UnimplementedError(
+          "passes whose hidden states a speculator reads are not captured");
+    }
+    if (!supported.ok()) return PrependFieldPath("enforce_eager", supported);
+    graph_tokens = model->config().LongestSequence(options.max_model_len);
+  }
   lane.shard = std::make_unique<TorchRunner>(
       std::move(model), blocks.total(), cache_dtype, std::move(speculator),
       adapts ? TorchRunner::Adapters::kOn : TorchRunner::Adapters::kOff,
       // The ranks of a sharded lane compute a pass together, on the streams of their collectives.
-      ranks.sharded() ? std::nullopt : stream);
+      ranks.sharded() ? std::nullopt : stream, graph_tokens);
   if (ranks.sharded() && server->leads()) {
     lane.ranked = std::make_unique<RankedRunner>(author, server, lane.shard.get());
   }
@@ -168,13 +178,18 @@ absl::StatusOr<std::unique_ptr<TandemModelManager>> TandemModelManager::Load(
   if (junior_model != nullptr) {
     const bool shares = junior_model == senior->model;
     const auto own = shares ? stream : TorchRunner::NewStream(junior_model->device());
-    manager->junior_ = MakeLane(Author::kJunior, ranks.junior, std::move(junior_model),
-                                ranks.blocks.junior, StorageOf(options.junior, options).cache_dtype,
-                                server, /*speculator=*/nullptr, own);
+    absl::StatusOr<Lane> lane =
+        MakeLane(Author::kJunior, ranks.junior, std::move(junior_model), ranks.blocks.junior,
+                 options.junior, StorageOf(options.junior, options).cache_dtype, server,
+                 /*speculator=*/nullptr, own);
+    if (!lane.ok()) return PrependFieldPath("junior", lane.status());
+    manager->junior_ = *std::move(lane);
   }
-  manager->senior_ = MakeLane(Author::kSenior, ranks.senior, std::move(senior->model),
-                              ranks.blocks.senior, StorageOf(options.senior, options).cache_dtype,
-                              server, std::move(speculator), stream);
+  absl::StatusOr<Lane> lane = MakeLane(
+      Author::kSenior, ranks.senior, std::move(senior->model), ranks.blocks.senior, options.senior,
+      StorageOf(options.senior, options).cache_dtype, server, std::move(speculator), stream);
+  if (!lane.ok()) return PrependFieldPath("senior", lane.status());
+  manager->senior_ = *std::move(lane);
   return manager;
 }
 

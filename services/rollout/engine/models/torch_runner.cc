@@ -33,14 +33,20 @@ absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow
 
 TorchRunner::TorchRunner(std::shared_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
                          std::unique_ptr<const speculator::Speculator> speculator,
-                         Adapters adapters, std::optional<c10::Stream> stream)
+                         Adapters adapters, std::optional<c10::Stream> stream,
+                         std::optional<int64_t> graph_tokens)
     : model_(std::move(model)),
       adapters_(adapters),
       stream_(stream),
       cache_(model_->CacheLayout(), num_blocks, model_->device(), ToScalarType(cache_dtype),
              model_->config().RoutingLayout()),
       image_rows_(model_.get(), kImageRowBytes),
-      speculator_(std::move(speculator)) {}
+      speculator_(std::move(speculator)) {
+  if (!graph_tokens.has_value()) return;
+  TORCH_CHECK(stream_.has_value() && speculator_ == nullptr,
+              "graphs need a stream, and have no hidden states for a speculator");
+  graphs_.emplace(*model_, cache_, *graph_tokens);
+}
 
 std::optional<c10::Stream> TorchRunner::NewStream(at::Device device) {
   if (device.is_cpu()) return std::nullopt;
@@ -146,7 +152,7 @@ at::Tensor TorchRunner::OnHost(const at::Tensor& logits) {
 absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   if (results != nullptr) results->assign(pass.rows.size(), SampledToken());
   hidden_.reset();
-  draws_ = DeviceDraws();
+  draws_.Clear();
   const absl::Status computed = CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
     std::optional<c10::StreamGuard> on_stream;
@@ -156,6 +162,12 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
     ReadImageRows(pass.sequences);  // whose tensors outlive the pass
     const ops::PassMemoryScope scope(memory_);
     for (const BlockCopy& copy : pass.copies) cache_.CopyBlock(copy.from, copy.to);
+    if (graphs_.has_value() && results != nullptr && graphs_->Takes(pass)) {
+      TANDEM_ASSIGN_OR_RETURN(const at::Tensor drawn, graphs_->Run(pass));
+      draws_.Add(drawn, *results);
+      draws_.Send();
+      return absl::OkStatus();
+    }
     TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden,
                             model_->Decode(cache_, pass.sequences, image_rows_of_inputs_));
     const int64_t total = hidden.size(0);
@@ -163,8 +175,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
                 " output rows, and the pass has ", pass.rows.size());
     if (speculator_ != nullptr) hidden_ = hidden;
     const int64_t width = model_->num_token_ids();
-    const int64_t chunk =
-        std::max<int64_t>(1, kLogitsBytes / (width * static_cast<int64_t>(sizeof(float))));
+    const int64_t chunk = LogitsRows(width);
     for (int64_t begin = 0; begin < total; begin += chunk) {
       const int64_t count = std::min(chunk, total - begin);
       const at::Tensor rows_of_chunk = model_->ForwardLogits(ops::Narrow(hidden, 0, begin, count));
@@ -192,7 +203,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
   });
   if (!computed.ok() && stream_.has_value()) {
     // What the pass began must not meet what comes next.
-    draws_ = DeviceDraws();
+    draws_.Clear();
     c10::impl::VirtualGuardImpl(stream_->device_type()).synchronizeStream(*stream_);
   }
   return NameMemorySettings(computed, kMemorySettings);

@@ -21,6 +21,7 @@
 #include "common/speculator/speculator_update.h"
 #include "common/tensor/dtype.h"
 #include "services/rollout/engine/images/image_rows.h"
+#include "services/rollout/engine/models/decode_graphs.h"
 #include "services/rollout/engine/models/device_sampler.h"
 #include "services/rollout/engine/models/model_runner.h"
 
@@ -36,10 +37,13 @@ class TorchRunner : public ModelRunner {
   // is on the model's device, reads its hidden states and drafts its token ids.
   // Passes run on `stream`, behind what the default stream of its device had to do, and behind the
   // host; lanes that share a model share it. Without one they run on the default stream, and Start
-  // is Run.
+  // is Run. With `graph_tokens` passes of decoding of sequences of at most so many tokens run as
+  // graphs (decode_graphs.h), which needs a stream, no speculator, and
+  // DecodeGraphs::CheckSupported.
   TorchRunner(std::shared_ptr<Model> model, int64_t num_blocks, DType cache_dtype,
               std::unique_ptr<const speculator::Speculator> speculator = nullptr,
-              Adapters adapters = Adapters::kOn, std::optional<c10::Stream> stream = std::nullopt);
+              Adapters adapters = Adapters::kOn, std::optional<c10::Stream> stream = std::nullopt,
+              std::optional<int64_t> graph_tokens = std::nullopt);
   // Returns another stream of a GPU; none for a CPU.
   static std::optional<c10::Stream> NewStream(at::Device device);
 
@@ -64,7 +68,10 @@ class TorchRunner : public ModelRunner {
   // Exchanges the weights of the speculator, which there is, with new ones, between two passes.
   void SwapSpeculator(const speculator::PreparedSpeculator& next) { next.SwapWith(*speculator_); }
   // Tells that the model's weights were replaced, between two passes.
-  void OnNewWeights() { image_rows_.Forget(); }
+  void OnNewWeights() {
+    image_rows_.Forget();
+    if (graphs_.has_value()) graphs_->Forget();
+  }
   // Run on a rank whose logits another rank gathers.
   absl::Status Follow(std::span<const BlockCopy> copies, std::span<const DecodeInput> sequences);
 
@@ -83,6 +90,7 @@ class TorchRunner : public ModelRunner {
   std::optional<c10::Event> before_;  // behind the work of the default stream that a pass needs
   DeviceDraws draws_;                 // of the pass that was started last
   KvCache cache_;
+  std::optional<DecodeGraphs> graphs_;
   ImageRows image_rows_;
   const std::unique_ptr<const speculator::Speculator> speculator_;
   ops::PassMemory memory_;

@@ -1,0 +1,89 @@
+#include "common/tensor/aten/device_graph.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+
+#ifdef TANDEM_CUDA
+#include <ATen/cuda/CUDAGraph.h>
+#endif
+
+namespace tandem {
+namespace {
+
+#ifdef TANDEM_CUDA
+
+class CudaGraph : public DeviceGraph {
+ public:
+  explicit CudaGraph(CudaGraph* other) : other_(other) {}
+  ~CudaGraph() override {
+    if (!captures_) return;
+    try {
+      graph_.capture_end();
+    } catch (const c10::Error&) {  // an operation has broken the capture, and said so
+    }
+  }
+
+  void Begin() override {
+    // Other threads go on with their own streams.
+    graph_.capture_begin(other_ == nullptr ? at::cuda::graph_pool_handle() : other_->graph_.pool(),
+                         cudaStreamCaptureModeThreadLocal);
+    captures_ = true;
+  }
+  void End() override {
+    captures_ = false;
+    graph_.capture_end();
+  }
+  void Replay() override { graph_.replay(); }
+
+ private:
+  CudaGraph* const other_;
+  at::cuda::CUDAGraph graph_;
+  bool captures_ = false;
+};
+
+#else
+
+// Operators of a library of devices that is loaded beside the program: those of the simulated GPUs.
+template <typename Result>
+Result Call(const char* name, int64_t argument) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(name, "")
+      .template typed<Result(int64_t)>()
+      .call(argument);
+}
+
+class OperatorGraph : public DeviceGraph {
+ public:
+  explicit OperatorGraph(c10::Device device) : device_(device) {}
+  ~OperatorGraph() override {
+    if (graph_ != 0) Call<void>("tandem_graph::free", graph_);
+  }
+
+  void Begin() override { graph_ = Call<int64_t>("tandem_graph::begin", device_.index()); }
+  void End() override { Call<void>("tandem_graph::end", graph_); }
+  void Replay() override { Call<void>("tandem_graph::replay", graph_); }
+
+ private:
+  const c10::Device device_;
+  int64_t graph_ = 0;
+};
+
+#endif
+
+}  // namespace
+
+std::unique_ptr<DeviceGraph> DeviceGraph::Make(c10::Device device, DeviceGraph* other) {
+  if (!device.is_cuda()) return nullptr;
+#ifdef TANDEM_CUDA
+  return std::make_unique<CudaGraph>(static_cast<CudaGraph*>(other));
+#else
+  static_cast<void>(other);
+  if (!c10::Dispatcher::singleton().findSchema({"tandem_graph::begin", ""}).has_value()) {
+    return nullptr;
+  }
+  return std::make_unique<OperatorGraph>(device);
+#endif
+}
+
+}  // namespace tandem
