@@ -384,29 +384,37 @@ TEST_P(TrainerRanksTest, AdaptersLearnFromATeacherAsInOneProcess) {
   });
 }
 
+// With adapters, too, beside which the reference model may be the model without them.
 TEST_P(TrainerRanksTest, EveryObjectiveIsThatOfOneProcess) {
   const auto variants = Variants();
   expected_version_ = static_cast<int64_t>(variants.size()) + 1;
-  const auto change = [this](EngineOptions& options) {
-    options.reference_model = options.model;
-    options.junior_model = options.teacher_model = folder_ / "junior";
-  };
-  RunRanks(change, [&](Engine& engine, FakeCritic&) {
-    EngineOptions options = Options();
-    change(options);
-    const auto single = Make(options);
-    int64_t step = 0;
-    for (const auto& variant : variants) {
-      SCOPED_TRACE(absl::StrCat("variant ", step));
-      TrainStepRequest request = RequestOf(++step);
-      auto& batch = std::get<PolicyBatch>(request.batch);
-      RecordLogProbs(*single, batch);
-      variant(batch);
-      ExpectSameReport(Step(engine, request), Step(*single, request));
-    }
-    const TrainStepRequest supervised = SupervisedOf(++step);
-    ExpectSameReport(Step(engine, supervised), Step(*single, supervised));
-  });
+  for (const bool adapters : {false, true}) {
+    SCOPED_TRACE(adapters ? "adapters" : "whole");
+    const auto change = [&](EngineOptions& options) {
+      options.junior_model = options.teacher_model = folder_ / "junior";
+      if (adapters) {
+        options.lora = {.rank = 4, .alpha = 8, .target_modules = {kAllLinear}, .seed = 4};
+      } else {
+        options.reference_model = options.model;
+      }
+    };
+    RunRanks(change, [&](Engine& engine, FakeCritic&) {
+      EngineOptions options = Options();
+      change(options);
+      const auto single = Make(options);
+      int64_t step = 0;
+      for (const auto& variant : variants) {
+        SCOPED_TRACE(absl::StrCat("variant ", step));
+        TrainStepRequest request = RequestOf(++step);
+        auto& batch = std::get<PolicyBatch>(request.batch);
+        RecordLogProbs(*single, batch);
+        variant(batch);
+        ExpectSameReport(Step(engine, request), Step(*single, request));
+      }
+      const TrainStepRequest supervised = SupervisedOf(++step);
+      ExpectSameReport(Step(engine, supervised), Step(*single, supervised));
+    });
+  }
 }
 
 // Expects the steps of ranks whose micro-batches share prefixes to be those of one process whose

@@ -78,8 +78,9 @@ def test_the_page_has_the_defaults_that_the_server_fills_in(role: str, models: h
     }
     for given in ("strategy.name", "untie_embeddings"):  # set by this test
         wrong.pop(given, None)
-    if role == "rollout":  # has senior.dtype and junior.dtype instead, and refuses it
-        wrong.pop("compute.weight_dtype", None)
+    if role == "rollout":  # has those of senior and junior instead, and refuses these
+        for setting in ("compute.weight_dtype", "compute.activation_dtype"):
+            wrong.pop(setting, None)
     assert wrong == {}
     assert len(defaults.keys() & found.keys()) > 20
 
