@@ -140,13 +140,6 @@ MUTATIONS = [
         "",
         test="gpu_passes_test",
     ),
-    Mutation(
-        "graphs: blocks step over items without a barrier between them",
-        f"{KERNELS}/attention.cu",
-        "    __syncthreads();  // before the next unit's queries\n",
-        "",
-        **_EMULATED,
-    ),
 ]
 
 

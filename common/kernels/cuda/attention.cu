@@ -279,9 +279,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __shared__ Shared shared;
   const int items = a.counts == nullptr ? static_cast<int>(a.num_items) : a.counts[0];
   const int units = items * static_cast<int>(a.kv_heads) * HeadTiles(a);
+  // A unit reads shared memory before its last barrier alone, so the next one may write there.
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
     Attend(a, Tile<Number>(a, unit), shared);
-    __syncthreads();  // before the next unit's queries
   }
 }
 
