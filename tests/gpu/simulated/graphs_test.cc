@@ -218,10 +218,11 @@ TEST(GpuGraphsTest, TheHostDoesTheSameForAnyPassOfAKnownShape) {
   }
 }
 
-// The old weights stay where they are, or are freed, where a graph would find them.
+// The old weights stay where they are, or are freed, where a graph would find them. The new ones
+// come from the GPU: nothing but their stream, the default one, says when they are all there.
 TEST(GpuGraphsTest, APassAfterAnUpdateHasTheNewWeights) {
   const simulated_gpu::WithKernels kernels;
-  const auto model = TinyModel("llama", {}, {}, /*seed=*/9);
+  const auto model = TinyModel("llama", {}, {.placement = {.device = kGpu}}, /*seed=*/9);
   for (const bool keeps_old : {true, false}) {
     std::map<Passes, std::vector<std::vector<SampledToken>>> results;
     for (const Passes passes : {Passes::kEager, Passes::kGraphs}) {
