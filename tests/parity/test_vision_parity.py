@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_transformers_parity import (
     BFLOAT16_TOLERANCE,
     EVERY_CONFIGURATION,
+    FLOAT32,
     GRADIENT_TOLERANCE,
     TINY_TOLERANCE,
     Case,
@@ -273,7 +274,9 @@ def test_packed_images_have_the_bits_of_each_prompt_alone(
         requests[f"alone{i}"] = request_of([tokens[i]], [images[i]], tmp_path)
     outputs = probe_all(tmp_path, tmp_path / "model", requests)
     alone = torch.cat([outputs[f"alone{i}"]["logits"] for i in range(len(tokens))])
-    assert torch.equal(outputs["packed"]["logits"], alone)
+    if FLOAT32.exact:
+        assert torch.equal(outputs["packed"]["logits"], alone)
+    assert_close(outputs["packed"], {"logits": alone}, TINY_TOLERANCE)
 
 
 @EVERY_CASE
