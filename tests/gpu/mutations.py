@@ -10,6 +10,7 @@ some minutes, because it is built; its file is as before then, also after an int
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -179,6 +180,7 @@ def main() -> int:
     ]
     for mutation in chosen:  # before the first minute
         mutation.put((REPOSITORY / mutation.file).read_text())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # puts the file back, as Control-C does
     missed = 0
     for mutation in chosen:
         result = try_one(mutation, arguments.build)
