@@ -43,7 +43,7 @@ void AuthorSelector::OnToken(int32_t id) {
 }
 
 void AuthorSelector::OnEnvironmentToken() {
-  // What an environment says may have many tokens, and may come first.
+  // The text of an environment may have many tokens, and may come first.
   if (t_ > turn_begin_) ++turns_;
   ++t_;
   turn_begin_ = t_;

@@ -66,7 +66,7 @@ NamedTensors Merged(const Model& model) {
   return merged;
 }
 
-// How a model computes: by default, with ATen's operations as on a GPU, or with those in bfloat16.
+// The ways to compute: by default, with ATen's operations as on a GPU, or with those in bfloat16.
 struct Numerics {
   bool aten;
   at::ScalarType dtype;
@@ -224,7 +224,7 @@ TEST_P(LoraModelTest, AdaptersTrainBesidePackedWeights) {
       packed += parameter.packed != nullptr ? 1 : 0;
       if (!parameter.trainable || !parameter.value.grad().defined()) continue;
       const at::Tensor expected = dense->Parameter(parameter.spec.name).grad();
-      // Both in float32, added up in different orders.
+      // The sums are float32, in different orders.
       EXPECT_TRUE(at::allclose(parameter.value.grad(), expected, 1e-4,
                                2e-6 * expected.abs().max().item<double>() + 1e-9))
           << parameter.spec.name;

@@ -241,7 +241,7 @@ at::Tensor LinearOfFixedRows(const at::Tensor& x_in, const at::Tensor& weight,
 void SetProductRows(int64_t rows) {
   product_rows = rows;
   if (!at::Context::hasCuBLASLt()) return;
-  // Of cuBLAS's two libraries cuBLASLt alone can be told not to divide sums.
+  // cuBLAS itself cannot be told not to divide sums; cuBLASLt can.
   const bool divides_sums = rows == 0;
   at::globalContext().setBlasPreferredBackend(divides_sums ? at::BlasBackend::Default
                                                            : at::BlasBackend::Cublaslt);

@@ -29,7 +29,7 @@ absl::StatusOr<std::unique_ptr<Speculator>> LoadSpeculator(const std::string& di
 absl::StatusOr<std::unique_ptr<Speculator>> DeclareSpeculator(const std::string& directory,
                                                               const SpeculatorOptions& options);
 
-// What such a directory holds: tensors that share memory with the speculator, unless they are
+// The contents of such a directory: tensors that share memory with the speculator, unless they are
 // replaced, and the keys of config.json.
 struct SpeculatorFiles {
   NamedTensors tensors;

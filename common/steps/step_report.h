@@ -25,7 +25,7 @@ struct StepResult {
   StepReport report;
   bool replayed = false;    // the report is from the table of done steps
   bool not_finite = false;  // skipped in this call for a loss or gradient that is not finite
-  // Of a trainer: how long this call waited for the critic; 0 without one.
+  // The time that this call of a trainer waited for the critic; 0 without one.
   double critic_seconds = 0;
 };
 

@@ -3,11 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <future>
 #include <memory>
 #include <string>
 #include <thread>
+
+#include "absl/functional/function_ref.h"
 
 namespace tandem {
 namespace {
@@ -29,7 +32,9 @@ std::string Text(const WeightSpec& spec, const TensorBytes& bytes) {
   return {reinterpret_cast<const char*>(bytes.get()), static_cast<size_t>(spec.bytes())};
 }
 
-TEST(TensorStagerTest, TensorsComeWholeAndInOrderOnAnotherThread) {
+// Fails unless the tensors come whole and in order, on another thread, when `write` gives the
+// stager the bytes in chunks of any size.
+void ExpectTensors(absl::FunctionRef<void(TensorStager& stager, int chunk)> write) {
   const std::thread::id writer = std::this_thread::get_id();
   for (int chunk = 1; chunk <= kBytes; ++chunk) {
     std::vector<std::string> taken;
@@ -38,24 +43,23 @@ TEST(TensorStagerTest, TensorsComeWholeAndInOrderOnAnotherThread) {
       EXPECT_NE(std::this_thread::get_id(), writer);
       return absl::OkStatus();
     });
-    for (int i = 0; i < kBytes; i += chunk) Write(stager, i, std::min(i + chunk, kBytes));
+    write(stager, chunk);
     EXPECT_TRUE(stager.Finish({}).ok());
     EXPECT_THAT(taken, ElementsAre("aaaaaaaa", "bbbb", "cccccccc"));
   }
+}
+
+TEST(TensorStagerTest, TensorsComeWholeAndInOrderOnAnotherThread) {
+  ExpectTensors([](TensorStager& stager, int chunk) {
+    for (int i = 0; i < kBytes; i += chunk) Write(stager, i, std::min(i + chunk, kBytes));
+  });
 }
 
 TEST(TensorStagerTest, BytesOfAFileAreReadWhenTheirTensorIsTaken) {
   const auto file = std::make_shared<const FileDescriptor>(
       FileDescriptor::CreateUnnamed(testing::TempDir()).value());
   ASSERT_TRUE(file->WriteAll(kStream).ok());
-  const std::thread::id writer = std::this_thread::get_id();
-  for (int chunk = 1; chunk <= kBytes; ++chunk) {
-    std::vector<std::string> taken;
-    TensorStager stager(kTensors, [&](const WeightSpec& spec, TensorBytes bytes) {
-      taken.push_back(Text(spec, bytes));
-      EXPECT_NE(std::this_thread::get_id(), writer);
-      return absl::OkStatus();
-    });
+  ExpectTensors([&](TensorStager& stager, int chunk) {
     for (int i = 0, turn = 0; i < kBytes; i += chunk, ++turn) {
       const int end = std::min(i + chunk, kBytes);
       // A stream that is taken up again may bring the bytes the other way.
@@ -65,9 +69,7 @@ TEST(TensorStagerTest, BytesOfAFileAreReadWhenTheirTensorIsTaken) {
         stager.WriteFrom(file, i, end - i);
       }
     }
-    EXPECT_TRUE(stager.Finish({}).ok());
-    EXPECT_THAT(taken, ElementsAre("aaaaaaaa", "bbbb", "cccccccc"));
-  }
+  });
 }
 
 TEST(TensorStagerTest, AFileThatIsTooShortEndsTheUpdate) {

@@ -31,7 +31,7 @@ SHOWN = ("reward/mean", "tokens/response", "policy/grad_norm")
 
 @dataclass(frozen=True)
 class Saved:
-    """What a loop continues from, in the file state.json beside its checkpoints.
+    """The state that a loop continues from, in the file state.json beside its checkpoints.
 
     Attributes:
         run_id: of the loop, which its requests name.
@@ -111,7 +111,7 @@ def train_on_sessions(
                 )
                 saved = replace(saved, step=step, cursor=cursor, checkpoint=path)
                 saved.write(folder)
-                # What the checkpoint has learnt need not be kept.
+                # Sessions that the checkpoint has learnt from need not be kept.
                 sessions.drop(cursor)
         print(saved.checkpoint)
 

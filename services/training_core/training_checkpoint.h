@@ -77,8 +77,8 @@ class StartedSave {
 
 // Starts to save directory/name. With `copies` Finish may run on another thread, and with another
 // process group, while the model and the companion train on: all is copied there, and Finish must
-// return before they are used again. Without, nothing may
-// change until Finish returns, in which a rank holds one tensor of the model beside its shard.
+// return before they are used again. Without, nothing may change until Finish returns, in which a
+// rank holds one tensor of the model beside its shard.
 absl::StatusOr<StartedSave> StartSave(const ConfinedPath& directory, const std::string& name,
                                       int64_t keep, const SaveSource& source, TensorCopies* copies,
                                       const std::vector<std::string>& in_use = {});

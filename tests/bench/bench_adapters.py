@@ -39,7 +39,7 @@ def resident(pid: int) -> int:
 
 
 class Memory:
-    """What servers have resident, in bytes: once loaded, and the most right after a step."""
+    """The resident bytes of servers: once loaded, and the most right after a step."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = pids
@@ -76,7 +76,7 @@ def stepper(trainer: TrainerClient, samples: list[SupervisedSample]) -> Callable
     return step
 
 
-# How a trainer of adapters stores its frozen model.
+# The formats of a frozen model, as a trainer of adapters stores it.
 BASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},

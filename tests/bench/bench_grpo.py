@@ -32,8 +32,8 @@ from tandem.settings.cluster import ClusterSettings
 from transformers import AutoTokenizer
 
 PROMPT = "Write one sentence about the sea, the wind and an old lighthouse keeper."
-# Of the senior alone, in its better type, by TRL's better type; and by TRL in float32 where tandem
-# computes in bfloat16.
+# The bars for the senior alone: in its better type by TRL's better type, and in bfloat16 by TRL in
+# float32.
 _BAR_BETTER, _BAR_FLOAT32 = 2.5, 5.0
 _STRATEGIES: dict[str, dict[str, Any]] = {
     "off": {"enabled": False},
@@ -154,7 +154,7 @@ def main() -> None:
         comparison = Comparison(peer="TRL float32", unit="response tokens", pids=pids)
         print(
             f"GRPO step: 1 x {options.samples} samples x {options.tokens} tokens; "
-            "off: the senior alone, word: p = 0.5"
+            "off: only the senior, word: p = 0.5"
         )
         comparison.take_turns(sides, options.rounds)
     comparison.report()

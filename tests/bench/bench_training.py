@@ -18,7 +18,7 @@ import torch
 from learning import Peer, compare
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-# Of trained tokens and of values, by the same type of `transformers`.
+# The bars for trained tokens and for values, by the same type of `transformers`.
 _BARS = {"float32": (1.15, 1.3), "bfloat16": (1.3, 1.3)}
 
 

@@ -64,7 +64,7 @@ def main() -> None:
 
     dtype, autocast = TYPES[options.type]
     steps = 1000  # more than are asked for
-    # What TRL prints must not stand among the answers.
+    # TRL prints, and that must not stand among the answers.
     with contextlib.redirect_stdout(sys.stderr):
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype),

@@ -96,7 +96,7 @@ def test_the_memory_is_the_plan_of_the_servers(services, models):
         assert services[name]["mem_limit"] == f"{memory.request(planned)}g"
     planned = ranks * memory.plan("trainer", settings("trainer"), ranks, models)
     assert services[TRAINER]["mem_limit"] == f"{memory.request(planned)}g"
-    # What NCCL takes of /dev/shm counts to that memory.
+    # The part of /dev/shm that NCCL takes counts to that memory.
     shm = int(services[TRAINER]["shm_size"].removesuffix("g"))
     assert shm == int(example_values("gpu-node")["ranks"]["shmSize"].removesuffix("Gi"))
 

@@ -1,4 +1,4 @@
-"""What this device can do at most: ceilings.py DEVICE ROWS.jsonl
+"""The highest rates of this device: ceilings.py DEVICE ROWS.jsonl
 
 Rows: `copy` in bytes/s, read and written; `bfloat16` and `float32` products in operations/s.
 """

@@ -1,4 +1,4 @@
-"""What nvcc says of the project's GPU kernels, as the table of docs/operations/cuda.md.
+"""The registers and memory of the project's GPU kernels, as the table of docs/operations/cuda.md.
 
     python tests/gpu/kernel_resources.py [--update]     prints the table, or writes it to the page
 

@@ -1,4 +1,4 @@
-"""How many bytes and operations a decoder of the check's shapes takes, for shares of a peak."""
+"""The bytes and operations of a decoder of the check's shapes, for shares of a peak."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def matrices(config: Mapping[str, Any]) -> int:
 
 
 def parameters(config: Mapping[str, Any]) -> int:
-    """Returns the number of parameters of a Qwen2 model whose head is its embedding."""
+    """Returns the number of parameters of a Qwen2 model with tied embeddings."""
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
     vectors = config["num_hidden_layers"] * (2 * hidden + heads * _head_dim(config)) + hidden
@@ -44,7 +44,7 @@ def decode_bytes(config: Mapping[str, Any], number: int, sequences: int, keys: f
 
 
 def prefill_operations(config: Mapping[str, Any], sequences: int, tokens: int) -> float:
-    """Returns the operations of prompts: of the head for the last token alone."""
+    """Returns the operations of prompts, with one token of each at the head: its last one."""
     head = config["vocab_size"] * config["hidden_size"]
     layers = 2 * (matrices(config) - head) + _scores(config, tokens / 2)
     return sequences * (tokens * layers + 2 * head)

@@ -521,21 +521,39 @@ def test_outputs_and_gradients_are_those_of_transformers(
     case: Case, tmp_path: pathlib.Path, subtests: pytest.Subtests
 ) -> None:
     for head in ("lm", "value"):
-        folder = tmp_path / head
-        model = build(case, head)
-        model.save_pretrained(folder / "model")
-        tokens = sequences(model.config.vocab_size)
-        expected = reference(model, tokens, head)
-        loss = reference_loss(expected, tokens, head)
-        loss.backward()
+        one = Reference(case, head, tmp_path / head)
         for numerics in CONFIGURATIONS:
-            if numerics.bfloat16 and chooses_experts(model):
+            if numerics.bfloat16 and chooses_experts(one.model):
                 continue  # rounding decides which experts a token takes
             with subtests.test(head=head, numerics=numerics):
-                outputs = probe_three_ways(folder, {"sequences": tokens, "head": head}, numerics)
-                assert_outputs_close(outputs, expected, loss.item(), numerics)
-                values = expected["values"].detach() if head == "value" else None
-                assert_gradients_close(outputs["trained"], model, numerics, values)
+                one.assert_close(one.probe(numerics), numerics)
+
+
+class Reference:
+    """A tiny model of `transformers` with its outputs and gradients of some sequences."""
+
+    def __init__(self, case: Case, head: str, folder: pathlib.Path) -> None:
+        """Saves the model in `folder`."""
+        self.model = build(case, head)
+        self._head = head
+        self._folder = folder
+        self.model.save_pretrained(folder / "model")
+        self._tokens = sequences(self.model.config.vocab_size)
+        self._expected = reference(self.model, self._tokens, head)
+        loss = reference_loss(self._expected, self._tokens, head)
+        loss.backward()
+        self._loss = loss.item()
+
+    def probe(self, numerics: Numerics) -> dict[str, dict]:
+        """Returns the outputs of our model in three ways."""
+        request = {"sequences": self._tokens, "head": self._head}
+        return probe_three_ways(self._folder, request, numerics)
+
+    def assert_close(self, outputs: dict[str, dict], numerics: Numerics) -> None:
+        """Fails unless outputs and gradients are those of `transformers`."""
+        assert_outputs_close(outputs, self._expected, self._loss, numerics)
+        values = self._expected["values"].detach() if self._head == "value" else None
+        assert_gradients_close(outputs["trained"], self.model, numerics, values)
 
 
 def assert_outputs_close(
@@ -569,21 +587,13 @@ def test_linear_maps_of_rounded_inputs_stay_close_to_transformers(
     rounding = dataclasses.replace(FLOAT32, device="cpu", kernels="auto", dtype="bfloat16-inputs")
     in_bfloat16 = dataclasses.replace(FLOAT32, dtype="bfloat16")
     for head in ("lm", "value"):
-        folder = tmp_path / head
-        model = build(case, head)
-        model.save_pretrained(folder / "model")
-        tokens = sequences(model.config.vocab_size)
-        expected = reference(model, tokens, head)
-        loss = reference_loss(expected, tokens, head)
-        loss.backward()
+        one = Reference(case, head, tmp_path / head)
         with subtests.test(head=head):
-            outputs = probe_three_ways(folder, {"sequences": tokens, "head": head}, rounding)
-            assert_outputs_close(outputs, expected, loss.item(), in_bfloat16)
+            outputs = one.probe(rounding)
             for name, tensor in outputs["inferred"].items():
                 assert torch.equal(outputs["trained"][name], tensor), name
                 assert torch.equal(outputs["cached"][name], tensor), name
-            values = expected["values"].detach() if head == "value" else None
-            assert_gradients_close(outputs["trained"], model, in_bfloat16, values)
+            one.assert_close(outputs, in_bfloat16)
 
 
 @pytest.mark.parametrize("case", cases("llama", "qwen3-tied-bias"), ids=lambda case: case.name)

@@ -122,7 +122,7 @@ def test_turns_with_what_is_between_them_are_the_whole_rendering(name, tmp_path)
     for place in (1, 3):
         before = codec.rendered(messages[:place], kwargs, prompt=True)
         turn = codec.rendered(messages[: place + 1], kwargs, prompt=False).removeprefix(before)
-        # What a model writes, up to the token that ends its turn.
+        # The text of a model, up to the token that ends its turn.
         ids += codec.encode(turn[: turn.rindex(end) + len(end)], special=False)
         call = ToolCall("look", {"x": place}, messages[place]["tool_calls"][0]["id"])
         ids += turns.between([(call, messages[place + 1]["content"])])

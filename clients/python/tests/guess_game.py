@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from commands import tandem
-from talking import called
+from commands import lines, records, tandem
+from talking import called, let_write
 
 from tandem.rpc.author_schedule import TOKEN, uniform
 
@@ -89,3 +90,45 @@ def guessing(seed: int, index: int, before: str) -> str:
 def train(run_file: Path, *arguments: str, check: int = 0) -> Any:
     """Trains; `check` is the exit code."""
     return tandem("train", run_file, *arguments, check=check)
+
+
+def resume(run_file: Path, *arguments: str) -> None:
+    """Trains the second step from the record of its episodes, if there is one."""
+    train(run_file, "steps=2", "--resume", "checkpoint.at_end=false", *arguments)
+
+
+def crash_in_the_second_step(run_file: Path, *arguments: str) -> Path:
+    """Trains two steps, of which only the first one is saved; returns the run's directory."""
+    train(run_file, "steps=1", *arguments)
+    run = run_file.parent / "run"
+    state = (run / "state.json").read_bytes()
+    resume(run_file, *arguments)
+    (run / "state.json").write_bytes(state)
+    return run
+
+
+def train_in_trouble(
+    world: Any, codec: Any, run_file: Path, troubles: Mapping[int, str], *arguments: str
+) -> dict[str, Any]:
+    """Trains a step of 64 episodes, one for each prompt, of which some have trouble.
+
+    Exactly these have no reward. Returns the step's metrics, with the number of trained samples
+    as "trained".
+
+    Args:
+        troubles: the trouble in the row of a prompt, by its number.
+    """
+    folder = run_file.parent
+    rows = [{"prompt": str(i), "answer": 1, "trouble": troubles.get(i, "")} for i in range(64)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    let_write(world, codec, guessing)
+    trained: list[Any] = []
+    world.on_samples = trained.extend
+    batch = ("batch.prompts_per_step=64", "batch.samples_per_prompt=1")
+    train(run_file, "steps=1", *batch, *arguments)
+    drawn = records(folder / "run", 1)
+    lost = {one["row"]["trouble"] for one in drawn if one["reward"] is None}
+    assert lost == set(troubles.values())
+    assert all(one["reward"] > 0 for one in drawn if not one["row"]["trouble"])
+    [line] = lines(folder / "run" / "metrics.jsonl")
+    return line | {"trained": len(trained)}

@@ -29,7 +29,7 @@ uint16_t Narrow(float value) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(rounded) >> 16);
 }
 
-// What the tests multiply.
+// The numbers that the tests multiply.
 enum class Values {
   kNormal,     // around 1
   kSubnormal,  // whose products, and some of which, are around 2^-126

@@ -481,8 +481,28 @@ TEST(FusedOutputLossTest, LargeLogitsStayFinite) {
   for (double entropy : statistics.entropies) EXPECT_TRUE(std::isfinite(entropy));
 }
 
-// Compares bf16 weights or hidden states with the same numbers in float64. The tolerance covers
-// rounding the gradients of the logits and of the hidden states to bf16.
+// Compares a loss of bf16 weights or hidden states with that of the same numbers in float64. The
+// tolerance covers rounding the gradients of the logits and of the hidden states to bf16.
+void ExpectRoundedLoss(const Problem& p, LinearCrossEntropyLoss& loss, const at::Tensor& hidden,
+                       LossMode mode, const at::Tensor& logprobs, const Gradients& expected) {
+  const RowLogProbs statistics = loss.LogProbs(hidden, p.rows).value();
+  EXPECT_LT(MaxDifference(Vector(statistics.logprobs), logprobs), 1e-5);
+  PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, p.tokens).value();
+  OutputGradients gradients = {.hidden = at::zeros_like(hidden),
+                               .weight = at::zeros({kVocabulary, kHidden})};
+  ASSERT_TRUE(loss.ForwardBackward(
+                      hidden, p.rows,
+                      [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
+                      gradients, mode)
+                  .ok());
+  EXPECT_NEAR(evaluator.Metrics().loss_total, expected.loss, 1e-5);
+  const auto close = [](const at::Tensor& actual, const at::Tensor& wanted) {
+    return MaxDifference(actual, wanted) / wanted.abs().max().item<double>();
+  };
+  EXPECT_LT(close(gradients.hidden, expected.hidden), 1e-2);
+  EXPECT_LT(close(gradients.weight, expected.weight), 1e-2);
+}
+
 TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
   Problem p;
   p.soft_cap = 4.0;
@@ -495,22 +515,7 @@ TEST(FusedOutputLossTest, HiddenStatesAndWeightMayBeBfloat16) {
     auto loss =
         LinearCrossEntropyLoss::Create(p.weight.to(weight_type), {.soft_cap = p.soft_cap}).value();
     const at::Tensor hidden = p.hidden.to(at::kBFloat16);
-    const RowLogProbs statistics = loss->LogProbs(hidden, p.rows).value();
-    EXPECT_LT(MaxDifference(Vector(statistics.logprobs), logprobs), 1e-5);
-    PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, p.tokens).value();
-    OutputGradients gradients = {.hidden = at::zeros_like(hidden),
-                                 .weight = at::zeros({kVocabulary, kHidden})};
-    ASSERT_TRUE(loss->ForwardBackward(
-                        hidden, p.rows,
-                        [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
-                        gradients)
-                    .ok());
-    EXPECT_NEAR(evaluator.Metrics().loss_total, expected.loss, 1e-5);
-    const auto close = [](const at::Tensor& actual, const at::Tensor& wanted) {
-      return MaxDifference(actual, wanted) / wanted.abs().max().item<double>();
-    };
-    EXPECT_LT(close(gradients.hidden, expected.hidden), 1e-2);
-    EXPECT_LT(close(gradients.weight, expected.weight), 1e-2);
+    ExpectRoundedLoss(p, *loss, hidden, LossMode::kAuto, logprobs, expected);
   }
 }
 
@@ -526,22 +531,7 @@ TEST(FusedOutputLossTest, ABfloat16HeadRoundsFloat32HiddenStates) {
   const Gradients expected = Fused(p, {}, {}, at::kDouble);
   for (const LossMode mode : {LossMode::kGradientInForward, LossMode::kRecompute}) {
     auto loss = LinearCrossEntropyLoss::Create(weight).value();
-    EXPECT_LT(MaxDifference(Vector(loss->LogProbs(hidden, p.rows)->logprobs), logprobs), 1e-5);
-    PolicyLossEvaluator evaluator = PolicyLossEvaluator::Create({}, p.tokens).value();
-    OutputGradients gradients = {.hidden = at::zeros_like(hidden),
-                                 .weight = at::zeros({kVocabulary, kHidden})};
-    ASSERT_TRUE(loss->ForwardBackward(
-                        hidden, p.rows,
-                        [&](auto... arguments) { return evaluator.Evaluate(arguments...); },
-                        gradients, mode)
-                    .ok());
-    EXPECT_NEAR(evaluator.Metrics().loss_total, expected.loss, 1e-5);
-    const auto close = [](const at::Tensor& actual, const at::Tensor& wanted) {
-      return MaxDifference(actual, wanted) / wanted.abs().max().item<double>();
-    };
-    // The gradients of the logits are rounded to bf16.
-    EXPECT_LT(close(gradients.hidden, expected.hidden), 1e-2);
-    EXPECT_LT(close(gradients.weight, expected.weight), 1e-2);
+    ExpectRoundedLoss(p, *loss, hidden, mode, logprobs, expected);
   }
 }
 

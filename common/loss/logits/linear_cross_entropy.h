@@ -65,7 +65,7 @@ struct LinearCrossEntropyOptions {
   VocabularyShard vocabulary = {};
   // The layer's logits x are soft_cap tanh(x / soft_cap); positive.
   std::optional<double> soft_cap = std::nullopt;
-  // Where the logits are; nullptr: in memory of the loss alone.
+  // The memory of the logits; nullptr: the loss has its own.
   std::shared_ptr<LogitsBuffer> buffer = nullptr;
 };
 

@@ -37,10 +37,10 @@ struct AttentionPlan {
   int64_t item_numbers = 0;  // of its partial results
 };
 
-// Where the bytes of a pass have its numbers: those of 8 bytes, then those of 4.
+// The places of a pass's numbers in its bytes: those of 8 bytes, then those of 4.
 struct DecodeLayout {
-  // Of a pass of a shape, whose sequences have at most `max_tokens`; with `extra` numbers beside
-  // each wanted row.
+  // The layout for a shape and sequences of at most `max_tokens`, with `extra` numbers beside each
+  // wanted row.
   DecodeLayout(const DecodeShape& shape, const std::vector<AttentionPlan>& plans,
                int64_t max_tokens, int64_t extra);
 

@@ -24,7 +24,7 @@ void RotaryTable::Grow(int64_t length) {
       *sin_row++ = static_cast<float>(std::sin(static_cast<double>(angle)) * scaling_);
     }
   }
-  // Both or none: a device may have no memory for the second.
+  // The tables change together: a device may have no memory for the second.
   at::Tensor device_cos = CopyToDevice(cos, device_);
   sin_ = CopyToDevice(sin, device_);
   cos_ = std::move(device_cos);

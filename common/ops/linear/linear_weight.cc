@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "common/kernels/cpu/cpu_kernels.h"
@@ -12,6 +11,7 @@
 #include "common/ops/ops.h"
 #include "common/ops/products/bfloat16_rounding.h"
 #include "common/ops/products/matrix_product.h"
+#include "common/ops/products/parallel_linear.h"
 #include "common/ops/shards/rank_sum.h"
 #include "common/ops/shards/token_shards.h"
 
@@ -78,7 +78,7 @@ void LinearWeight::CheckFresh() const {
 }
 
 const at::Tensor& LinearWeight::compute_weight() const {
-  TORCH_CHECK(packed_ == nullptr, "the weight is packed: there is no matrix in its place");
+  TORCH_CHECK(packed_ == nullptr, "the weight is packed, so it has no dense matrix");
   CheckFresh();
   return compute_weight_;
 }
@@ -101,17 +101,19 @@ void LinearWeight::MultiplyTile(const LinearTile& tile, const at::Tensor& input,
     const auto data = [](const at::Tensor& of) {
       return static_cast<const Number*>(of.const_data_ptr());
     };
-    kernel({.x = data(input) + tile.row_begin * input.stride(0),
-            .x_stride = input.stride(0),
-            .w = data(compute_weight()),
-            .bias = nullptr,
-            .y = y.mutable_data_ptr<float>() + tile.row_begin * out(),
-            .y_stride = out(),
-            .rows = tile.row_end - tile.row_begin,
-            .in = compute_weight_.stride(0),  // with the padding of bf16
-            .out_begin = tile.panel_begin * kernels::kPanelOuts,
-            .out_end = std::min(tile.panel_end * kernels::kPanelOuts, out()),
-            .accumulate = false});
+    const kernels::LinearArgs<Number> whole = {
+        .x = data(input),
+        .x_stride = input.stride(0),
+        .w = data(compute_weight()),
+        .bias = nullptr,
+        .y = y.mutable_data_ptr<float>(),
+        .y_stride = out(),
+        .rows = input.size(0),
+        .in = compute_weight_.stride(0),  // with the padding of bf16
+        .out_begin = 0,
+        .out_end = out(),
+        .accumulate = false};
+    kernel(TileOf(whole, tile));
   };
   const kernels::CpuKernels& cpu = kernels::GetCpuKernels();
   if (rounds_inputs_) return multiply(cpu.bfloat16_linear);

@@ -17,7 +17,7 @@ at::TensorOptions MatrixRows::options() const {
 }
 
 const at::Tensor& MatrixRows::dense() const {
-  TORCH_CHECK(packed_ == nullptr, "the weight is packed: there is no matrix in its place");
+  TORCH_CHECK(packed_ == nullptr, "the weight is packed, so it has no dense matrix");
   return dense_;
 }
 

@@ -105,20 +105,12 @@ kernels::PackedLinearArgs<Number> PackedWeight::Whole(const at::Tensor& x, const
 
 void PackedWeight::MultiplyTile(const LinearTile& tile, const at::Tensor& x,
                                 const at::Tensor& y) const {
-  const auto multiply = [&](auto args, auto* kernel) {
-    args.x += tile.row_begin * args.x_stride;
-    args.y += tile.row_begin * args.y_stride;
-    args.rows = tile.row_end - tile.row_begin;
-    args.panel_begin = tile.panel_begin;
-    args.panel_end = tile.panel_end;
-    kernel(args);
-  };
   const kernels::CpuKernels& cpu = kernels::GetCpuKernels();
   if (x.scalar_type() == at::kBFloat16) {
-    return multiply(Whole<uint16_t>(x, {}, out(), y, /*accumulate=*/false),
-                    cpu.bfloat16_packed_linear);
+    return cpu.bfloat16_packed_linear(
+        TileOf(Whole<uint16_t>(x, {}, out(), y, /*accumulate=*/false), tile));
   }
-  multiply(Whole<float>(x, {}, out(), y, /*accumulate=*/false), cpu.packed_linear);
+  cpu.packed_linear(TileOf(Whole<float>(x, {}, out(), y, /*accumulate=*/false), tile));
 }
 
 void PackedWeight::LinearInto(const at::Tensor& y, const at::Tensor& x, int64_t first,

@@ -74,32 +74,46 @@ void ParallelLinear(int64_t rows, int64_t in, int64_t out, const Function& multi
                  });
 }
 
+// Returns the arguments of a whole map for the rows of a tile.
+template <typename Args>
+Args RowsOfTile(const Args& whole, const LinearTile& tile) {
+  Args args = whole;
+  args.x += tile.row_begin * whole.x_stride;
+  args.y += tile.row_begin * whole.y_stride;
+  args.rows = tile.row_end - tile.row_begin;
+  return args;
+}
+
+// Returns the arguments that compute a tile of a whole map.
+template <typename Number>
+kernels::LinearArgs<Number> TileOf(const kernels::LinearArgs<Number>& whole,
+                                   const LinearTile& tile) {
+  kernels::LinearArgs<Number> args = RowsOfTile(whole, tile);
+  args.out_begin = tile.panel_begin * kernels::kPanelOuts;
+  args.out_end = std::min(tile.panel_end * kernels::kPanelOuts, whole.out_end);
+  return args;
+}
+template <typename Number>
+kernels::PackedLinearArgs<Number> TileOf(const kernels::PackedLinearArgs<Number>& whole,
+                                         const LinearTile& tile) {
+  kernels::PackedLinearArgs<Number> args = RowsOfTile(whole, tile);
+  args.panel_begin = tile.panel_begin;
+  args.panel_end = tile.panel_end;
+  return args;
+}
+
 // Computes a whole map with a kernel, tile by tile.
 template <typename Number>
 void ParallelLinear(const kernels::LinearArgs<Number>& whole,
                     void (*kernel)(const kernels::LinearArgs<Number>&)) {
-  ParallelLinear(whole.rows, whole.in, whole.out_end, [&](const LinearTile& tile) {
-    kernels::LinearArgs<Number> args = whole;
-    args.x += tile.row_begin * whole.x_stride;
-    args.y += tile.row_begin * whole.y_stride;
-    args.rows = tile.row_end - tile.row_begin;
-    args.out_begin = tile.panel_begin * kernels::kPanelOuts;
-    args.out_end = std::min(tile.panel_end * kernels::kPanelOuts, whole.out_end);
-    kernel(args);
-  });
+  ParallelLinear(whole.rows, whole.in, whole.out_end,
+                 [&](const LinearTile& tile) { kernel(TileOf(whole, tile)); });
 }
 template <typename Number>
 void ParallelLinear(const kernels::PackedLinearArgs<Number>& whole,
                     void (*kernel)(const kernels::PackedLinearArgs<Number>&)) {
-  ParallelLinear(whole.rows, whole.in, whole.out, [&](const LinearTile& tile) {
-    kernels::PackedLinearArgs<Number> args = whole;
-    args.x += tile.row_begin * whole.x_stride;
-    args.y += tile.row_begin * whole.y_stride;
-    args.rows = tile.row_end - tile.row_begin;
-    args.panel_begin = tile.panel_begin;
-    args.panel_end = tile.panel_end;
-    kernel(args);
-  });
+  ParallelLinear(whole.rows, whole.in, whole.out,
+                 [&](const LinearTile& tile) { kernel(TileOf(whole, tile)); });
 }
 
 }  // namespace tandem::ops

@@ -27,9 +27,10 @@ struct TrainedModel {
   bool freeze_all = false;               // LoadOptions::freeze_all: passes run without autograd
   DType dtype = DType::kFloat32;         // of the computation; weights are trained in float32
   DType weight_dtype = DType::kFloat32;  // whose values passes read (Placement::weight_dtype)
-  // Of the matrices that lora, or a frozen model, does not train (Placement::weight_format).
+  // The format of matrices that do not train, with lora or in a frozen model
+  // (Placement::weight_format).
   kernels::WeightFormat weight_format = kernels::WeightFormat::kDense;
-  // That linear maps round their inputs to (Placement::activation_dtype).
+  // The type that linear maps round their inputs to (Placement::activation_dtype).
   DType activation_dtype = DType::kFloat32;
   bool on_host = true;           // whether the CPU computes
   bool shared_prefixes = false;  // whether sequences of a micro-batch share prefixes

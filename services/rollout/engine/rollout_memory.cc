@@ -314,8 +314,11 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
                                : std::min(std::max(2 * ops::kGatheredNumbers * item, of_sequence),
                                           options.max_num_seqs * of_sequence);
   const int64_t product_rows = std::max<int64_t>(options.product_rows, 1);
-  const int64_t rows =
-      (options.max_batched_tokens + product_rows - 1) / product_rows * product_rows;
+  // Products have whole multiples of these rows.
+  const auto multiplied = [&](int64_t rows) {
+    return (rows + product_rows - 1) / product_rows * product_rows;
+  };
+  const int64_t rows = multiplied(options.max_batched_tokens);
   const int64_t row_activations =
       lane.family->InferenceActivations(config, lane.ranks, lane.whole_experts) * item +
       RoundedInputBytes(lane, specs);
@@ -330,8 +333,8 @@ absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, Memo
       copies * (std::max(kLogitsBytes, row_bytes) + options.product_rows * row_bytes);
   pass.logits = std::max(pass.logits, logits);
   if (!lane.options.enforce_eager) {
-    // What a captured pass of the most rows has beside that of other passes.
-    const int64_t padded = (kMaxDecodeRows + product_rows - 1) / product_rows * product_rows;
+    // The memory of a captured pass of the most rows, beside that of other passes.
+    const int64_t padded = multiplied(kMaxDecodeRows);
     plan.items.push_back({.name = lane.name + "_graphs",
                           .bytes = DecodeBufferBytes(lane) + padded * row_activations +
                                    partials_of(kMaxDecodeRows) +

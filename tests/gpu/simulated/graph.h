@@ -35,8 +35,8 @@ void KeepForCapture(const void* address);
 // Adds an operation to the captured graph, of which the thread has told its uses (Enqueue).
 void Record(std::function<void()> operation);
 
-// What stream.cc and memory.cc tell of a thread that captures: the uses of an operation; memory
-// that it allocated; and of any thread, memory that is freed: whether a graph still has it.
+// Reports of stream.cc and memory.cc: on a thread that captures, the uses of an operation and the
+// memory that it allocated; on any thread, memory that is freed, which a graph may still have.
 void UseInCapture(int stream, const std::vector<Use>& uses);
 void AllocatedInCapture(const void* address);
 bool IsKeptByGraph(void* address);

@@ -1,4 +1,4 @@
-// What the simulation of graphs finds.
+// The faults that the simulation of graphs finds.
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>

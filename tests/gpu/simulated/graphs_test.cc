@@ -50,7 +50,7 @@ enum class Passes {
   kGraphs,
 };
 
-// What a sequence does in a pass: how many tokens it consumes, and of how many it wants a row.
+// The part of a sequence in a pass: it consumes tokens, and wants a row of some of them.
 struct Step {
   int sequence;
   int64_t tokens = 1, rows = 1;

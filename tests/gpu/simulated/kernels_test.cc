@@ -74,7 +74,7 @@ TEST_P(SimulatedKernelsTest, RmsNorm) {
   });
 }
 
-// What lies beside it on the device are other allocations.
+// Other allocations of the device lie beside that memory.
 TEST(KernelMemoryTest, AKernelReachesOnlyTheMemoryOfItsArguments) {
   constexpr int64_t kWidth = 4096;  // a row is more than a page
   const at::Tensor before = at::ones({2, kWidth}, kGpu), x = at::ones({2, kWidth}, kGpu),
@@ -258,8 +258,8 @@ struct ExpertGradients {
   }
 };
 
-// Of all experts, of which the last is never chosen. Twice: the second gradients are added to the
-// first ones, which lie as the masters do, or apart.
+// All experts take part, but the last is never chosen. The second gradients are added to the first
+// ones, which lie as the masters do, or apart.
 TEST_P(SimulatedKernelsTest, ExpertsInTrainingWithoutAWait) {
   const simulated_gpu::WithKernels kernels;
   constexpr int64_t kTokens = 37, kExperts = 5, kChoices = 2;

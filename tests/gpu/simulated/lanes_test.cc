@@ -1,4 +1,4 @@
-// Both lanes of an engine on one GPU: a stream for each.
+// An engine on one GPU whose lanes have a stream each.
 #include <gtest/gtest.h>
 
 #include <cstddef>
@@ -144,10 +144,7 @@ TEST_F(GpuLanesTest, PassesOfBothModelsRunAsGraphs) {
     EXPECT_GT(TheCounts().replays, replays);
     EXPECT_EQ(TheCounts().synchronizations - waits, gpu->Stats().forward_passes_total - passes);
     EXPECT_GT(TheCounts().beside, beside);
-    for (size_t i = 0; i < expected.size(); ++i) {
-      EXPECT_EQ(actual[i].response_token_ids, expected[i].response_token_ids) << i;
-      EXPECT_EQ(actual[i].authorship_mask, expected[i].authorship_mask) << i;
-    }
+    ExpectSame(actual, expected);
   }
 }
 

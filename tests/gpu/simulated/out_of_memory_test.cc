@@ -36,7 +36,8 @@ void ExpectOutOfMemory(const absl::Status& status) {
 }
 
 // The limit rises until the calls have what they need, so that one allocation after another fails.
-// What has failed leaves nothing behind: no memory is taken, and the next calls have the same bits.
+// A call that fails leaves nothing behind: no memory is taken, and the next calls have the same
+// bits.
 TEST(OutOfMemoryTest, ACallFailsAndTheNextOneHasItsBits) {
   const TemporaryFolder folder;
   WriteTinyModelAndTokenizer(folder.path() + "/senior", 1);

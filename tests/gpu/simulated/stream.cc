@@ -70,7 +70,7 @@ void Join(Progress& progress, const Progress& other) {
   std::abort();
 }
 
-// What a stream's next operation comes after.
+// Returns the operations that a stream's next one comes after.
 const Progress& Before(State& state, int stream) {
   Progress& before = state.streams[stream].before;
   Join(before, state.host);

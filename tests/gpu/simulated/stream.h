@@ -10,7 +10,7 @@
 //   copies from the host read pinned memory until then, and host code that writes there before it
 //   ends the process
 //
-// What one thread of the host has waited for counts for all of them.
+// An operation that one thread of the host has waited for counts as awaited by all of them.
 #ifndef TANDEM_TESTS_GPU_SIMULATED_STREAM_H_
 #define TANDEM_TESTS_GPU_SIMULATED_STREAM_H_
 
@@ -39,7 +39,7 @@ constexpr int StreamOf(c10::DeviceIndex device, int64_t id) {
 int CurrentStream(c10::DeviceIndex device);
 void SetCurrentStream(int stream);
 
-// How many operations of each stream are done, or come before something.
+// The number of operations of each stream that are done, or come before something.
 using Progress = std::array<int64_t, kStreams>;
 
 struct Event {

@@ -49,7 +49,7 @@ def test_the_example_from_python_trains_and_streams(programs, fresh_pair, capsys
 def test_the_loop_of_less_than_twenty_lines_trains(programs, fresh_pair, tmp_path):
     step, loop, _ = programs
     assert len(loop.splitlines()) < 20
-    # What the tiny model writes has some letters and not others.
+    # The texts of the tiny model have some letters and not others.
     rows = [{"prompt": f"one two {i}", "answer": letter} for i, letter in enumerate("etaoinsh")]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loop = loop.replace("train.jsonl", str(tmp_path / "train.jsonl")).replace("101", "4")

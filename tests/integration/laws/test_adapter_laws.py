@@ -110,7 +110,7 @@ def test_a_publication_brings_adapters_with_the_bits_of_the_trainer(models, tmp_
         assert result.bytes < whole
 
 
-# How the base model is stored: by the trainer, and by the senior's lane.
+# The formats of the base model: the trainer's, and that of the senior's lane.
 STORED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float32": ({}, {}),
     "bfloat16": ({"dtype": "bfloat16"}, {"senior_dtype": "bfloat16"}),

@@ -131,7 +131,7 @@ def policy_terms(
 
 
 def leave_one_out(samples: list[PolicySample]) -> list[torch.Tensor]:
-    """Of rewards 0, r, 2 r of a group the advantages are -1.5 r, 0, 1.5 r, for all tokens."""
+    """Returns advantages of all tokens: -1.5 r, 0, 1.5 r for the rewards 0, r, 2 r of a group."""
     rewards = [sample.reward for sample in samples]
     others = [sum(rewards[g : g + 3]) - reward for g in (0, 3, 6) for reward in rewards[g : g + 3]]
     return [

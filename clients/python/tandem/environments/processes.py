@@ -46,7 +46,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Loads:
-    """What a process loads.
+    """The class that a process loads, and a bound of its memory.
 
     Attributes:
         arguments: those of load_function().
@@ -181,7 +181,7 @@ class _Holder:
     def _run(self) -> None:
         settle(self.loaded, self._start())
         while not self._ended and (environment := self._waiting.get()) is not None:
-            # What failed once is tried again for each episode.
+            # A start that failed once is tried again for each episode.
             if self._process is None and (failure := self._start()) is not None:
                 environment.failure = failure
             environment.process = self._process

@@ -11,7 +11,14 @@ import yaml
 from commands import contents, lines, tandem
 from commands import records as records_of
 from fake_fleet import FakeReplica, random_delay
-from guess_game import ENVIRONMENT, guessing, train
+from guess_game import (
+    ENVIRONMENT,
+    crash_in_the_second_step,
+    guessing,
+    resume,
+    train,
+    train_in_trouble,
+)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -95,16 +102,7 @@ def crashed(world, codec, run_file, tmp_path):
     """A run of two steps with a random environment, of which only the first one is saved."""
     (tmp_path / "env.py").write_text(RANDOM)
     let_write(world, codec, lambda *asked: "Bye." if "right" in asked[2] else guessing(*asked))
-    train(run_file, "steps=1")
-    run = tmp_path / "run"
-    state = (run / "state.json").read_bytes()
-    train(run_file, "steps=2", "--resume", "checkpoint.at_end=false")
-    (run / "state.json").write_bytes(state)
-    return run
-
-
-def resume(run_file):
-    train(run_file, "steps=2", "--resume", "checkpoint.at_end=false")
+    return crash_in_the_second_step(run_file)
 
 
 def test_a_step_that_is_drawn_again_gets_the_same_answers_from_the_record(crashed, run_file):
@@ -597,22 +595,12 @@ def test_of_64_environments_three_in_trouble_cost_their_own_episodes(
 ):
     (tmp_path / "env.py").write_text(TROUBLED)
     troubles = {7: "hangs", 21: "crashes", 40: "floods"}
-    rows = [{"prompt": str(i), "answer": 1, "trouble": troubles.get(i, "")} for i in range(64)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    let_write(world, codec, guessing)
-    trained = []
-    world.on_samples = trained.extend
-    batch = ["batch.prompts_per_step=64", "batch.samples_per_prompt=1"]
-    train(run_file, "steps=1", *batch, "environment.timeout_seconds=1")
-    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    limit = "environment.timeout_seconds=1"
+    line = train_in_trouble(world, codec, run_file, troubles, limit)
     assert (line["environment/failures"], line["environment/timeouts"]) == (3, 1)
     assert line["environment/stop_time"] == 1
     assert line["reward/failed"] == 3
-    assert len(trained) == 61
-    records = records_of(tmp_path / "run", 1)
-    lost = {one["row"]["trouble"] for one in records if one["reward"] is None}
-    assert lost == set(troubles.values())
-    assert all(one["reward"] > 0 for one in records if not one["row"]["trouble"])
+    assert line["trained"] == 61
     log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
     for message in (
         "no answer within 1 s (timeout_seconds)",

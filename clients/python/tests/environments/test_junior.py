@@ -6,7 +6,7 @@ import time
 import fakes
 import pytest
 from commands import lines, records, tandem
-from guess_game import guessing, train
+from guess_game import crash_in_the_second_step, guessing, resume, train
 from talking import let_write
 
 # The opponent is told what was guessed, and what it says is told to the models.
@@ -130,17 +130,12 @@ def test_equal_episodes_ask_with_equal_seeds_and_other_questions_with_others(wor
     assert len({one.seed for one in asked}) == 3 * 4
 
 
-def test_a_resumed_run_does_not_ask_again(world, codec, duel, tmp_path):
+def test_a_resumed_run_does_not_ask_again(world, codec, duel):
     asked = play(world, codec)
-    train(duel, "steps=1", "environment.junior=true")
-    run = tmp_path / "run"
-    state = (run / "state.json").read_bytes()
-    again = ("steps=2", "environment.junior=true", "--resume", "checkpoint.at_end=false")
-    train(duel, *again)
+    run = crash_in_the_second_step(duel, "environment.junior=true")
     first = (run / "trajectories/step_2.parquet").read_bytes()
-    (run / "state.json").write_bytes(state)
     number = len(asked)
-    train(duel, *again)
+    resume(duel, "environment.junior=true")
     assert (run / "trajectories/step_2.parquet").read_bytes() == first
     assert len(asked) == number
 

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 import yaml
 from commands import contents, lines, records
-from guess_game import train
+from guess_game import crash_in_the_second_step, resume, train
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
@@ -449,7 +449,7 @@ def test_a_call_that_takes_too_long_ends_its_session(world, codec, run, server, 
 
 
 @pytest.fixture
-def crashed(world, codec, run, server, tmp_path):
+def crashed(world, codec, run, server):
     """A run of two steps on a random server, of which only the first one is saved."""
 
     def answers(number, message):
@@ -460,16 +460,11 @@ def crashed(world, codec, run, server, tmp_path):
 
     server.answers = answers
     let_write(world, codec, lambda *asked: called("step", number=1))
-    train(run, "steps=1")
-    directory = tmp_path / "run"
-    state = (directory / "state.json").read_bytes()
-    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
-    (directory / "state.json").write_bytes(state)
-    return directory
+    return crash_in_the_second_step(run)
 
 
 def said_in(record):
-    """What the server said in each episode of a record, one text for each call."""
+    """Returns the texts that the server said in each episode of a record, one for each call."""
     said = collections.defaultdict(list)
     for one in lines(record):
         if "text" in one:
@@ -480,7 +475,7 @@ def said_in(record):
 def test_a_resumed_run_gets_the_answers_of_a_random_server_from_the_record(crashed, run, server):
     before, heard = contents(crashed), list(server.heard)
     said = said_in(crashed / "episodes" / "step_2.jsonl")
-    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
+    resume(run)
     name = "trajectories/step_2.parquet"
     assert contents(crashed)[name] == before[name]
     # No session began.
@@ -488,7 +483,7 @@ def test_a_resumed_run_gets_the_answers_of_a_random_server_from_the_record(crash
     for index, one in enumerate(records(crashed, 2)):
         answers = said[index // 2, index % 2][1:]
         used = re.findall("<tool_response>(.*?)</tool_response>", one["text"])
-        # What ended the episode is not part of the response.
+        # The text that ended the episode is not part of the response.
         assert used == answers[: len(used)]
         assert len(used) >= len(answers) - 1
         assert one["reward"] is not None
@@ -497,12 +492,12 @@ def test_a_resumed_run_gets_the_answers_of_a_random_server_from_the_record(crash
 
 def test_an_episode_that_a_crash_cut_off_begins_a_new_session(crashed, run, server):
     record = crashed / "episodes" / "step_2.jsonl"
-    # Of one episode the end is lost, and what the server said last.
+    # The end of one episode is lost, and the last text of the server.
     cut = [one for one in lines(record) if (one["prompt"], one["sample"]) == (1, 0)][:-2]
     others = [one for one in lines(record) if (one["prompt"], one["sample"]) != (1, 0)]
     record.write_text("".join(json.dumps(one) + "\n" for one in [*others, *cut]))
     before, heard = records(crashed, 2), len(server.heard)
-    train(run, "steps=2", "--resume", "checkpoint.at_end=false")
+    resume(run)
     again = records(crashed, 2)
     same = [one == two for one, two in zip(before, again, strict=True)]
     assert same == [index != 2 for index in range(6)]

@@ -14,7 +14,14 @@ import psutil
 import pytest
 from commands import contents, lines
 from commands import records as records_of
-from guess_game import ENVIRONMENT, guessing, train
+from guess_game import (
+    ENVIRONMENT,
+    crash_in_the_second_step,
+    guessing,
+    resume,
+    train,
+    train_in_trouble,
+)
 from talking import let_write
 
 from tandem.environments.calls import Call
@@ -398,24 +405,14 @@ def test_one_hung_one_crashing_one_flooding_environment_of_64_cost_their_own_epi
     (tmp_path / "env.py").write_text(TROUBLED)
     names = ("hangs", "crashes", "exits", "floods", "eats", "prints")
     troubles = {7 + 9 * index: name for index, name in enumerate(names)}
-    rows = [{"prompt": str(i), "answer": 1, "trouble": troubles.get(i, "")} for i in range(64)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    let_write(world, codec, guessing)
-    trained = []
-    world.on_samples = trained.extend
-    batch = ["batch.prompts_per_step=64", "batch.samples_per_prompt=1"]
     limits = ["environment.timeout_seconds=5", "environment.memory_bytes=1073741824"]
-    train(run_file, "steps=1", PROCESS, *batch, *limits)
-    [line] = lines(tmp_path / "run" / "metrics.jsonl")
+    line = train_in_trouble(world, codec, run_file, troubles, PROCESS, *limits)
     assert {
         key: line[f"environment/{key}"]
         for key in ("failures", "timeouts", "crashes", "floods", "stop_time")
     } == {"failures": 6, "timeouts": 1, "crashes": 2, "floods": 3, "stop_time": 1}
     assert line["reward/failed"] == 6
-    assert len(trained) == 58
-    records = records_of(tmp_path / "run", 1)
-    assert {one["row"]["trouble"] for one in records if one["reward"] is None} == set(names)
-    assert all(one["reward"] > 0 for one in records if not one["row"]["trouble"])
+    assert line["trained"] == 58
     log = (tmp_path / "run" / "logs" / "attempt_1.log").read_text()
     for message in (
         "no answer within 5 s (timeout_seconds)",
@@ -480,16 +477,11 @@ def test_a_step_that_is_drawn_again_gets_its_answers_from_the_record(
     crash = "        self.tries += 1\n        self.tries == 3 and __import__('os')._exit(1)\n"
     (tmp_path / "env.py").write_text(random.replace("        self.tries += 1\n", crash))
     let_write(world, codec, lambda *asked: "Bye." if "right" in asked[2] else guessing(*asked))
-    train(run_file, PROCESS, "steps=1")
-    run = tmp_path / "run"
-    state = (run / "state.json").read_bytes()
-    resume = [PROCESS, "steps=2", "--resume", "checkpoint.at_end=false"]
-    train(run_file, *resume)
+    run = crash_in_the_second_step(run_file, PROCESS)
     first, line = contents(run), lines(run / "metrics.jsonl")[-1]
     crashes = line["environment/crashes"]
     assert 0 < crashes < 6
-    (run / "state.json").write_bytes(state)
-    train(run_file, *resume)
+    resume(run_file, PROCESS)
     again = contents(run)
     assert again["trajectories/step_2.parquet"] == first["trajectories/step_2.parquet"]
     assert sorted(again["episodes/step_2.jsonl"].splitlines()) == sorted(

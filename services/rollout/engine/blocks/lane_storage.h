@@ -17,7 +17,7 @@ struct LaneStorage {
   DType dtype;
   kernels::WeightFormat weight_format;
   DType cache_dtype;  // of keys and values
-  // That linear maps round their inputs to (Placement::activation_dtype).
+  // The type that linear maps round their inputs to (Placement::activation_dtype).
   DType activation_dtype = DType::kFloat32;
 };
 

@@ -36,8 +36,7 @@ absl::Status DecodeGraphs::CheckSupported(const Model& model, DType cache_dtype)
   if (!model.AttendsInKernel(ToScalarType(cache_dtype))) {
     return absl::UnimplementedError(
         "passes are captured where the project's kernel attends: not with latent attention, heads "
-        "of "
-        "more than 256 columns, or compute.kernels aten");
+        "of more than 256 columns, or compute.kernels aten");
   }
   return absl::OkStatus();
 }

@@ -21,8 +21,8 @@ namespace tandem::rollout {
 // distribution. The log-prob of a token of the vocabulary can always be computed there.
 bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids);
 
-// What some of the rows need: a choice of the largest logit, the log-prob of a given token, or a
-// cut. A device computes it for all rows, or for none.
+// The kinds of draws among some rows: a choice of the largest logit, the log-prob of a given token,
+// or a cut. A device computes a kind for all rows, or for none.
 struct DrawKinds {
   bool has_greedy = false, has_given = false, has_cuts = false;
 };

@@ -202,7 +202,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
     return absl::OkStatus();
   });
   if (!computed.ok() && stream_.has_value()) {
-    // What the pass began must not meet what comes next.
+    // Operations that the pass began must not meet those of the next one.
     draws_.Clear();
     c10::impl::VirtualGuardImpl(stream_->device_type()).synchronizeStream(*stream_);
   }
