@@ -163,8 +163,8 @@ def test_a_record_of_what_the_models_do_not_write_any_more_is_dropped(
         (lambda *_: called("guess", number=9), {"max_episode_tokens": 100}, "tokens", 1),
         (lambda *_: called("guess", number=9), {"max_episode_tokens": 150}, "tokens", 2),
         (
-            lambda *_: called("think", seconds=0.05),
-            {"episode_timeout_seconds": 0.08},
+            lambda *_: called("think", seconds=1),
+            {"episode_timeout_seconds": 1.5},
             "time",
             2,
         ),
