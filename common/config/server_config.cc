@@ -135,6 +135,11 @@ absl::Status Resolve(v1::ComputeOptions* compute) {
   TANDEM_RETURN_IF_ERROR(CheckOneOf("compute.device", compute->device(), {"cpu", "cuda"}));
   TANDEM_RETURN_IF_ERROR(CheckOneOf("compute.dtype", compute->dtype(), {"float32", "bfloat16"}));
   TANDEM_RETURN_IF_ERROR(CheckOneOf("compute.kernels", compute->kernels(), {"auto", "aten"}));
+  TANDEM_DEFAULT(compute, product_rows, 0);
+  TANDEM_RETURN_IF_ERROR(CheckInRange("compute.product_rows", compute->product_rows(), 0, 1 << 16));
+  if (compute->product_rows() > 0 && compute->device() == "cpu") {
+    return InvalidField("compute.product_rows", "does not apply to compute.device cpu");
+  }
   return CheckInRange("compute.num_threads", compute->num_threads(), 0, 1024);
 }
 
@@ -612,11 +617,6 @@ absl::Status Resolve(RolloutServerConfig* config) {
     return InvalidField(
         "kv_cache_bytes",
         absl::StrCat("must be 0 with ", name, ".gpu_memory_utilization, which sizes the cache"));
-  }
-  TANDEM_DEFAULT(config, product_rows, 0);
-  TANDEM_RETURN_IF_ERROR(CheckInRange("product_rows", config->product_rows(), 0, 1 << 16));
-  if (config->product_rows() > 0 && config->compute().device() == "cpu") {
-    return InvalidField("product_rows", "does not apply to compute.device cpu");
   }
   if (!config->kv_cache_dtype().empty()) {
     TANDEM_RETURN_IF_ERROR(

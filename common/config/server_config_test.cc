@@ -169,8 +169,8 @@ INSTANTIATE_TEST_SUITE_P(
             "junior.model_revision"},
         Bad{"senior_model: s\nkv_cache_bytes: -1", "kv_cache_bytes"},
         Bad{"senior_model: s\nkv_cache_dtype: int8", "kv_cache_dtype"},
-        Bad{"senior_model: s\nproduct_rows: 8", "product_rows"},
-        Bad{"senior_model: s\ncompute: {device: cuda}\nproduct_rows: -1", "product_rows"},
+        Bad{"senior_model: s\ncompute: {product_rows: 8}", "compute.product_rows"},
+        Bad{"senior_model: s\ncompute: {device: cuda, product_rows: -1}", "compute.product_rows"},
         Bad{"senior_model: s\nheartbeat_timeout_seconds: 0.5", "heartbeat_timeout_seconds"},
         Bad{"senior_model: s\ncollective_timeout_seconds: 0", "collective_timeout_seconds"}));
 

@@ -11,6 +11,7 @@
 #include "common/base/machine/machine_resources.h"
 #include "common/model/device_check.h"
 #include "common/ops/ops.h"
+#include "common/ops/products/fixed_rows.h"
 
 namespace tandem {
 namespace {
@@ -42,6 +43,7 @@ absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
   TANDEM_RETURN_IF_ERROR(CheckDevice(options.device, options.local_rank));
   SetUpComputeThread(options);
   ops::SetKernelPath(options.kernels == "aten" ? ops::KernelPath::kAten : ops::KernelPath::kAuto);
+  ops::SetProductRows(options.product_rows);
   // cuDNN's attention builds a plan on the host for every new number of keys (57 ms a decode step
   // of a 0.5B model on an H100); flash and memory-efficient attention do not.
   at::globalContext().setSDPUseCuDNN(false);

@@ -257,7 +257,7 @@ at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   if (placement_.shard_count == 1) {
     return SoftCapped(at::GradMode::is_enabled()
                           ? head_weight_->Forward(hidden).narrow(1, 0, num_token_ids_)
-                          : head_weight_->BaseFirst(hidden, num_token_ids_));
+                          : head_weight_->Logits(hidden, num_token_ids_));
   }
   TORCH_CHECK_NOT_IMPLEMENTED(placement_.shard_group != nullptr && !at::GradMode::is_enabled(),
                               "logits of a vocabulary-parallel head with autograd, or of a shard "
@@ -265,7 +265,7 @@ at::Tensor Model::ForwardLogits(const at::Tensor& hidden) const {
   // An all-gather takes as many columns from every rank: the last ranks may hold fewer rows.
   const Shard shard = {.index = placement_.shard_index, .count = placement_.shard_count};
   const int64_t columns = shard.LargestSize(config_.vocab_size);
-  at::Tensor own = SoftCapped(head_weight_->Forward(hidden));
+  at::Tensor own = SoftCapped(head_weight_->Logits(hidden, head_weight_->out()));
   if (own.size(1) < columns) own = at::constant_pad_nd(own, {0, columns - own.size(1)});
   // [ranks * N, columns], rank by rank.
   return placement_.shard_group->AllGather(own)

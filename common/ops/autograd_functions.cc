@@ -22,6 +22,32 @@ using torch::autograd::variable_list;
 
 // Autograd is off in forward and backward, so the operations of ops.h call the kernels there.
 
+// With n = x / sqrt(mean(x^2) + eps), y = n (weight + offset) and g = dy (weight + offset):
+//   dx = (g - n mean(g n)) / sqrt(mean(x^2) + eps), dweight = sum of dy n over the vectors.
+variable_list RmsNormGradients(const at::Tensor& dy_in, const at::Tensor& x_in,
+                               const at::Tensor& weight, double eps, double offset) {
+  const int64_t width = weight.numel();
+  const at::Tensor x = x_in.reshape({-1, width}).to(at::kFloat);
+  const at::Tensor dy = dy_in.reshape({-1, width}).to(at::kFloat);
+  const at::Tensor factor = weight.to(x_in.scalar_type()).to(at::kFloat) + offset;
+  const at::Tensor inverse = (x.square().mean(1, /*keepdim=*/true) + eps).rsqrt_();
+  const at::Tensor n = x * inverse, g = dy * factor;
+  const at::Tensor dx = (g - n * (g * n).mean(1, /*keepdim=*/true)) * inverse;
+  return {dx.to(x_in.scalar_type()).view(x_in.sizes()),
+          (dy * n).sum(0).to(weight.scalar_type()),
+          {},
+          {}};
+}
+
+at::Tensor GatedGradient(const at::Tensor& dy, const at::Tensor& gate_up,
+                         kernels::GateActivation activation) {
+  const at::Tensor gate = gate_up.narrow(1, 0, dy.size(1));
+  const at::Tensor up = gate_up.narrow(1, dy.size(1), dy.size(1)), dy_up = dy * up;
+  return activation == kernels::GateActivation::kSilu
+             ? at::cat({at::silu_backward(dy_up, gate), dy * at::silu(gate)}, 1)
+             : at::cat({at::gelu_backward(dy_up, gate, "tanh"), dy * at::gelu(gate, "tanh")}, 1);
+}
+
 class RmsNormFunction : public Function<RmsNormFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
@@ -35,6 +61,11 @@ class RmsNormFunction : public Function<RmsNormFunction> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     constexpr int64_t kRows = 64;  // of a chunk, which has its own sums by column
     const variable_list saved = context->get_saved_variables();
+    if (!saved[0].is_cpu()) {
+      return RmsNormGradients(gradients[0], saved[0], saved[1],
+                              context->saved_data["eps"].toDouble(),
+                              context->saved_data["offset"].toDouble());
+    }
     const int64_t width = saved[1].numel();
     const at::Tensor x = saved[0].reshape({-1, width}), dy = gradients[0].reshape({-1, width});
     const at::Tensor packed_x = x.contiguous(), packed_dy = dy.contiguous();
@@ -84,9 +115,10 @@ class GatedFunction : public Function<GatedFunction> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const at::Tensor gate_up = context->get_saved_variables()[0].contiguous();
     const at::Tensor dy = gradients[0].contiguous();
+    const auto activation = static_cast<GateActivation>(context->saved_data["activation"].toInt());
+    if (!gate_up.is_cpu()) return {GatedGradient(dy, gate_up, activation), {}};
     at::Tensor dx = at::empty_like(gate_up);
     const int64_t width = dy.size(1);
-    const auto activation = static_cast<GateActivation>(context->saved_data["activation"].toInt());
     ParallelFor(dy.size(0), 8 * width, [&](int64_t begin, int64_t end) {
       const float* gate = gate_up.const_data_ptr<float>() + 2 * width * begin;
       float* d_gate = dx.mutable_data_ptr<float>() + 2 * width * begin;
@@ -118,13 +150,12 @@ class AttentionFunction : public Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::vector<int64_t>& offsets,
-                            const AttentionScores& scores,
-                            const std::shared_ptr<const SharedPrefixes>& prefixes) {
+                            const AttentionScores& scores, const SequenceTables& tables) {
     context->save_for_backward({q, k, v});
     context->saved_data["offsets"] = offsets;
     context->saved_data["scores"] = SaveObject(std::make_shared<const AttentionScores>(scores));
-    context->saved_data["prefixes"] = SaveObject(prefixes);
-    return CausalAttention(q, k, v, offsets, scores, /*device_offsets=*/{}, prefixes);
+    context->saved_data["tables"] = SaveObject(std::make_shared<const SequenceTables>(tables));
+    return CausalAttention(q, k, v, offsets, scores, tables);
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
@@ -132,7 +163,7 @@ class AttentionFunction : public Function<AttentionFunction> {
     const AttentionGradients d = AtenCausalAttentionBackward(
         gradients[0], saved[0], saved[1], saved[2], context->saved_data["offsets"].toIntVector(),
         *SavedObject<const AttentionScores>(context->saved_data["scores"]),
-        SavedObject<const SharedPrefixes>(context->saved_data["prefixes"]).get());
+        *SavedObject<const SequenceTables>(context->saved_data["tables"]));
     return {d.q, d.k, d.v, {}, {}, {}};
   }
 };
@@ -158,9 +189,8 @@ at::Tensor DifferentiableSoftCap(const at::Tensor& x, double soft_cap) {
 
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const std::vector<int64_t>& offsets,
-                                   const AttentionScores& scores,
-                                   const std::shared_ptr<const SharedPrefixes>& prefixes) {
-  return AttentionFunction::apply(q, k, v, offsets, scores, prefixes);
+                                   const AttentionScores& scores, const SequenceTables& tables) {
+  return AttentionFunction::apply(q, k, v, offsets, scores, tables);
 }
 
 }  // namespace tandem::ops

@@ -1,21 +1,21 @@
-// The CPU kernels with gradients. The forward pass has the bits of inference.
+// Operations of own kernels with gradients. The forward pass has the bits of inference.
 #ifndef TANDEM_COMMON_OPS_AUTOGRAD_FUNCTIONS_H_
 #define TANDEM_COMMON_OPS_AUTOGRAD_FUNCTIONS_H_
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "common/kernels/gate_activation.h"
 #include "common/ops/attention/attention_scores.h"
-#include "common/ops/attention/shared_prefixes.h"
+#include "common/ops/attention/sequence_tables.h"
 
 namespace tandem::ops {
 
-// Operations of ops.h with autograd, in fp32 on the CPU; those with a soft cap on any device and in
-// any floating-point type. Gradients do not depend on the number of threads.
+// Operations of ops.h with autograd: in fp32 on the CPU, where gradients do not depend on the
+// number of threads, and on a GPU that has kernels for the operands (HasLayerKernels,
+// AttendsByRow). Those with a soft cap on any device and in any floating-point type.
 
 at::Tensor DifferentiableRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps,
                                  double offset);
@@ -25,8 +25,7 @@ at::Tensor DifferentiableGated(const at::Tensor& gate_up, kernels::GateActivatio
 // The backward pass computes the attention again, in ATen, rather than keep its softmax.
 at::Tensor DifferentiableAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const std::vector<int64_t>& offsets,
-                                   const AttentionScores& scores,
-                                   const std::shared_ptr<const SharedPrefixes>& prefixes);
+                                   const AttentionScores& scores, const SequenceTables& tables);
 at::Tensor DifferentiableSoftCap(const at::Tensor& x, double soft_cap);
 
 }  // namespace tandem::ops

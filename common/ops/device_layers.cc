@@ -1,7 +1,6 @@
 #include "common/ops/device_layers.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/InferenceMode.h>
 
 #include <cstdint>
 
@@ -13,24 +12,19 @@ namespace {
 
 bool IsBfloat16(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16; }
 
-// Whether a kernel is there and takes numbers like those of `x`.
-template <typename Args>
-bool Takes(kernels::DeviceKernel<Args> kernel, const at::Tensor& x) {
-  return kernel != nullptr && c10::InferenceMode::is_enabled() &&
+}  // namespace
+
+bool HasLayerKernels(const at::Tensor& x) {
+  return DeviceKernelsOf(x.device()).rms_norm != nullptr &&
          (IsBfloat16(x) || x.scalar_type() == at::kFloat);
 }
 
-}  // namespace
-
 at::Tensor DeviceRmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps,
                          double offset) {
-  const auto kernel = DeviceKernelsOf(x_in.device()).rms_norm;
-  if (!Takes(kernel, x_in)) return {};
-  if (weight.scalar_type() != x_in.scalar_type()) return {};
-  const at::Tensor x = Packed(x_in), factors = weight.contiguous();
+  const at::Tensor x = Packed(x_in), factors = weight.to(x_in.scalar_type()).contiguous();
   const bool has_heads = x.dim() == 3;
   at::Tensor y = at::empty(x.sizes(), x.options());
-  Launch("RMSNorm", x.device(), kernel,
+  Launch("RMSNorm", x.device(), DeviceKernelsOf(x.device()).rms_norm,
          {.x = x.const_data_ptr(),
           .row_stride = x.stride(0),
           .head_stride = has_heads ? x.stride(1) : 0,
@@ -47,12 +41,10 @@ at::Tensor DeviceRmsNorm(const at::Tensor& x_in, const at::Tensor& weight, doubl
 
 at::Tensor DeviceRotary(const at::Tensor& x_in, const at::Tensor& cos_in,
                         const at::Tensor& sin_in) {
-  const auto kernel = DeviceKernelsOf(x_in.device()).rotary;
-  if (!Takes(kernel, x_in)) return {};
   const at::Tensor x = HeadsPacked(x_in);
   const at::Tensor cos = cos_in.contiguous(), sin = sin_in.contiguous();
   at::Tensor y = at::empty(x.sizes(), x.options());
-  Launch("rotary embedding", x.device(), kernel,
+  Launch("rotary embedding", x.device(), DeviceKernelsOf(x.device()).rotary,
          {.x = x.const_data_ptr(),
           .row_stride = x.stride(0),
           .cos = cos.const_data_ptr<float>(),
@@ -67,12 +59,10 @@ at::Tensor DeviceRotary(const at::Tensor& x_in, const at::Tensor& cos_in,
 }
 
 at::Tensor DeviceGated(const at::Tensor& gate_up_in, kernels::GateActivation activation) {
-  const auto kernel = DeviceKernelsOf(gate_up_in.device()).gated;
-  if (!Takes(kernel, gate_up_in)) return {};
   const at::Tensor gate_up = Packed(gate_up_in);
   const int64_t width = gate_up.size(1) / 2;
   at::Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
-  Launch("gate", gate_up.device(), kernel,
+  Launch("gate", gate_up.device(), DeviceKernelsOf(gate_up.device()).gated,
          {.gate_up = gate_up.const_data_ptr(),
           .row_stride = gate_up.stride(0),
           .y = y.mutable_data_ptr(),

@@ -16,6 +16,7 @@
 #include "common/ops/device_layers.h"
 #include "common/ops/linear/linear_function.h"
 #include "common/ops/packed.h"
+#include "common/ops/products/fixed_rows.h"
 #include "common/ops/products/parallel_linear.h"
 #include "common/ops/threads/parallel_for.h"
 #include "common/ops/threads/pass_memory.h"
@@ -29,6 +30,11 @@ bool HasCpuKernels(at::Device device, at::ScalarType type) {
 bool HasCpuKernels(const at::Tensor& x) { return HasCpuKernels(x.device(), x.scalar_type()); }
 
 bool UseCpuKernels(const at::Tensor& x) { return HasCpuKernels(x) && !at::GradMode::is_enabled(); }
+
+// Whether autograd needs a function of its own around a layer's kernel.
+bool HasKernelsWithGradient(const at::Tensor& x) {
+  return at::GradMode::is_enabled() && (HasCpuKernels(x) || HasLayerKernels(x));
+}
 
 const float* Data(const at::Tensor& x) { return x.const_data_ptr<float>(); }
 float* MutableData(const at::Tensor& x) { return x.mutable_data_ptr<float>(); }
@@ -215,38 +221,7 @@ void ChooseVectorFunctions() {
   }
 }
 
-constinit int64_t product_rows = 0;
-
-// Linear by products of product_rows rows each.
-at::Tensor LinearOfFixedRows(const at::Tensor& x_in, const at::Tensor& weight,
-                             const at::Tensor& bias) {
-  CheckLinear(x_in, weight);
-  const int64_t rows = x_in.size(0), padding = (product_rows - rows % product_rows) % product_rows;
-  const at::Tensor x = padding == 0 ? x_in : at::constant_pad_nd(x_in, {0, 0, 0, padding});
-  const at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options());
-  for (int64_t row = 0; row < rows; row += product_rows) {
-    at::Tensor part = y.narrow(0, row, product_rows);
-    const at::Tensor part_x = x.narrow(0, row, product_rows);
-    if (bias.defined()) {
-      at::addmm_out(part, bias, part_x, weight.t());
-    } else {
-      at::mm_out(part, part_x, weight.t());
-    }
-  }
-  return y.narrow(0, 0, rows);
-}
-
 }  // namespace
-
-void SetProductRows(int64_t rows) {
-  product_rows = rows;
-  if (!at::Context::hasCuBLASLt()) return;
-  // cuBLAS itself cannot be told not to divide sums; cuBLASLt can.
-  const bool divides_sums = rows == 0;
-  at::globalContext().setBlasPreferredBackend(divides_sums ? at::BlasBackend::Default
-                                                           : at::BlasBackend::Cublaslt);
-  at::globalContext().setAllowBF16ReductionCuBLAS(divides_sums, divides_sums);
-}
 
 void SetKernelPath(KernelPath path) {
   static std::once_flag chosen;
@@ -300,8 +275,9 @@ at::Tensor Scale(const at::Tensor& x, double factor) {
 
 at::Tensor Linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   if (!HasCpuKernels(x)) {
-    if (product_rows == 0 || at::GradMode::is_enabled()) return at::linear(x, weight, bias);
-    return LinearOfFixedRows(x, weight, bias);
+    if (ProductRows() == 0 || at::GradMode::is_enabled()) return at::linear(x, weight, bias);
+    CheckLinear(x, weight);
+    return LinearOfFixedRows(x, weight, bias, x.scalar_type());
   }
   if (at::GradMode::is_enabled()) {
     return DifferentiableLinear(x, weight, bias.defined() ? at::TensorList(bias) : at::TensorList(),
@@ -327,13 +303,14 @@ at::Tensor LinearAdd(const at::Tensor& residual, const at::Tensor& x, const at::
 }
 
 at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps, double offset) {
+  if (HasKernelsWithGradient(x_in)) return DifferentiableRmsNorm(x_in, weight, eps, offset);
+  if (HasLayerKernels(x_in)) return DeviceRmsNorm(x_in, weight, eps, offset);
   if (!HasCpuKernels(x_in)) {
-    if (at::Tensor y = DeviceRmsNorm(x_in, weight, eps, offset); y.defined()) return y;
     const at::ScalarType type = at::toOpMathType(x_in.scalar_type());
-    const at::Tensor factor = offset == 0 ? weight.to(type) : weight.to(type) + offset;
+    const at::Tensor rounded = weight.to(x_in.scalar_type()).to(type);
+    const at::Tensor factor = offset == 0 ? rounded : rounded + offset;
     return at::rms_norm(x_in.to(type), weight.sizes(), factor, eps).to(x_in.scalar_type());
   }
-  if (at::GradMode::is_enabled()) return DifferentiableRmsNorm(x_in, weight, eps, offset);
   const at::Tensor x = Packed(x_in);
   at::Tensor y = EmptyOnCpu(x.sizes());
   const int64_t width = x.size(-1);
@@ -350,16 +327,16 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps,
 }
 
 at::Tensor RotaryEmbedding(const at::Tensor& x_in, const at::Tensor& cos, const at::Tensor& sin) {
+  if (HasKernelsWithGradient(x_in)) return DifferentiableRotary(x_in, cos, sin);
+  if (HasLayerKernels(x_in)) return DeviceRotary(x_in, cos, sin);
   const int64_t half = cos.size(1), rotated = 2 * half;
   if (!HasCpuKernels(x_in)) {
-    if (at::Tensor y = DeviceRotary(x_in, cos, sin); y.defined()) return y;
     const at::Tensor first = x_in.narrow(2, 0, half), second = x_in.narrow(2, half, half);
     const at::Tensor rest = x_in.narrow(2, rotated, x_in.size(2) - rotated);
     const at::Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
     return at::cat({first * c - second * s, second * c + first * s, rest}, 2)
         .to(x_in.scalar_type());
   }
-  if (at::GradMode::is_enabled()) return DifferentiableRotary(x_in, cos, sin);
   const at::Tensor x = HeadsPacked(x_in);
   at::Tensor y = EmptyOnCpu(x.sizes());
   const int64_t heads = x.size(1), head_dim = x.size(2);
@@ -408,14 +385,14 @@ at::Tensor JoinWidths(const at::Tensor& a_in, const at::Tensor& b_in) {
 }
 
 at::Tensor Gated(const at::Tensor& gate_up_in, GateActivation activation) {
+  if (HasKernelsWithGradient(gate_up_in)) return DifferentiableGated(gate_up_in, activation);
+  if (HasLayerKernels(gate_up_in)) return DeviceGated(gate_up_in, activation);
   const int64_t width = gate_up_in.size(1) / 2;
   if (!HasCpuKernels(gate_up_in)) {
-    if (at::Tensor y = DeviceGated(gate_up_in, activation); y.defined()) return y;
     const at::Tensor gate = gate_up_in.narrow(1, 0, width);
     return (activation == GateActivation::kSilu ? at::silu(gate) : at::gelu(gate, "tanh")) *
            gate_up_in.narrow(1, width, width);
   }
-  if (at::GradMode::is_enabled()) return DifferentiableGated(gate_up_in, activation);
   const at::Tensor gate_up = Packed(gate_up_in);
   at::Tensor y = EmptyOnCpu({gate_up.size(0), width});
   const int64_t stride = gate_up.stride(0);
@@ -448,20 +425,22 @@ at::Tensor SoftCap(const at::Tensor& x, double soft_cap) {
 
 at::Tensor CausalAttention(const at::Tensor& q_in, const at::Tensor& k_in, const at::Tensor& v_in,
                            const std::vector<int64_t>& offsets, const AttentionScores& scores,
-                           const at::Tensor& device_offsets,
-                           const std::shared_ptr<const SharedPrefixes>& prefixes) {
+                           const SequenceTables& tables) {
+  const bool by_row = AttendsByRow(q_in, k_in, v_in, tables);
   // ATen's own attention with a gradient has no soft cap.
-  const bool own_gradient = HasCpuKernels(q_in) || scores.soft_cap.has_value();
+  const bool own_gradient = HasCpuKernels(q_in) || by_row || scores.soft_cap.has_value();
   if (at::GradMode::is_enabled() && own_gradient) {
-    return DifferentiableAttention(q_in, k_in, v_in, offsets, scores, prefixes);
+    return DifferentiableAttention(q_in, k_in, v_in, offsets, scores, tables);
   }
+  if (by_row) return DeviceCausalAttention(q_in, k_in, v_in, offsets, scores, tables);
   if (!HasCpuKernels(q_in)) {
-    return AtenCausalAttention(q_in, k_in, v_in, offsets, scores, device_offsets, prefixes.get());
+    return AtenCausalAttention(q_in, k_in, v_in, offsets, scores, tables);
   }
   const at::Tensor q = HeadsPacked(q_in);
-  if (prefixes != nullptr) {
-    return SharedAttentionKernel(q, KeyValueBlocks(k_in, v_in, *prefixes), v_in.size(2), offsets,
-                                 scores, *prefixes);
+  if (tables.prefixes != nullptr) {
+    const SharedPrefixes& prefixes = *tables.prefixes;
+    return SharedAttentionKernel(q, KeyValueBlocks(k_in, v_in, prefixes), v_in.size(2), offsets,
+                                 scores, prefixes);
   }
   const at::Tensor k = Packed(k_in), v = Packed(v_in);
   return AttentionKernel<float>(q, k.size(1), v.size(2), offsets, scores, [&](int64_t sequence) {

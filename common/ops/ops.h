@@ -12,13 +12,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "common/kernels/gate_activation.h"
 #include "common/ops/attention/attention_scores.h"
 #include "common/ops/attention/paged_sequences.h"
-#include "common/ops/attention/shared_prefixes.h"
+#include "common/ops/attention/sequence_tables.h"
 
 namespace tandem::ops {
 
@@ -32,12 +31,6 @@ enum class KernelPath {
 // must not happen on several threads at a time.
 void SetKernelPath(KernelPath path);
 KernelPath GetKernelPath();
-
-// Sets the number of rows of every product of Linear that ATen computes without autograd: other
-// numbers of rows are divided and padded. 0, as at first: one product of all rows. Other numbers
-// also keep cuBLAS from dividing the sums of bfloat16 products (split-K), by which their bits would
-// depend on the shape. As SetKernelPath it is a setting of the process.
-void SetProductRows(int64_t rows);
 
 // tokens [T] int64, weight [V, H] -> [T, H] in the weight's type.
 at::Tensor Embedding(const at::Tensor& tokens, const at::Tensor& weight);
@@ -94,13 +87,12 @@ at::Tensor SoftCap(const at::Tensor& x, double soft_cap);
 // Causal attention within each sequence. Sequence s has the rows from offsets[s] to offsets[s + 1],
 // and each row attends to the keys of its window.
 // q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], Dv <= D -> [T, heads * Dv].
-// `device_offsets` are the offsets as int32 on a device that is not the CPU, made once for all
-// layers; undefined: made here. With `prefixes`, made of the offsets, the keys of a sequence begin
-// with rows of another one; a row has the bits that it has without. Not on a GPU in bfloat16.
+// With shared prefixes the keys of a sequence begin with rows of another one; a row has the bits
+// that it has without. Not on a GPU in bfloat16. On a GPU with ProductRows(), without them, a row
+// has the bits that it has in CachedAttention.
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const std::vector<int64_t>& offsets, const AttentionScores& scores = {},
-                           const at::Tensor& device_offsets = {},
-                           const std::shared_ptr<const SharedPrefixes>& prefixes = nullptr);
+                           const SequenceTables& tables = {});
 
 // Whether CachedAttention needs PagedSequences::rows for tensors of this device and type: where it
 // runs in ATen operations or in kernels of a GPU.

@@ -44,12 +44,13 @@ def on_gpus(config: dict[str, Any]) -> bool:
 
 def without_gpus(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the configuration of the same server on the CPU."""
-    of_gpus = ("gpu_memory_utilization", "gpu_devices", "product_rows")
+    of_gpus = ("gpu_memory_utilization", "gpu_devices")
     changed = {key: value for key, value in config.items() if not key.endswith(of_gpus)}
     for lane in ("senior", "junior"):
         if lane in config:
             changed[lane] = {k: v for k, v in config[lane].items() if k not in of_gpus}
-    return changed | {"compute": config["compute"] | {"device": "cpu", "kernels": "aten"}}
+    on_cpu = {"device": "cpu", "kernels": "aten", "product_rows": 0}
+    return changed | {"compute": config["compute"] | on_cpu}
 
 
 def check_config(

@@ -8,7 +8,8 @@ The trainers make supervised steps on the same sequences, in fp32, on the same c
 memory is what a trainer has resident of its own, less that of a trainer whose adapters have rank 1
 and which has made no step: program and model, and next to nothing that trains. Once loaded a
 trainer holds weights, gradients and the optimizer's state; right after a step, the activations of a
-micro-batch, too, which both sides have. With --base they are trainers of adapters alone, whose
+micro-batch, too, which both sides have; with --recompute both keep the inputs of layers alone, and
+compute the rest again. With --base they are trainers of adapters alone, whose
 frozen model is stored in different ways, and the memory is all that they have resident.
 """
 
@@ -76,6 +77,15 @@ def stepper(trainer: TrainerClient, samples: list[SupervisedSample]) -> Callable
     return step
 
 
+def learner(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that all trainers share."""
+    return {
+        "model": str(options.model),
+        "batch": {"micro_batch_tokens": options.micro_batch_tokens},
+        "strategy": {"recompute_granularity": "full" if options.recompute else "none"},
+    }
+
+
 # The formats of a frozen model, as a trainer of adapters stores it.
 BASES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -92,12 +102,7 @@ def compare_bases(options: argparse.Namespace, samples: list[SupervisedSample]) 
                 LocalCluster(
                     ClusterSettings(
                         directory=Path(directory) / name,
-                        trainer={
-                            "model": str(options.model),
-                            "batch": {"micro_batch_tokens": options.micro_batch_tokens},
-                            "lora": {"rank": options.rank},
-                        }
-                        | stored,
+                        trainer=learner(options) | {"lora": {"rank": options.rank}} | stored,
                     )
                 )
             )
@@ -132,12 +137,10 @@ def compare_training(options: argparse.Namespace, samples: list[SupervisedSample
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
 
         def start(name: str, rollouts: list[dict[str, Any]]) -> LocalCluster:
-            trainer = {
-                "model": str(options.model),
-                "batch": {"micro_batch_tokens": options.micro_batch_tokens},
-            }
             settings = ClusterSettings(
-                directory=Path(directory) / name, rollout=rollouts, trainer=trainer | sides[name]
+                directory=Path(directory) / name,
+                rollout=rollouts,
+                trainer=learner(options) | sides[name],
             )
             return stack.enter_context(LocalCluster(settings))
 
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recompute", action="store_true", help="recompute_granularity: full")
     parser.add_argument("--base", action="store_true", help="compare how the base is stored")
     options = parser.parse_args()
 

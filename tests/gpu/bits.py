@@ -35,14 +35,14 @@ def share(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> tuple[flo
     return float((a == b).mean()), float(np.abs(a - b).max())
 
 
-def measure(models: harness.Models, compute: dict, product_rows: int) -> dict[str, float]:
+def measure(models: harness.Models, compute: dict) -> dict[str, float]:
     """Returns what is the same in servers of these settings."""
     with (
         tempfile.TemporaryDirectory() as folder,
         harness.cluster(
             Path(folder),
             models,
-            rollout={"compute": compute, "product_rows": product_rows},
+            rollout={"compute": compute},
             trainer={"compute": compute},
         ) as running,
         harness.rollout_client(running) as rollout,
@@ -106,7 +106,8 @@ def main() -> None:
     compute = {"device": args.device, "dtype": args.dtype, "num_threads": 1}
     rows = Rows(args.rows)
     for product_rows in (0, 256) if args.device == "cuda" else (0,):
-        found = measure(harness.Models(senior, junior, senior), compute, product_rows)
+        fixed = {"product_rows": product_rows} if args.device == "cuda" else {}
+        found = measure(harness.Models(senior, junior, senior), compute | fixed)
         rows.add(dtype=args.dtype, product_rows=product_rows, **found)
     for splits in (True, False) if args.device == "cuda" else (True,):
         found = product(args.device, getattr(torch, args.dtype), splits)

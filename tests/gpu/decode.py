@@ -1,8 +1,9 @@
 """Decode and prefill of the engine beside transformers: decode.py BENCH MODELS ROWS.jsonl [--help]
 
-Sides: solo; rows (solo with product_rows 256); tandem (word, half of the words each, a second model
-of the same shape); solo and tandem with captured graphs (solo-graphs, tandem-graphs); transformers
-(generate, sampling); transformers-graph (static cache, a captured decode step, sampling outside).
+Sides: solo; rows (solo with compute.product_rows 256); tandem (word, half of the words each, a
+second model of the same shape); solo and tandem with captured graphs (solo-graphs, tandem-graphs);
+transformers (generate, sampling); transformers-graph (static cache, a captured decode step,
+sampling outside).
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Decode:
             if has_graphs:
                 settings["junior__enforce_eager"] = "false"
         if side == "rows":
-            settings["product_rows"] = 256
+            settings["compute__product_rows"] = 256
         if self.args.device == "cpu":
             settings["compute__kernels"] = "aten"
         begin = time.time()

@@ -21,11 +21,13 @@ from tandem.settings.cluster import ClusterSettings
 
 def ours(args: argparse.Namespace, batch: torch.Tensor, configuration: str, rows: Rows) -> None:
     """Measures steps of a trainer server, and publications to a rollout server."""
-    dtype, weights = configuration.split(":")
+    dtype, weights, *product_rows = configuration.split(":")
     model = f"{args.models}/{args.shape}"
     compute: dict[str, Any] = {"device": args.device, "dtype": dtype, "num_threads": 4}
     if args.device == "cpu":
         compute["kernels"] = "aten"
+    elif product_rows:
+        compute["product_rows"] = int(product_rows[0])
     samples = [SupervisedSample(row[:1].tolist(), row[1:].tolist()) for row in batch]
     with tempfile.TemporaryDirectory() as directory:
         settings = ClusterSettings(
@@ -121,7 +123,9 @@ def main() -> None:
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--batch", default="16x512")
     parser.add_argument("--micro", type=int, default=8192)
-    parser.add_argument("--configurations", default="bfloat16:float32,float32:float32")
+    parser.add_argument(
+        "--configurations", default="bfloat16:float32,bfloat16:float32:256,float32:float32"
+    )
     parser.add_argument("--peers", default="autocast,float32")
     args = parser.parse_args()
     rows = Rows(args.rows)

@@ -77,6 +77,13 @@ MUTATIONS = [
         **_EMULATED,
     ),
     Mutation(
+        "fixed rows: prompts attend together all the same",
+        "common/ops/attention/device_attention.cc",
+        "const bool shares = ProductRows() == 0 && HasVarlenAttention(q, scores);",
+        "const bool shares = HasVarlenAttention(q, scores);",
+        test="gpu_passes_test",
+    ),
+    Mutation(
         "gradient of logits: bfloat16 overwrites logits that are not read yet",
         f"{KERNELS}/logits.cu",
         "    if (a.bfloat16) {\n      __syncthreads();\n",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
 from pathlib import Path
 
 import harness
@@ -27,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> harness.Models:
     return harness.make_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", params=configurations(), ids=lambda n: "-".join(astuple(n)))
+@pytest.fixture(scope="module", params=configurations(), ids=lambda n: n.name)
 def numerics(request: pytest.FixtureRequest) -> Numerics:
     """The device, type and kernels that the servers of a test compute with."""
     return request.param

@@ -1,8 +1,9 @@
 """The devices, types and kernels that servers and models are tested with.
 
-With the CPU kernels, laws hold to the bit. ATen's operations, which a GPU runs, are not
-batch-invariant: the bits of a row depend on the batch. TANDEM_TEST_DEVICE, TANDEM_TEST_DTYPE and
-TANDEM_TEST_KERNELS choose one configuration; without them, all that a CPU can run are tested.
+With the CPU kernels, laws hold to the bit, and so they do with the kernels of a GPU and products of
+fixed rows. Other operations of ATen are not batch-invariant: the bits of a row depend on the batch.
+TANDEM_TEST_DEVICE, TANDEM_TEST_DTYPE, TANDEM_TEST_KERNELS and TANDEM_TEST_PRODUCT_ROWS choose one
+configuration; without them, all that a CPU can run are tested.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ class Numerics:
     device: str = "cpu"
     dtype: str = "float32"
     kernels: str = "auto"
+    product_rows: int = 0
+
+    @property
+    def name(self) -> str:
+        """How tests are called that compute so."""
+        rows = [f"rows{self.product_rows}"] if self.product_rows else []
+        return "-".join([self.device, self.dtype, self.kernels, *rows])
 
     @property
     def exact(self) -> bool:
         """Whether the bits of a row do not depend on its batch."""
-        return (self.device, self.dtype, self.kernels) == ("cpu", "float32", "auto")
+        on_cpu = (self.device, self.dtype, self.kernels) == ("cpu", "float32", "auto")
+        return on_cpu or self.product_rows > 0
 
     @property
     def bfloat16(self) -> bool:
@@ -57,8 +66,11 @@ class Numerics:
 
 def configurations() -> list[Numerics]:
     """The configuration that the environment names, or all that the CPU runs."""
-    names = [field.name for field in fields(Numerics)]
-    chosen = {n: v for n in names if (v := os.environ.get(f"TANDEM_TEST_{n.upper()}"))}
+    chosen = {
+        field.name: type(field.default)(value)
+        for field in fields(Numerics)
+        if (value := os.environ.get(f"TANDEM_TEST_{field.name.upper()}"))
+    }
     if chosen:
         return [Numerics(**chosen)]
     return [Numerics(), Numerics(kernels="aten"), Numerics(kernels="aten", dtype="bfloat16")]

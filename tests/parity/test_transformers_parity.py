@@ -41,9 +41,7 @@ LENGTHS = [1, 23, 7, 70]
 CONFIGURATIONS = configurations()
 # For tests that do not depend on the type of the computation.
 FLOAT32 = dataclasses.replace(CONFIGURATIONS[0], dtype="float32")
-EVERY_CONFIGURATION = pytest.mark.parametrize(
-    "numerics", CONFIGURATIONS, ids=lambda one: "-".join(dataclasses.astuple(one))
-)
+EVERY_CONFIGURATION = pytest.mark.parametrize("numerics", CONFIGURATIONS, ids=lambda one: one.name)
 
 
 @dataclasses.dataclass(frozen=True)

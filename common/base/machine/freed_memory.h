@@ -10,10 +10,11 @@
 namespace tandem {
 
 inline constexpr int64_t kMaxFreedBytes = 64 << 20;
-// How long more than that must have been free before it is given back. Work that goes on, such as
-// training steps, takes what it frees again, and pages that come back from the system cost it time:
-// a tenth of a step of SmolLM2 when they went back every few seconds.
-inline constexpr absl::Duration kFreedTime = absl::Seconds(15);
+// How long more than that must have been free before it is given back. Work that goes on takes what
+// it frees again, and pages that come back from the system cost it time: an eighth of the CPU time
+// of a training step of SmolLM2. In a run a trainer is idle while responses are generated, and a
+// plan of the memory has counted what it keeps.
+inline constexpr absl::Duration kFreedTime = absl::Minutes(5);
 
 // Lets the allocator keep what is freed until FreedMemory gives it back. By default glibc gives the
 // end of a heap back as soon as it has some 20 MB, which a pass over 1,000 tokens frees and takes

@@ -2,6 +2,7 @@
 #ifndef TANDEM_COMMON_MODEL_CONFIG_COMPUTE_OPTIONS_H_
 #define TANDEM_COMMON_MODEL_CONFIG_COMPUTE_OPTIONS_H_
 
+#include <cstdint>
 #include <string>
 
 namespace tandem {
@@ -15,7 +16,8 @@ struct ComputeOptions {
   std::string weight_dtype;
   // "float32" or "bfloat16" for trainer and critic (Placement::activation_dtype); empty: float32.
   std::string activation_dtype;
-  int num_threads;  // 0: the physical cores, divided by local_world_size
+  int64_t product_rows = 0;  // of ops::SetProductRows
+  int num_threads;           // 0: the physical cores, divided by local_world_size
   // The rank of this process on its machine, which selects its device, and the number of ranks
   // there.
   int local_rank = 0;

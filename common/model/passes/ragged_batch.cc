@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/ops/products/fixed_rows.h"
 #include "common/tensor/aten/device_copies.h"
 
 namespace tandem {
@@ -33,6 +34,9 @@ RaggedBatch MakeRaggedBatch(const std::vector<std::vector<int64_t>>& sequences, 
   batch.tokens = copied.narrow(0, 0, count);
   batch.positions = copied.narrow(0, count, count);
   if (!device.is_cpu()) batch.device_offsets = copied.narrow(0, 2 * count, limits).to(at::kInt);
+  if (!device.is_cpu() && ops::ProductRows() > 0 && batch.prefixes == nullptr) {
+    batch.own_blocks = ops::PlanOwnBlocks(batch.offsets, device);
+  }
   return batch;
 }
 

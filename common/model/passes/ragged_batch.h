@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/model/vision/vision_config.h"
+#include "common/ops/attention/paged_sequences.h"
 #include "common/ops/attention/shared_prefixes.h"
 
 namespace tandem {
@@ -62,6 +63,9 @@ struct RaggedBatch {
   BatchRouting routing = {};
   // nullptr: no sequence shares a prefix.
   std::shared_ptr<const ops::SharedPrefixes> prefixes = nullptr;
+
+  // On a GPU with ops::ProductRows(): where keys and values lie for attention by rows.
+  std::shared_ptr<const ops::PagedSequences> own_blocks = nullptr;
 
   // Returns the row of a token of sequence s.
   int64_t RowOf(size_t s, int64_t position) const {

@@ -182,7 +182,7 @@ at::Tensor AttendPadded(const at::Tensor& q, const at::Tensor& k, const at::Tens
   return at::cat(outputs).index_select(0, CopyToDevice(places, q.device()));
 }
 
-// The same backward, with a soft cap.
+// Its gradients.
 AttentionGradients AttendPaddedBackward(const at::Tensor& dy, const at::Tensor& q,
                                         const at::Tensor& k, const at::Tensor& v,
                                         const std::vector<int64_t>& offsets,
@@ -208,12 +208,22 @@ at::Tensor JoinRows(const std::vector<at::Tensor>& outputs, const at::Tensor& q,
   return outputs.size() == 1 ? outputs[0] : at::cat(outputs, 0);
 }
 
-int64_t Longest(const std::vector<int64_t>& offsets) {
-  int64_t longest = 0;
+// Returns sequences that attend to themselves.
+VarlenSequences WholeSequences(const std::vector<int64_t>& offsets, const SequenceTables& tables,
+                               at::Device device) {
+  TORCH_CHECK(tables.prefixes == nullptr, "FlashAttention has no shared prefixes");
+  // Where no sequence has more than one row, libtorch's FlashAttention expects a row of each.
+  int64_t longest = 2;
   for (size_t s = 0; s + 1 < offsets.size(); ++s) {
     longest = std::max(longest, offsets[s + 1] - offsets[s]);
   }
-  return longest;
+  const at::Tensor on_device = tables.device_offsets.defined()
+                                   ? tables.device_offsets
+                                   : CopyToDevice(offsets, device).to(at::kInt);
+  return {.row_offsets = on_device,
+          .key_offsets = on_device,
+          .longest_rows = longest,
+          .longest_keys = longest};
 }
 
 }  // namespace
@@ -254,20 +264,11 @@ at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
 
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores,
-                               const at::Tensor& device_offsets, const SharedPrefixes* prefixes) {
+                               const SequenceTables& tables) {
   if (q.size(0) == 0) return JoinRows({}, q, v.size(2));
+  const SharedPrefixes* const prefixes = tables.prefixes.get();
   if (HasVarlenAttention(q, scores)) {
-    TORCH_CHECK(prefixes == nullptr, "FlashAttention has no shared prefixes");
-    const at::Tensor on_device =
-        device_offsets.defined() ? device_offsets : CopyToDevice(offsets, q.device()).to(at::kInt);
-    // Where no sequence has more than one row, libtorch's FlashAttention expects a row of each.
-    const int64_t longest = std::max<int64_t>(Longest(offsets), 2);
-    return VarlenAttention(q, k, v,
-                           {.row_offsets = on_device,
-                            .key_offsets = on_device,
-                            .longest_rows = longest,
-                            .longest_keys = longest},
-                           scores);
+    return VarlenAttention(q, k, v, WholeSequences(offsets, tables, q.device()), scores);
   }
   if (q.is_cuda() && prefixes == nullptr) return AttendPadded(q, k, v, offsets, scores);
   std::vector<at::Tensor> outputs;
@@ -324,11 +325,16 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,
                                                const AttentionScores& scores,
-                                               const SharedPrefixes* prefixes) {
+                                               const SequenceTables& tables) {
+  const SharedPrefixes* const prefixes = tables.prefixes.get();
+  if (HasVarlenAttention(q, scores)) {
+    return VarlenAttentionBackward(dy_in, q, k, v, WholeSequences(offsets, tables, q.device()),
+                                   scores);
+  }
+  if (q.is_cuda() && prefixes == nullptr) {
+    return AttendPaddedBackward(dy_in, q, k, v, offsets, scores);
+  }
   if (scores.soft_cap.has_value()) {
-    if (q.is_cuda() && prefixes == nullptr) {
-      return AttendPaddedBackward(dy_in, q, k, v, offsets, scores);
-    }
     return CappedAttentionBackward(dy_in, q, k, v, offsets, scores, prefixes);
   }
   // The query heads of an item repeat its keys that many times.

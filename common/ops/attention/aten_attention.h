@@ -11,19 +11,17 @@
 #include "common/ops/attention/capped_attention.h"
 #include "common/ops/attention/gathered_keys.h"
 #include "common/ops/attention/paged_sequences.h"
-#include "common/ops/attention/shared_prefixes.h"
+#include "common/ops/attention/sequence_tables.h"
 
 namespace tandem::ops {
 
 // CausalAttention and CachedAttention of ops.h, on any device and in any floating-point type.
-// `prefixes` may be null, and must be where FlashAttention takes the sequences
-// (HasVarlenAttention).
+// FlashAttention (HasVarlenAttention) has no shared prefixes.
 // CachedAttention copies at most `max_gathered` numbers of keys at a time where sequences attend
 // together, and at least those of one sequence.
 at::Tensor AtenCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const AttentionScores& scores,
-                               const at::Tensor& device_offsets = {},
-                               const SharedPrefixes* prefixes = nullptr);
+                               const SequenceTables& tables = {});
 at::Tensor AtenCachedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const std::vector<int64_t>& offsets, const PagedSequences& sequences,
                                const at::Tensor& key_cache, const at::Tensor& value_cache,
@@ -38,14 +36,13 @@ at::Tensor AttendRuns(const at::Tensor& q, const std::vector<int64_t>& offsets,
                       const at::Tensor& value_cache, const AttentionScores& scores,
                       int64_t max_gathered, int64_t min_rows, at::Tensor out = {});
 
-// Returns the gradients of causal attention for the gradient dy [T, heads * Dv] of its result: on
-// the CPU in float32, with a soft cap on any device and in any floating-point type. They do not
-// depend on the number of threads.
+// Returns the gradients of causal attention for the gradient dy [T, heads * Dv] of its result. They
+// do not depend on the number of threads. On the CPU without a soft cap: float32.
 AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                                const at::Tensor& k, const at::Tensor& v,
                                                const std::vector<int64_t>& offsets,
                                                const AttentionScores& scores,
-                                               const SharedPrefixes* prefixes = nullptr);
+                                               const SequenceTables& tables = {});
 
 }  // namespace tandem::ops
 

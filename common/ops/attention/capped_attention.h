@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/ops/attention/attention_gradients.h"
 #include "common/ops/attention/attention_scores.h"
 #include "common/ops/attention/shared_prefixes.h"
 #include "common/ops/linear/row_chunks.h"
@@ -19,11 +20,6 @@ namespace tandem::ops {
 // v [keys, kv_heads, Dv] -> [rows, heads * Dv].
 at::Tensor CappedAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const RowChunk& chunk, const AttentionScores& scores);
-
-// The gradients of queries, keys and values.
-struct AttentionGradients {
-  at::Tensor q, k, v;
-};
 
 // Returns the gradients of causal attention within sequences, as those of
 // AtenCausalAttentionBackward.

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <utility>
 
 #include "common/kernels/device_kernels.h"
@@ -14,6 +15,7 @@
 #include "common/ops/attention/varlen_attention.h"
 #include "common/ops/device_kernels.h"
 #include "common/ops/packed.h"
+#include "common/ops/products/fixed_rows.h"
 #include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
@@ -86,7 +88,7 @@ at::Tensor DeviceCachedAttention(const at::Tensor& q_in, const at::Tensor& k_in,
           .head_dim = head_dim,
           .bfloat16 = IsBfloat16(k),
           .cache_bfloat16 = IsBfloat16(key_cache)});
-  const bool shares = HasVarlenAttention(q, scores);
+  const bool shares = ProductRows() == 0 && HasVarlenAttention(q, scores);
   const int64_t item_numbers = kernels::PartialNumbers(heads, kv_heads, head_dim);
   const PagedKernelPlan& plan =
       PlanOf(offsets, sequences,
@@ -136,6 +138,22 @@ at::Tensor DeviceCachedAttention(const at::Tensor& q_in, const at::Tensor& k_in,
   Launch("attention", q.device(), table.paged_attention, args);
   if (plan.partial_rows > 0) Launch("attention", q.device(), table.fold_partials, args);
   return shares ? attend_others(out) : out;
+}
+
+bool AttendsByRow(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const SequenceTables& tables) {
+  return ProductRows() > 0 && tables.prefixes == nullptr && k.sizes() == v.sizes() &&
+         HasDeviceAttention(q.device(), q.scalar_type(), k.scalar_type(), q.size(2));
+}
+
+at::Tensor DeviceCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const std::vector<int64_t>& offsets, const AttentionScores& scores,
+                                 const SequenceTables& tables) {
+  const std::shared_ptr<const PagedSequences> sequences =
+      tables.own_blocks != nullptr ? tables.own_blocks : PlanOwnBlocks(offsets, q.device());
+  const at::Tensor caches = at::empty(
+      {2, NumOwnBlocks(offsets), k.size(1), kernels::kPagedBlockTokens, k.size(2)}, k.options());
+  return DeviceCachedAttention(q, k, v, offsets, *sequences, caches[0], caches[1], scores);
 }
 
 }  // namespace tandem::ops

@@ -10,11 +10,12 @@
 
 #include "common/ops/attention/attention_scores.h"
 #include "common/ops/attention/paged_sequences.h"
+#include "common/ops/attention/sequence_tables.h"
 
 namespace tandem::ops {
 
 // The sequences with at most this many new rows attend in the kernel where FlashAttention takes the
-// others (HasVarlenAttention); where it takes none, all sequences do.
+// others (HasVarlenAttention); where it takes none, and with ProductRows(), all sequences do.
 inline constexpr int64_t kFewRows = 16;
 
 // Whether a kernel is there and takes queries [T, heads, D] and caches like these: float32 or
@@ -32,6 +33,16 @@ at::Tensor DeviceCachedAttention(const at::Tensor& q, const at::Tensor& k, const
                                  const std::vector<int64_t>& offsets,
                                  const PagedSequences& sequences, const at::Tensor& key_cache,
                                  const at::Tensor& value_cache, const AttentionScores& scores);
+
+// Whether CausalAttention takes the kernel, by which a row has the bits that it has in
+// DeviceCachedAttention: with ProductRows(), for operands like these and no shared prefixes.
+bool AttendsByRow(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const SequenceTables& tables);
+
+// CausalAttention of ops.h in the kernel, from a copy of keys and values in blocks. No autograd.
+at::Tensor DeviceCausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const std::vector<int64_t>& offsets, const AttentionScores& scores,
+                                 const SequenceTables& tables);
 
 }  // namespace tandem::ops
 

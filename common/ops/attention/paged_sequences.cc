@@ -6,13 +6,25 @@
 #include <bit>
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <optional>
 #include <utility>
 
+#include "common/kernels/device_kernels.h"
 #include "common/ops/attention/padded_sequences.h"
 #include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
+namespace {
+
+// Returns the blocks of the rows of a whole sequence.
+int64_t BlocksOf(const std::vector<int64_t>& offsets, int64_t sequence) {
+  const auto s = static_cast<size_t>(sequence);
+  return (offsets[s + 1] - offsets[s] + kernels::kPagedBlockTokens - 1) /
+         kernels::kPagedBlockTokens;
+}
+
+}  // namespace
 
 PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<int64_t>& starts,
                         const at::Tensor& block_table, int64_t block_tokens, at::Device device) {
@@ -73,6 +85,30 @@ PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<i
                                .rows_each = group.rows_each});
   }
   return result;
+}
+
+std::shared_ptr<const PagedSequences> PlanOwnBlocks(const std::vector<int64_t>& offsets,
+                                                    at::Device device) {
+  const int64_t count = std::ssize(offsets) - 1;
+  int64_t width = 1;
+  for (int64_t s = 0; s < count; ++s) width = std::max(width, BlocksOf(offsets, s));
+  const at::Tensor table = at::zeros({count, width}, at::kInt);
+  auto* const blocks = table.mutable_data_ptr<int32_t>();
+  int32_t next = 0;
+  for (int64_t s = 0; s < count; ++s) {
+    for (int64_t i = 0; i < BlocksOf(offsets, s); ++i) blocks[s * width + i] = next++;
+  }
+  const std::vector<int64_t> starts(static_cast<size_t>(count), 0);
+  return std::make_shared<const PagedSequences>(PagedSequences{
+      .starts = starts,
+      .block_table = CopyToDevice(table, device),
+      .rows = PlanPagedRows(offsets, starts, table, kernels::kPagedBlockTokens, device)});
+}
+
+int64_t NumOwnBlocks(const std::vector<int64_t>& offsets) {
+  int64_t blocks = 0;
+  for (int64_t s = 0; s + 1 < std::ssize(offsets); ++s) blocks += BlocksOf(offsets, s);
+  return blocks;
 }
 
 std::vector<KeyRun> PlanKeyRuns(const std::vector<int64_t>& offsets,

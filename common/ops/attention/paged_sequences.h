@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -68,6 +69,12 @@ struct PagedSequences {
 // sequences, on the CPU.
 PagedRows PlanPagedRows(const std::vector<int64_t>& offsets, const std::vector<int64_t>& starts,
                         const at::Tensor& block_table, int64_t block_tokens, at::Device device);
+
+// Returns whole sequences, whose rows in the batch are [offsets[s], offsets[s + 1]), in blocks of
+// kernels::kPagedBlockTokens of their own: NumOwnBlocks(offsets), one sequence after the other.
+std::shared_ptr<const PagedSequences> PlanOwnBlocks(const std::vector<int64_t>& offsets,
+                                                    at::Device device);
+int64_t NumOwnBlocks(const std::vector<int64_t>& offsets);
 
 // Returns the keys that the rows of the same sequences see through `window`, in runs of at most
 // `max_keys` keys, or of one sequence. Sequences with fewer than `min_rows` rows, or none, are left

@@ -103,7 +103,7 @@ class SharedAttentionTest : public testing::Test {
             at::randn({rows, one.key_value_heads, one.value_dim})};
   }
   at::Tensor Shared(Leaves x, const AttentionScores& scores) const {
-    return CausalAttention(x[0], x[1], x[2], kOffsets, scores, {}, prefixes_);
+    return CausalAttention(x[0], x[1], x[2], kOffsets, scores, {.prefixes = prefixes_});
   }
 
   const std::shared_ptr<const SharedPrefixes> prefixes_ =

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/ops/attention/attention_gradients.h"
 #include "common/ops/attention/attention_scores.h"
 
 namespace tandem::ops {
@@ -27,6 +28,13 @@ bool HasVarlenAttention(const at::Tensor& q, const AttentionScores& scores);
 // Dv <= D, all of one type -> [T, heads * Dv]. Differentiable.
 at::Tensor VarlenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const VarlenSequences& sequences, const AttentionScores& scores);
+
+// Returns its gradients for the gradient dy [T, heads * Dv] of the result, from a second pass
+// forward.
+AttentionGradients VarlenAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
+                                           const at::Tensor& k, const at::Tensor& v,
+                                           const VarlenSequences& sequences,
+                                           const AttentionScores& scores);
 
 }  // namespace tandem::ops
 

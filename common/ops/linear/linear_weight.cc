@@ -10,6 +10,7 @@
 #include "common/ops/linear/linear_function.h"
 #include "common/ops/ops.h"
 #include "common/ops/products/bfloat16_rounding.h"
+#include "common/ops/products/fixed_rows.h"
 #include "common/ops/products/matrix_product.h"
 #include "common/ops/products/parallel_linear.h"
 #include "common/ops/shards/rank_sum.h"
@@ -120,14 +121,16 @@ void LinearWeight::MultiplyTile(const LinearTile& tile, const at::Tensor& input,
   multiply(cpu.linear);
 }
 
-at::Tensor LinearWeight::BaseFirst(const at::Tensor& x, int64_t outs) const {
+at::Tensor LinearWeight::Logits(const at::Tensor& x, int64_t outs) const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "some columns of a map have no gradient");
   CheckFresh();
   if (packed_ != nullptr) return packed_->Linear(Input(x), compute_bias_, outs);
-  if (outs == compute_weight_.size(0)) return Infer(x, compute_bias_);
   const at::Tensor bias = bias_.defined() ? compute_bias_.narrow(0, 0, outs) : at::Tensor();
   const at::Tensor weight = compute_weight_.narrow(0, 0, outs);
-  return rounds_inputs_ ? Bfloat16Linear(Input(x), weight, bias) : Linear(x, weight, bias);
+  if (rounds_inputs_) return Bfloat16Linear(Input(x), weight, bias);
+  if (weight.scalar_type() != at::kBFloat16 || bias.defined()) return Linear(x, weight, bias);
+  if (ProductRows() > 0) return LinearOfFixedRows(x, weight, bias, at::kFloat);
+  return MatrixProduct(x, weight.t());
 }
 
 at::Tensor LinearWeight::Base(const at::Tensor& x) const {

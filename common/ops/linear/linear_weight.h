@@ -69,8 +69,9 @@ class LinearWeight {
   // Returns Base in float32, from float32 products of the values of x and of the matrix, where the
   // type of the computation is narrower. x is not rounded.
   at::Tensor BaseFloat32(const at::Tensor& x) const;
-  // Returns the first `outs` columns of Base(x), without the work of the others. No autograd.
-  at::Tensor BaseFirst(const at::Tensor& x, int64_t outs) const;
+  // Returns the first `outs` columns of Base(x), without the work of the others, for the map of an
+  // output layer; without a bias in float32, as the products sum them up. No autograd.
+  at::Tensor Logits(const at::Tensor& x, int64_t outs) const;
   // Returns residual + Forward(x). Like ops::LinearAdd it overwrites `residual` without autograd.
   at::Tensor ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const;
   // Returns this rank's shard of the tokens (common/ops/shards/token_shards.h) of Forward(x), for a

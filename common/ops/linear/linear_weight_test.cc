@@ -119,7 +119,7 @@ TEST(LinearWeightTest, RoundedMapsHaveTheBitsOfMapsPackedInBfloat16) {
     EXPECT_TRUE(at::equal(training, inferring.Forward(x)));
     EXPECT_TRUE(at::equal(maps.linear->Forward(x), training));
     EXPECT_TRUE(at::equal(added, inferring.ForwardAdd(residual.clone(), x)));
-    EXPECT_TRUE(at::equal(maps.linear->BaseFirst(x, 5), training.narrow(1, 0, 5)));
+    EXPECT_TRUE(at::equal(maps.linear->Logits(x, 5), training.narrow(1, 0, 5)));
     EXPECT_TRUE(at::equal(maps.linear->compute_weight(), masters.to(at::kBFloat16).to(at::kFloat)));
     EXPECT_TRUE(at::equal(maps.stacked, masters)) << "masters keep their bits";
     for (const at::Tensor& weight : maps.weights) weight.add_(0.3);
@@ -168,8 +168,8 @@ TEST(LinearWeightTest, MapsThatRoundInputsHaveTheBitsOfPackedOnes) {
     EXPECT_TRUE(at::equal(training, inferring.Forward(x.to(at::kBFloat16).to(at::kFloat))));
     EXPECT_TRUE(at::equal(maps.linear->Forward(x), training));
     EXPECT_TRUE(at::equal(added, inferring.ForwardAdd(residual.clone(), x)));
-    EXPECT_TRUE(at::equal(maps.linear->BaseFirst(x, 5), training.narrow(1, 0, 5)));
-    EXPECT_TRUE(at::equal(inferring.BaseFirst(x, 5), training.narrow(1, 0, 5)));
+    EXPECT_TRUE(at::equal(maps.linear->Logits(x, 5), training.narrow(1, 0, 5)));
+    EXPECT_TRUE(at::equal(inferring.Logits(x, 5), training.narrow(1, 0, 5)));
     EXPECT_TRUE(at::equal(maps.linear->BaseFloat32(x), inferring.BaseFloat32(x)));
     for (int64_t row = 0; row < x.size(0); ++row) {
       EXPECT_TRUE(at::equal(inferring.Forward(x.narrow(0, row, 1)), training.narrow(0, row, 1)));

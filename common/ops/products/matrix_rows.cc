@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "common/ops/ops.h"
+#include "common/ops/products/fixed_rows.h"
 #include "common/ops/products/matrix_product.h"
 
 namespace tandem::ops {
@@ -33,6 +34,7 @@ MatrixRows MatrixRows::Narrow(int64_t first, int64_t count) const {
 
 void MatrixRows::MultiplyInto(const at::Tensor& product, const at::Tensor& x) const {
   if (packed_ != nullptr) return packed_->LinearInto(product, x, first_);
+  if (ProductRows() > 0 && !product.is_cpu()) return LinearOfFixedRowsInto(product, x, dense_);
   MatrixProductInto(product, x, dense_.t());
 }
 

@@ -37,7 +37,7 @@ class MatrixRows {
   MatrixRows Narrow(int64_t first, int64_t count) const;
 
   // Writes x W^T to `product` [T, n], contiguous, as MatrixProductInto does; packed rows in the
-  // order of sums of ops::Linear.
+  // order of sums of ops::Linear, and so on a GPU with ProductRows().
   void MultiplyInto(const at::Tensor& product, const at::Tensor& x) const;
   // The same in the order of sums of LinearOnThread, on the calling thread alone; float32.
   void LinearOnThread(const at::Tensor& product, const at::Tensor& x) const;

@@ -101,7 +101,7 @@ TEST_F(OpsPackedWeightTest, ALinearWeightMultipliesByItsPackedMaps) {
   const LinearWeight linear(packed, bias, {bias});
   const at::Tensor expected = Linear(x, AllRows(*packed), bias);
   EXPECT_TRUE(at::equal(linear.Forward(x), expected));
-  EXPECT_TRUE(at::equal(linear.BaseFirst(x, 7), expected.narrow(1, 0, 7)));
+  EXPECT_TRUE(at::equal(linear.Logits(x, 7), expected.narrow(1, 0, 7)));
   EXPECT_TRUE(at::equal(linear.ForwardAdd(at::ones({3, 21}), x), 1 + expected));
   EXPECT_THROW(linear.compute_weight(), c10::Error);
 }
@@ -175,7 +175,7 @@ TEST(PackedWeightGradientTest, FlowsIntoTheInputAlone) {
 
 TEST(PackedWeightGradientTest, SomeColumnsHaveNone) {
   const LinearWeight linear(RandomWeight(WeightFormat::kFloat32, 21, 40), {}, {});
-  EXPECT_THROW(linear.BaseFirst(at::ones({3, 40}), 7), c10::Error);
+  EXPECT_THROW(linear.Logits(at::ones({3, 40}), 7), c10::Error);
 }
 
 }  // namespace

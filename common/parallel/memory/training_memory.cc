@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/base/errors/status_macros.h"
+#include "common/kernels/paged_plan.h"
 #include "common/model/config/rope_config.h"
 #include "common/model/family.h"
 #include "common/model/parameters/shard_numel.h"
@@ -190,16 +191,14 @@ int64_t ExchangedBytes(const ShardedModel& model) {
   return 4 * rows * model.config.hidden_size * kFloatBytes;
 }
 
-// Bytes per token of what one layer's attention holds for sequences that share prefixes: keys and
-// values side by side with copies, then the gradients of as many.
-int64_t SharedKeyBytes(const TrainedModel& model, const Family& family, int64_t tensor_ranks) {
-  if (!model.shared_prefixes) return 0;
+// Numbers of a token's keys and values in the layer that has the most.
+int64_t WidestKeysAndValues(const TrainedModel& model, const Family& family, int64_t tensor_ranks) {
   int64_t widest = 0;
   for (const LayerCache& layer : family.CacheLayout(model.config, tensor_ranks)) {
     const int64_t value_dim = layer.value_dim > 0 ? layer.value_dim : layer.head_dim;
     widest = std::max(widest, layer.heads * (layer.head_dim + value_dim));
   }
-  return (1 + ops::kKeysPerRow) * widest * kFloatBytes;
+  return widest;
 }
 
 int64_t WholePassBytes(const ShardedModel& model, Recompute recompute) {
@@ -394,8 +393,18 @@ absl::StatusOr<MemoryPlan> TrainingMemory(const StrategyOptions& options, const 
   TANDEM_ASSIGN_OR_RETURN(const Family* family, FindFamily(model.config.model_type));
   const int64_t tensor_ranks =
       options.name == "megatron" ? options.megatron.tensor_model_parallel_size : 1;
-  if (const int64_t bytes = SharedKeyBytes(model, *family, tensor_ranks); bytes > 0) {
-    result.items.push_back({"shared_keys", tokens * bytes, model.on_host});
+  const int64_t widest = WidestKeysAndValues(model, *family, tensor_ranks);
+  if (model.shared_prefixes) {
+    // Keys and values side by side with copies, then the gradients of as many.
+    result.items.push_back(
+        {"shared_keys", tokens * (1 + ops::kKeysPerRow) * widest * kFloatBytes, model.on_host});
+  }
+  if (model.product_rows > 0) {
+    // A last block is at most empty but for a token.
+    const int64_t in_blocks =
+        2 * tokens * widest * static_cast<int64_t>(ItemSizeBytes(model.dtype));
+    result.items.push_back(
+        {"attention_blocks", in_blocks + kernels::kPartialNumbers * kFloatBytes, model.on_host});
   }
   result.items.push_back({"rotary_tables", RotaryTableBytes(model.config, tokens), model.on_host});
   return result;

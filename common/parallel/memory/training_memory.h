@@ -34,6 +34,7 @@ struct TrainedModel {
   DType activation_dtype = DType::kFloat32;
   bool on_host = true;           // whether the CPU computes
   bool shared_prefixes = false;  // whether sequences of a micro-batch share prefixes
+  int64_t product_rows = 0;      // ComputeOptions::product_rows
 };
 
 // Returns the items of one rank: "weights", "gradients", "optimizer", "activations" and
@@ -44,7 +45,9 @@ struct TrainedModel {
 // activations are an upper estimate for micro-batches of `tokens` tokens in all, and as many of
 // them under way as a pipeline stage ever has. With expert parallelism they suppose that the
 // experts of every rank are chosen as often. Where prefixes are shared, "shared_keys" are the keys
-// and values of one layer's attention that stand beside those of the rows. A model with a vision
+// and values of one layer's attention that stand beside those of the rows; with product_rows
+// "attention_blocks" are those in blocks, for sequences of 64 tokens or more, and the partial
+// results. A model with a vision
 // tower has "vision_activations", for micro-batches of nothing but images; the pixels of a step,
 // all of which the first stage of a pipeline holds, are not among them. Losses add what they need
 // themselves.

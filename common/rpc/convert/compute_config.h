@@ -24,6 +24,7 @@ inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config)
           .kernels = config.kernels(),
           .weight_dtype = config.weight_dtype(),
           .activation_dtype = config.activation_dtype(),
+          .product_rows = config.product_rows(),
           .num_threads = config.num_threads()};
 }
 

@@ -49,6 +49,12 @@ int64_t WindowOf(const TandemModelManager::Lane& lane) {
   return lane.shard == nullptr ? kNoWindow : LongestWindow(lane.shard->model().CacheLayout());
 }
 
+int64_t TokensWithDrafts(const ComputeOptions& compute) {
+  return MaxTokensWithDrafts(compute.device == "cpu",
+                             compute.dtype == "bfloat16" ? DType::kBFloat16 : DType::kFloat32,
+                             compute.product_rows);
+}
+
 // Returns the bytes that a record of the routing takes for a token in a message (trajectory.proto).
 int64_t RoutingBytesOf(const TandemModelManager::Lane& senior) {
   if (senior.shard == nullptr) return 0;
@@ -113,7 +119,8 @@ class EngineImpl : public Engine {
                                     .max_batched_tokens = options.max_batched_tokens,
                                     .num_blocks = {models_->blocks().senior.generator,
                                                    models_->blocks().junior.generator},
-                                    .windows = {WindowOf(senior_), WindowOf(junior_)}},
+                                    .windows = {WindowOf(senior_), WindowOf(junior_)},
+                                    .max_tokens_with_drafts = TokensWithDrafts(options.compute)},
                          .request_limits = limits_,
                          .eos_token_ids = models_->eos_token_ids(),
                          .vocabulary = models_->vocabulary(),

@@ -67,7 +67,6 @@ struct EngineOptions {
   RankEnvironment environment = {};  // of this process among the ranks of the server
   int64_t kv_cache_bytes = 0;        // of both lanes; 0: chosen by the server
   std::optional<DType> kv_cache_dtype = std::nullopt;  // nullopt: that of the lane's activations
-  int64_t product_rows = 0;                            // of ops::SetProductRows
   int64_t blob_cache_bytes = 0;  // most bytes of pixels that the server keeps, if it takes images
   // The memory that this rank may take, from which a server without kv_cache_bytes chooses the size
   // of the cache. The engine asks a GPU itself (JoinRanks).

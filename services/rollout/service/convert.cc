@@ -125,7 +125,6 @@ EngineOptions ToEngineOptions(const config::v1::RolloutServerConfig& config,
       .kv_cache_dtype = config.kv_cache_dtype().empty()
                             ? std::nullopt
                             : std::optional(DTypeOf(config.kv_cache_dtype())),
-      .product_rows = config.product_rows(),
       .blob_cache_bytes = config.server().blob_cache_bytes(),
       .configuration = config::ToYaml(alike)};
 }

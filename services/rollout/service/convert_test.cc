@@ -112,7 +112,7 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_EQ(options.junior.model_revision, std::string(40, 'b'));
   EXPECT_EQ(options.kv_cache_bytes, 1 << 20);
   EXPECT_EQ(options.kv_cache_dtype, std::nullopt);
-  EXPECT_EQ(options.product_rows, 0);
+  EXPECT_EQ(options.compute.product_rows, 0);
   EXPECT_EQ(options.senior.gpu_memory_utilization, std::nullopt);
   EXPECT_EQ(options.max_queue, 7);
   EXPECT_EQ(options.max_num_seqs, 64);

@@ -96,7 +96,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
                               .weight_format = rpc::FrozenFormat(config),
                               .activation_dtype = rpc::ActivationType(config.compute()),
                               .on_host = on_host,
-                              .shared_prefixes = config.batch().shared_prefixes()},
+                              .shared_prefixes = config.batch().shared_prefixes(),
+                              .product_rows = config.compute().product_rows()},
                              config.batch().micro_batch_tokens(), config.max_model_len(),
                              config.checkpoint_snapshot()));
   TANDEM_RETURN_IF_ERROR(

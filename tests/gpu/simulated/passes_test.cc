@@ -17,7 +17,7 @@
 #include "common/coauthoring/tandem_config.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/model/testing/models.h"
-#include "common/ops/ops.h"
+#include "common/ops/products/fixed_rows.h"
 #include "services/rollout/engine/models/torch_runner.h"
 #include "tests/gpu/simulated/counts.h"
 #include "tests/gpu/simulated/kernels.h"

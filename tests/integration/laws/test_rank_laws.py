@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import harness
@@ -17,7 +16,7 @@ PPO = {"objective": {"advantage_estimator": "gae"}}
 
 
 # Ranks add the same to every way to compute.
-@pytest.fixture(scope="module", params=configurations()[:1], ids=lambda n: "-".join(astuple(n)))
+@pytest.fixture(scope="module", params=configurations()[:1], ids=lambda n: n.name)
 def numerics(request: pytest.FixtureRequest) -> Numerics:
     """The first device, type and kernels that are tested."""
     return request.param

@@ -54,7 +54,9 @@ def test_the_first_step_has_ratio_one_and_no_kl(numerics, models, tmp_path):
     assert metrics["policy/clip_fraction"] == 0
     assert abs(metrics["loss/kl"]) < 1e-8
     assert abs(metrics["mismatch/k3"]) < (1e-3 if bfloat16 else 1e-8)
-    assert metrics["mismatch/max_abs_logprob_diff"] < (0.15 if bfloat16 else 1e-4)
+    # The step keeps float64, the rollout server's are float32.
+    limit = 1e-6 if numerics.exact else 0.15 if bfloat16 else 1e-4
+    assert metrics["mismatch/max_abs_logprob_diff"] < limit
     assert report.weights.version == 1
 
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/kernels/logit_blocks.h"
+#include "common/ops/device_kernels.h"
 #include "common/tensor/aten/device_copies.h"
 
 namespace tandem::rollout {
@@ -87,6 +88,28 @@ at::Tensor SumBlocks(const at::Tensor& weights) {
   return weights.unflatten(1, {-1, kBlock}).sum(2, /*keepdim=*/false, at::kDouble);
 }
 
+// Returns the scaled logits of the tokens, the largest of each row, and the sums of exponentials
+// below it, [N, 1] each, with the bits that the trainer's loss has (kDeviceLogitKernels).
+std::array<at::Tensor, 3> LossStatistics(
+    kernels::DeviceKernel<kernels::DeviceLogitStatisticsArgs> kernel, const at::Tensor& scaled,
+    const at::Tensor& tokens) {
+  const int64_t rows = scaled.size(0);
+  const at::Tensor results = at::empty({4, rows, 1}, scaled.options());
+  const auto of = [&](int64_t i) { return results[i].mutable_data_ptr<float>(); };
+  ops::Launch("log-probabilities", scaled.device(), kernel,
+              {.logits = scaled.const_data_ptr<float>(),
+               .scales = nullptr,
+               .labels = tokens.const_data_ptr<int64_t>(),
+               .first_label = 0,
+               .rows = rows,
+               .width = scaled.size(1),
+               .max = of(1),
+               .sum = of(2),
+               .weighted = of(3),
+               .label = of(0)});
+  return {results[0], results[1], results[2]};
+}
+
 }  // namespace
 
 bool DrawsOnDevice(const OutputRow& row, int64_t num_token_ids) {
@@ -146,9 +169,16 @@ at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const
   if (kinds.has_given) token = at::where(given[2].ge(0), given[2].to(at::kLong), token);
   // A row with NaN or infinity has no token.
   const at::Tensor within = token.clamp(0, width - 1);
-  const at::Tensor logprob = scaled.gather(1, within).to(at::kDouble) - max - total.log();
-  const at::Tensor is_sound = max.isfinite().logical_and_(total.isfinite());
-  return at::cat({within.to(at::kDouble), logprob, (kept / total).log(), is_sound.to(at::kDouble)},
+  at::Tensor logit = scaled.gather(1, within), highest = max, sum = total;
+  if (const auto kernel = ops::DeviceKernelsOf(logits.device()).logit_statistics) {
+    const auto statistics = LossStatistics(kernel, scaled, within);
+    logit = statistics[0];
+    highest = statistics[1];
+    sum = statistics[2];
+  }
+  const at::Tensor is_sound = highest.isfinite().logical_and_(sum.isfinite());
+  return at::cat({within.to(at::kDouble), logit.to(at::kDouble), highest.to(at::kDouble),
+                  sum.to(at::kDouble), (kept / total).log(), is_sound.to(at::kDouble)},
                  1);
 }
 
@@ -196,14 +226,15 @@ void DeviceDraws::Read() {
   const double* values = on_host_.const_data_ptr<double>();
   for (const auto& results : results_) {
     for (absl::StatusOr<SampledToken>& result : results) {
-      if (values[3] == 0) {
+      if (values[5] == 0) {
         result = TandemSampler::BrokenLogits();
       } else {
         result = SampledToken{.token = static_cast<int32_t>(values[0]),
-                              .logprob = static_cast<float>(values[1]),
-                              .log_keep_mass = static_cast<float>(values[2])};
+                              .logprob = static_cast<float>(kernels::LogProb(
+                                  values[1], {.max = values[2], .sum = values[3]})),
+                              .log_keep_mass = static_cast<float>(values[4])};
       }
-      values += 4;
+      values += kDrawnNumbers;
     }
   }
 }

@@ -32,9 +32,13 @@ struct DrawKinds {
 DrawKinds WriteDrawNumbers(std::span<const OutputRow> rows, int64_t width, int64_t padded,
                            double* numbers);
 
+// The numbers that a device says of a drawn token: its id; its logit by the temperature, the
+// largest of the row, and the sum of the exponentials below that; the logarithm of the mass that
+// the cuts keep; whether they are sound.
+inline constexpr int64_t kDrawnNumbers = 6;
+
 // Returns the tokens that a device draws from logits [N, V] of any floating-point type, without a
-// wait: [N, 4] float64 of token, two log-probs, whether they are sound. `numbers` [kDrawNumbers, N]
-// float64 are on the device.
+// wait: [N, kDrawnNumbers] float64. `numbers` [kDrawNumbers, N] float64 are on the device.
 at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const DrawKinds& kinds);
 
 // Tokens that a device draws, from some rows of logits after the other.
@@ -58,11 +62,12 @@ class DeviceDraws {
 
   // Waits for that copy, and overwrites all results with those of TandemSampler. For equal
   // logits a token is the same, but where a number lies within rounding of the border between two
-  // tokens, or of a cut; log-probs are the same up to rounding.
+  // tokens, or of a cut; log-probs are the same up to rounding, and with the kernels of a GPU they
+  // have the bits of its loss.
   void Read();
 
  private:
-  std::vector<at::Tensor> drawn_;  // [N, 4] float64 each: token, two log-probs, whether it is sound
+  std::vector<at::Tensor> drawn_;  // [N, kDrawnNumbers] float64 each
   at::Tensor on_host_;             // all of them, in pinned memory of as many rows or more
   std::optional<c10::Event> sent_;
   bool was_sent_ = false;

@@ -14,7 +14,6 @@
 #include "common/model/compute_setup.h"
 #include "common/model/config/model_config.h"
 #include "common/model/device_check.h"
-#include "common/ops/ops.h"
 #include "common/ranks/communicator_group.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/speculator/speculator_memory.h"
@@ -125,7 +124,6 @@ LaneRanks JoinLane(const std::string& name, int64_t size, bool enable_expert_par
 
 absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const Placement placement, SetUpCompute(options.compute));
-  ops::SetProductRows(options.product_rows);
   EngineRanks ranks;
   TANDEM_ASSIGN_OR_RETURN(ranks.server,
                           ranks::ServerRanks::Connect({.environment = options.environment,

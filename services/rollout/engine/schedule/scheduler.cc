@@ -199,9 +199,10 @@ int64_t Scheduler::CountWanted(const Sequence& sequence) const {
   // The pass that verifies the drafts also consumes what the senior has not: a prompt, or tokens of
   // the junior.
   const int64_t unread = sequence.length() - sequence.lane(Author::kSenior).consumed();
-  const int64_t share = kMaxTokensWithDrafts / std::max<int64_t>(1, std::ssize(running_)) - 1;
+  const int64_t tokens = limits_.max_tokens_with_drafts;
+  const int64_t share = tokens / std::max<int64_t>(1, std::ssize(running_)) - 1;
   const int64_t most =
-      std::max<int64_t>(0, std::min({share, kMaxTokensWithDrafts - unread, drafts.length.Next()}));
+      std::max<int64_t>(0, std::min({share, tokens - unread, drafts.length.Next()}));
   std::array<int32_t, kMaxSpeculativeTokens> possible;
   possible.fill(-1);
   std::ranges::copy(drafts.tokens, possible.begin());
@@ -252,7 +253,7 @@ const PassPlan& Scheduler::Plan(Author lane, bool beside) {
   }
   if (planned_pass.entries.empty()) return planned_pass;
   const int64_t planned = limits_.max_batched_tokens - budget;
-  PlanDrafts(lane, std::min(limits_.max_batched_tokens, kMaxTokensWithDrafts) - planned);
+  PlanDrafts(lane, std::min(limits_.max_batched_tokens, limits_.max_tokens_with_drafts) - planned);
   ++passes_;
   last_lane_ = lane;
   return planned_pass;

@@ -13,16 +13,12 @@
 
 #include "common/kernels/attention_window.h"
 #include "services/rollout/engine/blocks/block_pool.h"
+#include "services/rollout/engine/drafts/draft_room.h"
 #include "services/rollout/engine/models/model_runner.h"
 #include "services/rollout/engine/schedule/sequence.h"
 #include "services/rollout/engine/schedule/waiting_queue.h"
 
 namespace tandem::rollout {
-
-// Most tokens of a pass with drafts. A pass of few tokens takes about as long as one of a single
-// token, because it reads the same weights; beyond this, drafts cost time that other sequences
-// need. So they are cut where many sequences run.
-inline constexpr int64_t kMaxTokensWithDrafts = kMaxSpeculativeTokens + 1;
 
 struct SchedulerLimits {
   int64_t max_num_seqs;        // sequences that run at the same time
@@ -31,6 +27,8 @@ struct SchedulerLimits {
   std::array<int64_t, 2> num_blocks;
   // The longest window of each lane's layers: no row reads the blocks before it.
   std::array<int64_t, 2> windows = {kNoWindow, kNoWindow};
+  // Of a pass with drafts (MaxTokensWithDrafts): they are cut where many sequences run.
+  int64_t max_tokens_with_drafts = kHostTokensWithDrafts;
 };
 
 // One sequence in a pass: the pass consumes [begin, end) of its tokens with its drafts behind them.

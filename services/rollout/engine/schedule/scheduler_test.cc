@@ -261,8 +261,21 @@ TEST(SchedulerTest, SequencesShareTheRoomForDrafts) {
       EXPECT_GE(entry.draws, samples == 3 ? 1 + 4 : 1);
       total += entry.end - entry.begin;
     }
-    EXPECT_EQ(total, std::max<int64_t>(samples, kMaxTokensWithDrafts));
+    EXPECT_EQ(total, std::max<int64_t>(samples, kHostTokensWithDrafts));
   }
+}
+
+TEST(SchedulerTest, AGpuHasRoomForTheDraftsOfMoreSequences) {
+  EXPECT_EQ(MaxTokensWithDrafts(/*on_host=*/true, DType::kBFloat16, 256), kHostTokensWithDrafts);
+  EXPECT_EQ(MaxTokensWithDrafts(/*on_host=*/false, DType::kBFloat16, 0), 128);
+  EXPECT_EQ(MaxTokensWithDrafts(/*on_host=*/false, DType::kFloat32, 256), 256);
+  const auto prompt = MakeDraftedPrompt(1, 8, {.tandem = false});
+  SchedulerLimits limits = kWide;
+  limits.max_tokens_with_drafts = 48;
+  Scheduler scheduler(limits);
+  Enqueue(scheduler, *prompt);
+  scheduler.Admit();
+  for (const PassEntry& entry : scheduler.Plan(S).entries) EXPECT_EQ(entry.draws, 1 + 5);
 }
 
 TEST(SchedulerTest, DraftsStayWithinTheTokenBudget) {
