@@ -331,7 +331,7 @@ std::vector<LikelyToken> TandemSampler::Top(std::span<const float> logits, size_
 }
 
 float TandemSampler::LogProb(float logit) const {
-  return static_cast<float>(kernels::LogProb(Scaled(logit), row_));
+  return static_cast<float>(kernels::LogProb(Scaled(logit), given_row_.value_or(row_)));
 }
 
 }  // namespace tandem

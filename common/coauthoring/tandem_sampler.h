@@ -3,6 +3,7 @@
 #define TANDEM_COMMON_COAUTHORING_TANDEM_SAMPLER_H_
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -74,6 +75,11 @@ class TandemSampler {
   // log-probs as Sample returns them: the likeliest first, of equal ones the lower id.
   std::vector<LikelyToken> Top(std::span<const float> logits, size_t count);
 
+  // Lets log-probabilities of the next calls follow from these statistics of a row's logits by the
+  // temperature, which a device summed up in its own order; std::nullopt: from those made here.
+  // What is drawn does not change.
+  void SetStatistics(const std::optional<kernels::LogitRow>& row) { given_row_ = row; }
+
   // The error of a row that is no distribution, here and where tokens are drawn on a device.
   static absl::Status BrokenLogits();
 
@@ -117,6 +123,7 @@ class TandemSampler {
 
   float scale_ = 1.0f;
   kernels::LogitRow row_;  // of logits * scale_
+  std::optional<kernels::LogitRow> given_row_;
   std::vector<float> block_max_, block_sum_, block_weighted_;
   std::vector<double> block_sums_;  // weights of the blocks, relative to the maximum of the row
   std::vector<float> scaled_;

@@ -88,26 +88,30 @@ at::Tensor SumBlocks(const at::Tensor& weights) {
   return weights.unflatten(1, {-1, kBlock}).sum(2, /*keepdim=*/false, at::kDouble);
 }
 
-// Returns the scaled logits of the tokens, the largest of each row, and the sums of exponentials
-// below it, [N, 1] each, with the bits that the trainer's loss has (kDeviceLogitKernels).
-std::array<at::Tensor, 3> LossStatistics(
-    kernels::DeviceKernel<kernels::DeviceLogitStatisticsArgs> kernel, const at::Tensor& scaled,
-    const at::Tensor& tokens) {
+bool HasLossStatistics(at::Device device) {
+  return ops::DeviceKernelsOf(device).logit_statistics != nullptr;
+}
+
+// Returns the largest of each row of scaled logits, the sum of exponentials below it, and the
+// scaled logits of the tokens [N, 1], with the bits that the trainer's loss has
+// (kDeviceLogitKernels): [3, N, 1].
+at::Tensor LossStatistics(const at::Tensor& scaled, const at::Tensor& tokens) {
   const int64_t rows = scaled.size(0);
   const at::Tensor results = at::empty({4, rows, 1}, scaled.options());
   const auto of = [&](int64_t i) { return results[i].mutable_data_ptr<float>(); };
-  ops::Launch("log-probabilities", scaled.device(), kernel,
+  ops::Launch("log-probabilities", scaled.device(),
+              ops::DeviceKernelsOf(scaled.device()).logit_statistics,
               {.logits = scaled.const_data_ptr<float>(),
                .scales = nullptr,
                .labels = tokens.const_data_ptr<int64_t>(),
                .first_label = 0,
                .rows = rows,
                .width = scaled.size(1),
-               .max = of(1),
-               .sum = of(2),
+               .max = of(0),
+               .sum = of(1),
                .weighted = of(3),
-               .label = of(0)});
-  return {results[0], results[1], results[2]};
+               .label = of(2)});
+  return results.narrow(0, 0, 3);
 }
 
 }  // namespace
@@ -170,16 +174,29 @@ at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const
   // A row with NaN or infinity has no token.
   const at::Tensor within = token.clamp(0, width - 1);
   at::Tensor logit = scaled.gather(1, within), highest = max, sum = total;
-  if (const auto kernel = ops::DeviceKernelsOf(logits.device()).logit_statistics) {
-    const auto statistics = LossStatistics(kernel, scaled, within);
-    logit = statistics[0];
-    highest = statistics[1];
-    sum = statistics[2];
+  if (HasLossStatistics(logits.device())) {
+    const at::Tensor statistics = LossStatistics(scaled, within);
+    highest = statistics[0];
+    sum = statistics[1];
+    logit = statistics[2];
   }
   const at::Tensor is_sound = highest.isfinite().logical_and_(sum.isfinite());
   return at::cat({within.to(at::kDouble), logit.to(at::kDouble), highest.to(at::kDouble),
                   sum.to(at::kDouble), (kept / total).log(), is_sound.to(at::kDouble)},
                  1);
+}
+
+at::Tensor RowStatistics(const at::Tensor& logits, std::span<const OutputRow> rows) {
+  if (!HasLossStatistics(logits.device())) return {};
+  std::vector<double> temperatures;
+  for (const OutputRow& row : rows) {
+    const double temperature = row.sampling->temperature;
+    temperatures.push_back(temperature == 0 ? 1.0 : temperature);
+  }
+  const at::Tensor scales =
+      CopyToDevice(temperatures, logits.device()).to(at::kFloat).reciprocal_().unsqueeze(1);
+  const at::Tensor tokens = at::zeros(scales.sizes(), scales.options().dtype(at::kLong));
+  return LossStatistics(logits.to(at::kFloat) * scales, tokens).narrow(0, 0, 2).squeeze(2);
 }
 
 void DeviceDraws::Clear() {

@@ -41,6 +41,11 @@ inline constexpr int64_t kDrawnNumbers = 6;
 // wait: [N, kDrawnNumbers] float64. `numbers` [kDrawNumbers, N] float64 are on the device.
 at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const DrawKinds& kinds);
 
+// Returns the largest logit by the temperature of each row, and the sum of the exponentials below
+// it, [2, N] float32 on the device of the logits [N, V], as the loss of a GPU sums them up: for
+// rows that the host draws. Undefined where no kernel does so.
+at::Tensor RowStatistics(const at::Tensor& logits, std::span<const OutputRow> rows);
+
 // Tokens that a device draws, from some rows of logits after the other.
 class DeviceDraws {
  public:

@@ -24,8 +24,10 @@
 namespace tandem::rollout {
 namespace {
 
-absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow& row) {
+absl::StatusOr<SampledToken> Read(std::span<const float> logits, const OutputRow& row,
+                                  const std::optional<kernels::LogitRow>& statistics) {
   thread_local TandemSampler sampler;
+  sampler.SetStatistics(statistics);
   return ReadRow(sampler, logits, row);
 }
 
@@ -141,6 +143,13 @@ void TorchRunner::ReadImageRows(std::span<const DecodeInput> sequences) {
   if (!image_rows_of_inputs_.empty()) image_rows_.Trim();
 }
 
+at::Tensor TorchRunner::SendStatistics(const at::Tensor& logits, std::span<const OutputRow> rows) {
+  const at::Tensor statistics = RowStatistics(logits, rows);
+  if (!statistics.defined()) return {};
+  const auto pinned = at::dtype(at::kFloat).pinned_memory(true);
+  return at::empty(statistics.sizes(), pinned).copy_(statistics, /*non_blocking=*/true);
+}
+
 at::Tensor TorchRunner::OnHost(const at::Tensor& logits) {
   if (!logits.is_cuda()) return logits.to(at::kCPU, at::kFloat).contiguous();
   if (!host_logits_.defined() || host_logits_.size(0) < logits.size(0)) {
@@ -187,14 +196,20 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
         draws_.Draw(rows_of_chunk, chunk_rows, std::span(*results).subspan(begin, count));
         continue;
       }
+      const at::Tensor statistics = SendStatistics(rows_of_chunk, chunk_rows);
       // The host waits for a GPU here, and where it reads the draws.
       const at::Tensor logits = OnHost(rows_of_chunk);
+      const auto statistics_of = [&](int64_t row) -> std::optional<kernels::LogitRow> {
+        if (!statistics.defined()) return std::nullopt;
+        const float* const values = statistics.const_data_ptr<float>();
+        return kernels::LogitRow{.max = values[row], .sum = values[count + row]};
+      };
       const float* const data = logits.const_data_ptr<float>();
       constexpr int64_t kWorkPerLogit = 16;  // in multiply-adds: about one exponential
       ops::ParallelFor(count, width * kWorkPerLogit, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
-          (*results)[begin + i] =
-              Read({data + i * width, static_cast<size_t>(width)}, pass.rows[begin + i]);
+          (*results)[begin + i] = Read({data + i * width, static_cast<size_t>(width)},
+                                       pass.rows[begin + i], statistics_of(i));
         }
       });
     }

@@ -80,6 +80,9 @@ class TorchRunner : public ModelRunner {
   void ReadImageRows(std::span<const DecodeInput> sequences);
   // Returns logits in float32 and contiguous, in memory that the next call may use again.
   at::Tensor OnHost(const at::Tensor& logits);
+  // Returns RowStatistics of rows that the host draws, in memory of the host: they are there when
+  // OnHost returns.
+  at::Tensor SendStatistics(const at::Tensor& logits, std::span<const OutputRow> rows);
   absl::Status Compute(const Pass& pass, PassResults* results);
   // Lets operations of this thread run on the runner's stream while `guard` lives.
   void EnterStream(std::optional<c10::StreamGuard>& guard);
