@@ -3,8 +3,10 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <new>
+#include <vector>
 
 namespace tandem::ops {
 namespace {
@@ -19,11 +21,11 @@ constexpr int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Zeros that start with a huge page.
+// Memory that starts with a huge page; zeros at first.
 class Region {
  public:
   explicit Region(int64_t bytes)
-      : bytes_(RoundUp(bytes, kHugePage)),
+      : bytes_(bytes),
         mapped_bytes_(static_cast<size_t>(bytes_ + kHugePage)),
         mapping_(mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                       -1, 0)) {
@@ -39,12 +41,21 @@ class Region {
   Region& operator=(const Region&) = delete;
   ~Region() { munmap(mapping_, mapped_bytes_); }
 
-  // Returns nullptr if fewer than `bytes` are left.
+  int64_t bytes() const { return bytes_; }
+
+  // Returns zeros, or nullptr if fewer than `bytes` are left.
   void* Take(int64_t bytes) {
     if (bytes > bytes_ - used_) return nullptr;
     void* const taken = begin_ + used_;
     used_ += RoundUp(bytes, kCacheLine);
+    if (was_used_) std::memset(taken, 0, static_cast<size_t>(bytes));
     return taken;
+  }
+
+  // Everything may be taken again.
+  void Clear() {
+    used_ = 0;
+    was_used_ = true;
   }
 
  private:
@@ -53,22 +64,62 @@ class Region {
   void* const mapping_;
   char* begin_;
   int64_t used_ = 0;
+  bool was_used_ = false;
+};
+
+class Regions {
+ public:
+  std::shared_ptr<void> Take(int64_t bytes) {
+    std::shared_ptr<Region> region;  // a last reference ends behind the lock: it calls Release
+    const std::lock_guard lock(mutex_);
+    region = last_.lock();
+    void* memory = region != nullptr ? region->Take(bytes) : nullptr;
+    if (memory != nullptr) return {region, memory};
+    std::shared_ptr<Region> next(NewRegion(RoundUp(std::max(bytes, kRegionBytes), kHugePage)),
+                                 [this](Region* released) { Release(released); });
+    last_ = next;
+    return {next, next->Take(bytes)};
+  }
+
+ private:
+  Region* NewRegion(int64_t bytes) {
+    const auto spare = std::ranges::find(spare_, bytes, &Region::bytes);
+    std::unique_ptr<Region> region;
+    if (spare == spare_.end()) {
+      region = std::make_unique<Region>(bytes);
+    } else {
+      region = std::move(*spare);
+      spare_.erase(spare);
+      spare_bytes_ -= bytes;
+    }
+    taken_bytes_ += bytes;
+    return region.release();
+  }
+
+  void Release(Region* released) {
+    std::vector<std::unique_ptr<Region>> unmapped;  // behind the lock
+    const std::lock_guard lock(mutex_);
+    spare_.emplace_back(released)->Clear();
+    spare_bytes_ += released->bytes();
+    taken_bytes_ -= released->bytes();
+    while (spare_bytes_ > taken_bytes_) {
+      spare_bytes_ -= spare_.back()->bytes();
+      unmapped.push_back(std::move(spare_.back()));
+      spare_.pop_back();
+    }
+  }
+
+  std::mutex mutex_;
+  std::weak_ptr<Region> last_;
+  std::vector<std::unique_ptr<Region>> spare_;
+  int64_t spare_bytes_ = 0, taken_bytes_ = 0;  // of whole regions
 };
 
 }  // namespace
 
 std::shared_ptr<void> AllocatePacked(int64_t bytes) {
-  static std::mutex mutex;
-  static std::weak_ptr<Region> last;  // keeps no memory that nobody uses
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::shared_ptr<Region> region = last.lock();
-  void* memory = region != nullptr ? region->Take(bytes) : nullptr;
-  if (memory == nullptr) {
-    region = std::make_shared<Region>(std::max(bytes, kRegionBytes));
-    memory = region->Take(bytes);
-    last = region;
-  }
-  return {region, memory};
+  static Regions& regions = *new Regions;  // outlives all who take from it
+  return regions.Take(bytes);
 }
 
 }  // namespace tandem::ops

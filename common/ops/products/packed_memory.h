@@ -10,8 +10,10 @@ namespace tandem::ops {
 
 // Returns `bytes` of zeros at a multiple of 64. Consecutive calls take them from one region, for
 // which Linux is asked for huge pages (transparent_hugepage/enabled: `madvise` or `always`; with
-// `never` the pages are small). A region is returned to the system when all who took from it have
-// released theirs. Thread-safe. Throws std::bad_alloc.
+// `never` the pages are small). A region whose takers have all released theirs is kept for later
+// calls, because new weights take as much as the old ones gave back, and pages that come from the
+// system cost more than packing; but never more bytes than are taken. Thread-safe. Throws
+// std::bad_alloc.
 std::shared_ptr<void> AllocatePacked(int64_t bytes);
 
 }  // namespace tandem::ops

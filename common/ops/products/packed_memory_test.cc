@@ -1,6 +1,7 @@
 #include "common/ops/products/packed_memory.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -39,6 +40,41 @@ TEST(PackedMemoryTest, OthersKeepTheirMemoryWhenOneIsReleased) {
   EXPECT_EQ(static_cast<char*>(second.get())[99], 7);
   second.reset();  // and the region with it
   EXPECT_EQ(static_cast<char*>(AllocatePacked(100).get())[99], 0);
+}
+
+// Whether the process has a page there.
+bool IsMapped(void* address) {
+  unsigned char resident = 0;
+  const auto page = reinterpret_cast<uintptr_t>(address) & ~uintptr_t{4095};
+  return mincore(reinterpret_cast<void*>(page), 1, &resident) == 0;
+}
+
+TEST(PackedMemoryTest, NewWeightsTakeWhatTheOldOnesGaveBack) {
+  constexpr int64_t kBytes = 40 << 20;
+  const std::shared_ptr<void> served = AllocatePacked(kBytes);
+  std::shared_ptr<void> next = AllocatePacked(kBytes);
+  void* const place = next.get();
+  std::memset(place, 7, kBytes);
+  next.reset();
+  EXPECT_TRUE(IsMapped(place));
+  next = AllocatePacked(kBytes);
+  EXPECT_EQ(next.get(), place);
+  const auto* const at = static_cast<const char*>(place);
+  EXPECT_TRUE(std::all_of(at, at + kBytes, [](char c) { return c == 0; }));
+}
+
+TEST(PackedMemoryTest, NoMoreIsKeptThanIsTaken) {
+  constexpr int64_t kBytes = 44 << 20;
+  std::vector<std::shared_ptr<void>> taken;
+  std::vector<void*> places;
+  for (int i = 0; i < 4; ++i) {
+    taken.push_back(AllocatePacked(kBytes));
+    places.push_back(taken.back().get());
+  }
+  taken.resize(1);
+  EXPECT_EQ(std::ranges::count_if(places, IsMapped), 2);
+  taken.clear();
+  EXPECT_EQ(std::ranges::count_if(places, IsMapped), 0);
 }
 
 TEST(PackedMemoryTest, MoreThanThereIsThrows) {
