@@ -1,11 +1,11 @@
 // The operations of a transformer.
 //
-// On the CPU in fp32 they run the batch-invariant kernels of common/kernels/cpu, with the same bits
-// with and without autograd. Everywhere else, on a GPU or in bf16, all of them are ATen, which
-// accumulates in fp32 and rounds each op's result to the type of its input
-// (docs/internals/kernels.md). The operations of this header do not wait for the device. Layers
-// with experts do, once each, to read which expert has how many rows (expert_rows.h). Shapes: T
-// rows (tokens of all sequences), D = head_dim. Tensors must have a contiguous last dimension.
+// On the CPU in fp32 they run the batch-invariant kernels of common/kernels/cpu, and on a GPU those
+// of common/kernels/cuda, with the same bits with and without autograd. The rest, and everything in
+// bf16 on a CPU, is ATen, which accumulates in fp32 and rounds each op's result to the type of its
+// input (docs/internals/kernels.md). The operations of this header do not wait for the device.
+// Shapes: T rows (tokens of all sequences), D = head_dim. Tensors must have a contiguous last
+// dimension.
 #ifndef TANDEM_COMMON_OPS_OPS_H_
 #define TANDEM_COMMON_OPS_OPS_H_
 

@@ -429,6 +429,21 @@ TEST(TrainingMemoryPlanTest, Bfloat16HasACopyOfWhatIsMultiplied) {
   EXPECT_EQ(items["compute_copy"], 2 * multiplied);
 }
 
+TEST(TrainingMemoryPlanTest, RowsThatAttendByThemselvesHaveKeysAndValuesInBlocks) {
+  const ModelConfig config = Config();
+  const auto bytes = [&](int64_t product_rows, int64_t tokens) {
+    return Items(TrainingMemory(Single(),
+                                {.config = config,
+                                 .dtype = DType::kBFloat16,
+                                 .on_host = false,
+                                 .product_rows = product_rows},
+                                tokens, 0, 1))["attention_blocks"];
+  };
+  EXPECT_EQ(bytes(0, 100), 0);
+  const int64_t numbers = 2 * config.num_key_value_heads * config.head_dim;  // of a token
+  EXPECT_EQ(bytes(256, 100) - bytes(256, 0), 2 * 100 * numbers * 2);
+}
+
 TEST(TrainingMemoryPlanTest, AnOffloadedOptimizerIsOnTheHost) {
   const ModelConfig config = Config();
   ZeroOptions offloaded = ZeroOfStage(2);
