@@ -75,9 +75,9 @@ class TandemSampler {
   // log-probs as Sample returns them: the likeliest first, of equal ones the lower id.
   std::vector<LikelyToken> Top(std::span<const float> logits, size_t count);
 
-  // Lets log-probabilities of the next calls follow from these statistics of a row's logits by the
-  // temperature, which a device summed up in its own order; std::nullopt: from those made here.
-  // What is drawn does not change.
+  // Lets log-probabilities follow from these statistics of a row's logits by the temperature, which
+  // a device summed up in its own order, until the next call of SetStatistics; std::nullopt: from
+  // those made here. What is drawn does not change.
   void SetStatistics(const std::optional<kernels::LogitRow>& row) { given_row_ = row; }
 
   // The error of a row that is no distribution, here and where tokens are drawn on a device.

@@ -25,7 +25,8 @@ using torch::autograd::variable_list;
 // With n = x / sqrt(mean(x^2) + eps), y = n (weight + offset) and g = dy (weight + offset):
 //   dx = (g - n mean(g n)) / sqrt(mean(x^2) + eps), dweight = sum of dy n over the vectors.
 variable_list RmsNormGradients(const at::Tensor& dy_in, const at::Tensor& x_in,
-                               const at::Tensor& weight, double eps, double offset) {
+                               const at::Tensor& weight, double eps, double offset,
+                               bool weight_trains) {
   const int64_t width = weight.numel();
   const at::Tensor x = x_in.reshape({-1, width}).to(at::kFloat);
   const at::Tensor dy = dy_in.reshape({-1, width}).to(at::kFloat);
@@ -33,10 +34,9 @@ variable_list RmsNormGradients(const at::Tensor& dy_in, const at::Tensor& x_in,
   const at::Tensor inverse = (x.square().mean(1, /*keepdim=*/true) + eps).rsqrt_();
   const at::Tensor n = x * inverse, g = dy * factor;
   const at::Tensor dx = (g - n * (g * n).mean(1, /*keepdim=*/true)) * inverse;
-  return {dx.to(x_in.scalar_type()).view(x_in.sizes()),
-          (dy * n).sum(0).to(weight.scalar_type()),
-          {},
-          {}};
+  const at::Tensor dweight =
+      weight_trains ? (dy * n).sum(0).to(weight.scalar_type()) : at::Tensor();
+  return {dx.to(x_in.scalar_type()).view(x_in.sizes()), dweight, {}, {}};
 }
 
 at::Tensor GatedGradient(const at::Tensor& dy, const at::Tensor& gate_up,
@@ -62,9 +62,9 @@ class RmsNormFunction : public Function<RmsNormFunction> {
     constexpr int64_t kRows = 64;  // of a chunk, which has its own sums by column
     const variable_list saved = context->get_saved_variables();
     if (!saved[0].is_cpu()) {
-      return RmsNormGradients(gradients[0], saved[0], saved[1],
-                              context->saved_data["eps"].toDouble(),
-                              context->saved_data["offset"].toDouble());
+      return RmsNormGradients(
+          gradients[0], saved[0], saved[1], context->saved_data["eps"].toDouble(),
+          context->saved_data["offset"].toDouble(), context->needs_input_grad(1));
     }
     const int64_t width = saved[1].numel();
     const at::Tensor x = saved[0].reshape({-1, width}), dy = gradients[0].reshape({-1, width});

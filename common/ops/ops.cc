@@ -307,7 +307,10 @@ at::Tensor RmsNorm(const at::Tensor& x_in, const at::Tensor& weight, double eps,
   if (HasLayerKernels(x_in)) return DeviceRmsNorm(x_in, weight, eps, offset);
   if (!HasCpuKernels(x_in)) {
     const at::ScalarType type = at::toOpMathType(x_in.scalar_type());
-    const at::Tensor rounded = weight.to(x_in.scalar_type()).to(type);
+    // The gradient passes the rounding unchanged, in the type of the weight.
+    const at::Tensor wide = weight.to(type),
+                     values = weight.detach().to(x_in.scalar_type()).to(type);
+    const at::Tensor rounded = wide + (values - wide.detach());
     const at::Tensor factor = offset == 0 ? rounded : rounded + offset;
     return at::rms_norm(x_in.to(type), weight.sizes(), factor, eps).to(x_in.scalar_type());
   }

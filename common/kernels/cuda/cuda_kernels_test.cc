@@ -250,5 +250,24 @@ TEST_F(CudaKernelsTest, LogitStatisticsAndGradientMatchDouble) {
   }
 }
 
+// A token that cannot be has no weight, however many a thread meets.
+TEST_F(CudaKernelsTest, LogitsOfMinusInfinityHaveNoWeight) {
+  constexpr int64_t kWidth = 1200;
+  constexpr float kNever = -std::numeric_limits<float>::infinity();
+  std::vector<float> logits(2 * kWidth, kNever);  // the second row has none that can be
+  logits[700] = 1;
+  logits[1100] = 1;
+  const DeviceArray<int64_t> labels(std::vector<int64_t>{700, 0});
+  const DeviceFloats on_device(logits), max(std::vector<float>(2)), sum(std::vector<float>(2)),
+      weighted(std::vector<float>(2)), label(std::vector<float>(2));
+  ASSERT_STREQ(kCudaKernels.logit_statistics({on_device.get(), nullptr, labels.get(), 0, 2, kWidth,
+                                              max.get(), sum.get(), weighted.get(), label.get()},
+                                             nullptr),
+               nullptr);
+  EXPECT_EQ(max.Read(), (std::vector<float>{1, kNever}));
+  EXPECT_EQ(sum.Read(), (std::vector<float>{2, 0}));
+  EXPECT_EQ(weighted.Read()[0], 0);
+}
+
 }  // namespace
 }  // namespace tandem::kernels

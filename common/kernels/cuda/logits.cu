@@ -10,12 +10,12 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
 // max, sum exp(z - max) and sum exp(z - max) (z - max) over some logits of a row; the sum over no
-// logits is 0. A NaN among the logits makes the sum NaN.
+// logits, and over logits of -infinity, is 0. A NaN among the logits makes the sum NaN.
 struct Statistics {
   float max, sum, weighted;
 
   __device__ void Merge(const Statistics& other) {
-    if (other.sum == 0) return;
+    if (other.sum == 0 || other.max == -INFINITY) return;
     if (sum == 0) {
       *this = other;
       return;

@@ -2,6 +2,7 @@
 
 #include "common/loss/logits/logit_kernels.h"
 #include "common/ops/device_kernels.h"
+#include "common/ops/logit_statistics.h"
 #include "common/ops/ops.h"
 
 namespace tandem::loss {
@@ -10,18 +11,8 @@ namespace {
 const float* Data(const at::Tensor& x) { return x.defined() ? x.const_data_ptr<float>() : nullptr; }
 
 void Statistics(const LogitTile& tile, const RowStatistics& rows) {
-  const at::Device device = tile.logits.device();
-  ops::Launch("output loss", device, ops::DeviceKernelsOf(device).logit_statistics,
-              {.logits = Data(tile.logits),
-               .scales = Data(tile.scales),
-               .labels = tile.labels.const_data_ptr<int64_t>(),
-               .first_label = tile.first_label,
-               .rows = tile.logits.size(0),
-               .width = tile.logits.size(1),
-               .max = rows.max.mutable_data_ptr<float>(),
-               .sum = rows.sum.mutable_data_ptr<float>(),
-               .weighted = rows.weighted.mutable_data_ptr<float>(),
-               .label = rows.label.mutable_data_ptr<float>()});
+  ops::LogitStatistics(tile.logits, tile.scales, tile.labels, tile.first_label, rows.max, rows.sum,
+                       rows.weighted, rows.label);
 }
 
 void Gradient(const LogitTile& tile, const RowGradients& rows, at::ScalarType type) {
@@ -50,7 +41,7 @@ const LogitKernels kDeviceLogitKernels = {Statistics, Gradient, ScratchBytes};
 const LogitKernels* OwnLogitKernels(at::Device device, at::ScalarType logits_type) {
   if (logits_type != at::kFloat || ops::GetKernelPath() != ops::KernelPath::kAuto) return nullptr;
   if (device.is_cpu()) return &kCpuLogitKernels;
-  return ops::DeviceKernelsOf(device).logit_statistics != nullptr ? &kDeviceLogitKernels : nullptr;
+  return ops::HasLogitStatistics(device, logits_type) ? &kDeviceLogitKernels : nullptr;
 }
 
 }  // namespace tandem::loss

@@ -182,13 +182,13 @@ at::Tensor AttendPadded(const at::Tensor& q, const at::Tensor& k, const at::Tens
   return at::cat(outputs).index_select(0, CopyToDevice(places, q.device()));
 }
 
-// Its gradients.
+// The gradients of AttendPadded.
 AttentionGradients AttendPaddedBackward(const at::Tensor& dy, const at::Tensor& q,
                                         const at::Tensor& k, const at::Tensor& v,
                                         const std::vector<int64_t>& offsets,
                                         const AttentionScores& scores) {
   AttentionGradients gradients = {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
-  const at::Tensor by_head = dy.view({q.size(0), q.size(1), v.size(2)});
+  const at::Tensor by_head = dy.reshape({q.size(0), q.size(1), v.size(2)});
   for (const PaddedSequences& part :
        PadByLength(offsets, q.size(1), kGatheredNumbers, q.device())) {
     const AttentionGradients padded =
@@ -326,6 +326,7 @@ AttentionGradients AtenCausalAttentionBackward(const at::Tensor& dy_in, const at
                                                const std::vector<int64_t>& offsets,
                                                const AttentionScores& scores,
                                                const SequenceTables& tables) {
+  if (q.size(0) == 0) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
   const SharedPrefixes* const prefixes = tables.prefixes.get();
   if (HasVarlenAttention(q, scores)) {
     return VarlenAttentionBackward(dy_in, q, k, v, WholeSequences(offsets, tables, q.device()),

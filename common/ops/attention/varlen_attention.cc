@@ -82,7 +82,7 @@ AttentionGradients VarlenAttentionBackward(const at::Tensor& dy, const at::Tenso
                                            const VarlenSequences& sequences,
                                            const AttentionScores& scores) {
   const auto [dq, dk, dv] =
-      Call(q, k, v, sequences, scores).Backward(dy.view({q.size(0), q.size(1), v.size(2)}));
+      Call(q, k, v, sequences, scores).Backward(dy.reshape({q.size(0), q.size(1), v.size(2)}));
   return {.q = dq.narrow(2, 0, q.size(2)),
           .k = dk.narrow(2, 0, k.size(2)),
           .v = dv.narrow(2, 0, v.size(2))};

@@ -29,7 +29,7 @@ bool HasVarlenAttention(const at::Tensor& q, const AttentionScores& scores);
 at::Tensor VarlenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const VarlenSequences& sequences, const AttentionScores& scores);
 
-// Returns its gradients for the gradient dy [T, heads * Dv] of the result, from a second pass
+// Returns the gradients of VarlenAttention for the gradient dy [T, heads * Dv] of the result, from a second pass
 // forward.
 AttentionGradients VarlenAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                            const at::Tensor& k, const at::Tensor& v,

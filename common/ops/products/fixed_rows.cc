@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 namespace tandem::ops {
 namespace {
@@ -40,8 +41,10 @@ int64_t ProductRows() { return product_rows; }
 
 at::Tensor LinearOfFixedRows(const at::Tensor& x_in, const at::Tensor& weight,
                              const at::Tensor& bias, at::ScalarType type) {
+  const at::AutoDispatchBelowADInplaceOrView no_views;  // the result is one to nobody's gradient
   const int64_t rows = x_in.size(0), padding = (product_rows - rows % product_rows) % product_rows;
-  const at::Tensor x = padding == 0 ? x_in : at::constant_pad_nd(x_in, {0, 0, 0, padding});
+  const at::Tensor x =
+      padding == 0 ? x_in.contiguous() : at::constant_pad_nd(x_in, {0, 0, 0, padding});
   const at::Tensor y = at::empty({x.size(0), weight.size(0)}, x.options().dtype(type));
   Multiply(y, x, weight, bias);
   return y.narrow(0, 0, rows);

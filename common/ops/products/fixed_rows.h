@@ -10,12 +10,12 @@
 
 namespace tandem::ops {
 
-// Sets the number of rows of every product that multiplies the rows of a forward pass by weights in
-// ATen's operations: other numbers of rows are divided and padded. 0, as at first: one product of
-// all rows. Other numbers also keep cuBLAS from dividing the sums of bfloat16 products (split-K),
-// by which their bits would depend on the shape, and let attention on a GPU compute every row by
-// itself (CausalAttention and CachedAttention of ops.h). A setting of the process, before its first
-// operation, or in tests between operations.
+// Sets the number of rows of each product of a linear map in a forward pass on a GPU: a pass is
+// divided, and its last product padded. 0, as at first: one product of all rows. Other numbers also
+// keep cuBLAS from dividing the sums of bfloat16 products (split-K), by which their bits would
+// depend on the shape. Attention on a GPU computes every row by itself then (CausalAttention and
+// CachedAttention of ops.h). A setting of the process, before its first operation, or in tests
+// between operations.
 void SetProductRows(int64_t rows);
 int64_t ProductRows();
 
@@ -24,7 +24,7 @@ int64_t ProductRows();
 at::Tensor LinearOfFixedRows(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                              at::ScalarType type);
 
-// Writes x weight^T to y [T, out] in y's type; else the same.
+// Writes x weight^T to y [T, out], in y's type, by the same products.
 void LinearOfFixedRowsInto(const at::Tensor& y, const at::Tensor& x, const at::Tensor& weight);
 
 }  // namespace tandem::ops

@@ -70,23 +70,29 @@ class Region {
 class Regions {
  public:
   std::shared_ptr<void> Take(int64_t bytes) {
-    std::shared_ptr<Region> region;  // a last reference ends behind the lock: it calls Release
+    std::shared_ptr<Region> region;  // whose last reference calls Release: never within the lock
+    {
+      const std::lock_guard lock(mutex_);
+      region = last_.lock();
+      void* const memory = region != nullptr ? region->Take(bytes) : nullptr;
+      if (memory != nullptr) return {region, memory};
+    }
+    region = {NewRegion(RoundUp(std::max(bytes, kRegionBytes), kHugePage)),
+              [this](Region* released) { Release(released); }};
+    void* const memory = region->Take(bytes);  // nobody else has it yet
     const std::lock_guard lock(mutex_);
-    region = last_.lock();
-    void* memory = region != nullptr ? region->Take(bytes) : nullptr;
-    if (memory != nullptr) return {region, memory};
-    std::shared_ptr<Region> next(NewRegion(RoundUp(std::max(bytes, kRegionBytes), kHugePage)),
-                                 [this](Region* released) { Release(released); });
-    last_ = next;
-    return {next, next->Take(bytes)};
+    last_ = region;
+    return {region, memory};
   }
 
  private:
   Region* NewRegion(int64_t bytes) {
+    const std::lock_guard lock(mutex_);
     const auto spare = std::ranges::find(spare_, bytes, &Region::bytes);
     std::unique_ptr<Region> region;
     if (spare == spare_.end()) {
       region = std::make_unique<Region>(bytes);
+      spare_.reserve(static_cast<size_t>(++regions_));  // so that Release cannot fail
     } else {
       region = std::move(*spare);
       spare_.erase(spare);
@@ -97,22 +103,22 @@ class Regions {
   }
 
   void Release(Region* released) {
-    std::vector<std::unique_ptr<Region>> unmapped;  // behind the lock
     const std::lock_guard lock(mutex_);
     spare_.emplace_back(released)->Clear();
     spare_bytes_ += released->bytes();
     taken_bytes_ -= released->bytes();
     while (spare_bytes_ > taken_bytes_) {
       spare_bytes_ -= spare_.back()->bytes();
-      unmapped.push_back(std::move(spare_.back()));
       spare_.pop_back();
+      --regions_;
     }
   }
 
   std::mutex mutex_;
   std::weak_ptr<Region> last_;
   std::vector<std::unique_ptr<Region>> spare_;
-  int64_t spare_bytes_ = 0, taken_bytes_ = 0;  // of whole regions
+  int64_t spare_bytes_ = 0, taken_bytes_ = 0;
+  int64_t regions_ = 0;  // taken and spare
 };
 
 }  // namespace

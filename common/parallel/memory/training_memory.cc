@@ -400,6 +400,13 @@ absl::StatusOr<MemoryPlan> TrainingMemory(const StrategyOptions& options, const 
         {"shared_keys", tokens * (1 + ops::kKeysPerRow) * widest * kFloatBytes, model.on_host});
   }
   if (model.product_rows > 0) {
+    const int64_t outputs = std::max(2 * model.config.intermediate_size,
+                                     model.head == HeadKind::kLm ? model.config.vocab_size : 1);
+    const int64_t inputs = std::max(model.config.intermediate_size, model.config.hidden_size);
+    result.items.push_back(
+        {"padded_rows", model.product_rows * (inputs + outputs) * kFloatBytes, model.on_host});
+  }
+  if (model.product_rows > 0 && !model.config.decoder.latent.has_value()) {
     // A last block is at most empty but for a token.
     const int64_t in_blocks =
         2 * tokens * widest * static_cast<int64_t>(ItemSizeBytes(model.dtype));

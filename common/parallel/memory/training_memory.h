@@ -47,7 +47,7 @@ struct TrainedModel {
 // experts of every rank are chosen as often. Where prefixes are shared, "shared_keys" are the keys
 // and values of one layer's attention that stand beside those of the rows; with product_rows
 // "attention_blocks" are those in blocks, for sequences of 64 tokens or more, and the partial
-// results. A model with a vision
+// results, and "padded_rows" what the widest product of such rows has. A model with a vision
 // tower has "vision_activations", for micro-batches of nothing but images; the pixels of a step,
 // all of which the first stage of a pipeline holds, are not among them. Losses add what they need
 // themselves.

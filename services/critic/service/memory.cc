@@ -24,7 +24,8 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::CriticServerConfig& conf
                               .weight_format = rpc::FrozenFormat(config),
                               .activation_dtype = rpc::ActivationType(config.compute()),
                               .on_host = config.compute().device() == "cpu",
-                              .shared_prefixes = config.batch().shared_prefixes()},
+                              .shared_prefixes = config.batch().shared_prefixes(),
+                              .product_rows = config.compute().product_rows()},
                              config.batch().micro_batch_tokens(), config.max_model_len(),
                              config.checkpoint_snapshot()));
   if (model.vision.has_value()) {

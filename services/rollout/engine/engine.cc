@@ -51,8 +51,7 @@ int64_t WindowOf(const TandemModelManager::Lane& lane) {
 
 int64_t TokensWithDrafts(const ComputeOptions& compute) {
   return MaxTokensWithDrafts(compute.device == "cpu",
-                             compute.dtype == "bfloat16" ? DType::kBFloat16 : DType::kFloat32,
-                             compute.product_rows);
+                             compute.dtype == "bfloat16" ? DType::kBFloat16 : DType::kFloat32);
 }
 
 // Returns the bytes that a record of the routing takes for a token in a message (trajectory.proto).

@@ -173,6 +173,30 @@ TEST_P(RolloutBitsTest, TheTrainersAreThoseOfTheRollout) {
 INSTANTIATE_TEST_SUITE_P(Families, RolloutBitsTest, testing::ValuesIn(EveryFamily()),
                          [](const auto& family) { return family.param; });
 
+// A step's forward and backward pass with adapters, and without any rows, as a rank has that waits
+// for others.
+TEST(TrainingWithProductRowsTest, AdaptersAndEmptyBatchesHaveGradients) {
+  const simulated_gpu::WithKernels kernels;
+  const absl::Cleanup reset = [] { ops::SetProductRows(0); };
+  ops::SetProductRows(16);
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+    const auto model = TinyModel("llama", {},
+                                 {.requires_grad = true,
+                                  .lora = {.rank = 2, .alpha = 4, .target_modules = {"all-linear"}},
+                                  .placement = {.device = {at::kCUDA, 0}, .dtype = type}});
+    CausalContext context;
+    model->HiddenStates(MakeRaggedBatch({{1, 2, 3}, {4, 5}}, model->device()), context)
+        .sum()
+        .backward();
+    int64_t with_gradients = 0;
+    for (const auto& [name, tensor] : model->Parameters()) with_gradients += tensor.grad().defined();
+    EXPECT_GT(with_gradients, 0) << type;
+    const at::Tensor none = model->HiddenStates(MakeRaggedBatch({}, model->device()), context);
+    EXPECT_EQ(none.size(0), 0);
+    none.sum().backward();
+  }
+}
+
 // Without the setting a product's rows depend on the number of them.
 TEST(RolloutBitsWithoutProductRowsTest, BitsDiffer) {
   const simulated_gpu::WithKernels kernels;

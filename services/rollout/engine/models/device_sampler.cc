@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "common/kernels/logit_blocks.h"
-#include "common/ops/device_kernels.h"
+#include "common/ops/logit_statistics.h"
 #include "common/tensor/aten/device_copies.h"
 
 namespace tandem::rollout {
@@ -19,6 +19,10 @@ namespace {
 constexpr int64_t kBlock = kernels::kLogitBlock;
 // Stands for the number in [0, 1) that chooses a token, where the largest logit is chosen.
 constexpr double kGreedy = -1;
+
+// The places of a drawn row's numbers in what DrawTokens returns.
+enum Result { kToken, kLogit, kMax, kSum, kLogKept, kIsSound, kNumResults };
+static_assert(kNumResults == kResultNumbers);
 
 // Returns, for each row, the index of the first sum [N, K] above `target` [N, 1]. The last sum is
 // `total` [N, 1], to which rounding may have brought the target: it stays below, so that the index
@@ -88,30 +92,28 @@ at::Tensor SumBlocks(const at::Tensor& weights) {
   return weights.unflatten(1, {-1, kBlock}).sum(2, /*keepdim=*/false, at::kDouble);
 }
 
-bool HasLossStatistics(at::Device device) {
-  return ops::DeviceKernelsOf(device).logit_statistics != nullptr;
+// What is said of rows, as float32 [N] each: the largest logit by the temperature, the sum of the
+// exponentials below it, and the logit of the row's token, with the bits of the trainer's loss.
+struct LossStatistics {
+  LossStatistics(const at::Tensor& logits, const at::Tensor& scales, const at::Tensor& tokens)
+      : all(at::empty({4, logits.size(0)}, logits.options().dtype(at::kFloat))) {
+    ops::LogitStatistics(logits.to(at::kFloat).contiguous(), scales, tokens, /*first_label=*/0,
+                         all[0], all[1], /*weighted=*/all[3], all[2]);
+  }
+  at::Tensor max() const { return all[0].unsqueeze(1); }
+  at::Tensor sum() const { return all[1].unsqueeze(1); }
+  at::Tensor logit() const { return all[2].unsqueeze(1); }
+
+  at::Tensor all;
+};
+
+bool HasLossStatistics(const at::Tensor& logits) {
+  return ops::HasLogitStatistics(logits.device(), at::kFloat);
 }
 
-// Returns the largest of each row of scaled logits, the sum of exponentials below it, and the
-// scaled logits of the tokens [N, 1], with the bits that the trainer's loss has
-// (kDeviceLogitKernels): [3, N, 1].
-at::Tensor LossStatistics(const at::Tensor& scaled, const at::Tensor& tokens) {
-  const int64_t rows = scaled.size(0);
-  const at::Tensor results = at::empty({4, rows, 1}, scaled.options());
-  const auto of = [&](int64_t i) { return results[i].mutable_data_ptr<float>(); };
-  ops::Launch("log-probabilities", scaled.device(),
-              ops::DeviceKernelsOf(scaled.device()).logit_statistics,
-              {.logits = scaled.const_data_ptr<float>(),
-               .scales = nullptr,
-               .labels = tokens.const_data_ptr<int64_t>(),
-               .first_label = 0,
-               .rows = rows,
-               .width = scaled.size(1),
-               .max = of(0),
-               .sum = of(1),
-               .weighted = of(3),
-               .label = of(2)});
-  return results.narrow(0, 0, 3);
+// The temperature whose reciprocal multiplies logits: that of a greedy row is 1.
+double DividingTemperature(const SamplingParams& sampling) {
+  return sampling.temperature == 0 ? 1.0 : sampling.temperature;
 }
 
 }  // namespace
@@ -143,7 +145,7 @@ DrawKinds WriteDrawNumbers(std::span<const OutputRow> rows, int64_t width, int64
     kinds.has_greedy |= is_greedy;
     kinds.has_given |= !draws;
     kinds.has_cuts |= cuts;
-    write({sampling.temperature == 0 ? 1.0 : sampling.temperature, is_greedy ? kGreedy : row.u,
+    write({DividingTemperature(sampling), is_greedy ? kGreedy : row.u,
            static_cast<double>(row.token),
            cuts && sampling.top_k > 0 ? static_cast<double>(sampling.top_k) : kInfinity,
            cuts && sampling.top_p < 1 ? sampling.top_p : kInfinity,
@@ -155,7 +157,8 @@ DrawKinds WriteDrawNumbers(std::span<const OutputRow> rows, int64_t width, int64
 at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const DrawKinds& kinds) {
   const int64_t width = logits.size(1);
   const at::Tensor given = numbers.unsqueeze(2);  // [kDrawNumbers, N, 1]
-  const at::Tensor scaled = logits.to(at::kFloat) * given[0].to(at::kFloat).reciprocal();
+  const at::Tensor scales = given[0].to(at::kFloat).reciprocal();
+  const at::Tensor scaled = logits.to(at::kFloat) * scales;
   const at::Tensor max = scaled.amax(1, /*keepdim=*/true), below = scaled - max;
   const int64_t blocks = (width + kBlock - 1) / kBlock;
   const at::Tensor weights = at::constant_pad_nd(below.exp(), {0, blocks * kBlock - width});
@@ -174,11 +177,11 @@ at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const
   // A row with NaN or infinity has no token.
   const at::Tensor within = token.clamp(0, width - 1);
   at::Tensor logit = scaled.gather(1, within), highest = max, sum = total;
-  if (HasLossStatistics(logits.device())) {
-    const at::Tensor statistics = LossStatistics(scaled, within);
-    highest = statistics[0];
-    sum = statistics[1];
-    logit = statistics[2];
+  if (HasLossStatistics(logits)) {
+    const LossStatistics statistics(logits, scales.squeeze(1), within);
+    logit = statistics.logit();
+    highest = statistics.max();
+    sum = statistics.sum();
   }
   const at::Tensor is_sound = highest.isfinite().logical_and_(sum.isfinite());
   return at::cat({within.to(at::kDouble), logit.to(at::kDouble), highest.to(at::kDouble),
@@ -187,16 +190,13 @@ at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const
 }
 
 at::Tensor RowStatistics(const at::Tensor& logits, std::span<const OutputRow> rows) {
-  if (!HasLossStatistics(logits.device())) return {};
+  if (!HasLossStatistics(logits)) return {};
   std::vector<double> temperatures;
-  for (const OutputRow& row : rows) {
-    const double temperature = row.sampling->temperature;
-    temperatures.push_back(temperature == 0 ? 1.0 : temperature);
-  }
+  for (const OutputRow& row : rows) temperatures.push_back(DividingTemperature(*row.sampling));
   const at::Tensor scales =
-      CopyToDevice(temperatures, logits.device()).to(at::kFloat).reciprocal_().unsqueeze(1);
+      CopyToDevice(temperatures, logits.device()).to(at::kFloat).reciprocal_();
   const at::Tensor tokens = at::zeros(scales.sizes(), scales.options().dtype(at::kLong));
-  return LossStatistics(logits.to(at::kFloat) * scales, tokens).narrow(0, 0, 2).squeeze(2);
+  return LossStatistics(logits, scales, tokens).all.narrow(0, 0, 2);
 }
 
 void DeviceDraws::Clear() {
@@ -243,15 +243,15 @@ void DeviceDraws::Read() {
   const double* values = on_host_.const_data_ptr<double>();
   for (const auto& results : results_) {
     for (absl::StatusOr<SampledToken>& result : results) {
-      if (values[5] == 0) {
+      if (values[kIsSound] == 0) {
         result = TandemSampler::BrokenLogits();
       } else {
-        result = SampledToken{.token = static_cast<int32_t>(values[0]),
+        result = SampledToken{.token = static_cast<int32_t>(values[kToken]),
                               .logprob = static_cast<float>(kernels::LogProb(
-                                  values[1], {.max = values[2], .sum = values[3]})),
-                              .log_keep_mass = static_cast<float>(values[4])};
+                                  values[kLogit], {.max = values[kMax], .sum = values[kSum]})),
+                              .log_keep_mass = static_cast<float>(values[kLogKept])};
       }
-      values += kDrawnNumbers;
+      values += kResultNumbers;
     }
   }
 }

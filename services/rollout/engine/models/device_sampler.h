@@ -35,10 +35,10 @@ DrawKinds WriteDrawNumbers(std::span<const OutputRow> rows, int64_t width, int64
 // The numbers that a device says of a drawn token: its id; its logit by the temperature, the
 // largest of the row, and the sum of the exponentials below that; the logarithm of the mass that
 // the cuts keep; whether they are sound.
-inline constexpr int64_t kDrawnNumbers = 6;
+inline constexpr int64_t kResultNumbers = 6;
 
 // Returns the tokens that a device draws from logits [N, V] of any floating-point type, without a
-// wait: [N, kDrawnNumbers] float64. `numbers` [kDrawNumbers, N] float64 are on the device.
+// wait: [N, kResultNumbers] float64. `numbers` [kDrawNumbers, N] float64 are on the device.
 at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const DrawKinds& kinds);
 
 // Returns the largest logit by the temperature of each row, and the sum of the exponentials below
@@ -72,7 +72,7 @@ class DeviceDraws {
   void Read();
 
  private:
-  std::vector<at::Tensor> drawn_;  // [N, kDrawnNumbers] float64 each
+  std::vector<at::Tensor> drawn_;  // [N, kResultNumbers] float64 each
   at::Tensor on_host_;             // all of them, in pinned memory of as many rows or more
   std::optional<c10::Event> sent_;
   bool was_sent_ = false;

@@ -266,9 +266,8 @@ TEST(SchedulerTest, SequencesShareTheRoomForDrafts) {
 }
 
 TEST(SchedulerTest, AGpuHasRoomForTheDraftsOfMoreSequences) {
-  EXPECT_EQ(MaxTokensWithDrafts(/*on_host=*/true, DType::kBFloat16, 256), kHostTokensWithDrafts);
-  EXPECT_EQ(MaxTokensWithDrafts(/*on_host=*/false, DType::kBFloat16, 0), 128);
-  EXPECT_EQ(MaxTokensWithDrafts(/*on_host=*/false, DType::kFloat32, 256), 256);
+  EXPECT_EQ(MaxTokensWithDrafts(/*on_host=*/true, DType::kBFloat16), kHostTokensWithDrafts);
+  EXPECT_EQ(MaxTokensWithDrafts(/*on_host=*/false, DType::kBFloat16), 64);
   const auto prompt = MakeDraftedPrompt(1, 8, {.tandem = false});
   SchedulerLimits limits = kWide;
   limits.max_tokens_with_drafts = 48;
