@@ -125,8 +125,11 @@ at::Tensor LinearWeight::Logits(const at::Tensor& x, int64_t outs) const {
   TORCH_CHECK(!at::GradMode::is_enabled(), "some columns of a map have no gradient");
   CheckFresh();
   if (packed_ != nullptr) return packed_->Linear(Input(x), compute_bias_, outs);
-  const at::Tensor bias = bias_.defined() ? compute_bias_.narrow(0, 0, outs) : at::Tensor();
-  const at::Tensor weight = compute_weight_.narrow(0, 0, outs);
+  // A view is an allocation, which a pass of decoding does without.
+  const bool whole = outs == compute_weight_.size(0);
+  const at::Tensor weight = whole ? compute_weight_ : compute_weight_.narrow(0, 0, outs);
+  const at::Tensor bias =
+      whole || !bias_.defined() ? compute_bias_ : compute_bias_.narrow(0, 0, outs);
   if (rounds_inputs_) return Bfloat16Linear(Input(x), weight, bias);
   if (weight.scalar_type() != at::kBFloat16 || bias.defined()) return Linear(x, weight, bias);
   if (ProductRows() > 0) return LinearOfFixedRows(x, weight, bias, at::kFloat);
