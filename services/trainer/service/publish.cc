@@ -69,16 +69,14 @@ Receivers::Receivers(const std::vector<std::string>& targets,
   }
 }
 
-std::vector<rpc::WantedWeights> Receivers::AskWanted(const CallScope& call) const {
-  std::vector<rpc::WantedWeights> answers(stubs_.size()), wanted;
-  const std::vector<absl::Status> asked =
-      ForEach(stubs_.size(), call, [&](size_t i) -> absl::Status {
-        TANDEM_ASSIGN_OR_RETURN(answers[i], rpc::AskWanted(*stubs_[i], {.call = call}));
-        return absl::OkStatus();
-      });
+std::vector<absl::StatusOr<rpc::WantedWeights>> Receivers::AskWanted(const CallScope& call) const {
+  std::vector<absl::StatusOr<rpc::WantedWeights>> wanted(stubs_.size());
+  const std::vector<absl::Status> asked = ForEach(stubs_.size(), call, [&](size_t i) {
+    wanted[i] = rpc::AskWanted(*stubs_[i], {.call = call});
+    return absl::OkStatus();
+  });
   for (size_t i = 0; i < asked.size(); ++i) {
-    // Send asks again, and reports the error.
-    if (asked[i].ok()) wanted.push_back(std::move(answers[i]));
+    if (!asked[i].ok()) wanted[i] = asked[i];
   }
   return wanted;
 }

@@ -24,8 +24,9 @@ class Receivers {
   // Connects to each of `targets` with its first call.
   Receivers(const std::vector<std::string>& targets, const rpc::ChannelOptions& channel_options);
 
-  // Returns what the receivers that answer want, in the order of the targets.
-  std::vector<rpc::WantedWeights> AskWanted(const CallScope& call) const;
+  // Returns what each receiver wants, in the order of the targets. Send asks again, and reports the
+  // errors.
+  std::vector<absl::StatusOr<rpc::WantedWeights>> AskWanted(const CallScope& call) const;
 
   // Sends `source` to every receiver and commits it there. Blocks until every delivery has
   // succeeded or failed; they fail as soon as `call` is over. Deliveries are independent, and in

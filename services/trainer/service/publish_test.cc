@@ -151,6 +151,18 @@ TEST_F(PublishTest, TheGpusMemoryIsUsedWhileSomebodyReadsIt) {
   EXPECT_EQ(plain.receiver.Version(), reads.receiver.Version());
 }
 
+// Another server on another machine says nothing about the one that failed.
+TEST_F(PublishTest, AReceiverThatFailsLeavesTheGpusMemoryInUse) {
+  ReceiverServer plain,
+      fails(absl::InternalError("no memory"), -1, {}, DType::kFloat32,
+            [](const GpuMemory&) { return absl::FailedPreconditionError("another container"); });
+  for (int round = 0; round < 2; ++round) {
+    ASSERT_TRUE(Publish({plain.server.address(), fails.server.address()}, true).ok());
+    ASSERT_TRUE(engine_->LoadCheckpoint({}, {}).ok()) << "which brings other weights";
+  }
+  EXPECT_THAT(engine_->asked_on_gpu(), testing::ElementsAre(true, true));
+}
+
 TEST_F(PublishTest, OneDeadReceiverDoesNotConcernTheOthers) {
   ReceiverServer alive, dead, refusing(absl::InternalError("no memory"));
   const std::string dead_address = dead.server.address();

@@ -222,16 +222,18 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
   const Receivers receivers(targets, options_.publish_channel);
   std::set<TensorTypes> types;
   bool on_gpu = false;
-  for (const rpc::WantedWeights& wanted : receivers.AskWanted(call)) {
-    types.insert(wanted.types);
-    on_gpu |= wanted.reads_gpu_memory;
+  const std::vector<absl::StatusOr<rpc::WantedWeights>> wanted = receivers.AskWanted(call);
+  for (const auto& answer : wanted) {
+    if (!answer.ok()) continue;
+    types.insert(answer->types);
+    on_gpu |= answer->reads_gpu_memory;
   }
   TANDEM_ASSIGN_OR_RETURN(const auto source,
                           engine_->Snapshot(call, {.receivers = {types.begin(), types.end()},
                                                    .on_gpu = on_gpu && gpu_memory_is_read_}));
   const std::vector<absl::StatusOr<rpc::SentWeights>> deliveries =
       receivers.Send(*source, request.allow_rollback(), call);
-  if (source->gpu_memory() != nullptr) NoteWhetherRead(deliveries);
+  if (source->gpu_memory() != nullptr) NoteWhetherRead(wanted, deliveries);
   v1::PublishWeightsResponse response;
   response.mutable_weights()->set_version(source->manifest().version);
   response.mutable_weights()->set_digest(source->manifest().digest);
@@ -261,13 +263,15 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
 }
 
 void TrainerService::NoteWhetherRead(
+    const std::vector<absl::StatusOr<rpc::WantedWeights>>& wanted,
     const std::vector<absl::StatusOr<rpc::SentWeights>>& deliveries) {
   using Transport = rpc::SentWeights::Transport;
-  bool streamed = false;
-  for (const auto& delivery : deliveries) {
+  bool streamed = false;  // to one of this machine
+  for (size_t i = 0; i < deliveries.size(); ++i) {
+    const absl::StatusOr<rpc::SentWeights>& delivery = deliveries[i];
     if (!delivery.ok() || delivery->bytes == 0) continue;
     if (delivery->transport == Transport::kGpu) return;
-    streamed = true;
+    streamed |= wanted[i].ok() && wanted[i]->reads_gpu_memory;
   }
   if (!streamed || !gpu_memory_is_read_.exchange(false)) return;
   Log(LogLevel::kWarning, "gpu_memory_not_read",

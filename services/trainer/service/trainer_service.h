@@ -102,9 +102,10 @@ class TrainerService final : public TrainerCallbacks {
   absl::StatusOr<v1::PublishWeightsResponse> Publish(const v1::PublishWeightsRequest& request,
                                                      const CallScope& call);
 
-  // Takes the deliveries of a copy in the memory of a GPU: if nobody read it there, later ones are
-  // in a file, which receivers of the machine can read.
-  void NoteWhetherRead(const std::vector<absl::StatusOr<rpc::SentWeights>>& deliveries);
+  // Takes the deliveries of a copy in the memory of a GPU: if nobody of those that may read it
+  // there has done so, later ones are in a file, which receivers of the machine can read.
+  void NoteWhetherRead(const std::vector<absl::StatusOr<rpc::WantedWeights>>& wanted,
+                       const std::vector<absl::StatusOr<rpc::SentWeights>>& deliveries);
 
   const TrainerServiceOptions options_;
   rpc::CallExecutor& executor_;

@@ -20,6 +20,7 @@ from tandem.recording import files
 from tandem.recording.proxy import RecordingProxy
 from tandem.rpc.client import RolloutClient, TrainerClient
 from tandem.rpc.requests import SupervisedSample
+from tandem.rpc.retry import RetryPolicy
 from tandem.rpc.wire import from_tensor
 
 pytestmark = pytest.mark.skipif(
@@ -123,7 +124,8 @@ def test_a_trainer_that_dies_leaves_one_version_in_force(numerics, models, tmp_p
         harness.rollout_client(running) as client,
     ):
         versions = []
-        with harness.trainer_client(running) as trainer:
+        once = RetryPolicy(seconds=0)
+        with TrainerClient(running.trainer.address, retry=once) as trainer:
             for number in (1, 2):
                 train(trainer, number)
                 versions.append(trainer.info().server.weights)
