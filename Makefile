@@ -203,7 +203,7 @@ test-cuda: ## Builds PRESET=cuda and runs the GPU, parity and law tests on the d
 
 # For a machine with a GPU that has neither this checkout's build nor a network: tests/gpu/check.sh.
 GPU_PROGRAMS := $(SERVERS) tandem-model-probe tandem-engine-bench tandem-loss-bench cuda_kernels_test ops_test \
-  host_copies_test compute_setup_test fused_output_loss_test linear_divergence_test
+  gpu_transfer_test host_copies_test compute_setup_test fused_output_loss_test linear_divergence_test
 .PHONY: gpu-pack
 gpu-pack: ## Builds PRESET=cuda and packs what tests/gpu/check.sh runs on a machine with a GPU (.gpu/pack.tar.xz)
 	@$(MAKE) --no-print-directory configure python-protos PRESET=cuda

@@ -16,4 +16,8 @@ for dtype in float32 bfloat16; do
   printf '\n==> parity and laws on the GPU, %s\n' "$dtype"
   TANDEM_BUILD_DIR=$PWD/build/cuda TANDEM_TEST_DEVICE=cuda TANDEM_TEST_DTYPE=$dtype \
     .venv/bin/python -m pytest -q tests/parity tests/integration/laws/test_tandem_laws.py tests/integration/laws/test_training_laws.py
+  # Ranks would need a GPU each.
+  TANDEM_BUILD_DIR=$PWD/build/cuda TANDEM_TEST_DEVICE=cuda TANDEM_TEST_DTYPE=$dtype \
+    .venv/bin/python -m pytest -q tests/integration/laws/test_gpu_publications.py \
+    -k 'not zero and not pipeline and not sharded'
 done

@@ -9,7 +9,8 @@ export TANDEM_BUILD_DIR=$1/simulated_gpu TANDEM_TEST_DEVICE=cuda
 for dtype in float32 bfloat16; do
   TANDEM_TEST_DTYPE=$dtype tests/run_pytest.sh \
     tests/parity/test_{transformers,vision,speculator}_parity.py \
-    tests/integration/laws/test_{rank,tandem,training}_laws.py
+    tests/integration/laws/test_{rank,tandem,training}_laws.py \
+    tests/integration/laws/test_gpu_publications.py
 done
 export TANDEM_BUILD_DIR=$TANDEM_BUILD_DIR/kernels
 TANDEM_TEST_DTYPE=float32 tests/run_pytest.sh \

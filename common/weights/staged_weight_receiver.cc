@@ -56,13 +56,11 @@ absl::Status CheckDigest(absl::string_view what, const std::string& computed,
                                           "; the old weights are kept"));
 }
 
-// Whether the weights in `bytes` may be served.
-absl::Status CheckServable(const WeightSpec& spec, const TensorBytes& bytes) {
-  const std::optional<int64_t> place =
-      FirstNotFinite(spec.dtype, {bytes.get(), static_cast<size_t>(spec.bytes())});
-  if (!place.has_value()) return absl::OkStatus();
+// Whether a tensor may be served of which value `not_finite`, if any, is infinite or NaN.
+absl::Status CheckServable(absl::string_view name, std::optional<int64_t> not_finite) {
+  if (!not_finite.has_value()) return absl::OkStatus();
   return WithReason(FieldError(absl::StatusCode::kFailedPrecondition, "manifest.tensors",
-                               absl::StrCat("\"", spec.name, "\" is not finite at value ", *place,
+                               absl::StrCat("\"", name, "\" is not finite at value ", *not_finite,
                                             "; the old weights are kept (the rollout server's "
                                             "allow_not_finite_weights serves such weights)")),
                     reason::kWeightsNotFinite);
@@ -80,18 +78,27 @@ StagedWeightReceiver::Update::Update(std::string id, const WeightManifest& manif
       // Tensors that travel in another type have a digest of their own.
       sums{manifest.sent_digest.empty() ? kept : TensorSums()},
       weights(std::move(weights)),
-      stager(manifest.tensors,
-             [this, allow_not_finite](const WeightSpec& spec, TensorBytes bytes) -> absl::Status {
-               sums[ComponentIndex(spec)].AddTensor(spec.name, bytes.get(), spec.bytes());
-               if (!allow_not_finite) TANDEM_RETURN_IF_ERROR(CheckServable(spec, bytes));
-               return this->weights->Add(spec, std::move(bytes));
-             }) {}
+      stager(
+          manifest.tensors,
+          [this, allow_not_finite](const WeightSpec& spec, TensorBytes bytes) -> absl::Status {
+            sums[ComponentIndex(spec)].AddTensor(spec.name, bytes.get(), spec.bytes());
+            if (!allow_not_finite) {
+              TANDEM_RETURN_IF_ERROR(CheckServable(
+                  spec.name,
+                  FirstNotFinite(spec.dtype, {bytes.get(), static_cast<size_t>(spec.bytes())})));
+            }
+            return this->weights->Add(spec, std::move(bytes));
+          },
+          [this](const WeightSpec& spec, absl::Span<const SharedRange> ranges) {
+            return this->weights->AddShared(spec, ranges);
+          }) {}
 
 StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
                                            std::optional<WeightSpec> optional,
                                            int64_t num_token_ids, WeightsVersion initial,
                                            Start start, std::vector<ReceivedComponent> components,
-                                           bool allow_not_finite, ReceivedAdapter adapter)
+                                           bool allow_not_finite, ReceivedAdapter adapter,
+                                           OpenGpu open_gpu)
     : parameters_(std::move(parameters)),
       optional_(std::move(optional)),
       num_token_ids_(num_token_ids),
@@ -99,6 +106,7 @@ StagedWeightReceiver::StagedWeightReceiver(std::vector<WeightSpec> parameters,
       components_(std::move(components)),
       allow_not_finite_(allow_not_finite),
       adapter_(std::move(adapter)),
+      open_gpu_(std::move(open_gpu)),
       version_(std::move(initial)) {
   for (const ReceivedComponent& component : components_) {
     component_versions_[component.name] = component.initial;
@@ -284,13 +292,15 @@ absl::StatusOr<int64_t> StagedWeightReceiver::Append(const std::string& update_i
                      [&](TensorStager& stager) { stager.Write(data); });
 }
 
-absl::StatusOr<int64_t> StagedWeightReceiver::AppendFromFile(
+absl::StatusOr<int64_t> StagedWeightReceiver::AppendShared(
     const std::string& update_id, int64_t chunk_index,
-    const std::shared_ptr<const FileDescriptor>& file, absl::Span<const FileRange> ranges) {
+    const std::shared_ptr<const SharedBytes>& bytes, absl::Span<const FileRange> ranges) {
   int64_t size = 0;
   for (const FileRange& range : ranges) size += range.size;
   return AppendChunk(update_id, chunk_index, size, [&](TensorStager& stager) {
-    for (const FileRange& range : ranges) stager.WriteFrom(file, range.offset, range.size);
+    for (const FileRange& range : ranges) {
+      stager.WriteFrom({.from = bytes, .offset = range.offset, .size = range.size});
+    }
   });
 }
 
@@ -326,6 +336,16 @@ absl::Status StagedWeightReceiver::CheckReceived(Update& update) {
   return absl::FailedPreconditionError(absl::StrCat("update \"", update.id, "\" has ",
                                                     update.received, " of ",
                                                     update.manifest.total_bytes, " bytes"));
+}
+
+absl::Status StagedWeightReceiver::AddRead(Update& update) const {
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ReadTensor> read, update.weights->TakeRead());
+  for (const ReadTensor& tensor : read) {
+    update.sums[ComponentIndex({.name = tensor.name, .shape = {}})].Add(tensor.name, tensor.sums);
+    if (allow_not_finite_) continue;
+    TANDEM_RETURN_IF_ERROR(CheckServable(tensor.name, tensor.not_finite));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status StagedWeightReceiver::CheckDigests(const Update& update) {
@@ -374,6 +394,7 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
   absl::Status applied = CheckReceived(*update);
   const bool incomplete = !applied.ok();
   if (applied.ok()) applied = update->stager.Finish(call);
+  if (applied.ok()) applied = AddRead(*update);
   if (applied.ok()) applied = CheckDigests(*update);
   if (applied.ok()) applied = update->weights->Apply(update->manifest, call);
   const std::lock_guard lock(mutex_);

@@ -42,6 +42,13 @@ struct ReceivedAdapter {
   TensorSums kept;       // of the rest of the model, which stays
 };
 
+// A tensor whose bytes the engine has read itself.
+struct ReadTensor {
+  std::string name;
+  WordSums sums;                                     // of its bytes as they travelled
+  std::optional<int64_t> not_finite = std::nullopt;  // the first value that is infinite or NaN
+};
+
 // The engine's part of one update. It is destroyed when the update has ended, in force or not.
 class NextWeights {
  public:
@@ -49,6 +56,15 @@ class NextWeights {
   // Takes the next tensor of the manifest, on a thread of the update's own. Its error ends the
   // update.
   virtual absl::Status Add(const WeightSpec& spec, TensorBytes bytes) = 0;
+  // The same for a tensor whose bytes are in memory of a sender's GPU, one range behind the other,
+  // where the engine gave the receiver an OpenGpu. The engine reads them beside what follows, and
+  // TakeRead says what it has read.
+  virtual absl::Status AddShared(const WeightSpec&, absl::Span<const SharedRange>) {
+    return absl::UnimplementedError("this update takes no memory of a GPU");
+  }
+  // Waits for the tensors of AddShared, and returns each of them once. Then the sender may change
+  // its memory.
+  virtual absl::StatusOr<std::vector<ReadTensor>> TakeRead() { return std::vector<ReadTensor>(); }
   // Puts the weights in force, after all tensors have been added and the digest has been verified;
   // blocks. After CANCELLED or DEADLINE_EXCEEDED it may be called again; another error ends the
   // update.
@@ -59,25 +75,30 @@ class StagedWeightReceiver : public WeightReceiver {
  public:
   // Makes the engine's part of an update.
   using Start = std::function<std::unique_ptr<NextWeights>()>;
+  // As WeightReceiver::OpenGpuMemory; the result is on_gpu().
+  using OpenGpu =
+      std::function<absl::StatusOr<std::shared_ptr<const SharedBytes>>(const GpuMemory& memory)>;
 
   // `parameters` has the name and shape of every parameter of the model, and the type in which the
   // receiver wants it. `optional` is a parameter that a manifest may leave out (a tied head).
   // `num_token_ids`: those of the model, which a sender's model must have too. An
   // update may leave out any of `components`, which then stays. `allow_not_finite`: weights that
   // hold a value that is infinite or NaN are served, too. `adapter`: of the model whose
-  // `parameters` are those of its adapters.
+  // `parameters` are those of its adapters. `open_gpu` is null where the engine cannot read memory
+  // of a GPU.
   StagedWeightReceiver(std::vector<WeightSpec> parameters, std::optional<WeightSpec> optional,
                        int64_t num_token_ids, WeightsVersion initial, Start start,
                        std::vector<ReceivedComponent> components = {},
-                       bool allow_not_finite = false, ReceivedAdapter adapter = {});
+                       bool allow_not_finite = false, ReceivedAdapter adapter = {},
+                       OpenGpu open_gpu = nullptr);
 
   absl::StatusOr<int64_t> Begin(const std::string& update_id, const WeightManifest& manifest,
                                 bool allow_rollback) override;
   absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
                                  absl::Span<const std::byte> data) override;
-  absl::StatusOr<int64_t> AppendFromFile(const std::string& update_id, int64_t chunk_index,
-                                         const std::shared_ptr<const FileDescriptor>& file,
-                                         absl::Span<const FileRange> ranges) override;
+  absl::StatusOr<int64_t> AppendShared(const std::string& update_id, int64_t chunk_index,
+                                       const std::shared_ptr<const SharedBytes>& bytes,
+                                       absl::Span<const FileRange> ranges) override;
   absl::StatusOr<WeightsVersion> Commit(const std::string& update_id,
                                         const CallScope& call) override;
   absl::Status Abort(const std::string& update_id) override;
@@ -86,6 +107,11 @@ class StagedWeightReceiver : public WeightReceiver {
   std::string OpenUpdateId() const override;
   void DropAbandoned(SteadyTime now) override;
   TensorTypes WantedTypes() const override;
+  bool ReadsGpuMemory() const override { return open_gpu_ != nullptr; }
+  absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenGpuMemory(
+      const GpuMemory& memory) override {
+    return open_gpu_ != nullptr ? open_gpu_(memory) : WeightReceiver::OpenGpuMemory(memory);
+  }
 
  private:
   struct Update {
@@ -131,6 +157,9 @@ class StagedWeightReceiver : public WeightReceiver {
                                       absl::FunctionRef<void(TensorStager& stager)> write);
   // OK if the whole stream was received.
   static absl::Status CheckReceived(Update& update);
+  // Waits for the tensors that the engine reads itself, and adds their sums. OK if they may be
+  // served.
+  absl::Status AddRead(Update& update) const;
   // OK if the tensors, all of which have been taken, have the manifest's digests.
   static absl::Status CheckDigests(const Update& update);
 
@@ -141,6 +170,7 @@ class StagedWeightReceiver : public WeightReceiver {
   const std::vector<ReceivedComponent> components_;
   const bool allow_not_finite_;
   const ReceivedAdapter adapter_;
+  const OpenGpu open_gpu_;
 
   mutable std::mutex mutex_;
   std::condition_variable_any commit_changed_;

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <latch>
+#include <limits>
 #include <memory>
 #include <stop_token>
 #include <string>
@@ -426,6 +427,64 @@ TEST_F(StagedWeightReceiverTest, WeightsThatAreNotFiniteAreNotServed) {
     ASSERT_TRUE(careless.Append("u", chunk, absl::MakeSpan(stream).subspan(chunk * 12, 12)).ok());
   }
   EXPECT_EQ(careless.Commit("u", {})->version, 1);
+}
+
+// Tensors that the engine reads in memory of a GPU.
+class GpuReceiverTest : public testing::Test {
+ protected:
+  // Sends `bytes` as memory of a GPU, with the digest of `manifest`.
+  absl::Status Send(StagedWeightReceiver& receiver, const WeightManifest& manifest,
+                    const std::string& bytes) {
+    EXPECT_TRUE(receiver.Begin("u", manifest, false).ok());
+    const auto memory = std::make_shared<const FakeGpuMemory>(bytes);
+    const std::vector<FileRange> all = {{.offset = 0, .size = 32}};
+    EXPECT_TRUE(receiver.AppendShared("u", 0, memory, all).ok());
+    return receiver.Commit("u", {}).status();
+  }
+  WeightManifest ManifestOf(const std::string& bytes) {
+    const auto* const data = reinterpret_cast<const std::byte*>(bytes.data());
+    return {.version = 1,
+            .tensors = tensors_,
+            .total_bytes = 32,
+            .digest = StreamDigest(tensors_, {data, bytes.size()}),
+            .num_token_ids = 7};
+  }
+
+  const std::vector<WeightSpec> tensors_ = {{.name = "a", .shape = {6}},
+                                            {.name = "b", .shape = {2}}};
+  Told told_;
+  StagedWeightReceiver receiver_{tensors_, std::nullopt, /*num_token_ids=*/7, {}, Tell(told_)};
+};
+
+TEST_F(GpuReceiverTest, ACommitThatIsRepeatedAddsThemUpOnce) {
+  const std::string bytes = "0123456789abcdefghijklmnopqrstuv";
+  told_.apply_status = absl::CancelledError("the caller left");
+  EXPECT_EQ(Send(receiver_, ManifestOf(bytes), bytes).code(), absl::StatusCode::kCancelled);
+  told_.apply_status = absl::OkStatus();
+  EXPECT_EQ(receiver_.Commit("u", {})->version, 1);
+  EXPECT_EQ(told_.shared, 2);
+  EXPECT_EQ(told_.applied.size(), 32U);
+}
+
+TEST_F(GpuReceiverTest, TheyAreComparedWithTheDigest) {
+  const std::string bytes = "0123456789abcdefghijklmnopqrstuv",
+                    other = "0123456789abcdefghijklmnopqrstuw";
+  EXPECT_EQ(Send(receiver_, ManifestOf(bytes), other).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+  EXPECT_TRUE(told_.applied.empty());
+}
+
+TEST_F(GpuReceiverTest, ValuesThatAreNotFiniteAreRefused) {
+  std::string bytes(32, '0');
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  std::memcpy(bytes.data() + 28, &nan, 4);
+  const absl::Status refused = Send(receiver_, ManifestOf(bytes), bytes);
+  EXPECT_EQ(Reason(refused), "WEIGHTS_NOT_FINITE");
+  EXPECT_THAT(std::string(refused.message()), testing::HasSubstr("\"b\" is not finite at value 1"));
+  EXPECT_TRUE(told_.applied.empty());
+  StagedWeightReceiver careless(tensors_, std::nullopt, /*num_token_ids=*/7, {}, Tell(told_), {},
+                                /*allow_not_finite=*/true);
+  EXPECT_TRUE(Send(careless, ManifestOf(bytes), bytes).ok());
 }
 
 // Takes a tensor when it is told to.

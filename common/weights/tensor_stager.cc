@@ -21,9 +21,10 @@ int64_t Capacity(const std::vector<WeightSpec>& tensors) {
 
 }  // namespace
 
-TensorStager::TensorStager(std::vector<WeightSpec> tensors, Take take)
+TensorStager::TensorStager(std::vector<WeightSpec> tensors, Take take, TakeShared take_shared)
     : tensors_(std::move(tensors)),
       take_(std::move(take)),
+      take_shared_(std::move(take_shared)),
       capacity_(Capacity(tensors_)),
       thread_([this] { Run(); }) {}
 
@@ -42,10 +43,17 @@ void TensorStager::Write(absl::Span<const std::byte> data) {
   });
 }
 
-void TensorStager::WriteFrom(const std::shared_ptr<const FileDescriptor>& file, int64_t offset,
-                             int64_t size) {
-  Divide(size, [&](int64_t from, int64_t count, std::byte* to) {
-    in_file_.push_back({.file = file, .offset = offset + from, .size = count, .to = to});
+void TensorStager::WriteFrom(const SharedRange& range) {
+  Divide(range.size, [&](int64_t from, int64_t count, std::byte* to) {
+    const int64_t offset = range.offset + from;
+    if (!shared_.empty() && shared_.back().from == range.from &&
+        shared_.back().offset + shared_.back().size == offset &&
+        places_.back() + shared_.back().size == to) {
+      shared_.back().size += count;  // of the chunk before, behind which these bytes are
+      return;
+    }
+    shared_.push_back({.from = range.from, .offset = offset, .size = count});
+    places_.push_back(to);
   });
 }
 
@@ -81,7 +89,8 @@ void TensorStager::EndTensor() {
   if (buffer_ != nullptr) {
     waiting_.push_back({.spec = &tensors_[next_],
                         .bytes = std::move(buffer_),
-                        .in_file = std::exchange(in_file_, {})});
+                        .shared = std::exchange(shared_, {}),
+                        .places = std::exchange(places_, {})});
   }
   ++next_;
   written_ = 0;
@@ -100,9 +109,17 @@ absl::Status TensorStager::Finish(const CallScope& call) {
 }
 
 absl::Status TensorStager::TakeTensor(Tensor& tensor) {
-  for (const FileBytes& bytes : tensor.in_file) {
+  int64_t on_gpus = 0;
+  for (const SharedRange& range : tensor.shared) on_gpus += range.from->on_gpu() ? range.size : 0;
+  // After a stream that broke, a tensor may have come in both ways.
+  if (take_shared_ != nullptr && on_gpus > 0 && on_gpus == tensor.spec->bytes()) {
+    tensor.bytes.reset();
+    return CatchExceptions("weights", [&] { return take_shared_(*tensor.spec, tensor.shared); });
+  }
+  for (size_t i = 0; i < tensor.shared.size(); ++i) {
+    const SharedRange& range = tensor.shared[i];
     TANDEM_RETURN_IF_ERROR(
-        bytes.file->ReadAllAt(bytes.offset, {bytes.to, static_cast<size_t>(bytes.size)}));
+        range.from->Read(range.offset, {tensor.places[i], static_cast<size_t>(range.size)}));
   }
   return CatchExceptions("weights", [&] { return take_(*tensor.spec, std::move(tensor.bytes)); });
 }

@@ -24,12 +24,18 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
-#include "common/base/files/file_descriptor.h"
+#include "common/base/files/shared_bytes.h"
 #include "common/tensor/weight_spec.h"
 
 namespace tandem {
 
 using TensorBytes = std::unique_ptr<std::byte[]>;
+
+// Bytes that are still in the sender's file or memory.
+struct SharedRange {
+  std::shared_ptr<const SharedBytes> from;
+  int64_t offset, size;
+};
 
 // Write and WriteFrom are called by one thread at a time.
 class TensorStager {
@@ -37,7 +43,13 @@ class TensorStager {
   // Takes the next tensor, of WeightSpec::bytes() bytes. Its thread has a low priority.
   using Take = std::function<absl::Status(const WeightSpec& spec, TensorBytes bytes)>;
 
-  TensorStager(std::vector<WeightSpec> tensors, Take take);
+  // The same for a tensor of which all bytes are still in memory of GPUs, one range behind the
+  // other.
+  using TakeShared =
+      std::function<absl::Status(const WeightSpec& spec, absl::Span<const SharedRange> ranges)>;
+
+  // Without `take_shared`, bytes in memory of GPUs are read as those of files.
+  TensorStager(std::vector<WeightSpec> tensors, Take take, TakeShared take_shared = nullptr);
   // Waits for the tensor that is being taken; the others are dropped.
   ~TensorStager();
   TensorStager(const TensorStager&) = delete;
@@ -46,9 +58,9 @@ class TensorStager {
   // Copies the next bytes, which do not go beyond the last tensor. Waits while that would make the
   // stager hold more than twice the bytes of the largest tensor. After an error it drops the bytes.
   void Write(absl::Span<const std::byte> data);
-  // The same for bytes [offset, offset + size) of a file, which are read, on the stager's thread,
-  // when their tensor is taken. An error of the file is one of `take`.
-  void WriteFrom(const std::shared_ptr<const FileDescriptor>& file, int64_t offset, int64_t size);
+  // The same for bytes that are still the sender's, which are read, on the stager's thread, when
+  // their tensor is taken. An error of reading is one of `take`.
+  void WriteFrom(const SharedRange& range);
 
   // Waits until all tensors have been taken; the whole stream must have been written. Returns the
   // first error of `take`; RESOURCE_EXHAUSTED if there was no memory; CANCELLED or
@@ -56,16 +68,11 @@ class TensorStager {
   absl::Status Finish(const CallScope& call);
 
  private:
-  // Bytes of a tensor that are still in a file.
-  struct FileBytes {
-    std::shared_ptr<const FileDescriptor> file;
-    int64_t offset, size;
-    std::byte* to;
-  };
   struct Tensor {
     const WeightSpec* spec;
-    TensorBytes bytes;
-    std::vector<FileBytes> in_file;
+    TensorBytes bytes;  // untouched where they are in `shared`
+    std::vector<SharedRange> shared;
+    std::vector<std::byte*> places;  // of each range in `bytes`
   };
 
   void Run();
@@ -81,13 +88,15 @@ class TensorStager {
 
   const std::vector<WeightSpec> tensors_;
   const Take take_;
+  const TakeShared take_shared_;
   int64_t capacity_ = 0;  // most bytes of buffers
 
   // Used by Write and WriteFrom alone.
   size_t next_ = 0;      // of tensors_, whose bytes come next
   int64_t written_ = 0;  // bytes of it
   TensorBytes buffer_;   // nullptr after an error
-  std::vector<FileBytes> in_file_;
+  std::vector<SharedRange> shared_;
+  std::vector<std::byte*> places_;
 
   std::mutex mutex_;
   std::condition_variable_any changed_;

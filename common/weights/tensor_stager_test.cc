@@ -11,6 +11,9 @@
 #include <thread>
 
 #include "absl/functional/function_ref.h"
+#include "common/base/files/file_descriptor.h"
+#include "common/base/files/shared_file.h"
+#include "common/weights/testing/told_weights.h"
 
 namespace tandem {
 namespace {
@@ -56,9 +59,8 @@ TEST(TensorStagerTest, TensorsComeWholeAndInOrderOnAnotherThread) {
 }
 
 TEST(TensorStagerTest, BytesOfAFileAreReadWhenTheirTensorIsTaken) {
-  const auto file = std::make_shared<const FileDescriptor>(
-      FileDescriptor::CreateUnnamed(testing::TempDir()).value());
-  ASSERT_TRUE(file->WriteAll(kStream).ok());
+  const FileDescriptor file = FileDescriptor::CreateUnnamed(testing::TempDir()).value();
+  ASSERT_TRUE(file.WriteAll(kStream).ok());
   ExpectTensors([&](TensorStager& stager, int chunk) {
     for (int i = 0, turn = 0; i < kBytes; i += chunk, ++turn) {
       const int end = std::min(i + chunk, kBytes);
@@ -66,24 +68,48 @@ TEST(TensorStagerTest, BytesOfAFileAreReadWhenTheirTensorIsTaken) {
       if (turn % 3 == 2) {
         Write(stager, i, end);
       } else {
-        stager.WriteFrom(file, i, end - i);
+        stager.WriteFrom({OpenShared(*Share(file)).value(), i, end - i});
       }
     }
   });
 }
 
 TEST(TensorStagerTest, AFileThatIsTooShortEndsTheUpdate) {
-  const auto file = std::make_shared<const FileDescriptor>(
-      FileDescriptor::CreateUnnamed(testing::TempDir()).value());
-  ASSERT_TRUE(file->WriteAll("aaaaaaaabb").ok());
+  const FileDescriptor file = FileDescriptor::CreateUnnamed(testing::TempDir()).value();
+  ASSERT_TRUE(file.WriteAll("aaaaaaaabb").ok());
   int taken = 0;
   TensorStager stager(kTensors, [&](const WeightSpec&, TensorBytes) {
     ++taken;
     return absl::OkStatus();
   });
-  stager.WriteFrom(file, 0, kBytes);
+  stager.WriteFrom({OpenShared(*Share(file)).value(), 0, kBytes});
   EXPECT_EQ(stager.Finish({}).code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(taken, 1);
+}
+
+// A stream that broke may bring the rest of a tensor in another way.
+TEST(TensorStagerTest, ATensorThatIsAllOnAGpuIsTakenThere) {
+  const std::string stream = kStream;
+  const auto memory = std::make_shared<const FakeGpuMemory>(stream);
+  std::vector<std::string> taken, on_gpu;
+  TensorStager stager(
+      kTensors,
+      [&](const WeightSpec& spec, TensorBytes bytes) {
+        taken.push_back(Text(spec, bytes));
+        return absl::OkStatus();
+      },
+      [&](const WeightSpec& spec, absl::Span<const SharedRange> ranges) {
+        EXPECT_EQ(ranges.size(), 1U);
+        on_gpu.push_back(spec.name + std::to_string(ranges[0].offset));
+        return absl::OkStatus();
+      });
+  stager.WriteFrom({memory, 0, 5});
+  stager.WriteFrom({memory, 5, 4});  // the rest of "a", and of "b" a byte
+  Write(stager, 9, 12);
+  stager.WriteFrom({memory, 12, 8});
+  EXPECT_TRUE(stager.Finish({}).ok());
+  EXPECT_THAT(on_gpu, ElementsAre("a0", "c12"));
+  EXPECT_THAT(taken, ElementsAre("bbbb"));
 }
 
 // A tensor of three bfloat16 values ends within a word.

@@ -4,11 +4,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "common/tensor/aten/named_tensors.h"
 #include "common/tensor/weight_spec.h"
+#include "common/weights/gpu_copy.h"
 #include "common/weights/weight_transfer.h"
 #include "common/weights/weights_version.h"
 
@@ -28,15 +31,16 @@ std::vector<WeightSpec> InWantedTypes(const std::vector<WeightSpec>& tensors,
 // of a model's adapters.
 //
 // The copy is in a file without a name in the directory for temporary files (TMPDIR), so that the
-// process holds one tensor at a time; the file of the last released copy is used again.
-// INVALID_ARGUMENT names a tensor that is not the expected one, or is not floating-point;
-// RESOURCE_EXHAUSTED names directory and bytes when there is no space for them; DATA_LOSS if
-// tensors of a whole model are rounded and the float32 values do not have the digest, which a
-// receiver of rounded ones cannot see; else errors of `source` or of the file.
+// process holds one tensor at a time; the file of the last released copy is used again. With `gpu`
+// it is in the memory of that GPU instead; where it has no place there, it is in a file, and the
+// log says so once. INVALID_ARGUMENT names a tensor that is not the expected one, or is not
+// floating-point; RESOURCE_EXHAUSTED names directory and bytes when there is no space for them;
+// DATA_LOSS if tensors of a whole model are rounded and the float32 values do not have the digest,
+// which a receiver of rounded ones cannot see; else errors of `source` or of the file.
 absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
     const std::vector<WeightSpec>& tensors, TensorSource source, const WeightsVersion& weights,
-    int64_t num_token_ids, std::vector<ComponentManifest> components = {},
-    std::string adapter = {});
+    int64_t num_token_ids, std::vector<ComponentManifest> components = {}, std::string adapter = {},
+    const std::optional<GpuPlace>& gpu = std::nullopt);
 
 }  // namespace tandem
 

@@ -15,8 +15,9 @@
 // A sender that was interrupted calls Begin with the same update id, and goes on at the chunk that
 // the receiver lacks. Nothing is served of an update before its Commit; Abort drops it.
 //
-// A receiver on the sender's machine reads the chunks' bytes in the file of the sender's copy, and
-// only their places travel (docs/adr/0118).
+// A receiver on the sender's machine reads the chunks' bytes in the file of the sender's copy
+// (docs/adr/0118), or copies them from the memory of the sender's GPU (docs/adr/0128), and only
+// their places travel.
 //
 // A receiver says in which types it keeps tensors. What it keeps in bfloat16 travels in bfloat16,
 // rounded by the sender as the receiver would (docs/adr/0091); the rest travels in float32.
@@ -27,7 +28,8 @@
 //
 // The files of a transfer:
 //   weight_components.h         the table of components
-//   weight_snapshot.h           the trainer's copy of its weights, in a file
+//   weight_snapshot.h           the trainer's copy of its weights, in a file or in memory of a GPU
+//   gpu_copy.h                  the latter
 //   word_sums.h                 the digest by which both ends recognise weights
 //   weights_digest.h            the same of tensors, wherever they are
 //   staged_weight_receiver.h    the receiver up to the swap, without tensors
@@ -54,6 +56,8 @@
 #include "absl/types/span.h"
 #include "common/base/call_scope.h"
 #include "common/base/files/file_descriptor.h"
+#include "common/base/files/shared_bytes.h"
+#include "common/base/machine/gpu_memory.h"
 #include "common/base/steady_time.h"
 #include "common/tensor/weight_spec.h"
 #include "common/weights/weight_components.h"
@@ -68,7 +72,7 @@ inline constexpr absl::Duration kAbandonedAfter = absl::Minutes(10);
 // The types in which a receiver wants tensors of the model, by name: float32 without an entry.
 using TensorTypes = std::map<std::string, DType>;
 
-// Consecutive bytes of a file.
+// Consecutive bytes of a file, or of shared memory.
 struct FileRange {
   int64_t offset, size;
 };
@@ -151,6 +155,8 @@ class WeightSource {
   virtual absl::Status Read(int64_t offset, absl::Span<std::byte> out) const = 0;
   // Returns the file, without a name, that holds the stream; nullptr if none does.
   virtual const FileDescriptor* file() const { return nullptr; }
+  // Returns the memory of a GPU that holds the stream; nullptr if none does.
+  virtual const GpuMemory* gpu_memory() const { return nullptr; }
 };
 
 // Takes one update at a time. Thread-safe. The served weights change in Commit alone.
@@ -175,11 +181,11 @@ class WeightReceiver {
   // names chunk_index (reason CHUNK_OUT_OF_ORDER) or data, of a wrong length.
   virtual absl::StatusOr<int64_t> Append(const std::string& update_id, int64_t chunk_index,
                                          absl::Span<const std::byte> data) = 0;
-  // The same for a chunk whose bytes are in a file, one range behind the other. They are read
-  // beside what comes next; an error of the file is one of Commit.
-  virtual absl::StatusOr<int64_t> AppendFromFile(const std::string& update_id, int64_t chunk_index,
-                                                 const std::shared_ptr<const FileDescriptor>& file,
-                                                 absl::Span<const FileRange> ranges) = 0;
+  // The same for a chunk whose bytes the sender shares, one range behind the other. They are read
+  // beside what comes next; an error of reading is one of Commit.
+  virtual absl::StatusOr<int64_t> AppendShared(const std::string& update_id, int64_t chunk_index,
+                                               const std::shared_ptr<const SharedBytes>& bytes,
+                                               absl::Span<const FileRange> ranges) = 0;
   // Verifies the digest, puts the weights in force at the next step boundary, and blocks until
   // then. DATA_LOSS, or FAILED_PRECONDITION (reason WEIGHTS_NOT_FINITE) for weights with a value
   // that is infinite or NaN, leave the old weights in place and drop the update. A call that ends
@@ -195,6 +201,13 @@ class WeightReceiver {
   // Returns the types in which the receiver wants tensors, for as long as it lives. All of them may
   // be sent as float32.
   virtual TensorTypes WantedTypes() const { return {}; }
+  // Whether the receiver may read memory of another process's GPU, if that is on its machine.
+  virtual bool ReadsGpuMemory() const { return false; }
+  // Opens such memory, for AppendShared. UNIMPLEMENTED unless ReadsGpuMemory(); else an error says
+  // why the receiver cannot read it.
+  virtual absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenGpuMemory(const GpuMemory&) {
+    return absl::UnimplementedError("the weights of this server are not on one GPU");
+  }
   // Returns the version of the model that is served.
   virtual WeightsVersion Version() const = 0;
   // Returns the version of a component beside the model, which is older than the model's where

@@ -16,8 +16,6 @@ namespace {
 
 // Words that a thread sums up at a time.
 constexpr int64_t kGrain = int64_t{1} << 18;
-// Words that a device sums up at a time: with their places and keys they take some 40 bytes each.
-constexpr int64_t kDeviceWords = int64_t{1} << 22;
 constexpr int64_t kWordBytes = 4;
 
 // Returns the sum of what `sum` returns for ranges of 0 .. count - 1, which ATen's threads share.
@@ -128,6 +126,21 @@ at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& val
     add(begin + row * stride, values.narrow(0, row, std::min(step, rows - row)));
   }
   return total;
+}
+
+at::Tensor SumBytesOnDevice(int64_t begin, const at::Tensor& values) {
+  const at::Tensor bytes = values.view({-1}).view(at::kByte);
+  const int64_t words = bytes.numel() / kWordBytes, rest = bytes.numel() % kWordBytes;
+  const auto sum = [](int64_t from, const at::Tensor& whole) {
+    return SumWordsOnDevice(from, 0, whole.view(at::kInt).unsqueeze(0));
+  };
+  at::Tensor sums = sum(begin, bytes.narrow(0, 0, words * kWordBytes));
+  if (rest > 0) {
+    const at::Tensor last = at::zeros({kWordBytes}, bytes.options());
+    last.narrow(0, 0, rest).copy_(bytes.narrow(0, words * kWordBytes, rest));
+    sums.add_(sum(begin + words, last));
+  }
+  return sums;
 }
 
 absl::StatusOr<std::string> WeightsDigest(TensorSource source) {

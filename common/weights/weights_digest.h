@@ -45,6 +45,9 @@ WordSums SumWordsInParallel(int64_t begin, const void* words, int64_t count);
 // Returns the sums, int64 [2], of float32 values as AddRows has them, computed with operations of
 // ATen on their device: SumWords for what is not on the host.
 at::Tensor SumWordsOnDevice(int64_t begin, int64_t stride, const at::Tensor& values);
+// The same of SumBytes: of contiguous values of any type, of which the first is word `begin` of
+// its tensor. A last word that is not whole is filled with zeros.
+at::Tensor SumBytesOnDevice(int64_t begin, const at::Tensor& values);
 
 std::string WeightsDigest(const NamedTensors& tensors);
 // Returns the digest of the tensors that `source` gives, or its error.

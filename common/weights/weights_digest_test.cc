@@ -3,8 +3,12 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
 #include <utility>
 #include <vector>
+
+#include "common/weights/gpu_intake.h"
 
 namespace tandem {
 namespace {
@@ -56,6 +60,35 @@ TEST(WeightsDigestTest, SumsOnADeviceAreThoseOfTheHost) {
   const at::Tensor matrix = at::randn({3'000, 2'000});
   expect_same(700, 2'000, matrix.slice(1, 700, 1'100));
   expect_same(0, 2'000, matrix);
+}
+
+TEST(WeightsDigestTest, SumsOfBytesOnADeviceAreThoseOfTheHost) {
+  for (const int64_t count : {1, 2, 3, 300, 1'001}) {
+    for (const at::ScalarType type : {at::kBFloat16, at::kFloat}) {
+      const at::Tensor values = at::randn({count}).to(type);
+      const at::Tensor sums = SumBytesOnDevice(5, values);
+      const WordSums expected =
+          SumBytes(5, values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
+      EXPECT_EQ(static_cast<uint64_t>(sums[0].item<int64_t>()), expected.first) << count;
+      EXPECT_EQ(static_cast<uint64_t>(sums[1].item<int64_t>()), expected.second) << count;
+    }
+  }
+}
+
+TEST(WeightsDigestTest, TheFirstValueThatIsNotFiniteIsFoundOnADevice) {
+  constexpr int64_t kCount = (int64_t{1} << 24) + 100;  // more than are checked at a time
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const at::ScalarType type : {at::kBFloat16, at::kFloat}) {
+    const at::Tensor values = at::zeros({kCount}, type);
+    EXPECT_EQ(FirstNotFiniteOnDevice(values).item<int64_t>(), std::numeric_limits<int64_t>::max());
+    for (const auto& [place, value] : std::vector<std::pair<int64_t, double>>{
+             {kCount - 1, -infinity}, {kCount - 5, NAN}, {7, infinity}, {3, NAN}}) {
+      values[place].fill_(value);
+      EXPECT_EQ(FirstNotFiniteOnDevice(values).item<int64_t>(), place);
+    }
+  }
+  EXPECT_EQ(FirstNotFiniteOnDevice(at::zeros({0})).item<int64_t>(),
+            std::numeric_limits<int64_t>::max());
 }
 
 TEST(WeightsDigestTest, TensorsMayGoAsSoonAsTheyAreVisited) {

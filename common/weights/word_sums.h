@@ -33,6 +33,11 @@ struct WordSums {
 
 inline constexpr int64_t kWordsOfBlock = 256;
 
+// The most words that a device sums up at a time (weights_digest.h), and the bytes that a word
+// takes there with its place and keys.
+inline constexpr int64_t kDeviceWords = int64_t{1} << 22;
+inline constexpr int64_t kDeviceBytesOfWord = 64;
+
 // Keys of the two sums: of the words of every block, and of the blocks, which are odd.
 using BlockKeys = std::array<uint32_t, kWordsOfBlock>;
 const std::array<BlockKeys, 2>& WordKeys();

@@ -24,8 +24,9 @@ int main(int argc, char** argv) {
              return tandem::MeasureDevices(config.compute().device(), {}, free);
            },
        .plan =
-           [](const auto& config, const tandem::FreeMemory&) {
-             return tandem::trainer::PlanMemory(config, tandem::speculator::CountSpeculatorValues);
+           [](const auto& config, const tandem::FreeMemory& free) {
+             return tandem::trainer::PlanMemory(config, free,
+                                                tandem::speculator::CountSpeculatorValues);
            }},
       {.flag = "--check-objective",
        .help = "With --check-config: also check this objective, JSON or YAML as in a run file, and "

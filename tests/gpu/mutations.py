@@ -148,6 +148,30 @@ MUTATIONS = [
         "",
         test="gpu_passes_test",
     ),
+    Mutation(
+        "publication: memory is offered before the GPU has written it",
+        "common/weights/gpu_copy.cc",
+        "  device.synchronizeStream(device.getStream(bytes_.device()));\n",
+        "",
+        test="gpu_transfer_test_on_simulated_gpu",
+        target="gpu_transfer_test",
+    ),
+    Mutation(
+        "publication: tensors are packed over memory that is still in use",
+        "common/weights/gpu_intake.cc",
+        "  before.block(stream_);\n",
+        "",
+        test="gpu_transfer_test_on_simulated_gpu",
+        target="gpu_transfer_test",
+    ),
+    Mutation(
+        "publication: a GPU's sums leave out what is no whole word",
+        "common/weights/weights_digest.cc",
+        "  if (rest > 0) {\n",
+        "  if (rest > kWordBytes) {\n",
+        test="gpu_transfer_test_on_simulated_gpu",
+        target="gpu_transfer_test",
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ trap 'rm -rf "$folder"' EXIT
 
 programs=(tandem-rollout-server tandem-trainer-server tandem-critic-server tandem-model-probe
   tandem-engine-bench tandem-loss-bench)
-tests=(cuda_kernels_test ops_test host_copies_test compute_setup_test fused_output_loss_test linear_divergence_test)
+tests=(cuda_kernels_test ops_test gpu_transfer_test host_copies_test compute_setup_test fused_output_loss_test linear_divergence_test)
 mkdir -p "$folder"/project/build/bin "$folder"/{gtest,lib,lib-if-missing,wheels,models}
 for program in "${programs[@]}"; do
   if [ -e "$build/bin/$program" ]; then strip -o "$folder/project/build/bin/$program" "$build/bin/$program"

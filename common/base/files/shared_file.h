@@ -3,9 +3,11 @@
 #define TANDEM_COMMON_BASE_FILES_SHARED_FILE_H_
 
 #include <cstdint>
+#include <memory>
 
 #include "absl/status/statusor.h"
 #include "common/base/files/file_descriptor.h"
+#include "common/base/files/shared_bytes.h"
 
 namespace tandem {
 
@@ -24,7 +26,7 @@ absl::StatusOr<SharedFile> Share(const FileDescriptor& file);
 // (FileDescriptor::CreateUnnamed) is opened, so that nobody is made to read a file of somebody's.
 // NOT_FOUND if this process sees no such file, PERMISSION_DENIED if it may not open it,
 // FAILED_PRECONDITION if it found another file, or one with a name.
-absl::StatusOr<FileDescriptor> OpenShared(const SharedFile& shared);
+absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenShared(const SharedFile& shared);
 
 }  // namespace tandem
 

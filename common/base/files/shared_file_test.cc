@@ -25,10 +25,10 @@ TEST(SharedFileTest, AnotherProcessReadsAFileWithoutAName) {
   if (child == 0) {
     ::close(file.get());  // else it would have the file anyhow
     std::string read(7, ' ');
-    const absl::StatusOr<FileDescriptor> opened = OpenShared(shared);
+    const auto opened = OpenShared(shared);
     const bool ok =
         opened.ok() &&
-        opened->ReadAllAt(5, absl::MakeSpan(reinterpret_cast<std::byte*>(read.data()), 7)).ok();
+        (*opened)->Read(5, absl::MakeSpan(reinterpret_cast<std::byte*>(read.data()), 7)).ok();
     std::_Exit(ok && read == "en here" ? 0 : 1);
   }
   int status = 0;

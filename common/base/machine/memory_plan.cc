@@ -44,6 +44,10 @@ int64_t MemoryPlan::total_bytes() const {
   return SumOf(*this, [](const Item&) { return true; });
 }
 
+int64_t MemoryPlan::bytes_of(const std::string& name) const {
+  return SumOf(*this, [&](const Item& item) { return item.name == name; });
+}
+
 int64_t MemoryPlan::host_bytes() const {
   return SumOf(*this, [](const Item& item) { return item.on_host; });
 }

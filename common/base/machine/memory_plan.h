@@ -40,6 +40,7 @@ struct MemoryPlan {
   std::string remedy = {};  // the settings that need less, for an error; may be empty
 
   int64_t total_bytes() const;
+  int64_t bytes_of(const std::string& name) const;  // of the items of that name
   int64_t host_bytes() const;
   int64_t device_bytes(int device) const;
 };

@@ -518,6 +518,22 @@ void SharedFileToProto(const SharedFile& file, weights::v1::SharedFile* proto) {
   proto->set_inode(file.inode);
 }
 
+GpuMemory GpuMemoryFromProto(const weights::v1::GpuMemory& proto) {
+  return {.machine = proto.machine(),
+          .gpu = proto.gpu(),
+          .handle = proto.handle(),
+          .offset = proto.offset(),
+          .size = proto.size()};
+}
+
+void GpuMemoryToProto(const GpuMemory& memory, weights::v1::GpuMemory* proto) {
+  proto->set_machine(memory.machine);
+  proto->set_gpu(memory.gpu);
+  proto->set_handle(memory.handle);
+  proto->set_offset(memory.offset);
+  proto->set_size(memory.size);
+}
+
 void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto) {
   proto->set_version(manifest.version);
   proto->clear_tensors();

@@ -83,6 +83,8 @@ void ModelSummaryToProto(const ModelSummary& summary, types::v1::ModelInfo* prot
 void WeightManifestToProto(const WeightManifest& manifest, weights::v1::WeightManifest* proto);
 SharedFile SharedFileFromProto(const weights::v1::SharedFile& proto);
 void SharedFileToProto(const SharedFile& file, weights::v1::SharedFile* proto);
+GpuMemory GpuMemoryFromProto(const weights::v1::GpuMemory& proto);
+void GpuMemoryToProto(const GpuMemory& memory, weights::v1::GpuMemory* proto);
 // Checks names (present, unique), dtypes, shapes, the total and the digest's form.
 absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::WeightManifest& proto);
 

@@ -166,8 +166,8 @@ inline constexpr MetricSpec kPaused{MetricType::kGauge, "tandem_generation_pause
 inline constexpr MetricSpec kWeightBytesReceived{MetricType::kCounter,
                                                  "tandem_weight_bytes_received_total",
                                                  "Bytes of weight updates that were accepted, by "
-                                                 "transport (stream; file: the sender's, on the "
-                                                 "same machine).",
+                                                 "transport (stream; of a sender on the same "
+                                                 "machine also file, or gpu: its memory).",
                                                  {"transport"}};
 inline constexpr MetricSpec kWeightUpdates{MetricType::kCounter,
                                            "tandem_weight_updates_total",

@@ -182,11 +182,13 @@ int StartFailed(const absl::Status& status, int exit_code) {
   return exit_code;
 }
 
-// Fills `comments` with what the configuration needs. Not OK when that is not known, or more than
-// is free on the host or a GPU. With `assumed_gpu_bytes` no GPU is asked.
-absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& environment,
-                         const std::optional<int64_t>& assumed_gpu_bytes, std::string* comments) {
-  if (program.memory.plan == nullptr) return absl::OkStatus();
+// Fills `comments` with what the configuration needs, and returns it. Not OK when that is not
+// known, or more than is free on the host or a GPU. With `assumed_gpu_bytes` no GPU is asked.
+absl::StatusOr<MemoryPlan> CheckMemory(const ServerProgram& program,
+                                       const RankEnvironment& environment,
+                                       const std::optional<int64_t>& assumed_gpu_bytes,
+                                       std::string* comments) {
+  if (program.memory.plan == nullptr) return MemoryPlan();
   FreeMemory free;
   if (assumed_gpu_bytes.has_value()) {
     free.devices.fill(assumed_gpu_bytes);
@@ -195,13 +197,14 @@ absl::Status CheckMemory(const ServerProgram& program, const RankEnvironment& en
     TANDEM_RETURN_IF_ERROR(program.memory.measure_devices(free));
   }
   free.host = AvailableMemoryOfRank(environment);
-  TANDEM_ASSIGN_OR_RETURN(const MemoryPlan plan, program.memory.plan(free));
+  TANDEM_ASSIGN_OR_RETURN(MemoryPlan plan, program.memory.plan(free));
   if (assumed_gpu_bytes.has_value() && plan.device_bytes(0) == 0) {
     return absl::InvalidArgumentError(
         "--assume-gpu-memory: nothing in this configuration uses a GPU: set compute.device=cuda");
   }
   *comments = MemoryComments(plan, free);
-  return CheckFits(plan, free);
+  TANDEM_RETURN_IF_ERROR(CheckFits(plan, free));
+  return plan;
 }
 
 // Runs `work` on a thread of its own, so that signals are heard, and asks `give_up` again and
@@ -313,7 +316,7 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
     if (status.ok()) status = ServerSecurity::Load(program.options(), unused).status();
     if (status.ok()) {
       status = config::NameAsWritten(
-          sources, CheckMemory(program, *environment, line.assumed_gpu_bytes, &comments));
+          sources, CheckMemory(program, *environment, line.assumed_gpu_bytes, &comments).status());
       std::cout << config::ToYaml(*program.config) << comments << std::flush;
     }
     if (status.ok() && line.config_check.has_value()) {
@@ -369,7 +372,8 @@ int RunServer(int argc, char** argv, const ServerProgram& program) {
        {"metrics_port", (*server)->metrics_port()}});
   const auto load = [&]() -> absl::Status {
     std::string comments;
-    TANDEM_RETURN_IF_ERROR(
+    TANDEM_ASSIGN_OR_RETURN(
+        runtime.memory,
         CheckMemory(program, *environment, /*assumed_gpu_bytes=*/std::nullopt, &comments));
     return app->Load();
   };

@@ -60,6 +60,7 @@ struct ServerRuntime {
   std::string advertised_address = {};
   RankEnvironment environment = {};  // this process among the ranks of its server
   PathRoots path_roots = {};         // where clients may name paths
+  MemoryPlan memory = {};            // what it was started with; known before Load
 };
 
 // One server's application: its services and its engine. Order of calls: constructor, services

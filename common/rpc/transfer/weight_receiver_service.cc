@@ -53,9 +53,11 @@ class WeightReceiverService::Upload final
 
   absl::Status OnMessage(const UploadWeightsRequest& chunk) override {
     if (chunk.has_shared_file()) {
-      absl::StatusOr<FileDescriptor> file = OpenShared(SharedFileFromProto(chunk.shared_file()));
-      if (!file.ok()) return CannotOpen(file.status());
-      file_ = std::make_shared<const FileDescriptor>(*std::move(file));
+      TANDEM_RETURN_IF_ERROR(
+          Share("shared_file", OpenShared(SharedFileFromProto(chunk.shared_file()))));
+    } else if (chunk.has_gpu_memory()) {
+      TANDEM_RETURN_IF_ERROR(
+          Share("gpu_memory", receiver().OpenGpuMemory(GpuMemoryFromProto(chunk.gpu_memory()))));
     }
     return chunk.ranges_size() > 0 ? TakeRanges(chunk) : TakeData(chunk);
   }
@@ -85,12 +87,19 @@ class WeightReceiverService::Upload final
     return absl::OkStatus();
   }
 
-  static absl::Status CannotOpen(const absl::Status& status) {
-    return FieldError(absl::StatusCode::kFailedPrecondition, "shared_file", status.message());
+  // Takes what was opened for the ranges of the stream; `field` names it in an error.
+  absl::Status Share(const char* field, absl::StatusOr<std::shared_ptr<const SharedBytes>> opened) {
+    if (!opened.ok()) {
+      return FieldError(absl::StatusCode::kFailedPrecondition, field, opened.status().message());
+    }
+    shared_ = *std::move(opened);
+    return absl::OkStatus();
   }
 
   absl::Status TakeRanges(const UploadWeightsRequest& chunk) {
-    if (file_ == nullptr) return InvalidField("ranges", "the stream has no shared_file");
+    if (shared_ == nullptr) {
+      return InvalidField("ranges", "the stream has neither shared_file nor gpu_memory");
+    }
     if (!chunk.data().empty()) return InvalidField("ranges", "the chunk has data, too");
     std::vector<FileRange> ranges;
     int64_t size = 0;
@@ -106,8 +115,8 @@ class WeightReceiverService::Upload final
     }
     TANDEM_ASSIGN_OR_RETURN(
         next_chunk_,
-        receiver().AppendFromFile(chunk.update_id(), chunk.chunk_index(), file_, ranges));
-    Count("file", size);
+        receiver().AppendShared(chunk.update_id(), chunk.chunk_index(), shared_, ranges));
+    Count(shared_->on_gpu() ? "gpu" : "file", size);
     return absl::OkStatus();
   }
 
@@ -119,7 +128,7 @@ class WeightReceiverService::Upload final
 
   WeightReceiverService* const service_;
   std::optional<int64_t> next_chunk_;
-  std::shared_ptr<const FileDescriptor> file_;  // the shared one
+  std::shared_ptr<const SharedBytes> shared_;  // of the ranges
 };
 
 grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServerContext* context,
@@ -135,16 +144,26 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
         TANDEM_ASSIGN_OR_RETURN(
             const int64_t next_chunk,
             receiver_.load()->Begin(request.update_id(), *manifest, request.allow_rollback()));
-        const bool opens = request.has_shared_file() &&
-                           OpenShared(SharedFileFromProto(request.shared_file())).ok();
+        BeginUpdateResponse response;
+        response.set_next_chunk(next_chunk);
+        response.set_opens_shared_file(request.has_shared_file() &&
+                                       OpenShared(SharedFileFromProto(request.shared_file())).ok());
+        std::string refused;
+        if (request.has_gpu_memory()) {
+          const absl::Status opened =
+              receiver_.load()->OpenGpuMemory(GpuMemoryFromProto(request.gpu_memory())).status();
+          response.set_opens_gpu_memory(opened.ok());
+          refused = std::string(opened.message());
+        }
+        const char* const transport = response.opens_gpu_memory()    ? "gpu"
+                                      : response.opens_shared_file() ? "file"
+                                                                     : "stream";
         Log(LogLevel::kInfo, "weight_update_begun",
             {{"update_id", request.update_id()},
              {"version", manifest->version},
              {"next_chunk", next_chunk},
-             {"transport", opens ? "file" : "stream"}});
-        BeginUpdateResponse response;
-        response.set_next_chunk(next_chunk);
-        response.set_opens_shared_file(opens);
+             {"transport", transport},
+             {"gpu_memory", refused}});
         return response;
       });
 }
@@ -214,6 +233,7 @@ grpc::ServerUnaryReactor* WeightReceiverService::GetVersion(grpc::CallbackServer
             type->set_name(name);
             type->set_dtype(DTypeToProto(dtype));
           }
+          if (receiver_.load()->ReadsGpuMemory()) response.set_gpu_machine(MachineId());
         }
         return response;
       });

@@ -21,7 +21,8 @@ using RawWeightService = weights::v1::WeightService::WithRawCallbackMethod_Begin
                     weights::v1::WeightService::Service>>>>>;
 
 // Checks the XXH3-64 of every chunk before the receiver sees it: a damaged one is DATA_LOSS and
-// leaves the update open. A chunk whose bytes are in the sender's file is read there.
+// leaves the update open. A chunk whose bytes are in the sender's file, or in memory of its GPU, is
+// read there.
 class WeightReceiverService final : public RawWeightService {
  public:
   WeightReceiverService(CallExecutor& executor, Metrics& metrics)
@@ -30,7 +31,7 @@ class WeightReceiverService final : public RawWeightService {
     for (const char* result : {"committed", "failed"}) {
       metrics.Counter(metric::kWeightUpdates, {result});
     }
-    for (const char* transport : {"stream", "file"}) {
+    for (const char* transport : {"stream", "file", "gpu"}) {
       metrics.Counter(metric::kWeightBytesReceived, {transport});
     }
   }

@@ -70,7 +70,9 @@ class Sender {
     }
     sent_bytes_ = manifest_.total_bytes;
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
-    sent.in_file = shared_file_.has_value();
+    sent.transport = shares_.has_gpu_memory()    ? SentWeights::Transport::kGpu
+                     : shares_.has_shared_file() ? SentWeights::Transport::kFile
+                                                 : SentWeights::Transport::kStream;
     progressed_ = next_chunk > furthest_chunk_;
     furthest_chunk_ = std::max(furthest_chunk_, next_chunk);
     TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
@@ -193,7 +195,7 @@ class Sender {
   // Makes the chunk that has bytes [begin, end) of the stream.
   absl::Status FillChunk(int64_t begin, int64_t end, UploadWeightsRequest& chunk) const {
     const std::vector<Range> places = Places(begin, end);
-    if (shared_file_.has_value()) {
+    if (shares_.has_shared_file() || shares_.has_gpu_memory()) {
       chunk.clear_ranges();
       for (const Range& place : places) {
         auto& range = *chunk.add_ranges();
@@ -214,9 +216,12 @@ class Sender {
     return absl::OkStatus();
   }
 
-  // Offers the source's file, if it has one. A failure is the receiver's to find, which then gets
-  // the bytes.
-  void OfferFile(weights::v1::BeginUpdateRequest& request) const {
+  // Offers the source's file or memory, if it has one. A failure is the receiver's to find, which
+  // then gets the bytes.
+  void Offer(weights::v1::BeginUpdateRequest& request) const {
+    if (source_.gpu_memory() != nullptr) {
+      GpuMemoryToProto(*source_.gpu_memory(), request.mutable_gpu_memory());
+    }
     if (source_.file() == nullptr) return;
     const absl::StatusOr<SharedFile> shared = Share(*source_.file());
     if (shared.ok()) SharedFileToProto(*shared, request.mutable_shared_file());
@@ -227,7 +232,7 @@ class Sender {
     request.set_update_id(update_id_);
     request.set_allow_rollback(options_.allow_rollback);
     WeightManifestToProto(manifest_, request.mutable_manifest());
-    OfferFile(request);
+    Offer(request);
     weights::v1::BeginUpdateResponse response;
     CallContext context(options_.call, options_.rpc_timeout);
     TANDEM_RETURN_IF_ERROR(
@@ -237,8 +242,12 @@ class Sender {
           absl::StrCat("the receiver asks for chunk ", response.next_chunk()));
     }
     begun_ = true;
-    shared_file_.reset();
-    if (response.opens_shared_file()) shared_file_ = request.shared_file();
+    shares_.Clear();
+    if (response.opens_gpu_memory()) {
+      *shares_.mutable_gpu_memory() = request.gpu_memory();
+    } else if (response.opens_shared_file()) {
+      *shares_.mutable_shared_file() = request.shared_file();
+    }
     return response.next_chunk();
   }
 
@@ -249,9 +258,8 @@ class Sender {
     weights::v1::UploadWeightsResponse response;
     CallContext context(options_.call, options_.rpc_timeout);
     const auto stream = receiver_.UploadWeights(context.get(), &response);
-    UploadWeightsRequest chunk;
+    UploadWeightsRequest chunk = shares_;
     chunk.set_update_id(update_id_);
-    if (shared_file_.has_value()) *chunk.mutable_shared_file() = *shared_file_;
     absl::Status read;
     for (int64_t index = next_chunk; index < num_chunks; ++index) {
       const int64_t begin = index * manifest.chunk_bytes;
@@ -263,6 +271,7 @@ class Sender {
       chunk.set_chunk_index(index);
       if (!stream->Write(chunk)) break;  // Finish says why
       chunk.clear_shared_file();
+      chunk.clear_gpu_memory();
     }
     stream->WritesDone();
     const absl::Status sent = FromGrpcStatus(stream->Finish());
@@ -302,8 +311,8 @@ class Sender {
   WeightManifest manifest_;    // of what this receiver is sent
   std::vector<Range> ranges_;  // of that in the source's stream
   TensorSums model_sums_;      // of the model's tensors as they are sent
-  // The source's file, while the receiver reads the bytes there.
-  std::optional<weights::v1::SharedFile> shared_file_;
+  // The source's file or memory, while the receiver reads the bytes there.
+  UploadWeightsRequest shares_;
   int64_t sent_bytes_ = 0;  // of the last attempt that began an update
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;
@@ -329,11 +338,13 @@ bool Retryable(const absl::Status& status) {
 
 }  // namespace
 
-absl::StatusOr<TensorTypes> AskTensorTypes(WeightService::StubInterface& receiver,
-                                           const WeightSenderOptions& options) {
+absl::StatusOr<WantedWeights> AskWanted(WeightService::StubInterface& receiver,
+                                        const WeightSenderOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const weights::v1::GetVersionResponse served,
                           AskVersion(receiver, options));
-  return TypesFromProto(served);
+  return WantedWeights{
+      .types = TypesFromProto(served),
+      .reads_gpu_memory = !served.gpu_machine().empty() && served.gpu_machine() == MachineId()};
 }
 
 absl::StatusOr<SentWeights> SendWeights(WeightService::StubInterface& receiver,

@@ -31,13 +31,21 @@ struct SentWeights {
   WeightsVersion weights;  // that the receiver serves now
   // The components that it takes beside the model, with their versions before the update.
   std::map<std::string, WeightsVersion> components = {};
-  int64_t bytes = 0;     // of the update; 0 if the receiver served it already
-  bool in_file = false;  // whether the receiver read them in the source's file
+  int64_t bytes = 0;  // of the update; 0 if the receiver served it already
+  // How the receiver got the bytes: in messages, in the source's file, or from memory of its GPU.
+  enum class Transport { kStream, kFile, kGpu } transport = Transport::kStream;
 };
 
-// Returns the types in which a receiver wants tensors now. Errors of its GetVersion.
-absl::StatusOr<TensorTypes> AskTensorTypes(weights::v1::WeightService::StubInterface& receiver,
-                                           const WeightSenderOptions& options = {});
+// What a receiver wants of a copy of weights.
+struct WantedWeights {
+  TensorTypes types;
+  // Whether it may read memory of a GPU of this process.
+  bool reads_gpu_memory = false;
+};
+
+// Returns what a receiver wants now. Errors of its GetVersion.
+absl::StatusOr<WantedWeights> AskWanted(weights::v1::WeightService::StubInterface& receiver,
+                                        const WeightSenderOptions& options = {});
 
 // Sends the weights to one receiver and commits them; blocks. A receiver is sent the components
 // that it takes, and one that serves the weights already nothing. Tensors travel in the types that

@@ -59,11 +59,11 @@ class FlakyReceiver final : public WeightReceiver {
                                  absl::Span<const std::byte> data) override {
     return AppendUnlessBroken([&] { return receiver_->Append(id, chunk_index, data); });
   }
-  absl::StatusOr<int64_t> AppendFromFile(const std::string& id, int64_t chunk_index,
-                                         const std::shared_ptr<const FileDescriptor>& file,
-                                         absl::Span<const FileRange> ranges) override {
+  absl::StatusOr<int64_t> AppendShared(const std::string& id, int64_t chunk_index,
+                                       const std::shared_ptr<const SharedBytes>& bytes,
+                                       absl::Span<const FileRange> ranges) override {
     return AppendUnlessBroken(
-        [&] { return receiver_->AppendFromFile(id, chunk_index, file, ranges); });
+        [&] { return receiver_->AppendShared(id, chunk_index, bytes, ranges); });
   }
   absl::StatusOr<int64_t> AppendUnlessBroken(absl::FunctionRef<absl::StatusOr<int64_t>()> append) {
     if (chunks_until_break_ == 0) {
@@ -90,6 +90,13 @@ class FlakyReceiver final : public WeightReceiver {
   std::optional<WeightsVersion> ComponentVersion(absl::string_view name) const override {
     return receiver_->ComponentVersion(name);
   }
+  bool ReadsGpuMemory() const override { return gpu_ != nullptr; }
+  absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenGpuMemory(
+      const GpuMemory& memory) override {
+    if (gpu_ == nullptr) return WeightReceiver::OpenGpuMemory(memory);
+    if (memory.handle != "handle") return absl::FailedPreconditionError("another handle");
+    return std::make_shared<const FakeGpuMemory>(*gpu_);
+  }
   std::string OpenUpdateId() const override { return receiver_->OpenUpdateId(); }
   void DropAbandoned(SteadyTime now) override { receiver_->DropAbandoned(now); }
 
@@ -112,6 +119,8 @@ class FlakyReceiver final : public WeightReceiver {
   std::atomic<int> chunks_until_break_ = -1;
   std::atomic<int> chunks_between_breaks_ = -1;
   bool lie_ = false;
+  const std::string* gpu_ =
+      nullptr;  // the bytes of the sender's GPU, if the receiver can read them
 };
 
 class BytesSource final : public WeightSource {
@@ -167,6 +176,11 @@ class BytesSource final : public WeightSource {
     return absl::OkStatus();
   }
   const FileDescriptor* file() const override { return file_.get(); }
+  const GpuMemory* gpu_memory() const override { return gpu_.has_value() ? &*gpu_ : nullptr; }
+  // Offers the bytes as memory of a GPU.
+  void OfferGpu(const std::string& handle) {
+    gpu_ = {.machine = MachineId(), .handle = handle, .size = std::ssize(bytes_)};
+  }
   // Writes the bytes to a file, too.
   void MakeFile() { UseFile(FileDescriptor::CreateUnnamed(testing::TempDir()).value()); }
   void UseFile(FileDescriptor file) {
@@ -186,6 +200,7 @@ class BytesSource final : public WeightSource {
   WeightManifest manifest_;
   std::vector<WordSums> sums_;
   std::unique_ptr<FileDescriptor> file_;
+  std::optional<GpuMemory> gpu_;
   mutable int reads_ = 0;
 };
 
@@ -265,7 +280,7 @@ TEST_F(WeightTransferTest, AReceiverOnTheSendersMachineReadsItsFile) {
   receiver_.chunks_until_break_ = 3;
   const auto sent = SendWeights(*stub_, "u1", source, Options());
   ASSERT_TRUE(sent.ok()) << sent.status();
-  EXPECT_TRUE(sent->in_file);
+  EXPECT_EQ(sent->transport, SentWeights::Transport::kFile);
   EXPECT_EQ(sent->bytes, 10480);
   EXPECT_EQ(receiver_.applied(), source.bytes_);
   EXPECT_EQ(receiver_.chunks_appended_, 11) << "nothing was read twice";
@@ -275,13 +290,69 @@ TEST_F(WeightTransferTest, AReceiverOnTheSendersMachineReadsItsFile) {
       std::string::npos);
 }
 
+TEST_F(WeightTransferTest, AReceiverOnTheSendersMachineReadsTheMemoryOfItsGpu) {
+  BytesSource source;
+  source.OfferGpu("handle");
+  receiver_.gpu_ = &source.bytes_;
+  receiver_.chunks_until_break_ = 3;
+  const auto sent = SendWeights(*stub_, "u1", source, Options());
+  ASSERT_TRUE(sent.ok()) << sent.status();
+  EXPECT_EQ(sent->transport, SentWeights::Transport::kGpu);
+  EXPECT_EQ(receiver_.applied(), source.bytes_);
+  EXPECT_EQ(receiver_.chunks_appended_, 11) << "nothing was read twice";
+  EXPECT_EQ(receiver_.told_.shared, 1) << "nothing came over the host";
+  EXPECT_EQ(source.reads_, 0) << "no bytes travelled";
+  EXPECT_NE(
+      server_.metrics().Text().find("tandem_weight_bytes_received_total{transport=\"gpu\"} 10480"),
+      std::string::npos);
+}
+
+// The digest is made of what the engine has read.
+TEST_F(WeightTransferTest, MemoryOfAGpuThatChangedIsDataLoss) {
+  BytesSource source;
+  source.OfferGpu("handle");
+  std::string changed = source.bytes_;
+  changed[17] ^= 1;
+  receiver_.gpu_ = &changed;
+  const absl::Status status = SendWeights(*stub_, "u1", source, Options()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(receiver_.OpenUpdateId(), "");
+  EXPECT_EQ(receiver_.Version().version, 0) << "the old weights serve";
+}
+
+TEST_F(WeightTransferTest, AReceiverThatCannotOpenTheMemoryGetsTheBytes) {
+  BytesSource source;
+  source.OfferGpu("of another machine");
+  for (const auto& [update, opens] : {std::pair{"u1", false}, {"u2", true}}) {
+    receiver_.gpu_ = opens ? &source.bytes_ : nullptr;
+    receiver_.Restart(DType::kFloat32);
+    const auto sent = SendWeights(*stub_, update, source, Options());
+    ASSERT_TRUE(sent.ok()) << sent.status();
+    EXPECT_EQ(sent->transport, SentWeights::Transport::kStream);
+    EXPECT_EQ(receiver_.applied(), source.bytes_);
+  }
+  weights::v1::UploadWeightsRequest chunk;
+  chunk.set_update_id("u3");
+  chunk.mutable_gpu_memory()->set_handle("x");
+  const absl::Status other = Upload(chunk);
+  EXPECT_EQ(other.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(FieldPath(other), "gpu_memory");
+}
+
+TEST_F(WeightTransferTest, AReceiverSaysWhereItReadsMemoryOfGpus) {
+  EXPECT_FALSE(AskWanted(*stub_)->reads_gpu_memory);
+  const std::string bytes;
+  receiver_.gpu_ = &bytes;
+  EXPECT_TRUE(AskWanted(*stub_)->reads_gpu_memory);
+}
+
 TEST_F(WeightTransferTest, AFileWithANameIsNotRead) {
   BytesSource source;
   const std::string path = testing::TempDir() + "weights_" + std::to_string(::getpid());
   source.UseFile(FileDescriptor::Open(path, O_CREAT | O_RDWR).value());
   const auto sent = SendWeights(*stub_, "u1", source, Options());
   ASSERT_TRUE(sent.ok()) << sent.status();
-  EXPECT_FALSE(sent->in_file);
+  EXPECT_EQ(sent->transport, SentWeights::Transport::kStream);
   EXPECT_EQ(receiver_.applied(), source.bytes_);
   std::filesystem::remove(path);
 }
@@ -418,7 +489,7 @@ TEST(WeightTransferComponentsTest, WhatAReceiverDoesNotTakeIsCutOutOfTheStream) 
 
   renew(2);
   source.MakeFile();
-  ASSERT_TRUE(SendWeights(*stub, "u2", source)->in_file);
+  ASSERT_EQ(SendWeights(*stub, "u2", source)->transport, SentWeights::Transport::kFile);
   EXPECT_TRUE(applied() == model) << "a chunk has two places in the file";
 }
 
@@ -442,7 +513,7 @@ class WeightTransferTypesTest : public testing::Test {
 };
 
 TEST_F(WeightTransferTypesTest, EveryReceiverGetsTheTypeThatItWants) {
-  EXPECT_EQ(*AskTensorTypes(*stub_), (TensorTypes{{"w", DType::kBFloat16}}));
+  EXPECT_EQ(AskWanted(*stub_)->types, (TensorTypes{{"w", DType::kBFloat16}}));
   receiver_.chunks_until_break_ = 2;
   const auto sent = Send();
   ASSERT_TRUE(sent.ok()) << sent.status();
@@ -454,7 +525,7 @@ TEST_F(WeightTransferTypesTest, EveryReceiverGetsTheTypeThatItWants) {
   EXPECT_EQ(Send()->bytes, 0) << "it is served already";
 
   receiver_.Restart(DType::kFloat32);
-  EXPECT_TRUE(AskTensorTypes(*stub_)->empty());
+  EXPECT_TRUE(AskWanted(*stub_)->types.empty());
   const auto wide = Send();
   ASSERT_TRUE(wide.ok()) << wide.status();
   EXPECT_EQ(wide->bytes, 10480);

@@ -1,11 +1,11 @@
 #include "common/tensor/aten/device_graph.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <cstdint>
 
 #ifdef TANDEM_CUDA
 #include <ATen/cuda/CUDAGraph.h>
+#else
+#include "common/tensor/aten/device_operators.h"
 #endif
 
 namespace tandem {
@@ -44,25 +44,18 @@ class CudaGraph : public DeviceGraph {
 
 #else
 
-// Operators of a library of devices that is loaded beside the program: those of the simulated GPUs.
-template <typename Result>
-Result Call(const char* name, int64_t argument) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(name, "")
-      .template typed<Result(int64_t)>()
-      .call(argument);
-}
-
 class OperatorGraph : public DeviceGraph {
  public:
   explicit OperatorGraph(c10::Device device) : device_(device) {}
   ~OperatorGraph() override {
-    if (graph_ != 0) Call<void>("tandem_graph::free", graph_);
+    if (graph_ != 0) CallOperator<void>("tandem_graph::free", graph_);
   }
 
-  void Begin() override { graph_ = Call<int64_t>("tandem_graph::begin", device_.index()); }
-  void End() override { Call<void>("tandem_graph::end", graph_); }
-  void Replay() override { Call<void>("tandem_graph::replay", graph_); }
+  void Begin() override {
+    graph_ = CallOperator<int64_t, int64_t>("tandem_graph::begin", device_.index());
+  }
+  void End() override { CallOperator<void>("tandem_graph::end", graph_); }
+  void Replay() override { CallOperator<void>("tandem_graph::replay", graph_); }
 
  private:
   const c10::Device device_;
@@ -79,9 +72,7 @@ std::unique_ptr<DeviceGraph> DeviceGraph::Make(c10::Device device, DeviceGraph* 
   return std::make_unique<CudaGraph>(static_cast<CudaGraph*>(other));
 #else
   static_cast<void>(other);
-  if (!c10::Dispatcher::singleton().findSchema({"tandem_graph::begin", ""}).has_value()) {
-    return nullptr;
-  }
+  if (!HasOperator("tandem_graph::begin")) return nullptr;
   return std::make_unique<OperatorGraph>(device);
 #endif
 }

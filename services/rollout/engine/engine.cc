@@ -21,6 +21,7 @@
 #include "common/model/compute_setup.h"
 #include "common/model/passes/layer_cache.h"
 #include "common/tensor/aten/catch_torch_errors.h"
+#include "common/tensor/aten/peer_memory.h"
 #include "common/weights/staged_weight_receiver.h"
 #include "services/rollout/engine/models/senior_update.h"
 #include "services/rollout/engine/models/tandem_model_manager.h"
@@ -101,18 +102,28 @@ class EngineImpl : public Engine {
         senior_(models_->senior()),
         junior_(models_->junior()) {
     const WeightsVersion senior_weights = {.version = 0, .digest = senior_.digest};
+    std::optional<c10::Stream> intake;
+    StagedWeightReceiver::OpenGpu open_gpu;
+    // Other ranks of a sharded senior get whole tensors from the host.
+    if (senior_.shard != nullptr && !senior_.ranks.sharded() &&
+        CanShareMemory(senior_.shard->model().device())) {
+      const at::Device device = senior_.shard->model().device();
+      intake = TorchRunner::NewStream(device);
+      open_gpu = [device](const GpuMemory& memory) { return PeerMemory::Open(memory, device); };
+    }
     weights_ = std::make_unique<StagedWeightReceiver>(
         models_->senior_parameters(), models_->tied_head(), info_.senior.num_token_ids,
         senior_weights,
-        [this] {
+        [this, intake] {
           return std::make_unique<SeniorUpdate>(
               senior_.shard->model(), senior_.shard->speculator(),
-              /*keeps_tensors=*/senior_.ranks.sharded(),
+              /*keeps_tensors=*/senior_.ranks.sharded(), intake,
               [this](SeniorUpdate& update, const WeightManifest& manifest, const CallScope& call) {
                 return Apply(update, manifest, call);
               });
         },
-        models_->components(), options.allow_not_finite_weights, models_->adapter());
+        models_->components(), options.allow_not_finite_weights, models_->adapter(),
+        std::move(open_gpu));
     generator_ = std::make_unique<Generator>(
         GeneratorOptions{.limits = {.max_num_seqs = options.max_num_seqs,
                                     .max_batched_tokens = options.max_batched_tokens,

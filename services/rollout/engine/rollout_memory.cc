@@ -23,6 +23,7 @@
 #include "common/model/passes/layer_cache.h"
 #include "common/model/vision/vision_activations.h"
 #include "common/ops/attention/gathered_keys.h"
+#include "common/weights/word_sums.h"
 #include "services/rollout/engine/models/model_runner.h"
 
 namespace tandem::rollout {
@@ -133,6 +134,17 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
   }
   plan.items.push_back({"weight_update_copy", copy, options.on_host});
   plan.items.push_back({"staged_weight_update", staged});
+  if (options.on_host || options.rank != 0 || senior.ranks > 1) return absl::OkStatus();
+  // A tensor that comes from a trainer's GPU, in the type that is kept, is whole on this one while
+  // it is added up and packed.
+  int64_t whole = options.speculator.largest_bytes;
+  for (const ParameterSpec& spec : specs) {
+    const auto item = static_cast<int64_t>(ItemSizeBytes(StoredType(spec, senior.options.storage)));
+    whole = std::max(whole, spec.numel() * item);
+  }
+  const int64_t words = std::min(kDeviceWords, whole / kFloatBytes);
+  plan.items.push_back(
+      {"weight_update_from_gpu", whole + words * kDeviceBytesOfWord, /*on_host=*/false});
   return absl::OkStatus();
 }
 

@@ -13,6 +13,7 @@
 #include "common/model/config/rope_config.h"
 #include "common/model/passes/decode_shape.h"
 #include "common/model/testing/models.h"
+#include "common/weights/word_sums.h"
 #include "services/rollout/engine/models/model_runner.h"
 
 namespace tandem::rollout {
@@ -570,6 +571,24 @@ TEST(RolloutMemoryTest, AdaptersAreASmallUpdateAndShareTheBaseModel) {
   options.senior.lora.target_modules = {"nothing"};
   EXPECT_EQ(FieldPath(RolloutMemory(config, &config, options).status()),
             "senior.lora.target_modules[0]");
+}
+
+TEST(RolloutMemoryTest, ATensorFromAnotherGpuIsWholeOnThisOne) {
+  const ModelConfig senior = TinyConfig("llama", Even());
+  RolloutMemoryOptions options = {
+      .senior = Lane(8), .max_num_seqs = 2, .max_batched_tokens = 8, .on_host = false};
+  const auto bytes = [&] {
+    return Items(RolloutMemory(senior, nullptr, options).value())["weight_update_from_gpu"];
+  };
+  constexpr int64_t kValues = 64 * 32;  // of the largest tensor
+  EXPECT_EQ(bytes(), kValues * (4 + kDeviceBytesOfWord));
+  options.senior = Lane(8, DType::kBFloat16);
+  EXPECT_EQ(bytes(), kValues / 2 * (4 + kDeviceBytesOfWord));
+  options.layout.tensor_parallel_size = 2;
+  EXPECT_EQ(bytes(), 0) << "its other ranks get whole tensors from the host";
+  options.layout.tensor_parallel_size = 1;
+  options.on_host = true;
+  EXPECT_EQ(bytes(), 0);
 }
 
 TEST(RolloutMemoryTest, NewWeightsAreStagedOnTheHost) {

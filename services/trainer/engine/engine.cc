@@ -15,6 +15,7 @@
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/speculator/speculator_update.h"
+#include "common/tensor/aten/peer_memory.h"
 #include "common/weights/weight_snapshot.h"
 #include "services/trainer/engine/auxiliary/trainer_models.h"
 #include "services/trainer/engine/steps/batch_check.h"
@@ -74,14 +75,11 @@ class TorchEngine final : public training::CoreEngine<Engine> {
     return compute_log_probs_(call, batch);
   }
   absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(
-      const CallScope& call, const std::vector<TensorTypes>& receivers) override {
-    return take_snapshot_(call, {.receivers = receivers});
+      const CallScope& call, const SnapshotRequest& request) override {
+    return take_snapshot_(call, request);
   }
 
  private:
-  struct SnapshotRequest {
-    std::vector<TensorTypes> receivers;
-  };
   using SnapshotResult = absl::StatusOr<std::shared_ptr<const WeightSource>>;
 
   void AddCommands();
@@ -173,17 +171,21 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& req
                                     snapshot->manifest().tensors == tensors);
       }));
   if (held) return snapshot;
-  snapshot = nullptr;  // releases its file for the next one
+  snapshot = nullptr;  // releases its file or memory for the next one
   const HalfOfThreads half;
+  std::optional<GpuPlace> gpu;
+  if (request.on_gpu && CanShareMemory(model.device())) {
+    gpu = {.device = model.device(), .most_bytes = options_.weights_copy_bytes};
+  }
   TANDEM_RETURN_IF_ERROR(
       parallel::UseWholeParameters(strategy, is_sent, [&](TensorSource parameters) -> absl::Status {
         const auto all = [&](TensorVisitor visit) -> absl::Status {
           TANDEM_RETURN_IF_ERROR(parameters(visit));
           return SourceOf(heads)(visit);
         };
-        TANDEM_ASSIGN_OR_RETURN(snapshot,
-                                MakeWeightSnapshot(tensors, all, weights, model.num_token_ids(),
-                                                   std::move(components), model.lora().Text()));
+        TANDEM_ASSIGN_OR_RETURN(
+            snapshot, MakeWeightSnapshot(tensors, all, weights, model.num_token_ids(),
+                                         std::move(components), model.lora().Text(), gpu));
         return absl::OkStatus();
       }));
   snapshot_ = snapshot;

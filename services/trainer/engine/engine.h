@@ -37,10 +37,9 @@ class Engine : public training::Engine {
   virtual absl::StatusOr<LogProbsResults> ComputeLogProbs(const CallScope& call,
                                                           const LogProbsBatch& batch) = 0;
 
-  // Returns a copy of the current weights, for publishing, in all types in which `receivers` want
-  // them; in float32 without receivers. It has those of the speculator, too.
+  // Returns a copy of the current weights, for publishing. It has those of the speculator, too.
   virtual absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(
-      const CallScope& call, const std::vector<TensorTypes>& receivers) = 0;
+      const CallScope& call, const SnapshotRequest& request) = 0;
 };
 
 // Loads the model; blocks. With a null `critic` GAE is refused.

@@ -606,12 +606,13 @@ TEST_F(TrainerEngineTest, SnapshotIsAnImmutableCopyWithTheDigestOfTheWeights) {
 TEST_F(TrainerEngineTest, SnapshotHasTheTypesThatReceiversWant) {
   auto engine = Make();
   const TensorTypes types = {{"model.embed_tokens.weight", DType::kBFloat16}};
-  const auto narrow = engine->Snapshot({}, {types}).value();
+  const auto narrow = engine->Snapshot({}, {.receivers = {types}}).value();
   EXPECT_EQ(narrow->manifest().tensors[0].dtype, DType::kBFloat16);
   EXPECT_EQ(narrow->manifest().tensors[1].dtype, DType::kFloat32);
   EXPECT_EQ(narrow->sums().size(), narrow->manifest().tensors.size());
-  EXPECT_EQ(engine->Snapshot({}, {types}).value(), narrow) << "while it is held, it is used again";
-  const auto both = engine->Snapshot({}, {{}, types}).value();
+  EXPECT_EQ(engine->Snapshot({}, {.receivers = {types}}).value(), narrow)
+      << "while it is held, it is used again";
+  const auto both = engine->Snapshot({}, {.receivers = {{}, types}}).value();
   EXPECT_NE(both, narrow);
   EXPECT_EQ(both->manifest().tensors.size(), narrow->manifest().tensors.size() + 1);
   EXPECT_EQ(both->manifest().digest, narrow->manifest().digest);

@@ -16,6 +16,7 @@
 #include "common/parallel/strategy_options.h"
 #include "common/speculator/speculator_settings.h"
 #include "common/tensor/vision_reference.h"
+#include "common/weights/weight_transfer.h"
 #include "common/weights/weights_version.h"
 #include "services/trainer/engine/steps/objective.h"
 #include "services/training_core/engine.h"
@@ -37,6 +38,17 @@ struct EngineOptions : training::TrainingOptions {
   speculator::SpeculatorSettings speculator;
   bool freeze_base_model = false;  // the speculator, which is there, trains alone
   OptimizerOptions speculator_optimizer = {};
+  // The most bytes of the GPU that a copy of the weights for receivers with GPUs may take; 0: such
+  // a copy is in a file.
+  int64_t weights_copy_bytes = 0;
+};
+
+// A copy of the weights for publishing.
+struct SnapshotRequest {
+  // The types in which receivers want tensors, each set once; none: float32.
+  std::vector<TensorTypes> receivers = {};
+  // Whether receivers may read it in the memory of the trainer's GPU.
+  bool on_gpu = false;
 };
 
 // Returns `configured`, or the default for 0. With fewer rows at a time, reading and writing the

@@ -1,10 +1,12 @@
 #include "services/trainer/service/memory.h"
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
+#include "common/base/machine/rank_environment.h"
 #include "common/model/config/model_config.h"
 #include "common/model/config/parameter_spec.h"
 #include "common/model/config/rope_config.h"
@@ -76,10 +78,32 @@ absl::Status AddSpeculator(const config::v1::TrainerServerConfig& config, const 
   return absl::OkStatus();
 }
 
+// Adds the copy of the weights that rank 0 makes on its GPU, unless there is no room for it: then
+// copies are in a file. Receivers are expected to keep matrices in the type of the computation, and
+// the rest, with the speculator's heads, in float32; a copy that takes more is in a file, too.
+absl::Status AddWeightsCopy(const config::v1::TrainerServerConfig& config, const ModelConfig& model,
+                            const LoraOptions& lora, const FreeMemory& free, MemoryPlan& plan) {
+  TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
+  if (config.compute().device() == "cpu" || environment.rank != 0) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
+                          ModelParameters(model, {.tied = model.tie_word_embeddings}, lora));
+  const auto item = static_cast<int64_t>(ItemSizeBytes(rpc::ComputeType(config.compute())));
+  int64_t bytes = plan.bytes_of("speculator_weights");
+  for (const ParameterSpec& spec : specs) {
+    if (lora.enabled() && !spec.adapts) continue;
+    bytes += spec.numel() * (spec.shape.size() > 1 ? item : static_cast<int64_t>(sizeof(float)));
+  }
+  const std::optional<int64_t>& most = free.devices[0];
+  if (most.has_value() && plan.device_bytes(0) + bytes > *most) return absl::OkStatus();
+  plan.items.push_back(
+      {kWeightsCopy, bytes, /*on_host=*/false, "for rollout servers with GPUs of this machine"});
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config,
-                                      CountSpeculator count_speculator) {
+                                      const FreeMemory& free, CountSpeculator count_speculator) {
   TANDEM_ASSIGN_OR_RETURN(const ModelConfig model, rpc::ConfiguredModel("model", config.model()));
   TANDEM_ASSIGN_OR_RETURN(const LoraOptions lora, ResolveLora(rpc::ToLoraOptions(config.lora())));
   const bool on_host = config.compute().device() == "cpu";
@@ -116,6 +140,7 @@ absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& con
   if (model.vision.has_value()) {
     plan.items.push_back({"blob_cache", config.server().blob_cache_bytes()});
   }
+  TANDEM_RETURN_IF_ERROR(AddWeightsCopy(config, model, lora, free, plan));
   return plan;
 }
 

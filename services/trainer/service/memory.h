@@ -16,10 +16,15 @@ namespace tandem::trainer {
 using CountSpeculator = absl::FunctionRef<absl::StatusOr<int64_t>(
     const speculator::SpeculatorSettings& settings, const speculator::BaseModelSizes& base)>;
 
-// Returns the memory plan of a resolved configuration. An error names the field of a model whose
-// config.json cannot be read, or of the speculator's settings.
+// The item of a copy of the weights in the GPU's memory, for rollout servers with GPUs of the
+// machine.
+inline constexpr char kWeightsCopy[] = "weights_copy";
+
+// Returns the memory plan of a resolved configuration. It has a copy of the weights on the GPU
+// where `free` has room for that, too. An error names the field of a model whose config.json cannot
+// be read, or of the speculator's settings.
 absl::StatusOr<MemoryPlan> PlanMemory(const config::v1::TrainerServerConfig& config,
-                                      CountSpeculator count_speculator);
+                                      const FreeMemory& free, CountSpeculator count_speculator);
 
 }  // namespace tandem::trainer
 

@@ -69,19 +69,16 @@ Receivers::Receivers(const std::vector<std::string>& targets,
   }
 }
 
-std::vector<TensorTypes> Receivers::AskTypes(const CallScope& call) const {
-  std::vector<TensorTypes> answers(stubs_.size());
-  const std::vector<absl::Status> asked =
-      ForEach(stubs_.size(), call, [&](size_t i) -> absl::Status {
-        TANDEM_ASSIGN_OR_RETURN(answers[i], rpc::AskTensorTypes(*stubs_[i], {.call = call}));
-        return absl::OkStatus();
-      });
-  std::set<TensorTypes> types;
+std::vector<absl::StatusOr<rpc::WantedWeights>> Receivers::AskWanted(const CallScope& call) const {
+  std::vector<absl::StatusOr<rpc::WantedWeights>> wanted(stubs_.size());
+  const std::vector<absl::Status> asked = ForEach(stubs_.size(), call, [&](size_t i) {
+    wanted[i] = rpc::AskWanted(*stubs_[i], {.call = call});
+    return absl::OkStatus();
+  });
   for (size_t i = 0; i < asked.size(); ++i) {
-    // Send asks again, and reports the error.
-    if (asked[i].ok()) types.insert(std::move(answers[i]));
+    if (!asked[i].ok()) wanted[i] = asked[i];
   }
-  return {types.begin(), types.end()};
+  return wanted;
 }
 
 std::vector<absl::StatusOr<rpc::SentWeights>> Receivers::Send(const WeightSource& source,

@@ -24,9 +24,9 @@ class Receivers {
   // Connects to each of `targets` with its first call.
   Receivers(const std::vector<std::string>& targets, const rpc::ChannelOptions& channel_options);
 
-  // Returns the types in which the receivers that answer want tensors, those of several receivers
-  // once.
-  std::vector<TensorTypes> AskTypes(const CallScope& call) const;
+  // Returns what each receiver wants, in the order of the targets. Send asks again, and reports the
+  // errors.
+  std::vector<absl::StatusOr<rpc::WantedWeights>> AskWanted(const CallScope& call) const;
 
   // Sends `source` to every receiver and commits it there. Blocks until every delivery has
   // succeeded or failed; they fail as soon as `call` is over. Deliveries are independent, and in

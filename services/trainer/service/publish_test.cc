@@ -40,10 +40,11 @@ class ReceiverApp final : public rpc::ServerApp {
 struct ReceiverServer {
   explicit ReceiverServer(absl::Status apply = absl::OkStatus(), int64_t version = -1,
                           std::vector<ReceivedComponent> components = {},
-                          DType type = DType::kFloat32)
+                          DType type = DType::kFloat32,
+                          StagedWeightReceiver::OpenGpu open_gpu = nullptr)
       : receiver({{.name = "w", .dtype = type, .shape = {((2 << 20) + 40) / 4}}}, std::nullopt,
                  /*num_token_ids=*/0, {.version = version, .digest = ""}, Tell(told),
-                 std::move(components)) {
+                 std::move(components), /*allow_not_finite=*/false, {}, std::move(open_gpu)) {
     told.apply_status = std::move(apply);
   }
 
@@ -112,6 +113,54 @@ TEST_F(PublishTest, TheSnapshotHasTheTypesThatTheReceiversWant) {
   ASSERT_TRUE(response.ok()) << response.status();
   EXPECT_THAT(engine_->asked_types(), testing::ElementsAre(narrow));
   EXPECT_EQ(response->results(0).status().code(), static_cast<int>(grpc::UNAVAILABLE));
+}
+
+// In another container, CUDA may refuse memory of a process on the same machine.
+TEST_F(PublishTest, WithoutAReaderOfTheGpusMemoryTheNextCopyIsInAFile) {
+  ReceiverServer plain, refuses(absl::OkStatus(), -1, {}, DType::kFloat32, [](const GpuMemory&) {
+    return absl::FailedPreconditionError("another container");
+  });
+  ASSERT_TRUE(Publish({plain.server.address()}).ok());
+  for (int round = 0; round < 2; ++round) {
+    const auto response = Publish({refuses.server.address()}, /*allow_rollback=*/true);
+    ASSERT_TRUE(response.ok()) << response.status();
+    EXPECT_EQ(response->results(0).status().code(), 0) << response->results(0).status().message();
+    EXPECT_EQ(refuses.receiver.Version().digest, response->weights().digest());
+    ASSERT_TRUE(engine_->LoadCheckpoint({}, {}).ok()) << "which brings other weights";
+  }
+  EXPECT_THAT(engine_->asked_on_gpu(), testing::ElementsAre(false, true, false));
+  EXPECT_THAT(server_.metrics().Text(), HasSubstr("tandem_weight_bytes_sent_total 6291576"));
+}
+
+TEST_F(PublishTest, TheGpusMemoryIsUsedWhileSomebodyReadsIt) {
+  const std::string bytes = [&] {
+    const FakeWeights weights(0, (2 << 20) + 40, 0);
+    std::string read((2 << 20) + 40, ' ');
+    EXPECT_TRUE(weights.Read(0, {reinterpret_cast<std::byte*>(read.data()), read.size()}).ok());
+    return read;
+  }();
+  ReceiverServer plain, reads(absl::OkStatus(), -1, {}, DType::kFloat32, [&](const GpuMemory&) {
+    return std::make_shared<const FakeGpuMemory>(bytes);
+  });
+  for (int round = 0; round < 2; ++round) {
+    ASSERT_TRUE(Publish({plain.server.address(), reads.server.address()}).ok());
+  }
+  EXPECT_THAT(engine_->asked_on_gpu(), testing::ElementsAre(true, true));
+  EXPECT_EQ(reads.told.shared, 1);
+  EXPECT_EQ(plain.told.shared, 0);
+  EXPECT_EQ(plain.receiver.Version(), reads.receiver.Version());
+}
+
+// Another server on another machine says nothing about the one that failed.
+TEST_F(PublishTest, AReceiverThatFailsLeavesTheGpusMemoryInUse) {
+  ReceiverServer plain,
+      fails(absl::InternalError("no memory"), -1, {}, DType::kFloat32,
+            [](const GpuMemory&) { return absl::FailedPreconditionError("another container"); });
+  for (int round = 0; round < 2; ++round) {
+    ASSERT_TRUE(Publish({plain.server.address(), fails.server.address()}, true).ok());
+    ASSERT_TRUE(engine_->LoadCheckpoint({}, {}).ok()) << "which brings other weights";
+  }
+  EXPECT_THAT(engine_->asked_on_gpu(), testing::ElementsAre(true, true));
 }
 
 TEST_F(PublishTest, OneDeadReceiverDoesNotConcernTheOthers) {

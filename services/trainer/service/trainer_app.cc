@@ -6,6 +6,7 @@
 #include "common/base/steady_time.h"
 #include "common/rpc/client/channel.h"
 #include "services/trainer/service/critic_connection.h"
+#include "services/trainer/service/memory.h"
 #include "services/trainer/service/objective_convert.h"
 #include "services/trainer/service/speculator_config.h"
 #include "services/training_core/service/training_config.h"
@@ -51,12 +52,12 @@ EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config,
 TrainerApp::TrainerApp(const config::v1::TrainerServerConfig& config, rpc::ServerRuntime& runtime,
                        EngineFactory create_engine)
     : config_(config),
-      environment_(runtime.environment),
+      runtime_(runtime),
       create_engine_(std::move(create_engine)),
       service_(ToServiceOptions(config, runtime.environment), runtime) {}
 
 std::vector<rpc::NamedService> TrainerApp::services() {
-  if (environment_.rank > 0) return {};  // clients call rank 0
+  if (runtime_.environment.rank > 0) return {};  // clients call rank 0
   return {{v1::TrainerService::service_full_name(), &service_}, service_.blob_service()};
 }
 
@@ -66,7 +67,8 @@ absl::Status TrainerApp::Load() {
     critic = MakeCriticConnection(
         rpc::MakeChannel(config_.critic_address(), rpc::ToChannelOptions(config_.server())));
   }
-  EngineOptions options = ToEngineOptions(config_, environment_);
+  EngineOptions options = ToEngineOptions(config_, runtime_.environment);
+  options.weights_copy_bytes = runtime_.memory.bytes_of(kWeightsCopy);
   options.on_checkpoint = [this](const auto& report) { service_.OnCheckpoint(report); };
   TANDEM_ASSIGN_OR_RETURN(engine_, create_engine_(options, std::move(critic)));
   service_.SetEngine(engine_.get());
@@ -78,8 +80,8 @@ void TrainerApp::Drain(SteadyTime) { service_.Drain(); }
 void TrainerApp::Stop() {
   if (engine_ == nullptr) return;
   // Rank 0 starts the save of all ranks.
-  training::ShutDownEngine(*engine_,
-                           environment_.rank == 0 ? config_.shutdown_checkpoint_directory() : "");
+  training::ShutDownEngine(
+      *engine_, runtime_.environment.rank == 0 ? config_.shutdown_checkpoint_directory() : "");
 }
 
 }  // namespace tandem::trainer

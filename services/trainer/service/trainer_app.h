@@ -27,6 +27,7 @@ EngineOptions ToEngineOptions(const config::v1::TrainerServerConfig& config,
 
 class TrainerApp final : public rpc::ServerApp {
  public:
+  // `runtime` outlives the app.
   TrainerApp(const config::v1::TrainerServerConfig& config, rpc::ServerRuntime& runtime,
              EngineFactory create_engine);
 
@@ -46,7 +47,7 @@ class TrainerApp final : public rpc::ServerApp {
 
  private:
   const config::v1::TrainerServerConfig config_;
-  const RankEnvironment environment_;
+  const rpc::ServerRuntime& runtime_;
   const EngineFactory create_engine_;
   std::unique_ptr<Engine> engine_;  // outlives the service
   TrainerService service_;

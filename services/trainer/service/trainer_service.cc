@@ -1,6 +1,8 @@
 #include "services/trainer/service/trainer_service.h"
 
 #include <memory>
+#include <set>
+#include <string>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -218,9 +220,20 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
   TANDEM_RETURN_IF_ERROR(CheckTargets(targets));
   const rpc::PhaseTimer timer(metrics_, "publish");
   const Receivers receivers(targets, options_.publish_channel);
-  TANDEM_ASSIGN_OR_RETURN(const auto source, engine_->Snapshot(call, receivers.AskTypes(call)));
+  std::set<TensorTypes> types;
+  bool on_gpu = false;
+  const std::vector<absl::StatusOr<rpc::WantedWeights>> wanted = receivers.AskWanted(call);
+  for (const auto& answer : wanted) {
+    if (!answer.ok()) continue;
+    types.insert(answer->types);
+    on_gpu |= answer->reads_gpu_memory;
+  }
+  TANDEM_ASSIGN_OR_RETURN(const auto source,
+                          engine_->Snapshot(call, {.receivers = {types.begin(), types.end()},
+                                                   .on_gpu = on_gpu && gpu_memory_is_read_}));
   const std::vector<absl::StatusOr<rpc::SentWeights>> deliveries =
       receivers.Send(*source, request.allow_rollback(), call);
+  if (source->gpu_memory() != nullptr) NoteWhetherRead(wanted, deliveries);
   v1::PublishWeightsResponse response;
   response.mutable_weights()->set_version(source->manifest().version);
   response.mutable_weights()->set_digest(source->manifest().digest);
@@ -247,6 +260,24 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
     metrics_.Counter(rpc::metric::kPublishResults, {delivery.ok() ? "ok" : "failed"}).Increment();
   }
   return response;
+}
+
+void TrainerService::NoteWhetherRead(
+    const std::vector<absl::StatusOr<rpc::WantedWeights>>& wanted,
+    const std::vector<absl::StatusOr<rpc::SentWeights>>& deliveries) {
+  using Transport = rpc::SentWeights::Transport;
+  bool streamed = false;  // to one of this machine
+  for (size_t i = 0; i < deliveries.size(); ++i) {
+    const absl::StatusOr<rpc::SentWeights>& delivery = deliveries[i];
+    if (!delivery.ok() || delivery->bytes == 0) continue;
+    if (delivery->transport == Transport::kGpu) return;
+    streamed |= wanted[i].ok() && wanted[i]->reads_gpu_memory;
+  }
+  if (!streamed || !gpu_memory_is_read_.exchange(false)) return;
+  Log(LogLevel::kWarning, "gpu_memory_not_read",
+      {{"message",
+        "no rollout server on this machine could open the weights in the GPU's memory: they are "
+        "copied to a file from now on"}});
 }
 
 grpc::ServerUnaryReactor* TrainerService::SaveCheckpoint(grpc::CallbackServerContext* context,

@@ -3,9 +3,11 @@
 #ifndef TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
 #define TANDEM_SERVICES_TRAINER_SERVICE_TRAINER_SERVICE_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -13,6 +15,7 @@
 #include "common/rpc/calls/call_executor.h"
 #include "common/rpc/client/channel.h"
 #include "common/rpc/metrics/metrics.h"
+#include "common/rpc/transfer/weight_sender.h"
 #include "services/trainer/engine/engine.h"
 #include "services/training_core/service/training_service.h"
 #include "tandem/trainer/v1/trainer.grpc.pb.h"
@@ -99,12 +102,18 @@ class TrainerService final : public TrainerCallbacks {
   absl::StatusOr<v1::PublishWeightsResponse> Publish(const v1::PublishWeightsRequest& request,
                                                      const CallScope& call);
 
+  // Takes the deliveries of a copy in the memory of a GPU: if nobody of those that may read it
+  // there has done so, later ones are in a file, which receivers of the machine can read.
+  void NoteWhetherRead(const std::vector<absl::StatusOr<rpc::WantedWeights>>& wanted,
+                       const std::vector<absl::StatusOr<rpc::SentWeights>>& deliveries);
+
   const TrainerServiceOptions options_;
   rpc::CallExecutor& executor_;
   rpc::Metrics& metrics_;
   training::TrainingService training_;
   rpc::Broadcaster<v1::WatchStepsRequest, v1::WatchStepsResponse> watchers_{kMaxWaitingReports};
   Engine* engine_ = nullptr;
+  std::atomic<bool> gpu_memory_is_read_ = true;
 };
 
 }  // namespace tandem::trainer

@@ -1,6 +1,7 @@
 #include "tests/gpu/simulated/memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -18,21 +19,31 @@ namespace tandem::simulated_gpu {
 namespace {
 
 constexpr size_t kAlignment = 512, kPage = 4096;
+// Memory that comes back goes back to the system from so many bytes on.
+constexpr size_t kReleased = 64 << 10;
 constexpr auto kAllPools = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
 thread_local c10::DeviceIndex current_device = 0;
 
-char* Map(int protection) {
-  void* const address = mmap(nullptr, kDevices * kMemoryBytes, protection,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+char* Map(int protection, int flags, int file) {
+  void* const address =
+      mmap(nullptr, kDevices * kMemoryBytes, protection, flags | MAP_NORESERVE, file, 0);
   TORCH_CHECK(address != MAP_FAILED, "the simulated GPU cannot reserve addresses");
   return static_cast<char*>(address);
 }
 
+int MakeFile() {
+  const int file = memfd_create("tandem_simulated_gpu", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ftruncate(file, kDevices * kMemoryBytes) == 0,
+              "the simulated GPU has no file for its memory");
+  return file;
+}
+
 // The addresses of the devices, and as many bytes of the simulation.
 struct Mappings {
-  char* device = Map(PROT_NONE);
-  char* host = Map(PROT_READ | PROT_WRITE);
+  int file = MakeFile();
+  char* device = Map(PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  char* host = Map(PROT_READ | PROT_WRITE, MAP_SHARED, file);
 };
 
 // Leaked, as all that libtorch may call while the process ends.
@@ -130,7 +141,7 @@ class Memory final : public c10::DeviceAllocator {
     const size_t bytes = ranges_[begin / kMemoryBytes].GiveBack(begin);
     // Whole pages go back to the system.
     const size_t first = (begin + kPage - 1) / kPage * kPage, end = (begin + bytes) / kPage * kPage;
-    if (first < end) madvise(TheMappings().host + first, end - first, MADV_DONTNEED);
+    if (bytes >= kReleased) madvise(TheMappings().host + first, end - first, MADV_REMOVE);
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &Free; }
@@ -252,6 +263,12 @@ void* OnHost(const void* device_address) {
   if (device_address == nullptr) return nullptr;
   TORCH_CHECK(IsOfDevice(device_address), "a tensor of a GPU has memory of the host");
   return TheMappings().host + (static_cast<const char*>(device_address) - TheMappings().device);
+}
+
+int FileOfMemory() { return TheMappings().file; }
+
+int64_t PlaceInFile(const void* device_address) {
+  return static_cast<const char*>(device_address) - TheMappings().device;
 }
 
 void SetMemoryLimit(c10::DeviceIndex device, size_t bytes) {

@@ -7,6 +7,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 
 namespace tandem::simulated_gpu {
@@ -29,6 +30,11 @@ bool IsOfDevice(const void* address);
 c10::DeviceIndex DeviceOf(const void* device_address);
 // Whether the host pinned the memory at an address.
 bool IsPinned(const void* address);
+
+// The file in which the bytes of all devices are, which other processes may open (peer.cc), and the
+// place of an address of a device in it.
+int FileOfMemory();
+int64_t PlaceInFile(const void* device_address);
 
 // Lets a device have so many bytes for this process, as if another one had taken the rest; what it
 // has beyond them stays. 0: all of kMemoryBytes.

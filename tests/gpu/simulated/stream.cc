@@ -206,6 +206,15 @@ void Launch(std::initializer_list<at::Tensor> reads, std::initializer_list<at::T
   Enqueue(CurrentStream(any.device().index()), uses);
 }
 
+void OnShared(const void* address) {
+  State& state = TheState();
+  const std::lock_guard lock(state.mutex);
+  const Allocation& memory = Find(state, address)->second;
+  if (memory.written <= state.host[memory.writer]) return;
+  std::fputs("simulated GPU: memory is shared while a stream may still write to it\n", stderr);
+  std::abort();
+}
+
 void OnAllocated(const void* address, size_t bytes, int stream) {
   State& state = TheState();
   const std::lock_guard lock(state.mutex);

@@ -69,6 +69,10 @@ void Enqueue(int stream, const std::vector<Use>& uses);
 // Adds an operation to the current stream of the tensors' device, and counts it as a launch.
 void Launch(std::initializer_list<at::Tensor> reads, std::initializer_list<at::Tensor> writes);
 
+// Ends the process if the host has not waited for all writes to the memory at an address: another
+// process is about to be told of it.
+void OnShared(const void* address);
+
 // Tells of memory that is allocated for a stream, is used by another stream, and comes back.
 void OnAllocated(const void* address, size_t bytes, int stream);
 void OnRecorded(const void* address, int stream);

@@ -27,30 +27,57 @@ at::Tensor TensorOf(const WeightSpec& spec, TensorBytes bytes) {
 }  // namespace
 
 SeniorUpdate::SeniorUpdate(const Model& senior, const speculator::Speculator* speculator,
-                           bool keeps_tensors, Swap swap)
+                           bool keeps_tensors, std::optional<c10::Stream> intake, Swap swap)
     : senior_(senior),
       speculator_(speculator),
       keeps_tensors_(keeps_tensors),
-      swap_(std::move(swap)) {}
+      swap_(std::move(swap)) {
+  if (intake.has_value()) intake_.emplace(*intake);
+}
+
+absl::Status SeniorUpdate::Prepare(const WeightSpec& spec) {
+  if (ComponentOf(spec) == kSpeculatorComponent) {
+    if (next_speculator_ != nullptr) return absl::OkStatus();
+    TANDEM_ASSIGN_OR_RETURN(next_speculator_, speculator::PreparedSpeculator::Make(*speculator_));
+  } else if (weights_ == nullptr) {
+    weights_ = senior_.PrepareWeights();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SeniorUpdate::Pack(const WeightSpec& spec, const at::Tensor& tensor) {
+  if (ComponentOf(spec) == kSpeculatorComponent) return next_speculator_->Add(spec.name, tensor);
+  return weights_->Add(spec.name, tensor);
+}
 
 absl::Status SeniorUpdate::Add(const WeightSpec& spec, TensorBytes bytes) {
   ComputeAlone(senior_.device());
   const absl::Status added = CatchTorchErrors("weights", [&]() -> absl::Status {
     const at::Tensor tensor = TensorOf(spec, std::move(bytes));
-    if (ComponentOf(spec) == kSpeculatorComponent) return AddToSpeculator(spec.name, tensor);
-    if (weights_ == nullptr) weights_ = senior_.PrepareWeights();
-    TANDEM_RETURN_IF_ERROR(weights_->Add(spec.name, tensor));
-    if (keeps_tensors_) tensors_.emplace_back(spec.name, tensor);
+    TANDEM_RETURN_IF_ERROR(Prepare(spec));
+    TANDEM_RETURN_IF_ERROR(Pack(spec, tensor));
+    if (keeps_tensors_ && ComponentOf(spec) == kModelComponent) {
+      tensors_.emplace_back(spec.name, tensor);
+    }
     return absl::OkStatus();
   });
   return NameMemorySettings(added, kMemorySettings);
 }
 
-absl::Status SeniorUpdate::AddToSpeculator(const std::string& name, const at::Tensor& tensor) {
-  if (next_speculator_ == nullptr) {
-    TANDEM_ASSIGN_OR_RETURN(next_speculator_, speculator::PreparedSpeculator::Make(*speculator_));
-  }
-  return next_speculator_->Add(name, tensor);
+absl::Status SeniorUpdate::AddShared(const WeightSpec& spec, absl::Span<const SharedRange> ranges) {
+  ComputeAlone(senior_.device());
+  const absl::Status added = CatchTorchErrors("weights", [&]() -> absl::Status {
+    TANDEM_RETURN_IF_ERROR(Prepare(spec));
+    return intake_->Take(spec, ranges,
+                         [&](const at::Tensor& tensor) { return Pack(spec, tensor); });
+  });
+  return NameMemorySettings(added, kMemorySettings);
+}
+
+absl::StatusOr<std::vector<ReadTensor>> SeniorUpdate::TakeRead() {
+  if (!intake_.has_value()) return std::vector<ReadTensor>();
+  return CatchTorchErrors(
+      "weights", [&]() -> absl::StatusOr<std::vector<ReadTensor>> { return intake_->TakeRead(); });
 }
 
 absl::Status SeniorUpdate::Apply(const WeightManifest& manifest, const CallScope& call) {

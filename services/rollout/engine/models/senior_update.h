@@ -4,17 +4,23 @@
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_MODELS_SENIOR_UPDATE_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "common/model/model.h"
 #include "common/model/parameters/prepared_weights.h"
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_update.h"
 #include "common/tensor/aten/named_tensors.h"
+#include "common/weights/gpu_intake.h"
 #include "common/weights/staged_weight_receiver.h"
 
 namespace tandem::rollout {
@@ -28,12 +34,17 @@ class SeniorUpdate : public NextWeights {
                                           const CallScope& call)>;
 
   // `senior` and its `speculator`, which may be null, outlive the update. `keeps_tensors`: for a
-  // swap that sends the senior's whole tensors to other ranks.
+  // swap that sends the senior's whole tensors to other ranks. `intake`: the stream of the senior's
+  // GPU on which tensors are copied from the memory of other processes' GPUs, which needs
+  // tensors that are not kept.
   SeniorUpdate(const Model& senior, const speculator::Speculator* speculator, bool keeps_tensors,
-               Swap swap);
+               std::optional<c10::Stream> intake, Swap swap);
 
   // INVALID_ARGUMENT names a tensor that does not fit; RESOURCE_EXHAUSTED if memory runs out.
   absl::Status Add(const WeightSpec& spec, TensorBytes bytes) override;
+  // The same, and errors of GpuIntake.
+  absl::Status AddShared(const WeightSpec& spec, absl::Span<const SharedRange> ranges) override;
+  absl::StatusOr<std::vector<ReadTensor>> TakeRead() override;
   // Errors of PreparedWeights::CheckComplete and of the swap.
   absl::Status Apply(const WeightManifest& manifest, const CallScope& call) override;
 
@@ -47,7 +58,9 @@ class SeniorUpdate : public NextWeights {
   void DropTensors() { tensors_.clear(); }
 
  private:
-  absl::Status AddToSpeculator(const std::string& name, const at::Tensor& tensor);
+  // Makes what takes the tensors of a component, on the current stream.
+  absl::Status Prepare(const WeightSpec& spec);
+  absl::Status Pack(const WeightSpec& spec, const at::Tensor& tensor);
 
   const Model& senior_;
   const speculator::Speculator* const speculator_;
@@ -56,6 +69,7 @@ class SeniorUpdate : public NextWeights {
   std::unique_ptr<PreparedWeights> weights_;  // nullptr before the first tensor of the senior
   NamedTensors tensors_;
   std::unique_ptr<speculator::PreparedSpeculator> next_speculator_;
+  std::optional<GpuIntake> intake_;  // last: its copies end before what they fill
 };
 
 }  // namespace tandem::rollout

@@ -160,9 +160,9 @@ class FakeEngine final : public Engine {
                                    absl::Span<const std::byte>) override {
       return 0;
     }
-    absl::StatusOr<int64_t> AppendFromFile(const std::string&, int64_t,
-                                           const std::shared_ptr<const FileDescriptor>&,
-                                           absl::Span<const FileRange>) override {
+    absl::StatusOr<int64_t> AppendShared(const std::string&, int64_t,
+                                         const std::shared_ptr<const SharedBytes>&,
+                                         absl::Span<const FileRange>) override {
       return 0;
     }
     absl::StatusOr<WeightsVersion> Commit(const std::string&, const CallScope&) override {

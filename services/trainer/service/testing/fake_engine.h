@@ -67,11 +67,15 @@ class FakeWeights final : public WeightSource {
     std::copy_n(bytes_.begin() + offset, out.size(), out.begin());
     return absl::OkStatus();
   }
+  // Offers the bytes as memory of a GPU, too.
+  void OfferGpu() { gpu_ = {.machine = MachineId(), .size = std::ssize(bytes_)}; }
+  const GpuMemory* gpu_memory() const override { return gpu_.has_value() ? &*gpu_ : nullptr; }
 
  private:
   WeightManifest manifest_;
   std::vector<std::byte> bytes_;
   std::vector<WordSums> sums_;
+  std::optional<GpuMemory> gpu_;
 };
 
 // Every step adds 1 to the version; a known request id is replayed. FailNext fails one call.
@@ -121,14 +125,16 @@ class FakeEngine final : public Engine {
   }
 
   absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(
-      const CallScope&, const std::vector<TensorTypes>& receivers) override {
+      const CallScope&, const SnapshotRequest& request) override {
     std::lock_guard lock(mutex_);
-    asked_types_ = receivers;
+    asked_types_ = request.receivers;
+    asked_on_gpu_.push_back(request.on_gpu);
     if (absl::Status error = TakeError(); !error.ok()) return error;
     // More than a chunk, and not a multiple of a chunk.
     auto weights = std::make_shared<FakeWeights>(version_, (2 << 20) + 40 + speculator_bytes_,
                                                  speculator_bytes_);
-    if (speculator_bytes_ == 0) weights->Keep(receivers);
+    if (speculator_bytes_ == 0) weights->Keep(request.receivers);
+    if (request.on_gpu) weights->OfferGpu();
     return weights;
   }
 
@@ -218,6 +224,11 @@ class FakeEngine final : public Engine {
     std::lock_guard lock(mutex_);
     return asked_types_;
   }
+  // Whether each snapshot was asked for on a GPU.
+  std::vector<bool> asked_on_gpu() const {
+    std::lock_guard lock(mutex_);
+    return asked_on_gpu_;
+  }
   double critic_seconds = 0;  // of every step from now on
   // The last checkpoint that was loaded.
   training::LoadRequest loaded() const {
@@ -267,6 +278,7 @@ class FakeEngine final : public Engine {
   bool unsaved_ = false;
   training::LoadRequest loaded_;
   std::vector<TensorTypes> asked_types_;
+  std::vector<bool> asked_on_gpu_;
   std::vector<std::string> saved_;
   EngineThread thread_{{.name = "fake"}};
 };

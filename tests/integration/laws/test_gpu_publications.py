@@ -1,0 +1,204 @@
+"""Weights of a publication go from GPU to GPU, where both servers have one of the same machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import numpy as np
+import pytest
+from harness import TANDEM, assert_same_bits, flat, prompts
+from layouts import ranked, ranked_rollout
+from tandem.cluster.local import LocalCluster, find_binary
+from tandem.recording import files
+from tandem.recording.proxy import RecordingProxy
+from tandem.rpc.client import RolloutClient, TrainerClient
+from tandem.rpc.requests import SupervisedSample
+from tandem.rpc.retry import RetryPolicy
+from tandem.rpc.wire import from_tensor
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TANDEM_TEST_DEVICE") != "cuda", reason="servers on GPUs"
+)
+
+RECEIVED = 'tandem_weight_bytes_received_total{{transport="{}"}}'
+LORA = {"lora": {"rank": 4, "alpha": 8, "target_modules": ["all-linear"]}}
+
+
+def received(running: LocalCluster, transport: str) -> float:
+    """The bytes of updates that the rollout server got in one way."""
+    return harness.gauge(running.rollouts[0], RECEIVED.format(transport))
+
+
+def train(trainer: TrainerClient, number: int = 1) -> None:
+    samples = [SupervisedSample([5, 6, 7], [8, 9, 10])] * 2
+    trainer.train_step(samples, run_id="r", step=number, expected_version=number - 1)
+
+
+def answers(client: RolloutClient) -> tuple[list[Any], np.ndarray]:
+    """Responses of both models, and the senior's log-probs of a text."""
+    responses = flat(client.generate(prompts(3, TANDEM["word"], num_samples=2)))
+    [scored] = client.score([(list(range(5, 35)), 1)]).sequences
+    return responses, from_tensor(scored.senior_logprobs)
+
+
+# What the rollout server and the trainer have beside the defaults.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one-rank": ({}, {}),
+    "adapters": ({"senior": LORA}, LORA),
+    "zero": ({}, ranked("zero")),
+    "pipeline": ({}, ranked("pipeline")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_from_gpu_to_gpu_are_those_of_messages(numerics, models, tmp_path, layout):
+    """Two servers get every version: one from GPU to GPU, and one through a proxy in messages."""
+    rollout, trainer_section = LAYOUTS[layout]
+    path = tmp_path / "calls.rec"
+    files.create(path)
+    with (
+        harness.cluster(
+            tmp_path / "near",
+            models,
+            rollout=numerics.settings(**rollout),
+            trainer=numerics.settings(**trainer_section),
+        ) as near,
+        harness.cluster(tmp_path / "far", models, rollout=numerics.settings(**rollout)) as far,
+        harness.trainer_client(near) as trainer,
+        harness.rollout_client(near) as client,
+        harness.rollout_client(far) as other,
+        RecordingProxy(other.address, 0, files.Recorder(path)) as proxy,
+    ):
+        sent = 0
+        for number in (1, 2):
+            train(trainer, number)
+            reply = trainer.publish_weights([client.address, f"127.0.0.1:{proxy.port}"])
+            assert [result.digest for result in reply.results] == [reply.weights.digest] * 2
+            assert reply.weights.digest == trainer.info().server.weights.digest
+            sent += reply.results[0].bytes
+        assert (received(near, "gpu"), received(near, "stream")) == (sent, 0)
+        assert (received(far, "gpu"), received(far, "stream")) == (0, sent)
+        ours, theirs = answers(client), answers(other)
+    assert_same_bits(ours[0], theirs[0])
+    assert np.array_equal(ours[1], theirs[1])
+
+
+def test_a_sharded_senior_reads_the_file(numerics, models, tmp_path):
+    """Its other ranks get whole tensors from rank 0's host, so nothing goes from GPU to GPU."""
+    with (
+        harness.cluster(
+            tmp_path / "cluster",
+            models,
+            rollout=numerics.settings(**ranked_rollout()),
+            trainer=numerics.settings(),
+        ) as running,
+        harness.trainer_client(running) as trainer,
+    ):
+        train(trainer)
+        [result] = trainer.publish_weights([running.rollouts[0].address]).results
+        assert not result.status.code
+        assert (received(running, "gpu"), received(running, "file")) == (0, result.bytes)
+
+
+def kill_during(call: Callable[[], Any], process: subprocess.Popen[Any], seconds: float) -> None:
+    """Kills a process some time after a call has begun; waits for the end of the call."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(seconds)
+    process.kill()
+    thread.join()
+
+
+@pytest.mark.parametrize("seconds", [0.005, 0.05])
+def test_a_trainer_that_dies_leaves_one_version_in_force(numerics, models, tmp_path, seconds):
+    settings = numerics.settings
+    with (
+        harness.cluster(tmp_path / "a", models, rollout=settings(), trainer=settings()) as running,
+        harness.rollout_client(running) as client,
+    ):
+        versions = []
+        once = RetryPolicy(seconds=0)
+        with TrainerClient(running.trainer.address, retry=once) as trainer:
+            for number in (1, 2):
+                train(trainer, number)
+                versions.append(trainer.info().server.weights)
+                if number == 1:
+                    trainer.publish_weights([client.address])
+
+            def publish() -> None:
+                with contextlib.suppress(Exception):  # the trainer may be gone
+                    trainer.publish_weights([client.address])
+
+            kill_during(publish, running.trainer.process, seconds)
+        # The same weights as before or, whole, the next ones.
+        serving = client.info().server.weights
+        assert serving in versions
+        assert len(answers(client)[0]) == 6
+        # Another trainer takes over.
+        with (
+            harness.cluster(
+                tmp_path / "b", models, rollout=settings(), trainer=settings()
+            ) as next_,
+            harness.trainer_client(next_) as trainer,
+        ):
+            for number in (1, 2, 3):
+                train(trainer, number)
+            reply = trainer.publish_weights([client.address])
+            assert not reply.results[0].status.code, reply.results[0].status.message
+            assert client.info().server.weights == reply.weights
+
+
+def test_a_rollout_server_that_dies_does_not_keep_the_trainer(numerics, models, tmp_path):
+    settings = numerics.settings
+    with (
+        harness.cluster(tmp_path / "a", models, rollout=settings(), trainer=settings()) as running,
+        harness.cluster(tmp_path / "b", models, rollout=settings()) as other,
+        harness.trainer_client(running) as trainer,
+    ):
+        dead, alive = running.rollouts[0], other.rollouts[0]
+        train(trainer)
+        replies: list[Any] = []
+        kill_during(
+            lambda: replies.append(trainer.publish_weights([dead.address, alive.address])),
+            dead.process,
+            0.005,
+        )
+        served = replies[0].results[1]
+        assert served.digest == replies[0].weights.digest
+        train(trainer, 2)
+        lost, result = trainer.publish_weights([dead.address, alive.address]).results
+        assert lost.status.code
+        assert not result.status.code
+        assert received(other, "gpu") == 2 * result.bytes
+
+
+def test_the_copy_is_planned_where_the_gpu_has_room(numerics, models, tmp_path):
+    config = tmp_path / "trainer.yaml"
+    config.write_text(
+        f"model: {models.senior}\ncompute: {{device: cuda, dtype: {numerics.dtype}}}\n"
+    )
+
+    def plan(gpu: int) -> str | None:
+        """The plan for a GPU of so many bytes; None: they are too few."""
+        command = [str(find_binary("tandem-trainer-server")), "--config", str(config)]
+        options = ["--check-config", f"--assume-gpu-memory={gpu}"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        return None if done.returncode else done.stdout
+
+    roomy = plan(8 << 30)
+    assert roomy is not None
+    [line] = [line for line in roomy.splitlines() if "GPU of a rank" in line]
+    gpu = int(float(line.split()[5]) * 1e9) + 600_000
+    planned = []
+    while (text := plan(gpu)) is not None:
+        planned.append("weights_copy" in text)
+        gpu -= 50_000  # less than a copy takes
+    assert planned[0]
+    assert not planned[-1]
