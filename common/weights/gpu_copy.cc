@@ -7,6 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -55,16 +56,19 @@ class SpareMemory {
   at::Tensor bytes_;
 };
 
+// Bytes of the copies that live: publications may overlap.
+std::atomic<int64_t> bytes_in_use = 0;
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<GpuCopy>> GpuCopy::Make(const std::vector<WeightSpec>& tensors,
                                                        const GpuPlace& place) {
   int64_t total = 0;
   for (const WeightSpec& tensor : tensors) total += tensor.bytes();
-  if (total > place.most_bytes) {
-    return absl::ResourceExhaustedError(absl::StrCat("a copy of the weights takes ", total,
-                                                     " bytes of the GPU's memory, of which ",
-                                                     place.most_bytes, " are planned for it"));
+  if (total > place.most_bytes - bytes_in_use) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "a copy of the weights takes ", total, " bytes of the GPU's memory, of which ",
+        place.most_bytes, " are planned for copies, and others have ", bytes_in_use.load()));
   }
   return CatchTorchErrors("copy of the weights", [&]() -> absl::StatusOr<std::unique_ptr<GpuCopy>> {
     at::Tensor bytes = SpareMemory::Get().Take(total, place.device);
@@ -75,6 +79,7 @@ absl::StatusOr<std::unique_ptr<GpuCopy>> GpuCopy::Make(const std::vector<WeightS
 
 GpuCopy::GpuCopy(const std::vector<WeightSpec>& tensors, at::Tensor bytes, GpuMemory memory)
     : tensors_(tensors), bytes_(std::move(bytes)), memory_(std::move(memory)) {
+  bytes_in_use += bytes_.numel();
   const bool sums = !std::ranges::all_of(tensors, &IsFloat32);
   int64_t begin = 0;
   for (const WeightSpec& tensor : tensors) {
@@ -83,7 +88,10 @@ GpuCopy::GpuCopy(const std::vector<WeightSpec>& tensors, at::Tensor bytes, GpuMe
   }
 }
 
-GpuCopy::~GpuCopy() { SpareMemory::Get().Return(std::move(bytes_)); }
+GpuCopy::~GpuCopy() {
+  bytes_in_use -= bytes_.numel();
+  SpareMemory::Get().Return(std::move(bytes_));
+}
 
 void GpuCopy::Add(size_t first, size_t last, const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;

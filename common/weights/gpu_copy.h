@@ -21,7 +21,7 @@
 
 namespace tandem {
 
-// Where a copy may be, and the most bytes that it may take there.
+// Where copies may be, and the most bytes that they may take there.
 struct GpuPlace {
   c10::Device device;
   int64_t most_bytes;
@@ -31,8 +31,8 @@ struct GpuPlace {
 class GpuCopy {
  public:
   // Allocates memory for `tensors`, one behind the other, which outlive the copy; that of the last
-  // released copy, if it has the size. RESOURCE_EXHAUSTED beyond `place.most_bytes` or where memory
-  // runs out; errors of ShareMemory.
+  // released copy, if it has the size. RESOURCE_EXHAUSTED if it takes, with the copies that live,
+  // more than `place.most_bytes`, or where memory runs out; errors of ShareMemory.
   static absl::StatusOr<std::unique_ptr<GpuCopy>> Make(const std::vector<WeightSpec>& tensors,
                                                        const GpuPlace& place);
   ~GpuCopy();

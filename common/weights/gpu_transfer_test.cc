@@ -282,6 +282,18 @@ TEST_F(GpuTransferTest, ACopyThatIsNotPlannedIsInAFile) {
             nullptr);
 }
 
+// A publication to a slow server may go on when the next one begins.
+TEST_F(GpuTransferTest, CopiesThatLiveTogetherStayWithinThePlan) {
+  const GpuPlace place = {.device = kGpu, .most_bytes = 2 * 46};
+  const auto first = Snapshot(Weights(), place).value();
+  auto second = Snapshot(Weights(), place).value();
+  EXPECT_NE(first->gpu_memory(), nullptr);
+  EXPECT_NE(second->gpu_memory(), nullptr);
+  EXPECT_EQ(Snapshot(Weights(), place).value()->gpu_memory(), nullptr);
+  second.reset();
+  EXPECT_NE(Snapshot(Weights(), place).value()->gpu_memory(), nullptr);
+}
+
 TEST_F(GpuTransferTest, WeightsOfAnotherDigestAreNotCopied) {
   const NamedTensors weights = Weights();
   EXPECT_EQ(MakeWeightSnapshot(kSpecs, SourceOf(weights),
