@@ -26,9 +26,8 @@ namespace {
 constexpr int64_t kValuesAtATime = int64_t{1} << 24;
 constexpr int64_t kWordBytes = 4;
 
-// Keeps the memory of the last released copy. A process that still reads it although its
-// publication has ended then reads other weights, which the digest shows, and never memory that was
-// freed.
+// Keeps the memory of the last released copy for the next one of its size, so that memory which
+// another process may still have open is not freed from one publication to the next.
 class SpareMemory {
  public:
   static SpareMemory& Get() {

@@ -36,8 +36,8 @@ class GpuIntake {
   GpuIntake& operator=(const GpuIntake&) = delete;
 
   // Copies a tensor from `ranges`, which are PeerMemory of the stream's device, and calls `use`
-  // with it, where the stream is the current one. The host does not wait. Errors of `use` and of
-  // PeerMemory; may throw c10::Error.
+  // with it, where the stream is the current one. The host does not wait itself. Errors of `use`
+  // and of PeerMemory; may throw c10::Error.
   absl::Status Take(const WeightSpec& spec, absl::Span<const SharedRange> ranges,
                     absl::FunctionRef<absl::Status(const at::Tensor& tensor)> use);
   // Waits for all that was taken, and returns each tensor once, in order. May throw c10::Error.

@@ -338,14 +338,16 @@ absl::Status StagedWeightReceiver::CheckReceived(Update& update) {
                                                     update.manifest.total_bytes, " bytes"));
 }
 
-absl::Status StagedWeightReceiver::AddRead(Update& update) const {
+absl::Status StagedWeightReceiver::CheckRead(Update& update) const {
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ReadTensor> read, update.weights->TakeRead());
+  absl::Status servable;
   for (const ReadTensor& tensor : read) {
     update.sums[ComponentIndex({.name = tensor.name, .shape = {}})].Add(tensor.name, tensor.sums);
-    if (allow_not_finite_) continue;
-    TANDEM_RETURN_IF_ERROR(CheckServable(tensor.name, tensor.not_finite));
+    if (!allow_not_finite_) servable.Update(CheckServable(tensor.name, tensor.not_finite));
   }
-  return absl::OkStatus();
+  // Memory that was overwritten meanwhile is often not finite either: it is sent again.
+  TANDEM_RETURN_IF_ERROR(CheckDigests(update));
+  return servable;
 }
 
 absl::Status StagedWeightReceiver::CheckDigests(const Update& update) {
@@ -394,8 +396,7 @@ absl::StatusOr<WeightsVersion> StagedWeightReceiver::Commit(const std::string& u
   absl::Status applied = CheckReceived(*update);
   const bool incomplete = !applied.ok();
   if (applied.ok()) applied = update->stager.Finish(call);
-  if (applied.ok()) applied = AddRead(*update);
-  if (applied.ok()) applied = CheckDigests(*update);
+  if (applied.ok()) applied = CheckRead(*update);
   if (applied.ok()) applied = update->weights->Apply(update->manifest, call);
   const std::lock_guard lock(mutex_);
   update->committing = false;

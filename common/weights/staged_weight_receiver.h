@@ -157,9 +157,9 @@ class StagedWeightReceiver : public WeightReceiver {
                                       absl::FunctionRef<void(TensorStager& stager)> write);
   // OK if the whole stream was received.
   static absl::Status CheckReceived(Update& update);
-  // Waits for the tensors that the engine reads itself, and adds their sums. OK if they may be
-  // served.
-  absl::Status AddRead(Update& update) const;
+  // Waits for the tensors that the engine reads itself, and adds their sums. OK if all tensors have
+  // the manifest's digests and these may be served.
+  absl::Status CheckRead(Update& update) const;
   // OK if the tensors, all of which have been taken, have the manifest's digests.
   static absl::Status CheckDigests(const Update& update);
 

@@ -162,8 +162,11 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
             {{"update_id", request.update_id()},
              {"version", manifest->version},
              {"next_chunk", next_chunk},
-             {"transport", transport},
-             {"gpu_memory", refused}});
+             {"transport", transport}});
+        if (!refused.empty()) {
+          Log(LogLevel::kWarning, "gpu_memory_refused",
+              {{"update_id", request.update_id()}, {"message", refused}});
+        }
         return response;
       });
 }

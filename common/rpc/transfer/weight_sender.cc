@@ -66,13 +66,15 @@ class Sender {
     TANDEM_RETURN_IF_ERROR(ChooseTensors(sent, TypesFromProto(served)));
     if (Serves(sent)) {
       sent.bytes = furthest_chunk_ > 0 ? sent_bytes_ : 0;
+      sent.transport = transport_;
       return sent;
     }
     sent_bytes_ = manifest_.total_bytes;
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
-    sent.transport = shares_.has_gpu_memory()    ? SentWeights::Transport::kGpu
-                     : shares_.has_shared_file() ? SentWeights::Transport::kFile
-                                                 : SentWeights::Transport::kStream;
+    transport_ = shares_.has_gpu_memory()    ? SentWeights::Transport::kGpu
+                 : shares_.has_shared_file() ? SentWeights::Transport::kFile
+                                             : SentWeights::Transport::kStream;
+    sent.transport = transport_;
     progressed_ = next_chunk > furthest_chunk_;
     furthest_chunk_ = std::max(furthest_chunk_, next_chunk);
     TANDEM_RETURN_IF_ERROR(Upload(next_chunk));
@@ -313,7 +315,9 @@ class Sender {
   TensorSums model_sums_;      // of the model's tensors as they are sent
   // The source's file or memory, while the receiver reads the bytes there.
   UploadWeightsRequest shares_;
-  int64_t sent_bytes_ = 0;  // of the last attempt that began an update
+  // Of the last attempt that began an update.
+  int64_t sent_bytes_ = 0;
+  SentWeights::Transport transport_ = SentWeights::Transport::kStream;
   int64_t furthest_chunk_ = 0;
   bool progressed_ = false;
   bool begun_ = false;

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -12,6 +13,7 @@
 
 #ifdef TANDEM_CUDA
 #include <ATen/cuda/CUDAContext.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -35,6 +37,10 @@ std::string UuidOf(c10::DeviceIndex device) {
 }
 
 GpuMemory Describe(const at::Tensor& bytes) {
+  // Their handles are descriptors, of which a process has few, in place of those of CUDA IPC.
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments(),
+      "memory of expandable segments is not shared");
   // A handle of CUDA opens the whole segment of the allocator in which the tensor is.
   c10::cuda::CUDACachingAllocator::ShareableHandle shared =
       c10::cuda::CUDACachingAllocator::shareIpcHandle(bytes.storage().mutable_data());
@@ -64,7 +70,7 @@ class Opened final : public PeerMemory {
  private:
   void Copy(int64_t offset, const at::Tensor& bytes) const override {
     C10_CUDA_CHECK(cudaMemcpyAsync(bytes.mutable_data_ptr(), begin_ + offset, bytes.nbytes(),
-                                   cudaMemcpyDefault,
+                                   cudaMemcpyDeviceToDevice,
                                    c10::cuda::getCurrentCUDAStream(bytes.device().index())));
   }
 
@@ -129,8 +135,9 @@ absl::StatusOr<std::shared_ptr<const PeerMemory>> PeerMemory::Open(const GpuMemo
   if (shared.machine.empty() || shared.machine != MachineId()) {
     return absl::FailedPreconditionError("the memory is another machine's");
   }
-  if (shared.offset < 0 || shared.size < 0) {
-    return absl::InvalidArgumentError("offset and size must not be negative");
+  if (shared.offset < 0 || shared.size < 0 ||
+      shared.size > std::numeric_limits<int64_t>::max() - shared.offset) {
+    return absl::InvalidArgumentError("offset and size must not be negative, nor overflow");
   }
   return CatchTorchErrors("shared memory",
                           [&]() -> absl::StatusOr<std::shared_ptr<const PeerMemory>> {
@@ -143,7 +150,7 @@ absl::StatusOr<std::shared_ptr<const PeerMemory>> PeerMemory::Open(const GpuMemo
 absl::Status PeerMemory::CopyTo(int64_t offset, const at::Tensor& bytes) const {
   if (offset < 0 || bytes.numel() > size_ - offset) {
     return absl::DataLossError(absl::StrCat("the shared memory ends at byte ", size_,
-                                            ", before byte ", offset + bytes.numel()));
+                                            ": there are no ", bytes.numel(), " at ", offset));
   }
   if (bytes.numel() > 0) Copy(offset, bytes);
   return absl::OkStatus();

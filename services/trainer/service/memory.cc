@@ -94,7 +94,10 @@ absl::Status AddWeightsCopy(const config::v1::TrainerServerConfig& config, const
     bytes += spec.numel() * (spec.shape.size() > 1 ? item : static_cast<int64_t>(sizeof(float)));
   }
   const std::optional<int64_t>& most = free.devices[0];
-  if (most.has_value() && plan.device_bytes(0) + bytes > *most) return absl::OkStatus();
+  // A tenth stays free, as beside a KV cache: what is not there is copied to a file.
+  if (most.has_value() && plan.device_bytes(0) + bytes > *most - *most / 10) {
+    return absl::OkStatus();
+  }
   plan.items.push_back(
       {kWeightsCopy, bytes, /*on_host=*/false, "for rollout servers with GPUs of this machine"});
   return absl::OkStatus();

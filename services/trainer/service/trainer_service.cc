@@ -221,12 +221,12 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
   const rpc::PhaseTimer timer(metrics_, "publish");
   const Receivers receivers(targets, options_.publish_channel);
   std::set<TensorTypes> types;
-  bool on_gpu = false;
+  bool on_gpu = true;  // where all of them read it: the file is for the others
   const std::vector<absl::StatusOr<rpc::WantedWeights>> wanted = receivers.AskWanted(call);
   for (const auto& answer : wanted) {
     if (!answer.ok()) continue;
     types.insert(answer->types);
-    on_gpu |= answer->reads_gpu_memory;
+    on_gpu &= answer->reads_gpu_memory;
   }
   TANDEM_ASSIGN_OR_RETURN(const auto source,
                           engine_->Snapshot(call, {.receivers = {types.begin(), types.end()},
