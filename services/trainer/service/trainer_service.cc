@@ -228,9 +228,10 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
     types.insert(answer->types);
     on_gpu &= answer->reads_gpu_memory;
   }
-  TANDEM_ASSIGN_OR_RETURN(const auto source,
-                          engine_->Snapshot(call, {.receivers = {types.begin(), types.end()},
-                                                   .on_gpu = on_gpu && gpu_memory_is_read_}));
+  TANDEM_ASSIGN_OR_RETURN(
+      const auto source,
+      engine_->Snapshot(call, {.receivers = {types.begin(), types.end()},
+                               .on_gpu = on_gpu && !types.empty() && gpu_memory_is_read_}));
   const std::vector<absl::StatusOr<rpc::SentWeights>> deliveries =
       receivers.Send(*source, request.allow_rollback(), call);
   if (source->gpu_memory() != nullptr) NoteWhetherRead(wanted, deliveries);
