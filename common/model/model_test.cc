@@ -364,7 +364,7 @@ TEST(ModelTest, Bfloat16StaysCloseAndCachedEqualsWhole) {
     const Tokens tokens = SomeTokens(20, 5);
     const at::Tensor logits = half->ForwardLogits(FullHidden(*half, {tokens}));
     const at::Tensor reference = exact->ForwardLogits(FullHidden(*exact, {tokens}));
-    EXPECT_EQ(logits.scalar_type(), at::kFloat) << "as the products sum them up";
+    EXPECT_EQ(logits.scalar_type(), at::kBFloat16);
     // 8 bits of mantissa through two layers: 3 % of the largest logit.
     const double scale = reference.abs().max().item<double>();
     EXPECT_LE(MaxDifference(logits.to(at::kFloat), reference), 0.03 * scale) << family;

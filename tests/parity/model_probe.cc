@@ -2,7 +2,7 @@
 //
 //   tandem-model-probe --model DIR --request request.json --output out.safetensors
 //                      [--device cpu|cuda] [--dtype float32|bfloat16|bfloat16-inputs]
-//                      [--kernels auto|aten]
+//                      [--kernels auto|aten] [--product_rows n]
 //
 // A request, or an array of requests, each with a "name" that prefixes its outputs:
 //          {"sequences": [[ids...]...], "head": "lm" | "value", "untie_embeddings": bool,
@@ -32,6 +32,7 @@
 #include "common/model/passes/router_losses.h"
 #include "common/model/testing/cached_sequences.h"
 #include "common/ops/ops.h"
+#include "common/ops/products/fixed_rows.h"
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/tensor/safetensors/safetensors.h"
 
@@ -235,8 +236,11 @@ int main(int argc, char** argv) {
   app.add_option("--dtype", dtype)
       ->check(CLI::IsMember({"float32", "bfloat16", "bfloat16-inputs"}));
   app.add_option("--kernels", kernels)->check(CLI::IsMember({"auto", "aten"}));
+  int64_t product_rows = 0;
+  app.add_option("--product_rows", product_rows);
   CLI11_PARSE(app, argc, argv);
   try {
+    tandem::ops::SetProductRows(product_rows);
     tandem::ops::SetKernelPath(kernels == "aten" ? tandem::ops::KernelPath::kAten
                                                  : tandem::ops::KernelPath::kAuto);
     tandem::Placement placement = {.device = at::Device(device),

@@ -131,7 +131,9 @@ at::Tensor LinearWeight::Logits(const at::Tensor& x, int64_t outs) const {
   const at::Tensor bias =
       whole || !bias_.defined() ? compute_bias_ : compute_bias_.narrow(0, 0, outs);
   if (rounds_inputs_) return Bfloat16Linear(Input(x), weight, bias);
-  if (weight.scalar_type() != at::kBFloat16 || bias.defined()) return Linear(x, weight, bias);
+  // A GPU writes the sums of bfloat16 products as they are.
+  const bool has_float_sums = x.is_cuda() && weight.scalar_type() == at::kBFloat16;
+  if (!has_float_sums || bias.defined()) return Linear(x, weight, bias);
   if (ProductRows() > 0) return LinearOfFixedRows(x, weight, bias, at::kFloat);
   return MatrixProduct(x, weight.t());
 }

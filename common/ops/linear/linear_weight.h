@@ -70,7 +70,7 @@ class LinearWeight {
   // type of the computation is narrower. x is not rounded.
   at::Tensor BaseFloat32(const at::Tensor& x) const;
   // Returns the first `outs` columns of Base(x), without the work of the others, for the map of an
-  // output layer; without a bias in float32, as the products sum them up. No autograd.
+  // output layer; on a GPU without a bias in float32, as the products sum them up. No autograd.
   at::Tensor Logits(const at::Tensor& x, int64_t outs) const;
   // Returns residual + Forward(x). Like ops::LinearAdd it overwrites `residual` without autograd.
   at::Tensor ForwardAdd(const at::Tensor& residual, const at::Tensor& x) const;
