@@ -610,7 +610,7 @@ def test_every_address_and_path_of_a_request_needs_a_map(world, address, file, t
 def test_every_text_of_a_request_is_a_place_or_none():
     plain = {
         "run_id", "group_id", "request_id", "request_ids", "update_id", "name", "digest",
-        "sent_digest", "config", "adapter",
+        "sent_digest", "config", "adapter", "machine", "gpu",
         "junior_version", "stop",
     }  # fmt: skip
     places = {(method, name) for method, (name, _, _) in PLACES.items()}
