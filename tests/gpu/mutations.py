@@ -77,10 +77,10 @@ MUTATIONS = [
         **_EMULATED,
     ),
     Mutation(
-        "fixed rows: prompts attend together all the same",
+        "fixed rows: in training rows attend together all the same",
         "common/ops/attention/device_attention.cc",
-        "const bool shares = ProductRows() == 0 && HasVarlenAttention(q, scores);",
-        "const bool shares = HasVarlenAttention(q, scores);",
+        "return ProductRows() > 0 && tables.prefixes == nullptr",
+        "return ProductRows() < 0 && tables.prefixes == nullptr",
         test="gpu_passes_test",
     ),
     Mutation(
