@@ -29,6 +29,9 @@ void SelectDevice(at::Device device) {
 
 void SetUpComputeThread(const ComputeOptions& options) {
   const int cores = std::max(AvailableCores() / options.local_world_size, 1);
+  // The first call on a thread takes the number that any thread has set last: it must come before
+  // this thread's own, or a helper of one thread leaves the engine with one.
+  at::get_num_threads();
   at::set_num_threads(options.num_threads > 0 ? options.num_threads : cores);
   SelectDevice(DeviceOf(options));
 }

@@ -97,5 +97,18 @@ TEST(ComputeSetupTest, AttentionNeverGoesThroughCudnn) {
   EXPECT_EQ(placement->dtype, at::kBFloat16);
 }
 
+// libtorch takes the number that any thread has set last on a thread's first use.
+TEST(ComputeSetupTest, AThreadKeepsItsNumberWhateverOthersSet) {
+  int number = 0;
+  std::thread([&] {
+    ComputeOptions options = OnDevice("cpu", 0);
+    options.num_threads = 3;
+    SetUpComputeThread(options);
+    std::thread([] { at::set_num_threads(1); }).join();
+    number = at::get_num_threads();
+  }).join();
+  EXPECT_EQ(number, 3);
+}
+
 }  // namespace
 }  // namespace tandem

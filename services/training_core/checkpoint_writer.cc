@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/status_macros.h"
 #include "common/checkpoint/manifest.h"
+#include "common/model/compute_setup.h"
 #include "common/tensor/aten/catch_torch_errors.h"
 
 namespace tandem::training {
@@ -36,7 +37,7 @@ CheckpointWriter::CheckpointWriter(const std::string& name, absl::Duration stall
     : thread_({.name = absl::StrCat(name, "-save"),
                .stall_limit = stall_limit,
                .around = [](absl::FunctionRef<void()> loop) {
-                 at::set_num_threads(1);
+                 ComputeAlone(at::kCPU);
                  setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNiceness);
                  loop();
                }}) {}
