@@ -1,6 +1,5 @@
 #include "services/training_core/checkpoint_writer.h"
 
-#include <ATen/Parallel.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
