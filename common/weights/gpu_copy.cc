@@ -21,9 +21,6 @@
 namespace tandem {
 namespace {
 
-// Values that are converted and added up at a time: a bound of temporary memory. A multiple of two,
-// so that each of these runs begins with a word.
-constexpr int64_t kValuesAtATime = int64_t{1} << 24;
 constexpr int64_t kWordBytes = 4;
 
 // Keeps the memory of the last released copy for the next one of its size, so that memory which
@@ -96,8 +93,8 @@ void GpuCopy::Add(size_t first, size_t last, const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const at::Tensor all = tensor.detach().reshape({-1});
   const bool of_model = ComponentOf(tensors_[first]) == kModelComponent;
-  for (int64_t begin = 0; begin < all.numel(); begin += kValuesAtATime) {
-    const int64_t count = std::min(kValuesAtATime, all.numel() - begin);
+  for (int64_t begin = 0; begin < all.numel(); begin += kDeviceValuesAtATime) {
+    const int64_t count = std::min(kDeviceValuesAtATime, all.numel() - begin);
     const at::Tensor values =
         all.narrow(0, begin, count).to(bytes_.device()).to(at::kFloat).contiguous();
     if (!device_sums_.empty() && of_model) {

@@ -19,8 +19,6 @@ namespace tandem {
 namespace {
 
 constexpr int64_t kAllFinite = std::numeric_limits<int64_t>::max();
-// Values that are checked at a time: a bound of temporary memory.
-constexpr int64_t kValuesAtATime = int64_t{1} << 24;
 
 }  // namespace
 
@@ -29,10 +27,10 @@ at::Tensor FirstNotFiniteOnDevice(const at::Tensor& values) {
   const auto options = values.options().dtype(at::kLong);
   const at::Tensor none = at::full({}, kAllFinite, options);
   at::Tensor first = none;
-  for (int64_t begin = 0; begin < all.numel(); begin += kValuesAtATime) {
-    const int64_t count = std::min(kValuesAtATime, all.numel() - begin);
+  for (int64_t begin = 0; begin < all.numel(); begin += kDeviceValuesAtATime) {
+    const int64_t count = std::min(kDeviceValuesAtATime, all.numel() - begin);
     const at::Tensor wrong = at::isfinite(all.narrow(0, begin, count)).logical_not_();
-    // Of several largest values argmax has the first.
+    // argmax returns the first of several largest values.
     const at::Tensor place = wrong.to(at::kByte).argmax().add_(begin);
     first = at::minimum(first, at::where(wrong.any(), place, none));
   }

@@ -17,8 +17,6 @@ namespace {
 // Words that a thread sums up at a time.
 constexpr int64_t kGrain = int64_t{1} << 18;
 constexpr int64_t kWordBytes = 4;
-// Values of a device that are converted at a time: a bound of temporary memory.
-constexpr int64_t kValuesAtATime = int64_t{1} << 24;
 
 // Returns the sum of what `sum` returns for ranges of 0 .. count - 1, which ATen's threads share.
 WordSums SumInParallel(int64_t count, int64_t grain,
@@ -43,7 +41,7 @@ void WeightsHasher::AddRows(absl::string_view name, int64_t begin, int64_t strid
     return;
   }
   if (!values.is_cpu()) {
-    const int64_t step = std::max<int64_t>(1, kValuesAtATime / values.size(1));
+    const int64_t step = std::max<int64_t>(1, kDeviceValuesAtATime / values.size(1));
     for (int64_t row = 0; row < values.size(0); row += step) {
       const at::Tensor some = values.detach().narrow(0, row, std::min(step, values.size(0) - row));
       pending_.emplace_back(std::string(name), SumWordsOnDevice(begin + row * stride, stride,

@@ -17,6 +17,10 @@
 
 namespace tandem {
 
+// Values of a device that are converted, checked and added up at a time: a bound of temporary
+// memory. A multiple of two, so that runs of so many bfloat16 values begin with a word.
+inline constexpr int64_t kDeviceValuesAtATime = int64_t{1} << 24;
+
 // Computes the TensorSums of tensors' values as float32. The digest is that of an update whose
 // manifest has the same tensors as float32, in any order.
 class WeightsHasher {

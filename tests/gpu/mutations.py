@@ -165,7 +165,7 @@ MUTATIONS = [
         target="gpu_transfer_test",
     ),
     Mutation(
-        "publication: a GPU's sums leave out what is no whole word",
+        "publication: a GPU's sums leave out the bytes behind the last whole word",
         "common/weights/weights_digest.cc",
         "  if (rest > 0) {\n",
         "  if (rest > kWordBytes) {\n",

@@ -1,4 +1,4 @@
-// What attention within the sequences of a batch knows of them beside their offsets.
+// Tables of the sequences of a batch, beside their offsets, for attention within each of them.
 #ifndef TANDEM_COMMON_OPS_ATTENTION_SEQUENCE_TABLES_H_
 #define TANDEM_COMMON_OPS_ATTENTION_SEQUENCE_TABLES_H_
 

@@ -315,7 +315,7 @@ class Sender {
   TensorSums model_sums_;      // of the model's tensors as they are sent
   // The source's file or memory, while the receiver reads the bytes there.
   UploadWeightsRequest shares_;
-  // Of the last attempt that began an update.
+  // Bytes and transport of the last attempt that began an update.
   int64_t sent_bytes_ = 0;
   SentWeights::Transport transport_ = SentWeights::Transport::kStream;
   int64_t furthest_chunk_ = 0;

@@ -36,7 +36,7 @@ struct SentWeights {
   enum class Transport { kStream, kFile, kGpu } transport = Transport::kStream;
 };
 
-// What a receiver wants of a copy of weights.
+// The wishes of a receiver for a copy of weights.
 struct WantedWeights {
   TensorTypes types;
   // Whether it may read memory of a GPU of this process.

@@ -1,4 +1,4 @@
-// What the simulation checks of memory that processes share; common/weights/gpu_transfer_test.cc
+// Checks of the simulation on memory that processes share; common/weights/gpu_transfer_test.cc
 // has the rest.
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -62,7 +62,7 @@ TEST(PeerTest, OtherMemoryIsNotOpened) {
   }
 }
 
-// Of a publication with many tensors, sender and receiver wait a few times in all.
+// Sender and receiver of many tensors wait a few times in all.
 TEST(PeerTest, NobodyWaitsForASingleTensor) {
   constexpr int kTensors = 20;
   NamedTensors tensors;

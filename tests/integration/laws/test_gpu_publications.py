@@ -48,7 +48,7 @@ def answers(client: RolloutClient) -> tuple[list[Any], np.ndarray]:
     return responses, from_tensor(scored.senior_logprobs)
 
 
-# What the rollout server and the trainer have beside the defaults.
+# Settings of the rollout server and the trainer beside the defaults.
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one-rank": ({}, {}),
     "adapters": ({"senior": LORA}, LORA),

@@ -92,8 +92,9 @@ at::Tensor SumBlocks(const at::Tensor& weights) {
   return weights.unflatten(1, {-1, kBlock}).sum(2, /*keepdim=*/false, at::kDouble);
 }
 
-// What is said of rows, as float32 [N] each: the largest logit by the temperature, the sum of the
-// exponentials below it, and the logit of the row's token, with the bits of the trainer's loss.
+// The statistics of rows of logits, as float32 [N] each: the largest logit by the temperature, the
+// sum of the exponentials below it, and the logit of the row's token, with the bits of the
+// trainer's loss.
 struct LossStatistics {
   LossStatistics(const at::Tensor& logits, const at::Tensor& scales, const at::Tensor& tokens)
       : all(at::empty({4, logits.size(0)}, logits.options().dtype(at::kFloat))) {
@@ -176,12 +177,14 @@ at::Tensor DrawTokens(const at::Tensor& logits, const at::Tensor& numbers, const
   if (kinds.has_given) token = at::where(given[2].ge(0), given[2].to(at::kLong), token);
   // A row with NaN or infinity has no token.
   const at::Tensor within = token.clamp(0, width - 1);
-  at::Tensor logit = scaled.gather(1, within), highest = max, sum = total;
+  at::Tensor logit, highest = max, sum = total;
   if (HasLossStatistics(logits)) {
     const LossStatistics statistics(logits, scales.squeeze(1), within);
     logit = statistics.logit();
     highest = statistics.max();
     sum = statistics.sum();
+  } else {
+    logit = scaled.gather(1, within);
   }
   const at::Tensor is_sound = highest.isfinite().logical_and_(sum.isfinite());
   return at::cat({within.to(at::kDouble), logit.to(at::kDouble), highest.to(at::kDouble),

@@ -27,7 +27,7 @@ struct SchedulerLimits {
   std::array<int64_t, 2> num_blocks;
   // The longest window of each lane's layers: no row reads the blocks before it.
   std::array<int64_t, 2> windows = {kNoWindow, kNoWindow};
-  // Of a pass with drafts (MaxTokensWithDrafts): they are cut where many sequences run.
+  // Tokens of a pass with drafts (MaxTokensWithDrafts), which are cut where many sequences run.
   int64_t max_tokens_with_drafts = kHostTokensWithDrafts;
 };
 
