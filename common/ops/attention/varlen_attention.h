@@ -29,8 +29,8 @@ bool HasVarlenAttention(const at::Tensor& q, const AttentionScores& scores);
 at::Tensor VarlenAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const VarlenSequences& sequences, const AttentionScores& scores);
 
-// Returns the gradients of VarlenAttention for the gradient dy [T, heads * Dv] of the result, from a second pass
-// forward.
+// Returns the gradients of VarlenAttention for the gradient dy [T, heads * Dv] of the result, from
+// a second pass forward.
 AttentionGradients VarlenAttentionBackward(const at::Tensor& dy, const at::Tensor& q,
                                            const at::Tensor& k, const at::Tensor& v,
                                            const VarlenSequences& sequences,

@@ -189,7 +189,8 @@ TEST(TrainingWithProductRowsTest, AdaptersAndEmptyBatchesHaveGradients) {
         .sum()
         .backward();
     int64_t with_gradients = 0;
-    for (const auto& [name, tensor] : model->Parameters()) with_gradients += tensor.grad().defined();
+    for (const auto& [name, tensor] : model->Parameters())
+      with_gradients += tensor.grad().defined();
     EXPECT_GT(with_gradients, 0) << type;
     const at::Tensor none = model->HiddenStates(MakeRaggedBatch({}, model->device()), context);
     EXPECT_EQ(none.size(0), 0);
