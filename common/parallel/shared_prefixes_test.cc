@@ -50,7 +50,7 @@ Outcome PassOver(const TinyKind& kind, bool shares, Recompute recompute) {
   const auto model = TinyModel(kind.family, {{"tie_word_embeddings", kind.tied}}, load, /*seed=*/3);
   RaggedBatch batch =
       MakeBatchWithImages(*model, kSequences, shares ? kStarts : std::vector<int64_t>());
-  EXPECT_EQ(batch.prefixes != nullptr, shares);
+  EXPECT_EQ(batch.tables.prefixes != nullptr, shares);
   const ExpertOptions& experts = model->config().decoder.experts;
   std::shared_ptr<RouterLosses> losses;
   if (experts.LayersBefore(model->config().num_hidden_layers) > 0) {

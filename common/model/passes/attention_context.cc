@@ -6,10 +6,7 @@ namespace tandem {
 
 at::Tensor CausalContext::Attend(const AttentionLayer& layer, const RaggedBatch& batch,
                                  const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  return ops::CausalAttention(q, k, v, batch.offsets, layer.scores,
-                              {.device_offsets = batch.device_offsets,
-                               .prefixes = batch.prefixes,
-                               .own_blocks = batch.own_blocks});
+  return ops::CausalAttention(q, k, v, batch.offsets, layer.scores, batch.tables);
 }
 
 at::Tensor CachedContext::Attend(const AttentionLayer& layer, const RaggedBatch& batch,

@@ -94,8 +94,7 @@ DecodeBatch DecodeBuffers::Batch(const DecodeShape& shape) const {
       .batch = {.tokens = longs(layout.tokens, shape.rows),
                 .positions = longs(layout.positions, shape.rows),
                 .offsets = {0, shape.rows},
-                .positions_end = max_tokens_,
-                .device_offsets = {}},
+                .positions_end = max_tokens_},
       .sequences = {.starts = {},
                     .block_table = ints(layout.table, shape.rows * layout.table_width)
                                        .view({shape.rows, layout.table_width}),

@@ -20,7 +20,7 @@ RaggedBatch MakeRaggedBatch(const std::vector<std::vector<int64_t>>& sequences, 
     batch.positions_end = std::max(batch.positions_end, length);
   }
   if (std::ranges::any_of(starts, [](int64_t start) { return start > 0; })) {
-    batch.prefixes = std::make_shared<const ops::SharedPrefixes>(batch.offsets, starts);
+    batch.tables.prefixes = std::make_shared<const ops::SharedPrefixes>(batch.offsets, starts);
   }
   const int64_t count = batch.num_tokens(), limits = std::ssize(batch.offsets);
   std::vector<int64_t> numbers(static_cast<size_t>(2 * count + limits));
@@ -33,9 +33,10 @@ RaggedBatch MakeRaggedBatch(const std::vector<std::vector<int64_t>>& sequences, 
   const at::Tensor copied = CopyToDevice(numbers, device);
   batch.tokens = copied.narrow(0, 0, count);
   batch.positions = copied.narrow(0, count, count);
-  if (!device.is_cpu()) batch.device_offsets = copied.narrow(0, 2 * count, limits).to(at::kInt);
-  if (!device.is_cpu() && ops::ProductRows() > 0 && batch.prefixes == nullptr) {
-    batch.own_blocks = ops::PlanOwnBlocks(batch.offsets, device);
+  if (!device.is_cpu())
+    batch.tables.device_offsets = copied.narrow(0, 2 * count, limits).to(at::kInt);
+  if (!device.is_cpu() && ops::ProductRows() > 0 && batch.tables.prefixes == nullptr) {
+    batch.tables.own_blocks = ops::PlanOwnBlocks(batch.offsets, device);
   }
   return batch;
 }

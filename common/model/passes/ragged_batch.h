@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "common/model/vision/vision_config.h"
-#include "common/ops/attention/paged_sequences.h"
-#include "common/ops/attention/shared_prefixes.h"
+#include "common/ops/attention/sequence_tables.h"
 
 namespace tandem {
 
@@ -51,25 +50,20 @@ struct BatchRouting {
 };
 
 // S sequences, T rows in all. Tensors are on one device, the rest on the host. Sequence s owns
-// rows [offsets[s], offsets[s + 1]), one for each of its tokens or, with `prefixes`, for those that
-// it does not share with the sequence before it.
+// rows [offsets[s], offsets[s + 1]), one for each of its tokens or, with `tables.prefixes`, for
+// those that it does not share with the sequence before it.
 struct RaggedBatch {
   at::Tensor tokens;             // [T] int64
   at::Tensor positions;          // [T] int64; the first token of a whole sequence is at 0
   std::vector<int64_t> offsets;  // S + 1 values from 0 to T, never decreasing
   int64_t positions_end = 0;     // every position is below this
-  at::Tensor device_offsets;     // the offsets as int32, on a device that is not the CPU
   BatchImages images = {};
   BatchRouting routing = {};
-  // nullptr: no sequence shares a prefix.
-  std::shared_ptr<const ops::SharedPrefixes> prefixes = nullptr;
-
-  // On a GPU with ops::ProductRows(): where keys and values lie for attention by rows.
-  std::shared_ptr<const ops::PagedSequences> own_blocks = nullptr;
+  ops::SequenceTables tables = {};  // for attention without a cache
 
   // Returns the row of a token of sequence s.
   int64_t RowOf(size_t s, int64_t position) const {
-    return prefixes == nullptr ? offsets[s] + position : prefixes->RowOf(s, position);
+    return tables.prefixes == nullptr ? offsets[s] + position : tables.prefixes->RowOf(s, position);
   }
   // Number of rows.
   int64_t num_tokens() const { return offsets.empty() ? 0 : offsets.back(); }

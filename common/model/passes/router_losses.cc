@@ -38,7 +38,7 @@ struct SequenceTokens {
 SequenceTokens TokensOf(const RaggedBatch& batch) {
   std::vector<int64_t> sequences, rows;
   for (size_t s = 0; s + 1 < batch.offsets.size(); ++s) {
-    const ops::SequenceRuns sequence(batch.offsets, batch.prefixes.get(), s);
+    const ops::SequenceRuns sequence(batch.offsets, batch.tables.prefixes.get(), s);
     for (const ops::RowRun& run : sequence.runs()) {
       sequences.insert(sequences.end(), static_cast<size_t>(run.rows), static_cast<int64_t>(s));
       for (int64_t i = 0; i < run.rows; ++i) rows.push_back(run.row + i);
@@ -46,7 +46,7 @@ SequenceTokens TokensOf(const RaggedBatch& batch) {
   }
   const at::Device device = batch.tokens.device();
   return {.sequences = CopyToDevice(sequences, device),
-          .rows = batch.prefixes == nullptr ? at::Tensor() : CopyToDevice(rows, device)};
+          .rows = batch.tables.prefixes == nullptr ? at::Tensor() : CopyToDevice(rows, device)};
 }
 
 // Returns how often each number below `size` is among `values`, [size] int64. On a GPU the host

@@ -77,7 +77,7 @@ at::Tensor ContextShard::Positions(int of_rank) const {
 ContextShard MakeContextShard(const RaggedBatch& whole, int rank, int num_ranks) {
   TORCH_CHECK(rank >= 0 && rank < num_ranks, "context shard: there is no rank ", rank, " among ",
               num_ranks);
-  TORCH_CHECK(whole.prefixes == nullptr, "context shard: sequences share prefixes");
+  TORCH_CHECK(whole.tables.prefixes == nullptr, "context shard: sequences share prefixes");
   ContextShard shard;
   shard.rank = rank;
   shard.num_ranks = num_ranks;
