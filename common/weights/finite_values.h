@@ -2,6 +2,7 @@
 #ifndef TANDEM_COMMON_WEIGHTS_FINITE_VALUES_H_
 #define TANDEM_COMMON_WEIGHTS_FINITE_VALUES_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -16,11 +17,21 @@ namespace internal {
 // The exponent's bits are all set in an infinity or a NaN, and in no other value.
 template <typename Bits>
 std::optional<int64_t> FirstNotFinite(absl::Span<const std::byte> bytes, Bits exponent) {
-  const auto count = static_cast<int64_t>(bytes.size() / sizeof(Bits));
-  for (int64_t i = 0; i < count; ++i) {
+  const auto is_one = [&](int64_t i) {
     Bits bits;
     std::memcpy(&bits, bytes.data() + static_cast<size_t>(i) * sizeof(Bits), sizeof(Bits));
-    if ((bits & exponent) == exponent) return i;
+    return (bits & exponent) == exponent;
+  };
+  const auto count = static_cast<int64_t>(bytes.size() / sizeof(Bits));
+  constexpr int64_t kAtATime = 4096;  // without a branch for each, which compilers vectorise
+  for (int64_t begin = 0; begin < count; begin += kAtATime) {
+    const int64_t end = std::min(begin + kAtATime, count);
+    Bits any = 0;
+    for (int64_t i = begin; i < end; ++i) any |= static_cast<Bits>(is_one(i));
+    if (any == 0) continue;
+    for (int64_t i = begin;; ++i) {
+      if (is_one(i)) return i;
+    }
   }
   return std::nullopt;
 }

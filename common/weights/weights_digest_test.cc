@@ -4,10 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "common/tensor/aten/aten_bytes.h"
+#include "common/weights/finite_values.h"
 #include "common/weights/gpu_intake.h"
 
 namespace tandem {
@@ -75,16 +79,23 @@ TEST(WeightsDigestTest, SumsOfBytesOnADeviceAreThoseOfTheHost) {
   }
 }
 
-TEST(WeightsDigestTest, TheFirstValueThatIsNotFiniteIsFoundOnADevice) {
+TEST(WeightsDigestTest, TheFirstValueThatIsNotFiniteIsFound) {
   constexpr int64_t kCount = (int64_t{1} << 24) + 100;  // more than are checked at a time
   const double infinity = std::numeric_limits<double>::infinity();
   for (const at::ScalarType type : {at::kBFloat16, at::kFloat}) {
     const at::Tensor values = at::zeros({kCount}, type);
+    const auto on_host = [&] {
+      return FirstNotFinite(
+          FromScalarType(type).value(),
+          {static_cast<const std::byte*>(values.const_data_ptr()), values.nbytes()});
+    };
+    EXPECT_EQ(on_host(), std::nullopt);
     EXPECT_EQ(FirstNotFiniteOnDevice(values).item<int64_t>(), std::numeric_limits<int64_t>::max());
     for (const auto& [place, value] : std::vector<std::pair<int64_t, double>>{
              {kCount - 1, -infinity}, {kCount - 5, NAN}, {7, infinity}, {3, NAN}}) {
       values[place].fill_(value);
       EXPECT_EQ(FirstNotFiniteOnDevice(values).item<int64_t>(), place);
+      EXPECT_EQ(on_host(), place);
     }
   }
   EXPECT_EQ(FirstNotFiniteOnDevice(at::zeros({0})).item<int64_t>(),

@@ -100,17 +100,21 @@ Group UnpackGroup(WeightFormat format, const uint8_t* record, int64_t lane) {
   return group;
 }
 
+// Returns the bfloat16 number of a value of that type.
+uint16_t ToBfloat16(uint16_t value) { return value; }
+
 // Word `k` of a row of a panel of kFloat32, and of kBfloat16.
 uint32_t FloatWord(const float* row, int64_t k) { return std::bit_cast<uint32_t>(row[k]); }
-uint32_t Bfloat16Word(const float* row, int64_t k) {
+template <typename Number>
+uint32_t Bfloat16Word(const Number* row, int64_t k) {
   return ToBfloat16(row[2 * k]) | static_cast<uint32_t>(ToBfloat16(row[2 * k + 1])) << 16;
 }
 
 // Writes `count` words of each of `lanes` rows, those of one row kPanelOuts words apart, from `to`
 // on. Few words of every row come at a time, so that the cache lines they share are written at
 // once.
-template <typename Word>
-void PackWords(const float* values, int64_t stride, int64_t lanes, int64_t count, const Word& word,
+template <typename Number, typename Word>
+void PackWords(const Number* values, int64_t stride, int64_t lanes, int64_t count, const Word& word,
                uint32_t* to) {
   constexpr int64_t kWords = 32;
   uint32_t words[kPanelOuts][kWords];
@@ -125,36 +129,64 @@ void PackWords(const float* values, int64_t stride, int64_t lanes, int64_t count
   }
 }
 
+// The same for the rows of a panel of kBfloat16 with `in` inputs; the last word may have one of
+// them.
+template <typename Number>
+void PackBfloat16(const Number* values, int64_t stride, int64_t lanes, int64_t in, uint32_t* to) {
+  PackWords(values, stride, lanes, in / 2, Bfloat16Word<Number>, to);
+  if (in % 2 == 0) return;
+  for (int64_t i = 0; i < lanes; ++i) {
+    to[in / 2 * kPanelOuts + i] = ToBfloat16(values[i * stride + in - 1]);
+  }
+}
+
+// Packs the rows of a panel of integers, whose first is its row `lane`.
+void PackIntegers(const float* values, int64_t stride, int64_t lanes, const PackedMatrix& to,
+                  uint8_t* panel, int64_t lane) {
+  for (int64_t i = 0; i < lanes; ++i) {
+    for (int64_t k = 0; k < to.in; k += kGroupInputs) {
+      const int64_t count = std::min(kGroupInputs, to.in - k);
+      PackGroup(to.format, Quantise(values + i * stride + k, count, to.format),
+                panel + k / kGroupInputs * GroupBytes(to.format), lane + i);
+    }
+  }
+}
+
+// Divides the rows [first, first + rows) among panels: pack(row, lanes, panel, lane) for `lanes`
+// rows from first + row on, which are those of the panel from `lane` on.
+template <typename Pack>
+void ForEachPanel(const PackedMatrix& to, int64_t first, int64_t rows, const Pack& pack) {
+  const int64_t panel_bytes = PanelBytes(to.format, to.in), end = first + rows;
+  for (int64_t row = first; row < end;) {
+    const int64_t lane = row % kPanelOuts, lanes = std::min(kPanelOuts - lane, end - row);
+    pack(row - first, lanes, static_cast<uint8_t*>(to.data) + row / kPanelOuts * panel_bytes, lane);
+    row += lanes;
+  }
+}
+
 }  // namespace
 
 void PackRows(const PackedMatrix& to, int64_t first, int64_t rows, const float* values,
               int64_t stride) {
-  const int64_t panel_bytes = PanelBytes(to.format, to.in), end = first + rows;
-  for (int64_t row = first; row < end;) {
-    const int64_t lane = row % kPanelOuts, lanes = std::min(kPanelOuts - lane, end - row);
-    auto* const panel = static_cast<uint8_t*>(to.data) + row / kPanelOuts * panel_bytes;
+  ForEachPanel(to, first, rows, [&](int64_t row, int64_t lanes, uint8_t* panel, int64_t lane) {
+    const float* const some = values + row * stride;
+    auto* const words = reinterpret_cast<uint32_t*>(panel) + lane;
     if (to.format == WeightFormat::kFloat32) {
-      PackWords(values, stride, lanes, to.in, FloatWord, reinterpret_cast<uint32_t*>(panel) + lane);
+      PackWords(some, stride, lanes, to.in, FloatWord, words);
     } else if (to.format == WeightFormat::kBfloat16) {
-      auto* const words = reinterpret_cast<uint32_t*>(panel) + lane;
-      PackWords(values, stride, lanes, to.in / 2, Bfloat16Word, words);
-      if (to.in % 2 != 0) {
-        for (int64_t i = 0; i < lanes; ++i) {
-          words[to.in / 2 * kPanelOuts + i] = ToBfloat16(values[i * stride + to.in - 1]);
-        }
-      }
+      PackBfloat16(some, stride, lanes, to.in, words);
     } else {
-      for (int64_t i = 0; i < lanes; ++i) {
-        for (int64_t k = 0; k < to.in; k += kGroupInputs) {
-          const int64_t count = std::min(kGroupInputs, to.in - k);
-          PackGroup(to.format, Quantise(values + i * stride + k, count, to.format),
-                    panel + k / kGroupInputs * GroupBytes(to.format), lane + i);
-        }
-      }
+      PackIntegers(some, stride, lanes, to, panel, lane);
     }
-    row += lanes;
-    values += lanes * stride;
-  }
+  });
+}
+
+void PackBfloat16Rows(const PackedMatrix& to, int64_t first, int64_t rows, const uint16_t* values,
+                      int64_t stride) {
+  ForEachPanel(to, first, rows, [&](int64_t row, int64_t lanes, uint8_t* panel, int64_t lane) {
+    PackBfloat16(values + row * stride, stride, lanes, to.in,
+                 reinterpret_cast<uint32_t*>(panel) + lane);
+  });
 }
 
 void RoundToBfloat16(const float* from, int64_t count, float* to) {

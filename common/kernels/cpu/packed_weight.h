@@ -53,6 +53,10 @@ struct PackedMatrix {
 void PackRows(const PackedMatrix& to, int64_t first, int64_t rows, const float* values,
               int64_t stride);
 
+// The same for rows of bfloat16 numbers and a matrix of kBfloat16, which keeps their bits.
+void PackBfloat16Rows(const PackedMatrix& to, int64_t first, int64_t rows, const uint16_t* values,
+                      int64_t stride);
+
 // Rounds `count` values to those that kBfloat16 stores: to the nearest bfloat16, ties to even; NaN
 // stays NaN. `to` may be `from`.
 void RoundToBfloat16(const float* from, int64_t count, float* to);

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -130,6 +131,24 @@ TEST(PackedWeightTest, RowsPackedInPartsHaveTheBytesOfTheWhole) {
       PackRows(parts.matrix(), first, end - first, &values[first * in], in);
     }
     EXPECT_EQ(parts.Bytes(), whole.Bytes());
+  }
+}
+
+TEST(PackedWeightTest, RowsOfBfloat16NumbersHaveTheBytesOfTheirValues) {
+  for (const int64_t in : {1, 32, 33, 131}) {
+    const int64_t out = 45;
+    Floats values = RandomFloats(out * in, 3);
+    RoundToBfloat16(values.data(), out * in, values.data());
+    std::vector<uint16_t> numbers;
+    for (const float value : values) {
+      numbers.push_back(static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16));
+    }
+    const Packed of_values(WeightFormat::kBfloat16, out, in, values);
+    const Packed of_numbers(WeightFormat::kBfloat16, out, in);
+    for (const auto& [first, end] : {std::pair<int64_t, int64_t>{18, 45}, {0, 18}}) {
+      PackBfloat16Rows(of_numbers.matrix(), first, end - first, &numbers[first * in], in);
+    }
+    EXPECT_EQ(of_numbers.Bytes(), of_values.Bytes()) << in;
   }
 }
 

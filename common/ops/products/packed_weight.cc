@@ -42,13 +42,21 @@ void PackedWeight::SetRows(int64_t first, const at::Tensor& values, PackThreads 
   TORCH_CHECK(first >= 0 && first + rows <= out(), "packed weight: ", rows, " rows from ", first,
               " on of ", out());
   const at::NoGradGuard no_grad;
+  const bool keeps_bits =
+      format() == kernels::WeightFormat::kBfloat16 && values.scalar_type() == at::kBFloat16;
+  const at::ScalarType type = keeps_bits ? at::kBFloat16 : at::kFloat;
   const int64_t chunks = (rows + kernels::kPanelOuts - 1) / kernels::kPanelOuts;
   const auto pack = [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t row = chunk * kernels::kPanelOuts;
       const int64_t count = std::min(kernels::kPanelOuts, rows - row);
-      const at::Tensor some = values.narrow(0, row, count).to(at::kCPU, at::kFloat).contiguous();
-      kernels::PackRows(matrix_, first + row, count, some.const_data_ptr<float>(), in());
+      const at::Tensor some = values.narrow(0, row, count).to(at::kCPU, type).contiguous();
+      if (type == at::kBFloat16) {
+        kernels::PackBfloat16Rows(matrix_, first + row, count,
+                                  static_cast<const uint16_t*>(some.const_data_ptr()), in());
+      } else {
+        kernels::PackRows(matrix_, first + row, count, some.const_data_ptr<float>(), in());
+      }
     }
   };
   if (threads == PackThreads::kOne) return pack(0, chunks);
