@@ -5,6 +5,7 @@
 A step generates, rewards, trains and, in tandem, publishes the weights. All sides have the same
 model, prompt, samples and response length, AdamW and no KL, and run on the same cores in turn.
 Every response has its full length, so all sides make and learn the same number of tokens.
+Our trainer reads the prompt of the group once (batch.shared_prefixes).
 
 The sides are in float32 and, where the CPU has instructions for it, in bfloat16. There tandem's
 lanes and trainer multiply rounded weights by rounded activations, over float32 masters; TRL's model
@@ -96,7 +97,7 @@ def _cluster(directory: Path, model: Path, dtype: str) -> LocalCluster:
             trainer={
                 "model": str(model),
                 "optimizer": {"learning_rate": 1e-6},
-                "batch": {"micro_batch_tokens": 1024},
+                "batch": {"micro_batch_tokens": 1024, "shared_prefixes": True},
                 "compute": precision.learner(dtype),
             },
         )
