@@ -15,8 +15,8 @@
 
 #include "common/kernels/cpu/cpu_kernels.h"
 #include "common/ops/attention/aten_attention.h"
-#include "common/ops/attention/rotary_growth.h"
-#include "common/ops/attention/rotary_table.h"
+#include "common/ops/rotary/rotary_growth.h"
+#include "common/ops/rotary/rotary_table.h"
 #include "common/ops/testing/operations.h"
 
 namespace tandem::ops {

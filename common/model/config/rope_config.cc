@@ -12,7 +12,7 @@
 #include "common/base/errors/status_macros.h"
 #include "common/model/config/config_keys.h"
 #include "common/model/families/keys/family_keys.h"
-#include "common/ops/attention/rotary_growth.h"
+#include "common/ops/rotary/rotary_growth.h"
 
 namespace tandem {
 namespace {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "common/model/passes/ragged_batch.h"
-#include "common/ops/attention/rotary_table.h"
+#include "common/ops/rotary/rotary_table.h"
 
 namespace tandem {
 

@@ -12,8 +12,8 @@
 
 #include "common/model/parameters/parameter_store.h"
 #include "common/model/vision/vision_config.h"
-#include "common/ops/attention/rotary_table.h"
 #include "common/ops/linear/linear_weight.h"
+#include "common/ops/rotary/rotary_table.h"
 
 namespace tandem {
 

@@ -31,9 +31,9 @@
 #include "common/model/parameters/parameter_store.h"
 #include "common/model/passes/backbone.h"
 #include "common/model/vision/vision_tower.h"
-#include "common/ops/attention/rotary_table.h"
 #include "common/ops/linear/embedding_weight.h"
 #include "common/ops/linear/linear_weight.h"
+#include "common/ops/rotary/rotary_table.h"
 #include "common/ops/shards/tensor_parallel_group.h"
 
 namespace tandem {

@@ -1,7 +1,7 @@
 // How far tables of rotary position embeddings (rotary_table.h) grow. No torch: the memory plan
 // counts them before any exists.
-#ifndef TANDEM_COMMON_OPS_ATTENTION_ROTARY_GROWTH_H_
-#define TANDEM_COMMON_OPS_ATTENTION_ROTARY_GROWTH_H_
+#ifndef TANDEM_COMMON_OPS_ROTARY_ROTARY_GROWTH_H_
+#define TANDEM_COMMON_OPS_ROTARY_ROTARY_GROWTH_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -17,4 +17,4 @@ inline int64_t RotaryTableLength(int64_t have, int64_t end, int64_t limit) {
 
 }  // namespace tandem::ops
 
-#endif  // TANDEM_COMMON_OPS_ATTENTION_ROTARY_GROWTH_H_
+#endif  // TANDEM_COMMON_OPS_ROTARY_ROTARY_GROWTH_H_

@@ -1,6 +1,6 @@
 // Cosines and sines of rotary position embeddings, by position.
-#ifndef TANDEM_COMMON_OPS_ATTENTION_ROTARY_TABLE_H_
-#define TANDEM_COMMON_OPS_ATTENTION_ROTARY_TABLE_H_
+#ifndef TANDEM_COMMON_OPS_ROTARY_ROTARY_TABLE_H_
+#define TANDEM_COMMON_OPS_ROTARY_ROTARY_TABLE_H_
 
 #include <ATen/core/Tensor.h>
 
@@ -46,4 +46,4 @@ class RotaryTable {
 
 }  // namespace tandem::ops
 
-#endif  // TANDEM_COMMON_OPS_ATTENTION_ROTARY_TABLE_H_
+#endif  // TANDEM_COMMON_OPS_ROTARY_ROTARY_TABLE_H_

@@ -1,12 +1,12 @@
-#include "common/ops/attention/rotary_table.h"
+#include "common/ops/rotary/rotary_table.h"
 
 #include <ATen/ATen.h>
 
 #include <cmath>
 #include <utility>
 
-#include "common/ops/attention/rotary_growth.h"
 #include "common/ops/ops.h"
+#include "common/ops/rotary/rotary_growth.h"
 #include "common/tensor/aten/device_copies.h"
 
 namespace tandem::ops {
