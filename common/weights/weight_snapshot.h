@@ -11,7 +11,7 @@
 #include "absl/status/statusor.h"
 #include "common/tensor/aten/named_tensors.h"
 #include "common/tensor/weight_spec.h"
-#include "common/weights/gpu_copy.h"
+#include "common/weights/gpu/gpu_copy.h"
 #include "common/weights/weight_transfer.h"
 #include "common/weights/weights_version.h"
 

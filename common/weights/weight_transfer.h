@@ -29,7 +29,7 @@
 // The files of a transfer:
 //   weight_components.h         the table of components
 //   weight_snapshot.h           the trainer's copy of its weights, in a file or in memory of a GPU
-//   gpu_copy.h                  the latter
+//   gpu/gpu_copy.h              the latter
 //   word_sums.h                 the digest by which both ends recognise weights
 //   weights_digest.h            the same of tensors, wherever they are
 //   staged_weight_receiver.h    the receiver up to the swap, without tensors

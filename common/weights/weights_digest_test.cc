@@ -12,7 +12,7 @@
 
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/weights/finite_values.h"
-#include "common/weights/gpu_intake.h"
+#include "common/weights/gpu/gpu_intake.h"
 
 namespace tandem {
 namespace {

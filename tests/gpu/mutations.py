@@ -150,7 +150,7 @@ MUTATIONS = [
     ),
     Mutation(
         "publication: memory is offered before the GPU has written it",
-        "common/weights/gpu_copy.cc",
+        "common/weights/gpu/gpu_copy.cc",
         "  device.synchronizeStream(device.getStream(bytes_.device()));\n",
         "",
         test="gpu_transfer_test_on_simulated_gpu",
@@ -158,7 +158,7 @@ MUTATIONS = [
     ),
     Mutation(
         "publication: tensors are packed over memory that is still in use",
-        "common/weights/gpu_intake.cc",
+        "common/weights/gpu/gpu_intake.cc",
         "  before.block(stream_);\n",
         "",
         test="gpu_transfer_test_on_simulated_gpu",

@@ -1,4 +1,4 @@
-// Checks of the simulation on memory that processes share; common/weights/gpu_transfer_test.cc
+// Checks of the simulation on memory that processes share; common/weights/gpu/gpu_transfer_test.cc
 // has the rest.
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "common/tensor/aten/peer_memory.h"
-#include "common/weights/gpu_intake.h"
+#include "common/weights/gpu/gpu_intake.h"
 #include "common/weights/weight_snapshot.h"
 #include "common/weights/weights_digest.h"
 #include "tests/gpu/simulated/counts.h"

@@ -20,7 +20,7 @@
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_update.h"
 #include "common/tensor/aten/named_tensors.h"
-#include "common/weights/gpu_intake.h"
+#include "common/weights/gpu/gpu_intake.h"
 #include "common/weights/staged_weight_receiver.h"
 
 namespace tandem::rollout {

@@ -1,7 +1,7 @@
 // A copy of weights in memory of a GPU, as the byte stream of a transfer (weight_transfer.h): for
 // receivers with GPUs of the same machine, which copy it from there.
-#ifndef TANDEM_COMMON_WEIGHTS_GPU_COPY_H_
-#define TANDEM_COMMON_WEIGHTS_GPU_COPY_H_
+#ifndef TANDEM_COMMON_WEIGHTS_GPU_GPU_COPY_H_
+#define TANDEM_COMMON_WEIGHTS_GPU_GPU_COPY_H_
 
 #include <ATen/core/Tensor.h>
 
@@ -69,4 +69,4 @@ class GpuCopy {
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_WEIGHTS_GPU_COPY_H_
+#endif  // TANDEM_COMMON_WEIGHTS_GPU_GPU_COPY_H_

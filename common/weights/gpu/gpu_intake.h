@@ -1,7 +1,7 @@
 // Tensors that are copied from memory of another process's GPU to this process's, added up and
 // checked there.
-#ifndef TANDEM_COMMON_WEIGHTS_GPU_INTAKE_H_
-#define TANDEM_COMMON_WEIGHTS_GPU_INTAKE_H_
+#ifndef TANDEM_COMMON_WEIGHTS_GPU_GPU_INTAKE_H_
+#define TANDEM_COMMON_WEIGHTS_GPU_GPU_INTAKE_H_
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
@@ -52,4 +52,4 @@ class GpuIntake {
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_WEIGHTS_GPU_INTAKE_H_
+#endif  // TANDEM_COMMON_WEIGHTS_GPU_GPU_INTAKE_H_

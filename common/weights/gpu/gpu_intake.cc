@@ -1,4 +1,4 @@
-#include "common/weights/gpu_intake.h"
+#include "common/weights/gpu/gpu_intake.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
