@@ -62,8 +62,7 @@ class NextWeights {
   virtual absl::Status AddShared(const WeightSpec&, absl::Span<const SharedRange>) {
     return absl::UnimplementedError("this update takes no memory of a GPU");
   }
-  // Waits for the tensors of AddShared, and returns each of them once. Then the sender may change
-  // its memory.
+  // Waits for the tensors of AddShared, and returns each of them once. Apply may read them again.
   virtual absl::StatusOr<std::vector<ReadTensor>> TakeRead() { return std::vector<ReadTensor>(); }
   // Puts the weights in force, after all tensors have been added and the digest has been verified;
   // blocks. After CANCELLED or DEADLINE_EXCEEDED it may be called again; another error ends the

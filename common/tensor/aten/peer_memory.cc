@@ -63,7 +63,7 @@ absl::Status CheckAccess(const GpuMemory& shared, c10::Device device) {
 class Opened final : public PeerMemory {
  public:
   Opened(const GpuMemory& shared, c10::Device device)
-      : PeerMemory(shared.size, device),
+      : PeerMemory(shared, device),
         segment_(c10::cuda::CUDACachingAllocator::getIpcDevPtr(shared.handle)),
         begin_(static_cast<const char*>(segment_.get()) + shared.offset) {}
 
@@ -91,7 +91,7 @@ absl::Status CheckAccess(const GpuMemory&, c10::Device) { return absl::OkStatus(
 class Opened final : public PeerMemory {
  public:
   Opened(const GpuMemory& shared, c10::Device device)
-      : PeerMemory(shared.size, device),
+      : PeerMemory(shared, device),
         memory_(CallOperator<int64_t, std::string>("tandem_peer::open", shared.handle)),
         begin_(shared.offset) {}
   ~Opened() override { CallOperator<void, int64_t>("tandem_peer::close", memory_); }
@@ -148,8 +148,8 @@ absl::StatusOr<std::shared_ptr<const PeerMemory>> PeerMemory::Open(const GpuMemo
 }
 
 absl::Status PeerMemory::CopyTo(int64_t offset, const at::Tensor& bytes) const {
-  if (offset < 0 || bytes.numel() > size_ - offset) {
-    return absl::DataLossError(absl::StrCat("the shared memory ends at byte ", size_,
+  if (offset < 0 || bytes.numel() > shared_.size - offset) {
+    return absl::DataLossError(absl::StrCat("the shared memory ends at byte ", shared_.size,
                                             ": there are no ", bytes.numel(), " at ", offset));
   }
   if (bytes.numel() > 0) Copy(offset, bytes);

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -46,14 +47,16 @@ class PeerMemory : public SharedBytes {
   // Through memory of the device, on its current stream.
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override;
   bool on_gpu() const override { return true; }
+  // The description by which further processes open the memory, too.
+  const GpuMemory& shared() const { return shared_; }
 
  protected:
-  PeerMemory(int64_t size, c10::Device device) : size_(size), device_(device) {}
+  PeerMemory(GpuMemory shared, c10::Device device) : shared_(std::move(shared)), device_(device) {}
 
  private:
   virtual void Copy(int64_t offset, const at::Tensor& bytes) const = 0;
 
-  const int64_t size_;
+  const GpuMemory shared_;
   const c10::Device device_;
 };
 

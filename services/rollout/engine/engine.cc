@@ -18,6 +18,7 @@
 #include "common/base/errors/memory_error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/steady_time.h"
+#include "common/base/struct_bytes.h"
 #include "common/model/compute_setup.h"
 #include "common/model/passes/layer_cache.h"
 #include "common/tensor/aten/catch_torch_errors.h"
@@ -102,22 +103,18 @@ class EngineImpl : public Engine {
         senior_(models_->senior()),
         junior_(models_->junior()) {
     const WeightsVersion senior_weights = {.version = 0, .digest = senior_.digest};
-    std::optional<c10::Stream> intake;
     StagedWeightReceiver::OpenGpu open_gpu;
-    // Other ranks of a sharded senior get whole tensors from the host.
-    if (senior_.shard != nullptr && !senior_.ranks.sharded() &&
-        CanShareMemory(senior_.shard->model().device())) {
-      const at::Device device = senior_.shard->model().device();
-      intake = TorchRunner::NewStream(device);
-      open_gpu = [device](const GpuMemory& memory) { return PeerMemory::Open(memory, device); };
+    if (senior_.shard != nullptr && CanShareMemory(senior_.shard->model().device())) {
+      intake_ = TorchRunner::NewStream(senior_.shard->model().device());
+      open_gpu = [this](const GpuMemory& memory) { return OpenOnAllRanks(memory); };
     }
     weights_ = std::make_unique<StagedWeightReceiver>(
         models_->senior_parameters(), models_->tied_head(), info_.senior.num_token_ids,
         senior_weights,
-        [this, intake] {
+        [this] {
           return std::make_unique<SeniorUpdate>(
               senior_.shard->model(), senior_.shard->speculator(),
-              /*keeps_tensors=*/senior_.ranks.sharded(), intake,
+              /*keeps_tensors=*/senior_.ranks.sharded(), intake_,
               [this](SeniorUpdate& update, const WeightManifest& manifest, const CallScope& call) {
                 return Apply(update, manifest, call);
               });
@@ -306,12 +303,17 @@ class EngineImpl : public Engine {
           return lane.shard == nullptr ? absl::OkStatus()
                                        : FollowPass(pass, *lane.shard, ranked_images_);
         });
+    commands_.Add<GpuMemory>(kOpenMemoryCommand,
+                             [this](const std::string&, const GpuMemory& memory) {
+                               ranks_->Agree(Open(memory).status()).IgnoreError();
+                               return absl::OkStatus();
+                             });
     commands_.Add<RankedWeights>(
         kWeightsCommand, [this](const std::string&, const RankedWeights& weights) {
           if (senior_.shard == nullptr) return absl::OkStatus();
           shard_update_.reset();  // of a commit that was abandoned before its swap
           shard_update_ = std::make_unique<ShardUpdate>(weights, *senior_.ranks.weights_group,
-                                                        senior_.shard->model(), *ranks_);
+                                                        senior_.shard->model(), *ranks_, intake_);
           return absl::OkStatus();
         });
     commands_.Add<AdoptedWeights>(kAdoptCommand, [this](const std::string&, const AdoptedWeights&) {
@@ -378,8 +380,37 @@ class EngineImpl : public Engine {
     return thread_->Run(call, [&] { return SwapWeights(update, manifest); });
   }
 
-  // Sends the tensors that this rank has kept to the other ranks, which pack them beside serving.
-  // If a commit is repeated they have been sent. Errors of the transfer end the server.
+  // Opens memory for copies to this rank's shard of the senior, if it has one.
+  absl::StatusOr<std::shared_ptr<const SharedBytes>> Open(const GpuMemory& memory) {
+    if (senior_.shard == nullptr) return nullptr;
+    return PeerMemory::Open(memory, senior_.shard->model().device());
+  }
+
+  // Opens memory if all ranks can: at the commit the others read it, too.
+  absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenOnAllRanks(const GpuMemory& memory) {
+    if (senior_.ranks.sharded()) TANDEM_RETURN_IF_ERROR(CheckOthersOpen(memory));
+    return Open(memory);
+  }
+
+  // Asks once for the memory of an update, so that the thread of its stream does not wait.
+  absl::Status CheckOthersOpen(const GpuMemory& memory) {
+    std::string asked = ToBytes(memory);
+    {
+      const std::lock_guard lock(mutex_);
+      if (asked == opened_by_others_) return absl::OkStatus();
+    }
+    TANDEM_RETURN_IF_ERROR(thread_->Run({}, [&] {
+      ranks_->Announce(kOpenMemoryCommand, /*request_id=*/"", memory);
+      return ranks_->Agree(absl::OkStatus());
+    }));
+    const std::lock_guard lock(mutex_);
+    opened_by_others_ = std::move(asked);
+    return absl::OkStatus();
+  }
+
+  // Gives the tensors that this rank has kept to the other ranks, which pack them beside serving.
+  // If a commit is repeated they have been given. Errors of SendWeights; the server ends if the
+  // transfer breaks.
   absl::Status SendToOtherRanks(SeniorUpdate& update, const CallScope& call) {
     if (update.tensors().empty()) return absl::OkStatus();
     const RankedWeights weights = WeightsToSend(update.tensors(), senior_.shard->model());
@@ -387,13 +418,14 @@ class EngineImpl : public Engine {
       ranks_->Announce(kWeightsCommand, /*request_id=*/"", weights);
       return absl::OkStatus();
     }));
+    absl::Status packed;
     const absl::Status sent = CatchTorchErrors("weights", [&] {
-      SendWeights(weights, update.tensors(), *senior_.ranks.weights_group);
+      packed = SendWeights(weights, update.tensors(), *senior_.ranks.weights_group);
       return absl::OkStatus();
     });
     if (!sent.ok()) ranks_->Fail(std::string(sent.message()));
     update.DropTensors();
-    return absl::OkStatus();
+    return packed;
   }
 
   // Runs between two passes. The tensors have been checked: other ranks accept what this one does.
@@ -431,12 +463,15 @@ class EngineImpl : public Engine {
   std::unique_ptr<ShardUpdate> shard_update_;
   std::map<uint64_t, PromptImages> ranked_images_;
 
+  // For the threads of updates: copies from other processes' GPUs, if the senior is on a GPU.
+  std::optional<c10::Stream> intake_;
   std::unique_ptr<StagedWeightReceiver> weights_;  // an update's thread uses the senior's model
 
   mutable std::mutex mutex_;
   EngineStats stats_;
-  int64_t posted_samples_ = 0;   // of prompts that the generator has not taken
-  int64_t arrived_samples_ = 0;  // of prompts that it has taken
+  std::string opened_by_others_;  // the memory that all ranks can open
+  int64_t posted_samples_ = 0;    // of prompts that the generator has not taken
+  int64_t arrived_samples_ = 0;   // of prompts that it has taken
   QueueDrain drain_;
   PromptId next_id_ = 1;
   int64_t scores_ = 0;

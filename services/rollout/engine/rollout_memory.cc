@@ -127,17 +127,17 @@ absl::Status AddUpdate(const Lane& senior, const RolloutMemoryOptions& options, 
   int64_t copy = WeightsOf(senior, specs, options.rank);
   if (options.rank == 0) {
     // The tensor that comes and the one that is packed (common/weights/tensor_stager.h); rank 0 of
-    // a sharded senior keeps all of them for the others.
+    // a sharded senior keeps all of them for the others, unless they are in a GPU's memory.
     largest = std::max(largest, options.speculator.largest_bytes);
     staged = senior.ranks > 1 ? all + 2 * options.speculator.largest_bytes : 2 * largest;
     copy += options.speculator.bytes;
   }
   plan.items.push_back({"weight_update_copy", copy, options.on_host});
   plan.items.push_back({"staged_weight_update", staged});
-  if (options.on_host || options.rank != 0 || senior.ranks > 1) return absl::OkStatus();
-  // A tensor that comes from a trainer's GPU, in the type that is kept, is whole on this one while
-  // it is added up and packed.
-  int64_t whole = options.speculator.largest_bytes;
+  if (options.on_host) return absl::OkStatus();
+  // A tensor that comes from a trainer's GPU, in the type that is kept, is whole on that of every
+  // rank while it is added up and packed.
+  int64_t whole = options.rank == 0 ? options.speculator.largest_bytes : 0;
   for (const ParameterSpec& spec : specs) {
     const auto item = static_cast<int64_t>(ItemSizeBytes(StoredType(spec, senior.options.storage)));
     whole = std::max(whole, spec.numel() * item);

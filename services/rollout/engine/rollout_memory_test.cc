@@ -585,8 +585,11 @@ TEST(RolloutMemoryTest, ATensorFromAnotherGpuIsWholeOnThisOne) {
   options.senior = Lane(8, DType::kBFloat16);
   EXPECT_EQ(bytes(), kValues / 2 * (4 + kDeviceBytesOfWord));
   options.layout.tensor_parallel_size = 2;
-  EXPECT_EQ(bytes(), 0) << "its other ranks get whole tensors from the host";
-  options.layout.tensor_parallel_size = 1;
+  for (options.rank = 0; options.rank < 2; ++options.rank) {
+    EXPECT_EQ(bytes(), kValues / 2 * (4 + kDeviceBytesOfWord)) << "every rank reads whole tensors";
+  }
+  EXPECT_EQ(bytes(), 0) << "a rank of the junior alone";
+  options.rank = 0;
   options.on_host = true;
   EXPECT_EQ(bytes(), 0);
 }

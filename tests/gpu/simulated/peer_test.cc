@@ -24,7 +24,7 @@ at::Tensor Bytes(int64_t count) { return at::ones({count}, at::device(kGpu).dtyp
 // Memory that passes for another process's.
 class OwnMemory final : public PeerMemory {
  public:
-  explicit OwnMemory(const at::Tensor& bytes) : PeerMemory(bytes.numel(), kGpu), bytes_(bytes) {}
+  explicit OwnMemory(const at::Tensor& bytes) : PeerMemory({.size = bytes.numel()}, kGpu), bytes_(bytes) {}
 
  private:
   void Copy(int64_t offset, const at::Tensor& bytes) const override {

@@ -54,6 +54,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapters": ({"senior": LORA}, LORA),
     "zero": ({}, ranked("zero")),
     "pipeline": ({}, ranked("pipeline")),
+    "sharded": (ranked_rollout(), {}),
+    "sharded-both": (ranked_rollout(), ranked("tensor")),
 }
 
 
@@ -90,23 +92,6 @@ def test_weights_from_gpu_to_gpu_are_those_of_messages(numerics, models, tmp_pat
     assert np.array_equal(ours[1], theirs[1])
 
 
-def test_a_sharded_senior_reads_the_file(numerics, models, tmp_path):
-    """Its other ranks get whole tensors from rank 0's host, so nothing goes from GPU to GPU."""
-    with (
-        harness.cluster(
-            tmp_path / "cluster",
-            models,
-            rollout=numerics.settings(**ranked_rollout()),
-            trainer=numerics.settings(),
-        ) as running,
-        harness.trainer_client(running) as trainer,
-    ):
-        train(trainer)
-        [result] = trainer.publish_weights([running.rollouts[0].address]).results
-        assert not result.status.code
-        assert (received(running, "gpu"), received(running, "file")) == (0, result.bytes)
-
-
 def kill_during(call: Callable[[], Any], process: subprocess.Popen[Any], seconds: float) -> None:
     """Kills a process some time after a call has begun; waits for the end of the call."""
     thread = threading.Thread(target=call)
@@ -116,11 +101,16 @@ def kill_during(call: Callable[[], Any], process: subprocess.Popen[Any], seconds
     thread.join()
 
 
+@pytest.mark.parametrize("layout", ["one-rank", "sharded-both"])
 @pytest.mark.parametrize("seconds", [0.005, 0.05])
-def test_a_trainer_that_dies_leaves_one_version_in_force(numerics, models, tmp_path, seconds):
-    settings = numerics.settings
+def test_a_trainer_that_dies_leaves_one_version_in_force(
+    numerics, models, tmp_path, layout, seconds
+):
+    rollout, trainer_section = (numerics.settings(**section) for section in LAYOUTS[layout])
     with (
-        harness.cluster(tmp_path / "a", models, rollout=settings(), trainer=settings()) as running,
+        harness.cluster(
+            tmp_path / "a", models, rollout=rollout, trainer=trainer_section
+        ) as running,
         harness.rollout_client(running) as client,
     ):
         versions = []
@@ -144,7 +134,7 @@ def test_a_trainer_that_dies_leaves_one_version_in_force(numerics, models, tmp_p
         # Another trainer takes over.
         with (
             harness.cluster(
-                tmp_path / "b", models, rollout=settings(), trainer=settings()
+                tmp_path / "b", models, rollout=rollout, trainer=trainer_section
             ) as next_,
             harness.trainer_client(next_) as trainer,
         ):

@@ -4,8 +4,10 @@
 #include <ATen/ops/from_blob.h>
 
 #include <cstddef>
+#include <map>
 #include <utility>
 
+#include "absl/strings/string_view.h"
 #include "common/base/errors/memory_error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/model/compute_setup.h"
@@ -56,28 +58,42 @@ absl::Status SeniorUpdate::Add(const WeightSpec& spec, TensorBytes bytes) {
     const at::Tensor tensor = TensorOf(spec, std::move(bytes));
     TANDEM_RETURN_IF_ERROR(Prepare(spec));
     TANDEM_RETURN_IF_ERROR(Pack(spec, tensor));
-    if (keeps_tensors_ && ComponentOf(spec) == kModelComponent) {
-      tensors_.emplace_back(spec.name, tensor);
-    }
+    Keep({.spec = spec, .values = tensor});
     return absl::OkStatus();
   });
   return NameMemorySettings(added, kMemorySettings);
+}
+
+void SeniorUpdate::Keep(KeptTensor tensor) {
+  if (!keeps_tensors_ || ComponentOf(tensor.spec) != kModelComponent) return;
+  tensors_.push_back(std::move(tensor));
 }
 
 absl::Status SeniorUpdate::AddShared(const WeightSpec& spec, absl::Span<const SharedRange> ranges) {
   ComputeAlone(senior_.device());
   const absl::Status added = CatchTorchErrors("weights", [&]() -> absl::Status {
     TANDEM_RETURN_IF_ERROR(Prepare(spec));
-    return intake_->Take(spec, ranges,
-                         [&](const at::Tensor& tensor) { return Pack(spec, tensor); });
+    TANDEM_RETURN_IF_ERROR(
+        intake_->Take(spec, ranges, [&](const at::Tensor& tensor) { return Pack(spec, tensor); }));
+    Keep({.spec = spec, .values = {}, .ranges = {ranges.begin(), ranges.end()}});
+    return absl::OkStatus();
   });
   return NameMemorySettings(added, kMemorySettings);
 }
 
 absl::StatusOr<std::vector<ReadTensor>> SeniorUpdate::TakeRead() {
   if (!intake_.has_value()) return std::vector<ReadTensor>();
-  return CatchTorchErrors(
-      "weights", [&]() -> absl::StatusOr<std::vector<ReadTensor>> { return intake_->TakeRead(); });
+  return CatchTorchErrors("weights", [&]() -> absl::StatusOr<std::vector<ReadTensor>> {
+    std::vector<ReadTensor> read = intake_->TakeRead();
+    std::map<absl::string_view, WordSums> sums;
+    for (const ReadTensor& tensor : read) sums[tensor.name] = tensor.sums;
+    for (KeptTensor& kept : tensors_) {
+      if (const auto found = sums.find(kept.spec.name); found != sums.end()) {
+        kept.sums = found->second;
+      }
+    }
+    return read;
+  });
 }
 
 absl::Status SeniorUpdate::Apply(const WeightManifest& manifest, const CallScope& call) {

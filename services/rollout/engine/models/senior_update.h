@@ -19,9 +19,9 @@
 #include "common/model/parameters/prepared_weights.h"
 #include "common/speculator/speculator.h"
 #include "common/speculator/speculator_update.h"
-#include "common/tensor/aten/named_tensors.h"
 #include "common/weights/gpu/gpu_intake.h"
 #include "common/weights/staged_weight_receiver.h"
+#include "services/rollout/engine/ranks/shard_weights.h"
 
 namespace tandem::rollout {
 
@@ -34,9 +34,8 @@ class SeniorUpdate : public NextWeights {
                                           const CallScope& call)>;
 
   // `senior` and its `speculator`, which may be null, outlive the update. `keeps_tensors`: for a
-  // swap that sends the senior's whole tensors to other ranks. `intake`: the stream of the senior's
-  // GPU on which tensors are copied from the memory of other processes' GPUs, which needs
-  // tensors that are not kept.
+  // swap that gives the senior's whole tensors to other ranks. `intake`: the stream of the senior's
+  // GPU on which tensors are copied from the memory of other processes' GPUs, if there is any.
   SeniorUpdate(const Model& senior, const speculator::Speculator* speculator, bool keeps_tensors,
                std::optional<c10::Stream> intake, Swap swap);
 
@@ -53,21 +52,23 @@ class SeniorUpdate : public NextWeights {
   PreparedWeights* weights() { return weights_.get(); }
   // The speculator's; null if the update has none. Complete as the manifest is checked.
   const speculator::PreparedSpeculator* speculator() const { return next_speculator_.get(); }
-  // The senior's that were added; empty unless they are kept, and after DropTensors.
-  const NamedTensors& tensors() const { return tensors_; }
+  // The senior's that were added; empty unless they are kept, and after DropTensors. Those that are
+  // in memory of another process's GPU stay there.
+  const std::vector<KeptTensor>& tensors() const { return tensors_; }
   void DropTensors() { tensors_.clear(); }
 
  private:
   // Makes what takes the tensors of a component, on the current stream.
   absl::Status Prepare(const WeightSpec& spec);
   absl::Status Pack(const WeightSpec& spec, const at::Tensor& tensor);
+  void Keep(KeptTensor tensor);
 
   const Model& senior_;
   const speculator::Speculator* const speculator_;
   const bool keeps_tensors_;
   const Swap swap_;
   std::unique_ptr<PreparedWeights> weights_;  // nullptr before the first tensor of the senior
-  NamedTensors tensors_;
+  std::vector<KeptTensor> tensors_;
   std::unique_ptr<speculator::PreparedSpeculator> next_speculator_;
   std::optional<GpuIntake> intake_;  // last: its copies end before what they fill
 };

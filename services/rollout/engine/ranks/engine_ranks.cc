@@ -97,17 +97,19 @@ Placement PlacementOf(const LaneOptions& lane, const EngineOptions& options, at:
 
 // Makes a process group of the first `size` ranks of the server. Collective over all ranks.
 std::shared_ptr<ranks::Communicator> GroupOfFirst(int64_t size, const std::string& name,
-                                                  at::Device device, ranks::Communicator& world) {
+                                                  const ranks::SplitOptions& options,
+                                                  ranks::Communicator& world) {
   std::vector<int> ranks(static_cast<size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
-  return world.Split(name, {ranks}, {.device = device, .timeout = std::nullopt});
+  return world.Split(name, {ranks}, options);
 }
 
 // Joins the first `size` ranks of the server. Collective over all ranks.
 LaneRanks JoinLane(const std::string& name, int64_t size, bool enable_expert_parallel,
                    const Placement& placement, ranks::Communicator& world) {
   LaneRanks lane;
-  lane.group = GroupOfFirst(size, name, placement.device, world);
+  lane.group =
+      GroupOfFirst(size, name, {.device = placement.device, .timeout = std::nullopt}, world);
   lane.placement = placement;
   if (lane.group == nullptr) {
     lane.placement.holds_block = [](int64_t) { return false; };
@@ -142,7 +144,8 @@ absl::StatusOr<EngineRanks> JoinRanks(const EngineOptions& options) {
                PlacementOf(options.senior, options, placement.device, placement), world);
   if (options.layout.tensor_parallel_size > 1) {
     ranks.senior.weights_group =
-        GroupOfFirst(options.layout.tensor_parallel_size, "senior weights", at::kCPU, world);
+        GroupOfFirst(options.layout.tensor_parallel_size, "senior weights",
+                     {.device = at::kCPU, .timeout = ranks::kNoTimeLimit}, world);
   }
   if (!options.junior.model.empty()) {
     ranks.junior = JoinLane("junior", options.layout.junior_tensor_parallel_size,

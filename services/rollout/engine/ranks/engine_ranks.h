@@ -19,7 +19,8 @@ namespace tandem::rollout {
 // The process group of one lane, as one rank sees it.
 struct LaneRanks {
   std::shared_ptr<ranks::Communicator> group;  // nullptr on a rank outside of the group
-  // The same ranks for new weights, on the host beside the passes; null unless it shards a senior.
+  // The same ranks for new weights, on the host beside the passes, without a time limit, as a rank
+  // packs the whole model; null unless it shards a senior.
   std::shared_ptr<ranks::Communicator> weights_group = nullptr;
   Placement placement;  // of the lane's model; holds no block outside of the group
 

@@ -341,14 +341,20 @@ TEST_P(RolloutRanksTest, AShardKeepsItsWeightsWhileOthersArePackedBesideThem) {
       const Placement& shard = ranks.senior.placement;
       const auto model = load("senior", shard);
       const auto before = load("senior", shard), after = load("other", shard);
-      const NamedTensors tensors = load("other", {})->Parameters();
+      std::vector<KeptTensor> tensors;
+      for (const auto& [name, values] : load("other", {})->Parameters()) {
+        tensors.push_back(
+            {.spec = {.name = name, .shape = values.sizes().vec()}, .values = values});
+      }
       const RankedWeights weights = WeightsToSend(tensors, *model);
       std::optional<ShardUpdate> update;
       if (environment.rank > 0) {
-        update.emplace(weights, *ranks.senior.weights_group, *model, *ranks.server);
+        update.emplace(weights, *ranks.senior.weights_group, *model, *ranks.server, std::nullopt);
       }
       ranks.senior.group->Barrier();  // nobody waits for the tensors
-      if (environment.rank == 0) SendWeights(weights, tensors, *ranks.senior.weights_group);
+      if (environment.rank == 0) {
+        EXPECT_TRUE(SendWeights(weights, tensors, *ranks.senior.weights_group).ok());
+      }
       ranks.senior.group->Barrier();
       if (environment.rank > 0) {
         expect_values(*model, *before);
