@@ -123,8 +123,9 @@ TEST(WholeParametersMemoryTest, RankZeroHoldsOneTensorBesideItsShardAndOthersNon
                   return zero.model().Save(folder / "saved", DType::kBFloat16, parameters);
                 }).ok());
     EXPECT_TRUE(UseWholeParameters(zero, Every, [&](TensorSource parameters) {
-                  return MakeWeightSnapshot(zero.model().SentSpecs(), parameters, {},
-                                            zero.model().num_token_ids())
+                  return MakeWeightSnapshot(
+                             ManifestOf(zero.model().SentSpecs(), {}, zero.model().num_token_ids()),
+                             parameters)
                       .status();
                 }).ok());
     // The tensor, the transport's copy of it, the tensor in another type.

@@ -75,8 +75,8 @@ class StagedWeightReceiver : public WeightReceiver {
   // Makes the engine's part of an update.
   using Start = std::function<std::unique_ptr<NextWeights>()>;
   // As WeightReceiver::OpenGpuMemory; the result is on_gpu().
-  using OpenGpu =
-      std::function<absl::StatusOr<std::shared_ptr<const SharedBytes>>(const GpuMemory& memory)>;
+  using OpenGpu = std::function<absl::StatusOr<std::shared_ptr<const SharedBytes>>(
+      absl::Span<const GpuMemory> memories)>;
 
   // `parameters` has the name and shape of every parameter of the model, and the type in which the
   // receiver wants it. `optional` is a parameter that a manifest may leave out (a tied head).
@@ -108,8 +108,8 @@ class StagedWeightReceiver : public WeightReceiver {
   TensorTypes WantedTypes() const override;
   bool ReadsGpuMemory() const override { return open_gpu_ != nullptr; }
   absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenGpuMemory(
-      const GpuMemory& memory) override {
-    return open_gpu_ != nullptr ? open_gpu_(memory) : WeightReceiver::OpenGpuMemory(memory);
+      absl::Span<const GpuMemory> memories) override {
+    return open_gpu_ != nullptr ? open_gpu_(memories) : WeightReceiver::OpenGpuMemory(memories);
   }
 
  private:

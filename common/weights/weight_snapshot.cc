@@ -11,15 +11,14 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/file_descriptor.h"
-#include "common/base/logging.h"
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/tensor/aten/host_copies.h"
+#include "common/weights/copied_tensors.h"
 #include "common/weights/weights_digest.h"
 
 namespace tandem {
@@ -84,29 +83,6 @@ class FileSnapshot : public WeightSource {
   const WeightManifest manifest_;
   const std::vector<WordSums> sums_;
   std::unique_ptr<SnapshotFile> file_;
-};
-
-class GpuSnapshot : public WeightSource {
- public:
-  explicit GpuSnapshot(WeightManifest manifest) : manifest_(std::move(manifest)) {}
-
-  // Makes the memory of the copy, of the manifest's tensors.
-  absl::Status Allocate(const GpuPlace& place) {
-    TANDEM_ASSIGN_OR_RETURN(copy_, GpuCopy::Make(manifest_.tensors, place));
-    return absl::OkStatus();
-  }
-  GpuCopy& copy() { return *copy_; }
-
-  const WeightManifest& manifest() const override { return manifest_; }
-  absl::Span<const WordSums> sums() const override { return copy_->sums(); }
-  absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override {
-    return copy_->Read(offset, out);
-  }
-  const GpuMemory* gpu_memory() const override { return &copy_->memory(); }
-
- private:
-  const WeightManifest manifest_;
-  std::unique_ptr<GpuCopy> copy_;
 };
 
 // Writes float32 values to a file in the types of their tensors, one tensor behind the other, and
@@ -178,73 +154,6 @@ class TensorWriter {
   TensorSums model_;
 };
 
-absl::Status CheckTensor(const std::vector<WeightSpec>& expected, size_t index,
-                         const std::string& name, const at::Tensor& tensor) {
-  if (index == expected.size() || name != expected[index].name ||
-      tensor.sizes() != at::IntArrayRef(expected[index].shape)) {
-    return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is not the expected one"));
-  }
-  if (tensor.is_floating_point()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("tensor '", name, "' is not floating-point"));
-}
-
-// Calls `add` with each tensor of `source` and the range of `tensors` that it is.
-absl::Status AddAll(
-    const std::vector<WeightSpec>& tensors, TensorSource source,
-    absl::FunctionRef<absl::Status(size_t first, size_t last, const at::Tensor&)> add) {
-  size_t next = 0;
-  TANDEM_RETURN_IF_ERROR(
-      source([&](const std::string& name, const at::Tensor& tensor) -> absl::Status {
-        const size_t first = next;
-        TANDEM_RETURN_IF_ERROR(CheckTensor(tensors, first, name, tensor));
-        while (next < tensors.size() && tensors[next].name == name) ++next;
-        return add(first, next, tensor);
-      }));
-  if (next == tensors.size()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("tensor '", tensors[next].name, "' was not given"));
-}
-
-// A receiver of rounded values cannot see whether they are those of the weights.
-absl::Status CheckModel(const WeightManifest& manifest, absl::Span<const WordSums> sums,
-                        const std::string& copied) {
-  if (sums.empty() || !manifest.adapter.empty() || copied == manifest.digest) {
-    return absl::OkStatus();
-  }
-  return absl::DataLossError(absl::StrCat("the copy of version ", manifest.version, " has digest ",
-                                          copied, ", the weights have ", manifest.digest));
-}
-
-absl::StatusOr<std::shared_ptr<const WeightSource>> CopyToFile(WeightManifest manifest,
-                                                               TensorSource source) {
-  TANDEM_ASSIGN_OR_RETURN(auto file, SpareFile::Get().Take(manifest.total_bytes));
-  TensorWriter writer(manifest.tensors, *file);
-  HostCopies copies;
-  TANDEM_RETURN_IF_ERROR(
-      AddAll(manifest.tensors, source, [&](size_t first, size_t last, const at::Tensor& tensor) {
-        return copies.Add(tensor, at::kFloat, [&writer, first, last](const at::Tensor& values) {
-          return writer.Write(first, last, values);
-        });
-      }));
-  TANDEM_RETURN_IF_ERROR(copies.Finish());
-  TANDEM_RETURN_IF_ERROR(CheckModel(manifest, writer.sums(), writer.ModelDigest()));
-  std::vector<WordSums> sums = writer.sums();
-  return std::make_shared<FileSnapshot>(std::move(manifest), std::move(sums), std::move(file));
-}
-
-absl::StatusOr<std::shared_ptr<const WeightSource>> CopyToGpu(std::shared_ptr<GpuSnapshot> snapshot,
-                                                              TensorSource source) {
-  GpuCopy& copy = snapshot->copy();
-  TANDEM_RETURN_IF_ERROR(AddAll(snapshot->manifest().tensors, source,
-                                [&](size_t first, size_t last, const at::Tensor& tensor) {
-                                  copy.Add(first, last, tensor);
-                                  return absl::OkStatus();
-                                }));
-  TANDEM_RETURN_IF_ERROR(copy.Finish());
-  TANDEM_RETURN_IF_ERROR(CheckModel(snapshot->manifest(), copy.sums(), copy.ModelDigest()));
-  return snapshot;
-}
-
 }  // namespace
 
 std::vector<WeightSpec> InWantedTypes(const std::vector<WeightSpec>& tensors,
@@ -264,28 +173,35 @@ std::vector<WeightSpec> InWantedTypes(const std::vector<WeightSpec>& tensors,
   return wanted;
 }
 
-absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(
-    const std::vector<WeightSpec>& tensors, TensorSource source, const WeightsVersion& weights,
-    int64_t num_token_ids, std::vector<ComponentManifest> components, std::string adapter,
-    const std::optional<GpuPlace>& gpu) {
+WeightManifest ManifestOf(std::vector<WeightSpec> tensors, const WeightsVersion& weights,
+                          int64_t num_token_ids, std::vector<ComponentManifest> components,
+                          std::string adapter) {
   WeightManifest manifest = {.version = weights.version,
-                             .tensors = tensors,
+                             .tensors = std::move(tensors),
                              .total_bytes = 0,
                              .digest = weights.digest,
                              .num_token_ids = num_token_ids,
                              .components = std::move(components),
                              .adapter = std::move(adapter)};
-  for (const WeightSpec& tensor : tensors) manifest.total_bytes += tensor.bytes();
-  if (!gpu.has_value()) return CopyToFile(std::move(manifest), source);
-  auto snapshot = std::make_shared<GpuSnapshot>(manifest);
-  const absl::Status allocated = snapshot->Allocate(*gpu);
-  if (allocated.ok()) return CopyToGpu(std::move(snapshot), source);
-  static std::once_flag said;
-  std::call_once(said, [&] {
-    Log(LogLevel::kWarning, "weights_not_copied_on_gpu",
-        {{"message", allocated.message()}, {"instead", "a file"}});
-  });
-  return CopyToFile(std::move(manifest), source);
+  for (const WeightSpec& tensor : manifest.tensors) manifest.total_bytes += tensor.bytes();
+  return manifest;
+}
+
+absl::StatusOr<std::shared_ptr<const WeightSource>> MakeWeightSnapshot(WeightManifest manifest,
+                                                                       TensorSource source) {
+  TANDEM_ASSIGN_OR_RETURN(auto file, SpareFile::Get().Take(manifest.total_bytes));
+  TensorWriter writer(manifest.tensors, *file);
+  HostCopies copies;
+  TANDEM_RETURN_IF_ERROR(VisitTensors(
+      manifest.tensors, source, [&](size_t first, size_t last, const at::Tensor& tensor) {
+        return copies.Add(tensor, at::kFloat, [&writer, first, last](const at::Tensor& values) {
+          return writer.Write(first, last, values);
+        });
+      }));
+  TANDEM_RETURN_IF_ERROR(copies.Finish());
+  TANDEM_RETURN_IF_ERROR(CheckCopiedModel(manifest, writer.ModelDigest()));
+  std::vector<WordSums> sums = writer.sums();
+  return std::make_shared<FileSnapshot>(std::move(manifest), std::move(sums), std::move(file));
 }
 
 }  // namespace tandem

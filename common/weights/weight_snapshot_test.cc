@@ -29,7 +29,7 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(const NamedTensors&
   for (const auto& [name, tensor] : tensors) {
     specs.push_back({.name = name, .shape = tensor.sizes().vec()});
   }
-  return MakeWeightSnapshot(specs, SourceOf(tensors), weights, /*num_token_ids=*/7);
+  return MakeWeightSnapshot(ManifestOf(specs, weights, /*num_token_ids=*/7), SourceOf(tensors));
 }
 
 std::string DigestOfStream(const WeightSource& source) {
@@ -98,7 +98,8 @@ TEST(WeightSnapshotTest, ATensorIsKeptInSeveralTypesWithTheSumsOfEach) {
                                          {.name = "a", .dtype = DType::kBFloat16, .shape = {count}},
                                          {.name = "b", .shape = {5}}};
   const NamedTensors given = {{"a", values}, {"b", norm}};
-  const auto snapshot = MakeWeightSnapshot(specs, SourceOf(given), VersionOf(1, given), 7).value();
+  const auto snapshot =
+      MakeWeightSnapshot(ManifestOf(specs, VersionOf(1, given), 7), SourceOf(given)).value();
   EXPECT_EQ(snapshot->manifest().tensors, specs);
   EXPECT_EQ(snapshot->manifest().total_bytes, count * 6 + 20);
   EXPECT_EQ(snapshot->manifest().float32_bytes(), count * 4 + 20);
@@ -118,8 +119,10 @@ TEST(WeightSnapshotTest, ATensorIsKeptInSeveralTypesWithTheSumsOfEach) {
 TEST(WeightSnapshotTest, RoundedWeightsMustHaveTheDigestOfTheirVersion) {
   const NamedTensors given = {{"a", at::ones({3})}}, others = {{"a", at::full({3}, 2.0)}};
   const std::vector<WeightSpec> specs = {{.name = "a", .dtype = DType::kBFloat16, .shape = {3}}};
-  EXPECT_TRUE(MakeWeightSnapshot(specs, SourceOf(given), VersionOf(1, given), 7).ok());
-  EXPECT_EQ(MakeWeightSnapshot(specs, SourceOf(others), VersionOf(1, given), 7).status().code(),
+  EXPECT_TRUE(MakeWeightSnapshot(ManifestOf(specs, VersionOf(1, given), 7), SourceOf(given)).ok());
+  EXPECT_EQ(MakeWeightSnapshot(ManifestOf(specs, VersionOf(1, given), 7), SourceOf(others))
+                .status()
+                .code(),
             absl::StatusCode::kDataLoss);
 }
 
@@ -170,7 +173,8 @@ TEST(WeightSnapshotTest, TheFileOfTheLastOneIsUsedAgain) {
 TEST(WeightSnapshotTest, OtherTensorsThanExpectedAreNamed) {
   const NamedTensors given = {{"a", at::ones({2})}, {"b", at::ones({3})}};
   const auto message = [&](const std::vector<WeightSpec>& expected) {
-    const absl::Status status = MakeWeightSnapshot(expected, SourceOf(given), {}, 7).status();
+    const absl::Status status =
+        MakeWeightSnapshot(ManifestOf(expected, {}, 7), SourceOf(given)).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     return std::string(status.message());
   };
@@ -183,17 +187,16 @@ TEST(WeightSnapshotTest, OtherTensorsThanExpectedAreNamed) {
 
 TEST(WeightSnapshotTest, AnErrorOfTheSourceIsReturned) {
   const auto failing = [](TensorVisitor) { return absl::UnavailableError("a rank is lost"); };
-  EXPECT_EQ(MakeWeightSnapshot({}, failing, {}, 7).status(),
+  EXPECT_EQ(MakeWeightSnapshot(ManifestOf({}, {}, 7), failing).status(),
             absl::UnavailableError("a rank is lost"));
 }
 
 // More bytes than any disk has.
 TEST(WeightSnapshotTest, WithoutSpaceNothingIsCopied) {
   const std::vector<WeightSpec> specs = {{.name = "a", .shape = {int64_t{1} << 40}}};
-  const absl::Status status =
-      MakeWeightSnapshot(
-          specs, [](TensorVisitor) { return absl::InternalError("was asked"); }, {}, 7)
-          .status();
+  const absl::Status status = MakeWeightSnapshot(ManifestOf(specs, {}, 7), [](TensorVisitor) {
+                                return absl::InternalError("was asked");
+                              }).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
   EXPECT_THAT(std::string(status.message()),
               testing::AllOf(testing::HasSubstr("4398046511104 bytes"),

@@ -16,8 +16,8 @@
 // the receiver lacks. Nothing is served of an update before its Commit; Abort drops it.
 //
 // A receiver on the sender's machine reads the chunks' bytes in the file of the sender's copy
-// (docs/adr/0118), or copies them from the memory of the sender's GPU (docs/adr/0128), and only
-// their places travel.
+// (docs/adr/0118), or copies them from the memory of the sender's GPUs (docs/adr/0128, 0129), and
+// only their places travel.
 //
 // A receiver says in which types it keeps tensors. What it keeps in bfloat16 travels in bfloat16,
 // rounded by the sender as the receiver would (docs/adr/0091); the rest travels in float32.
@@ -28,8 +28,8 @@
 //
 // The files of a transfer:
 //   weight_components.h         the table of components
-//   weight_snapshot.h           the trainer's copy of its weights, in a file or in memory of a GPU
-//   gpu/gpu_copy.h              the latter
+//   weight_snapshot.h           the trainer's copy of its weights in a file
+//   gpu/gpu_snapshot.h          the same in memory of GPUs: of gpu_copy.h, one for each rank
 //   word_sums.h                 the digest by which both ends recognise weights
 //   weights_digest.h            the same of tensors, wherever they are
 //   staged_weight_receiver.h    the receiver up to the swap, without tensors
@@ -155,8 +155,8 @@ class WeightSource {
   virtual absl::Status Read(int64_t offset, absl::Span<std::byte> out) const = 0;
   // Returns the file, without a name, that holds the stream; nullptr if none does.
   virtual const FileDescriptor* file() const { return nullptr; }
-  // Returns the memory of a GPU that holds the stream; nullptr if none does.
-  virtual const GpuMemory* gpu_memory() const { return nullptr; }
+  // Returns the memories of GPUs that hold the stream, one behind the other; none if none do.
+  virtual absl::Span<const GpuMemory> gpu_memories() const { return {}; }
 };
 
 // Takes one update at a time. Thread-safe. The served weights change in Commit alone.
@@ -203,9 +203,10 @@ class WeightReceiver {
   virtual TensorTypes WantedTypes() const { return {}; }
   // Whether the receiver may read memory of another process's GPU, if that is on its machine.
   virtual bool ReadsGpuMemory() const { return false; }
-  // Opens such memory, for AppendShared. UNIMPLEMENTED unless ReadsGpuMemory(); else an error says
-  // why the receiver cannot read it.
-  virtual absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenGpuMemory(const GpuMemory&) {
+  // Opens such memories, one behind the other, for AppendShared. UNIMPLEMENTED unless
+  // ReadsGpuMemory(); else an error says why the receiver cannot read one of them.
+  virtual absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenGpuMemory(
+      absl::Span<const GpuMemory>) {
     return absl::UnimplementedError("the weights of this server are not on one GPU");
   }
   // Returns the version of the model that is served.

@@ -172,6 +172,30 @@ MUTATIONS = [
         test="gpu_transfer_test_on_simulated_gpu",
         target="gpu_transfer_test",
     ),
+    Mutation(
+        "publication to shards: what a rank has read is not compared with what was verified",
+        "services/rollout/engine/ranks/shard_weights.cc",
+        "    if (reader != nullptr) TANDEM_RETURN_IF_ERROR(reader->Finish());\n",
+        "",
+        test="rollout_ranks_test_on_simulated_gpu",
+        target="rollout_ranks_test",
+    ),
+    Mutation(
+        "publication from shards: the other ranks' parts are made again while they are read",
+        "common/parallel/gpu_copies.cc",
+        "ranks.size() == 1 || last_.expired()",
+        "ranks.size() >= 1 || last_.expired()",
+        test="gpu_copies_test_on_simulated_gpu",
+        target="gpu_copies_test",
+    ),
+    Mutation(
+        "publication from shards: a memory is read at the place in all of them",
+        "common/tensor/aten/peer_memory.cc",
+        "      offset = std::max<int64_t>(offset - shared()[i].size, 0);\n",
+        "",
+        test="gpu_transfer_test_on_simulated_gpu",
+        target="gpu_transfer_test",
+    ),
 ]
 
 

@@ -85,6 +85,22 @@ SharedFile SharedFileFromProto(const weights::v1::SharedFile& proto);
 void SharedFileToProto(const SharedFile& file, weights::v1::SharedFile* proto);
 GpuMemory GpuMemoryFromProto(const weights::v1::GpuMemory& proto);
 void GpuMemoryToProto(const GpuMemory& memory, weights::v1::GpuMemory* proto);
+// The memories of a BeginUpdateRequest or an UploadWeightsRequest: a single one has a field of its
+// own.
+template <typename Request>
+std::vector<GpuMemory> GpuMemoriesFromProto(const Request& request) {
+  std::vector<GpuMemory> memories;
+  if (request.has_gpu_memory()) memories.push_back(GpuMemoryFromProto(request.gpu_memory()));
+  for (const auto& memory : request.gpu_memories()) memories.push_back(GpuMemoryFromProto(memory));
+  return memories;
+}
+template <typename Request>
+void GpuMemoriesToProto(absl::Span<const GpuMemory> memories, Request* request) {
+  for (const GpuMemory& memory : memories) {
+    GpuMemoryToProto(
+        memory, memories.size() == 1 ? request->mutable_gpu_memory() : request->add_gpu_memories());
+  }
+}
 // Checks names (present, unique), dtypes, shapes, the total and the digest's form.
 absl::StatusOr<WeightManifest> WeightManifestFromProto(const weights::v1::WeightManifest& proto);
 

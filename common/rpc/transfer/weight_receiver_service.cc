@@ -55,9 +55,8 @@ class WeightReceiverService::Upload final
     if (chunk.has_shared_file()) {
       TANDEM_RETURN_IF_ERROR(
           Share("shared_file", OpenShared(SharedFileFromProto(chunk.shared_file()))));
-    } else if (chunk.has_gpu_memory()) {
-      TANDEM_RETURN_IF_ERROR(
-          Share("gpu_memory", receiver().OpenGpuMemory(GpuMemoryFromProto(chunk.gpu_memory()))));
+    } else if (const auto memories = GpuMemoriesFromProto(chunk); !memories.empty()) {
+      TANDEM_RETURN_IF_ERROR(Share("gpu_memory", receiver().OpenGpuMemory(memories)));
     }
     return chunk.ranges_size() > 0 ? TakeRanges(chunk) : TakeData(chunk);
   }
@@ -149,9 +148,8 @@ grpc::ServerUnaryReactor* WeightReceiverService::BeginUpdate(grpc::CallbackServe
         response.set_opens_shared_file(request.has_shared_file() &&
                                        OpenShared(SharedFileFromProto(request.shared_file())).ok());
         std::string refused;
-        if (request.has_gpu_memory()) {
-          const absl::Status opened =
-              receiver_.load()->OpenGpuMemory(GpuMemoryFromProto(request.gpu_memory())).status();
+        if (const auto memories = GpuMemoriesFromProto(request); !memories.empty()) {
+          const absl::Status opened = receiver_.load()->OpenGpuMemory(memories).status();
           response.set_opens_gpu_memory(opened.ok());
           refused = std::string(opened.message());
         }

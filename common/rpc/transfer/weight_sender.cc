@@ -71,7 +71,7 @@ class Sender {
     }
     sent_bytes_ = manifest_.total_bytes;
     TANDEM_ASSIGN_OR_RETURN(const int64_t next_chunk, Begin());
-    transport_ = shares_.has_gpu_memory()    ? SentWeights::Transport::kGpu
+    transport_ = shares_gpu()                ? SentWeights::Transport::kGpu
                  : shares_.has_shared_file() ? SentWeights::Transport::kFile
                                              : SentWeights::Transport::kStream;
     sent.transport = transport_;
@@ -197,7 +197,7 @@ class Sender {
   // Makes the chunk that has bytes [begin, end) of the stream.
   absl::Status FillChunk(int64_t begin, int64_t end, UploadWeightsRequest& chunk) const {
     const std::vector<Range> places = Places(begin, end);
-    if (shares_.has_shared_file() || shares_.has_gpu_memory()) {
+    if (shares_.has_shared_file() || shares_gpu()) {
       chunk.clear_ranges();
       for (const Range& place : places) {
         auto& range = *chunk.add_ranges();
@@ -218,12 +218,13 @@ class Sender {
     return absl::OkStatus();
   }
 
+  // Whether the receiver reads the bytes in memory of GPUs.
+  bool shares_gpu() const { return shares_.has_gpu_memory() || shares_.gpu_memories_size() > 0; }
+
   // Offers the source's file or memory, if it has one. A failure is the receiver's to find, which
   // then gets the bytes.
   void Offer(weights::v1::BeginUpdateRequest& request) const {
-    if (source_.gpu_memory() != nullptr) {
-      GpuMemoryToProto(*source_.gpu_memory(), request.mutable_gpu_memory());
-    }
+    GpuMemoriesToProto(source_.gpu_memories(), &request);
     if (source_.file() == nullptr) return;
     const absl::StatusOr<SharedFile> shared = Share(*source_.file());
     if (shared.ok()) SharedFileToProto(*shared, request.mutable_shared_file());
@@ -246,7 +247,7 @@ class Sender {
     begun_ = true;
     shares_.Clear();
     if (response.opens_gpu_memory()) {
-      *shares_.mutable_gpu_memory() = request.gpu_memory();
+      GpuMemoriesToProto(source_.gpu_memories(), &shares_);
     } else if (response.opens_shared_file()) {
       *shares_.mutable_shared_file() = request.shared_file();
     }
@@ -274,6 +275,7 @@ class Sender {
       if (!stream->Write(chunk)) break;  // Finish says why
       chunk.clear_shared_file();
       chunk.clear_gpu_memory();
+      chunk.clear_gpu_memories();
     }
     stream->WritesDone();
     const absl::Status sent = FromGrpcStatus(stream->Finish());

@@ -92,9 +92,12 @@ class FlakyReceiver final : public WeightReceiver {
   }
   bool ReadsGpuMemory() const override { return gpu_ != nullptr; }
   absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenGpuMemory(
-      const GpuMemory& memory) override {
-    if (gpu_ == nullptr) return WeightReceiver::OpenGpuMemory(memory);
-    if (memory.handle != "handle") return absl::FailedPreconditionError("another handle");
+      absl::Span<const GpuMemory> memories) override {
+    if (gpu_ == nullptr) return WeightReceiver::OpenGpuMemory(memories);
+    opened_gpu_.assign(memories.begin(), memories.end());
+    for (const GpuMemory& memory : memories) {
+      if (memory.handle != "handle") return absl::FailedPreconditionError("another handle");
+    }
     return std::make_shared<const FakeGpuMemory>(*gpu_);
   }
   std::string OpenUpdateId() const override { return receiver_->OpenUpdateId(); }
@@ -121,6 +124,7 @@ class FlakyReceiver final : public WeightReceiver {
   bool lie_ = false;
   const std::string* gpu_ =
       nullptr;  // the bytes of the sender's GPU, if the receiver can read them
+  std::vector<GpuMemory> opened_gpu_;  // that it was asked for
 };
 
 class BytesSource final : public WeightSource {
@@ -176,10 +180,15 @@ class BytesSource final : public WeightSource {
     return absl::OkStatus();
   }
   const FileDescriptor* file() const override { return file_.get(); }
-  const GpuMemory* gpu_memory() const override { return gpu_.has_value() ? &*gpu_ : nullptr; }
-  // Offers the bytes as memory of a GPU.
-  void OfferGpu(const std::string& handle) {
-    gpu_ = {.machine = MachineId(), .handle = handle, .size = std::ssize(bytes_)};
+  absl::Span<const GpuMemory> gpu_memories() const override { return gpu_; }
+  // Offers the bytes as memory of a GPU, or of several.
+  void OfferGpu(const std::vector<std::string>& handles) {
+    const int64_t all = std::ssize(bytes_), parts = std::ssize(handles);
+    for (int64_t i = 0; i < parts; ++i) {
+      gpu_.push_back({.machine = MachineId(),
+                      .handle = handles[static_cast<size_t>(i)],
+                      .size = all * (i + 1) / parts - all * i / parts});
+    }
   }
   // Writes the bytes to a file, too.
   void MakeFile() { UseFile(FileDescriptor::CreateUnnamed(testing::TempDir()).value()); }
@@ -200,7 +209,7 @@ class BytesSource final : public WeightSource {
   WeightManifest manifest_;
   std::vector<WordSums> sums_;
   std::unique_ptr<FileDescriptor> file_;
-  std::optional<GpuMemory> gpu_;
+  std::vector<GpuMemory> gpu_;
   mutable int reads_ = 0;
 };
 
@@ -292,7 +301,7 @@ TEST_F(WeightTransferTest, AReceiverOnTheSendersMachineReadsItsFile) {
 
 TEST_F(WeightTransferTest, AReceiverOnTheSendersMachineReadsTheMemoryOfItsGpu) {
   BytesSource source;
-  source.OfferGpu("handle");
+  source.OfferGpu({"handle"});
   receiver_.gpu_ = &source.bytes_;
   receiver_.chunks_until_break_ = 3;
   const auto sent = SendWeights(*stub_, "u1", source, Options());
@@ -307,10 +316,31 @@ TEST_F(WeightTransferTest, AReceiverOnTheSendersMachineReadsTheMemoryOfItsGpu) {
       std::string::npos);
 }
 
+// As of a sender of several ranks. A receiver that can open only some of them gets the bytes.
+TEST_F(WeightTransferTest, AReceiverReadsAllMemoriesOrNone) {
+  const std::vector<std::pair<std::vector<std::string>, SentWeights::Transport>> cases = {
+      {{"handle", "handle"}, SentWeights::Transport::kGpu},
+      {{"handle", "of another machine"}, SentWeights::Transport::kStream}};
+  for (const auto& [handles, transport] : cases) {
+    BytesSource source;
+    source.OfferGpu(handles);
+    receiver_.gpu_ = &source.bytes_;
+    receiver_.Restart(DType::kFloat32);
+    const auto sent = SendWeights(*stub_, handles[1], source, Options());
+    ASSERT_TRUE(sent.ok()) << sent.status();
+    EXPECT_EQ(sent->transport, transport);
+    EXPECT_EQ(receiver_.applied(), source.bytes_);
+    ASSERT_EQ(receiver_.opened_gpu_.size(), 2U);
+    EXPECT_EQ(receiver_.opened_gpu_[1].handle, handles[1]);
+    EXPECT_EQ(receiver_.opened_gpu_[0].size + receiver_.opened_gpu_[1].size,
+              std::ssize(source.bytes_));
+  }
+}
+
 // The digest is made of what the engine has read.
 TEST_F(WeightTransferTest, MemoryOfAGpuThatChangedIsDataLoss) {
   BytesSource source;
-  source.OfferGpu("handle");
+  source.OfferGpu({"handle"});
   std::string changed = source.bytes_;
   changed[17] ^= 1;
   receiver_.gpu_ = &changed;
@@ -322,7 +352,7 @@ TEST_F(WeightTransferTest, MemoryOfAGpuThatChangedIsDataLoss) {
 
 TEST_F(WeightTransferTest, AReceiverThatCannotOpenTheMemoryGetsTheBytes) {
   BytesSource source;
-  source.OfferGpu("of another machine");
+  source.OfferGpu({"of another machine"});
   for (const auto& [update, opens] : {std::pair{"u1", false}, {"u2", true}}) {
     receiver_.gpu_ = opens ? &source.bytes_ : nullptr;
     receiver_.Restart(DType::kFloat32);

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <limits>
 #include <string>
 #include <utility>
@@ -60,20 +62,19 @@ absl::Status CheckAccess(const GpuMemory& shared, c10::Device device) {
   return absl::OkStatus();
 }
 
-class Opened final : public PeerMemory {
+class Segment {
  public:
-  Opened(const GpuMemory& shared, c10::Device device)
-      : PeerMemory(shared, device),
-        segment_(c10::cuda::CUDACachingAllocator::getIpcDevPtr(shared.handle)),
+  explicit Segment(const GpuMemory& shared)
+      : segment_(c10::cuda::CUDACachingAllocator::getIpcDevPtr(shared.handle)),
         begin_(static_cast<const char*>(segment_.get()) + shared.offset) {}
 
- private:
-  void Copy(int64_t offset, const at::Tensor& bytes) const override {
+  void Copy(int64_t offset, const at::Tensor& bytes) const {
     C10_CUDA_CHECK(cudaMemcpyAsync(bytes.mutable_data_ptr(), begin_ + offset, bytes.nbytes(),
                                    cudaMemcpyDeviceToDevice,
                                    c10::cuda::getCurrentCUDAStream(bytes.device().index())));
   }
 
+ private:
   const std::shared_ptr<void> segment_;  // its end closes the handle
   const char* const begin_;
 };
@@ -88,25 +89,66 @@ GpuMemory Describe(const at::Tensor& bytes) {
 
 absl::Status CheckAccess(const GpuMemory&, c10::Device) { return absl::OkStatus(); }
 
-class Opened final : public PeerMemory {
+class Segment {
  public:
-  Opened(const GpuMemory& shared, c10::Device device)
-      : PeerMemory(shared, device),
-        memory_(CallOperator<int64_t, std::string>("tandem_peer::open", shared.handle)),
+  explicit Segment(const GpuMemory& shared)
+      : memory_(CallOperator<int64_t, std::string>("tandem_peer::open", shared.handle)),
         begin_(shared.offset) {}
-  ~Opened() override { CallOperator<void, int64_t>("tandem_peer::close", memory_); }
+  ~Segment() { CallOperator<void, int64_t>("tandem_peer::close", memory_); }
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
 
- private:
-  void Copy(int64_t offset, const at::Tensor& bytes) const override {
+  void Copy(int64_t offset, const at::Tensor& bytes) const {
     CallOperator<void, int64_t, int64_t, int64_t, int64_t>(
         "tandem_peer::copy", memory_, begin_ + offset,
         reinterpret_cast<int64_t>(bytes.mutable_data_ptr()), static_cast<int64_t>(bytes.nbytes()));
   }
 
+ private:
   const int64_t memory_, begin_;
 };
 
 #endif
+
+class Opened final : public PeerMemory {
+ public:
+  Opened(absl::Span<const GpuMemory> memories, c10::Device device)
+      : PeerMemory({memories.begin(), memories.end()}, device) {
+    for (const GpuMemory& memory : memories) {
+      segments_.push_back(std::make_unique<const Segment>(memory));
+    }
+  }
+
+ private:
+  void Copy(int64_t offset, const at::Tensor& bytes) const override {
+    int64_t copied = 0;
+    for (size_t i = 0; copied < bytes.numel(); ++i) {
+      const int64_t count = std::min(bytes.numel() - copied, shared()[i].size - offset);
+      if (count > 0) segments_[i]->Copy(offset, bytes.narrow(0, copied, count));
+      copied += std::max<int64_t>(count, 0);
+      offset = std::max<int64_t>(offset - shared()[i].size, 0);
+    }
+  }
+
+  std::vector<std::unique_ptr<const Segment>> segments_;
+};
+
+absl::Status CheckPlace(const GpuMemory& shared) {
+  if (shared.machine.empty() || shared.machine != MachineId()) {
+    return absl::FailedPreconditionError("the memory is another machine's");
+  }
+  if (shared.offset < 0 || shared.size < 0 ||
+      shared.size > std::numeric_limits<int64_t>::max() - shared.offset) {
+    return absl::InvalidArgumentError("offset and size must not be negative, nor overflow");
+  }
+  return absl::OkStatus();
+}
+
+int64_t SizeOf(absl::Span<const GpuMemory> memories) {
+  int64_t size = 0;
+  for (const GpuMemory& memory : memories) size += memory.size;
+  return size;
+}
 
 }  // namespace
 
@@ -129,27 +171,25 @@ absl::StatusOr<GpuMemory> ShareMemory(const at::Tensor& bytes) {
   });
 }
 
-absl::StatusOr<std::shared_ptr<const PeerMemory>> PeerMemory::Open(const GpuMemory& shared,
-                                                                   c10::Device device) {
+PeerMemory::PeerMemory(std::vector<GpuMemory> shared, c10::Device device)
+    : shared_(std::move(shared)), device_(device), size_(SizeOf(shared_)) {}
+
+absl::StatusOr<std::shared_ptr<const PeerMemory>> PeerMemory::Open(
+    absl::Span<const GpuMemory> shared, c10::Device device) {
   if (!CanShareMemory(device)) return absl::UnimplementedError("no memory can be opened");
-  if (shared.machine.empty() || shared.machine != MachineId()) {
-    return absl::FailedPreconditionError("the memory is another machine's");
-  }
-  if (shared.offset < 0 || shared.size < 0 ||
-      shared.size > std::numeric_limits<int64_t>::max() - shared.offset) {
-    return absl::InvalidArgumentError("offset and size must not be negative, nor overflow");
-  }
+  for (const GpuMemory& memory : shared) TANDEM_RETURN_IF_ERROR(CheckPlace(memory));
   return CatchTorchErrors("shared memory",
                           [&]() -> absl::StatusOr<std::shared_ptr<const PeerMemory>> {
                             const c10::DeviceGuard guard(device);
-                            TANDEM_RETURN_IF_ERROR(CheckAccess(shared, device));
+                            for (const GpuMemory& memory : shared)
+                              TANDEM_RETURN_IF_ERROR(CheckAccess(memory, device));
                             return std::make_shared<const Opened>(shared, device);
                           });
 }
 
 absl::Status PeerMemory::CopyTo(int64_t offset, const at::Tensor& bytes) const {
-  if (offset < 0 || bytes.numel() > shared_.size - offset) {
-    return absl::DataLossError(absl::StrCat("the shared memory ends at byte ", shared_.size,
+  if (offset < 0 || bytes.numel() > size_ - offset) {
+    return absl::DataLossError(absl::StrCat("the shared memory ends at byte ", size_,
                                             ": there are no ", bytes.numel(), " at ", offset));
   }
   if (bytes.numel() > 0) Copy(offset, bytes);

@@ -1,8 +1,8 @@
-// Memory of a GPU that two processes of a machine share: one describes it, the other one copies
-// from it to its own GPU.
+// Memory of GPUs that processes of a machine share: some describe it, another one copies from it to
+// its own GPU.
 //
-//   const GpuMemory shared = *ShareMemory(bytes);            // sent to the other process
-//   const auto memory = *PeerMemory::Open(shared, device);   // there
+//   const GpuMemory shared = *ShareMemory(bytes);              // sent to the other process
+//   const auto memory = *PeerMemory::Open({shared}, device);   // there
 //   memory->CopyTo(offset, tensor);
 #ifndef TANDEM_COMMON_TENSOR_ATEN_PEER_MEMORY_H_
 #define TANDEM_COMMON_TENSOR_ATEN_PEER_MEMORY_H_
@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -31,13 +31,14 @@ bool CanShareMemory(c10::Device device);
 // INTERNAL where libtorch's allocator cannot share its memory.
 absl::StatusOr<GpuMemory> ShareMemory(const at::Tensor& bytes);
 
-// Memory of another process. A copy that was queued must have ended before the object does.
+// Memories of other processes, as bytes one behind the other. A copy that was queued must have
+// ended before the object does.
 class PeerMemory : public SharedBytes {
  public:
-  // Opens memory for copies to `device`. FAILED_PRECONDITION for memory of another machine, or of a
-  // GPU that `device` cannot access; UNIMPLEMENTED where CanShareMemory is false; INTERNAL with the
-  // text of the library that cannot open it.
-  static absl::StatusOr<std::shared_ptr<const PeerMemory>> Open(const GpuMemory& shared,
+  // Opens all memories for copies to `device`, or none. FAILED_PRECONDITION for memory of another
+  // machine, or of a GPU that `device` cannot access; UNIMPLEMENTED where CanShareMemory is false;
+  // INTERNAL with the text of the library that cannot open it.
+  static absl::StatusOr<std::shared_ptr<const PeerMemory>> Open(absl::Span<const GpuMemory> shared,
                                                                 c10::Device device);
 
   // Queues a copy of the bytes from `offset` on to `bytes`, which is contiguous, has one byte an
@@ -47,17 +48,19 @@ class PeerMemory : public SharedBytes {
   // Through memory of the device, on its current stream.
   absl::Status Read(int64_t offset, absl::Span<std::byte> out) const override;
   bool on_gpu() const override { return true; }
-  // The description by which further processes open the memory, too.
-  const GpuMemory& shared() const { return shared_; }
+  // The descriptions by which further processes open the memories, too.
+  const std::vector<GpuMemory>& shared() const { return shared_; }
+  c10::Device device() const { return device_; }
 
  protected:
-  PeerMemory(GpuMemory shared, c10::Device device) : shared_(std::move(shared)), device_(device) {}
+  PeerMemory(std::vector<GpuMemory> shared, c10::Device device);
 
  private:
   virtual void Copy(int64_t offset, const at::Tensor& bytes) const = 0;
 
-  const GpuMemory shared_;
+  const std::vector<GpuMemory> shared_;
   const c10::Device device_;
+  const int64_t size_;  // of all memories
 };
 
 }  // namespace tandem

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -16,6 +15,7 @@
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/tensor/aten/catch_torch_errors.h"
 #include "common/tensor/aten/peer_memory.h"
+#include "common/weights/copied_tensors.h"
 #include "common/weights/weight_components.h"
 
 namespace tandem {
@@ -57,8 +57,8 @@ std::atomic<int64_t> bytes_in_use = 0;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<GpuCopy>> GpuCopy::Make(const std::vector<WeightSpec>& tensors,
-                                                       const GpuPlace& place) {
+absl::StatusOr<std::unique_ptr<GpuCopy>> GpuCopy::Make(std::vector<WeightSpec> tensors,
+                                                       const GpuPlace& place, bool with_sums) {
   int64_t total = 0;
   for (const WeightSpec& tensor : tensors) total += tensor.bytes();
   if (total > place.most_bytes - bytes_in_use) {
@@ -69,18 +69,19 @@ absl::StatusOr<std::unique_ptr<GpuCopy>> GpuCopy::Make(const std::vector<WeightS
   return CatchTorchErrors("copy of the weights", [&]() -> absl::StatusOr<std::unique_ptr<GpuCopy>> {
     at::Tensor bytes = SpareMemory::Get().Take(total, place.device);
     TANDEM_ASSIGN_OR_RETURN(GpuMemory memory, ShareMemory(bytes));
-    return std::unique_ptr<GpuCopy>(new GpuCopy(tensors, std::move(bytes), std::move(memory)));
+    return std::unique_ptr<GpuCopy>(
+        new GpuCopy(std::move(tensors), std::move(bytes), std::move(memory), with_sums));
   });
 }
 
-GpuCopy::GpuCopy(const std::vector<WeightSpec>& tensors, at::Tensor bytes, GpuMemory memory)
-    : tensors_(tensors), bytes_(std::move(bytes)), memory_(std::move(memory)) {
+GpuCopy::GpuCopy(std::vector<WeightSpec> tensors, at::Tensor bytes, GpuMemory memory,
+                 bool with_sums)
+    : tensors_(std::move(tensors)), bytes_(std::move(bytes)), memory_(std::move(memory)) {
   bytes_in_use += bytes_.numel();
-  const bool sums = !std::ranges::all_of(tensors, &IsFloat32);
   int64_t begin = 0;
-  for (const WeightSpec& tensor : tensors) {
+  for (const WeightSpec& tensor : tensors_) {
     begins_.push_back(std::exchange(begin, begin + tensor.bytes()));
-    if (sums) device_sums_.push_back(at::zeros({2}, bytes_.options().dtype(at::kLong)));
+    if (with_sums) device_sums_.push_back(at::zeros({2}, bytes_.options().dtype(at::kLong)));
   }
 }
 
@@ -112,31 +113,35 @@ void GpuCopy::Add(size_t first, size_t last, const at::Tensor& tensor) {
   }
 }
 
-absl::Status GpuCopy::Finish() {
-  if (!device_sums_.empty()) {
-    const at::Tensor host = at::stack(std::exchange(device_sums_, {})).cpu();
-    const auto* sums = host.const_data_ptr<int64_t>();
-    for (size_t i = 0; i < tensors_.size(); ++i, sums += 2) {
-      sums_.push_back(
-          {.first = static_cast<uint64_t>(sums[0]), .second = static_cast<uint64_t>(sums[1])});
-    }
-    model_digest_ = model_.Hex();
+void GpuCopy::ReadSums() {
+  if (device_sums_.empty()) return;
+  const at::Tensor host = at::stack(std::exchange(device_sums_, {})).cpu();
+  const auto* sums = host.const_data_ptr<int64_t>();
+  const TensorSums& model = model_.Sums();
+  for (size_t i = 0; i < tensors_.size(); ++i, sums += 2) {
+    sums_.sums.push_back(
+        {.first = static_cast<uint64_t>(sums[0]), .second = static_cast<uint64_t>(sums[1])});
+    const bool first = i == 0 || tensors_[i].name != tensors_[i - 1].name;
+    sums_.model_sums.push_back(first ? model.Of(tensors_[i].name) : WordSums());
   }
+}
+
+absl::Status GpuCopy::Fill(TensorSource source) {
+  TANDEM_RETURN_IF_ERROR(
+      VisitTensors(tensors_, source, [&](size_t first, size_t last, const at::Tensor& tensor) {
+        Add(first, last, tensor);
+        return absl::OkStatus();
+      }));
+  ReadSums();
   const c10::impl::VirtualGuardImpl device(bytes_.device().type());
   device.synchronizeStream(device.getStream(bytes_.device()));
   TANDEM_ASSIGN_OR_RETURN(memory_, ShareMemory(bytes_));
   return absl::OkStatus();
 }
 
-absl::Status GpuCopy::Read(int64_t offset, absl::Span<std::byte> out) const {
-  return CatchTorchErrors("copy of the weights", [&] {
-    // Beside the training steps, which have the default stream.
-    const c10::impl::VirtualGuardImpl device(bytes_.device().type());
-    const c10::StreamGuard guard(device.getStreamFromGlobalPool(bytes_.device()));
-    const auto size = static_cast<int64_t>(out.size());
-    at::from_blob(out.data(), {size}, at::dtype(at::kByte)).copy_(bytes_.narrow(0, offset, size));
-    return absl::OkStatus();
-  });
+void GpuCopy::Read(int64_t offset, absl::Span<std::byte> out) const {
+  const auto size = static_cast<int64_t>(out.size());
+  at::from_blob(out.data(), {size}, at::dtype(at::kByte)).copy_(bytes_.narrow(0, offset, size));
 }
 
 }  // namespace tandem

@@ -27,8 +27,10 @@
 #include "common/base/errors/status_macros.h"
 #include "common/tensor/aten/aten_bytes.h"
 #include "common/tensor/aten/peer_memory.h"
+#include "common/weights/gpu/copy_parts.h"
 #include "common/weights/gpu/gpu_copy.h"
 #include "common/weights/gpu/gpu_intake.h"
+#include "common/weights/gpu/gpu_snapshot.h"
 #include "common/weights/staged_weight_receiver.h"
 #include "common/weights/weight_snapshot.h"
 #include "common/weights/weights_digest.h"
@@ -68,26 +70,51 @@ std::string ModelDigest(NamedTensors tensors) {
   return WeightsDigest(tensors);
 }
 
-absl::StatusOr<std::shared_ptr<const WeightSource>> Snapshot(
-    const NamedTensors& tensors, const std::optional<GpuPlace>& gpu = kPlace) {
-  return MakeWeightSnapshot(
-      kSpecs, SourceOf(tensors), {.version = 3, .digest = ModelDigest(tensors)},
-      /*num_token_ids=*/7,
-      {{.name = kSpeculatorComponent, .config = "{}", .digest = WeightsDigest({tensors.back()})}},
-      /*adapter=*/"", gpu);
+WeightManifest Manifest(const NamedTensors& tensors) {
+  return ManifestOf(
+      kSpecs, {.version = 3, .digest = ModelDigest(tensors)}, /*num_token_ids=*/7,
+      {{.name = kSpeculatorComponent, .config = "{}", .digest = WeightsDigest({tensors.back()})}});
 }
 
-// A description of memory as text without zeros, and back.
-std::string Text(const GpuMemory& memory) {
-  return absl::StrCat(memory.machine, " ", memory.gpu, " ", absl::BytesToHexString(memory.handle),
-                      " ", memory.offset, " ", memory.size);
+// Copies the tensors that the manifest names to one GPU.
+absl::StatusOr<std::shared_ptr<const WeightSource>> Copy(const WeightManifest& manifest,
+                                                         const NamedTensors& tensors,
+                                                         const GpuPlace& place = kPlace) {
+  const bool with_sums = !std::ranges::all_of(manifest.tensors, &IsFloat32);
+  TANDEM_ASSIGN_OR_RETURN(auto copy, GpuCopy::Make(manifest.tensors, place, with_sums));
+  TANDEM_RETURN_IF_ERROR(copy->Fill(SourceOf(tensors)));
+  const std::vector<CopySums> sums = {copy->sums()};
+  return MakeGpuSnapshot(manifest, std::move(copy), /*others=*/nullptr, sums);
 }
-GpuMemory FromText(const std::string& text) {
-  GpuMemory memory;
-  std::istringstream(text) >> memory.machine >> memory.gpu >> memory.handle >> memory.offset >>
-      memory.size;
-  memory.handle = absl::HexStringToBytes(memory.handle);
-  return memory;
+
+absl::StatusOr<std::shared_ptr<const WeightSource>> OnGpu(const NamedTensors& tensors,
+                                                          const GpuPlace& place = kPlace) {
+  return Copy(Manifest(tensors), tensors, place);
+}
+
+absl::StatusOr<std::shared_ptr<const WeightSource>> InFile(const NamedTensors& tensors) {
+  return MakeWeightSnapshot(Manifest(tensors), SourceOf(tensors));
+}
+
+// Descriptions of memory as text without zeros, and back.
+std::string Text(absl::Span<const GpuMemory> memories) {
+  std::string text;
+  for (const GpuMemory& memory : memories) {
+    absl::StrAppend(&text, memory.machine, " ", memory.gpu, " ",
+                    absl::BytesToHexString(memory.handle), " ", memory.offset, " ", memory.size,
+                    " ");
+  }
+  return text;
+}
+std::vector<GpuMemory> FromText(const std::string& text) {
+  std::vector<GpuMemory> memories;
+  std::istringstream from(text);
+  for (GpuMemory memory;
+       from >> memory.machine >> memory.gpu >> memory.handle >> memory.offset >> memory.size;) {
+    memory.handle = absl::HexStringToBytes(memory.handle);
+    memories.push_back(memory);
+  }
+  return memories;
 }
 
 // Runs a test of this program that only such calls run, with `value` in its environment, as another
@@ -104,14 +131,20 @@ pid_t Start(const std::string& test, const std::string& value) {
 }
 
 // Whether such a test passes.
-bool PassesInAnotherProcess(const std::string& test, const GpuMemory& memory) {
-  const pid_t child = Start(test, Text(memory));
+bool PassesInAnotherProcess(const std::string& test, absl::Span<const GpuMemory> memories) {
+  const pid_t child = Start(test, Text(memories));
   int status = -1;
   EXPECT_EQ(::waitpid(child, &status, 0), child);
   return status == 0;
 }
 
-GpuMemory MemoryOfEnvironment() { return FromText(std::getenv("TANDEM_PEER")); }
+std::vector<GpuMemory> MemoryOfEnvironment() { return FromText(std::getenv("TANDEM_PEER")); }
+
+// The sums of float32 values.
+WordSums SumsOf(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.cpu();
+  return SumBytes(0, values.const_data_ptr(), static_cast<int64_t>(values.nbytes()));
+}
 
 // The engine's part of an update, on the GPU that is not the sender's.
 class IntakeWeights final : public NextWeights {
@@ -155,7 +188,7 @@ NamedTensors WeightsThatAreNotFinite() {
 // status.
 absl::Status Receive(std::map<std::string, at::Tensor>& applied,
                      const NamedTensors& told = Weights()) {
-  const auto source = Snapshot(told, std::nullopt).value();
+  const auto source = InFile(told).value();
   WeightManifest manifest = source->manifest();
   TensorSums sums;
   for (size_t i = 0; i + 1 < kSpecs.size(); ++i) sums.Add(kSpecs[i].name, source->sums()[i]);
@@ -169,7 +202,7 @@ absl::Status Receive(std::map<std::string, at::Tensor>& applied,
         .parameters = {kSpecs.back()},
         .initial = {}}},
       /*allow_not_finite=*/false, {},
-      [](const GpuMemory& memory) { return PeerMemory::Open(memory, OtherGpu()); });
+      [](absl::Span<const GpuMemory> memories) { return PeerMemory::Open(memories, OtherGpu()); });
   TANDEM_RETURN_IF_ERROR(receiver.Begin("u", manifest, false).status());
   TANDEM_ASSIGN_OR_RETURN(const auto memory, receiver.OpenGpuMemory(MemoryOfEnvironment()));
   for (int64_t i = 0; i < manifest.num_chunks(); ++i) {
@@ -212,12 +245,48 @@ TEST(OtherProcess, DISABLED_FindsOtherBytesThatAreNotFinite) {
 }
 
 TEST(OtherProcess, DISABLED_ReadsNoFurtherThanTheEnd) {
-  const GpuMemory shared = MemoryOfEnvironment();
+  const std::vector<GpuMemory> shared = MemoryOfEnvironment();
   const auto memory = PeerMemory::Open(shared, kGpu).value();
-  std::vector<std::byte> bytes(static_cast<size_t>(shared.size));
+  std::vector<std::byte> bytes(static_cast<size_t>(shared[0].size));
   EXPECT_TRUE(memory->Read(0, absl::MakeSpan(bytes)).ok());
   EXPECT_EQ(memory->Read(1, absl::MakeSpan(bytes)).code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(memory->Read(-1, absl::MakeSpan(bytes)).code(), absl::StatusCode::kDataLoss);
+}
+
+TEST(OtherProcess, DISABLED_OpensAllMemoriesOrNone) {
+  std::vector<GpuMemory> shared = MemoryOfEnvironment();
+  EXPECT_TRUE(PeerMemory::Open(shared, kGpu).ok());
+  shared.back().machine = "another";
+  EXPECT_EQ(PeerMemory::Open(shared, kGpu).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+// This process has the first part, too, as rank 0 of a sender.
+TEST(OtherProcess, DISABLED_ReadsTheSourceOfSeveralProcesses) {
+  const NamedTensors weights = Weights();
+  const std::vector<GpuMemory> shared = MemoryOfEnvironment();
+  auto own = GpuCopy::Make({kSpecs[0], kSpecs[1]}, kPlace, /*with_sums=*/true).value();
+  ASSERT_TRUE(own->Fill(SourceOf({weights[0], weights[1]})).ok());
+  const auto in_file = InFile(weights).value();
+  const absl::Span<const WordSums> sums = in_file->sums();
+  // Of the first types' float32 values: "a" and "c" of the model.
+  const std::vector<CopySums> parts = {
+      own->sums(),
+      {.sums = {sums[2], sums[3]}, .model_sums = {SumsOf(weights[2].second), WordSums()}}};
+  const auto source = MakeGpuSnapshot(Manifest(weights), std::move(own),
+                                      PeerMemory::Open({shared[1]}, kGpu).value(), parts)
+                          .value();
+  EXPECT_EQ(source->gpu_memories().size(), 2U);
+  const auto size = static_cast<size_t>(source->manifest().total_bytes);
+  std::vector<std::byte> expected(size);
+  ASSERT_TRUE(in_file->Read(0, absl::MakeSpan(expected)).ok());
+  for (size_t begin = 0; begin < size; ++begin) {
+    std::vector<std::byte> read(size - begin);
+    ASSERT_TRUE(source->Read(static_cast<int64_t>(begin), absl::MakeSpan(read)).ok());
+    EXPECT_TRUE(std::equal(read.begin(), read.end(), expected.begin() + begin)) << begin;
+    read.resize(std::min<size_t>(4, read.size()));
+    ASSERT_TRUE(source->Read(static_cast<int64_t>(begin), absl::MakeSpan(read)).ok());
+    EXPECT_TRUE(std::equal(read.begin(), read.end(), expected.begin() + begin)) << begin;
+  }
 }
 
 class GpuTransferTest : public testing::Test {
@@ -229,38 +298,38 @@ class GpuTransferTest : public testing::Test {
 
 TEST_F(GpuTransferTest, WeightsGoFromGpuToGpu) {
   NamedTensors weights = Weights();
-  const auto snapshot = Snapshot(weights).value();
+  const auto snapshot = OnGpu(weights).value();
   // The trainer goes on with its weights.
   for (auto& [name, tensor] : weights) tensor.zero_();
-  ASSERT_NE(snapshot->gpu_memory(), nullptr);
+  ASSERT_EQ(snapshot->gpu_memories().size(), 1U);
   EXPECT_EQ(snapshot->file(), nullptr);
-  EXPECT_TRUE(PassesInAnotherProcess("ReceivesTheWeights", *snapshot->gpu_memory()));
-  EXPECT_TRUE(PassesInAnotherProcess("ReadsNoFurtherThanTheEnd", *snapshot->gpu_memory()));
+  EXPECT_TRUE(PassesInAnotherProcess("ReceivesTheWeights", snapshot->gpu_memories()));
+  EXPECT_TRUE(PassesInAnotherProcess("ReadsNoFurtherThanTheEnd", snapshot->gpu_memories()));
 }
 
 // A copy that is made again under a receiver that still reads it, as after a publication that the
 // client gave up.
 TEST_F(GpuTransferTest, WeightsThatChangeWhileTheyAreReadAreDataLoss) {
-  auto snapshot = Snapshot(Weights()).value();
-  const GpuMemory memory = *snapshot->gpu_memory();
+  auto snapshot = OnGpu(Weights()).value();
+  const GpuMemory memory = snapshot->gpu_memories()[0];
   snapshot.reset();
   NamedTensors others = Weights();
   for (auto& [name, tensor] : others) tensor.add_(1);
-  const auto next = Snapshot(others).value();
-  EXPECT_EQ(next->gpu_memory()->handle, memory.handle) << "the memory is used again";
-  EXPECT_TRUE(PassesInAnotherProcess("FindsOtherBytes", memory));
+  const auto next = OnGpu(others).value();
+  EXPECT_EQ(next->gpu_memories()[0].handle, memory.handle) << "the memory is used again";
+  EXPECT_TRUE(PassesInAnotherProcess("FindsOtherBytes", {memory}));
 }
 
 TEST_F(GpuTransferTest, WeightsThatAreNotFiniteAreRefused) {
-  const auto snapshot = Snapshot(WeightsThatAreNotFinite()).value();
-  EXPECT_TRUE(PassesInAnotherProcess("FindsWhatIsNotFinite", *snapshot->gpu_memory()));
-  EXPECT_TRUE(PassesInAnotherProcess("FindsOtherBytesThatAreNotFinite", *snapshot->gpu_memory()));
+  const auto snapshot = OnGpu(WeightsThatAreNotFinite()).value();
+  EXPECT_TRUE(PassesInAnotherProcess("FindsWhatIsNotFinite", snapshot->gpu_memories()));
+  EXPECT_TRUE(PassesInAnotherProcess("FindsOtherBytesThatAreNotFinite", snapshot->gpu_memories()));
 }
 
 TEST_F(GpuTransferTest, ACopyOnAGpuHasTheSumsAndBytesOfOneInAFile) {
   const NamedTensors weights = Weights();
-  const auto on_gpu = Snapshot(weights).value();
-  const auto in_file = Snapshot(weights, std::nullopt).value();
+  const auto on_gpu = OnGpu(weights).value();
+  const auto in_file = InFile(weights).value();
   EXPECT_EQ(on_gpu->manifest(), in_file->manifest());
   ASSERT_EQ(on_gpu->sums().size(), kSpecs.size());
   for (size_t i = 0; i < kSpecs.size(); ++i) EXPECT_EQ(on_gpu->sums()[i], in_file->sums()[i]) << i;
@@ -272,55 +341,72 @@ TEST_F(GpuTransferTest, ACopyOnAGpuHasTheSumsAndBytesOfOneInAFile) {
   EXPECT_EQ(std::memcmp(a.data(), b.data() + 9, 5), 0);
 }
 
+// As of two ranks, of which the receiver opens the memory of both.
+TEST_F(GpuTransferTest, WeightsGoFromSeveralMemories) {
+  const NamedTensors weights = Weights();
+  std::vector<std::unique_ptr<GpuCopy>> copies;
+  std::vector<GpuMemory> memories;
+  const std::vector<int> part_of = CutIntoParts(kSpecs, 2);
+  ASSERT_EQ(part_of, std::vector<int>({0, 0, 1, 1}));
+  for (const int part : {0, 1}) {
+    const std::ptrdiff_t begin = part == 0 ? 0 : 2;
+    copies.push_back(GpuCopy::Make({kSpecs.begin() + begin, kSpecs.begin() + begin + 2},
+                                   {.device = kGpu, .most_bytes = 1000}, /*with_sums=*/true)
+                         .value());
+    const NamedTensors some(weights.begin() + begin, weights.begin() + begin + 2);
+    ASSERT_TRUE(copies.back()->Fill(SourceOf(some)).ok());
+    memories.push_back(copies.back()->memory());
+  }
+  EXPECT_TRUE(PassesInAnotherProcess("ReceivesTheWeights", memories));
+  EXPECT_FALSE(PassesInAnotherProcess("ReceivesTheWeights", {memories[0]}));
+  EXPECT_TRUE(PassesInAnotherProcess("OpensAllMemoriesOrNone", memories));
+  EXPECT_TRUE(PassesInAnotherProcess("ReadsTheSourceOfSeveralProcesses", memories));
+}
+
 // No sums are waited for: their digest is known.
 TEST_F(GpuTransferTest, ACopyInFloat32IsThereWhenItIsOffered) {
   const NamedTensors weights = {{"w", at::arange(5.0, at::device(kGpu).dtype(at::kFloat))}};
   const auto snapshot =
-      MakeWeightSnapshot({{.name = "w", .shape = {5}}}, SourceOf(weights),
-                         {.version = 3, .digest = WeightsDigest(weights)}, 7, {}, "", kPlace)
+      Copy(ManifestOf({{.name = "w", .shape = {5}}},
+                      {.version = 3, .digest = WeightsDigest(weights)}, /*num_token_ids=*/7),
+           weights)
           .value();
-  ASSERT_NE(snapshot->gpu_memory(), nullptr);
   EXPECT_TRUE(snapshot->sums().empty());
   std::vector<float> read(5);
   ASSERT_TRUE(snapshot->Read(0, {reinterpret_cast<std::byte*>(read.data()), 20}).ok());
   EXPECT_EQ(read, std::vector<float>({0, 1, 2, 3, 4}));
 }
 
-TEST_F(GpuTransferTest, ACopyThatIsNotPlannedIsInAFile) {
-  const auto snapshot =
-      Snapshot(Weights(), GpuPlace{.device = kGpu, .most_bytes = 45}).value();  // 46 bytes
-  EXPECT_EQ(snapshot->gpu_memory(), nullptr);
-  EXPECT_NE(snapshot->file(), nullptr);
-  EXPECT_NE(Snapshot(Weights(), GpuPlace{.device = kGpu, .most_bytes = 46}).value()->gpu_memory(),
-            nullptr);
+TEST_F(GpuTransferTest, ACopyTakesNoMoreThanWasPlanned) {
+  const auto copy = [](int64_t most_bytes) {
+    return OnGpu(Weights(), {.device = kGpu, .most_bytes = most_bytes}).status();
+  };
+  EXPECT_EQ(copy(45).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(copy(46).ok());
 }
 
 // A publication to a slow server may go on when the next one begins.
 TEST_F(GpuTransferTest, CopiesThatLiveTogetherStayWithinThePlan) {
   const GpuPlace place = {.device = kGpu, .most_bytes = 2 * 46};
-  const auto first = Snapshot(Weights(), place).value();
-  auto second = Snapshot(Weights(), place).value();
-  EXPECT_NE(first->gpu_memory(), nullptr);
-  EXPECT_NE(second->gpu_memory(), nullptr);
-  EXPECT_EQ(Snapshot(Weights(), place).value()->gpu_memory(), nullptr);
+  const auto first = OnGpu(Weights(), place).value();
+  auto second = OnGpu(Weights(), place).value();
+  EXPECT_EQ(OnGpu(Weights(), place).status().code(), absl::StatusCode::kResourceExhausted);
   second.reset();
-  EXPECT_NE(Snapshot(Weights(), place).value()->gpu_memory(), nullptr);
+  EXPECT_TRUE(OnGpu(Weights(), place).ok());
 }
 
 TEST_F(GpuTransferTest, WeightsOfAnotherDigestAreNotCopied) {
   const NamedTensors weights = Weights();
-  EXPECT_EQ(MakeWeightSnapshot(kSpecs, SourceOf(weights),
-                               {.version = 3, .digest = std::string(32, '0')}, 7, {}, "", kPlace)
-                .status()
-                .code(),
-            absl::StatusCode::kDataLoss);
+  WeightManifest manifest = Manifest(weights);
+  manifest.digest = std::string(32, '0');
+  EXPECT_EQ(Copy(manifest, weights).status().code(), absl::StatusCode::kDataLoss);
 }
 
 // Shares its weights, says so, and waits for its end.
 TEST(OtherProcess, DISABLED_SharesTheWeightsUntilItIsKilled) {
-  const auto snapshot = Snapshot(Weights()).value();
+  const auto snapshot = OnGpu(Weights()).value();
   const int to = std::atoi(std::getenv("TANDEM_PEER"));
-  const std::string text = Text(*snapshot->gpu_memory());
+  const std::string text = Text(snapshot->gpu_memories());
   ASSERT_EQ(::write(to, text.data(), text.size()), std::ssize(text));
   ::pause();
 }
@@ -334,8 +420,8 @@ TEST_F(GpuTransferTest, MemoryOfAProcessThatDiesIsReadToTheEndOrNotAtAll) {
   const ssize_t size = ::read(ends[0], text.data(), text.size());
   ASSERT_GT(size, 0);
   text.resize(static_cast<size_t>(size));
-  const GpuMemory shared = FromText(text);
-  const auto in_file = Snapshot(Weights(), std::nullopt).value();
+  const std::vector<GpuMemory> shared = FromText(text);
+  const auto in_file = InFile(Weights()).value();
   const int64_t bytes = in_file->manifest().total_bytes;
   auto opened = PeerMemory::Open(shared, kGpu);
   ASSERT_TRUE(opened.ok()) << opened.status();

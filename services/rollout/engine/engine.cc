@@ -106,7 +106,7 @@ class EngineImpl : public Engine {
     StagedWeightReceiver::OpenGpu open_gpu;
     if (senior_.shard != nullptr && CanShareMemory(senior_.shard->model().device())) {
       intake_ = TorchRunner::NewStream(senior_.shard->model().device());
-      open_gpu = [this](const GpuMemory& memory) { return OpenOnAllRanks(memory); };
+      open_gpu = [this](absl::Span<const GpuMemory> memories) { return OpenOnAllRanks(memories); };
     }
     weights_ = std::make_unique<StagedWeightReceiver>(
         models_->senior_parameters(), models_->tied_head(), info_.senior.num_token_ids,
@@ -303,11 +303,11 @@ class EngineImpl : public Engine {
           return lane.shard == nullptr ? absl::OkStatus()
                                        : FollowPass(pass, *lane.shard, ranked_images_);
         });
-    commands_.Add<GpuMemory>(kOpenMemoryCommand,
-                             [this](const std::string&, const GpuMemory& memory) {
-                               ranks_->Agree(Open(memory).status()).IgnoreError();
-                               return absl::OkStatus();
-                             });
+    commands_.Add<std::vector<GpuMemory>>(
+        kOpenMemoryCommand, [this](const std::string&, const std::vector<GpuMemory>& memories) {
+          ranks_->Agree(Open(memories).status()).IgnoreError();
+          return absl::OkStatus();
+        });
     commands_.Add<RankedWeights>(
         kWeightsCommand, [this](const std::string&, const RankedWeights& weights) {
           if (senior_.shard == nullptr) return absl::OkStatus();
@@ -381,26 +381,29 @@ class EngineImpl : public Engine {
   }
 
   // Opens memory for copies to this rank's shard of the senior, if it has one.
-  absl::StatusOr<std::shared_ptr<const SharedBytes>> Open(const GpuMemory& memory) {
+  absl::StatusOr<std::shared_ptr<const SharedBytes>> Open(absl::Span<const GpuMemory> memories) {
     if (senior_.shard == nullptr) return nullptr;
-    return PeerMemory::Open(memory, senior_.shard->model().device());
+    return PeerMemory::Open(memories, senior_.shard->model().device());
   }
 
   // Opens memory if all ranks can: at the commit the others read it, too.
-  absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenOnAllRanks(const GpuMemory& memory) {
-    if (senior_.ranks.sharded()) TANDEM_RETURN_IF_ERROR(CheckOthersOpen(memory));
-    return Open(memory);
+  absl::StatusOr<std::shared_ptr<const SharedBytes>> OpenOnAllRanks(
+      absl::Span<const GpuMemory> memories) {
+    if (senior_.ranks.sharded()) {
+      TANDEM_RETURN_IF_ERROR(CheckOthersOpen({memories.begin(), memories.end()}));
+    }
+    return Open(memories);
   }
 
   // Asks once for the memory of an update, so that the thread of its stream does not wait.
-  absl::Status CheckOthersOpen(const GpuMemory& memory) {
-    std::string asked = ToBytes(memory);
+  absl::Status CheckOthersOpen(const std::vector<GpuMemory>& memories) {
+    std::string asked = ToBytes(memories);
     {
       const std::lock_guard lock(mutex_);
       if (asked == opened_by_others_) return absl::OkStatus();
     }
     TANDEM_RETURN_IF_ERROR(thread_->Run({}, [&] {
-      ranks_->Announce(kOpenMemoryCommand, /*request_id=*/"", memory);
+      ranks_->Announce(kOpenMemoryCommand, /*request_id=*/"", memories);
       return ranks_->Agree(absl::OkStatus());
     }));
     const std::lock_guard lock(mutex_);

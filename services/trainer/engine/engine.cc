@@ -12,6 +12,8 @@
 
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
+#include "common/base/logging.h"
+#include "common/parallel/gpu_copies.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/speculator/speculator_update.h"
@@ -56,6 +58,7 @@ class TorchEngine final : public training::CoreEngine<Engine> {
     TANDEM_RETURN_IF_ERROR(core_->OnAllRanks("model", [&]() -> absl::Status {
       TANDEM_ASSIGN_OR_RETURN(TrainerModels models, LoadTrainerModels(options_, *core_));
       models_.emplace(std::move(models));
+      gpu_copies_.emplace(core_->strategy(), options_.weights_copy_bytes);
       return absl::OkStatus();
     }));
     if (HasSpeculator()) {
@@ -85,13 +88,17 @@ class TorchEngine final : public training::CoreEngine<Engine> {
   void AddCommands();
   absl::StatusOr<StepResult> DoStep(const CallScope& call, const TrainStepRequest& request);
   SnapshotResult TakeSnapshot(const SnapshotRequest& request);
+  // Once, on rank 0.
+  void SayThatNoGpuHasTheCopy(const absl::Status& why);
   bool HasSpeculator() const { return models_->speculator != nullptr; }
   BatchLimits Limits() const;
 
   const EngineOptions options_;
   const std::shared_ptr<CriticConnection> critic_;
-  std::optional<TrainerModels> models_;         // from Load on
-  std::weak_ptr<const WeightSource> snapshot_;  // the last snapshot, while a caller holds it
+  std::optional<TrainerModels> models_;            // from Load on
+  std::weak_ptr<const WeightSource> snapshot_;     // the last snapshot, while a caller holds it
+  std::optional<parallel::GpuCopies> gpu_copies_;  // from Load on
+  bool said_no_gpu_has_the_copy_ = false;
   training::TrainingCore::Command<TrainStepRequest, absl::StatusOr<StepResult>> train_step_;
   training::TrainingCore::Command<LogProbsBatch, absl::StatusOr<LogProbsResults>>
       compute_log_probs_;
@@ -173,9 +180,16 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& req
   if (held) return snapshot;
   snapshot = nullptr;  // releases its file or memory for the next one
   const HalfOfThreads half;
-  std::optional<GpuPlace> gpu;
+  WeightManifest manifest = ManifestOf(std::move(tensors), weights, model.num_token_ids(),
+                                       std::move(components), model.lora().Text());
   if (request.on_gpu && CanShareMemory(model.device())) {
-    gpu = {.device = model.device(), .most_bytes = options_.weights_copy_bytes};
+    const absl::Status reserved = gpu_copies_->Reserve(manifest.tensors);
+    if (reserved.ok()) {
+      TANDEM_ASSIGN_OR_RETURN(snapshot, gpu_copies_->Fill(std::move(manifest), heads));
+      snapshot_ = snapshot;
+      return snapshot;
+    }
+    SayThatNoGpuHasTheCopy(reserved);
   }
   TANDEM_RETURN_IF_ERROR(
       parallel::UseWholeParameters(strategy, is_sent, [&](TensorSource parameters) -> absl::Status {
@@ -183,13 +197,19 @@ TorchEngine::SnapshotResult TorchEngine::TakeSnapshot(const SnapshotRequest& req
           TANDEM_RETURN_IF_ERROR(parameters(visit));
           return SourceOf(heads)(visit);
         };
-        TANDEM_ASSIGN_OR_RETURN(
-            snapshot, MakeWeightSnapshot(tensors, all, weights, model.num_token_ids(),
-                                         std::move(components), model.lora().Text(), gpu));
+        TANDEM_ASSIGN_OR_RETURN(snapshot, MakeWeightSnapshot(std::move(manifest), all));
         return absl::OkStatus();
       }));
   snapshot_ = snapshot;
   return snapshot;
+}
+
+void TorchEngine::SayThatNoGpuHasTheCopy(const absl::Status& why) {
+  if (core_->strategy().ranks().rank() != 0 || std::exchange(said_no_gpu_has_the_copy_, true)) {
+    return;
+  }
+  Log(LogLevel::kWarning, "weights_not_copied_on_gpu",
+      {{"message", why.message()}, {"instead", "a file"}});
 }
 
 }  // namespace

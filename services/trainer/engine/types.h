@@ -38,8 +38,8 @@ struct EngineOptions : training::TrainingOptions {
   speculator::SpeculatorSettings speculator;
   bool freeze_base_model = false;  // the speculator, which is there, trains alone
   OptimizerOptions speculator_optimizer = {};
-  // The most bytes of the GPU that a copy of the weights for receivers with GPUs may take; 0: such
-  // a copy is in a file.
+  // The most bytes of this rank's GPU that its part of a copy of the weights for receivers with
+  // GPUs may take; 0: such a copy is in a file.
   int64_t weights_copy_bytes = 0;
 };
 
@@ -47,7 +47,7 @@ struct EngineOptions : training::TrainingOptions {
 struct SnapshotRequest {
   // The types in which receivers want tensors, each set once; none: float32.
   std::vector<TensorTypes> receivers = {};
-  // Whether receivers may read it in the memory of the trainer's GPU.
+  // Whether receivers may read it in the memory of the trainer's GPUs.
   bool on_gpu = false;
 };
 

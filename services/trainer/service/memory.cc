@@ -12,6 +12,9 @@
 #include "common/model/config/rope_config.h"
 #include "common/model/loading/peft_files.h"
 #include "common/rpc/convert/compute_config.h"
+#include "common/tensor/weight_spec.h"
+#include "common/weights/gpu/copy_parts.h"
+#include "common/weights/weight_components.h"
 #include "services/trainer/engine/types.h"
 #include "services/trainer/service/speculator_config.h"
 #include "services/training_core/service/strategy_config.h"
@@ -78,21 +81,27 @@ absl::Status AddSpeculator(const config::v1::TrainerServerConfig& config, const 
   return absl::OkStatus();
 }
 
-// Adds the copy of the weights that rank 0 makes on its GPU, unless there is no room for it: then
-// copies are in a file. Receivers are expected to keep matrices in the type of the computation, and
-// the rest, with the speculator's heads, in float32; a copy that takes more is in a file, too.
+// Adds the rank's part of the copy of the weights that the ranks make on their GPUs, unless there
+// is no room for it: then copies are in a file. Receivers are expected to keep matrices in the type
+// of the computation, and the rest, with the speculator's heads, in float32; a copy that takes more
+// is in a file, too.
 absl::Status AddWeightsCopy(const config::v1::TrainerServerConfig& config, const ModelConfig& model,
                             const LoraOptions& lora, const FreeMemory& free, MemoryPlan& plan) {
   TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
-  if (config.compute().device() == "cpu" || environment.rank != 0) return absl::OkStatus();
+  if (config.compute().device() == "cpu") return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(const std::vector<ParameterSpec> specs,
                           ModelParameters(model, {.tied = model.tie_word_embeddings}, lora));
-  const auto item = static_cast<int64_t>(ItemSizeBytes(rpc::ComputeType(config.compute())));
-  int64_t bytes = plan.bytes_of("speculator_weights");
+  std::vector<WeightSpec> tensors;
   for (const ParameterSpec& spec : specs) {
     if (lora.enabled() && !spec.adapts) continue;
-    bytes += spec.numel() * (spec.shape.size() > 1 ? item : static_cast<int64_t>(sizeof(float)));
+    const bool rounded = spec.shape.size() > 1;
+    tensors.push_back({.name = spec.name,
+                       .dtype = rounded ? rpc::ComputeType(config.compute()) : DType::kFloat32,
+                       .shape = spec.shape});
   }
+  const int64_t heads = plan.bytes_of("speculator_weights") / static_cast<int64_t>(sizeof(float));
+  if (heads > 0) tensors.push_back({.name = kSpeculatorComponent, .shape = {heads}});
+  const int64_t bytes = LargestPartBytes(tensors, environment.world_size);
   const std::optional<int64_t>& most = free.devices[0];
   // A tenth stays free, as beside a KV cache: what is not there is copied to a file.
   if (most.has_value() && plan.device_bytes(0) + bytes > *most - *most / 10) {

@@ -16,8 +16,8 @@ namespace tandem::trainer {
 using CountSpeculator = absl::FunctionRef<absl::StatusOr<int64_t>(
     const speculator::SpeculatorSettings& settings, const speculator::BaseModelSizes& base)>;
 
-// The item of a copy of the weights in the GPU's memory, for rollout servers with GPUs of the
-// machine.
+// The item of a rank's part of a copy of the weights in the GPUs' memory, for rollout servers with
+// GPUs of the machine.
 inline constexpr char kWeightsCopy[] = "weights_copy";
 
 // Returns the memory plan of a resolved configuration. It has a copy of the weights on the GPU

@@ -117,9 +117,10 @@ TEST_F(PublishTest, TheSnapshotHasTheTypesThatTheReceiversWant) {
 
 // In another container, CUDA may refuse memory of a process on the same machine.
 TEST_F(PublishTest, WithoutAReaderOfTheGpusMemoryTheNextCopyIsInAFile) {
-  ReceiverServer plain, refuses(absl::OkStatus(), -1, {}, DType::kFloat32, [](const GpuMemory&) {
-    return absl::FailedPreconditionError("another container");
-  });
+  ReceiverServer plain,
+      refuses(absl::OkStatus(), -1, {}, DType::kFloat32, [](absl::Span<const GpuMemory>) {
+        return absl::FailedPreconditionError("another container");
+      });
   ASSERT_TRUE(Publish({plain.server.address()}).ok());
   for (int round = 0; round < 2; ++round) {
     const auto response = Publish({refuses.server.address()}, /*allow_rollback=*/true);
@@ -139,9 +140,10 @@ TEST_F(PublishTest, TheGpusMemoryIsUsedWhereAllTargetsReadIt) {
     EXPECT_TRUE(weights.Read(0, {reinterpret_cast<std::byte*>(read.data()), read.size()}).ok());
     return read;
   }();
-  ReceiverServer plain, reads(absl::OkStatus(), -1, {}, DType::kFloat32, [&](const GpuMemory&) {
-    return std::make_shared<const FakeGpuMemory>(bytes);
-  });
+  ReceiverServer plain,
+      reads(absl::OkStatus(), -1, {}, DType::kFloat32, [&](absl::Span<const GpuMemory>) {
+        return std::make_shared<const FakeGpuMemory>(bytes);
+      });
   ASSERT_TRUE(Publish({reads.server.address()}).ok());
   EXPECT_EQ(reads.told.shared, 1);
   ASSERT_TRUE(Publish({plain.server.address(), reads.server.address()}).ok());
@@ -151,9 +153,10 @@ TEST_F(PublishTest, TheGpusMemoryIsUsedWhereAllTargetsReadIt) {
 }
 
 TEST_F(PublishTest, AReceiverThatFailsLeavesTheGpusMemoryInUse) {
-  ReceiverServer fails(
-      absl::InternalError("no memory"), -1, {}, DType::kFloat32,
-      [](const GpuMemory&) { return absl::FailedPreconditionError("another container"); });
+  ReceiverServer fails(absl::InternalError("no memory"), -1, {}, DType::kFloat32,
+                       [](absl::Span<const GpuMemory>) {
+                         return absl::FailedPreconditionError("another container");
+                       });
   for (int round = 0; round < 2; ++round) {
     ASSERT_TRUE(Publish({fails.server.address()}, true).ok());
     ASSERT_TRUE(engine_->LoadCheckpoint({}, {}).ok()) << "which brings other weights";

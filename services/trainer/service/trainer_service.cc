@@ -234,7 +234,7 @@ absl::StatusOr<v1::PublishWeightsResponse> TrainerService::Publish(
                                .on_gpu = on_gpu && !types.empty() && gpu_memory_is_read_}));
   const std::vector<absl::StatusOr<rpc::SentWeights>> deliveries =
       receivers.Send(*source, request.allow_rollback(), call);
-  if (source->gpu_memory() != nullptr) NoteWhetherRead(wanted, deliveries);
+  if (!source->gpu_memories().empty()) NoteWhetherRead(wanted, deliveries);
   v1::PublishWeightsResponse response;
   response.mutable_weights()->set_version(source->manifest().version);
   response.mutable_weights()->set_digest(source->manifest().digest);

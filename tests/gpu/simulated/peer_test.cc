@@ -9,9 +9,8 @@
 #include <vector>
 
 #include "common/tensor/aten/peer_memory.h"
+#include "common/weights/gpu/gpu_copy.h"
 #include "common/weights/gpu/gpu_intake.h"
-#include "common/weights/weight_snapshot.h"
-#include "common/weights/weights_digest.h"
 #include "tests/gpu/simulated/counts.h"
 
 namespace tandem::simulated_gpu {
@@ -24,7 +23,8 @@ at::Tensor Bytes(int64_t count) { return at::ones({count}, at::device(kGpu).dtyp
 // Memory that passes for another process's.
 class OwnMemory final : public PeerMemory {
  public:
-  explicit OwnMemory(const at::Tensor& bytes) : PeerMemory({.size = bytes.numel()}, kGpu), bytes_(bytes) {}
+  explicit OwnMemory(const at::Tensor& bytes)
+      : PeerMemory({{.size = bytes.numel()}}, kGpu), bytes_(bytes) {}
 
  private:
   void Copy(int64_t offset, const at::Tensor& bytes) const override {
@@ -47,18 +47,19 @@ TEST(PeerTest, OtherMemoryIsNotOpened) {
   const GpuMemory memory = ShareMemory(bytes).value();
   GpuMemory wrong = memory;
   wrong.machine = "another";
-  EXPECT_EQ(PeerMemory::Open(wrong, kGpu).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(PeerMemory::Open({wrong}, kGpu).status().code(), absl::StatusCode::kFailedPrecondition);
   wrong.machine = memory.machine;
   wrong.offset = -1;
-  EXPECT_EQ(PeerMemory::Open(wrong, kGpu).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_FALSE(PeerMemory::Open(memory, kGpu).ok()) << "CUDA opens no memory of its own process";
-  EXPECT_EQ(PeerMemory::Open(memory, at::kCPU).status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(PeerMemory::Open({wrong}, kGpu).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_FALSE(PeerMemory::Open({memory}, kGpu).ok()) << "CUDA opens no memory of its own process";
+  EXPECT_EQ(PeerMemory::Open({memory}, at::kCPU).status().code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(ShareMemory(at::zeros({8}, at::kByte)).status().code(),
             absl::StatusCode::kUnimplemented);
   for (const char* handle : {"1 999 1 1 0 8", "", "x"}) {
     wrong = memory;
     wrong.handle = handle;
-    EXPECT_EQ(PeerMemory::Open(wrong, kGpu).status().code(), absl::StatusCode::kInternal) << handle;
+    EXPECT_EQ(PeerMemory::Open({wrong}, kGpu).status().code(), absl::StatusCode::kInternal)
+        << handle;
   }
 }
 
@@ -72,14 +73,13 @@ TEST(PeerTest, NobodyWaitsForASingleTensor) {
     tensors.emplace_back(name, at::arange(5.0, at::device(kGpu).dtype(at::kFloat)) + i);
     specs.push_back({.name = name, .dtype = DType::kBFloat16, .shape = {5}});
   }
-  const std::string digest = WeightsDigest(tensors);
   int64_t before = TheCounts().synchronizations;
-  const auto copy = MakeWeightSnapshot(specs, SourceOf(tensors), {.version = 1, .digest = digest},
-                                       7, {}, "", GpuPlace{.device = kGpu, .most_bytes = 1000})
-                        .value();
+  const auto copy =
+      GpuCopy::Make(specs, {.device = kGpu, .most_bytes = 1000}, /*with_sums=*/true).value();
+  ASSERT_TRUE(copy->Fill(SourceOf(tensors)).ok());
   EXPECT_LE(TheCounts().synchronizations - before, 3);
   std::vector<std::byte> bytes(kTensors * 10);
-  ASSERT_TRUE(copy->Read(0, absl::MakeSpan(bytes)).ok());
+  copy->Read(0, absl::MakeSpan(bytes));
   const auto memory = std::make_shared<const OwnMemory>(
       at::from_blob(bytes.data(), {kTensors * 10}, at::kByte).to(kGpu));
   GpuIntake intake(c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(kGpu));
@@ -100,7 +100,7 @@ TEST(PeerTest, NobodyWaitsForASingleTensor) {
   ASSERT_EQ(read.size(), size_t{kTensors});
   for (size_t i = 0; i < kTensors; ++i) {
     EXPECT_EQ(read[i].name, specs[i].name);
-    EXPECT_EQ(read[i].sums, copy->sums()[i]);
+    EXPECT_EQ(read[i].sums, copy->sums().sums[i]);
     EXPECT_EQ(read[i].not_finite, std::nullopt);
     EXPECT_TRUE(at::equal(taken[i].cpu(), tensors[i].second.cpu().to(at::kBFloat16)));
   }

@@ -145,11 +145,14 @@ def test_a_trainer_that_dies_leaves_one_version_in_force(
             assert client.info().server.weights == reply.weights
 
 
-def test_a_rollout_server_that_dies_does_not_keep_the_trainer(numerics, models, tmp_path):
-    settings = numerics.settings
+@pytest.mark.parametrize("layout", ["one-rank", "sharded-both"])
+def test_a_rollout_server_that_dies_does_not_keep_the_trainer(numerics, models, tmp_path, layout):
+    rollout, trainer_section = (numerics.settings(**section) for section in LAYOUTS[layout])
     with (
-        harness.cluster(tmp_path / "a", models, rollout=settings(), trainer=settings()) as running,
-        harness.cluster(tmp_path / "b", models, rollout=settings()) as other,
+        harness.cluster(
+            tmp_path / "a", models, rollout=rollout, trainer=trainer_section
+        ) as running,
+        harness.cluster(tmp_path / "b", models, rollout=rollout) as other,
         harness.trainer_client(running) as trainer,
     ):
         dead, alive = running.rollouts[0], other.rollouts[0]
@@ -175,12 +178,19 @@ def test_the_copy_is_planned_where_the_gpu_has_room(numerics, models, tmp_path):
         f"model: {models.senior}\ncompute: {{device: cuda, dtype: {numerics.dtype}}}\n"
     )
 
-    def plan(gpu: float) -> str:
+    def plan(gpu: float, *settings: str, **world: int) -> str:
         """The plan for a GPU of so many bytes."""
         command = [str(find_binary("tandem-trainer-server")), "--config", str(config)]
         options = ["--check-config", f"--assume-gpu-memory={int(gpu)}"]
+        environment = {name: str(value) for name, value in world.items()}
+        if world:
+            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         return subprocess.run(
-            [*command, *options], capture_output=True, text=True, check=True
+            [*command, *settings, *options],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | environment,
         ).stdout
 
     [line] = [line for line in plan(8 << 30).splitlines() if "GPU of a rank" in line]
@@ -188,3 +198,7 @@ def test_the_copy_is_planned_where_the_gpu_has_room(numerics, models, tmp_path):
     # A tenth stays free.
     assert "weights_copy" in plan(needed / 0.9 + 2e6)
     assert "weights_copy" not in plan(needed + 2e6)
+    # Every rank of several has a part.
+    for rank in (0, 1):
+        world = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": rank}
+        assert "weights_copy" in plan(8 << 30, "strategy.name=zero", **world)

@@ -150,6 +150,7 @@ def _replayable(method: str, requests: Iterator[bytes]) -> Iterator[bytes]:
             begin = weights_pb2.BeginUpdateRequest.FromString(message)
             begin.ClearField("shared_file")
             begin.ClearField("gpu_memory")
+            begin.ClearField("gpu_memories")
             message = begin.SerializeToString()
         yield message
 

@@ -29,10 +29,10 @@ void BroadcastBytesOf(const at::Tensor& tensor, ranks::Communicator& group) {
 // Reads tensors in memory of a sender's GPU, each with the sums that rank 0 found.
 class MemoryReader {
  public:
-  static absl::StatusOr<std::unique_ptr<MemoryReader>> Open(const std::vector<GpuMemory>& memories,
-                                                            c10::Stream stream) {
+  static absl::StatusOr<std::unique_ptr<MemoryReader>> Open(
+      const std::vector<std::vector<GpuMemory>>& memories, c10::Stream stream) {
     std::vector<std::shared_ptr<const SharedBytes>> opened;
-    for (const GpuMemory& memory : memories) {
+    for (const std::vector<GpuMemory>& memory : memories) {
       TANDEM_ASSIGN_OR_RETURN(opened.emplace_back(), PeerMemory::Open(memory, stream.device()));
     }
     return std::unique_ptr<MemoryReader>(new MemoryReader(std::move(opened), stream));

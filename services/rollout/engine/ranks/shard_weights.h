@@ -1,8 +1,8 @@
 // The last step of a weight transfer (common/weights/weight_transfer.h) in a multi-rank server: the
 // ranks that hold the other shards of the model get whole tensors, one at a time, so that no rank
 // holds all of them. What rank 0 has kept on the host it sends; what is still in memory of the
-// sender's GPU every rank reads there. Those ranks pack their shards beside the weights that serve,
-// and all ranks swap between the same two passes.
+// sender's GPUs every rank reads there. Those ranks pack their shards beside the weights that
+// serve, and all ranks swap between the same two passes.
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_RANKS_SHARD_WEIGHTS_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_RANKS_SHARD_WEIGHTS_H_
 
@@ -28,8 +28,8 @@
 
 namespace tandem::rollout {
 
-// The names of the commands: the ranks agree whether all of them can open a GpuMemory; the tensors
-// of a RankedWeights come now; the weights that came last are put in force now (an
+// The names of the commands: the ranks agree whether all of them can open GpuMemory, a vector; the
+// tensors of a RankedWeights come now; the weights that came last are put in force now (an
 // AdoptedWeights).
 inline constexpr char kOpenMemoryCommand[] = "open memory";
 inline constexpr char kWeightsCommand[] = "weights";
@@ -57,7 +57,7 @@ struct RankedTensor {
 // The tensors, in this order.
 struct RankedWeights {
   std::vector<RankedTensor> tensors;
-  std::vector<GpuMemory> memories = {};
+  std::vector<std::vector<GpuMemory>> memories = {};  // each as PeerMemory::shared
 };
 struct AdoptedWeights {};
 

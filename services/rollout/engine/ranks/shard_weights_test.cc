@@ -107,7 +107,7 @@ class ShardWeightsOnGpuTest : public testing::Test {
       const auto stream = TorchRunner::NewStream(placement.device);
       if (group.rank() == 0) {
         SeniorUpdate update(*model, nullptr, /*keeps_tensors=*/true, stream, nullptr);
-        const auto memory = PeerMemory::Open(shared.memory, placement.device).value();
+        const auto memory = PeerMemory::Open({shared.memory}, placement.device).value();
         int64_t offset = 0;
         for (const WeightSpec& spec : shared.tensors) {
           if (on_host && offset == 0) {

@@ -68,14 +68,14 @@ class FakeWeights final : public WeightSource {
     return absl::OkStatus();
   }
   // Offers the bytes as memory of a GPU, too.
-  void OfferGpu() { gpu_ = {.machine = MachineId(), .size = std::ssize(bytes_)}; }
-  const GpuMemory* gpu_memory() const override { return gpu_.has_value() ? &*gpu_ : nullptr; }
+  void OfferGpu() { gpu_ = {{.machine = MachineId(), .size = std::ssize(bytes_)}}; }
+  absl::Span<const GpuMemory> gpu_memories() const override { return gpu_; }
 
  private:
   WeightManifest manifest_;
   std::vector<std::byte> bytes_;
   std::vector<WordSums> sums_;
-  std::optional<GpuMemory> gpu_;
+  std::vector<GpuMemory> gpu_;
 };
 
 // Every step adds 1 to the version; a known request id is replayed. FailNext fails one call.
