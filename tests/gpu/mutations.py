@@ -123,8 +123,8 @@ MUTATIONS = [
     Mutation(
         "logits: the host waits once more in every pass",
         "services/rollout/engine/models/torch_runner.cc",
-        "    draws_.Send();\n    return absl::OkStatus();\n  });\n",
-        "    draws_.Send();\n    draws_.Read();\n    return absl::OkStatus();\n  });\n",
+        "    draws.Send();\n    return absl::OkStatus();\n  });\n",
+        "    draws.Send();\n    draws.Read();\n    return absl::OkStatus();\n  });\n",
         test="gpu_passes_test",
     ),
     Mutation(
@@ -147,6 +147,41 @@ MUTATIONS = [
         "  std::fill(block, longs(layout.blocks) + shape.rows, -1);\n",
         "",
         test="gpu_passes_test",
+    ),
+    Mutation(
+        "graphs: the numbers of a pass that waits are overwritten by those of the next one",
+        "common/model/passes/decode_buffers.cc",
+        "  filled_ = 1 - filled_;\n",
+        "",
+        test="gpu_passes_test",
+    ),
+    Mutation(
+        "a pass ahead: a graph reads the tokens before they are drawn",
+        "services/rollout/engine/models/decode_graphs.cc",
+        "  if (drawn.defined()) buffers_.ReplaceTokens(key.shape, exact.rows, drawn);\n",
+        "",
+        test="gpu_passes_test",
+    ),
+    Mutation(
+        "a pass ahead: the host reads the tokens of the wrong one of two passes",
+        "services/rollout/engine/models/torch_runner.cc",
+        "draws_[std::exchange(has_two_, false) ? 1 - newest_ : newest_].Read();",
+        "draws_[std::exchange(has_two_, false) ? newest_ : 1 - newest_].Read();",
+        test="gpu_passes_test",
+    ),
+    Mutation(
+        "a pass ahead: an ended response gives its blocks back while the pass writes there",
+        "services/rollout/engine/schedule/generator.cc",
+        "sequence->running_passes > 0 || !sequence->complete()",
+        "!sequence->complete()",
+        test="rollout_schedule_test",
+    ),
+    Mutation(
+        "a pass ahead: the block of its token is given back when the pass before ends",
+        "services/rollout/engine/schedule/scheduler.cc",
+        "  if (sequence.running_passes == 0) state.table.Shrink",
+        "  state.table.Shrink",
+        test="rollout_schedule_test",
     ),
     Mutation(
         "publication: memory is offered before the GPU has written it",
