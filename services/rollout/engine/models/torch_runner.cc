@@ -64,6 +64,11 @@ void TorchRunner::EnterStream(std::optional<c10::StreamGuard>& guard) {
   guard.emplace(*stream_);
 }
 
+void TorchRunner::WaitForStream() {
+  if (!stream_.has_value()) return;
+  c10::impl::VirtualGuardImpl(stream_->device_type()).synchronizeStream(*stream_);
+}
+
 absl::Status TorchRunner::Run(const Pass& pass, PassResults& results) {
   TANDEM_RETURN_IF_ERROR(Start(pass, results));
   return Finish();
@@ -73,11 +78,13 @@ absl::Status TorchRunner::Start(const Pass& pass, PassResults& results) {
   TANDEM_RETURN_IF_ERROR(Compute(pass, &results, draws_[1 - newest_]));
   newest_ = 1 - newest_;
   has_two_ = pass.follows;
+  has_rows_ = !pass.rows.empty();
   return absl::OkStatus();
 }
 
 absl::Status TorchRunner::Finish() {
   return CatchTorchErrors("forward pass", [&] {
+    if (!has_rows_) WaitForStream();
     draws_[std::exchange(has_two_, false) ? 1 - newest_ : newest_].Read();
     return absl::OkStatus();
   });
@@ -220,10 +227,10 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results, Device
     draws.Send();
     return absl::OkStatus();
   });
-  if (!computed.ok() && stream_.has_value()) {
+  if (!computed.ok()) {
     // Operations that the pass began must not meet those of the next one.
     draws.Clear();
-    c10::impl::VirtualGuardImpl(stream_->device_type()).synchronizeStream(*stream_);
+    WaitForStream();
   }
   return NameMemorySettings(computed, kMemorySettings);
 }

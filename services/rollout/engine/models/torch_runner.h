@@ -91,6 +91,9 @@ class TorchRunner : public ModelRunner {
   // Lets operations of this thread run on the runner's stream while `guard` lives.
   void EnterStream(std::optional<c10::StreamGuard>& guard);
 
+  // Waits for all that the stream has to do.
+  void WaitForStream();
+
   std::shared_ptr<Model> model_;
   const Adapters adapters_;
   const std::optional<c10::Stream> stream_;
@@ -98,6 +101,7 @@ class TorchRunner : public ModelRunner {
   std::array<DeviceDraws, 2> draws_;  // of the pass that was started last, and of the one before
   size_t newest_ = 0;                 // in draws_
   bool has_two_ = false;              // whether both passes have started and not finished
+  bool has_rows_ = false;             // whether the host waits for rows of the last one
   KvCache cache_;
   std::optional<DecodeGraphs> graphs_;
   ImageRows image_rows_;
