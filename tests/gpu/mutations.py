@@ -156,6 +156,13 @@ MUTATIONS = [
         test="gpu_passes_test",
     ),
     Mutation(
+        "a pass without rows: nobody waits for it",
+        "services/rollout/engine/models/torch_runner.cc",
+        "    if (!has_rows_) WaitForStream();\n",
+        "",
+        test="gpu_passes_test",
+    ),
+    Mutation(
         "a pass ahead: a graph reads the tokens before they are drawn",
         "services/rollout/engine/models/decode_graphs.cc",
         "  if (drawn.defined()) buffers_.ReplaceTokens(key.shape, exact.rows, drawn);\n",
