@@ -36,10 +36,21 @@ AuthorSelector::AuthorSelector(const TandemConfig& config, uint64_t seed, uint64
   next_ = Choose(/*after_boundary=*/false);
 }
 
-void AuthorSelector::OnToken(int32_t id) {
+std::optional<Author> AuthorSelector::AuthorAfterNext() const {
+  if (!enabled_) return next_;
+  AuthorSelector after_boundary = *this, after_other = *this;
+  after_boundary.Advance(true);
+  after_other.Advance(false);
+  if (after_boundary.next_ != after_other.next_) return std::nullopt;
+  return after_other.next_;
+}
+
+void AuthorSelector::OnToken(int32_t id) { Advance(boundaries_->contains(id)); }
+
+void AuthorSelector::Advance(bool is_boundary) {
   ++t_;
   ++since_draw_;
-  next_ = Choose(boundaries_->contains(id));
+  next_ = Choose(is_boundary);
 }
 
 void AuthorSelector::OnEnvironmentToken() {

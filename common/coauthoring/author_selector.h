@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -47,6 +48,8 @@ class AuthorSelector {
 
   // Returns the author of token number size(), and does not advance.
   Author NextAuthor() const { return next_; }
+  // Returns the author of token number size() + 1; nullopt if it depends on token number size().
+  std::optional<Author> AuthorAfterNext() const;
 
   // Adds token number size(), which is `id`.
   void OnToken(int32_t id);
@@ -57,6 +60,7 @@ class AuthorSelector {
   int64_t size() const { return t_; }
 
  private:
+  void Advance(bool is_boundary);
   Author Coin() const;
   Author Choose(bool after_boundary);
 

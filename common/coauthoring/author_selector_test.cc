@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <map>
+#include <optional>
 #include <random>
 
 #include "common/base/philox.h"
@@ -103,6 +105,33 @@ TEST(AuthorSelectorTest, SamplesAndSeedsHaveTheirOwnCoins) {
   EXPECT_NE(Mask({}, tokens, 1, 0), Mask({}, tokens, 1, 1));
   EXPECT_NE(Mask({}, tokens, 1, 0), Mask({}, tokens, 2, 0));
   EXPECT_EQ(Mask({}, tokens, 1, 0), Mask({}, tokens, 1, 0));
+}
+
+TEST(AuthorSelectorTest, KnowsTheAuthorBehindTheNextTokenWhereNoTokenChangesIt) {
+  std::map<SelectionStrategy, int> unknown;
+  for (const auto strategy :
+       {SelectionStrategy::kBernoulli, SelectionStrategy::kChunk, SelectionStrategy::kAlternating,
+        SelectionStrategy::kSentence, SelectionStrategy::kWord, SelectionStrategy::kTurn}) {
+    AuthorSelector selector({.selection_strategy = strategy, .chunk_size = 7, .max_gap_tokens = 5},
+                            kSeed, kSample, Boundaries());
+    for (const int32_t token : RandomTokens(300)) {
+      std::optional<Author> behind[2];
+      for (const int32_t next : {kBoundary, kBoundary - 1}) {
+        AuthorSelector after = selector;
+        after.OnToken(next);
+        behind[next == kBoundary] = after.NextAuthor();
+      }
+      unknown[strategy] += behind[0] != behind[1];
+      EXPECT_EQ(selector.AuthorAfterNext(), behind[0] == behind[1] ? behind[0] : std::nullopt);
+      selector.OnToken(token);
+    }
+  }
+  EXPECT_EQ(unknown[SelectionStrategy::kSentence], 300);
+  EXPECT_GT(unknown[SelectionStrategy::kWord], 50);
+  EXPECT_LT(unknown[SelectionStrategy::kWord], 200);
+  EXPECT_EQ(unknown[SelectionStrategy::kBernoulli] + unknown[SelectionStrategy::kChunk] +
+                unknown[SelectionStrategy::kAlternating] + unknown[SelectionStrategy::kTurn],
+            0);
 }
 
 // Law: replaying a prefix gives the same state.

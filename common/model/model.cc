@@ -347,9 +347,11 @@ BatchImages Model::ImagesOf(std::span<const DecodeInput> inputs,
   return images.Take(device());
 }
 
-absl::Status Model::CheckInputs(const KvCache& cache, std::span<const DecodeInput> inputs) const {
+absl::Status Model::CheckInputs(const KvCache& cache, std::span<const DecodeInput> inputs,
+                                const at::Tensor& drawn) const {
+  const int64_t end = drawn.defined() ? drawn.size(0) : num_token_ids_;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    const absl::Status status = CheckInput(cache, inputs[i], num_token_ids_);
+    const absl::Status status = CheckInput(cache, inputs[i], end);
     if (!status.ok()) return PrependFieldPath(absl::StrCat("inputs[", i, "]"), status);
   }
   return absl::OkStatus();
@@ -370,14 +372,14 @@ at::Tensor Model::DecodeBatched(KvCache& cache, const DecodeBatch& batch) const 
   return backbone_->Run(pass);
 }
 
-absl::StatusOr<at::Tensor> Model::Decode(
-    KvCache& cache, std::span<const DecodeInput> inputs,
-    std::span<const std::vector<at::Tensor>> image_rows) const {
+absl::StatusOr<at::Tensor> Model::Decode(KvCache& cache, std::span<const DecodeInput> inputs,
+                                         std::span<const std::vector<at::Tensor>> image_rows,
+                                         const at::Tensor& drawn) const {
   at::NoGradGuard no_grad;
   if (placement_.shard_count != 1 && placement_.shard_group == nullptr) {
     return absl::UnimplementedError("a shard cannot compute without the others");
   }
-  TANDEM_RETURN_IF_ERROR(CheckInputs(cache, inputs));
+  TANDEM_RETURN_IF_ERROR(CheckInputs(cache, inputs, drawn));
   int64_t count = 0, num_rows = 0, longest_table = 0;
   for (const DecodeInput& input : inputs) {
     count += static_cast<int64_t>(input.tokens.size());
@@ -425,6 +427,7 @@ absl::StatusOr<at::Tensor> Model::Decode(
   }
   const at::Tensor uploaded = CopyToDevice(indices, device());
   batch.tokens = ops::Narrow(uploaded, 0, 0, count);
+  if (drawn.defined()) batch.tokens = drawn.index_select(0, batch.tokens).to(at::kLong);
   batch.positions = ops::Narrow(uploaded, 0, count, count);
   sequences.block_table = CopyToDevice(tables, device());
   if (ops::NeedsPagedRows(device(), dtype())) {

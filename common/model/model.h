@@ -194,16 +194,19 @@ class Model {
   // Consumes every input's tokens in one ragged pass, and writes their keys and values into the
   // cache. Returns the wanted rows, inputs one after the other: [number of output rows, H], after
   // the final norm; feed them to ForwardLogits. image_rows[i] has what ImageRows returned of each
-  // image of input i, and may be empty where no input has images. Run it under c10::InferenceMode.
-  // A row's numbers do not depend on what it was batched with nor on how the tokens before it were
-  // chunked. Of a shard, the cache holds its heads; all ranks get the same bits, and the same
-  // error. UNIMPLEMENTED for a shard without the others. INVALID_ARGUMENT for a block that the
-  // cache does not have, too few blocks, no tokens, an id that no token has, or rows out of order.
-  // On an error the cache has not changed.
+  // image of input i, and may be empty where no input has images. With `drawn` [N] float64, on the
+  // model's device, tokens of the inputs are indices of the tokens that it has. Run it under
+  // c10::InferenceMode. A row's numbers do not depend on what it was batched with nor on how the
+  // tokens before it were chunked. Of a shard, the cache holds its heads; all ranks get the same
+  // bits, and the same error. UNIMPLEMENTED for a shard without the others. INVALID_ARGUMENT for a
+  // block that the cache does not have, too few blocks, no tokens, an id that no token has, or rows
+  // out of order. On an error the cache has not changed.
   absl::StatusOr<at::Tensor> Decode(KvCache& cache, std::span<const DecodeInput> inputs,
-                                    std::span<const std::vector<at::Tensor>> image_rows = {}) const;
+                                    std::span<const std::vector<at::Tensor>> image_rows = {},
+                                    const at::Tensor& drawn = {}) const;
   // The errors of Decode for its inputs.
-  absl::Status CheckInputs(const KvCache& cache, std::span<const DecodeInput> inputs) const;
+  absl::Status CheckInputs(const KvCache& cache, std::span<const DecodeInput> inputs,
+                           const at::Tensor& drawn = {}) const;
   // Decode of a batch that lies on the device: the wanted rows [R, H]. All layers attend in the
   // kernel (AttendsInKernel), and no rank has a shard.
   at::Tensor DecodeBatched(KvCache& cache, const DecodeBatch& batch) const;

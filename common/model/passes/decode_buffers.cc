@@ -18,13 +18,17 @@ DecodeBuffers::DecodeBuffers(const std::vector<LayerCache>& layers, int64_t head
     : plans_(AttentionPlans(layers, heads)), max_tokens_(max_tokens), extra_(extra) {
   const DecodeShape largest = {.rows = kMaxDecodeRows, .wanted = kMaxDecodeRows};
   const int64_t bytes = DecodeLayout(largest, plans_, max_tokens, extra).bytes;
-  host_ = at::empty({bytes}, at::dtype(at::kByte).pinned_memory(true));
+  for (at::Tensor& host : host_) {
+    host = at::empty({bytes}, at::dtype(at::kByte).pinned_memory(true));
+  }
   device_ = at::empty({bytes}, at::dtype(at::kByte).device(device));
+  replaced_ = at::empty({kMaxDecodeRows}, at::dtype(at::kDouble).device(device));
 }
 
 void DecodeBuffers::Fill(const DecodeShape& shape, std::span<const DecodeInput> inputs) {
   const DecodeLayout layout(shape, plans_, max_tokens_, extra_);
-  auto* const bytes = host_.mutable_data_ptr<uint8_t>();
+  filled_ = 1 - filled_;
+  auto* const bytes = host_[filled_].mutable_data_ptr<uint8_t>();
   const auto longs = [&](int64_t begin) { return reinterpret_cast<int64_t*>(bytes + begin); };
   const auto ints = [&](int64_t begin) { return reinterpret_cast<int32_t*>(bytes + begin); };
   int64_t *token = longs(layout.tokens), *position = longs(layout.positions);
@@ -73,13 +77,21 @@ void DecodeBuffers::Fill(const DecodeShape& shape, std::span<const DecodeInput> 
 
 std::span<double> DecodeBuffers::Extra(const DecodeShape& shape) {
   const DecodeLayout layout(shape, plans_, max_tokens_, extra_);
-  return {reinterpret_cast<double*>(host_.mutable_data_ptr<uint8_t>() + layout.extra),
+  return {reinterpret_cast<double*>(host_[filled_].mutable_data_ptr<uint8_t>() + layout.extra),
           static_cast<size_t>(extra_ * shape.wanted)};
 }
 
 void DecodeBuffers::Upload(const DecodeShape& shape) {
   const int64_t bytes = DecodeLayout(shape, plans_, max_tokens_, extra_).bytes;
-  device_.narrow(0, 0, bytes).copy_(host_.narrow(0, 0, bytes), /*non_blocking=*/true);
+  device_.narrow(0, 0, bytes).copy_(host_[filled_].narrow(0, 0, bytes), /*non_blocking=*/true);
+}
+
+void DecodeBuffers::ReplaceTokens(const DecodeShape& shape, int64_t rows, const at::Tensor& drawn) {
+  const DecodeLayout layout(shape, plans_, max_tokens_, extra_);
+  const at::Tensor tokens = device_.narrow(0, layout.tokens, rows * 8).view(at::kLong);
+  at::Tensor replaced = replaced_.narrow(0, 0, rows);
+  at::index_select_out(replaced, drawn, 0, tokens);
+  tokens.copy_(replaced);
 }
 
 DecodeBatch DecodeBuffers::Batch(const DecodeShape& shape) const {

@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -36,14 +38,16 @@ class DecodeBuffers {
   int64_t max_tokens() const { return max_tokens_; }
 
   // Overwrites the numbers of a pass of a shape with those of the inputs, which fit it; the caller
-  // overwrites Extra. The device must have read those of the pass before. Padding rows are of no
-  // sequence: token 0 at position 0, which no cache gets and which attends to nothing; padding
+  // overwrites Extra. The device must have read those of the last pass but one. Padding rows are of
+  // no sequence: token 0 at position 0, which no cache gets and which attends to nothing; padding
   // wanted rows are row 0.
   void Fill(const DecodeShape& shape, std::span<const DecodeInput> inputs);
   // Returns the extra numbers [extra][shape.wanted] on the host.
   std::span<double> Extra(const DecodeShape& shape);
   // Copies all of them to the device, on the current stream. The host does not wait.
   void Upload(const DecodeShape& shape);
+  // Replaces the first `rows` tokens there, which are indices, by those of `drawn` [N] float64.
+  void ReplaceTokens(const DecodeShape& shape, int64_t rows, const at::Tensor& drawn);
 
   // Returns the numbers of a shape, where the device has them.
   DecodeBatch Batch(const DecodeShape& shape) const;
@@ -52,7 +56,12 @@ class DecodeBuffers {
  private:
   std::vector<AttentionPlan> plans_;
   const int64_t max_tokens_, extra_;
-  at::Tensor host_, device_;  // [bytes] uint8, of the largest shape; `host_` is pinned
+  // [bytes] uint8, of the largest shape. Those on the host are pinned, and filled in turns: the
+  // device reads one when it gets to it.
+  std::array<at::Tensor, 2> host_;
+  size_t filled_ = 0;  // of them, last
+  at::Tensor device_;
+  at::Tensor replaced_;  // [kMaxDecodeRows] float64 on the device
 };
 
 }  // namespace tandem

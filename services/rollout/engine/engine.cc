@@ -245,6 +245,7 @@ class EngineImpl : public Engine {
 
   absl::StatusOr<int64_t> Pause(const CallScope& call) override {
     return thread_->Run(call, [&]() -> absl::StatusOr<int64_t> {
+      generator_->Settle();
       paused_ = true;
       Publish();
       return generator_->running();
@@ -343,6 +344,7 @@ class EngineImpl : public Engine {
     generator_->ExpireDeadlines(now);
     scorer_->DropAbandoned();
     const bool wrote = !paused_ && generator_->Step();
+    if (scorer_->HasWork()) generator_->Settle();
     const bool waited_for = wrote && generator_->HasWork();
     const bool scored = scorer_->Step(waited_for ? kScoreShare * (SteadyTime::Now() - now)
                                                  : absl::InfiniteDuration());
@@ -433,6 +435,7 @@ class EngineImpl : public Engine {
 
   // Runs between two passes. The tensors have been checked: other ranks accept what this one does.
   absl::Status SwapWeights(SeniorUpdate& update, const WeightManifest& manifest) {
+    generator_->Settle();
     if (update.weights() != nullptr) {
       if (senior_.ranks.sharded()) {
         ranks_->Announce(kAdoptCommand, /*request_id=*/"", AdoptedWeights());

@@ -270,13 +270,14 @@ int64_t RoundedInputBytes(const Lane& lane, const std::vector<ParameterSpec>& sp
   return widest * static_cast<int64_t>(ItemSizeBytes(lane.options.storage.activation_dtype));
 }
 
-// Returns the bytes of the numbers of a pass that is padded (decode_shape.h).
+// Returns the bytes of the numbers of a pass that is padded (decode_shape.h), and of the tokens
+// that the pass before draws.
 int64_t DecodeBufferBytes(const Lane& lane) {
-  return DecodeLayout({.rows = kMaxDecodeRows, .wanted = kMaxDecodeRows},
-                      AttentionPlans(lane.family->CacheLayout(lane.config, /*shard_count=*/1),
-                                     lane.config.num_attention_heads),
-                      lane.longest_sequence(), kDrawNumbers)
-      .bytes;
+  const DecodeLayout layout({.rows = kMaxDecodeRows, .wanted = kMaxDecodeRows},
+                            AttentionPlans(lane.family->CacheLayout(lane.config, /*shard_count=*/1),
+                                           lane.config.num_attention_heads),
+                            lane.longest_sequence(), kDrawNumbers);
+  return layout.bytes + kMaxDecodeRows * static_cast<int64_t>(sizeof(double));
 }
 
 absl::Status AddLane(const Lane& lane, const RolloutMemoryOptions& options, MemoryPlan& plan,

@@ -13,6 +13,9 @@ struct Counts {
   // Operations that began on one stream while another one had work for which the host had not
   // waited. Default streams do not count.
   std::atomic<int64_t> beside = 0;
+  // Operations that began on a stream of which a copy to the host had not arrived yet. Default
+  // streams do not count.
+  std::atomic<int64_t> ahead = 0;
   std::atomic<int64_t> allocations = 0;  // of memory of a device, and of pinned memory
   std::atomic<int64_t> replays = 0;      // of graphs; their operations are no launches
 };

@@ -114,6 +114,13 @@ bool HasWorkBeside(const State& state, int stream) {
   return false;
 }
 
+// Whether the host has yet to wait for what a stream, no default one, copies to it.
+bool OwesTheHost(const State& state, int stream) {
+  return stream % kStreamsOfDevice != 0 &&
+         std::ranges::any_of(state.streams[stream].copies,
+                             [](const Copy& copy) { return copy.to.defined(); });
+}
+
 void Finish(const Copy& copy) {
   if (copy.to.defined()) {
     copy.to.copy_(copy.values);
@@ -194,6 +201,7 @@ void Enqueue(int stream, const std::vector<Use>& uses) {
   Before(state, stream);
   ++state.streams[stream].before[stream];
   if (HasWorkBeside(state, stream)) ++TheCounts().beside;
+  if (OwesTheHost(state, stream)) ++TheCounts().ahead;
   for (const Use& use : uses) UseMemory(state, stream, use);
 }
 

@@ -94,8 +94,8 @@ absl::Status DecodeGraphs::Capture(const Key& key, Captured& captured) {
                           });
 }
 
-absl::StatusOr<at::Tensor> DecodeGraphs::Run(const Pass& pass) {
-  TANDEM_RETURN_IF_ERROR(model_.CheckInputs(cache_, pass.sequences));
+absl::StatusOr<at::Tensor> DecodeGraphs::Run(const Pass& pass, const at::Tensor& drawn) {
+  TANDEM_RETURN_IF_ERROR(model_.CheckInputs(cache_, pass.sequences, drawn));
   const DecodeShape exact = ShapeOf(pass);
   int64_t wanted = 0;
   for (const DecodeInput& input : pass.sequences) wanted += std::ssize(input.output_rows);
@@ -108,6 +108,7 @@ absl::StatusOr<at::Tensor> DecodeGraphs::Run(const Pass& pass) {
                                   buffers_.Extra(key.shape).data())
                      .has_cuts;
   buffers_.Upload(key.shape);
+  if (drawn.defined()) buffers_.ReplaceTokens(key.shape, exact.rows, drawn);
   const auto [known, is_first] = graphs_.try_emplace(key);
   if (is_first) return Compute(key);
   Captured& captured = known->second;

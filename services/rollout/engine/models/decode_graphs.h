@@ -41,10 +41,10 @@ class DecodeGraphs {
   bool Takes(const Pass& pass) const;
 
   // Runs a pass, which Takes, on the current stream, which is always the same one and no default
-  // stream. The pass before has ended. Returns what DrawTokens does for its rows, in a tensor that
-  // the next pass overwrites. Errors of Model::Decode and of libtorch; block copies are the
-  // caller's.
-  absl::StatusOr<at::Tensor> Run(const Pass& pass);
+  // stream. The last pass but one has ended. `drawn` as in Model::Decode. Returns what DrawTokens
+  // does for its rows, in a tensor that the next pass overwrites behind its own work. Errors of
+  // Model::Decode and of libtorch; block copies are the caller's.
+  absl::StatusOr<at::Tensor> Run(const Pass& pass, const at::Tensor& drawn = {});
 
   // Forgets the graphs: the model has weights in other memory.
   void Forget() { graphs_.clear(); }

@@ -224,7 +224,8 @@ void DeviceDraws::Add(const at::Tensor& drawn, std::span<absl::StatusOr<SampledT
 
 void DeviceDraws::Send() {
   if (drawn_.empty()) return;
-  const at::Tensor drawn = drawn_.size() == 1 ? drawn_.front() : at::cat(drawn_);
+  if (drawn_.size() > 1) drawn_ = {at::cat(drawn_)};
+  const at::Tensor& drawn = drawn_.front();
   was_sent_ = true;
   if (drawn.is_cpu()) {
     on_host_ = drawn;
@@ -238,6 +239,11 @@ void DeviceDraws::Send() {
   const at::Device device = drawn.device();
   if (!sent_.has_value()) sent_.emplace(device.type());
   sent_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+at::Tensor DeviceDraws::Tokens() const {
+  TORCH_CHECK(was_sent_ && drawn_.size() == 1, "the rows were not drawn on the device");
+  return drawn_.front().select(1, kToken);
 }
 
 void DeviceDraws::Read() {

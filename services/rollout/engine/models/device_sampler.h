@@ -65,6 +65,9 @@ class DeviceDraws {
   // wait. No row is drawn after it.
   void Send();
 
+  // Returns the tokens of all rows on the device, [N] float64, once they are sent.
+  at::Tensor Tokens() const;
+
   // Waits for that copy, and overwrites all results with those of TandemSampler. For equal
   // logits a token is the same, but where a number lies within rounding of the border between two
   // tokens, or of a cut; log-probs are the same up to rounding, and with the kernels of a GPU they

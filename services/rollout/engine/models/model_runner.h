@@ -59,6 +59,9 @@ struct Pass {
   std::span<const BlockCopy> copies;
   std::span<const DecodeInput> sequences;
   std::span<const OutputRow> rows;  // the output rows of the sequences, one after the other
+  // Whether the tokens are not known yet, but drawn by the pass that was started before: tokens of
+  // the sequences are numbers of its rows then.
+  bool follows = false;
 };
 
 // The results of a pass, in the order of its rows. For a log-prob `token` is the given one and
@@ -85,8 +88,9 @@ class ModelRunner {
   virtual bool RunsBehindTheHost() const { return false; }
   // The two halves of Run: Start begins a pass, and Finish waits for it and has the results, and
   // the error of a pass that failed behind the host. Nothing else of the runner is called between
-  // the two, and `results` and what `pass` refers to stay. After an error of Start there is nothing
-  // to finish.
+  // the two, but Start of a pass that follows; Finish ends the older of the two. `results` stay,
+  // and what `pass` refers to has been read when Start returns. After an error of Start there is
+  // nothing to finish, and the pass before is what it was.
   virtual absl::Status Start(const Pass& pass, PassResults& results) { return Run(pass, results); }
   virtual absl::Status Finish() { return absl::OkStatus(); }
 

@@ -64,25 +64,35 @@ void TorchRunner::EnterStream(std::optional<c10::StreamGuard>& guard) {
   guard.emplace(*stream_);
 }
 
+void TorchRunner::WaitForStream() {
+  if (!stream_.has_value()) return;
+  c10::impl::VirtualGuardImpl(stream_->device_type()).synchronizeStream(*stream_);
+}
+
 absl::Status TorchRunner::Run(const Pass& pass, PassResults& results) {
   TANDEM_RETURN_IF_ERROR(Start(pass, results));
   return Finish();
 }
 
 absl::Status TorchRunner::Start(const Pass& pass, PassResults& results) {
-  return Compute(pass, &results);
+  TANDEM_RETURN_IF_ERROR(Compute(pass, &results, draws_[1 - newest_]));
+  newest_ = 1 - newest_;
+  has_two_ = pass.follows;
+  has_rows_ = !pass.rows.empty();
+  return absl::OkStatus();
 }
 
 absl::Status TorchRunner::Finish() {
   return CatchTorchErrors("forward pass", [&] {
-    draws_.Read();
+    if (!has_rows_) WaitForStream();
+    draws_[std::exchange(has_two_, false) ? 1 - newest_ : newest_].Read();
     return absl::OkStatus();
   });
 }
 
 absl::Status TorchRunner::Follow(std::span<const BlockCopy> copies,
                                  std::span<const DecodeInput> sequences) {
-  return Compute({.copies = copies, .sequences = sequences, .rows = {}}, nullptr);
+  return Compute({.copies = copies, .sequences = sequences, .rows = {}}, nullptr, draws_[newest_]);
 }
 
 absl::Status TorchRunner::Draft(std::span<const DraftRequest> requests, int64_t count,
@@ -158,10 +168,10 @@ at::Tensor TorchRunner::OnHost(const at::Tensor& logits) {
   return ops::Narrow(host_logits_, 0, 0, logits.size(0)).copy_(logits);
 }
 
-absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
+absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results, DeviceDraws& draws) {
   if (results != nullptr) results->assign(pass.rows.size(), SampledToken());
   hidden_.reset();
-  draws_.Clear();
+  draws.Clear();
   const absl::Status computed = CatchTorchErrors("forward pass", [&]() -> absl::Status {
     const c10::InferenceMode inference_mode;
     std::optional<c10::StreamGuard> on_stream;
@@ -170,15 +180,16 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
     if (adapters_ == Adapters::kOff) without_adapters.emplace();
     ReadImageRows(pass.sequences);  // whose tensors outlive the pass
     const ops::PassMemoryScope scope(memory_);
+    const at::Tensor drawn = pass.follows ? draws_[newest_].Tokens() : at::Tensor();
     for (const BlockCopy& copy : pass.copies) cache_.CopyBlock(copy.from, copy.to);
     if (graphs_.has_value() && results != nullptr && graphs_->Takes(pass)) {
-      TANDEM_ASSIGN_OR_RETURN(const at::Tensor drawn, graphs_->Run(pass));
-      draws_.Add(drawn, *results);
-      draws_.Send();
+      TANDEM_ASSIGN_OR_RETURN(const at::Tensor rows, graphs_->Run(pass, drawn));
+      draws.Add(rows, *results);
+      draws.Send();
       return absl::OkStatus();
     }
     TANDEM_ASSIGN_OR_RETURN(const at::Tensor hidden,
-                            model_->Decode(cache_, pass.sequences, image_rows_of_inputs_));
+                            model_->Decode(cache_, pass.sequences, image_rows_of_inputs_, drawn));
     const int64_t total = hidden.size(0);
     TORCH_CHECK(results == nullptr || total == std::ssize(pass.rows), "the sequences have ", total,
                 " output rows, and the pass has ", pass.rows.size());
@@ -193,7 +204,7 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
       if (rows_of_chunk.is_cuda() && std::ranges::all_of(chunk_rows, [&](const OutputRow& row) {
             return DrawsOnDevice(row, width);
           })) {
-        draws_.Draw(rows_of_chunk, chunk_rows, std::span(*results).subspan(begin, count));
+        draws.Draw(rows_of_chunk, chunk_rows, std::span(*results).subspan(begin, count));
         continue;
       }
       const at::Tensor statistics = SendStatistics(rows_of_chunk, chunk_rows);
@@ -213,13 +224,13 @@ absl::Status TorchRunner::Compute(const Pass& pass, PassResults* results) {
         }
       });
     }
-    draws_.Send();
+    draws.Send();
     return absl::OkStatus();
   });
-  if (!computed.ok() && stream_.has_value()) {
+  if (!computed.ok()) {
     // Operations that the pass began must not meet those of the next one.
-    draws_.Clear();
-    c10::impl::VirtualGuardImpl(stream_->device_type()).synchronizeStream(*stream_);
+    draws.Clear();
+    WaitForStream();
   }
   return NameMemorySettings(computed, kMemorySettings);
 }

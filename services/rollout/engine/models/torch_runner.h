@@ -7,6 +7,8 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -54,7 +56,8 @@ class TorchRunner : public ModelRunner {
   // INTERNAL if libtorch throws; RESOURCE_EXHAUSTED if memory runs out; errors of Model::Decode.
   absl::Status Run(const Pass& pass, PassResults& results) override;
   bool RunsBehindTheHost() const override { return stream_.has_value(); }
-  // Waits where a row is not drawn on the device (device_sampler.h), with a stream, too.
+  // Waits where a row is not drawn on the device (device_sampler.h), with a stream, too: no pass
+  // follows such a one.
   absl::Status Start(const Pass& pass, PassResults& results) override;
   absl::Status Finish() override;
   // All ranks of a sharded model have the same hidden states, so one of them drafts alone. INTERNAL
@@ -83,15 +86,22 @@ class TorchRunner : public ModelRunner {
   // Returns RowStatistics of rows that the host draws, in memory of the host: they are there when
   // OnHost returns.
   at::Tensor SendStatistics(const at::Tensor& logits, std::span<const OutputRow> rows);
-  absl::Status Compute(const Pass& pass, PassResults* results);
+  // Computes a pass and draws from its rows; without `results` the hidden states alone.
+  absl::Status Compute(const Pass& pass, PassResults* results, DeviceDraws& draws);
   // Lets operations of this thread run on the runner's stream while `guard` lives.
   void EnterStream(std::optional<c10::StreamGuard>& guard);
+
+  // Waits for all that the stream has to do.
+  void WaitForStream();
 
   std::shared_ptr<Model> model_;
   const Adapters adapters_;
   const std::optional<c10::Stream> stream_;
   std::optional<c10::Event> before_;  // behind the work of the default stream that a pass needs
-  DeviceDraws draws_;                 // of the pass that was started last
+  std::array<DeviceDraws, 2> draws_;  // of the pass that was started last, and of the one before
+  size_t newest_ = 0;                 // in draws_
+  bool has_two_ = false;              // whether both passes have started and not finished
+  bool has_rows_ = false;             // whether the host waits for rows of the last one
   KvCache cache_;
   std::optional<DecodeGraphs> graphs_;
   ImageRows image_rows_;

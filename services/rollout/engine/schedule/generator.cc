@@ -125,6 +125,12 @@ std::unique_ptr<Prompt> Generator::TakeOut(PromptId id) {
 }
 
 void Generator::Fail(PromptId id, const absl::Status& status) {
+  if (!prompts_.contains(id)) return;
+  Settle();
+  Remove(id, status);
+}
+
+void Generator::Remove(PromptId id, const absl::Status& status) {
   const std::unique_ptr<Prompt> prompt = TakeOut(id);
   if (prompt == nullptr) return;
   for (const auto& sequence : prompt->samples) {
@@ -134,17 +140,25 @@ void Generator::Fail(PromptId id, const absl::Status& status) {
 }
 
 void Generator::FailAll(const absl::Status& status) {
+  // Nobody wants the results of passes that run, nor those that a listener's exception has left.
+  ahead_.reset();
+  for (const Author lane : kAuthors) {
+    while (passes(lane).count > 0) {
+      if (passes(lane).TakeOldest().status.ok()) runner(lane).Finish().IgnoreError();
+    }
+  }
   while (!prompts_.empty()) {
-    NotifyListener([&] { Fail(prompts_.begin()->first, status); });
+    NotifyListener([&] { Remove(prompts_.begin()->first, status); });
   }
 }
 
 void Generator::ExpireDeadlines(SteadyTime now) {
+  if (next_deadline() <= now) Settle();  // which may end such a prompt
   while (next_deadline() <= now) {
     const PromptId id = deadlines_.begin()->second;
     const bool began = prompts_.at(id)->samples_begun > 0;
-    Fail(id, absl::DeadlineExceededError(began ? "the deadline passed during generation"
-                                               : "the deadline passed in the queue"));
+    Remove(id, absl::DeadlineExceededError(began ? "the deadline passed during generation"
+                                                 : "the deadline passed in the queue"));
   }
 }
 
@@ -155,12 +169,13 @@ bool Generator::Step() {
   scheduler_.AskForDrafts();
   bool computed = false;
   Failures failures;
-  const auto [first, second] = scheduler_.LaneOrder();
-  const bool has_first = Start(first);
-  const bool beside = has_first && !options_.eager_lanes && runners_[1] != nullptr &&
-                      runner(first).RunsBehindTheHost();
-  if (beside) {
-    const bool has_second = Start(second, /*beside=*/true);
+  auto [first, second] = scheduler_.LaneOrder();
+  if (ahead_ == second) std::swap(first, second);
+  const bool has_first = ahead_.has_value() || Start(first);
+  if (has_first && !options_.eager_lanes && runner(first).RunsBehindTheHost()) {
+    ahead_.reset();
+    if (StartAhead(first)) ahead_ = first;
+    const bool has_second = !ahead_.has_value() && Start(second);
     computed = End(first, failures);
     if (has_second) computed |= End(second, failures);
   } else {
@@ -170,18 +185,40 @@ bool Generator::Step() {
     }
     if ((!has_first || options_.eager_lanes) && Start(second)) computed |= End(second, failures);
   }
-  for (const auto& [id, failure] : failures) Fail(id, failure);
+  RemoveFailed(failures);
   return computed;
 }
 
-bool Generator::Start(Author lane, bool beside) {
-  const PassPlan& plan = scheduler_.Plan(lane, beside);
+void Generator::Settle() {
+  if (!ahead_.has_value()) return;
+  Failures failures;
+  End(*std::exchange(ahead_, std::nullopt), failures);
+  RemoveFailed(failures);
+}
+
+void Generator::RemoveFailed(Failures& failures) {
+  if (failures.empty()) return;
+  if (ahead_.has_value()) End(*std::exchange(ahead_, std::nullopt), failures);
+  for (const auto& [id, failure] : failures) Remove(id, failure);
+}
+
+bool Generator::Start(Author lane) {
+  const PassPlan& plan = scheduler_.Plan(lane);
   if (plan.entries.empty()) return false;
-  pass(lane).status = Begin(lane, plan);
+  Begin(lane, plan);
   return true;
 }
 
-void Generator::AskForRows(Author lane, const PassEntry& entry) {
+bool Generator::StartAhead(Author lane) {
+  const LanePasses& running = passes(lane);
+  if (!running.memory[running.oldest].status.ok()) return false;  // it draws no tokens
+  const PassPlan* const plan = scheduler_.PlanAhead(lane);
+  if (plan == nullptr) return false;
+  Begin(lane, *plan);
+  return true;
+}
+
+void Generator::AskForRows(Author lane, const PassEntry& entry, LanePass& of) {
   const Sequence& sequence = *entry.sequence;
   const SamplingParams& sampling = sequence.prompt->request.sampling;
   for (int64_t position = entry.begin; position < entry.end; ++position) {
@@ -195,8 +232,8 @@ void Generator::AskForRows(Author lane, const PassEntry& entry) {
     } else {
       continue;
     }
-    pass(lane).rows.push_back(row);
-    pass(lane).row_indices.push_back(position - entry.begin);
+    of.rows.push_back(row);
+    of.row_indices.push_back(position - entry.begin);
   }
 }
 
@@ -221,57 +258,69 @@ void Generator::ProposeDraft(const PassEntry& entry, int64_t position, OutputRow
 }
 
 std::span<const int32_t> Generator::TokensOf(const PassEntry& entry,
-                                             std::vector<int32_t>& with_drafts) {
+                                             std::vector<int32_t>& unconfirmed) {
   const Sequence& sequence = *entry.sequence;
   const int64_t confirmed = std::min(entry.end, sequence.length());
   if (confirmed == entry.end) {
     return std::span(sequence.tokens).subspan(entry.begin, entry.end - entry.begin);
   }
-  const size_t first = with_drafts.size();
+  const size_t first = unconfirmed.size();
   const auto append = [&](const std::vector<int32_t>& tokens, int64_t begin, int64_t end) {
-    with_drafts.insert(with_drafts.end(), tokens.begin() + begin, tokens.begin() + end);
+    unconfirmed.insert(unconfirmed.end(), tokens.begin() + begin, tokens.begin() + end);
   };
   if (entry.begin < confirmed) append(sequence.tokens, entry.begin, confirmed);
   append(sequence.drafts->tokens, std::max(entry.begin, confirmed) - confirmed,
          entry.end - confirmed);
-  return std::span(with_drafts).subspan(first);
+  return std::span(unconfirmed).subspan(first);
 }
 
-absl::Status Generator::Begin(Author lane, const PassPlan& plan) {
-  LanePass& of = pass(lane);
+void Generator::Begin(Author lane, const PassPlan& plan) {
+  const LanePass& before = passes(lane).memory[passes(lane).oldest];
+  LanePass& of = passes(lane).Add();
   of.plan = &plan;
   of.rows.clear();
   of.row_indices.clear();
   of.row_ends.clear();
   of.inputs.clear();
-  of.with_drafts.clear();
+  of.unconfirmed.clear();
   size_t consumed = 0;
   for (const PassEntry& entry : plan.entries) {
-    AskForRows(lane, entry);
+    ++entry.sequence->running_passes;
+    AskForRows(lane, entry, of);
     of.row_ends.push_back(of.rows.size());
     if (entry.end > entry.sequence->length()) consumed += entry.end - entry.begin;
   }
-  of.with_drafts.reserve(consumed);  // spans of it stay valid
+  of.unconfirmed.reserve(consumed);  // spans of it stay valid
+  const bool follows = plan.entries.front().follows != PassEntry::kNone;
   size_t row = 0;
   for (size_t i = 0; i < plan.entries.size(); ++i) {
     const PassEntry& entry = plan.entries[i];
     const Sequence& sequence = *entry.sequence;
+    std::span<const int32_t> tokens;
+    if (follows) {
+      of.unconfirmed.push_back(static_cast<int32_t>(before.row_ends[entry.follows] - 1));
+      tokens = std::span(of.unconfirmed).last(1);
+    } else {
+      tokens = TokensOf(entry, of.unconfirmed);
+    }
     of.inputs.push_back(
         {.blocks = sequence.lane(lane).table.blocks(),
          .start = entry.begin,
-         .tokens = TokensOf(entry, of.with_drafts),
+         .tokens = tokens,
          .output_rows = std::span(of.row_indices).subspan(row, of.row_ends[i] - row),
          .records_routing = sequence.records_routing(lane),
          .images = sequence.prompt->images[LaneIndex(lane)].get()});
     row = of.row_ends[i];
   }
   ++totals_.forward_passes_total;
-  return runner(lane).Start({.copies = plan.copies, .sequences = of.inputs, .rows = of.rows},
-                            of.results);
+  of.status = runner(lane).Start(
+      {.copies = plan.copies, .sequences = of.inputs, .rows = of.rows, .follows = follows},
+      of.results);
 }
 
 absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const DecodeInput& input,
-                                 std::span<const absl::StatusOr<SampledToken>> results) {
+                                 const PassResults& all_results, size_t first) {
+  const std::span results = std::span(all_results).subspan(first, input.output_rows.size());
   Sequence& sequence = *entry.sequence;
   int64_t& catch_up = lane == Author::kSenior ? totals_.senior_catch_up_tokens_total
                                               : totals_.junior_catch_up_tokens_total;
@@ -291,7 +340,7 @@ absl::Status Generator::TakeRows(Author lane, const PassEntry& entry, const Deco
                           TakeDraws(lane, entry, results.subspan(num_logprobs)));
   scheduler_.Advance(lane, entry, rejected);
   if (entry.draws > 0 && lane == Author::kSenior) {
-    AskHeads(sequence, (&results.back() - pass(lane).results.data()) - rejected);
+    AskHeads(sequence, (&results.back() - all_results.data()) - rejected);
   }
   return absl::OkStatus();
 }
@@ -376,8 +425,9 @@ absl::Status Generator::DraftWithHeads() {
 }
 
 bool Generator::End(Author lane, Failures& failures) {
-  LanePass& of = pass(lane);
+  LanePass& of = passes(lane).TakeOldest();
   const PassPlan& plan = *of.plan;
+  for (const PassEntry& entry : plan.entries) --entry.sequence->running_passes;
   absl::Status computed = of.status;
   if (computed.ok()) computed = runner(lane).Finish();
   if (computed.ok() && of.results.size() != of.rows.size()) {
@@ -389,15 +439,12 @@ bool Generator::End(Author lane, Failures& failures) {
   for (size_t i = 0; i < plan.entries.size(); ++i) {
     const PassEntry& entry = plan.entries[i];
     const PromptId prompt = entry.sequence->prompt->id;
-    absl::Status status = computed;
-    if (status.ok()) {
-      const size_t count = of.inputs[i].output_rows.size();
-      if (!failures.contains(prompt)) {
-        status =
-            TakeRows(lane, entry, of.inputs[i], std::span(of.results).subspan(first_row, count));
-      }
-      first_row += count;
-    }
+    const size_t first = std::exchange(first_row, of.row_ends[i]);
+    // The token of the pass before has ended the response: the row was computed for nothing.
+    if (entry.follows != PassEntry::kNone && entry.sequence->ended()) continue;
+    if (failures.contains(prompt)) continue;
+    const absl::Status status =
+        computed.ok() ? TakeRows(lane, entry, of.inputs[i], of.results, first) : computed;
     if (!status.ok()) failures[prompt] = status;
   }
   if (!head_drafts_.empty()) {
@@ -480,7 +527,8 @@ void Generator::StreamTokens(const Sequence& sequence, int64_t first) {
 }
 
 absl::Status Generator::FinishIfComplete(Sequence* sequence) {
-  if (!sequence->complete()) return absl::OkStatus();
+  // A pass that runs writes into its blocks.
+  if (sequence->running_passes > 0 || !sequence->complete()) return absl::OkStatus();
   Prompt* const prompt = sequence->prompt;
   TokenExperts routed_experts;
   if (sequence->records_routing(Author::kSenior)) {

@@ -4,9 +4,11 @@
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULE_GENERATOR_H_
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -65,10 +67,14 @@ class Generator {
   bool HasWork() const { return !scheduler_.idle(); }
 
   // Admits the sequences that fit, then runs one pass of the model whose turn it is (eager: of
-  // both) over the sequences that wait for it. Where that model runs behind the host, a pass of the
-  // other one over other sequences is planned and started meanwhile. A model's error fails the
+  // both) over the sequences that wait for it. Where that model runs behind the host, another pass
+  // is planned and started meanwhile: the next one of the same sequences, which still runs when the
+  // step returns, or else one of the other model over other sequences. A model's error fails the
   // prompts of its pass alone. Returns false if no pass was computed.
   bool Step();
+
+  // Ends the pass that still runs. Needed before anybody else uses the runners or changes weights.
+  void Settle();
 
   // Tells that the senior's weights were replaced: later tokens have the version `weights`.
   void OnSeniorUpdated(const WeightsVersion& weights, OnWeightUpdate policy);
@@ -85,33 +91,51 @@ class Generator {
     std::vector<OutputRow> rows;
     std::vector<int64_t> row_indices;  // of each of the rows: DecodeInput::output_rows
     std::vector<size_t> row_ends;      // per entry, in rows
-    std::vector<int32_t> with_drafts;  // the tokens of entries that consume drafts
+    // What entries consume beyond the tokens of their sequences: drafts behind those, or the row of
+    // the pass before that draws the token.
+    std::vector<int32_t> unconfirmed;
     std::vector<DecodeInput> inputs;
     PassResults results;
   };
+  // The passes of a lane that have started and not ended, two at most.
+  struct LanePasses {
+    std::array<LanePass, 2> memory;  // kept so that the vectors' is
+    size_t oldest = 0, count = 0;
+
+    LanePass& Add() { return memory[(oldest + count++) % 2]; }
+    LanePass& TakeOldest() {
+      --count;
+      return memory[std::exchange(oldest, 1 - oldest)];
+    }
+  };
   using Failures = std::map<PromptId, absl::Status>;
 
-  LanePass& pass(Author lane) { return passes_[LaneIndex(lane)]; }
-  // Plans a pass of the lane and starts its model; `beside` as in Scheduler::Plan. Returns false if
-  // there is nothing to compute.
-  bool Start(Author lane, bool beside = false);
-  // Waits for the pass and takes its results, but those of prompts that have failed. Adds the
-  // prompts that fail, which live until the passes of the step have ended. Returns whether the pass
-  // was computed.
+  LanePasses& passes(Author lane) { return passes_[LaneIndex(lane)]; }
+  // Plans a pass of the lane and starts its model. Returns false if there is nothing to compute.
+  bool Start(Author lane);
+  // Does so behind the lane's pass that runs, before its tokens are known (Scheduler::PlanAhead).
+  bool StartAhead(Author lane);
+  // Waits for the lane's oldest pass and takes its results, but those of prompts that have failed
+  // and of sequences that have ended. Adds the prompts that fail, which live until the passes with
+  // them have ended. Returns whether the pass was computed.
   bool End(Author lane, Failures& failures);
-  // Starts the lane's model; fills the lane's pass.
-  absl::Status Begin(Author lane, const PassPlan& plan);
+  // Ends the pass that was started ahead if prompts failed, which it may have, and removes them.
+  void RemoveFailed(Failures& failures);
+  // Ends a prompt of no pass that runs.
+  void Remove(PromptId id, const absl::Status& status);
+  // Starts the lane's model.
+  void Begin(Author lane, const PassPlan& plan);
   // Adds to the row of `position`, from which a token is drawn, the draft of that token.
   static void ProposeDraft(const PassEntry& entry, int64_t position, OutputRow& row);
   // Returns the tokens that an entry consumes.
   static std::span<const int32_t> TokensOf(const PassEntry& entry,
-                                           std::vector<int32_t>& with_drafts);
-  // Adds the rows that are wanted of an entry to those of the lane's pass.
-  void AskForRows(Author lane, const PassEntry& entry);
-  // Adds the results of an entry to its sequence, or returns the error of the first row that has
-  // one. Rows after a rejected draft count for nothing.
+                                           std::vector<int32_t>& unconfirmed);
+  // Adds the rows that are wanted of an entry to those of a pass of the lane.
+  static void AskForRows(Author lane, const PassEntry& entry, LanePass& of);
+  // Adds the results of an entry, from number `first` of the pass on, to its sequence, or returns
+  // the error of the first row that has one. Rows after a rejected draft count for nothing.
   absl::Status TakeRows(Author lane, const PassEntry& entry, const DecodeInput& input,
-                        std::span<const absl::StatusOr<SampledToken>> results);
+                        const PassResults& results, size_t first);
   // Appends the tokens that were drawn from the entry's last rows, up to the first that differs
   // from the draft in its place, or ends the response. Returns the number of rejected drafts.
   absl::StatusOr<int64_t> TakeDraws(Author lane, const PassEntry& entry,
@@ -152,8 +176,9 @@ class Generator {
   std::set<std::pair<SteadyTime, PromptId>> deadlines_;  // of the prompts that have one
   std::shared_ptr<const WeightsVersion> senior_weights_;
   EngineStats totals_;
-  // Belong to the passes that run; kept so that their memory is.
-  std::array<LanePass, 2> passes_;
+  std::array<LanePasses, 2> passes_;
+  std::optional<Author> ahead_;  // the lane of the pass that runs when a step has returned
+  // Of the pass that ends; kept so that their memory is.
   std::vector<HeadDrafts> head_drafts_;
   std::vector<DraftRequest> draft_requests_;  // of each of head_drafts_
   std::vector<int32_t> proposed_;

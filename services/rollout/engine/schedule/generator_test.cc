@@ -807,8 +807,10 @@ TEST(GeneratorTest, NewWeightsShareNothingWithOldOnes) {
 }
 
 // Random prompts of several streams and priorities that arrive, share prefixes, are cancelled,
-// preempted and late, under random limits. With `behind` models run behind the host, two at a time.
-void ExpectLaw3ForRandomWorkloads(bool behind) {
+// preempted and late, under random limits. With `behind` models run behind the host, two at a time;
+// with `ahead` the next author is always known, so that passes are planned ahead.
+void ExpectLaw3ForRandomWorkloads(bool behind, bool ahead = false) {
+  int64_t ahead_passes = 0;
   for (uint32_t seed = 0; seed < 100; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
@@ -831,6 +833,10 @@ void ExpectLaw3ForRandomWorkloads(bool behind) {
       const PromptRequest stem = Request({}, static_cast<int>(1 + below(85)), below(3));
       request.prompt_token_ids = stem.prompt_token_ids;
       request.tandem.enabled = below(4) > 0;
+      if (ahead) {
+        request.tandem.selection_strategy = SelectionStrategy::kTurn;
+        if (below(3) == 0) request.tandem = Tandem(SelectionStrategy::kChunk);
+      }
       request.num_samples = 1 + below(4);
       request.return_other_logprobs = below(2) == 0;
       request.sampling.top_k = static_cast<int32_t>(below(3) * 7);
@@ -840,6 +846,7 @@ void ExpectLaw3ForRandomWorkloads(bool behind) {
       all.push_back({request, harness.Submit(request, /*stream=*/below(3))});
       for (int64_t steps = below(25); steps > 0; --steps) harness.generator.Step();
       if (below(6) == 0) {  // the same weights again, so that the tokens stay
+        harness.generator.Settle();
         harness.generator.OnSeniorUpdated(
             {i, below(2) == 0 ? "again" : "zero"},
             below(2) == 0 ? OnWeightUpdate::kRecompute : OnWeightUpdate::kKeep);
@@ -847,10 +854,12 @@ void ExpectLaw3ForRandomWorkloads(bool behind) {
       }
       if (below(5) == 0) {
         const int64_t victim = below(i + 1);
+        harness.generator.Settle();  // the victim may have ended
         if (!all[victim].listener->done()) all[victim].ends = absl::StatusCode::kCancelled;
         harness.generator.Fail(victim + 1, absl::CancelledError("enough"));
       }
       now += absl::Seconds(1);
+      if (harness.generator.next_deadline() <= now) harness.generator.Settle();
       for (Submitted& one : all) {
         if (one.request.deadline > now || one.listener->done()) continue;
         one.ends = absl::StatusCode::kDeadlineExceeded;
@@ -879,6 +888,10 @@ void ExpectLaw3ForRandomWorkloads(bool behind) {
     EXPECT_LE(harness.junior.consumed, most);
     EXPECT_LE(harness.senior.passes, harness.senior.consumed);
     EXPECT_LE(harness.junior.passes, harness.junior.consumed);
+    ahead_passes += harness.senior.ahead_passes + harness.junior.ahead_passes;
+  }
+  if (ahead) {
+    EXPECT_GT(ahead_passes, 1000);
   }
 }
 
@@ -886,6 +899,10 @@ TEST(GeneratorTest, Law3HoldsForRandomWorkloads) { ExpectLaw3ForRandomWorkloads(
 
 TEST(GeneratorTest, Law3HoldsForRandomWorkloadsBehindTheHost) {
   ExpectLaw3ForRandomWorkloads(true);
+}
+
+TEST(GeneratorTest, Law3HoldsForRandomWorkloadsPlannedAhead) {
+  ExpectLaw3ForRandomWorkloads(true, /*ahead=*/true);
 }
 
 // Twelve prompts whose authors change, with models that run behind the host.

@@ -235,11 +235,21 @@ void Scheduler::PlanDrafts(Author lane, int64_t room) {
   }
 }
 
-const PassPlan& Scheduler::Plan(Author lane, bool beside) {
+PassPlan& Scheduler::NewPlan(Author lane) {
+  newest_[LaneIndex(lane)] ^= 1;
   PassPlan& planned_pass = plan(lane);
   planned_pass.entries.clear();
   planned_pass.copies.clear();
-  beside_ = beside;
+  return planned_pass;
+}
+
+void Scheduler::OnPlanned(Author lane) {
+  ++passes_;
+  last_lane_ = lane;
+}
+
+const PassPlan& Scheduler::Plan(Author lane) {
+  PassPlan& planned_pass = NewPlan(lane);
   int64_t budget = limits_.max_batched_tokens;
   for (const bool reads_prompt : {false, true}) {
     // Preemption shortens running_, behind `index`.
@@ -254,9 +264,36 @@ const PassPlan& Scheduler::Plan(Author lane, bool beside) {
   if (planned_pass.entries.empty()) return planned_pass;
   const int64_t planned = limits_.max_batched_tokens - budget;
   PlanDrafts(lane, std::min(limits_.max_batched_tokens, limits_.max_tokens_with_drafts) - planned);
-  ++passes_;
-  last_lane_ = lane;
+  OnPlanned(lane);
   return planned_pass;
+}
+
+const PassPlan* Scheduler::PlanAhead(Author lane) {
+  const std::vector<PassEntry>& runs = plan(lane).entries;
+  if (runs.size() != running_.size()) return nullptr;
+  bool goes_on = false;
+  for (const PassEntry& entry : runs) {
+    Sequence& sequence = *entry.sequence;
+    if (entry.draws == 0 || sequence.NeedsHost()) return nullptr;
+    if (sequence.EndsWithNext()) continue;
+    if (sequence.selector.AuthorAfterNext() != lane) return nullptr;
+    if (Grow(lane, sequence, entry.end + 1) <= entry.end) return nullptr;
+    goes_on = true;
+  }
+  if (!goes_on) return nullptr;
+  PassPlan& ahead = NewPlan(lane);
+  for (size_t i = 0; i < runs.size(); ++i) {
+    Sequence& sequence = *runs[i].sequence;
+    if (sequence.EndsWithNext()) continue;
+    ahead.entries.push_back({.sequence = &sequence,
+                             .begin = runs[i].end,
+                             .end = runs[i].end + 1,
+                             .draws = 1,
+                             .follows = static_cast<int64_t>(i)});
+    sequence.last_pass = passes_ + 1;
+  }
+  OnPlanned(lane);
+  return &ahead;
 }
 
 void Scheduler::DropUnread(Author lane, LaneState& state) {
@@ -266,7 +303,7 @@ void Scheduler::DropUnread(Author lane, LaneState& state) {
 
 void Scheduler::Confirm(Author lane, Sequence& sequence) {
   LaneState& state = sequence.lane(lane);
-  state.table.Shrink(pool(lane), KvBlocks(state.consumed()));
+  if (sequence.running_passes == 0) state.table.Shrink(pool(lane), KvBlocks(state.consumed()));
   if (state.epoch == epochs_[LaneIndex(lane)]) {
     state.table.Remember(pool(lane), std::span(sequence.tokens).first(state.cursor),
                          sequence.prompt->image_tokens);

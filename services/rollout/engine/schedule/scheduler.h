@@ -8,6 +8,7 @@
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_SCHEDULE_SCHEDULER_H_
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -40,6 +41,10 @@ struct PassEntry {
   // and those of its drafts.
   int64_t draws = 0;
   bool drafting = false;  // the drawn token is a draft
+  // Planned ahead: the entry of the lane's pass before that draws the one token that this entry
+  // consumes. kNone: the tokens are there.
+  static constexpr int64_t kNone = -1;
+  int64_t follows = kNone;
 };
 
 struct PassPlan {
@@ -78,9 +83,15 @@ class Scheduler {
   // sequences their blocks. If there are none, the last of running() is preempted: it gives up its
   // blocks, waits, and consumes its tokens again when it is admitted. The first of running() is
   // never preempted, so something always ends. Drafts get the budget and the blocks that are left
-  // when all sequences are planned. With `beside` the pass that was planned last is not recorded
-  // yet: its sequences are left as they are. The plan is valid until the next call for the lane.
-  const PassPlan& Plan(Author lane, bool beside = false);
+  // when all sequences are planned. Sequences of passes that run are left as they are. The plan is
+  // valid until the next but one of the lane.
+  const PassPlan& Plan(Author lane);
+
+  // Plans the pass behind the lane's last plan, which runs, before the tokens that it draws are
+  // known: one token more of each of its sequences. Returns nullptr unless that is the pass that
+  // Plan would plan later, but for sequences that a token ends: where the plan lacks a sequence of
+  // running(), or another author may follow, the host needs a token, or no block is idle.
+  const PassPlan* PlanAhead(Author lane);
 
   // Records that the entry has been computed, and that the sequence did not keep the last
   // `rejected` of the tokens that it consumed. Blocks of rejected drafts alone are given back.
@@ -103,10 +114,15 @@ class Scheduler {
 
  private:
   BlockPool& pool(Author lane) { return pools_[LaneIndex(lane)]; }
-  PassPlan& plan(Author lane) { return plans_[LaneIndex(lane)]; }
-  // Whether the sequence is in the pass that is being planned, or in one that runs beside it.
+  // The lane's last plan.
+  PassPlan& plan(Author lane) { return plans_[LaneIndex(lane)][newest_[LaneIndex(lane)]]; }
+  // Makes an empty plan the lane's last one.
+  PassPlan& NewPlan(Author lane);
+  // Counts the pass that was planned.
+  void OnPlanned(Author lane);
+  // Whether the sequence is in the pass that is being planned, or in one that runs.
   bool IsPlanned(const Sequence& sequence) const {
-    return sequence.last_pass == passes_ + 1 || (beside_ && sequence.last_pass == passes_);
+    return sequence.last_pass == passes_ + 1 || sequence.running_passes > 0;
   }
   // Plans running_[index] for at most `budget` tokens; returns the number of tokens planned.
   int64_t PlanEntry(Author lane, size_t index, int64_t budget);
@@ -116,8 +132,9 @@ class Scheduler {
   int64_t ProposeDrafts(Author lane, Sequence& sequence, int64_t most);
   // Gives back the blocks before the window of the next row.
   void DropUnread(Author lane, LaneState& state);
-  // Remembers the whole blocks of the tokens before the cursor, and gives back the blocks after
-  // those that were consumed and those before the window of the next row.
+  // Remembers the whole blocks of the tokens before the cursor, and gives back the blocks before
+  // the window of the next row and, unless a pass of the sequence runs that writes there, those
+  // after the tokens that were consumed.
   void Confirm(Author lane, Sequence& sequence);
   // Drops the drafts of a sequence that the senior has written to, and tells the junior's lane how
   // many of those that it wrote were accepted. The junior's stay that no pass had room for and that
@@ -142,10 +159,10 @@ class Scheduler {
   std::vector<Sequence*> running_;
   std::array<BlockPool, 2> pools_;
   std::array<int64_t, 2> epochs_ = {0, 0};
-  std::array<PassPlan, 2> plans_;  // kept so that their memory is
-  bool beside_ = false;            // whether another pass runs beside the one that is being planned
-  int64_t passes_ = 0;             // planned so far
-  int64_t admits_ = 0;             // calls of Admit that counted blocks
+  std::array<std::array<PassPlan, 2>, 2> plans_;  // of each lane; kept so that their memory is
+  std::array<size_t, 2> newest_ = {};             // in the plans of each lane
+  int64_t passes_ = 0;                            // planned so far
+  int64_t admits_ = 0;                            // calls of Admit that counted blocks
   Author last_lane_ = Author::kJunior;
   int64_t preemptions_total_ = 0;
   int64_t shared_tokens_total_ = 0;

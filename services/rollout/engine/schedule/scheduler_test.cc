@@ -608,6 +608,102 @@ TEST(SchedulerTest, APreemptedSequenceWaitsUntilThereAreBlocksForAllItsTokens) {
   EXPECT_EQ(scheduler.running().size(), 1u);
 }
 
+// A scheduler with solo prompts of the given lengths, and passes over them that run; the first is
+// planned.
+struct RunningPass {
+  RunningPass(const std::vector<int>& lengths, std::array<int64_t, 2> num_blocks)
+      : scheduler({.max_num_seqs = 8,
+                   .max_batched_tokens = kWide.max_batched_tokens,
+                   .num_blocks = num_blocks}) {
+    for (const int length : lengths) {
+      prompts.push_back(
+          MakePrompt(length, 1, {.tandem = false, .token = 1 + static_cast<int>(prompts.size())}));
+      prompts.back()->max_response_tokens = 10;
+      Enqueue(scheduler, *prompts.back());
+    }
+    scheduler.Admit();
+    Start(scheduler.Plan(S));
+  }
+  void Start(const PassPlan& plan) {
+    for (const PassEntry& entry : plan.entries) ++entry.sequence->running_passes;
+    plans.push_back(plan);
+  }
+  // Ends the oldest pass.
+  void End() {
+    for (const PassEntry& entry : plans.front().entries) {
+      --entry.sequence->running_passes;
+      Write(*entry.sequence);
+      scheduler.Advance(S, entry);
+    }
+    plans.erase(plans.begin());
+  }
+  Sequence& sequence(size_t i) { return *prompts[i]->samples[0]; }
+
+  Scheduler scheduler;
+  std::vector<std::unique_ptr<Prompt>> prompts;
+  std::vector<PassPlan> plans;
+};
+
+TEST(SchedulerTest, TheNextPassIsPlannedAhead) {
+  RunningPass pass({5, 7, 6}, kWide.num_blocks);
+  pass.prompts[1]->max_response_tokens = 1;
+  const PassPlan* const ahead = pass.scheduler.PlanAhead(S);
+  ASSERT_NE(ahead, nullptr);
+  ASSERT_EQ(ahead->entries.size(), 2u) << "one response ends with its next token";
+  for (const size_t i : {0, 1}) {
+    const PassEntry& entry = ahead->entries[i];
+    EXPECT_EQ(entry.sequence, &pass.sequence(2 * i));
+    EXPECT_EQ(entry.follows, 2 * i);
+    EXPECT_EQ(entry.begin, entry.sequence->length());
+    EXPECT_EQ(entry.end, entry.begin + 1);
+    EXPECT_EQ(entry.draws, 1);
+  }
+}
+
+TEST(SchedulerTest, NoPassIsPlannedAheadThatLeavesASequenceBehind) {
+  RunningPass pass({5, 7}, kWide.num_blocks);
+  EXPECT_EQ(pass.scheduler.PlanAhead(J), nullptr);
+  pass.prompts[1]->request.num_top_logprobs = 2;
+  EXPECT_EQ(pass.scheduler.PlanAhead(S), nullptr) << "the host draws";
+  pass.prompts[1]->request.num_top_logprobs = 0;
+  pass.prompts[1]->request.return_routed_experts = true;
+  EXPECT_EQ(pass.scheduler.PlanAhead(S), nullptr) << "a record may be read";
+  pass.prompts[1]->request.return_routed_experts = false;
+  const auto late = MakePrompt(3, 1, {.tandem = false});
+  Enqueue(pass.scheduler, *late);
+  pass.scheduler.Admit();
+  EXPECT_EQ(pass.scheduler.PlanAhead(S), nullptr) << "a prompt waits";
+  pass.scheduler.Remove(late->samples[0].get());
+  EXPECT_NE(pass.scheduler.PlanAhead(S), nullptr);
+}
+
+TEST(SchedulerTest, NoPassIsPlannedAheadWhereNoTokenFollows) {
+  RunningPass pass({5, 7}, kWide.num_blocks);
+  for (const auto& prompt : pass.prompts) prompt->max_response_tokens = 1;
+  EXPECT_EQ(pass.scheduler.PlanAhead(S), nullptr);
+}
+
+TEST(SchedulerTest, APassThatIsPlannedAheadPreemptsNobodyAndKeepsItsBlocks) {
+  for (const int64_t blocks : {2, 3}) {
+    RunningPass pass({63, 5}, {blocks, 1});
+    pass.End();
+    pass.Start(pass.scheduler.Plan(S));
+    const PassPlan* const ahead = pass.scheduler.PlanAhead(S);
+    EXPECT_EQ(ahead != nullptr, blocks == 3);
+    EXPECT_EQ(pass.scheduler.preemptions_total(), 0);
+    if (ahead == nullptr) continue;
+    pass.End();
+    EXPECT_EQ(pass.sequence(0).lane(S).table.size(), 1) << "as of a plan that nobody started";
+    pass.Start(pass.scheduler.Plan(S));
+    const PassPlan* const next = pass.scheduler.PlanAhead(S);
+    ASSERT_NE(next, nullptr);
+    pass.Start(*next);
+    pass.End();
+    EXPECT_EQ(pass.sequence(0).lane(S).table.size(), 2);
+    EXPECT_EQ(pass.scheduler.num_held_blocks(S), 3);
+  }
+}
+
 TEST(SchedulerTest, AnEndedSequenceDrainsTheLaggingLane) {
   const auto prompt = MakePrompt(3, 1, {.other_logprobs = true});
   Sequence& sequence = *prompt->samples[0];

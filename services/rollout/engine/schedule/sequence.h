@@ -96,6 +96,8 @@ struct Sequence {
   std::unique_ptr<DraftState> drafts;  // null: the prompt asks for none
   std::array<LaneState, 2> lanes;
   int64_t last_pass = 0;  // see Scheduler::LaneOrder
+  // Kept by Generator: passes with the sequence that have started and not ended.
+  int64_t running_passes = 0;
 
   // Kept by WaitingQueue.
   int64_t arrival = 0;
@@ -144,6 +146,19 @@ struct Sequence {
   // Whether sampling has finished. The other model's log-probs may still be missing; see
   // complete().
   bool ended() const { return finish_reason != FinishReason::kUnspecified; }
+
+  // Whether there is no token behind the next one, whichever that is.
+  bool EndsWithNext() const {
+    return ended() || response_length() + 1 >= prompt->max_response_tokens;
+  }
+
+  // Whether a pass behind the one that draws the next token waits until the host has that token:
+  // drafts need it, likeliest tokens come from rows that the host draws from, and a record of
+  // experts is read between two passes.
+  bool NeedsHost() const {
+    return drafts != nullptr || prompt->request.num_top_logprobs > 0 ||
+           prompt->request.return_routed_experts;
+  }
 
   // Whether the hidden state at `position` gives `author`'s log-prob of a response token that the
   // other model wrote, and that log-prob is missing.

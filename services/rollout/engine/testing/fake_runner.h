@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <limits>
-#include <optional>
 #include <random>
 #include <span>
 #include <utility>
@@ -48,7 +48,8 @@ class FakeRunner : public ModelRunner {
     for (const DecodeInput& sequence : pass.sequences) {
       for (size_t i = 0; i < sequence.tokens.size(); ++i) {
         const int64_t position = sequence.start + static_cast<int64_t>(i);
-        TokenAt(sequence, position) = sequence.tokens[i];
+        const int32_t token = sequence.tokens[i];
+        TokenAt(sequence, position) = pass.follows ? drawn_.at(token) : token;
         const int32_t block = sequence.blocks[position / kKvBlockTokens];
         recorded_.at(block)[position % kKvBlockTokens] = sequence.records_routing;
       }
@@ -56,6 +57,7 @@ class FakeRunner : public ModelRunner {
     }
     consumed += pass_tokens;
     largest_pass = std::max(largest_pass, pass_tokens);
+    drawn_.assign(pass.rows.size(), 0);
     if (!fail_next.ok()) return std::exchange(fail_next, absl::OkStatus());
     results.clear();
     read_.clear();
@@ -71,30 +73,39 @@ class FakeRunner : public ModelRunner {
         const std::vector<float> logits = Logits(held);
         if (keep_rows) read_.push_back(held);
         results.push_back(ReadRow(sampler, logits, row));
+        if (results.back().ok()) drawn_[results.size() - 1] = results.back()->token;
       }
     }
     return absl::OkStatus();
   }
 
-  // With `late` a pass is computed when it is finished, from what its arguments have then.
+  // With `late` a pass is computed when it is finished.
   bool RunsBehindTheHost() const override { return late; }
   absl::Status Start(const Pass& pass, PassResults& results) override {
     if (!late) return Run(pass, results);
-    started_ = pass;
-    late_results_ = &results;
+    misuses += started_.size() != (pass.follows ? 1 : 0);
+    if (pass.follows) {
+      ++ahead_passes;
+      if (!fail_ahead.ok()) return std::exchange(fail_ahead, absl::OkStatus());
+      misuses += WriteSameBlock(started_.front(), pass);
+    }
+    started_.emplace_back(pass, results);
     results.clear();
     return absl::OkStatus();
   }
   absl::Status Finish() override {
     if (!late) return absl::OkStatus();
     ++late_passes;
-    return Run(std::exchange(started_, std::nullopt).value(), *late_results_);
+    const StartedPass oldest = std::move(started_.front());
+    started_.pop_front();
+    return Run(oldest.pass(), *oldest.results);
   }
 
   // Drafts what follows greedily, each token wrong with the probability `wrong_drafts`.
   absl::Status Draft(std::span<const DraftRequest> requests, int64_t count,
                      std::vector<int32_t>& drafts) override {
     ++draft_calls;
+    misuses += started_.empty() ? 0 : 1;
     if (!fail_draft.ok()) return std::exchange(fail_draft, absl::OkStatus());
     drafts.clear();
     for (const DraftRequest& request : requests) {
@@ -115,6 +126,7 @@ class FakeRunner : public ModelRunner {
   // routing was not recorded.
   absl::Status ReadRouting(std::span<const int32_t> blocks, int64_t count,
                            TokenExperts& experts) override {
+    misuses += started_.empty() ? 0 : 1;
     experts = {.layers = 2, .experts_per_token = 1, .ids = {}};
     for (int64_t p = 0; p < count; ++p) {
       const int32_t block = blocks[p / kKvBlockTokens];
@@ -125,7 +137,10 @@ class FakeRunner : public ModelRunner {
     return absl::OkStatus();
   }
 
-  void set_weights(uint64_t weights) { weights_ = weights; }
+  void set_weights(uint64_t weights) {
+    misuses += started_.empty() ? 0 : 1;
+    weights_ = weights;
+  }
 
   // Number of the last tokens that the logits depend on. With few, responses repeat themselves.
   size_t memory = std::numeric_limits<size_t>::max();
@@ -139,10 +154,65 @@ class FakeRunner : public ModelRunner {
   absl::Status fail_draft;
   bool late = false;
   int64_t late_passes = 0;
+  int64_t ahead_passes = 0;  // started before the tokens were known that they consume
+  absl::Status fail_ahead;   // of the start of such a pass
+  // Calls between Start and Finish that may not be, and blocks that passes which run at the same
+  // time write for different sequences.
+  int64_t misuses = 0;
 
  private:
-  std::optional<Pass> started_;
-  PassResults* late_results_ = nullptr;
+  // A pass that has read what it refers to.
+  struct StartedPass {
+    StartedPass(const Pass& from, PassResults& results)
+        : results(&results),
+          copies(from.copies.begin(), from.copies.end()),
+          rows(from.rows.begin(), from.rows.end()),
+          follows(from.follows) {
+      for (const DecodeInput& sequence : from.sequences) {
+        blocks.emplace_back(sequence.blocks.begin(), sequence.blocks.end());
+        tokens.emplace_back(sequence.tokens.begin(), sequence.tokens.end());
+        output_rows.emplace_back(sequence.output_rows.begin(), sequence.output_rows.end());
+        sequences.push_back(sequence);
+        sequences.back().blocks = blocks.back();
+        sequences.back().tokens = tokens.back();
+        sequences.back().output_rows = output_rows.back();
+      }
+    }
+    Pass pass() const {
+      return {.copies = copies, .sequences = sequences, .rows = rows, .follows = follows};
+    }
+
+    PassResults* results;
+    std::vector<BlockCopy> copies;
+    std::deque<std::vector<int32_t>> blocks, tokens;
+    std::deque<std::vector<int64_t>> output_rows;
+    std::vector<DecodeInput> sequences;
+    std::vector<OutputRow> rows;
+    bool follows;
+  };
+
+  static bool WriteSameBlock(const StartedPass& started, const Pass& pass) {
+    const auto written = [](const DecodeInput& sequence) {
+      return sequence.blocks.subspan(sequence.start / kKvBlockTokens);
+    };
+    for (const DecodeInput& one : started.sequences) {
+      for (const DecodeInput& other : pass.sequences) {
+        for (const int32_t block : written(other)) {
+          const auto found = std::ranges::find(written(one), block);
+          if (found == written(one).end()) continue;
+          const auto place = std::ranges::find(one.blocks, block) - one.blocks.begin();
+          if (place >= std::ssize(other.blocks)) return true;
+          if (!std::ranges::equal(one.blocks.first(place + 1), other.blocks.first(place + 1))) {
+            return true;
+          }
+        }
+      }
+    }
+    return false;
+  }
+
+  std::deque<StartedPass> started_;
+  std::vector<int32_t> drawn_;  // by each row of the last pass
 
   int32_t& TokenAt(const DecodeInput& sequence, int64_t position) {
     return blocks_.at(sequence.blocks[position / kKvBlockTokens])[position % kKvBlockTokens];

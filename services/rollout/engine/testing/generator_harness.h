@@ -102,6 +102,7 @@ class Harness {
     }
     EXPECT_EQ(Stats().senior_kv_tokens, 0);
     EXPECT_EQ(Stats().junior_kv_tokens, 0);
+    EXPECT_EQ(senior.misuses + junior.misuses, 0);
   }
   EngineStats Stats() const {
     EngineStats stats;
