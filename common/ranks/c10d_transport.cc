@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -22,10 +23,15 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/status_macros.h"
+#include "common/base/logging.h"
+#include "common/base/machine/gpu_memory.h"
 #include "common/base/machine/host_port.h"
 #include "common/base/steady_time.h"
 #include "common/ranks/deadline.h"
+#include "common/ranks/gpu_sharing.h"
 #include "common/ranks/local_address.h"
+#include "common/ranks/staged_operation.h"
+#include "common/tensor/aten/peer_memory.h"
 
 namespace tandem::ranks {
 namespace {
@@ -73,17 +79,54 @@ c10::intrusive_ptr<c10d::Store> OpenStore(const RankEnvironment& environment, bo
 
 std::vector<uint8_t> Bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
-Wait WaitFor(c10::intrusive_ptr<c10d::Work> work) {
-  return [work = std::move(work)] { work->wait(); };
+std::vector<std::string> Texts(const std::vector<std::vector<uint8_t>>& values) {
+  std::vector<std::string> texts;
+  for (const std::vector<uint8_t>& value : values) texts.emplace_back(value.begin(), value.end());
+  return texts;
 }
 
-// Waits for work that writes `written`, which `tensor` then gets.
-Wait WaitFor(c10::intrusive_ptr<c10d::Work> work, const at::Tensor& tensor,
-             const at::Tensor& written) {
-  return [work = std::move(work), tensor, written] {
-    work->wait();
-    if (!written.is_same(tensor)) tensor.copy_(written);
-  };
+// An operation that a backend does on tensors of its device, or, where `device` is given, on copies
+// of the host of tensors there.
+class Operation {
+ public:
+  explicit Operation(std::optional<at::Device> device) {
+    if (device.has_value()) staged_ = std::make_shared<StagedOperation>(*device);
+  }
+
+  // Return the tensor that the backend reads, writes, or both, in place of one of the group's.
+  at::Tensor Read(const at::Tensor& tensor) { return staged_ ? staged_->Read(tensor) : tensor; }
+  at::Tensor Write(const at::Tensor& tensor) { return staged_ ? staged_->Write(tensor) : tensor; }
+  at::Tensor Update(const at::Tensor& tensor) { return staged_ ? staged_->Update(tensor) : tensor; }
+
+  Wait Started(c10::intrusive_ptr<c10d::Work> work) {
+    return [work = std::move(work), staged = staged_] {
+      work->wait();
+      if (staged != nullptr) staged->End();
+    };
+  }
+
+ private:
+  std::shared_ptr<StagedOperation> staged_;
+};
+
+// Whether two ranks of a new group have the same GPU. Collective over the group.
+bool SharesGpu(c10d::Store& store, at::Device device, int rank, int size) {
+  std::vector<std::string> keys;
+  for (int of = 0; of < size; ++of) keys.push_back(absl::StrCat("gpu/", of));
+  store.set(keys[rank], Bytes(absl::StrCat(MachineId(), "/", GpuUuid(device))));
+  store.wait(keys);
+  return RanksOnOneGpu(Texts(store.multiGet(keys))).has_value();
+}
+
+// Once a process: a layout has several groups.
+void WarnOfSharedGpu() {
+  static std::once_flag warned;
+  std::call_once(warned, [] {
+    Log(LogLevel::kWarning, "ranks_share_gpu",
+        {{"message",
+          "two ranks compute on one GPU, and NCCL makes no group of them: they send with Gloo, "
+          "through the host's memory, which takes longer"}});
+  });
 }
 
 }  // namespace
@@ -140,11 +183,7 @@ bool RankStore::WaitFor(const std::vector<std::string>& keys, absl::Duration tim
 }
 
 std::vector<std::string> RankStore::Get(const std::vector<std::string>& keys) {
-  std::vector<std::string> values;
-  for (const std::vector<uint8_t>& value : state_->store->multiGet(keys)) {
-    values.emplace_back(value.begin(), value.end());
-  }
-  return values;
+  return Texts(state_->store->multiGet(keys));
 }
 
 struct ProcessGroup::State {
@@ -153,21 +192,18 @@ struct ProcessGroup::State {
   at::Device device;
   std::chrono::milliseconds timeout;
   c10::intrusive_ptr<c10d::Backend> backend;
-  bool through_host = false;  // Gloo, for tensors of a device
+  bool is_first = false;             // of the ranks of the outermost group
+  std::optional<at::Device> staged;  // whose tensors Gloo sends through the host's memory
 
   void Open(const std::string& name, int rank, int size);
-
-  // The tensor that the backend reads or writes in place of one of the group's.
-  at::Tensor ToRead(const at::Tensor& tensor) const { return through_host ? tensor.cpu() : tensor; }
-  at::Tensor ToWrite(const at::Tensor& tensor) const {
-    return through_host ? at::empty_like(tensor, at::kCPU) : tensor;
-  }
 };
 
 void ProcessGroup::State::Open(const std::string& name, int rank, int size) {
   const auto prefixed = c10::make_intrusive<c10d::PrefixStore>(name, store);
+  const bool share_gpu = !device.is_cpu() && SharesGpu(*prefixed, device, rank, size);
 #ifdef USE_C10D_NCCL
-  if (!device.is_cpu()) {
+  if (!device.is_cpu() && !share_gpu) {
+    staged.reset();
     const auto options = c10d::ProcessGroupNCCL::Options::create();
     options->timeout = timeout;
     backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(prefixed, rank, size, options);
@@ -175,7 +211,8 @@ void ProcessGroup::State::Open(const std::string& name, int rank, int size) {
     return;
   }
 #endif
-  through_host = !device.is_cpu();
+  if (share_gpu && is_first) WarnOfSharedGpu();
+  staged = device.is_cpu() ? std::nullopt : std::optional(device);
   const auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices = {interface};
   options->threads = 1;  // collectives follow one another
@@ -192,7 +229,9 @@ std::unique_ptr<ProcessGroup> ProcessGroup::Create(const RankStore& store, const
                                              .interface = nullptr,
                                              .device = device,
                                              .timeout = absl::ToChronoMilliseconds(timeout),
-                                             .backend = nullptr});
+                                             .backend = nullptr,
+                                             .is_first = rank == 0,
+                                             .staged = std::nullopt});
   // A group on a GPU has one, too: groups on the host may be split off from it.
   state->interface = c10d::ProcessGroupGloo::createDeviceForHostname(store.state_->local_address);
   state->Open(name, rank, size);
@@ -210,52 +249,63 @@ std::unique_ptr<ProcessGroup> ProcessGroup::CreateSubgroup(
 }
 
 Wait ProcessGroup::Send(const at::Tensor& tensor, int to, int tag) {
-  std::vector<at::Tensor> tensors = {state_->ToRead(tensor)};
-  return WaitFor(state_->backend->send(tensors, to, tag));
+  Operation operation(state_->staged);
+  std::vector<at::Tensor> tensors = {operation.Read(tensor)};
+  return operation.Started(state_->backend->send(tensors, to, tag));
 }
 
 Wait ProcessGroup::Recv(const at::Tensor& tensor, int from, int tag) {
-  std::vector<at::Tensor> tensors = {state_->ToWrite(tensor)};
-  return WaitFor(state_->backend->recv(tensors, from, tag), tensor, tensors[0]);
+  Operation operation(state_->staged);
+  std::vector<at::Tensor> tensors = {operation.Write(tensor)};
+  return operation.Started(state_->backend->recv(tensors, from, tag));
 }
 
 Wait ProcessGroup::AllReduceSum(const at::Tensor& tensor) {
-  std::vector<at::Tensor> tensors = {state_->ToRead(tensor)};
-  return WaitFor(state_->backend->allreduce(tensors), tensor, tensors[0]);
+  Operation operation(state_->staged);
+  std::vector<at::Tensor> tensors = {operation.Update(tensor)};
+  return operation.Started(state_->backend->allreduce(tensors));
 }
 
 Wait ProcessGroup::AllReduceMax(const at::Tensor& tensor) {
-  std::vector<at::Tensor> tensors = {state_->ToRead(tensor)};
+  Operation operation(state_->staged);
+  std::vector<at::Tensor> tensors = {operation.Update(tensor)};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  return WaitFor(state_->backend->allreduce(tensors, options), tensor, tensors[0]);
+  return operation.Started(state_->backend->allreduce(tensors, options));
 }
 
 Wait ProcessGroup::Broadcast(const at::Tensor& tensor, int root) {
-  std::vector<at::Tensor> tensors = {state_->ToRead(tensor)};
+  Operation operation(state_->staged);
+  const bool sends = state_->backend->getRank() == root;
+  std::vector<at::Tensor> tensors = {sends ? operation.Read(tensor) : operation.Write(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  return WaitFor(state_->backend->broadcast(tensors, options), tensor, tensors[0]);
+  return operation.Started(state_->backend->broadcast(tensors, options));
 }
 
-Wait ProcessGroup::Barrier() { return WaitFor(state_->backend->barrier()); }
+Wait ProcessGroup::Barrier() {
+  return [work = state_->backend->barrier()] { work->wait(); };
+}
 
 Wait ProcessGroup::ReduceScatter(const at::Tensor& output, const at::Tensor& input) {
-  at::Tensor shard = state_->ToWrite(output), whole = state_->ToRead(input);
-  return WaitFor(state_->backend->_reduce_scatter_base(shard, whole), output, shard);
+  Operation operation(state_->staged);
+  at::Tensor whole = operation.Read(input), shard = operation.Write(output);
+  return operation.Started(state_->backend->_reduce_scatter_base(shard, whole));
 }
 
 Wait ProcessGroup::AllToAll(const at::Tensor& output, const at::Tensor& input,
                             const std::vector<int64_t>& received,
                             const std::vector<int64_t>& sent) {
-  at::Tensor to = state_->ToWrite(output), from = state_->ToRead(input);
+  Operation operation(state_->staged);
+  at::Tensor from = operation.Read(input), to = operation.Write(output);
   std::vector<int64_t> to_rows = received, from_rows = sent;
-  return WaitFor(state_->backend->alltoall_base(to, from, to_rows, from_rows), output, to);
+  return operation.Started(state_->backend->alltoall_base(to, from, to_rows, from_rows));
 }
 
 Wait ProcessGroup::AllGather(const at::Tensor& output, const at::Tensor& input) {
-  at::Tensor whole = state_->ToWrite(output), shard = state_->ToRead(input);
-  return WaitFor(state_->backend->_allgather_base(whole, shard), output, whole);
+  Operation operation(state_->staged);
+  at::Tensor shard = operation.Read(input), whole = operation.Write(output);
+  return operation.Started(state_->backend->_allgather_base(whole, shard));
 }
 
 }  // namespace tandem::ranks

@@ -1,7 +1,8 @@
 // The functions of torch's c10d library that ranks use: a key-value store for the rendezvous, and
 // the process groups of Gloo (CPU) and NCCL (CUDA). A build without NCCL sends tensors of a GPU
-// with Gloo, through the host's memory. Keeps c10d's headers, which are slow to compile, out of
-// everything else. For communicator.h and rank_monitor.h.
+// with Gloo, through the host's memory, and so does every build among ranks that share a GPU. Keeps
+// c10d's headers, which are slow to compile, out of everything else. For communicator.h and
+// rank_monitor.h.
 #ifndef TANDEM_COMMON_RANKS_C10D_TRANSPORT_H_
 #define TANDEM_COMMON_RANKS_C10D_TRANSPORT_H_
 
@@ -51,7 +52,8 @@ class RankStore {
   const std::shared_ptr<State> state_;
 };
 
-// Waits for an operation that was started; throws if it failed.
+// Waits for an operation that was started; on a GPU the current stream waits, and the host only for
+// Gloo. Throws if the operation failed.
 using Wait = std::function<void()>;
 
 // The connections between the ranks of a group. Methods start an operation and throw

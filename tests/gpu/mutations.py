@@ -191,6 +191,27 @@ MUTATIONS = [
         test="rollout_schedule_test",
     ),
     Mutation(
+        "ranks: a group's operation does not wait for the tensors that it reads",
+        "common/ranks/staged_operation.cc",
+        "  Order(Streams(device).getStream(device), stream_);\n",
+        "",
+        test="gpu_ranks_test",
+    ),
+    Mutation(
+        "ranks: reduced gradients are added before they have arrived",
+        "common/parallel/zero/zero_strategy.cc",
+        "    buffer->reducing.Wait();\n",
+        "",
+        test="gpu_ranks_test",
+    ),
+    Mutation(
+        "ranks: a block runs before it is gathered",
+        "common/parallel/zero/zero_strategy.cc",
+        "    buffer->gathering.Wait();\n    if (has_copies()",
+        "    if (has_copies()",
+        test="gpu_ranks_test",
+    ),
+    Mutation(
         "publication: memory is offered before the GPU has written it",
         "common/weights/gpu/gpu_copy.cc",
         "  device.synchronizeStream(device.getStream(bytes_.device()));\n",

@@ -13,6 +13,7 @@
 #include "common/loss/logits/linear_cross_entropy.h"
 #include "common/model/passes/router_losses.h"
 #include "common/model/testing/image_batches.h"
+#include "common/ranks/testing/rank_processes.h"
 
 namespace tandem::parallel {
 namespace {
@@ -83,11 +84,14 @@ double SumOfRouters(Strategy& strategy, const std::vector<std::shared_ptr<Router
   for (const auto& recorded : routers) {
     losses += recorded->sums().sum(0).slice(0, -2).to(at::kCPU);
   }
+  losses = losses.to(strategy.ranks().device());
   strategy.ranks().AllReduce(losses, ranks::Reduction::kSum);
   return scales.load_balancing * losses[0].item<double>() + scales.z * losses[1].item<double>();
 }
 
-at::Tensor Positions(const loss::OutputRows& rows) { return at::tensor(rows.positions, at::kLong); }
+at::Tensor Positions(const loss::OutputRows& rows, at::Device device) {
+  return at::tensor(rows.positions, at::kLong).to(device);
+}
 
 std::unique_ptr<loss::LinearCrossEntropyLoss> CrossEntropy(Strategy& strategy) {
   const OutputShard output = strategy.output_shard();
@@ -118,8 +122,8 @@ absl::StatusOr<at::Tensor> LmLoss(Strategy& strategy, const loss::OutputRows& ro
 
 absl::StatusOr<at::Tensor> ValueLoss(const Model& model, const loss::OutputRows& rows,
                                      const at::Tensor& hidden, double rows_of_batch, double& sum) {
-  const at::Tensor values = model.Values(hidden.index_select(0, Positions(rows)));
-  const at::Tensor target = at::tensor(rows.labels, at::kFloat) / 10;
+  const at::Tensor values = model.Values(hidden.index_select(0, Positions(rows, hidden.device())));
+  const at::Tensor target = at::tensor(rows.labels, at::kFloat).to(hidden.device()) / 10;
   const at::Tensor loss = (values - target).square().sum() / rows_of_batch;
   sum += loss.item<double>();
   loss.backward();
@@ -132,6 +136,7 @@ void Prepare(Strategy& strategy, const std::string& directory, const LoadOptions
              const OptimizerOptions& optimizer) {
   LoadOptions training = load;
   training.requires_grad = true;
+  training.placement.device = ranks::DeviceOfTests();
   Check(strategy.LoadModel(directory, training));
   if (!load.freeze_all) Check(strategy.BuildOptimizer(optimizer));
 }
@@ -199,7 +204,10 @@ std::vector<std::vector<double>> Outputs(Strategy& strategy, int64_t micro_batch
           return std::move(values->logprobs);
         }
         const at::Tensor values =
-            model.Values(hidden.index_select(0, Positions(rows))).to(at::kDouble).contiguous();
+            model.Values(hidden.index_select(0, Positions(rows, hidden.device())))
+                .to(at::kDouble)
+                .cpu()
+                .contiguous();
         return std::vector<double>(values.const_data_ptr<double>(),
                                    values.const_data_ptr<double>() + values.numel());
       });

@@ -22,7 +22,8 @@ inline OptimizerOptions FastOptimizer() {
           .weight_decay = 0.1};
 }
 
-// Loads the model in `directory` for training. All functions here abort on an error.
+// Loads the model in `directory` for training on ranks::DeviceOfTests(). All functions here abort
+// on an error.
 void Prepare(Strategy& strategy, const std::string& directory, const LoadOptions& load = {},
              const OptimizerOptions& optimizer = FastOptimizer());
 

@@ -1,6 +1,7 @@
 #include "common/ranks/testing/rank_processes.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/prctl.h>
@@ -12,6 +13,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 
 #include "absl/strings/str_cat.h"
@@ -142,10 +144,22 @@ void RunOnRanks(int world_size, const RankBody& body, absl::Duration limit) {
   }
 }
 
+at::Device DeviceOfTests() {
+  const char* const name = std::getenv("TANDEM_TEST_DEVICE");
+  if (name == nullptr || std::strcmp(name, "cuda") != 0) return at::kCPU;
+  return c10::impl::VirtualGuardImpl(at::kCUDA).getDevice();
+}
+
 void RunConnected(int world_size,
                   const std::function<void(const std::shared_ptr<Communicator>&)>& body) {
   RunOnRanks(world_size, [&](const RankEnvironment& environment) {
-    const auto ranks = Communicator::Connect(environment, {.timeout = absl::Minutes(1)});
+    if (!DeviceOfTests().is_cpu()) {
+      const c10::impl::VirtualGuardImpl gpus(at::kCUDA);
+      const int index = environment.rank % gpus.deviceCount();
+      gpus.setDevice(at::Device(at::kCUDA, static_cast<at::DeviceIndex>(index)));
+    }
+    const auto ranks = Communicator::Connect(
+        environment, {.device = DeviceOfTests(), .timeout = absl::Minutes(1)});
     ASSERT_TRUE(ranks.ok()) << ranks.status();
     body(*ranks);
     (*ranks)->Barrier();

@@ -12,6 +12,7 @@
 #ifndef TANDEM_COMMON_RANKS_TESTING_RANK_PROCESSES_H_
 #define TANDEM_COMMON_RANKS_TESTING_RANK_PROCESSES_H_
 
+#include <c10/core/Device.h>
 #include <sys/types.h>
 
 #include <functional>
@@ -32,7 +33,12 @@ using RankBody = std::function<void(const RankEnvironment&)>;
 // others. No rank lives longer than `limit`.
 void RunOnRanks(int world_size, const RankBody& body, absl::Duration limit = absl::Seconds(120));
 
-// Runs `body` on ranks that are connected, and that leave together.
+// The device of a rank's tensors in tests: the CPU, or with TANDEM_TEST_DEVICE=cuda the current
+// GPU.
+at::Device DeviceOfTests();
+
+// Runs `body` on ranks that are connected on DeviceOfTests(), and that leave together. The ranks
+// take the GPUs in turn.
 void RunConnected(int world_size,
                   const std::function<void(const std::shared_ptr<Communicator>& ranks)>& body);
 

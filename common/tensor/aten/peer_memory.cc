@@ -33,11 +33,6 @@ namespace {
 
 #ifdef TANDEM_CUDA
 
-std::string UuidOf(c10::DeviceIndex device) {
-  const cudaUUID_t& uuid = at::cuda::getDeviceProperties(device)->uuid;
-  return absl::BytesToHexString(absl::string_view(uuid.bytes, sizeof(uuid.bytes)));
-}
-
 GpuMemory Describe(const at::Tensor& bytes) {
   // Their handles are descriptors, of which a process has few, in place of those of CUDA IPC.
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -46,15 +41,14 @@ GpuMemory Describe(const at::Tensor& bytes) {
   // A handle of CUDA opens the whole segment of the allocator in which the tensor is.
   c10::cuda::CUDACachingAllocator::ShareableHandle shared =
       c10::cuda::CUDACachingAllocator::shareIpcHandle(bytes.storage().mutable_data());
-  return {.gpu = UuidOf(bytes.device().index()),
-          .handle = std::move(shared.handle),
-          .offset = shared.offset};
+  return {
+      .gpu = GpuUuid(bytes.device()), .handle = std::move(shared.handle), .offset = shared.offset};
 }
 
 // A GPU that this process does not see (CUDA_VISIBLE_DEVICES) can be opened nevertheless.
 absl::Status CheckAccess(const GpuMemory& shared, c10::Device device) {
   for (c10::DeviceIndex gpu = 0; gpu < c10::cuda::device_count(); ++gpu) {
-    if (UuidOf(gpu) != shared.gpu || gpu == device.index()) continue;
+    if (GpuUuid({c10::kCUDA, gpu}) != shared.gpu || gpu == device.index()) continue;
     if (at::cuda::canDeviceAccessPeer(device.index(), gpu)) continue;
     return absl::FailedPreconditionError(
         absl::StrCat("GPU ", device.index(), " has no access to the memory of GPU ", gpu));
@@ -83,7 +77,7 @@ class Segment {
 
 GpuMemory Describe(const at::Tensor& bytes) {
   const auto address = reinterpret_cast<int64_t>(bytes.storage().data());
-  return {.gpu = absl::StrCat("simulated-", bytes.device().index()),
+  return {.gpu = GpuUuid(bytes.device()),
           .handle = CallOperator<std::string, int64_t>("tandem_peer::share", address)};
 }
 
@@ -151,6 +145,15 @@ int64_t SizeOf(absl::Span<const GpuMemory> memories) {
 }
 
 }  // namespace
+
+std::string GpuUuid(c10::Device device) {
+#ifdef TANDEM_CUDA
+  const cudaUUID_t& uuid = at::cuda::getDeviceProperties(device.index())->uuid;
+  return absl::BytesToHexString(absl::string_view(uuid.bytes, sizeof(uuid.bytes)));
+#else
+  return absl::StrCat("simulated-", device.index());
+#endif
+}
 
 bool CanShareMemory(c10::Device device) {
 #ifdef TANDEM_CUDA

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -21,6 +22,9 @@
 #include "common/base/machine/gpu_memory.h"
 
 namespace tandem {
+
+// Returns the UUID of a GPU, which no other GPU of this machine has.
+std::string GpuUuid(c10::Device device);
 
 // Whether this build, and the library of its devices, can share memory of `device`.
 bool CanShareMemory(c10::Device device);

@@ -18,13 +18,6 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
 
-// Lets the host wait for all streams of a device.
-void SynchronizeAll(DeviceIndex device) {
-  const int first = StreamOf(device, 0);
-  for (int id = 1; id < kStreamsOfDevice; ++id) WaitForEvent(first, RecordEvent(first + id));
-  Synchronize(first);
-}
-
 Event& EventOf(void* event) { return *static_cast<Event*>(event); }
 
 int StreamOf(const Stream& stream) {
@@ -51,9 +44,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device device) const override {
     return Stream(Stream::DEFAULT, WithIndex(device));
   }
-  Stream getStreamFromGlobalPool(Device device, bool /*is_high_priority*/) const override {
-    static std::atomic<int64_t> asked = 0;
-    return Stream(Stream::UNSAFE, WithIndex(device), 1 + asked++ % (kStreamsOfDevice - 1));
+  Stream getStreamFromGlobalPool(Device device, bool is_high_priority) const override {
+    static std::atomic<int64_t> asked = 0, asked_of_high_priority = 0;
+    constexpr int kOfHighPriority = kStreamsOfDevice - kFirstOfHighPriority;
+    const int64_t id = is_high_priority
+                           ? kFirstOfHighPriority + asked_of_high_priority++ % kOfHighPriority
+                           : 1 + asked++ % (kFirstOfHighPriority - 1);
+    return Stream(Stream::UNSAFE, WithIndex(device), id);
   }
   Stream exchangeStream(Stream stream) const override {
     const Stream before = getStream(stream.device());
@@ -69,7 +66,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return IsDone(RecordEvent(StreamOf(stream)));
   }
   void synchronizeStream(const Stream& stream) const override { Synchronize(StreamOf(stream)); }
-  void synchronizeDevice(DeviceIndex device) const override { SynchronizeAll(device); }
+  void synchronizeDevice(DeviceIndex device) const override { SynchronizeDevice(device); }
 
   void record(void** event, const Stream& stream, DeviceIndex /*device*/,
               c10::EventFlag /*flag*/) const override {
@@ -112,7 +109,7 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isPinnedPtr(const void* address) const override { return IsPinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &PinnedMemory(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return &DeviceMemory(); }
-  void deviceSynchronize(DeviceIndex device) const override { SynchronizeAll(device); }
+  void deviceSynchronize(DeviceIndex device) const override { SynchronizeDevice(device); }
 };
 
 struct Registration {

@@ -166,7 +166,7 @@ class Operands {
 
  private:
   void Use(const Tensor& x, bool writes) {
-    if (x.defined() && x.is_cuda()) uses_.push_back({x.storage().data(), writes});
+    if (x.defined() && x.is_cuda()) AddUses(x, writes, uses_);
   }
 
   static Tensor CopyOfNumber(const Tensor& x) {
@@ -299,7 +299,10 @@ Tensor& Copy(Tensor& to, const Tensor& from, bool non_blocking) {
     if (reader != writer) WaitForEvent(reader, RecordEvent(writer));
     ++TheCounts().launches;
     KeepForCapture(to.storage().data());
-    Enqueue(reader, {{from.storage().data(), false}, {to.storage().data(), true}});
+    std::vector<Use> uses;
+    AddUses(from, /*writes=*/false, uses);
+    AddUses(to, /*writes=*/true, uses);
+    Enqueue(reader, uses);
     if (reader != writer) WaitForEvent(writer, RecordEvent(reader));
     const auto copy = [to = OnCpu(to), from = OnCpu(from)] { to.copy_(from); };
     copy();
@@ -326,7 +329,9 @@ Tensor& Copy(Tensor& to, const Tensor& from, bool non_blocking) {
 }
 
 at::Scalar Item(const Tensor& x) {
-  Enqueue(CurrentStream(x.device().index()), {{x.storage().data(), false}});
+  std::vector<Use> uses;
+  AddUses(x, /*writes=*/false, uses);
+  Enqueue(CurrentStream(x.device().index()), uses);
   Synchronize(CurrentStream(x.device().index()));
   return OnCpu(x).item();
 }

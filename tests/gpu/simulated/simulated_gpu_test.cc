@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "tests/gpu/simulated/counts.h"
@@ -198,6 +199,16 @@ TEST(SimulatedStreamsTest, StreamsReadTheSameMemory) {
   EXPECT_EQ(x.sum().item<float>(), 3);
 }
 
+// Rows and columns of a matrix.
+TEST(SimulatedStreamsTest, StreamsUseDifferentBytesOfOneAllocation) {
+  const at::Tensor x = at::ones({4, 6}, kGpu);
+  Wait();
+  x.narrow(0, 0, 2).narrow(1, 0, 3).zero_();
+  const OnStream on;
+  x.narrow(0, 2, 2).zero_();
+  EXPECT_EQ(x.narrow(1, 3, 3).sum().item<float>(), 6);
+}
+
 using SimulatedGpuDeathTest = testing::Test;
 
 TEST(SimulatedGpuDeathTest, TheHostCannotReadMemoryOfTheDevice) {
@@ -241,6 +252,18 @@ TEST(SimulatedStreamsDeathTest, AWriteMustWaitForAReadAndAWrite) {
   EXPECT_DEATH(write_too_early(false), "writes to memory");
 }
 
+TEST(SimulatedStreamsDeathTest, StreamsMeetInOneColumn) {
+  const auto meet = [] {
+    const at::Tensor x = at::ones({4, 6}, kGpu);
+    Wait();
+    x.narrow(1, 0, 3).zero_();
+    const OnStream on;
+    x.narrow(1, 3, 3).sum();
+    x.narrow(1, 2, 3).sum();
+  };
+  EXPECT_DEATH(meet(), "reads memory");
+}
+
 // An event that was recorded before the work orders nothing.
 TEST(SimulatedStreamsDeathTest, AnEventMustBeRecordedBehindTheWork) {
   const auto record_too_early = [] {
@@ -269,6 +292,51 @@ TEST(SimulatedStreamsDeathTest, MemoryComesBackWhenOtherStreamsAreDone) {
   };
   EXPECT_DEATH(use(false), "gets memory back");
   EXPECT_EXIT(use(true), testing::ExitedWithCode(0), "");
+}
+
+// A process group's stream, for which the host waits because it sends with Gloo.
+TEST(SimulatedStreamsDeathTest, AWaitOfTheHostForAGroupOrdersNothing) {
+  const auto write = [](bool waits) {
+    const at::Tensor x = at::ones({3}, kGpu);
+    Wait();
+    const c10::Stream group =
+        OnStream::Guard().getStreamFromGlobalPool(kGpu, /*isHighPriority=*/true);
+    {
+      const c10::StreamGuard on(group);
+      const int64_t before = TheCounts().synchronizations;
+      EXPECT_TRUE(at::equal(x.cpu(), at::ones({3})));
+      EXPECT_EQ(TheCounts().synchronizations, before);
+    }
+    c10::Event event(at::kCUDA);
+    event.record(group);
+    if (waits) event.block(DefaultStream());
+    x.zero_();
+    std::exit(testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_DEATH(write(false), "writes to memory");
+  EXPECT_EXIT(write(true), testing::ExitedWithCode(0), "");
+}
+
+TEST(SimulatedStreamsTest, OperationsOfGroupsThatHaveOthersBesideThemAreCounted) {
+  const at::Tensor x = at::ones({3}, kGpu), y = at::ones({3}, kGpu);
+  const auto counts = [&](bool computes) {
+    const int64_t all = TheCounts().of_groups, beside = TheCounts().of_groups_beside;
+    c10::Event begin(at::kCUDA), end(at::kCUDA);
+    const c10::Stream group =
+        OnStream::Guard().getStreamFromGlobalPool(kGpu, /*isHighPriority=*/true);
+    begin.record(DefaultStream());
+    begin.block(group);
+    if (computes) y.add_(1);
+    {
+      const c10::StreamGuard on(group);
+      x.add_(1);
+    }
+    end.record(group);
+    end.block(DefaultStream());
+    return std::pair(TheCounts().of_groups - all, TheCounts().of_groups_beside - beside);
+  };
+  EXPECT_EQ(counts(true), std::pair(int64_t{1}, int64_t{1}));
+  EXPECT_EQ(counts(false), std::pair(int64_t{1}, int64_t{0}));
 }
 
 }  // namespace

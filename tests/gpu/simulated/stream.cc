@@ -11,7 +11,9 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <optional>
 
+#include "tests/gpu/simulated/accesses.h"
 #include "tests/gpu/simulated/counts.h"
 #include "tests/gpu/simulated/graph.h"
 
@@ -31,12 +33,9 @@ struct Stream {
 };
 
 struct Allocation {
-  size_t bytes = 0;
-  int64_t generation = 0;
-  int stream = 0;
-  int writer = 0;       // the stream that wrote last
-  int64_t written = 0;  // the number of that operation
-  Progress read = {};   // the last operation of each stream that read
+  Accesses accesses;
+  int64_t generation;
+  int stream;
   std::array<bool, kStreams> recorded = {};
 };
 
@@ -83,32 +82,30 @@ std::map<const char*, Allocation>::iterator Find(State& state, const void* addre
   TORCH_CHECK(found != state.allocations.begin(), "the simulated GPU has no such memory");
   --found;
   // An empty tensor may stand at the end.
-  TORCH_CHECK(byte <= found->first + found->second.bytes, "the simulated GPU has no such memory");
+  TORCH_CHECK(byte <= found->first + found->second.accesses.bytes(),
+              "the simulated GPU has no such memory");
   return found;
 }
 
 void UseMemory(State& state, int stream, const Use& use) {
   if (use.address == nullptr) return;
-  Allocation& memory = Find(state, use.address)->second;
-  const Progress& before = state.streams[stream].before;
-  const char* const what = use.writes ? "writes to memory" : "reads memory";
-  if (memory.written > before[memory.writer]) End(what, stream, memory.writer);
-  if (!use.writes) {
-    memory.read[stream] = before[stream];
-    return;
-  }
-  for (int other = 0; other < kStreams; ++other) {
-    if (memory.read[other] > before[other]) End(what, stream, other);
-  }
-  memory.writer = stream;
-  memory.written = before[stream];
+  const auto found = Find(state, use.address);
+  Accesses& accesses = found->second.accesses;
+  const auto begin = static_cast<size_t>(static_cast<const char*>(use.address) - found->first);
+  const std::optional<int> other =
+      use.bytes == 0
+          ? accesses.Add(0, accesses.bytes(), use.writes, stream, state.streams[stream].before)
+          : accesses.Add(begin, begin + use.bytes, use.writes, stream,
+                         state.streams[stream].before);
+  if (other.has_value()) End(use.writes ? "writes to memory" : "reads memory", stream, *other);
 }
 
-// Whether another stream of the device, no default one either, has work behind the host.
+// Whether another stream of the device, no default one and no group's either, has work behind the
+// host.
 bool HasWorkBeside(const State& state, int stream) {
-  if (stream % kStreamsOfDevice == 0) return false;
+  if (stream % kStreamsOfDevice == 0 || HasHighPriority(stream)) return false;
   const int first = stream / kStreamsOfDevice * kStreamsOfDevice;
-  for (int other = first + 1; other < first + kStreamsOfDevice; ++other) {
+  for (int other = first + 1; other < first + kFirstOfHighPriority; ++other) {
     if (other != stream && state.streams[other].before[other] > state.host[other]) return true;
   }
   return false;
@@ -164,7 +161,12 @@ void WaitForEvent(int stream, const Event& event) {
   }
   State& state = TheState();
   const std::lock_guard lock(state.mutex);
-  Join(state.streams[stream].before, event.before);
+  Progress& before = state.streams[stream].before;
+  if (HasHighPriority(event.stream) && !HasHighPriority(stream)) {
+    ++TheCounts().of_groups;
+    if (before[stream] > event.before[stream]) ++TheCounts().of_groups_beside;
+  }
+  Join(before, event.before);
 }
 
 bool IsDone(const Event& event) {
@@ -175,22 +177,36 @@ bool IsDone(const Event& event) {
 
 void Synchronize(const Event& event) {
   RefuseInCapture("a wait of the host");
-  ++TheCounts().synchronizations;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   State& state = TheState();
   std::vector<Copy> done;
   {
     const std::lock_guard lock(state.mutex);
-    Join(state.host, event.before);
+    Progress awaited = {};
+    if (HasHighPriority(event.stream)) {
+      awaited[event.stream] = event.before[event.stream];
+    } else {
+      ++TheCounts().synchronizations;
+      Join(state.host, event.before);
+      awaited = state.host;
+    }
     for (int i = 0; i < kStreams; ++i) {
       std::deque<Copy>& copies = state.streams[i].copies;
-      while (!copies.empty() && copies.front().number <= state.host[i]) {
+      while (!copies.empty() && copies.front().number <= awaited[i]) {
         done.push_back(std::move(copies.front()));
         copies.pop_front();
       }
     }
   }
   for (const Copy& copy : done) Finish(copy);
+}
+
+void SynchronizeDevice(c10::DeviceIndex device) {
+  Event all = RecordEvent(StreamOf(device, 0));
+  for (int id = 1; id < kStreamsOfDevice; ++id) {
+    Join(all.before, RecordEvent(StreamOf(device, id)).before);
+  }
+  Synchronize(all);
 }
 
 void Enqueue(int stream, const std::vector<Use>& uses) {
@@ -205,11 +221,46 @@ void Enqueue(int stream, const std::vector<Use>& uses) {
   for (const Use& use : uses) UseMemory(state, stream, use);
 }
 
+void AddUses(const at::Tensor& x, bool writes, std::vector<Use>& uses) {
+  const auto* const storage = static_cast<const char*>(x.storage().data());
+  if (storage == nullptr) return;
+  if (x.numel() == 0) return uses.push_back({storage, writes});
+  const auto item = static_cast<int64_t>(x.element_size());
+  const char* const first = storage + x.storage_offset() * item;
+  std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride and size
+  int64_t pieces = 1, run = 1, span = 1;                // of elements
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (x.size(d) > 1 && x.stride(d) > 0) dimensions.emplace_back(x.stride(d), x.size(d));
+  }
+  std::ranges::sort(dimensions);
+  for (const auto& [stride, size] : dimensions) {
+    span += stride * (size - 1);
+    int64_t& grows = stride == run && pieces == 1 ? run : pieces;
+    grows *= size;
+  }
+  constexpr int64_t kMostPieces = 64;
+  if (pieces > kMostPieces) {
+    return uses.push_back({first, writes, static_cast<size_t>(span * item)});
+  }
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    int64_t offset = 0, rest = piece, contiguous = 1;
+    for (const auto& [stride, size] : dimensions) {
+      if (contiguous < run) {
+        contiguous *= size;
+        continue;
+      }
+      offset += rest % size * stride;
+      rest /= size;
+    }
+    uses.push_back({first + offset * item, writes, static_cast<size_t>(run * item)});
+  }
+}
+
 void Launch(std::initializer_list<at::Tensor> reads, std::initializer_list<at::Tensor> writes) {
   ++TheCounts().launches;
   std::vector<Use> uses;
-  for (const at::Tensor& x : reads) uses.push_back({x.storage().data(), /*writes=*/false});
-  for (const at::Tensor& x : writes) uses.push_back({x.storage().data(), /*writes=*/true});
+  for (const at::Tensor& x : reads) AddUses(x, /*writes=*/false, uses);
+  for (const at::Tensor& x : writes) AddUses(x, /*writes=*/true, uses);
   const at::Tensor& any = reads.size() > 0 ? *reads.begin() : *writes.begin();
   Enqueue(CurrentStream(any.device().index()), uses);
 }
@@ -217,8 +268,7 @@ void Launch(std::initializer_list<at::Tensor> reads, std::initializer_list<at::T
 void OnShared(const void* address) {
   State& state = TheState();
   const std::lock_guard lock(state.mutex);
-  const Allocation& memory = Find(state, address)->second;
-  if (memory.written <= state.host[memory.writer]) return;
+  if (!Find(state, address)->second.accesses.WrittenAfter(state.host)) return;
   std::fputs("simulated GPU: memory is shared while a stream may still write to it\n", stderr);
   std::abort();
 }
@@ -226,8 +276,9 @@ void OnShared(const void* address) {
 void OnAllocated(const void* address, size_t bytes, int stream) {
   State& state = TheState();
   const std::lock_guard lock(state.mutex);
-  state.allocations[static_cast<const char*>(address)] = {
-      .bytes = bytes, .generation = ++state.generations, .stream = stream};
+  state.allocations.insert_or_assign(
+      static_cast<const char*>(address),
+      Allocation{.accesses = Accesses(bytes), .generation = ++state.generations, .stream = stream});
 }
 
 void OnRecorded(const void* address, int stream) {
@@ -241,14 +292,9 @@ void OnFreed(const void* address) {
   const std::lock_guard lock(state.mutex);
   const auto found = Find(state, address);
   const Allocation& memory = found->second;
-  const Progress& before = Before(state, memory.stream);
-  for (int other = 0; other < kStreams; ++other) {
-    const int64_t last =
-        std::max(memory.read[other], memory.writer == other ? memory.written : int64_t{0});
-    if (last > before[other] && !memory.recorded[other]) {
-      End("gets memory back", memory.stream, other);
-    }
-  }
+  const std::optional<int> other =
+      memory.accesses.UsedAfter(Before(state, memory.stream), memory.recorded);
+  if (other.has_value()) End("gets memory back", memory.stream, *other);
   state.allocations.erase(found);
 }
 
@@ -263,7 +309,7 @@ std::pair<const void*, size_t> AllocationOf(const void* address) {
   State& state = TheState();
   const std::lock_guard lock(state.mutex);
   const auto found = Find(state, address);
-  return {found->first, found->second.bytes};
+  return {found->first, found->second.accesses.bytes()};
 }
 
 void DeliverLater(int stream, const at::Tensor& to, const at::Tensor& values) {

@@ -11,6 +11,10 @@
 //   ends the process
 //
 // An operation that one thread of the host has waited for counts as awaited by all of them.
+//
+// A stream of high priority is a process group's. A group of Gloo waits on the host for the copies
+// of what it sends, where one of NCCL waits for nothing, so a wait of the host for such a stream
+// orders nothing: what a stream does after its operations has to wait for an event of them.
 #ifndef TANDEM_TESTS_GPU_SIMULATED_STREAM_H_
 #define TANDEM_TESTS_GPU_SIMULATED_STREAM_H_
 
@@ -28,12 +32,16 @@
 
 namespace tandem::simulated_gpu {
 
-// Stream 0 of a device is its default one.
-inline constexpr int kStreamsOfDevice = 8, kStreams = kDevices * kStreamsOfDevice;
+// Stream 0 of a device is its default one; those of high priority come last.
+inline constexpr int kFirstOfHighPriority = 8, kStreamsOfDevice = 16;
+inline constexpr int kStreams = kDevices * kStreamsOfDevice;
 
 // The number of a stream among those of all devices.
 constexpr int StreamOf(c10::DeviceIndex device, int64_t id) {
   return device * kStreamsOfDevice + static_cast<int>(id);
+}
+constexpr bool HasHighPriority(int stream) {
+  return stream % kStreamsOfDevice >= kFirstOfHighPriority;
 }
 // The stream of a device on which operations of the calling thread run.
 int CurrentStream(c10::DeviceIndex device);
@@ -57,12 +65,19 @@ bool IsDone(const Event& event);
 // Lets the host wait, and counts as a synchronisation.
 void Synchronize(const Event& event);
 inline void Synchronize(int stream) { Synchronize(RecordEvent(stream)); }
+// Lets the host wait for all streams of a device, those of high priority too.
+void SynchronizeDevice(c10::DeviceIndex device);
 
-// An address of a device, and whether an operation writes there.
+// Bytes of a device from an address on, and whether an operation writes there.
 struct Use {
   const void* address;
   bool writes;
+  size_t bytes = 0;  // 0: the whole allocation
 };
+
+// Adds the uses of a tensor: of its bytes or, if they lie in many pieces, of what is between the
+// first and the last one.
+void AddUses(const at::Tensor& x, bool writes, std::vector<Use>& uses);
 
 // Adds an operation that uses memory to a stream.
 void Enqueue(int stream, const std::vector<Use>& uses);
