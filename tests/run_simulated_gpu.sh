@@ -12,6 +12,9 @@ for dtype in float32 bfloat16; do
     tests/integration/laws/test_{rank,tandem,training}_laws.py \
     tests/integration/laws/test_gpu_publications.py
 done
+# Two ranks on one GPU.
+TANDEM_TEST_DTYPE=float32 TANDEM_TEST_RANKS_PER_GPU=2 tests/run_pytest.sh \
+  tests/integration/laws/test_rank_laws.py -k 'grpo or scores'
 export TANDEM_BUILD_DIR=$TANDEM_BUILD_DIR/kernels
 TANDEM_TEST_DTYPE=float32 tests/run_pytest.sh \
   tests/parity/test_transformers_parity.py::test_outputs_and_gradients_are_those_of_transformers

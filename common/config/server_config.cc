@@ -140,6 +140,11 @@ absl::Status Resolve(v1::ComputeOptions* compute) {
   if (compute->product_rows() > 0 && compute->device() == "cpu") {
     return InvalidField("compute.product_rows", "does not apply to compute.device cpu");
   }
+  TANDEM_DEFAULT(compute, ranks_per_gpu, 1);
+  TANDEM_RETURN_IF_ERROR(CheckInRange("compute.ranks_per_gpu", compute->ranks_per_gpu(), 1, 128));
+  if (compute->ranks_per_gpu() > 1 && compute->device() == "cpu") {
+    return InvalidField("compute.ranks_per_gpu", "does not apply to compute.device cpu");
+  }
   return CheckInRange("compute.num_threads", compute->num_threads(), 0, 1024);
 }
 
@@ -437,6 +442,10 @@ absl::Status CheckGpuDevices(const v1::LaneConfig& lane, const v1::ComputeOption
     return InvalidField("gpu_devices",
                         absl::StrCat("names ", devices.size(), " devices, but the junior has ",
                                      lane.tensor_parallel_size(), " ranks"));
+  }
+  if (compute.ranks_per_gpu() > 1) {
+    return InvalidField("gpu_devices", absl::StrCat("does not go with compute.ranks_per_gpu ",
+                                                    compute.ranks_per_gpu()));
   }
   for (int i = 0; i < devices.size(); ++i) {
     TANDEM_RETURN_IF_ERROR(CheckInRange(absl::StrCat("gpu_devices[", i, "]"), devices[i], 0, 127));

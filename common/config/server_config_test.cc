@@ -171,6 +171,11 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"senior_model: s\nkv_cache_dtype: int8", "kv_cache_dtype"},
         Bad{"senior_model: s\ncompute: {product_rows: 8}", "compute.product_rows"},
         Bad{"senior_model: s\ncompute: {device: cuda, product_rows: -1}", "compute.product_rows"},
+        Bad{"senior_model: s\ncompute: {ranks_per_gpu: 2}", "compute.ranks_per_gpu"},
+        Bad{"senior_model: s\ncompute: {device: cuda, ranks_per_gpu: 0}", "compute.ranks_per_gpu"},
+        Bad{"senior_model: s\njunior: {model: j, gpu_devices: [0]}\n"
+            "compute: {device: cuda, ranks_per_gpu: 2}",
+            "junior.gpu_devices"},
         Bad{"senior_model: s\nheartbeat_timeout_seconds: 0.5", "heartbeat_timeout_seconds"},
         Bad{"senior_model: s\ncollective_timeout_seconds: 0", "collective_timeout_seconds"}));
 

@@ -18,7 +18,7 @@ namespace {
 
 at::Device DeviceOf(const ComputeOptions& options) {
   if (options.device != "cuda") return at::kCPU;
-  return {at::kCUDA, static_cast<at::DeviceIndex>(options.local_rank)};
+  return {at::kCUDA, static_cast<at::DeviceIndex>(options.gpu())};
 }
 
 void SelectDevice(at::Device device) {
@@ -43,7 +43,7 @@ void ComputeAlone(at::Device device) {
 }
 
 absl::StatusOr<Placement> SetUpCompute(const ComputeOptions& options) {
-  TANDEM_RETURN_IF_ERROR(CheckDevice(options.device, options.local_rank));
+  TANDEM_RETURN_IF_ERROR(CheckDevice(options.device, options.gpu()));
   SetUpComputeThread(options);
   ops::SetKernelPath(options.kernels == "aten" ? ops::KernelPath::kAten : ops::KernelPath::kAuto);
   ops::SetProductRows(options.product_rows);

@@ -73,10 +73,9 @@ TEST(DeviceCheckTest, ACudaBuildTellsWhatTheMachineLacks) {
     EXPECT_THAT(std::string(first.message()), HasSubstr("this machine has no usable CUDA device"));
     return;
   }
-  EXPECT_THAT(std::string(CheckDevice("cuda", 127).message()),
-              HasSubstr("none for local rank 127"));
+  EXPECT_THAT(std::string(CheckDevice("cuda", 127).message()), HasSubstr("none of index 127"));
   FreeMemory free;
-  ASSERT_TRUE(MeasureDevice(0, /*place=*/1, free).ok());
+  ASSERT_TRUE(MeasureDevice(0, /*ranks=*/1, /*place=*/1, free).ok());
   EXPECT_GT(free.devices[1], 0);
   EXPECT_GE(free.device_sizes[1], free.devices[1]);
   EXPECT_FALSE(free.devices[0].has_value());

@@ -23,7 +23,7 @@ absl::Status NoDevice(const std::string& why) {
 
 }  // namespace
 
-absl::Status CheckDevice(const std::string& device, int local_rank) {
+absl::Status CheckDevice(const std::string& device, int gpu) {
   if (device != "cuda") return absl::OkStatus();
 #ifdef TANDEM_CUDA
   try {
@@ -41,33 +41,38 @@ absl::Status CheckDevice(const std::string& device, int local_rank) {
   }
 #endif
   const int count = c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount();
-  if (local_rank < count) return absl::OkStatus();
-  return NoDevice(absl::StrCat("this machine has ", count, " CUDA devices, none for local rank ",
-                               local_rank, ": start at most ", count, " ranks here"));
+  if (gpu < count) return absl::OkStatus();
+  return NoDevice(absl::StrCat("this machine has ", count, " CUDA devices, none of index ", gpu,
+                               ": start fewer ranks here, or set compute.ranks_per_gpu"));
 }
 
-absl::Status MeasureDevice(int device_index, size_t place, FreeMemory& free) {
+absl::Status MeasureDevice(int device_index, int ranks, size_t place, FreeMemory& free) {
   return CatchTorchErrors("compute.device: free memory", [&]() -> absl::Status {
     at::globalContext().lazyInitDevice(at::kCUDA);
     const auto [free_bytes, size] = at::getDeviceAllocator(at::kCUDA)->getMemoryInfo(
         static_cast<at::DeviceIndex>(device_index));
-    free.devices[place] = static_cast<int64_t>(free_bytes);
+    free.devices[place] = static_cast<int64_t>(free_bytes) / ranks;
     free.device_sizes[place] = static_cast<int64_t>(size);
     return absl::OkStatus();
   });
 }
 
-absl::Status MeasureDevices(const std::string& device, const std::vector<int32_t>& second_devices,
-                            FreeMemory& free) {
+absl::Status MeasureDevices(const std::string& device, int ranks_per_gpu,
+                            const std::vector<int32_t>& second_devices,
+                            const std::optional<int64_t>& assumed, FreeMemory& free) {
   if (device != "cuda") return absl::OkStatus();
-  TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
-  TANDEM_RETURN_IF_ERROR(CheckDevice(device, environment.local_rank));
-  TANDEM_RETURN_IF_ERROR(MeasureDevice(environment.local_rank, /*place=*/0, free));
-  const auto rank = static_cast<size_t>(environment.rank);
-  if (rank >= second_devices.size() || second_devices[rank] == environment.local_rank) {
+  if (assumed.has_value()) {
+    free.devices = {*assumed / ranks_per_gpu, *assumed};
+    free.device_sizes.fill(assumed);
     return absl::OkStatus();
   }
-  return MeasureDevice(second_devices[rank], /*place=*/1, free);
+  TANDEM_ASSIGN_OR_RETURN(const RankEnvironment environment, ReadRankEnvironment());
+  const int gpu = environment.local_rank / ranks_per_gpu;
+  TANDEM_RETURN_IF_ERROR(CheckDevice(device, gpu));
+  TANDEM_RETURN_IF_ERROR(MeasureDevice(gpu, ranks_per_gpu, /*place=*/0, free));
+  const auto rank = static_cast<size_t>(environment.rank);
+  if (rank >= second_devices.size() || second_devices[rank] == gpu) return absl::OkStatus();
+  return MeasureDevice(second_devices[rank], /*ranks=*/1, /*place=*/1, free);
 }
 
 }  // namespace tandem

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,19 +14,21 @@
 namespace tandem {
 
 // FAILED_PRECONDITION for "compute.device" where `device` is "cuda" and a rank cannot compute on
-// it. The message tells which of three it is: the build has no CUDA code, this machine has no
-// usable device, or it has fewer devices than ranks.
-absl::Status CheckDevice(const std::string& device, int local_rank);
+// the GPU of index `gpu`. The message tells which of three it is: the build has no CUDA code, this
+// machine has no usable device, or too few for its ranks.
+absl::Status CheckDevice(const std::string& device, int gpu);
 
 // Fills free.devices[place] and free.device_sizes[place] from a CUDA device of this machine, for
-// which CheckDevice is OK.
-absl::Status MeasureDevice(int device_index, size_t place, FreeMemory& free);
+// which CheckDevice is OK: of what is free, the part of one of `ranks`.
+absl::Status MeasureDevice(int device_index, int ranks, size_t place, FreeMemory& free);
 
 // Fills free.devices and free.device_sizes for this rank where `device` is "cuda": of its own GPU,
-// and of the one that a second model has on each of its ranks, if that is another one. Errors of
-// CheckDevice and of ReadRankEnvironment.
-absl::Status MeasureDevices(const std::string& device, const std::vector<int32_t>& second_devices,
-                            FreeMemory& free);
+// which `ranks_per_gpu` ranks share, and of the one that a second model has on each of its ranks,
+// if that is another one. With `assumed` every GPU has so many bytes, all free, and none is asked.
+// Errors of CheckDevice and of ReadRankEnvironment.
+absl::Status MeasureDevices(const std::string& device, int ranks_per_gpu,
+                            const std::vector<int32_t>& second_devices,
+                            const std::optional<int64_t>& assumed, FreeMemory& free);
 
 }  // namespace tandem
 

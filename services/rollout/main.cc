@@ -1,5 +1,7 @@
 // tandem-rollout-server
+#include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "common/base/machine/memory_plan.h"
 #include "common/model/device_check.h"
@@ -18,11 +20,11 @@ int main(int argc, char** argv) {
                                                              tandem::rollout::CreateEngine);
       },
       {.measure_devices =
-           [](const auto& config, tandem::FreeMemory& free) {
+           [](const auto& config, const std::optional<int64_t>& assumed, tandem::FreeMemory& free) {
              return tandem::MeasureDevices(
-                 config.compute().device(),
+                 config.compute().device(), config.compute().ranks_per_gpu(),
                  {config.junior().gpu_devices().begin(), config.junior().gpu_devices().end()},
-                 free);
+                 assumed, free);
            },
        .plan =
            [](const auto& config, const tandem::FreeMemory& free) {

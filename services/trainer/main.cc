@@ -1,5 +1,7 @@
 // tandem-trainer-server
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "common/base/machine/memory_plan.h"
@@ -20,8 +22,9 @@ int main(int argc, char** argv) {
                                                              tandem::trainer::CreateEngine);
       },
       {.measure_devices =
-           [](const auto& config, tandem::FreeMemory& free) {
-             return tandem::MeasureDevices(config.compute().device(), {}, free);
+           [](const auto& config, const std::optional<int64_t>& assumed, tandem::FreeMemory& free) {
+             return tandem::MeasureDevices(config.compute().device(),
+                                           config.compute().ranks_per_gpu(), {}, assumed, free);
            },
        .plan =
            [](const auto& config, const tandem::FreeMemory& free) {

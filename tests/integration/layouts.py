@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 HEARTBEAT_SECONDS = 4
@@ -12,12 +13,18 @@ STRATEGIES = {
 }
 
 
+def sharing() -> dict[str, Any]:
+    """Settings with which ranks share a GPU, if TANDEM_TEST_RANKS_PER_GPU says how many."""
+    ranks = os.environ.get("TANDEM_TEST_RANKS_PER_GPU")
+    return {"compute": {"ranks_per_gpu": int(ranks)}} if ranks else {}
+
+
 def ranked(strategy: str = "zero", ranks: int = 2) -> dict[str, Any]:
     """The section of a multi-rank trainer or critic."""
     return {
         "ranks": ranks,
         "strategy": STRATEGIES[strategy] | {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS},
-    }
+    } | sharing()
 
 
 def ranked_rollout(senior: int = 2, junior: int = 1) -> dict[str, Any]:
@@ -27,4 +34,4 @@ def ranked_rollout(senior: int = 2, junior: int = 1) -> dict[str, Any]:
         "tensor_parallel_size": senior,
         "junior_tensor_parallel_size": junior,
         "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
-    }
+    } | sharing()

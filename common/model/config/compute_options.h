@@ -18,10 +18,14 @@ struct ComputeOptions {
   std::string activation_dtype;
   int64_t product_rows = 0;  // of ops::SetProductRows
   int num_threads;           // 0: the physical cores, divided by local_world_size
-  // The rank of this process on its machine, which selects its device, and the number of ranks
-  // there.
+  // The rank of this process on its machine, the number of ranks there, and of those that share a
+  // GPU.
   int local_rank = 0;
   int local_world_size = 1;
+  int ranks_per_gpu = 1;
+
+  // The index of this process's GPU, where `device` is "cuda".
+  int gpu() const { return local_rank / ranks_per_gpu; }
 };
 
 }  // namespace tandem

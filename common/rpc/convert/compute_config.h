@@ -25,7 +25,8 @@ inline ComputeOptions ToComputeOptions(const config::v1::ComputeOptions& config)
           .weight_dtype = config.weight_dtype(),
           .activation_dtype = config.activation_dtype(),
           .product_rows = config.product_rows(),
-          .num_threads = config.num_threads()};
+          .num_threads = config.num_threads(),
+          .ranks_per_gpu = config.ranks_per_gpu()};
 }
 
 inline LoraOptions ToLoraOptions(const config::v1::LoraOptions& config) {

@@ -190,11 +190,8 @@ absl::StatusOr<MemoryPlan> CheckMemory(const ServerProgram& program,
                                        std::string* comments) {
   if (program.memory.plan == nullptr) return MemoryPlan();
   FreeMemory free;
-  if (assumed_gpu_bytes.has_value()) {
-    free.devices.fill(assumed_gpu_bytes);
-    free.device_sizes.fill(assumed_gpu_bytes);
-  } else if (program.memory.measure_devices != nullptr) {
-    TANDEM_RETURN_IF_ERROR(program.memory.measure_devices(free));
+  if (program.memory.measure_devices != nullptr) {
+    TANDEM_RETURN_IF_ERROR(program.memory.measure_devices(assumed_gpu_bytes, free));
   }
   free.host = AvailableMemoryOfRank(environment);
   TANDEM_ASSIGN_OR_RETURN(MemoryPlan plan, program.memory.plan(free));

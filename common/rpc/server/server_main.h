@@ -111,9 +111,12 @@ struct ConfigCheck {
 // What a server knows about the memory that its configuration needs.
 template <typename... Config>
 struct MemoryPlanner {
-  // After resolve: fills free.devices with what is free on the GPUs that the configuration uses.
-  // Errors name the field, such as compute.device where there is none.
-  std::function<absl::Status(const Config&..., FreeMemory& free)> measure_devices;
+  // After resolve: fills free.devices with what is free on the GPUs that the configuration uses, or
+  // as if each had `assumed` bytes. Errors name the field, such as compute.device where there is
+  // none.
+  std::function<absl::Status(const Config&..., const std::optional<int64_t>& assumed,
+                             FreeMemory& free)>
+      measure_devices;
   // After resolve: what the configuration needs where that is free. Errors name the field, such as
   // a model that cannot be read. Null for a server without a model.
   std::function<absl::StatusOr<MemoryPlan>(const Config&..., const FreeMemory& free)> plan;
@@ -147,8 +150,8 @@ int ServerMain(
     planner.plan = [&](const FreeMemory& free) { return memory.plan(config, free); };
   }
   if (memory.measure_devices != nullptr) {
-    planner.measure_devices = [&](FreeMemory& free) {
-      return memory.measure_devices(config, free);
+    planner.measure_devices = [&](const std::optional<int64_t>& assumed, FreeMemory& free) {
+      return memory.measure_devices(config, assumed, free);
     };
   }
   return RunServer(argc, argv,

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <optional>
+#include <map>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -47,30 +47,41 @@ absl::Status CheckLane(const LaneOptions& lane, const ComputeOptions& compute) {
   return CheckRevision("model_revision", lane.model, lane.model_revision);
 }
 
-// Returns whether a rank of the junior computes on a GPU on which a rank of the senior does.
-bool LanesShareAGpu(const EngineOptions& options) {
+// What the lanes take of one GPU.
+struct GpuShare {
+  double fraction = 0;
+  bool has_junior = false;
+};
+
+// The fractions of lanes on one GPU, of one rank or of several, are at most all of it.
+absl::Status CheckMemoryShares(const EngineOptions& options) {
   const int64_t on_machine = options.environment.local_world_size;
   const std::vector<int32_t>& devices = options.layout.junior_gpu_devices;
+  std::map<std::pair<int64_t, int64_t>, GpuShare> gpus;  // by machine and index
+  const auto gpu_of = [&](int64_t rank) -> std::pair<int64_t, int64_t> {
+    return {rank / on_machine, rank % on_machine / options.compute.ranks_per_gpu};
+  };
+  for (int64_t rank = 0; rank < options.layout.tensor_parallel_size; ++rank) {
+    gpus[gpu_of(rank)].fraction += options.senior.gpu_memory_utilization.value_or(0);
+  }
   for (int64_t rank = 0; rank < options.layout.junior_tensor_parallel_size; ++rank) {
+    if (!options.junior.gpu_memory_utilization.has_value()) break;
+    auto gpu = gpu_of(rank);
     const auto index = static_cast<size_t>(rank);
-    const int64_t local_rank = rank % on_machine;
-    const int64_t device = index < devices.size() ? devices[index] : local_rank;
-    const int64_t rank_of_device = rank - local_rank + device;
-    if (device < on_machine && rank_of_device < options.layout.tensor_parallel_size) return true;
+    if (index < devices.size()) gpu.second = devices[index];
+    gpus[gpu].fraction += *options.junior.gpu_memory_utilization;
+    gpus[gpu].has_junior = true;
   }
-  return false;
-}
-
-absl::Status CheckMemoryShares(const EngineOptions& options) {
-  const std::optional<double>& senior = options.senior.gpu_memory_utilization;
-  const std::optional<double>& junior = options.junior.gpu_memory_utilization;
-  if (!senior.has_value() || !junior.has_value() || *senior + *junior <= 1) {
-    return absl::OkStatus();
+  constexpr double kRounding = 1e-9;
+  for (const auto& [gpu, share] : gpus) {
+    if (share.fraction <= 1 + kRounding) continue;
+    const LaneOptions& lane = share.has_junior ? options.junior : options.senior;
+    return InvalidField(
+        absl::StrCat(share.has_junior ? "junior" : "senior", ".gpu_memory_utilization"),
+        absl::StrCat("is ", *lane.gpu_memory_utilization, ", with which the lanes on GPU ",
+                     gpu.second, " take ", share.fraction, " of its memory: at most 1 together"));
   }
-  if (!LanesShareAGpu(options)) return absl::OkStatus();
-  return InvalidField("junior.gpu_memory_utilization",
-                      absl::StrCat("is ", *junior, " beside a senior.gpu_memory_utilization of ",
-                                   *senior, ": lanes on one GPU have at most 1 together"));
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -90,9 +101,8 @@ absl::Status CheckOptions(const EngineOptions& options) {
   TANDEM_RETURN_IF_ERROR(PrependFieldPath("senior", CheckLane(options.senior, options.compute)));
   if (!options.junior.model.empty()) {
     TANDEM_RETURN_IF_ERROR(PrependFieldPath("junior", CheckLane(options.junior, options.compute)));
-    TANDEM_RETURN_IF_ERROR(CheckMemoryShares(options));
   }
-  return absl::OkStatus();
+  return CheckMemoryShares(options);
 }
 
 }  // namespace tandem::rollout

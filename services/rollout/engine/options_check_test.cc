@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -87,6 +88,23 @@ TEST(CheckOptionsTest, SharesOfDifferentGpusDoNotAddUp) {
   options.environment.local_world_size = 4;
   EXPECT_TRUE(shares({3, 2}));
   EXPECT_FALSE(shares({3, 4})) << "of a rank without the senior, and of no rank";
+}
+
+TEST(CheckOptionsTest, SharesOfRanksOnOneGpuAddUp) {
+  EngineOptions options = TinyOptions("/models");
+  options.environment = {.world_size = 3, .local_world_size = 3};
+  options.layout = {.tensor_parallel_size = 3, .junior_tensor_parallel_size = 1};
+  options.compute.ranks_per_gpu = 2;
+  options.senior.gpu_memory_utilization = 0.4;
+  options.junior.gpu_memory_utilization = 0.2;
+  EXPECT_TRUE(CheckOptions(options).ok()) << CheckOptions(options);
+  options.junior.gpu_memory_utilization = 0.21;
+  EXPECT_EQ(FieldPath(CheckOptions(options)), "junior.gpu_memory_utilization");
+  options.compute.ranks_per_gpu = 1;
+  EXPECT_TRUE(CheckOptions(options).ok()) << "a GPU each";
+  options.compute.ranks_per_gpu = 3;
+  options.junior.gpu_memory_utilization = std::nullopt;
+  EXPECT_EQ(FieldPath(CheckOptions(options)), "senior.gpu_memory_utilization");
 }
 
 class RevisionTest : public ::testing::Test {

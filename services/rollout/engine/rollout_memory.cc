@@ -482,9 +482,8 @@ RolloutMemoryOptions ToMemoryOptions(const EngineOptions& options, int64_t rank,
                              .enforce_eager = one.enforce_eager};
   };
   const std::vector<int32_t>& junior_devices = options.layout.junior_gpu_devices;
-  const bool has_own_device =
-      rank < static_cast<int64_t>(junior_devices.size()) &&
-      junior_devices[static_cast<size_t>(rank)] != options.compute.local_rank;
+  const bool has_own_device = rank < static_cast<int64_t>(junior_devices.size()) &&
+                              junior_devices[static_cast<size_t>(rank)] != options.compute.gpu();
   return {.senior = lane(options.senior),
           .junior = lane(options.junior),
           .max_num_seqs = options.max_num_seqs,

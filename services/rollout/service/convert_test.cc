@@ -126,6 +126,8 @@ TEST(EngineOptionsTest, ComeFromTheConfig) {
   EXPECT_FALSE(options.allow_not_finite_weights);
   EXPECT_EQ(options.environment.rank, 1);
   EXPECT_EQ(options.compute.local_rank, 1);
+  EXPECT_EQ(options.compute.ranks_per_gpu, 1);
+  EXPECT_EQ(options.compute.gpu(), 1);
   EXPECT_EQ(options.layout.tensor_parallel_size, 4);
   EXPECT_EQ(options.layout.junior_tensor_parallel_size, 2);
   EXPECT_FALSE(options.layout.enable_expert_parallel);

@@ -67,6 +67,8 @@ def test_gpus_that_are_not_there_are_planned_for(models, role):
     planned = check(role, models.senior, *on_gpu, "80GB")
     assert planned.returncode == 0, planned.stderr
     assert re.search(r"#   GPU of a rank: [\d.]+ GB needed, 80.000 GB free", planned.stdout)
+    shared = check(role, models.senior, *on_gpu, "80GB", "compute.ranks_per_gpu=2")
+    assert "40.000 GB free" in shared.stdout, shared.stderr
     refused = check(role, models.senior, *on_gpu, "100KB")
     assert refused.returncode == 2
     settings = {"rollout": "kv_cache_bytes"}.get(role, "batch.micro_batch_tokens")
@@ -89,7 +91,9 @@ def test_lanes_have_shares_of_a_gpu_that_is_not_there(models):
         assert (share - 1.2) * 1e9 < needs(both, f"{lane}_kv_cache") < share * 1e9
     too_much = planned("senior_gpu_memory_utilization=0.6", "junior_gpu_memory_utilization=0.5")
     assert too_much.returncode == 2
-    assert "junior_gpu_memory_utilization: is 0.5 beside a senior" in too_much.stderr
+    assert "junior_gpu_memory_utilization: is 0.5, with which the lanes on GPU 0" in too_much.stderr
+    shared = planned("senior_gpu_memory_utilization=0.6", "compute.ranks_per_gpu=2")
+    assert shared.returncode == 0, shared.stderr  # the senior has one rank
     too_little = planned("senior_gpu_memory_utilization=0.001")
     assert too_little.returncode == 2
     assert "senior_gpu_memory_utilization: 0.001 of the GPU's memory is 0.01" in too_little.stderr

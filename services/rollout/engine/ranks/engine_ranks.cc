@@ -50,9 +50,11 @@ absl::StatusOr<CacheBlocks> PlanLayout(const EngineOptions& options, at::Device 
   }
   RolloutMemoryOptions memory = ToMemoryOptions(options, options.environment.rank, speculator);
   if (senior_device.is_cuda()) {
-    TANDEM_RETURN_IF_ERROR(MeasureDevice(senior_device.index(), /*place=*/0, memory.free));
+    TANDEM_RETURN_IF_ERROR(MeasureDevice(senior_device.index(), options.compute.ranks_per_gpu,
+                                         /*place=*/0, memory.free));
     if (junior_device != senior_device) {
-      TANDEM_RETURN_IF_ERROR(MeasureDevice(junior_device.index(), /*place=*/1, memory.free));
+      TANDEM_RETURN_IF_ERROR(
+          MeasureDevice(junior_device.index(), /*ranks=*/1, /*place=*/1, memory.free));
     }
   }
   return PlanCacheBlocks(senior, junior, memory);
