@@ -1,6 +1,7 @@
 // Counts what a process asks of its GPU, without its help: CUDA_INJECTION64_PATH=gpuprof.so
 // GPUPROF=out.jsonl program Every quarter of a second one line of JSON: seconds since the epoch and
-// totals so far; at the end the kernels by time.
+// totals so far; at the end the kernels by time, and the seconds of NCCL's kernels, all of them and
+// those beside which another kernel ran.
 #include <cupti.h>
 #include <time.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -22,6 +24,8 @@ struct Totals {
            to_host_bytes = 0, other_copies = 0, copy_ns = 0, fills = 0;
 } totals;
 std::map<std::string, std::pair<uint64_t, uint64_t>> by_name;
+using Spans = std::vector<std::pair<uint64_t, uint64_t>>;  // begins and ends
+Spans of_nccl, of_others;
 std::atomic<uint64_t> syncs{0}, launches{0}, graph_launches{0}, api_calls{0};
 FILE* out = nullptr;
 
@@ -43,6 +47,8 @@ void CUPTIAPI Complete(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t vali
       auto& [count, ns] = by_name[k->name ? k->name : "?"];
       ++count;
       ns += k->end - k->start;
+      const bool is_nccl = k->name && std::strstr(k->name, "nccl");
+      (is_nccl ? of_nccl : of_others).emplace_back(k->start, k->end);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
       const auto* m = reinterpret_cast<CUpti_ActivityMemcpy5*>(record);
       totals.copy_ns += m->end - m->start;
@@ -92,6 +98,31 @@ void Line() {
   std::fflush(out);
 }
 
+// Returns the spans in order, those that overlap as one.
+Spans Union(Spans spans) {
+  std::sort(spans.begin(), spans.end());
+  Spans merged;
+  for (const auto& [begin, end] : spans) {
+    if (merged.empty() || merged.back().second < begin)
+      merged.emplace_back(begin, end);
+    else
+      merged.back().second = std::max(merged.back().second, end);
+  }
+  return merged;
+}
+
+// Returns the length of what two unions have in common.
+uint64_t Common(const Spans& a, const Spans& b) {
+  uint64_t length = 0;
+  for (size_t i = 0, j = 0; i < a.size() && j < b.size();) {
+    const uint64_t begin = std::max(a[i].first, b[j].first);
+    const uint64_t end = std::min(a[i].second, b[j].second);
+    if (begin < end) length += end - begin;
+    a[i].second < b[j].second ? ++i : ++j;
+  }
+  return length;
+}
+
 void End() {
   cuptiActivityFlushAll(1);
   Line();
@@ -103,6 +134,9 @@ void End() {
   for (size_t i = 0; i < std::min<size_t>(rows.size(), 24); ++i)
     std::fprintf(out, "{\"kernel\": \"%.150s\", \"count\": %lu, \"seconds\": %.6f}\n",
                  rows[i].first.c_str(), rows[i].second.first, rows[i].second.second * 1e-9);
+  const Spans nccl = Union(of_nccl);
+  std::fprintf(out, "{\"nccl_s\": %.6f, \"beside_s\": %.6f}\n", Common(nccl, nccl) * 1e-9,
+               Common(nccl, Union(of_others)) * 1e-9);
   std::fflush(out);
 }
 }  // namespace

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runner import Part, gtest_summary, last_line, last_row, pytest_summary
@@ -87,15 +87,25 @@ class Machine:
         """Returns the file of a part's rows."""
         return self.logs / f"{name}.jsonl"
 
-    def pytest(self, name: str, limit: float, dtype: str, workers: int, *files: str) -> Part:
-        """Returns a part that runs files of tests in one type."""
+    def pytest(
+        self,
+        name: str,
+        limit: float,
+        dtype: str,
+        workers: int,
+        *files: str,
+        only: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> Part:
+        """Returns a part that runs files of tests in one type, of them those that match `only`."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
         command += ["--rootdir", str(self.project), "-n", str(workers), "--timeout", "150"]
+        command += ["-k", only]
         return Part(
             f"{name} {dtype}",
             limit,
             [*command, *(str(self.project / file) for file in files)],
-            {"TANDEM_TEST_DTYPE": dtype},
+            {"TANDEM_TEST_DTYPE": dtype} | dict(variables or {}),
             pytest_summary,
         )
 
@@ -122,6 +132,11 @@ def stages(machine: Machine) -> list[list[Part]]:
         )
         for tool in ("memcheck", "racecheck")
     ]
+    ranks = machine.pytest(
+        "ranks", 100, "float32", 2, "tests/integration/laws/test_rank_laws.py",
+        only="grpo or scores",
+        variables={"TANDEM_TEST_RANKS_PER_GPU": "2"} if device == "cuda" else {},
+    )  # fmt: skip
     server = machine.program("tandem-rollout-server")
     facts = f"""nvidia-smi; nproc; free -g; {sys.executable} -c '
 import torch, transformers
@@ -178,6 +193,7 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                 for dtype in DTYPES
             ),
             *(machine.pytest("laws", 200, dtype, 3, *LAWS) for dtype in DTYPES),
+            ranks,
         ],
         [
             Part(
@@ -212,6 +228,18 @@ print(torch.cuda.is_available() and torch.cuda.get_device_name())
                 "train",
                 80,
                 machine.python("learn.py", big, machine.rows("train"), *common, "--batch", batch),
+                finding=last_row,
+                needs_device=False,
+            )
+        ],
+        [
+            Part(
+                "overlap",
+                100,
+                machine.python(
+                    "overlap.py", big, machine.rows("overlap"), machine.folder / "gpuprof.so",
+                    *common, "--batch", batch,
+                ),
                 finding=last_row,
                 needs_device=False,
             )

@@ -124,6 +124,15 @@ def tables(logs: Path) -> str:
         [[r["dtype"], r["bytes"], r["seconds"], r["gb_s"]] for r in train if "gb_s" in r],
     )
     text += _table(
+        "Steps of two ranks of ZeRO, and the share of NCCL's seconds with computation beside them:",
+        ["stage", "overlap_comm", "seconds a step", "seconds of NCCL, four steps", "beside"],
+        [
+            [r["stage"], r["overlap"], r["seconds"], r.get("nccl_s", ""), r.get("beside", "")]
+            for r in read_rows(logs / "overlap.jsonl")
+            if "stage" in r
+        ],
+    )
+    text += _table(
         "The fused output loss, forward and backward:",
         ["implementation", "type", "milliseconds", "products at peak", "MB beside the inputs"],
         [

@@ -239,13 +239,17 @@ def test_the_pack_of_this_build_runs_a_step_on_the_cpu(tmp_path):
         check=True,
     )
     done = check(
-        tmp_path, "facts", "ceilings", "models", "grpo step bfloat16", "bits float32", PACK=pack
+        tmp_path,
+        *("facts", "ceilings", "models", "grpo step bfloat16", "ranks", "bits float32", "overlap"),
+        PACK=pack,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     table = (tmp_path / "out/table.md").read_text()
     assert "| unpack | passed |" in table
     assert "| facts | passed |" in table and "tandem-rollout-server" in table
     assert "2 steps on cpu in bfloat16, version 2 with digest" in table
+    assert "| ranks float32 | passed |" in table
+    assert table.count("| 3 | True | [") == 1  # a row of the part `overlap`
     # The CPU's own kernels promise equal bits, which the part has to see.
     assert "| float32 | 0 | 1.0000 | 1.0000 | 1.0000 | 1.0000 | 0 |" in table
     assert {"facts.log", "grpo step bfloat16.log"} <= set(archived(tmp_path / "out"))
