@@ -17,8 +17,8 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/base/files/confined_folder.h"
 #include "common/base/files/file_writer.h"
+#include "common/base/files/paths/confined_folder.h"
 #include "common/checkpoint/manifest.h"
 #include "common/checkpoint/temporary_directory.h"
 

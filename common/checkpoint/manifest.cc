@@ -15,8 +15,8 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/atomic_file.h"
-#include "common/base/files/confined_folder.h"
 #include "common/base/files/file_descriptor.h"
+#include "common/base/files/paths/confined_folder.h"
 
 namespace tandem::checkpoint {
 namespace {

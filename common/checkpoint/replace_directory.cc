@@ -10,8 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/atomic_file.h"
-#include "common/base/files/confined_folder.h"
 #include "common/base/files/file_descriptor.h"
+#include "common/base/files/paths/confined_folder.h"
 #include "common/checkpoint/manifest.h"
 #include "common/checkpoint/temporary_directory.h"
 

@@ -15,7 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "common/base/errors/status_macros.h"
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 
 namespace tandem::checkpoint {
 namespace {

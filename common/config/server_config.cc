@@ -18,7 +18,7 @@
 #include "common/base/errors/error.h"
 #include "common/base/errors/field_check.h"
 #include "common/base/errors/status_macros.h"
-#include "common/base/files/path_check.h"
+#include "common/base/files/paths/path_check.h"
 #include "common/base/machine/host_port.h"
 #include "common/coauthoring/tandem_config.h"
 #include "common/parallel/strategy_name.h"

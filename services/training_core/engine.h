@@ -17,7 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/call_scope.h"
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 #include "common/base/machine/rank_environment.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/kernels/weight_format.h"

@@ -23,7 +23,7 @@
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/atomic_file.h"
 #include "common/base/files/file_writer.h"
-#include "common/base/files/path_check.h"
+#include "common/base/files/paths/path_check.h"
 #include "common/base/struct_bytes.h"
 #include "common/checkpoint/replace_directory.h"
 #include "common/checkpoint/temporary_directory.h"

@@ -27,8 +27,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "common/base/files/confined_folder.h"
 #include "common/base/files/file_writer.h"
+#include "common/base/files/paths/confined_folder.h"
 #include "common/checkpoint/checkpoint.h"
 #include "common/model/model.h"
 #include "common/parallel/strategy.h"

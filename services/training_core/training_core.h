@@ -23,7 +23,7 @@
 #include "common/base/engine_thread.h"
 #include "common/base/errors/memory_error.h"
 #include "common/base/errors/status_macros.h"
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 #include "common/coauthoring/vocabulary.h"
 #include "common/model/model.h"
 #include "common/model/passes/ragged_batch.h"

@@ -10,9 +10,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/status_macros.h"
-#include "common/base/files/confined_folder.h"
 #include "common/base/files/file_descriptor.h"
 #include "common/base/files/file_writer.h"
+#include "common/base/files/paths/confined_folder.h"
 
 namespace tandem {
 namespace {

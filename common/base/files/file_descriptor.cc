@@ -16,7 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 #include "common/base/progress.h"
 
 namespace tandem {

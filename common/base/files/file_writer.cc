@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/atomic_file.h"
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 
 namespace tandem {
 namespace {

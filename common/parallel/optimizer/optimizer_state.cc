@@ -17,7 +17,7 @@
 #include "common/base/bounded_json.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 #include "common/optim/adamw.h"
 #include "common/parallel/held_values.h"
 #include "common/tensor/aten/aten_bytes.h"

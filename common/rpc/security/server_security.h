@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
-#include "common/base/files/path_roots.h"
+#include "common/base/files/paths/path_roots.h"
 #include "common/rpc/metrics/metrics.h"
 #include "common/rpc/security/access_control.h"
 #include "common/rpc/security/tls.h"

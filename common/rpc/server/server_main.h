@@ -40,7 +40,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/base/errors/status_macros.h"
-#include "common/base/files/path_roots.h"
+#include "common/base/files/paths/path_roots.h"
 #include "common/base/machine/memory_plan.h"
 #include "common/base/machine/rank_environment.h"
 #include "common/base/steady_time.h"

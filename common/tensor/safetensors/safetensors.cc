@@ -13,8 +13,8 @@
 #include "common/base/bounded_json.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/files/atomic_file.h"
-#include "common/base/files/confined_folder.h"
 #include "common/base/files/file_descriptor.h"
+#include "common/base/files/paths/confined_folder.h"
 #include "common/base/git_lfs.h"
 #include "common/tensor/safetensors/safetensors_header.h"
 

@@ -10,7 +10,7 @@
 #include <variant>
 #include <vector>
 
-#include "common/base/files/same_place.h"
+#include "common/base/files/paths/same_place.h"
 #include "common/coauthoring/trajectory.h"
 #include "common/optim/optimizer_options.h"
 #include "common/parallel/strategy_options.h"

@@ -2,7 +2,7 @@
 #ifndef TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_
 #define TANDEM_SERVICES_ROLLOUT_ENGINE_BLOCKS_LANE_STORAGE_H_
 
-#include "common/base/files/same_place.h"
+#include "common/base/files/paths/same_place.h"
 #include "common/kernels/weight_format.h"
 #include "common/model/config/compute_options.h"
 #include "common/model/config/parameter_spec.h"

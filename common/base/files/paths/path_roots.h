@@ -1,6 +1,6 @@
 // The directories in which clients may name paths.
-#ifndef TANDEM_COMMON_BASE_FILES_PATH_ROOTS_H_
-#define TANDEM_COMMON_BASE_FILES_PATH_ROOTS_H_
+#ifndef TANDEM_COMMON_BASE_FILES_PATHS_PATH_ROOTS_H_
+#define TANDEM_COMMON_BASE_FILES_PATHS_PATH_ROOTS_H_
 
 #include <optional>
 #include <string>
@@ -10,7 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 
 namespace tandem {
 
@@ -33,4 +33,4 @@ class PathRoots {
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_BASE_FILES_PATH_ROOTS_H_
+#endif  // TANDEM_COMMON_BASE_FILES_PATHS_PATH_ROOTS_H_

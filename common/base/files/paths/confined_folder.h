@@ -6,8 +6,8 @@
 // following links, and held open. While it lives, the functions of file_descriptor.h and
 // atomic_file.h, called on its thread with paths beneath it, start from the open folder and follow
 // no link.
-#ifndef TANDEM_COMMON_BASE_FILES_CONFINED_FOLDER_H_
-#define TANDEM_COMMON_BASE_FILES_CONFINED_FOLDER_H_
+#ifndef TANDEM_COMMON_BASE_FILES_PATHS_CONFINED_FOLDER_H_
+#define TANDEM_COMMON_BASE_FILES_PATHS_CONFINED_FOLDER_H_
 
 #include <concepts>
 #include <string>
@@ -68,4 +68,4 @@ int OpenConfined(const std::string& path, int flags);
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_BASE_FILES_CONFINED_FOLDER_H_
+#endif  // TANDEM_COMMON_BASE_FILES_PATHS_CONFINED_FOLDER_H_

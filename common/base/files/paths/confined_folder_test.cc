@@ -1,4 +1,4 @@
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 
 #include "common/base/files/atomic_file.h"
 #include "common/base/files/file_descriptor.h"
-#include "common/base/files/path_roots.h"
+#include "common/base/files/paths/path_roots.h"
 
 namespace tandem {
 namespace {

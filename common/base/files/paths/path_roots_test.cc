@@ -1,4 +1,4 @@
-#include "common/base/files/path_roots.h"
+#include "common/base/files/paths/path_roots.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "common/base/files/path_roots.h"
+#include "common/base/files/paths/path_roots.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -8,7 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "common/base/errors/error.h"
 #include "common/base/errors/status_macros.h"
-#include "common/base/files/path_check.h"
+#include "common/base/files/paths/path_check.h"
 
 namespace tandem {
 namespace {

@@ -1,6 +1,6 @@
 // Whether two paths name one place of the file system.
-#ifndef TANDEM_COMMON_BASE_FILES_SAME_PLACE_H_
-#define TANDEM_COMMON_BASE_FILES_SAME_PLACE_H_
+#ifndef TANDEM_COMMON_BASE_FILES_PATHS_SAME_PLACE_H_
+#define TANDEM_COMMON_BASE_FILES_PATHS_SAME_PLACE_H_
 
 #include <filesystem>
 #include <string>
@@ -19,4 +19,4 @@ inline bool SamePlace(const std::string& a, const std::string& b) {
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_BASE_FILES_SAME_PLACE_H_
+#endif  // TANDEM_COMMON_BASE_FILES_PATHS_SAME_PLACE_H_

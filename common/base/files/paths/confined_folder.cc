@@ -1,4 +1,4 @@
-#include "common/base/files/confined_folder.h"
+#include "common/base/files/paths/confined_folder.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>

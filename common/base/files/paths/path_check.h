@@ -1,6 +1,6 @@
 // Paths of the server's file system in requests and configurations.
-#ifndef TANDEM_COMMON_BASE_FILES_PATH_CHECK_H_
-#define TANDEM_COMMON_BASE_FILES_PATH_CHECK_H_
+#ifndef TANDEM_COMMON_BASE_FILES_PATHS_PATH_CHECK_H_
+#define TANDEM_COMMON_BASE_FILES_PATHS_PATH_CHECK_H_
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
@@ -13,4 +13,4 @@ absl::Status CheckPath(absl::string_view field, absl::string_view path);
 
 }  // namespace tandem
 
-#endif  // TANDEM_COMMON_BASE_FILES_PATH_CHECK_H_
+#endif  // TANDEM_COMMON_BASE_FILES_PATHS_PATH_CHECK_H_

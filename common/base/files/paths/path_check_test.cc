@@ -1,4 +1,4 @@
-#include "common/base/files/path_check.h"
+#include "common/base/files/paths/path_check.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

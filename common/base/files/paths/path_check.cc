@@ -1,4 +1,4 @@
-#include "common/base/files/path_check.h"
+#include "common/base/files/paths/path_check.h"
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
