@@ -92,8 +92,11 @@ def test_lanes_have_shares_of_a_gpu_that_is_not_there(models):
     too_much = planned("senior_gpu_memory_utilization=0.6", "junior_gpu_memory_utilization=0.5")
     assert too_much.returncode == 2
     assert "junior_gpu_memory_utilization: is 0.5, with which the lanes on GPU 0" in too_much.stderr
-    shared = planned("senior_gpu_memory_utilization=0.6", "compute.ranks_per_gpu=2")
-    assert shared.returncode == 0, shared.stderr  # the senior has one rank
+    # A rank's part of the GPU.
+    for fraction, code in ((0.4, 0), (0.6, 2)):
+        shared = planned(f"senior_gpu_memory_utilization={fraction}", "compute.ranks_per_gpu=2")
+        assert shared.returncode == code, shared.stderr
+    assert "5.00 GB are available" in shared.stderr
     too_little = planned("senior_gpu_memory_utilization=0.001")
     assert too_little.returncode == 2
     assert "senior_gpu_memory_utilization: 0.001 of the GPU's memory is 0.01" in too_little.stderr
