@@ -13,8 +13,8 @@
 #include "absl/strings/str_join.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/steady_time.h"
-#include "common/ranks/c10d_transport.h"
 #include "common/ranks/deadline.h"
+#include "common/ranks/transport/c10d_transport.h"
 
 namespace tandem::ranks {
 namespace {

@@ -192,7 +192,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks: a group's operation does not wait for the tensors that it reads",
-        "common/ranks/staged_operation.cc",
+        "common/ranks/transport/staged_operation.cc",
         "  Order(Streams(device).getStream(device), stream_);\n",
         "",
         test="gpu_ranks_test",

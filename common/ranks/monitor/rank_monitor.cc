@@ -16,8 +16,8 @@
 #include "common/base/logging.h"
 #include "common/base/progress.h"
 #include "common/base/steady_time.h"
-#include "common/ranks/c10d_transport.h"
 #include "common/ranks/monitor/heartbeats.h"
+#include "common/ranks/transport/c10d_transport.h"
 
 namespace tandem::ranks {
 

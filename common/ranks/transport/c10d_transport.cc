@@ -1,4 +1,4 @@
-#include "common/ranks/c10d_transport.h"
+#include "common/ranks/transport/c10d_transport.h"
 
 #include <arpa/inet.h>
 #include <c10/util/Logging.h>
@@ -28,9 +28,9 @@
 #include "common/base/machine/host_port.h"
 #include "common/base/steady_time.h"
 #include "common/ranks/deadline.h"
-#include "common/ranks/gpu_sharing.h"
-#include "common/ranks/local_address.h"
-#include "common/ranks/staged_operation.h"
+#include "common/ranks/transport/gpu_sharing.h"
+#include "common/ranks/transport/local_address.h"
+#include "common/ranks/transport/staged_operation.h"
 #include "common/tensor/aten/peer_memory.h"
 
 namespace tandem::ranks {

@@ -1,6 +1,6 @@
 // The address under which a peer sees this machine.
-#ifndef TANDEM_COMMON_RANKS_LOCAL_ADDRESS_H_
-#define TANDEM_COMMON_RANKS_LOCAL_ADDRESS_H_
+#ifndef TANDEM_COMMON_RANKS_TRANSPORT_LOCAL_ADDRESS_H_
+#define TANDEM_COMMON_RANKS_TRANSPORT_LOCAL_ADDRESS_H_
 
 #include <string>
 
@@ -17,4 +17,4 @@ absl::StatusOr<std::string> LocalAddressToward(const std::string& host, int port
 
 }  // namespace tandem::ranks
 
-#endif  // TANDEM_COMMON_RANKS_LOCAL_ADDRESS_H_
+#endif  // TANDEM_COMMON_RANKS_TRANSPORT_LOCAL_ADDRESS_H_

@@ -1,4 +1,4 @@
-#include "common/ranks/gpu_sharing.h"
+#include "common/ranks/transport/gpu_sharing.h"
 
 #include <gtest/gtest.h>
 

@@ -3,8 +3,8 @@
 // with Gloo, through the host's memory, and so does every build among ranks that share a GPU. Keeps
 // c10d's headers, which are slow to compile, out of everything else. For communicator.h and
 // rank_monitor.h.
-#ifndef TANDEM_COMMON_RANKS_C10D_TRANSPORT_H_
-#define TANDEM_COMMON_RANKS_C10D_TRANSPORT_H_
+#ifndef TANDEM_COMMON_RANKS_TRANSPORT_C10D_TRANSPORT_H_
+#define TANDEM_COMMON_RANKS_TRANSPORT_C10D_TRANSPORT_H_
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -96,4 +96,4 @@ class ProcessGroup {
 
 }  // namespace tandem::ranks
 
-#endif  // TANDEM_COMMON_RANKS_C10D_TRANSPORT_H_
+#endif  // TANDEM_COMMON_RANKS_TRANSPORT_C10D_TRANSPORT_H_

@@ -1,6 +1,6 @@
 // Operations of Gloo on tensors of a GPU, which travel through the host's memory.
-#ifndef TANDEM_COMMON_RANKS_STAGED_OPERATION_H_
-#define TANDEM_COMMON_RANKS_STAGED_OPERATION_H_
+#ifndef TANDEM_COMMON_RANKS_TRANSPORT_STAGED_OPERATION_H_
+#define TANDEM_COMMON_RANKS_TRANSPORT_STAGED_OPERATION_H_
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
@@ -40,4 +40,4 @@ class StagedOperation {
 
 }  // namespace tandem::ranks
 
-#endif  // TANDEM_COMMON_RANKS_STAGED_OPERATION_H_
+#endif  // TANDEM_COMMON_RANKS_TRANSPORT_STAGED_OPERATION_H_

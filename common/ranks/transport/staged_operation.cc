@@ -1,4 +1,4 @@
-#include "common/ranks/staged_operation.h"
+#include "common/ranks/transport/staged_operation.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>

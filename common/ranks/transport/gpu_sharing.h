@@ -1,6 +1,6 @@
 // Ranks that compute on the same GPU, among which NCCL makes no process group.
-#ifndef TANDEM_COMMON_RANKS_GPU_SHARING_H_
-#define TANDEM_COMMON_RANKS_GPU_SHARING_H_
+#ifndef TANDEM_COMMON_RANKS_TRANSPORT_GPU_SHARING_H_
+#define TANDEM_COMMON_RANKS_TRANSPORT_GPU_SHARING_H_
 
 #include <optional>
 #include <string>
@@ -15,4 +15,4 @@ std::optional<std::pair<int, int>> RanksOnOneGpu(const std::vector<std::string>&
 
 }  // namespace tandem::ranks
 
-#endif  // TANDEM_COMMON_RANKS_GPU_SHARING_H_
+#endif  // TANDEM_COMMON_RANKS_TRANSPORT_GPU_SHARING_H_

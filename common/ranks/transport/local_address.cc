@@ -1,4 +1,4 @@
-#include "common/ranks/local_address.h"
+#include "common/ranks/transport/local_address.h"
 
 #include <netdb.h>
 #include <poll.h>
