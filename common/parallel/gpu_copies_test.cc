@@ -1,8 +1,7 @@
-// Copies of weights in the GPUs of two ranks; on a machine with GPUs, or on simulated ones.
+// Copies of weights in the GPUs of two ranks; with TANDEM_TEST_DEVICE=cuda alone.
 #include "common/parallel/gpu_copies.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -45,17 +44,11 @@ class GpuCopiesTest : public testing::TestWithParam<Layout> {
 
   // Runs `body` on two ranks with GPUs; the strategy holds the model.
   void Run(const std::function<void(Strategy& strategy, ranks::Communicator& ranks)>& body) const {
-    ranks::RunOnRanks(2, [&](const RankEnvironment& environment) {
-      if (!at::hasCUDA()) return;
-      const int gpus = c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount();
-      const at::Device gpu(at::kCUDA, static_cast<c10::DeviceIndex>(environment.rank % gpus));
-      const auto ranks =
-          ranks::Communicator::Connect(environment, {.device = gpu, .timeout = absl::Minutes(1)})
-              .value();
+    ranks::RunConnected(2, [&](const std::shared_ptr<ranks::Communicator>& ranks) {
+      if (ranks::DeviceOfTests().is_cpu()) return;
       const auto strategy = CreateStrategy(GetParam().strategy, ranks).value();
-      Prepare(*strategy, folder_ / "model", {.placement = {.device = gpu}});
+      Prepare(*strategy, folder_ / "model");
       body(*strategy, *ranks);
-      ranks->Barrier();
     });
   }
 
