@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
-#include <string>
 #include <utility>
 
 #include "absl/strings/string_view.h"
 #include "common/base/errors/status_macros.h"
 #include "common/base/machine/gpu_memory.h"
-#include "common/base/struct_bytes.h"
 #include "common/parallel/whole_parameters.h"
 #include "common/ranks/rank_agreement.h"
 #include "common/tensor/aten/catch_torch_errors.h"
@@ -17,19 +15,6 @@
 #include "common/weights/gpu/gpu_snapshot.h"
 
 namespace tandem::parallel {
-namespace {
-
-// Returns a value of each rank.
-template <typename T>
-absl::StatusOr<std::vector<T>> Gather(ranks::Communicator& ranks, const T& own) {
-  std::vector<T> all;
-  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(own))) {
-    TANDEM_ASSIGN_OR_RETURN(all.emplace_back(), FromBytes<T>(bytes));
-  }
-  return all;
-}
-
-}  // namespace
 
 absl::Status GpuCopies::Reserve(const std::vector<WeightSpec>& tensors) {
   return CatchTorchErrors("copy of the weights", [&]() -> absl::Status {
@@ -60,7 +45,7 @@ absl::Status GpuCopies::Reserve(const std::vector<WeightSpec>& tensors) {
         memory = {part_->memory()};
       }
     }
-    TANDEM_ASSIGN_OR_RETURN(const auto memories, Gather(ranks, memory));
+    TANDEM_ASSIGN_OR_RETURN(const auto memories, ranks::GatherStructs(ranks, memory));
     if (ranks.rank() == 0) {
       std::vector<GpuMemory> others;
       for (int rank = 1; rank < ranks.size(); ++rank) {
@@ -106,8 +91,9 @@ absl::StatusOr<std::shared_ptr<const WeightSource>> GpuCopies::Fill(WeightManife
             return absl::OkStatus();
           });
         }));
-    TANDEM_ASSIGN_OR_RETURN(const auto sums,
-                            Gather(ranks, part_ != nullptr ? part_->sums() : CopySums()));
+    TANDEM_ASSIGN_OR_RETURN(
+        const auto sums,
+        ranks::GatherStructs(ranks, part_ != nullptr ? part_->sums() : CopySums()));
     Result source = nullptr;
     if (ranks.rank() == 0) {
       source = MakeGpuSnapshot(std::move(manifest), std::move(part_), std::move(others_), sums);

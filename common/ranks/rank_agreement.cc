@@ -44,8 +44,8 @@ absl::Status FromPlain(const PlainStatus& plain) {
 
 absl::Status Agree(Communicator& ranks, const absl::Status& status) {
   if (ranks.size() == 1) return status;
-  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(ToPlain(status)))) {
-    TANDEM_ASSIGN_OR_RETURN(const PlainStatus theirs, FromBytes<PlainStatus>(bytes));
+  TANDEM_ASSIGN_OR_RETURN(const auto all, GatherStructs(ranks, ToPlain(status)));
+  for (const PlainStatus& theirs : all) {
     if (theirs.code != 0) return FromPlain(theirs);
   }
   return absl::OkStatus();
@@ -75,11 +75,7 @@ absl::Status ExchangeOutputs(Communicator& ranks, const absl::Status& status,
                              absl::FunctionRef<int(int64_t)> owner,
                              std::vector<std::vector<double>>& outputs) {
   TANDEM_RETURN_IF_ERROR(Agree(ranks, status));
-  using Outputs = std::vector<std::vector<double>>;
-  std::vector<Outputs> of_ranks;
-  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(outputs))) {
-    TANDEM_ASSIGN_OR_RETURN(of_ranks.emplace_back(), FromBytes<Outputs>(bytes));
-  }
+  TANDEM_ASSIGN_OR_RETURN(auto of_ranks, GatherStructs(ranks, outputs));
   for (size_t i = 0; i < outputs.size(); ++i) {
     outputs[i] = std::move(of_ranks[static_cast<size_t>(owner(static_cast<int64_t>(i)))][i]);
   }

@@ -42,6 +42,16 @@ absl::StatusOr<T> FromRankZero(Communicator& ranks,
   return FromBytes<T>(bytes);
 }
 
+// Returns the struct of every rank, in their order. Collective. Throws c10::Error.
+template <typename T>
+absl::StatusOr<std::vector<T>> GatherStructs(Communicator& ranks, const T& own) {
+  std::vector<T> all;
+  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(own))) {
+    TANDEM_ASSIGN_OR_RETURN(all.emplace_back(), FromBytes<T>(bytes));
+  }
+  return all;
+}
+
 // Replaces outputs[i] by that of rank owner(i), on every rank; or returns the error of the lowest
 // rank whose `status` is one. Collective. Throws c10::Error.
 absl::Status ExchangeOutputs(Communicator& ranks, const absl::Status& status,

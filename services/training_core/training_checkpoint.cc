@@ -24,7 +24,6 @@
 #include "common/base/files/atomic_file.h"
 #include "common/base/files/file_writer.h"
 #include "common/base/files/paths/path_check.h"
-#include "common/base/struct_bytes.h"
 #include "common/checkpoint/replace_directory.h"
 #include "common/checkpoint/temporary_directory.h"
 #include "common/model/family.h"
@@ -264,8 +263,8 @@ absl::Status EnterOnAllRanks(ranks::Communicator& ranks, absl::string_view field
 absl::StatusOr<std::vector<WrittenFile>> FilesOfAllRanks(ranks::Communicator& ranks,
                                                          const std::vector<WrittenFile>& written) {
   std::vector<WrittenFile> all;
-  for (const std::string& bytes : ranks.AllGatherBytes(ToBytes(written))) {
-    TANDEM_ASSIGN_OR_RETURN(auto files, FromBytes<std::vector<WrittenFile>>(bytes));
+  TANDEM_ASSIGN_OR_RETURN(auto of_ranks, ranks::GatherStructs(ranks, written));
+  for (std::vector<WrittenFile>& files : of_ranks) {
     std::move(files.begin(), files.end(), std::back_inserter(all));
   }
   return all;
