@@ -3,11 +3,13 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <set>
 #include <string>
 #include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "common/base/errors/status_macros.h"
 #include "common/model/compute_setup.h"
 #include "common/ranks/rank_agreement.h"
@@ -76,13 +78,12 @@ class MemoryReader {
 RankedWeights WeightsToSend(const std::vector<KeptTensor>& tensors, const Model& model) {
   RankedWeights weights;
   std::vector<const SharedBytes*> memories;
+  std::set<absl::string_view> declared;
+  for (const Parameter& parameter : model.DeclaredParameters()) {
+    declared.insert(parameter.spec.name);
+  }
   for (const KeptTensor& kept : tensors) {
-    const std::vector<Parameter>& declared = model.DeclaredParameters();
-    if (std::ranges::none_of(declared, [&](const Parameter& parameter) {
-          return parameter.spec.name == kept.spec.name;
-        })) {
-      continue;  // a tied head
-    }
+    if (!declared.contains(kept.spec.name)) continue;  // a tied head
     RankedTensor& tensor = weights.tensors.emplace_back(
         RankedTensor{.spec = kept.spec, .ranges = {}, .sums = kept.sums});
     for (const SharedRange& range : kept.ranges) {
@@ -100,11 +101,11 @@ RankedWeights WeightsToSend(const std::vector<KeptTensor>& tensors, const Model&
 
 absl::Status SendWeights(const RankedWeights& weights, const std::vector<KeptTensor>& tensors,
                          ranks::Communicator& group) {
+  auto kept = tensors.begin();  // which have the order of `weights`
   for (const RankedTensor& tensor : weights.tensors) {
+    while (kept->spec.name != tensor.spec.name) ++kept;
     if (!tensor.ranges.empty()) continue;
-    const auto found = std::ranges::find_if(
-        tensors, [&](const KeptTensor& kept) { return kept.spec.name == tensor.spec.name; });
-    BroadcastBytesOf(found->values.to(group.device()).contiguous(), group);
+    BroadcastBytesOf(kept->values.to(group.device()).contiguous(), group);
   }
   return ranks::AgreeByName(group, absl::OkStatus());
 }

@@ -65,8 +65,9 @@ struct AdoptedWeights {};
 RankedWeights WeightsToSend(const std::vector<KeptTensor>& tensors, const Model& model);
 
 // Sends the tensors that are on the host from rank 0 of `group`, and waits until the other ranks
-// have packed all of them; collective, with a ShardUpdate on each of these. Their error, if one has
-// any, as AgreeByName. May throw c10::Error.
+// have packed all of them; collective, with a ShardUpdate on each of these. `weights` is
+// WeightsToSend of `tensors`. The error of another rank, if one has any, as AgreeByName. May throw
+// c10::Error.
 absl::Status SendWeights(const RankedWeights& weights, const std::vector<KeptTensor>& tensors,
                          ranks::Communicator& group);
 
