@@ -24,7 +24,7 @@ inline std::vector<int> CutIntoParts(const std::vector<WeightSpec>& tensors, int
     for (; last < tensors.size() && tensors[last].name == tensors[first].name; ++last) {
       end += tensors[last].bytes();
     }
-    // Where its middle is.
+    // The part in which the tensor's middle is.
     const int64_t part = total > 0 ? (begin + end) * parts / (2 * total) : 0;
     part_of.resize(last, static_cast<int>(std::min<int64_t>(part, parts - 1)));
     begin = end;

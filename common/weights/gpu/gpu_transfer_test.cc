@@ -268,7 +268,7 @@ TEST(OtherProcess, DISABLED_ReadsTheSourceOfSeveralProcesses) {
   ASSERT_TRUE(own->Fill(SourceOf({weights[0], weights[1]})).ok());
   const auto in_file = InFile(weights).value();
   const absl::Span<const WordSums> sums = in_file->sums();
-  // Of the first types' float32 values: "a" and "c" of the model.
+  // The model's sums are those of the float32 values of "a" and "c", beside their first types.
   const std::vector<CopySums> parts = {
       own->sums(),
       {.sums = {sums[2], sums[3]}, .model_sums = {SumsOf(weights[2].second), WordSums()}}};

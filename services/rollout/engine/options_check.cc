@@ -47,7 +47,7 @@ absl::Status CheckLane(const LaneOptions& lane, const ComputeOptions& compute) {
   return CheckRevision("model_revision", lane.model, lane.model_revision);
 }
 
-// What the lanes take of one GPU.
+// The lanes' share of one GPU.
 struct GpuShare {
   double fraction = 0;
   bool has_junior = false;

@@ -1,4 +1,4 @@
-// What streams did last with each byte of an allocation.
+// The last accesses of streams to each byte of an allocation.
 #ifndef TANDEM_TESTS_GPU_SIMULATED_ACCESSES_H_
 #define TANDEM_TESTS_GPU_SIMULATED_ACCESSES_H_
 

@@ -91,8 +91,8 @@ class Generator {
     std::vector<OutputRow> rows;
     std::vector<int64_t> row_indices;  // of each of the rows: DecodeInput::output_rows
     std::vector<size_t> row_ends;      // per entry, in rows
-    // What entries consume beyond the tokens of their sequences: drafts behind those, or the row of
-    // the pass before that draws the token.
+    // The tokens that entries consume beyond those of their sequences: drafts behind those, or the
+    // row of the pass before that draws the token.
     std::vector<int32_t> unconfirmed;
     std::vector<DecodeInput> inputs;
     PassResults results;
@@ -178,7 +178,7 @@ class Generator {
   EngineStats totals_;
   std::array<LanePasses, 2> passes_;
   std::optional<Author> ahead_;  // the lane of the pass that runs when a step has returned
-  // Of the pass that ends; kept so that their memory is.
+  // The drafts that the pass that ends asks for; kept so that their memory is.
   std::vector<HeadDrafts> head_drafts_;
   std::vector<DraftRequest> draft_requests_;  // of each of head_drafts_
   std::vector<int32_t> proposed_;

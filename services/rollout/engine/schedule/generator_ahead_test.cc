@@ -235,7 +235,8 @@ TEST(GeneratorAheadTest, AFailedPassEndsNoResponseThatATokenHasEnded) {
   int64_t failed = 0, finished = 0;
   for (const bool at_start : {false, true}) {
     for (int steps = 1; steps < 25; ++steps) {
-      // Of each response, before the failure: the pass that runs, or the one that starts, fails.
+      // The tokens of each response before the failure, which is of the pass that runs, or of the
+      // one that starts.
       const int drawn = steps + (at_start ? 1 : 0);
       const std::vector<PromptRequest> requests = Requests(kSolo, 8);
       const auto harness = Behind();

@@ -33,7 +33,7 @@ const at::Device kGpu(at::kCUDA, 0);
 constexpr int64_t kPasses = 8;
 constexpr int32_t kSequences = 3, kBlocks = 3;  // of a sequence
 
-// What a pass cost the host.
+// The host's costs of a pass.
 struct Costs {
   int64_t waits, allocations, ahead;
 };
@@ -84,7 +84,7 @@ class Writer {
     return results;
   }
 
-  // Of the last pass of a Write.
+  // The costs of the last pass of a Write.
   const Costs& last() const { return last_; }
 
  private:

@@ -24,8 +24,10 @@ auto TakenBytes() {
   return simulated_gpu::DeviceMemory().getDeviceStats(0).allocated_bytes[kAll];
 }
 
-// More sequences than fit: the caches fill the shares.
+// Writes two models, and returns options of more sequences than fit: the caches fill the shares.
 EngineOptions ManySequences(const std::string& folder) {
+  WriteTinyModelAndTokenizer(folder + "/senior", 1);
+  WriteTinyModelAndTokenizer(folder + "/junior", 2);
   EngineOptions options = TinyOptions(folder);
   options.compute.device = "cuda";
   options.max_num_seqs = 1 << 16;
@@ -34,8 +36,6 @@ EngineOptions ManySequences(const std::string& folder) {
 
 TEST(LaneMemoryTest, LanesStayWithinTheirSharesOfAGpu) {
   const TemporaryFolder folder;
-  WriteTinyModelAndTokenizer(folder.path() + "/senior", 1);
-  WriteTinyModelAndTokenizer(folder.path() + "/junior", 2);
   EngineOptions options = ManySequences(folder.path());
   options.junior.gpu_memory_utilization = 0.125;
   int64_t taken[2];
@@ -56,8 +56,6 @@ TEST(LaneMemoryTest, LanesStayWithinTheirSharesOfAGpu) {
 
 TEST(LaneMemoryTest, AShareWithoutRoomForASequenceIsRefused) {
   const TemporaryFolder folder;
-  WriteTinyModelAndTokenizer(folder.path() + "/senior", 1);
-  WriteTinyModelAndTokenizer(folder.path() + "/junior", 2);
   EngineOptions options = ManySequences(folder.path());
   options.senior.gpu_memory_utilization = 0.001;
   const absl::Status status = CreateEngine(options).status();

@@ -92,7 +92,7 @@ TEST_P(GpuRanksTest, CollectivesHaveTheirResults) {
   });
 }
 
-// What rank 0 does between the start of a reduce-scatter and its wait, after which it reads the
+// Lets rank 0 `act` between the start of a reduce-scatter and its wait, after which it reads the
 // result; returns how the rank ended.
 std::string EndOf(
     const std::function<void(const at::Tensor& input, const at::Tensor& output)>& act) {
@@ -137,7 +137,7 @@ TEST(GpuRanksWaitTest, AWaitOfTheHostIsNone) {
             kAborted);
 }
 
-// Of a step with one micro-batch for each rank.
+// The collectives of a step with one micro-batch for each rank, and those beside which others ran.
 struct Share {
   int64_t gathers, reductions, beside;
 };
